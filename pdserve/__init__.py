@@ -1,0 +1,3 @@
+"""pdserve: many SGLang workers, one distributed KV cache."""
+
+__version__ = "0.1.0"

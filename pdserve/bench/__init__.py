@@ -1,0 +1,1 @@
+"""Benchmarks that tell the truth."""

@@ -1,0 +1,1 @@
+"""SGLang processes: arguments, start, self-check, CPU support."""

@@ -1,0 +1,62 @@
+"""The one error tree of pdserve.
+
+Whose fault an error is decides what becomes of it: `ConfigError` and `StartupError` end a process with one line
+for a person; `PoolError` never reaches a request (the page is recomputed); `RequestError` is answered to the client
+in OpenAI's form. UCX, OS and HTTP errors are translated into these at the edge where they arise.
+"""
+
+from __future__ import annotations
+
+
+class PdserveError(Exception):
+    """Base of every error that pdserve raises on purpose.
+
+    `str(error)` is one line for a person: what, where, and what to do.
+    """
+
+
+class ConfigError(PdserveError):
+    """The configuration cannot be used: unknown key, wrong type, contradiction. Process exit status 2."""
+
+
+class StartupError(PdserveError):
+    """The process cannot start here: port in use, too little memory, missing model. Process exit status 1."""
+
+
+class RequestError(PdserveError):
+    """A client's request cannot be served; carries the HTTP status and OpenAI's error type and code."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type_: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.type_ = type_
+        self.code = code
+        self.param = param
+
+
+class PoolError(PdserveError):
+    """A pool operation did not happen; the caller treats it as a miss."""
+
+
+class PoolUnavailable(PoolError):
+    """The node cannot be reached, or went away while the operation ran."""
+
+
+class PoolTimeout(PoolError):
+    """The operation's deadline passed."""
+
+
+class PoolRefused(PoolError):
+    """The node answered no: unknown namespace, geometry mismatch, wrong protocol version, bad token."""
+
+
+class FrameError(PoolError):
+    """Bytes on a control connection are not a frame of our protocol."""

@@ -1,0 +1,1 @@
+"""KV page pool: distributed, shared-memory first."""

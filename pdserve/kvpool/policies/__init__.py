@@ -1,0 +1,1 @@
+"""Eviction policies: pure, suggest only."""

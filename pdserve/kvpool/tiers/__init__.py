@@ -1,0 +1,1 @@
+"""Storage tiers of a pool node."""

@@ -1,0 +1,1 @@
+"""Data paths between a client and a pool node."""

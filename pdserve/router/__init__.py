@@ -1,0 +1,1 @@
+"""Router: one OpenAI endpoint in front of prefill and decode workers."""
