@@ -1,0 +1,397 @@
+"""The control protocol between a pool client and a pool node: messages and frames. Pure: bytes in, records out.
+
+A connection is one stream (Unix socket or TCP). Each frame is a little-endian u32 length followed by that many bytes
+of msgpack: one message, encoded as an array whose first item is the message's number. Page bytes never travel here:
+they go through mapped memory or UCX, and these messages say where.
+
+    client                          node
+    Hello            ->             Welcome, or Fault and close
+    request(id)      ->             reply(id), or Fault(id)          any number in flight, replies in any order
+    Abort, Release   ->             (no reply)
+
+Writing a page: Reserve -> the client fills the slot -> Commit. Readers see committed pages only.
+Reading a page: Get pins it under a lease -> the client copies -> Release. A pinned page is not evicted.
+
+Compatibility: message numbers are never reused; fields are only ever appended, with defaults. `PROTOCOL_VERSION` changes
+only when an old peer could misread a new one; a node refuses other versions by name. tests/kvpool/test_messages.py
+pins the bytes of every message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from pdserve.errors import FrameError
+
+PROTOCOL_VERSION = 1
+KEY_BYTES = 32
+MAX_FRAME_BYTES = 4 * 1024 * 1024  # 4,096 grants take ~200 KB; the rest is room for status reports
+MAX_KEYS = 4096  # per message; clients split longer batches
+MAX_SEGMENTS = 256  # per page
+
+DataPathName: TypeAlias = Literal["shm", "ucx", "inproc"]
+DataPathChoice: TypeAlias = Literal["auto", "shm", "ucx", "inproc"]
+
+# Status of one key in `Reserved`
+GRANTED = 0  # the slot is the client's to fill
+PRESENT = 1  # already committed: nothing to do
+BUSY = 2  # another client is writing the same key: nothing to do, `Wait` for it if it matters
+FULL = 3  # no space: every page that could go is pinned, or the quota is reached
+TOO_LARGE = 4  # the page is larger than a slab
+
+# Status of one key in `Got`
+HIT = 0
+MISS = 1
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=False, gc=False):
+    """Base of every message; array_like so that appended fields cost nothing to old peers."""
+
+
+class Hello(Message, tag=1):
+    """First frame of a client. `host_id` names the machine (boot id), so both sides know whether mapping can work."""
+
+    version: int
+    client: str
+    pid: int
+    host_id: str
+    data_path: DataPathChoice = "auto"
+    token: str = ""
+
+
+class NodeAddress(Message, tag=90):
+    """One node as the ring sees it. `weight` is proportional to its capacity."""
+
+    node: str
+    address: str
+    weight: int = 1
+
+
+class ArenaInfo(Message, tag=91):
+    """Where a same-host client maps the node's memory; both files are mapped whole."""
+
+    arena_path: str
+    arena_bytes: int
+    table_path: str
+    table_bytes: int
+
+
+class UcxInfo(Message, tag=92):
+    """How a client reaches the node's UCX worker: its listener's host and port. `connection` is this connection's
+    number: the client sends it as its first UCX message, so that the node ties the endpoint to this connection."""
+
+    host: str
+    port: int
+    connection: int
+
+
+class Welcome(Message, tag=2):
+    """The node's answer to Hello. `incarnation` changes at every start of the node. Exactly one of arena, ucx is set
+    (neither for inproc), according to `data_path`, the path that the node chose."""
+
+    version: int
+    node: str
+    incarnation: int
+    host_id: str
+    data_path: DataPathName
+    lease_s: float
+    arena: ArenaInfo | None = None
+    ucx: UcxInfo | None = None
+    epoch: int = 0
+    nodes: list[NodeAddress] = []
+
+
+class Fault(Message, tag=3):
+    """The request `id` was refused (id 0: the connection). `code` is for programs, `message` one line for people."""
+
+    id: int
+    code: str
+    message: str
+
+
+class Done(Message, tag=4):
+    """The request `id` was done; `count` of what it concerned (pages freed by a drop, say)."""
+
+    id: int
+    count: int = 0
+
+
+class OpenNamespace(Message, tag=10):
+    """Create the namespace, or open it. `geometry` must be equal for all who share it, key for key; else a Fault
+    `geometry_mismatch` names the differing field and both values."""
+
+    id: int
+    name: str
+    geometry: dict[str, str]
+
+
+class Opened(Message, tag=11):
+    """`namespace` is the number used in the messages below; it holds for this incarnation of the node."""
+
+    id: int
+    namespace: int
+
+
+class Exists(Message, tag=12):
+    id: int
+    namespace: int
+    keys: list[bytes]
+
+
+class Present(Message, tag=13):
+    """Answer to Exists and Wait. `mask`: one byte per key, 1 where committed."""
+
+    id: int
+    mask: bytes
+
+
+class Reserve(Message, tag=14):
+    """Ask for a slot per key. A page has `sum(segment_bytes)` bytes; over UCX each segment is one tagged message."""
+
+    id: int
+    namespace: int
+    keys: list[bytes]
+    segment_bytes: list[int]
+
+
+class Grant(Message, tag=93):
+    """One key's answer. With status GRANTED: the slot, its byte offset in the arena, the sequence that identifies this
+    filling of the slot, and the UCX tag of its first segment (segment i has tag + i)."""
+
+    status: int
+    slot: int = 0
+    offset: int = 0
+    sequence: int = 0
+    tag: int = 0
+
+
+class Reserved(Message, tag=15):
+    id: int
+    grants: list[Grant]
+
+
+class Commit(Message, tag=16):
+    """The slots are filled. `checksums`: XXH3-64 of each page's bytes in order, or 0 where the writer computed none."""
+
+    id: int
+    slots: list[int]
+    sequences: list[int]
+    checksums: list[int]
+
+
+class Committed(Message, tag=17):
+    """`mask`: one byte per slot, 1 where the page is now readable (by this commit)."""
+
+    id: int
+    mask: bytes
+
+
+class Abort(Message, tag=18):
+    """Give reservations back unfilled. No reply."""
+
+    slots: list[int]
+    sequences: list[int]
+
+
+class Get(Message, tag=19):
+    """Pin the pages for reading. `segment_bytes` as in Reserve, for this reader's buffers; a page of another length is
+    a miss. Over UCX the node starts sending at once."""
+
+    id: int
+    namespace: int
+    keys: list[bytes]
+    segment_bytes: list[int]
+
+
+class Pin(Message, tag=94):
+    """One key's answer. With status HIT: where it lies, its checksum (0: none), the sequence to release it by and to check
+    against the slot table after copying, the UCX tag of its first segment."""
+
+    status: int
+    slot: int = 0
+    offset: int = 0
+    checksum: int = 0
+    sequence: int = 0
+    tag: int = 0
+
+
+class Got(Message, tag=20):
+    id: int
+    pins: list[Pin]
+
+
+class Release(Message, tag=21):
+    """Unpin. No reply."""
+
+    slots: list[int]
+    sequences: list[int]
+
+
+class Wait(Message, tag=22):
+    """Answered with Present once all keys are committed, or when `timeout_s` is over, with what is."""
+
+    id: int
+    namespace: int
+    keys: list[bytes]
+    timeout_s: float
+
+
+class Discard(Message, tag=23):
+    """Drop these pages: a reader found them corrupt. Only a page with this very sequence is dropped. Answered with Done."""
+
+    id: int
+    namespace: int
+    keys: list[bytes]
+    sequences: list[int]
+
+
+class DropNamespace(Message, tag=24):
+    id: int
+    name: str
+
+
+class Clear(Message, tag=25):
+    """Drop every page of the namespace, keep the namespace. Answered with Done."""
+
+    id: int
+    namespace: int
+
+
+class Ping(Message, tag=26):
+    id: int
+
+
+class Status(Message, tag=27):
+    id: int
+
+
+class NamespaceStatus(Message, tag=95):
+    name: str
+    pages: int
+    page_bytes: int
+    geometry: dict[str, str]
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+
+
+class StatusReport(Message, tag=28):
+    """`slots_*` conserve: free + used + reserved + quarantined = total, in bytes of slots."""
+
+    id: int
+    node: str
+    incarnation: int
+    uptime_s: float
+    capacity_bytes: int
+    free_bytes: int
+    used_bytes: int
+    reserved_bytes: int
+    quarantined_bytes: int
+    pages: int
+    pins: int
+    waiters: int
+    connections: int
+    namespaces: list[NamespaceStatus]
+    counters: dict[str, int] = {}
+
+
+Request: TypeAlias = (
+    Hello
+    | OpenNamespace
+    | Exists
+    | Reserve
+    | Commit
+    | Abort
+    | Get
+    | Release
+    | Wait
+    | Discard
+    | DropNamespace
+    | Clear
+    | Ping
+    | Status
+)
+Reply: TypeAlias = Welcome | Fault | Done | Opened | Present | Reserved | Committed | Got | StatusReport
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+HEADER_BYTES = 4
+
+
+def encode_frame(message: Request | Reply) -> bytes:
+    """The message as one frame. Raises FrameError if it would exceed MAX_FRAME_BYTES."""
+    buffer = bytearray(HEADER_BYTES)
+    _encoder.encode_into(message, buffer, HEADER_BYTES)
+    body_bytes = len(buffer) - HEADER_BYTES
+    if body_bytes > MAX_FRAME_BYTES:
+        raise FrameError(f"message of {body_bytes} bytes exceeds the frame limit of {MAX_FRAME_BYTES}")
+    buffer[:HEADER_BYTES] = body_bytes.to_bytes(HEADER_BYTES, "little")
+    return bytes(buffer)
+
+
+def decode_request(body: bytes | memoryview) -> Request:
+    """Raises FrameError if the bytes are no request of this protocol, or break one of its bounds."""
+    try:
+        message = _request_decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise FrameError(f"not a pool request: {error}") from error
+    _check_bounds(message)
+    return message
+
+
+def decode_reply(body: bytes | memoryview) -> Reply:
+    """Raises FrameError if the bytes are no reply of this protocol."""
+    try:
+        return _reply_decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise FrameError(f"not a pool reply: {error}") from error
+
+
+def _check_bounds(message: Request) -> None:
+    keys: list[bytes] = getattr(message, "keys", [])
+    if len(keys) > MAX_KEYS:
+        raise FrameError(f"{len(keys)} keys in one message, at most {MAX_KEYS} are allowed")
+    for key in keys:
+        if len(key) != KEY_BYTES:
+            raise FrameError(f"a key of {len(key)} bytes, keys have {KEY_BYTES}")
+    if isinstance(message, Reserve | Get):
+        segments = message.segment_bytes
+        if not 1 <= len(segments) <= MAX_SEGMENTS or min(segments) <= 0:
+            raise FrameError(f"segment_bytes must be 1 to {MAX_SEGMENTS} positive lengths")
+    elif isinstance(message, Commit):
+        if not len(message.slots) == len(message.sequences) == len(message.checksums):
+            raise FrameError("commit: slots, sequences and checksums differ in length")
+    elif isinstance(message, Abort | Release):
+        if len(message.slots) != len(message.sequences):
+            raise FrameError("abort or release: slots and sequences differ in length")
+    elif isinstance(message, Discard) and len(message.keys) != len(message.sequences):
+        raise FrameError("discard: keys and sequences differ in length")
+
+
+class FrameBuffer:
+    """Cuts a byte stream into frame bodies: feed what arrived, iterate what is whole. Holds at most one frame."""
+
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._buffer = bytearray()
+        self._max_frame_bytes = max_frame_bytes
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield each complete frame body. Raises FrameError on an impossible length (a client of another protocol)."""
+        self._buffer += data
+        while len(self._buffer) >= HEADER_BYTES:
+            body_bytes = int.from_bytes(self._buffer[:HEADER_BYTES], "little")
+            if not 1 <= body_bytes <= self._max_frame_bytes:
+                raise FrameError(
+                    f"frame of {body_bytes} bytes, allowed are 1 to {self._max_frame_bytes}: "
+                    "the peer does not speak the pdserve pool protocol"
+                )
+            end = HEADER_BYTES + body_bytes
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[HEADER_BYTES:end])
+            del self._buffer[:end]
+            yield body

@@ -1,0 +1,79 @@
+"""What a transport is, on the client's side: a control channel to one node and a way to move page bytes.
+
+Three implementations: `inproc` (a node in the same process; tests), `shm` (control over a socket, pages by copying
+from and to the node's mapped arena) and `ucx` (control over a socket, pages as UCX tagged messages). All pass
+tests/contracts/test_transport_contract.py.
+
+A `Connection` belongs to one thread at a time; `client.py` keeps a bounded set of them per node. Deadlines are absolute
+times of `time.monotonic()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from pdserve.kvpool.messages import Abort, Grant, Pin, Release, Reply, Request, Welcome
+
+# One page in the caller's memory: its segments in order, each a 1-D contiguous uint8 array. Written to on read.
+Bytes1D: TypeAlias = npt.NDArray[np.uint8]
+PageBuffers: TypeAlias = Sequence[Bytes1D]
+
+
+class Connection(Protocol):
+    """One client's connection to one node."""
+
+    welcome: Welcome
+
+    def call(self, request: Request, deadline: float) -> Reply:
+        """Send the request, return its reply (a Fault is returned, not raised).
+
+        Raises PoolTimeout when the deadline passes and PoolUnavailable when the node is gone; after either the connection is
+        broken and must be closed.
+        """
+        ...
+
+    def post(self, message: Abort | Release) -> None:
+        """Send a message that has no reply. Raises PoolUnavailable."""
+        ...
+
+    def write_pages(
+        self, grants: Sequence[Grant], pages: Sequence[PageBuffers], deadline: float
+    ) -> list[int]:
+        """Move each page into its granted slot; return its checksum, or 0s where checksums are off.
+
+        Raises PoolTimeout or PoolUnavailable; then none of these reservations may be committed, and the connection must be
+        closed (the node reclaims the reservations).
+        """
+        ...
+
+    def read_pages(
+        self, pins: Sequence[Pin], pages: Sequence[PageBuffers], deadline: float
+    ) -> list[PageOutcome]:
+        """Copy each pinned page into its buffers and check it.
+
+        When this returns or raises, nothing will write into the buffers any more. Raises PoolTimeout or PoolUnavailable (the
+        buffers' contents are then undefined).
+        """
+        ...
+
+    def close(self) -> None:
+        """Close; idempotent; never raises."""
+        ...
+
+
+PageOutcome: TypeAlias = int
+OK: PageOutcome = 0
+LOST: PageOutcome = 1  # the slot was refilled while we copied (our lease had ended): a miss
+CORRUPT: PageOutcome = 2  # the bytes do not match the checksum: a miss, counted, and reported to the node
+
+
+class Connector(Protocol):
+    """Opens connections to nodes over one kind of transport."""
+
+    def connect(self, address: str, deadline: float) -> Connection:
+        """Connect and shake hands. Raises PoolUnavailable, PoolTimeout or PoolRefused."""
+        ...
