@@ -1,20 +1,21 @@
-"""The control protocol between a pool client and a pool node: messages and frames. Pure: bytes in, records out.
+"""The control protocol between a pool client and a pool node: messages and frames. Pure: bytes in, records
+out.
 
-A connection is one stream (Unix socket or TCP). Each frame is a little-endian u32 length followed by that many bytes
-of msgpack: one message, encoded as an array whose first item is the message's number. Page bytes never travel here:
-they go through mapped memory or UCX, and these messages say where.
+A connection is one stream (Unix socket or TCP). Each frame is a little-endian u32 length followed by that
+many bytes of msgpack: one message, encoded as an array whose first item is the message's number. Page bytes
+never travel here: they go through mapped memory or UCX, and these messages say where.
 
     client                          node
     Hello            ->             Welcome, or Fault and close
-    request(id)      ->             reply(id), or Fault(id)          any number in flight, replies in any order
-    Abort, Release   ->             (no reply)
+    request(id)      ->             reply(id), or Fault(id)          any number in flight, replies in any
+    order Abort, Release   ->             (no reply)
 
 Writing a page: Reserve -> the client fills the slot -> Commit. Readers see committed pages only.
 Reading a page: Get pins it under a lease -> the client copies -> Release. A pinned page is not evicted.
 
-Compatibility: message numbers are never reused; fields are only ever appended, with defaults. `PROTOCOL_VERSION` changes
-only when an old peer could misread a new one; a node refuses other versions by name. tests/kvpool/test_messages.py
-pins the bytes of every message.
+Compatibility: message numbers are never reused; fields are only ever appended, with defaults.
+`PROTOCOL_VERSION` changes only when an old peer could misread a new one; a node refuses other versions by
+name. tests/kvpool/test_messages.py pins the bytes of every message.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ class Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     """Base of every message; array_like so that appended fields cost nothing to old peers."""
 
 
-class Hello(Message, tag=1):
-    """First frame of a client. `host_id` names the machine (boot id), so both sides know whether mapping can work."""
+class Hello(Message, tag=1, frozen=True):
+    """First frame of a client. `host_id` names the machine (boot id), so both sides know whether mapping can
+    work.
+    """
 
     version: int
     client: str
@@ -62,7 +65,7 @@ class Hello(Message, tag=1):
     token: str = ""
 
 
-class NodeAddress(Message, tag=90):
+class NodeAddress(Message, tag=90, frozen=True):
     """One node as the ring sees it. `weight` is proportional to its capacity."""
 
     node: str
@@ -70,7 +73,7 @@ class NodeAddress(Message, tag=90):
     weight: int = 1
 
 
-class ArenaInfo(Message, tag=91):
+class ArenaInfo(Message, tag=91, frozen=True):
     """Where a same-host client maps the node's memory; both files are mapped whole."""
 
     arena_path: str
@@ -79,17 +82,20 @@ class ArenaInfo(Message, tag=91):
     table_bytes: int
 
 
-class UcxInfo(Message, tag=92):
-    """How a client reaches the node's UCX worker: its listener's host and port. `connection` is this connection's
-    number: the client sends it as its first UCX message, so that the node ties the endpoint to this connection."""
+class UcxInfo(Message, tag=92, frozen=True):
+    """How a client reaches the node's UCX worker: its listener's host and port. `connection` is this
+    connection's
+    number: the client sends it as its first UCX message, so that the node ties the endpoint to this
+    connection."""
 
     host: str
     port: int
     connection: int
 
 
-class Welcome(Message, tag=2):
-    """The node's answer to Hello. `incarnation` changes at every start of the node. Exactly one of arena, ucx is set
+class Welcome(Message, tag=2, frozen=True):
+    """The node's answer to Hello. `incarnation` changes at every start of the node. Exactly one of arena, ucx
+    is set
     (neither for inproc), according to `data_path`, the path that the node chose."""
 
     version: int
@@ -104,23 +110,26 @@ class Welcome(Message, tag=2):
     nodes: list[NodeAddress] = []
 
 
-class Fault(Message, tag=3):
-    """The request `id` was refused (id 0: the connection). `code` is for programs, `message` one line for people."""
+class Fault(Message, tag=3, frozen=True):
+    """The request `id` was refused (id 0: the connection). `code` is for programs, `message` one line for
+    people.
+    """
 
     id: int
     code: str
     message: str
 
 
-class Done(Message, tag=4):
+class Done(Message, tag=4, frozen=True):
     """The request `id` was done; `count` of what it concerned (pages freed by a drop, say)."""
 
     id: int
     count: int = 0
 
 
-class OpenNamespace(Message, tag=10):
-    """Create the namespace, or open it. `geometry` must be equal for all who share it, key for key; else a Fault
+class OpenNamespace(Message, tag=10, frozen=True):
+    """Create the namespace, or open it. `geometry` must be equal for all who share it, key for key; else a
+    Fault
     `geometry_mismatch` names the differing field and both values."""
 
     id: int
@@ -128,28 +137,30 @@ class OpenNamespace(Message, tag=10):
     geometry: dict[str, str]
 
 
-class Opened(Message, tag=11):
+class Opened(Message, tag=11, frozen=True):
     """`namespace` is the number used in the messages below; it holds for this incarnation of the node."""
 
     id: int
     namespace: int
 
 
-class Exists(Message, tag=12):
+class Exists(Message, tag=12, frozen=True):
     id: int
     namespace: int
     keys: list[bytes]
 
 
-class Present(Message, tag=13):
+class Present(Message, tag=13, frozen=True):
     """Answer to Exists and Wait. `mask`: one byte per key, 1 where committed."""
 
     id: int
     mask: bytes
 
 
-class Reserve(Message, tag=14):
-    """Ask for a slot per key. A page has `sum(segment_bytes)` bytes; over UCX each segment is one tagged message."""
+class Reserve(Message, tag=14, frozen=True):
+    """Ask for a slot per key. A page has `sum(segment_bytes)` bytes; over UCX each segment is one tagged
+    message.
+    """
 
     id: int
     namespace: int
@@ -157,8 +168,9 @@ class Reserve(Message, tag=14):
     segment_bytes: list[int]
 
 
-class Grant(Message, tag=93):
-    """One key's answer. With status GRANTED: the slot, its byte offset in the arena, the sequence that identifies this
+class Grant(Message, tag=93, frozen=True):
+    """One key's answer. With status GRANTED: the slot, its byte offset in the arena, the sequence that
+    identifies this
     filling of the slot, and the UCX tag of its first segment (segment i has tag + i)."""
 
     status: int
@@ -168,13 +180,15 @@ class Grant(Message, tag=93):
     tag: int = 0
 
 
-class Reserved(Message, tag=15):
+class Reserved(Message, tag=15, frozen=True):
     id: int
     grants: list[Grant]
 
 
-class Commit(Message, tag=16):
-    """The slots are filled. `checksums`: XXH3-64 of each page's bytes in order, or 0 where the writer computed none."""
+class Commit(Message, tag=16, frozen=True):
+    """The slots are filled. `checksums`: XXH3-64 of each page's bytes in order, or 0 where the writer
+    computed none.
+    """
 
     id: int
     slots: list[int]
@@ -182,22 +196,23 @@ class Commit(Message, tag=16):
     checksums: list[int]
 
 
-class Committed(Message, tag=17):
+class Committed(Message, tag=17, frozen=True):
     """`mask`: one byte per slot, 1 where the page is now readable (by this commit)."""
 
     id: int
     mask: bytes
 
 
-class Abort(Message, tag=18):
+class Abort(Message, tag=18, frozen=True):
     """Give reservations back unfilled. No reply."""
 
     slots: list[int]
     sequences: list[int]
 
 
-class Get(Message, tag=19):
-    """Pin the pages for reading. `segment_bytes` as in Reserve, for this reader's buffers; a page of another length is
+class Get(Message, tag=19, frozen=True):
+    """Pin the pages for reading. `segment_bytes` as in Reserve, for this reader's buffers; a page of another
+    length is
     a miss. Over UCX the node starts sending at once."""
 
     id: int
@@ -206,8 +221,9 @@ class Get(Message, tag=19):
     segment_bytes: list[int]
 
 
-class Pin(Message, tag=94):
-    """One key's answer. With status HIT: where it lies, its checksum (0: none), the sequence to release it by and to check
+class Pin(Message, tag=94, frozen=True):
+    """One key's answer. With status HIT: where it lies, its checksum (0: none), the sequence to release it by
+    and to check
     against the slot table after copying, the UCX tag of its first segment."""
 
     status: int
@@ -218,19 +234,19 @@ class Pin(Message, tag=94):
     tag: int = 0
 
 
-class Got(Message, tag=20):
+class Got(Message, tag=20, frozen=True):
     id: int
     pins: list[Pin]
 
 
-class Release(Message, tag=21):
+class Release(Message, tag=21, frozen=True):
     """Unpin. No reply."""
 
     slots: list[int]
     sequences: list[int]
 
 
-class Wait(Message, tag=22):
+class Wait(Message, tag=22, frozen=True):
     """Answered with Present once all keys are committed, or when `timeout_s` is over, with what is."""
 
     id: int
@@ -239,8 +255,10 @@ class Wait(Message, tag=22):
     timeout_s: float
 
 
-class Discard(Message, tag=23):
-    """Drop these pages: a reader found them corrupt. Only a page with this very sequence is dropped. Answered with Done."""
+class Discard(Message, tag=23, frozen=True):
+    """Drop these pages: a reader found them corrupt. Only a page with this very sequence is dropped. Answered
+    with Done.
+    """
 
     id: int
     namespace: int
@@ -248,27 +266,27 @@ class Discard(Message, tag=23):
     sequences: list[int]
 
 
-class DropNamespace(Message, tag=24):
+class DropNamespace(Message, tag=24, frozen=True):
     id: int
     name: str
 
 
-class Clear(Message, tag=25):
+class Clear(Message, tag=25, frozen=True):
     """Drop every page of the namespace, keep the namespace. Answered with Done."""
 
     id: int
     namespace: int
 
 
-class Ping(Message, tag=26):
+class Ping(Message, tag=26, frozen=True):
     id: int
 
 
-class Status(Message, tag=27):
+class Status(Message, tag=27, frozen=True):
     id: int
 
 
-class NamespaceStatus(Message, tag=95):
+class NamespaceStatus(Message, tag=95, frozen=True):
     name: str
     pages: int
     page_bytes: int
@@ -278,7 +296,7 @@ class NamespaceStatus(Message, tag=95):
     evictions: int = 0
 
 
-class StatusReport(Message, tag=28):
+class StatusReport(Message, tag=28, frozen=True):
     """`slots_*` conserve: free + used + reserved + quarantined = total, in bytes of slots."""
 
     id: int
@@ -373,14 +391,18 @@ def _check_bounds(message: Request) -> None:
 
 
 class FrameBuffer:
-    """Cuts a byte stream into frame bodies: feed what arrived, iterate what is whole. Holds at most one frame."""
+    """Cuts a byte stream into frame bodies: feed what arrived, iterate what is whole. Holds at most one
+    frame.
+    """
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._buffer = bytearray()
         self._max_frame_bytes = max_frame_bytes
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield each complete frame body. Raises FrameError on an impossible length (a client of another protocol)."""
+        """Yield each complete frame body. Raises FrameError on an impossible length (a client of another
+        protocol).
+        """
         self._buffer += data
         while len(self._buffer) >= HEADER_BYTES:
             body_bytes = int.from_bytes(self._buffer[:HEADER_BYTES], "little")

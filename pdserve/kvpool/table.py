@@ -1,13 +1,14 @@
 """The slot table: one row per slot, in a file mapped beside the arena. Layout only; pure.
 
 The node is its only writer. It serves two readers: the node's own next incarnation, which rebuilds everything
-from it in one vectorised scan, and same-host clients, which check after copying a page that the slot still holds the
-same filling (`sequence`), so that a lease that ended during the copy is a miss and never a wrong page.
+from it in one vectorised scan, and same-host clients, which check after copying a page that the slot still
+holds the same filling (`sequence`), so that a lease that ended during the copy is a miss and never a wrong
+page.
 
-Write order (stores of one thread become visible in program order on x86-64; on other machines the row's `guard` covers
-the difference): a commit writes every other field, then `guard`, then `state = COMMITTED` last; freeing writes
-`state = FREE` first. So whatever instant the node dies at, a row that says COMMITTED is whole, or its guard is wrong
-and recovery drops that page alone.
+Write order (stores of one thread become visible in program order on x86-64; on other machines the row's
+`guard` covers the difference): a commit writes every other field, then `guard`, then `state = COMMITTED`
+last; freeing writes `state = FREE` first. So whatever instant the node dies at, a row that says COMMITTED is
+whole, or its guard is wrong and recovery drops that page alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ FREE = 0
 RESERVED = 1
 COMMITTED = 2
 
-# One header, at the start of the table file. `slab_class[i]` follows it: slot size of slab i in bytes, 0 when unassigned.
+# One header, at the start of the table file. `slab_class[i]` follows it: slot size of slab i in bytes, 0 when
+# unassigned.
 HEADER_DTYPE = np.dtype(
     [
         ("magic", "<u8"),
@@ -56,8 +58,8 @@ _MIX = np.uint64(0x9E37_79B9_7F4A_7C15)
 def row_guard(rows: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
     """A 64-bit mix of everything a committed row says, for rows of shape [n]; detects torn and flipped rows.
 
-    Not cryptographic: multiply-xor-shift (the SplitMix64 finaliser's constants) over the row's words, vectorised, so that a
-    million rows take milliseconds.
+    Not cryptographic: multiply-xor-shift (the SplitMix64 finaliser's constants) over the row's words,
+    vectorised, so that a million rows take milliseconds.
     """
     words = (
         rows["key"][:, 0],

@@ -1,11 +1,11 @@
 """What a transport is, on the client's side: a control channel to one node and a way to move page bytes.
 
-Three implementations: `inproc` (a node in the same process; tests), `shm` (control over a socket, pages by copying
-from and to the node's mapped arena) and `ucx` (control over a socket, pages as UCX tagged messages). All pass
-tests/contracts/test_transport_contract.py.
+Three implementations: `inproc` (a node in the same process; tests), `shm` (control over a socket, pages by
+copying from and to the node's mapped arena) and `ucx` (control over a socket, pages as UCX tagged messages).
+All pass tests/contracts/test_transport_contract.py.
 
-A `Connection` belongs to one thread at a time; `client.py` keeps a bounded set of them per node. Deadlines are absolute
-times of `time.monotonic()`.
+A `Connection` belongs to one thread at a time; `client.py` keeps a bounded set of them per node. Deadlines
+are absolute times of `time.monotonic()`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from pdserve.kvpool.messages import Abort, Grant, Pin, Release, Reply, Request, Welcome
 
-# One page in the caller's memory: its segments in order, each a 1-D contiguous uint8 array. Written to on read.
+# One page in the caller's memory: its segments in order, each a 1-D contiguous uint8 array. Written to on
+# read.
 Bytes1D: TypeAlias = npt.NDArray[np.uint8]
 PageBuffers: TypeAlias = Sequence[Bytes1D]
 
@@ -31,8 +32,8 @@ class Connection(Protocol):
     def call(self, request: Request, deadline: float) -> Reply:
         """Send the request, return its reply (a Fault is returned, not raised).
 
-        Raises PoolTimeout when the deadline passes and PoolUnavailable when the node is gone; after either the connection is
-        broken and must be closed.
+        Raises PoolTimeout when the deadline passes and PoolUnavailable when the node is gone; after either
+        the connection is broken and must be closed.
         """
         ...
 
@@ -45,8 +46,8 @@ class Connection(Protocol):
     ) -> list[int]:
         """Move each page into its granted slot; return its checksum, or 0s where checksums are off.
 
-        Raises PoolTimeout or PoolUnavailable; then none of these reservations may be committed, and the connection must be
-        closed (the node reclaims the reservations).
+        Raises PoolTimeout or PoolUnavailable; then none of these reservations may be committed, and the
+        connection must be closed (the node reclaims the reservations).
         """
         ...
 
@@ -55,8 +56,8 @@ class Connection(Protocol):
     ) -> list[PageOutcome]:
         """Copy each pinned page into its buffers and check it.
 
-        When this returns or raises, nothing will write into the buffers any more. Raises PoolTimeout or PoolUnavailable (the
-        buffers' contents are then undefined).
+        When this returns or raises, nothing will write into the buffers any more. Raises PoolTimeout or
+        PoolUnavailable (the buffers' contents are then undefined).
         """
         ...
 
