@@ -1,0 +1,223 @@
+"""The blocking control channel of a pool client: one socket, frames of messages.py, errors translated.
+
+Used by one thread at a time. After PoolTimeout, PoolUnavailable or FrameError the channel is broken: every
+later use raises PoolUnavailable at once, because a reply that comes late, or half a frame, must never be
+taken for the answer to the next request.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from pdserve.errors import ConfigError, FrameError, PoolError, PoolRefused, PoolTimeout, PoolUnavailable
+from pdserve.kvpool.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    DataPathChoice,
+    Fault,
+    FrameBuffer,
+    Hello,
+    Release,
+    Reply,
+    Request,
+    Welcome,
+    decode_reply,
+    encode_frame,
+)
+
+RECEIVE_BYTES: Final = 256 * 1024  # one call takes the answer to a batch of 4,096 keys
+POST_TIMEOUT_S: Final = (
+    1.0  # a post has no deadline of its own: a node that drains nothing for this long is stuck
+)
+
+
+@dataclass(frozen=True)
+class UnixAddress:
+    """A Unix stream socket."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class TcpAddress:
+    """A TCP socket; `host` is a name or an address."""
+
+    host: str
+    port: int
+
+
+def parse_address(address: str) -> UnixAddress | TcpAddress:
+    """Read "unix:/path" or "tcp:host:port" (IPv6 as "tcp:[::1]:port"). Raises ConfigError."""
+    scheme, _, rest = address.partition(":")
+    if scheme == "unix" and rest:
+        return UnixAddress(rest)
+    host, _, port = rest.rpartition(":")
+    if scheme == "tcp" and host and port.isdecimal() and int(port) < 65536:
+        return TcpAddress(host.strip("[]"), int(port))
+    raise ConfigError(f'pool address "{address}" is not "unix:/path" or "tcp:host:port"')
+
+
+def make_hello(client: str, host_id: str, data_path: DataPathChoice, token: str = "") -> Hello:
+    """The Hello of this process."""
+    return Hello(
+        version=PROTOCOL_VERSION,
+        client=client,
+        pid=os.getpid(),
+        host_id=host_id,
+        data_path=data_path,
+        token=token,
+    )
+
+
+class ControlChannel:
+    """An open, greeted control connection. `welcome` is the node's answer to our Hello."""
+
+    def __init__(self, sock: socket.socket, address: str) -> None:
+        self._socket = sock
+        self._address = address
+        self._frames = FrameBuffer()
+        self._replies: dict[int, Reply] = {}  # arrived before they were asked for
+        self._awaited: set[int] = set()  # ids sent, not yet collected: bounds _replies
+        self._broken: str | None = None
+        self.welcome: Welcome
+
+    @classmethod
+    def connect(cls, address: str, hello: Hello, deadline: float) -> ControlChannel:
+        """Connect and shake hands.
+
+        Raises PoolUnavailable (nobody there), PoolTimeout, PoolRefused (the node said no), FrameError (it is
+        no pool node), ConfigError (malformed address).
+        """
+        channel = cls(_open_socket(address, deadline), address)
+        try:
+            channel._send(encode_frame(hello), deadline)
+            answer = channel._next_reply(deadline)
+            if isinstance(answer, Fault):
+                raise PoolRefused(f"pool node {address} refused the connection: {answer.message}")
+            if not isinstance(answer, Welcome):
+                raise FrameError(f"pool node {address} answered Hello with {type(answer).__name__}")
+        except PoolError:
+            channel.close()
+            raise
+        channel.welcome = answer
+        return channel
+
+    def call(self, request: Request, deadline: float) -> Reply:
+        """Send the request, return its reply (a Fault is returned). Raises PoolTimeout, PoolUnavailable,
+        FrameError; then the channel is broken.
+        """
+        self.send(request, deadline)
+        return self.receive(_request_id(request), deadline)
+
+    def send(self, request: Request, deadline: float) -> None:
+        """Send without waiting: collect the reply with `receive`. Errors as `call`."""
+        self._awaited.add(_request_id(request))
+        self._send(encode_frame(request), deadline)
+
+    def receive(self, request_id: int, deadline: float) -> Reply:
+        """Wait for the reply to a request that was sent. Errors as `call`."""
+        while request_id not in self._replies:
+            reply = self._next_reply(deadline)
+            reply_id: int = getattr(reply, "id", 0)
+            if reply_id == 0 and isinstance(reply, Fault):
+                raise self._break(PoolUnavailable(f"pool node {self._address} hung up: {reply.message}"))
+            if reply_id not in self._awaited:
+                raise self._break(
+                    FrameError(f"pool node {self._address} answered request {reply_id}, never sent")
+                )
+            self._replies[reply_id] = reply
+        self._awaited.discard(request_id)
+        return self._replies.pop(request_id)
+
+    def post(self, message: Abort | Release) -> None:
+        """Send a message that has no reply. Raises PoolUnavailable."""
+        try:
+            self._send(encode_frame(message), time.monotonic() + POST_TIMEOUT_S)
+        except PoolTimeout as error:
+            raise PoolUnavailable(str(error)) from error
+
+    def fileno(self) -> int:
+        """The socket, to be polled beside other descriptors: readable also means that the node hung up."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Close; idempotent; never raises."""
+        self._broken = self._broken or "it was closed"
+        self._socket.close()
+
+    def _send(self, frame: bytes, deadline: float) -> None:
+        self._check_usable()
+        try:
+            self._socket.settimeout(self._remaining_s(deadline))
+            self._socket.sendall(frame)
+        except TimeoutError as error:
+            raise self._break(PoolTimeout(f"pool node {self._address} takes no requests")) from error
+        except OSError as error:
+            raise self._break(PoolUnavailable(f"pool node {self._address} went away: {error}")) from error
+
+    def _next_reply(self, deadline: float) -> Reply:
+        self._check_usable()
+        try:
+            for body in self._frames.feed(b""):
+                return decode_reply(body)
+            while True:
+                self._socket.settimeout(self._remaining_s(deadline))
+                data = self._socket.recv(RECEIVE_BYTES)
+                if not data:
+                    raise PoolUnavailable(f"pool node {self._address} closed the connection")
+                for body in self._frames.feed(data):
+                    return decode_reply(body)
+        except TimeoutError as error:
+            message = f"pool node {self._address} did not answer in time"
+            raise self._break(PoolTimeout(message)) from error
+        except OSError as error:
+            raise self._break(PoolUnavailable(f"pool node {self._address} went away: {error}")) from error
+        except PoolError as error:
+            raise self._break(error) from None
+
+    def _remaining_s(self, deadline: float) -> float:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError
+        return remaining_s
+
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise PoolUnavailable(f"the connection to pool node {self._address} is broken: {self._broken}")
+
+    def _break(self, error: PoolError) -> PoolError:
+        self._broken = self._broken or str(error)
+        return error
+
+
+def _request_id(request: Request) -> int:
+    request_id: int = getattr(request, "id", 0)
+    return request_id
+
+
+def _open_socket(address: str, deadline: float) -> socket.socket:
+    parsed = parse_address(address)
+    timeout_s = deadline - time.monotonic()
+    if timeout_s <= 0:
+        raise PoolTimeout(f"no time left to connect to pool node {address}")
+    try:
+        if isinstance(parsed, TcpAddress):
+            sock = socket.create_connection((parsed.host, parsed.port), timeout_s)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return sock
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(parsed.path)
+        except OSError:
+            sock.close()
+            raise
+        return sock
+    except TimeoutError as error:
+        raise PoolTimeout(f"pool node {address} does not accept connections") from error
+    except OSError as error:
+        raise PoolUnavailable(f"pool node {address} cannot be reached: {error.strerror or error}") from error
