@@ -1,9 +1,9 @@
 """A command line made from a configuration struct: one flag for each option, its description as its help.
 
 `config_command(RouterConfig, run, help="...")` gives a Typer app with `--config FILE` and a flag for every
-option that a flag can hold: `port` is `--port`, `engine.page_size` is `--engine.page-size`, a bool has a `--no-`
-twin, a list is given by repeating its flag. Arrays of tables and free tables are for the file only. Flags win over
-the file.
+option that a flag can hold: `port` is `--port`, `engine.page_size` is `--engine.page-size`, a bool has a
+`--no-` twin, a list is given by repeating its flag. Arrays of tables and free tables are for the file only.
+Flags win over the file.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def config_command(
 ) -> typer.Typer:
     """A Typer app of one command that builds a `type_` from `--config` and flags and calls `run` with it.
 
-    `run` may return an exit status. With `extra_args_key` (dotted key of a `list[str]` option) the words after
-    `--` are appended to that option's list in the file; without it, words after the flags are refused.
+    `run` may return an exit status. With `extra_args_key` (dotted key of a `list[str]` option) the words
+    after `--` are appended to that option's list in the file; without it, words after the flags are refused.
     """
     by_parameter = {
         option.key.replace(".", "__"): option

@@ -1,9 +1,9 @@
 """Configuration: a TOML file with command-line flags over it becomes one frozen msgspec struct.
 
-Every part of pdserve declares its own struct (`pdserve.router.config.RouterConfig`, ...), with
-`frozen=True, kw_only=True, forbid_unknown_fields=True`, and describes each field with
-`Annotated[T, msgspec.Meta(description="...")]`. This module turns file and flags into such a struct, says in one
-line what is wrong where they do not fit, and lists a struct's options for `--help` and for the README.
+Every part of pdserve declares its own struct (`pdserve.router.config.RouterConfig`, ...), with `frozen=True,
+kw_only=True, forbid_unknown_fields=True`, and describes each field with `Annotated[T,
+msgspec.Meta(description="...")]`. This module turns file and flags into such a struct, says in one line what
+is wrong where they do not fit, and lists a struct's options for `--help` and for the README.
 
 A key is written with its tables, as in `engine.page_size`; an entry of an array of tables as in
 `pool.nodes[0].address`.
@@ -53,8 +53,8 @@ class Option(msgspec.Struct, frozen=True):
 def load_config(type_: type[T], path: Path | None, overrides: Mapping[str, Any]) -> T:
     """Read `path` (TOML), lay `overrides` over it and build a `type_`.
 
-    `overrides` maps dotted keys to values; None means "not given". Raises ConfigError with one line that names the
-    file, the key, what was expected and what was found.
+    `overrides` maps dotted keys to values; None means "not given". Raises ConfigError with one line that
+    names the file, the key, what was expected and what was found.
     """
     data = {} if path is None else read_toml(path)
     given = {key: value for key, value in overrides.items() if value is not None}
@@ -70,7 +70,7 @@ def build_config(
     source: str,
     flags: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> T:
-    """Build a `type_` from tables already read; `source` and `flags` (dotted keys) only serve the error line."""
+    """Build a `type_` from tables already read; `source` and `flags` (dotted keys) only serve errors."""
     unknown = list(_unknown_keys(type_, data))
     if unknown:
         lines = [
@@ -180,13 +180,13 @@ def _explain(
     origin = _origin(where, source, flags)
     if missing := _MISSING.match(what):
         return f"{origin}: missing required key '{f'{where}.' if where else ''}{missing['name']}'"
-    at, value = (f"'{where}' " if where else ""), _get(data, where)
+    at, value = f"'{where}'" if where else "configuration", _get(data, where)
     if expected := _EXPECTED.match(what):
         wanted = expected["expected"].replace("`", "").replace("object", "table").replace("array", "list")
-        return f"{origin}: {at}must be {wanted}, found {_found(value)}"
+        return f"{origin}: {at} must be {wanted}, found {_found(value)}"
     if what.startswith("Invalid enum value"):
-        return f"{origin}: {at}must be {_choices(type_, where)}, found {_found(value)}"
-    return f"{origin}: {at.replace("' ", "': ")}{what}"
+        return f"{origin}: {at} must be {_choices(type_, where)}, found {_found(value)}"
+    return f"{origin}: {at}: {what}"
 
 
 def _choices(type_: type[Any], where: str) -> str:
@@ -246,7 +246,7 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 
 def _struct_within(annotation: Any) -> tuple[Any, bool]:
-    """(struct, is it an array of tables) for a struct, an optional one or a list of them, else (None, False)."""
+    """(struct, is it an array of tables) for a struct, an optional one or a list of them."""
     members = _members(annotation)
     if len(members) != 1:
         return None, False

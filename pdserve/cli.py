@@ -1,0 +1,99 @@
+"""The `pdserve` command: finds the sub-command's module, and only then imports it.
+
+A sub-command is a Typer app named by an import string, so `pdserve --help` needs neither torch nor SGLang.
+Every `PdserveError` ends here as one line on stderr and an exit status: 2 for a configuration that cannot be
+used, else 1.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, NamedTuple, NoReturn
+
+import typer
+
+from pdserve import __version__
+from pdserve.errors import ConfigError, PdserveError, StartupError
+
+
+class SubCommand(NamedTuple):
+    """Where a sub-command lives (`module:attribute`, a `typer.Typer`) and what it does."""
+
+    target: str
+    help: str
+
+
+SUB_COMMANDS: Mapping[str, SubCommand] = {
+    "up": SubCommand("pdserve.up.cli:app", "Start and supervise a whole cluster from one TOML file."),
+    "router": SubCommand("pdserve.router.cli:command", "Run the router: OpenAI's API before the workers."),
+    "prefill": SubCommand("pdserve.prefill.cli:command", "Run a prefill worker."),
+    "decode": SubCommand("pdserve.decode.cli:command", "Run a decode worker."),
+    "agg": SubCommand("pdserve.decode.cli:agg_command", "Run an aggregated worker: both roles in one."),
+    "pool": SubCommand("pdserve.kvpool.cli:app", "Run a pool node, or ask one how it is."),
+    "model": SubCommand("pdserve.engine.model_cli:app", "Make the demo model."),
+    "bench": SubCommand("pdserve.bench.cli:app", "Measure the pool."),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run `pdserve` with these arguments (the process's own by default) and exit."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name = words[0] if words else ""
+    try:
+        if name in SUB_COMMANDS:
+            _run(load(SUB_COMMANDS[name].target), words[1:], f"pdserve {name}")
+        _run(_overview(), words or ["--help"], "pdserve")
+    except PdserveError as error:
+        print(f"pdserve {name}: error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+def load(target: str) -> typer.Typer:
+    """The Typer app that an import string names. Raises StartupError where the module is not to be had."""
+    module_name, _, attribute = target.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except ModuleNotFoundError as error:
+        raise StartupError(f"{error}: pdserve is not installed whole here; run launch/setup.sh") from error
+    if not isinstance(found, typer.Typer):
+        raise TypeError(f"{target} is not a typer.Typer but {type(found).__name__}")
+    return found
+
+
+def _run(app: typer.Typer, words: Sequence[str], program: str) -> NoReturn:
+    typer.main.get_command(app)(args=list(words), prog_name=program)
+    sys.exit(0)
+
+
+def _overview() -> typer.Typer:
+    """The app behind `pdserve --help`, `--version` and mistyped commands: it names the sub-commands, no
+    more.
+    """
+    app = typer.Typer(
+        add_completion=False,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        help="Many SGLang workers, one distributed KV cache. `pdserve COMMAND --help` tells more of each.",
+    )
+
+    @app.callback(invoke_without_command=True)
+    def overview(
+        version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    ) -> None:
+        if version:
+            typer.echo(f"pdserve {__version__}")
+            raise typer.Exit
+
+    for name, sub in SUB_COMMANDS.items():
+        app.command(name, help=sub.help)(_never)
+    return app
+
+
+def _never() -> None:
+    raise AssertionError("main runs a known sub-command itself")
