@@ -1,0 +1,122 @@
+"""Configuration of a pool node. The client's is in `client_config.py`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+SLOT_ALIGN_BYTES = 4096
+
+
+def parse_bytes(value: int | str) -> int:
+    """A size in bytes from 4096 or "4GiB", "512 MiB", "1.5GB". Raises ValueError, in words for a person."""
+    if isinstance(value, int):
+        return value
+    match = _SIZE.fullmatch(value)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f"{value!r} is not a size: write a number of bytes, or one like '4GiB'")
+    return int(float(match[1]) * unit)
+
+
+class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One node of the static ring."""
+
+    node: Annotated[str, Meta(description="Name of the node, as in its own `name`.")]
+    address: Annotated[str, Meta(description="Where clients reach it: `unix:/path` or `tcp:host:port`.")]
+    weight: Annotated[int, Meta(ge=1, description="Its share of the keys, proportional to capacity.")] = 1
+
+
+class UcxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The data path to clients on other hosts."""
+
+    enabled: Annotated[bool, Meta(description="Offer UCX to clients that cannot map the arena.")] = True
+    host: Annotated[
+        str,
+        Meta(description="Address of the UCX listener for other hosts; empty: find one."),
+    ] = ""
+    port: Annotated[int, Meta(ge=0, le=65535, description="The UCX listener's port; 0: a free one.")] = 0
+
+
+class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One pool node: a host's share of the pool."""
+
+    name: Annotated[
+        str,
+        Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Name of the node, unique."),
+    ] = "pool0"
+    listen: Annotated[
+        list[str],
+        Meta(min_length=1, description="Control addresses: `unix:/path` or `tcp:host:port`, any number."),
+    ] = msgspec.field(default_factory=lambda: ["tcp:127.0.0.1:7700"])
+    capacity_bytes: Annotated[
+        int | str, Meta(description="Memory for pages, in bytes or like `4GiB`; allocated at start.")
+    ] = "1GiB"
+    slab_bytes: Annotated[
+        int | str,
+        Meta(description="The arena is divided into slabs of one slot size each; no page may be larger."),
+    ] = "16MiB"
+    min_slot_bytes: Annotated[
+        int | str, Meta(description="Smallest slot; smaller pages take this much. A multiple of 4 KiB.")
+    ] = "16KiB"
+    arena_dir: Annotated[
+        Path, Meta(description="Directory in memory (tmpfs, hugetlbfs) for the arena and its slot table.")
+    ] = Path("/dev/shm/pdserve")
+    keep: Annotated[bool, Meta(description="Leave the pages in memory at a clean stop.")] = True
+    fresh: Annotated[bool, Meta(description="Start empty even if an earlier arena is there.")] = False
+    lease_s: Annotated[
+        float, Meta(gt=0, description="How long a reader may hold a page; afterwards it can be evicted.")
+    ] = 30.0
+    reservation_lease_s: Annotated[
+        float, Meta(gt=0, description="How long a writer may take from reserving a page to committing it.")
+    ] = 30.0
+    quarantine_s: Annotated[
+        float,
+        Meta(ge=0, description="After a crash, how long slots that were being written are left alone."),
+    ] = 30.0
+    max_connections: Annotated[int, Meta(ge=1, description="Connections held at a time.")] = 1024
+    max_waiters: Annotated[int, Meta(ge=1, description="`wait` requests open per connection.")] = 256
+    max_reserved_share: Annotated[
+        float, Meta(gt=0, le=1, description="Share of the capacity that one connection may have reserved.")
+    ] = 0.25
+    ucx: Annotated[UcxConfig, Meta(description="The data path to other hosts.")] = UcxConfig()
+    peers: Annotated[
+        list[PeerConfig],
+        Meta(description="All nodes of the ring, this one too; empty: this node alone."),
+    ] = []
+
+    def __post_init__(self) -> None:
+        sizes = (self.capacity, self.slab, self.min_slot)
+        if min(sizes) <= 0:
+            raise ValueError("capacity_bytes, slab_bytes and min_slot_bytes must be positive")
+        if self.min_slot % SLOT_ALIGN_BYTES or self.slab % SLOT_ALIGN_BYTES:
+            raise ValueError(f"min_slot_bytes and slab_bytes must be multiples of {SLOT_ALIGN_BYTES}")
+        if not self.min_slot <= self.slab <= self.capacity:
+            raise ValueError("sizes must satisfy min_slot_bytes <= slab_bytes <= capacity_bytes")
+        if self.peers and self.name not in {peer.node for peer in self.peers}:
+            raise ValueError(f"peers must list this node too: no peer is named '{self.name}'")
+        if len({peer.node for peer in self.peers}) != len(self.peers):
+            raise ValueError("peers must have different names")
+
+    @property
+    def capacity(self) -> int:
+        """`capacity_bytes` as a number, rounded down to whole slabs."""
+        slab = self.slab
+        return parse_bytes(self.capacity_bytes) // slab * slab if slab > 0 else 0
+
+    @property
+    def slab(self) -> int:
+        """`slab_bytes` as a number."""
+        return parse_bytes(self.slab_bytes)
+
+    @property
+    def min_slot(self) -> int:
+        """`min_slot_bytes` as a number."""
+        return parse_bytes(self.min_slot_bytes)

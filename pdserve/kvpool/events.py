@@ -1,0 +1,164 @@
+"""What happens to a pool node and what it does about it: the records that `NodeState.handle` takes and
+returns.
+
+The shell (`node.py`, or the in-process transport) turns sockets, timers and UCX completions into events,
+hands each to `NodeState.handle(event, now_s)`, and carries out the returned actions strictly in order. The
+order is part of the contract: table rows are written before the replies that make them known are sent, and a
+transfer is started before the reply that announces its tag.
+
+Transfers (UCX only). A page of segments [b0, b1, ...] is one transfer, named by its first segment's `tag`;
+segment i is the UCX message with tag `tag + i` and lies at arena offset `offset + b0 + ... + b(i-1)`. For
+every StartSend and StartReceive the shell reports exactly one TransferDone with the same connection and tag,
+after which nothing touches the slot's bytes any more: when all segments completed (ok), when any failed (not
+ok, the others having been cancelled), when it was cancelled, and also after the connection is gone. Tags are
+unique within an incarnation of a node and are never below FIRST_TAG, so smaller ones are free for the
+transport's own messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from pdserve.kvpool.messages import DataPathName, Reply, Request
+
+FIRST_TAG = 1 << 32
+
+# --- events
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A client shook hands. `connection` is a number never used before in this incarnation."""
+
+    connection: int
+    data_path: DataPathName
+    client: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The connection is gone. `by_peer` false: we closed it, so a mapped writer may still be writing."""
+
+    connection: int
+    by_peer: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A request of a connected client (never Hello: the shell does the handshake)."""
+
+    connection: int
+    message: Request
+
+
+@dataclass(frozen=True, slots=True)
+class TransferDone:
+    """The transfer `tag` of `connection` ended; its slot's bytes are not touched by UCX any more."""
+
+    connection: int
+    tag: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed: expire what is due. Wanted at `NodeState.next_deadline_s`; early or late is harmless."""
+
+
+Event: TypeAlias = Connected | Disconnected | Received | TransferDone | Tick
+
+# --- actions
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Send `message` to the client."""
+
+    connection: int
+    message: Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close the connection after what was already answered is sent; Disconnected(by_peer=False) follows."""
+
+    connection: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRow:
+    """Fill a row of the slot table. `state` is table.RESERVED or table.COMMITTED."""
+
+    slot: int
+    state: int
+    key: bytes
+    namespace: int
+    length_bytes: int
+    checksum: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class FreeRow:
+    """Mark a row free."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class AssignSlab:
+    """The slab now holds slots of `slot_bytes` each (0: unassigned)."""
+
+    slab: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveNamespaces:
+    """Persist this text (JSON) in place of the earlier one, before later actions."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartSend:
+    """UCX: send the page's segments from the arena to the client."""
+
+    connection: int
+    tag: int
+    offset: int
+    segment_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartReceive:
+    """UCX: receive the page's segments from the client straight into the arena."""
+
+    connection: int
+    tag: int
+    offset: int
+    segment_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelTransfers:
+    """UCX: cancel these transfers (first segments' tags); each is still reported by a TransferDone."""
+
+    connection: int
+    tags: tuple[int, ...]
+
+
+Action: TypeAlias = (
+    Answer
+    | Close
+    | WriteRow
+    | FreeRow
+    | AssignSlab
+    | SaveNamespaces
+    | StartSend
+    | StartReceive
+    | CancelTransfers
+)
