@@ -1,0 +1,175 @@
+"""Configuration of the router. `launch/router.toml` shows every option with its default."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
+
+Mode = Literal["disagg", "agg"]
+
+
+class Deadlines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long each phase of a request may take, in seconds. A phase that ends late has a defined outcome."""
+
+    connect_s: Annotated[
+        float, Meta(gt=0, description="TCP connect to a worker; later, the next worker is tried.")
+    ] = 2.0
+    settle_s: Annotated[
+        float,
+        Meta(
+            ge=0, description="Wait for the previous turn's pages before a session's next turn; 0: no wait."
+        ),
+    ] = 2.0
+    prefill_s: Annotated[
+        float,
+        Meta(gt=0, description="The prefill worker's computing; later, the decode worker does it alone."),
+    ] = 120.0
+    publish_s: Annotated[
+        float,
+        Meta(ge=0, description="Added to prefill_s for the prefill worker to publish the prompt's pages."),
+    ] = 5.0
+    first_byte_s: Annotated[
+        float, Meta(gt=0, description="Decode worker's first byte; later, the client gets a 504.")
+    ] = 300.0
+    between_chunks_s: Annotated[
+        float, Meta(gt=0, description="Gap between two chunks of a stream; longer ends it in an error event.")
+    ] = 120.0
+    total_s: Annotated[
+        float, Meta(gt=0, description="The whole request, reading by the client included.")
+    ] = 3600.0
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a request's session key comes from, and how closely a session keeps to its worker."""
+
+    sources: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Where the session key is looked for, in this order: `header:NAME`, `user` (the "
+            "body's field), `body:PATH` (dotted path into the body)."
+        ),
+    ] = ("header:x-session-id", "user")
+    ttl_s: Annotated[float, Meta(gt=0, description="A session unseen for this long is forgotten.")] = 3600.0
+    capacity: Annotated[
+        int, Meta(ge=1, description="Sessions remembered; the longest unseen is forgotten first.")
+    ] = 100_000
+    overload_factor: Annotated[
+        float,
+        Meta(ge=1, description="A session leaves a worker with more than this times the mean of requests."),
+    ] = 2.0
+    overload_min_requests: Annotated[
+        int, Meta(ge=1, description="A worker with at most this many requests is never called overloaded.")
+    ] = 8
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds on what one router holds."""
+
+    body_bytes: Annotated[int, Meta(ge=1024, description="Largest request body; larger is answered 413.")] = (
+        32 * 1024 * 1024
+    )
+    worker_connections: Annotated[
+        int, Meta(ge=1, description="Connections to one worker; at the bound, another worker or 503.")
+    ] = 4096
+    idle_connections: Annotated[
+        int, Meta(ge=0, description="Idle keep-alive connections kept to one worker.")
+    ] = 256
+    decode_attempts: Annotated[
+        int, Meta(ge=1, description="Decode workers tried for one request before its first byte is sent.")
+    ] = 2
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Active health checks, and the circuit breaker fed by the outcome of requests."""
+
+    interval_s: Annotated[float, Meta(gt=0, description="Time between two probes of a worker.")] = 1.0
+    timeout_s: Annotated[float, Meta(gt=0, description="A probe unanswered for this long has failed.")] = 2.0
+    failures_to_down: Annotated[
+        int, Meta(ge=1, description="Unanswered probes in a row that make a worker unhealthy.")
+    ] = 2
+    circuit_failures: Annotated[
+        int, Meta(ge=1, description="Failed requests in a row that open a worker's circuit.")
+    ] = 3
+    circuit_open_s: Annotated[
+        float, Meta(gt=0, description="An open circuit lets one request try the worker after this long.")
+    ] = 5.0
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The router. With decode workers its mode is `disagg`, with aggregated ones alone `agg`."""
+
+    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[
+        int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it.")
+    ] = 8000
+    prefill: Annotated[
+        tuple[str, ...], Meta(description="Base URLs of the prefill workers, `http://HOST:PORT`.")
+    ] = ()
+    decode: Annotated[tuple[str, ...], Meta(description="Base URLs of the decode workers.")] = ()
+    agg: Annotated[
+        tuple[str, ...],
+        Meta(description="Base URLs of aggregated workers; beside decode workers they are the fallback."),
+    ] = ()
+    prefill_policy: Annotated[
+        str, Meta(description="Picks the prefill worker: affinity, least_loaded or round_robin.")
+    ] = "least_loaded"
+    decode_policy: Annotated[
+        str, Meta(description="Picks the decode or aggregated worker: affinity, least_loaded or round_robin.")
+    ] = "affinity"
+    prefill_endpoints: Annotated[
+        tuple[str, ...], Meta(description="Endpoints whose requests go through the prefill stage.")
+    ] = ("/v1/chat/completions", "/v1/completions")
+    min_prefill_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Prompts estimated shorter skip the prefill stage; 0 sends every one through it.",
+        ),
+    ] = 0
+    client_keepalive_s: Annotated[
+        float, Meta(gt=0, description="An idle client connection is closed after this long.")
+    ] = 75.0
+    stop_grace_s: Annotated[
+        float, Meta(ge=0, description="On SIGTERM running requests may go on for this long.")
+    ] = 30.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Least level that is logged.")
+    ] = "info"
+    deadlines: Deadlines = Deadlines()
+    session: Session = Session()
+    limits: Limits = Limits()
+    probe: Probe = Probe()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no field alone can tell; the loader adds the file's name."""
+        urls = [*self.prefill, *self.decode, *self.agg]
+        for url in urls:
+            parse_base_url(url)
+        seen = [parse_base_url(url) for url in urls]
+        for url, place in zip(urls, seen, strict=True):
+            if seen.count(place) > 1:
+                raise ValueError(f"worker {url} is listed twice")
+        if self.prefill and not self.decode:
+            raise ValueError(
+                "'prefill' lists workers but 'decode' is empty; list a decode worker, or use 'agg'"
+            )
+
+    @property
+    def mode(self) -> Mode:
+        """`disagg` if there are decode workers."""
+        return "disagg" if self.decode else "agg"
+
+
+def parse_base_url(url: str) -> tuple[str, int]:
+    """(host, port) of a worker's base URL. Raises ValueError that says what is wrong with it."""
+    parts = urlsplit(url)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError(f"worker URL {url!r}: {error}") from None
+    if parts.scheme != "http" or not host or parts.path not in ("", "/") or parts.query or parts.username:
+        raise ValueError(f"worker URL {url!r} is not of the form http://HOST:PORT")
+    return host, port or 80
