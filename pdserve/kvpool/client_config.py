@@ -1,0 +1,50 @@
+"""Configuration of a pool client."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from pdserve.kvpool.messages import DataPathChoice
+
+
+class PoolNodeRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One pool node, as clients find it."""
+
+    node: Annotated[str, Meta(description="name of the node, as in its own configuration")]
+    address: Annotated[str, Meta(description='control address: "unix:/path" or "tcp:host:port"')]
+    weight: Annotated[int, Meta(ge=1, description="share of the ring, proportional to capacity")] = 1
+
+
+class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a worker reaches the pool. Every time-out is far below the 10 s that SGLang grants a storage
+    backend.
+    """
+
+    nodes: Annotated[list[PoolNodeRef], Meta(description="the pool's nodes; empty: no pool")] = []
+    data_path: Annotated[
+        DataPathChoice, Meta(description="how page bytes travel: shm (same host), ucx, or auto")
+    ] = "auto"
+    checksum: Annotated[
+        bool, Meta(description="compute a checksum of every page written and check every page read")
+    ] = True
+    namespace: Annotated[
+        str, Meta(description="namespace to use; empty: one per model revision and KV geometry")
+    ] = ""
+    token: Annotated[str, Meta(description="access token of the namespace")] = ""
+    connect_timeout_s: Annotated[float, Meta(gt=0, description="time to connect and shake hands")] = 1.0
+    exists_timeout_s: Annotated[float, Meta(gt=0, description="time for one lookup")] = 1.0
+    get_timeout_s: Annotated[float, Meta(gt=0, description="time to read one batch of pages")] = 5.0
+    put_timeout_s: Annotated[float, Meta(gt=0, description="time to write one batch of pages")] = 5.0
+    retry_after_s: Annotated[
+        float,
+        Meta(gt=0, description="a node that failed is left alone this long, then probed in the background"),
+    ] = 0.5
+    connections_per_node: Annotated[
+        int, Meta(ge=1, description="concurrent operations per node and process")
+    ] = 4
+    ucx: Annotated[
+        dict[str, str], Meta(description="UCX settings without their UCX_ prefix, e.g. TLS, NET_DEVICES")
+    ] = {}

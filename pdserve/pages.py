@@ -1,0 +1,199 @@
+"""What makes a KV page's bytes what they are: page keys, namespaces, the identity of a model. Pure, but for
+reading a model's files.
+
+**Page hash.** SGLang names a page by the chain `sha256(previous digest || the page's token ids as little-
+endian u32)` (`mem_cache/utils.py: get_hash_str`); the chain starts from nothing, or from a seed made of the
+request's `extra_key` and `cache_salt` (`storage_namespace_seed`). `page_hashes` computes the same chain
+without SGLang, so that a worker's HTTP process can name the pages of a prompt it has tokenised; tests/engine
+compare the two.
+
+**Namespace.** The chain says nothing of the model. Everything else that decides a page's bytes (weights,
+dtype, KV dtype, page size, layout, parallel sizes) is the `KvGeometry`; a namespace belongs to exactly one
+geometry, and its default name contains the geometry's hash. Two workers that differ in any of it never meet.
+
+**Rank.** With tensor parallelism an MHA rank holds its own heads: its pages are other bytes under the same
+chain, so the rank becomes part of the key (`pool_key`). MLA ranks hold the same bytes and share them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from pdserve.errors import StartupError
+
+GEOMETRY_VERSION = "1"  # raise it when the meaning of a page's bytes changes in our own code
+
+
+class KvGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything but the tokens that decides the bytes of a KV page. All strings, so that it travels and
+    prints plainly.
+    """
+
+    model: str  # fingerprint of configuration and weights, see `model_fingerprint`
+    dtype: str
+    kv_dtype: str
+    page_size: str  # tokens
+    layout: str  # SGLang's hicache_mem_layout
+    tp_size: str  # "replicated" for MLA: every rank holds the same bytes
+    pp_size: str
+    version: str = GEOMETRY_VERSION
+
+    def as_dict(self) -> dict[str, str]:
+        """The geometry as the pool protocol carries it."""
+        return msgspec.structs.asdict(self)
+
+    def namespace(self, label: str) -> str:
+        """Default namespace name: a readable label and the geometry's hash."""
+        text = json.dumps(self.as_dict(), sort_keys=True).encode()
+        return f"{label}@{hashlib.sha256(text).hexdigest()[:12]}"
+
+
+def namespace_seed(extra_key: str | None, cache_salt: str | None) -> bytes | None:
+    """First digest of the chain for a request with these fields; SGLang's `storage_namespace_seed`."""
+    if extra_key is None and cache_salt is None:
+        return None
+    digest = hashlib.sha256(b"sglang-cache-namespace-v1")
+    for part in (extra_key, cache_salt):
+        if part is None:
+            digest.update(b"\x00")
+        else:
+            encoded = part.encode()
+            digest.update(b"\x01" + len(encoded).to_bytes(8, "little") + encoded)
+    return digest.digest()
+
+
+def page_hashes(token_ids: Sequence[int], page_size: int, seed: bytes | None = None) -> list[bytes]:
+    """32-byte digest of every full page of `token_ids`, in order; the last partial page has none."""
+    full_tokens = len(token_ids) // page_size * page_size
+    words = array("I", token_ids[:full_tokens])
+    if words.itemsize != 4:
+        raise StartupError("this platform's unsigned int is not 4 bytes wide; page hashes need u32")
+    data = memoryview(words.tobytes() if _LITTLE else _swapped(words))
+    digests: list[bytes] = []
+    prior = seed or b""
+    page_bytes = page_size * 4
+    for start in range(0, full_tokens * 4, page_bytes):
+        digest = hashlib.sha256(prior)
+        digest.update(data[start : start + page_bytes])
+        prior = digest.digest()
+        digests.append(prior)
+    return digests
+
+
+_LITTLE = struct.pack("=I", 1) == struct.pack("<I", 1)
+
+
+def _swapped(words: array[int]) -> bytes:
+    words.byteswap()
+    return words.tobytes()
+
+
+def rank_suffix(
+    *,
+    replicated: bool,
+    tp_rank: int,
+    tp_size: int,
+    pp_rank: int,
+    pp_size: int,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+) -> bytes:
+    """What distinguishes this rank's bytes under one page hash; empty when nothing does."""
+    parts = []
+    if not replicated and tp_size > 1:
+        parts.append(f"tp{tp_rank}/{tp_size}")
+    if pp_size > 1:
+        parts.append(f"pp{pp_rank}/{pp_size}")
+    if cp_size > 1:
+        parts.append(f"cp{cp_rank}/{cp_size}")
+    return ",".join(parts).encode()
+
+
+def all_rank_suffixes(*, replicated: bool, tp_size: int, pp_size: int, cp_size: int = 1) -> list[bytes]:
+    """The suffixes under which the pages of one prompt are stored by all ranks of a worker."""
+    return [
+        rank_suffix(
+            replicated=replicated,
+            tp_rank=tp,
+            tp_size=tp_size,
+            pp_rank=pp,
+            pp_size=pp_size,
+            cp_rank=cp,
+            cp_size=cp_size,
+        )
+        for tp in range(1 if replicated else tp_size)
+        for pp in range(pp_size)
+        for cp in range(cp_size)
+    ]
+
+
+def pool_key(page_hash: bytes, suffix: bytes) -> bytes:
+    """The pool's 32-byte key of a page: its hash, and the rank's suffix hashed in where there is one."""
+    return hashlib.sha256(page_hash + suffix).digest() if suffix else page_hash
+
+
+# Per tensor this many bytes are read at its start, middle and end: every tensor that a fine-tune touches
+# shows, and a 100 GB model takes seconds instead of minutes.
+_SAMPLE_BYTES = 1024
+
+
+def model_fingerprint(model_path: Path) -> str:
+    """16 hex digits that identify a local Hugging Face model directory by configuration and weights, wherever
+    it lies.
+
+    Hashes config.json (without the path it was loaded from) and, of every safetensors file, the header and a
+    sample of every tensor; other weight files (*.bin, *.pt, *.gguf) by 16 samples each. Equal weights on two
+    machines give equal fingerprints.
+
+    Raises StartupError when the directory has no config.json or no weights.
+    """
+    config_path = model_path / "config.json"
+    if not config_path.is_file():
+        raise StartupError(f"{model_path} is no Hugging Face model directory: config.json is missing")
+    config = json.loads(config_path.read_text())
+    for volatile in ("_name_or_path", "transformers_version"):
+        config.pop(volatile, None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    weights = sorted(
+        path for pattern in ("*.safetensors", "*.bin", "*.pt", "*.gguf") for path in model_path.glob(pattern)
+    )
+    if not weights:
+        raise StartupError(f"{model_path} holds no weights (*.safetensors, *.bin, *.pt, *.gguf)")
+    for path in weights:
+        digest.update(path.name.encode())
+        for sample in _safetensors_samples(path) if path.suffix == ".safetensors" else _even_samples(path):
+            digest.update(sample)
+    return digest.hexdigest()[:16]
+
+
+def _safetensors_samples(path: Path) -> Iterable[bytes]:
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if not 2 <= header_bytes <= path.stat().st_size:
+            raise StartupError(f"{path} is no safetensors file: its header length is {header_bytes}")
+        header = file.read(header_bytes)
+        yield header
+        base = 8 + header_bytes
+        tensors = json.loads(header)
+        tensors.pop("__metadata__", None)
+        for name in sorted(tensors):
+            start, end = tensors[name]["data_offsets"]
+            for at in (start, (start + end - _SAMPLE_BYTES) // 2, end - _SAMPLE_BYTES):
+                file.seek(base + max(start, at))
+                yield file.read(min(_SAMPLE_BYTES, end - start))
+
+
+def _even_samples(path: Path, samples: int = 16) -> Iterable[bytes]:
+    size = path.stat().st_size
+    yield size.to_bytes(8, "little")
+    with path.open("rb") as file:
+        for i in range(samples):
+            file.seek(size * i // samples)
+            yield file.read(_SAMPLE_BYTES)
