@@ -62,7 +62,7 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     slab_bytes: Annotated[
         int | str,
         Meta(description="The arena is divided into slabs of one slot size each; no page may be larger."),
-    ] = "16MiB"
+    ] = "32MiB"
     min_slot_bytes: Annotated[
         int | str, Meta(description="Smallest slot; smaller pages take this much. A multiple of 4 KiB.")
     ] = "16KiB"
