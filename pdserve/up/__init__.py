@@ -1,0 +1,1 @@
+"""`pdserve up`: one supervisor for all processes of a cluster on this host."""

@@ -1,0 +1,95 @@
+"""`pdserve up FILE`: start and supervise a whole cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import random
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pdserve.config import build_config
+from pdserve.up.config import Role, read_cluster_file
+from pdserve.up.console import Console
+from pdserve.up.plan import Plan, make_plan
+from pdserve.up.ports import free_ports
+from pdserve.up.supervisor import Supervisor, check_ports, claimed
+
+PROGRAM = (sys.executable, "-m", "pdserve")
+
+SCHEMAS: Mapping[Role, str] = {
+    "pool": "pdserve.kvpool.config:PoolNodeConfig",
+    "prefill": "pdserve.prefill.config:WorkerConfig",
+    "decode": "pdserve.decode.config:WorkerConfig",
+    "agg": "pdserve.decode.config:WorkerConfig",
+    "router": "pdserve.router.config:RouterConfig",
+}
+"""Each process's configuration struct, so that a mistyped key is found before anything is started."""
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command()
+def up(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Cluster file (TOML); see launch/disagg.toml.")
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Model directory of all workers (worker.engine.model_path)."),
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the router; 0 takes a free one.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address the router listens on.")] = None,
+    prefill: Annotated[int | None, typer.Option(metavar="N", help="Number of prefill workers.")] = None,
+    decode: Annotated[int | None, typer.Option(metavar="N", help="Number of decode workers.")] = None,
+    agg: Annotated[int | None, typer.Option(metavar="N", help="Number of aggregated workers.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Directory of logs and sockets (cluster.run_dir).")
+    ] = None,
+    extra: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- SGLANG_FLAGS]", help="Flags passed to SGLang in every worker.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Start a cluster, wait until each process is ready, and supervise it until Ctrl-C.
+
+    Pool nodes start first, then the workers, then the router; flags win over FILE.
+    """
+    overrides = {
+        "worker.engine.model_path": model,
+        "router.port": port,
+        "router.host": host,
+        "cluster.run_dir": None if run_dir is None else str(run_dir),
+    }
+    cluster = read_cluster_file(file, overrides, {"prefill": prefill, "decode": decode, "agg": agg})
+    plan = make_plan(
+        cluster,
+        program=PROGRAM,
+        run_dir=cluster.cluster.run_dir.resolve(),
+        ports=free_ports(cluster.cluster.host, random.SystemRandom()),
+        extra_args=extra or (),
+    )
+    check_tables(plan, str(file), SCHEMAS)
+    raise typer.Exit(run_plan(plan))
+
+
+def check_tables(plan: Plan, source: str, schemas: Mapping[Role, str]) -> None:
+    """Check each process's configuration against its struct. Raises ConfigError: file, table, key."""
+    for spec in plan.processes:
+        module, _, name = schemas[spec.role].partition(":")
+        type_: type[Any] = getattr(importlib.import_module(module), name)
+        build_config(type_, spec.config, source=f"{source}: [{spec.table}]")
+
+
+def run_plan(plan: Plan) -> int:
+    """Run a plan in the foreground until it is stopped; gives the exit status."""
+    check_ports(plan)
+    console = Console(sys.stdout, [spec.name for spec in plan.processes], echo_logs=plan.settings.echo_logs)
+    with claimed(plan.processes[0].config_path.parent):
+        return asyncio.run(Supervisor(plan, console).run())

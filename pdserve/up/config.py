@@ -1,0 +1,106 @@
+"""The cluster file of `pdserve up`.
+
+The supervisor reads `[cluster]` and a few keys of every process table (`name`, `restart`, `env`); the rest of
+a table is that process's own configuration and is handed on as it stands, but for the addresses that plan.py
+fills in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+from msgspec import Meta
+
+from pdserve.config import load_config
+from pdserve.errors import ConfigError
+
+Role = Literal["pool", "prefill", "decode", "agg", "router"]
+"""A process's role; also the sub-command that runs it, and its table in the cluster file."""
+
+WorkerRole = Literal["prefill", "decode", "agg"]
+WORKER_ROLES: tuple[WorkerRole, ...] = get_args(WorkerRole)
+
+Restart = Literal["never", "on-failure"]
+Table = dict[str, Any]
+
+
+class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[cluster]`: what the supervisor itself needs."""
+
+    name: Annotated[str, Meta(description="Name of the cluster, in messages.")] = "cluster"
+    run_dir: Annotated[
+        Path,
+        Meta(description="Directory of logs, generated configuration and sockets; one cluster at a time."),
+    ] = Path("logs/cluster")
+    host: Annotated[str, Meta(description="Address that workers listen on where their table gives none.")] = (
+        "127.0.0.1"
+    )
+    restart: Annotated[
+        Restart, Meta(description="What to do when a process dies, where its table does not say.")
+    ] = "on-failure"
+    start_parallelism: Annotated[
+        int, Meta(ge=1, description="Processes that may be starting at the same time.")
+    ] = 2
+    start_timeout_s: Annotated[
+        float, Meta(gt=0, description="Time a process has from its start until it is ready.")
+    ] = 300.0
+    stop_grace_s: Annotated[
+        float, Meta(gt=0, description="Time a process has to end after SIGTERM before SIGKILL.")
+    ] = 15.0
+    max_restarts: Annotated[
+        int, Meta(ge=0, description="Restarts of one process within restart_window_s before giving up.")
+    ] = 5
+    restart_window_s: Annotated[float, Meta(gt=0, description="Window in which restarts are counted.")] = (
+        300.0
+    )
+    restart_backoff_s: Annotated[
+        float,
+        Meta(gt=0, description="Pause before the first restart; doubles with each further one, up to 30 s."),
+    ] = 1.0
+    echo_logs: Annotated[
+        bool, Meta(description="Show the processes' logs on the console too, not only in run_dir.")
+    ] = True
+
+
+class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole cluster file."""
+
+    cluster: ClusterSettings = ClusterSettings()
+    router: Annotated[Table, Meta(description="The router's configuration.")] = {}
+    worker: Annotated[Table, Meta(description="Defaults of all workers.")] = {}
+    pool: Annotated[list[Table], Meta(description="Pool nodes.")] = []
+    prefill: Annotated[list[Table], Meta(description="Prefill workers.")] = []
+    decode: Annotated[list[Table], Meta(description="Decode workers.")] = []
+    agg: Annotated[list[Table], Meta(description="Aggregated workers.")] = []
+
+
+def read_cluster_file(
+    path: Path, overrides: Mapping[str, Any], counts: Mapping[WorkerRole, int | None]
+) -> ClusterFile:
+    """Read a cluster file, lay flags over it and bring each kind of worker to its wanted count.
+
+    A larger count repeats the last table of that kind (without its name and port), a smaller one drops the
+    last ones; None leaves the file's tables. Raises ConfigError.
+    """
+    file = load_config(ClusterFile, path, overrides)
+    tables = {role: getattr(file, role) for role in WORKER_ROLES}
+    for role, count in counts.items():
+        if count is not None:
+            tables[role] = _resized(tables[role], count)
+    if not any(tables.values()):
+        raise ConfigError(f"{path}: no worker: give [[prefill]] and [[decode]], or [[agg]], or --agg N")
+    if tables["prefill"] and not (tables["decode"] or tables["agg"]):
+        raise ConfigError(f"{path}: prefill workers need a [[decode]] or [[agg]] worker to answer")
+    return msgspec.structs.replace(file, **tables)
+
+
+def _resized(tables: list[Table], count: int) -> list[Table]:
+    if count < 0:
+        raise ConfigError(f"a number of workers cannot be {count}")
+    pattern = {key: value for key, value in (tables[-1] if tables else {}).items() if key != "name"}
+    if isinstance(engine := pattern.get("engine"), dict):
+        pattern["engine"] = {key: value for key, value in engine.items() if key != "port"}
+    return [*tables[:count], *([pattern] * (count - len(tables)))]

@@ -1,0 +1,255 @@
+"""From a cluster file to the list of processes to run. Pure: free ports are an input, nothing is started or
+written.
+
+A plan is a sequence of stages; every process of a stage is ready before the next stage starts, and stages
+stop in reverse order: pool nodes, then workers, then the router. Addresses are wired here and only here: a
+worker's `[pool]` gets the pool nodes, the router gets the workers. What a file gives explicitly is kept.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from pdserve.errors import ConfigError
+from pdserve.up.config import WORKER_ROLES, ClusterFile, ClusterSettings, Restart, Role, Table
+
+ARENA_ROOT: Final = Path("/dev/shm/pdserve")
+SOCKET_PATH_MAX_BYTES: Final = 107  # sun_path is 108 bytes on Linux, the last one a zero
+
+
+@dataclass(frozen=True)
+class HttpReady:
+    """Ready when a GET is answered 200."""
+
+    url: str
+
+
+@dataclass(frozen=True)
+class ConnectReady:
+    """Ready when the control address (`unix:/path` or `tcp:host:port`) accepts a connection."""
+
+    address: str
+
+
+@dataclass(frozen=True)
+class Listening:
+    """A TCP port that a process is told to listen on; `chosen`: asked for, not automatic."""
+
+    host: str
+    port: int
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process: what to run, with which configuration, and how to tell that it is ready."""
+
+    name: str
+    role: Role
+    table: str
+    """Where its table stands in the cluster file, as in `decode[0]`."""
+    argv: tuple[str, ...]
+    config: Table
+    config_path: Path
+    log_path: Path
+    ready: HttpReady | ConnectReady
+    restart: Restart
+    listening: tuple[Listening, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cluster to run."""
+
+    settings: ClusterSettings
+    stages: tuple[tuple[ProcessSpec, ...], ...]
+    router_url: str
+
+    @property
+    def processes(self) -> list[ProcessSpec]:
+        """All processes in the order they start."""
+        return [spec for stage in self.stages for spec in stage]
+
+
+def make_plan(
+    file: ClusterFile,
+    *,
+    program: Sequence[str],
+    run_dir: Path,
+    ports: Iterator[int],
+    extra_args: Sequence[str] = (),
+) -> Plan:
+    """The plan of a cluster file.
+
+    `program` runs pdserve (`python -m pdserve`); `run_dir` is absolute; `ports` yields free ones;
+    `extra_args` go to SGLang in every worker. Raises ConfigError: two processes of one name, one port for
+    two, a bad supervisor key.
+    """
+    drafts = list(_drafts(file))
+    _refuse_repeats("name", (draft.name for draft in drafts))
+    _assign_ports(drafts, file.cluster.host, ports)
+    pool = [draft for draft in drafts if draft.role == "pool"]
+    nodes = [_wire_pool_node(draft, file.cluster, run_dir) for draft in pool]
+    for draft in pool:
+        if len(pool) > 1:
+            draft.config.setdefault("peers", nodes)
+    workers = [draft for draft in drafts if draft.role in WORKER_ROLES]
+    for draft in workers:
+        _sub_table(draft, "pool").setdefault("nodes", nodes)
+        if extra_args:
+            engine = _sub_table(draft, "engine")
+            engine["extra_args"] = [*engine.get("extra_args", []), *extra_args]
+    router = drafts[-1]
+    for draft in workers:
+        router.config[draft.role] = [*router.config.get(draft.role, []), _url(draft)]
+    stages = (pool, workers, [router])
+    return Plan(
+        settings=file.cluster,
+        stages=tuple(tuple(_spec(draft, program, run_dir) for draft in stage) for stage in stages if stage),
+        router_url=_url(router),
+    )
+
+
+@dataclass
+class _Draft:
+    """A process while its addresses are being filled in."""
+
+    role: Role
+    table: str
+    name: str
+    restart: Restart
+    env: Mapping[str, str]
+    config: Table
+    listening: tuple[Listening, ...] = ()
+
+
+def _drafts(file: ClusterFile) -> Iterator[_Draft]:
+    """Every process of the file in start order, the router last."""
+    for i, table in enumerate(file.pool):
+        yield _draft(file, "pool", f"pool[{i}]", f"pool{i}", table)
+    for role in WORKER_ROLES:
+        for i, table in enumerate(getattr(file, role)):
+            yield _draft(file, role, f"{role}[{i}]", f"{role}{i}", merge(file.worker, table))
+    yield _draft(file, "router", "router", "router", file.router)
+
+
+def _draft(file: ClusterFile, role: Role, where: str, name: str, table: Table) -> _Draft:
+    config = copy.deepcopy(table)
+    given = {"name": name, "restart": file.cluster.restart, "env": {}}
+    given |= {key: config.pop(key) for key in given if key in config}
+    if given["restart"] not in ("never", "on-failure"):
+        raise ConfigError(f"'{where}.restart' must be 'never' or 'on-failure', found {given['restart']!r}")
+    env = given["env"]
+    if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
+        raise ConfigError(f"'{where}.env' must be a table of strings")
+    return _Draft(role, where, str(given["name"]), given["restart"], env, config)
+
+
+def _assign_ports(drafts: list[_Draft], default_host: str, ports: Iterator[int]) -> None:
+    """Give every worker and the router a host and a port; a port of 0, or none, is an automatic one."""
+    homes = {id(draft): _home(draft) for draft in drafts if draft.role != "pool"}
+    asked = [home["port"] for home in homes.values() if home.get("port")]
+    _refuse_repeats("port", asked)
+    for draft in drafts:
+        if (home := homes.get(id(draft))) is None:
+            continue
+        host = home.setdefault("host", default_host)
+        chosen = bool(home.get("port"))
+        if not chosen:
+            home["port"] = next(port for port in ports if port not in asked)
+        draft.listening = (Listening(host, home["port"], chosen),)
+
+
+def _home(draft: _Draft) -> Table:
+    """The table that holds a process's `host` and `port`: the router's own, a worker's `[engine]`."""
+    home = draft.config if draft.role == "router" else _sub_table(draft, "engine")
+    port = home.get("port", 0)
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536:
+        raise ConfigError(f"'{draft.table}' port must be a number from 0 to 65535, found {port!r}")
+    return home
+
+
+def _wire_pool_node(draft: _Draft, settings: ClusterSettings, run_dir: Path) -> Table:
+    """Fill in a pool node's addresses; returns how clients find it."""
+    draft.config["name"] = draft.name
+    draft.config.setdefault("arena_dir", str(ARENA_ROOT / settings.name))
+    socket_path = run_dir / f"{draft.name}.sock"
+    if "listen" not in draft.config:
+        if len(str(socket_path).encode()) > SOCKET_PATH_MAX_BYTES:
+            raise ConfigError(
+                f"{run_dir}: too long for a socket in it; "
+                f"give a shorter cluster.run_dir, or {draft.table}.listen"
+            )
+        draft.config["listen"] = [f"unix:{socket_path}"]
+    listen = draft.config["listen"]
+    if not isinstance(listen, list) or not listen or not all(isinstance(address, str) for address in listen):
+        raise ConfigError(f"'{draft.table}.listen' must be a list of addresses, found {listen!r}")
+    draft.listening = tuple(_listening(draft, address) for address in listen if address.startswith("tcp:"))
+    return {"node": draft.name, "address": listen[0]}
+
+
+def _listening(draft: _Draft, address: str) -> Listening:
+    host, _, port = address.removeprefix("tcp:").rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"'{draft.table}.listen': '{address}' is not of the form tcp:HOST:PORT")
+    return Listening(host.strip("[]"), int(port), chosen=True)
+
+
+def _spec(draft: _Draft, program: Sequence[str], run_dir: Path) -> ProcessSpec:
+    config_path = run_dir / f"{draft.name}.toml"
+    command = ("pool", "serve") if draft.role == "pool" else (draft.role,)
+    ready: HttpReady | ConnectReady
+    if draft.role == "pool":
+        ready = ConnectReady(draft.config["listen"][0])
+    else:
+        ready = HttpReady(_url(draft) + ("/ready" if draft.role == "router" else "/pd/ready"))
+    return ProcessSpec(
+        name=draft.name,
+        role=draft.role,
+        table=draft.table,
+        argv=(*program, *command, "--config", str(config_path)),
+        config=draft.config,
+        config_path=config_path,
+        log_path=run_dir / f"{draft.name}.log",
+        ready=ready,
+        restart=draft.restart,
+        listening=draft.listening,
+        env=draft.env,
+    )
+
+
+def merge(defaults: Mapping[str, Any], table: Mapping[str, Any]) -> Table:
+    """`table` over `defaults`, tables within them merged too."""
+    merged = dict(defaults)
+    for key, value in table.items():
+        below = merged.get(key)
+        merged[key] = (
+            merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        )
+    return merged
+
+
+def _sub_table(draft: _Draft, key: str) -> Table:
+    table = draft.config.setdefault(key, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"'{draft.table}.{key}' must be a table, found {table!r}")
+    return table
+
+
+def _url(draft: _Draft) -> str:
+    place = draft.listening[0]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(place.host, place.host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{place.port}"
+
+
+def _refuse_repeats(what: str, values: Iterable[object]) -> None:
+    seen: set[object] = set()
+    for value in values:
+        if value in seen:
+            raise ConfigError(f"{what} {value} is given to two processes of the cluster")
+        seen.add(value)

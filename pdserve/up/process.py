@@ -1,0 +1,152 @@
+"""One supervised process: its session, its output, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Final
+
+from pdserve.errors import StartupError
+from pdserve.up.console import Console
+from pdserve.up.plan import ProcessSpec
+from pdserve.up.sessions import kill_session
+from pdserve.up.warden import Warden
+
+TAIL_LINES: Final = 20
+READ_BYTES: Final = 64 * 1024
+MAX_LINE_BYTES: Final = 16 * 1024  # longer lines are shown in pieces
+DRAIN_TIMEOUT_S: Final = 2.0
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class Child:
+    """A running process, leader of its own session. Whoever started it must `end` it."""
+
+    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process, warden: Warden) -> None:
+        self.spec = spec
+        self.session = process.pid
+        self._process = process
+        self._warden = warden
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._pump: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, spec: ProcessSpec, warden: Warden, console: Console, *, again: bool) -> Child:
+        """Start the process; its log is written anew, or with `again` continued. Raises StartupError."""
+        try:
+            log = spec.log_path.open("ab" if again else "wb")
+        except OSError as error:
+            raise StartupError(f"{spec.log_path}: cannot be written: {error.strerror}") from None
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *spec.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **spec.env},
+                start_new_session=True,
+                preexec_fn=_die_with_parent(os.getpid()),
+            )
+        except OSError as error:
+            log.close()
+            raise StartupError(f"{spec.name}: cannot run {spec.argv[0]}: {error.strerror}") from None
+        child = cls(spec, process, warden)
+        warden.watch(child.session)
+        child._pump = asyncio.create_task(child._copy_output(log, console))
+        return child
+
+    async def wait(self) -> int:
+        """Wait for the process itself, not its children, and give its status; negative: minus a signal."""
+        return await self._process.wait()
+
+    async def end(self, grace_s: float, hurry: asyncio.Event) -> int:
+        """SIGTERM, at most `grace_s` (less once `hurry` is set), then SIGKILL to all of the session."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+            ended, hurried = asyncio.create_task(self.wait()), asyncio.create_task(hurry.wait())
+            await asyncio.wait({ended, hurried}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            hurried.cancel()
+        await asyncio.to_thread(kill_session, self.session)
+        status = await self.wait()
+        self._warden.forget(self.session)
+        if self._pump is not None:
+            await asyncio.wait({self._pump}, timeout=DRAIN_TIMEOUT_S)
+            self._pump.cancel()
+        return status
+
+    def last_lines(self) -> list[str]:
+        """The last lines of output, at most `TAIL_LINES`."""
+        return list(self._tail)
+
+    async def _copy_output(self, log: IO[bytes], console: Console) -> None:
+        """Output to the log as it comes, to the console and the tail by lines."""
+        stream = self._process.stdout
+        assert stream is not None
+        lines = LineSplitter()
+
+        def show(parts: list[str]) -> None:
+            for line in parts:
+                self._tail.append(line)
+                console.log(self.spec.name, line)
+
+        with log:
+            while data := await stream.read(READ_BYTES):
+                log.write(data)
+                log.flush()
+                show(lines.feed(data))
+            show(lines.close())
+
+
+class LineSplitter:
+    """Bytes in, text lines out. A carriage return (progress bars) ends a line too; empty ones are dropped."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[str]:
+        """The lines that `data` completes."""
+        *whole, self._rest = (self._rest + data).replace(b"\r", b"\n").split(b"\n")
+        if len(self._rest) > MAX_LINE_BYTES:
+            whole.append(self._rest)
+            self._rest = b""
+        return [line.decode(errors="replace") for line in whole if line]
+
+    def close(self) -> list[str]:
+        """The last line, if it had no end."""
+        return self.feed(b"\n")
+
+
+def describe_status(status: int) -> str:
+    """An exit status in words."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner may read: configuration can hold access tokens."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _die_with_parent(parent: int) -> Callable[[], None]:
+    """To run in the child before exec: ask for SIGTERM when the parent dies. The wish survives exec."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # it died before we asked
+            os._exit(1)
+
+    return ask

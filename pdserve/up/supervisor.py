@@ -1,0 +1,248 @@
+"""Runs a plan: starts its stages in order, watches, restarts what may be restarted, stops all of it.
+
+One task keeps one process (`_keep`); it ends only by an error that the cluster cannot go on from. Whatever
+ends `run` (a signal, a death, a time-out, a bug), every process is stopped in reverse order before it
+returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import shlex
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from pdserve.errors import PdserveError, StartupError
+from pdserve.up.console import Console
+from pdserve.up.plan import Plan, ProcessSpec
+from pdserve.up.ports import is_free
+from pdserve.up.process import Child, describe_status, write_private
+from pdserve.up.readiness import is_ready, served_model
+from pdserve.up.restart import restart_delay_s
+from pdserve.up.toml import to_toml
+from pdserve.up.warden import Warden
+
+logger = logging.getLogger(__name__)
+
+PROBE_INTERVAL_S: Final = 0.2
+PROGRESS_INTERVAL_S: Final = 5.0
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class ProcessDeathError(PdserveError):
+    """A process ended and is not to be restarted, or was not ready in time; `lines` are its last ones."""
+
+    def __init__(self, message: str, lines: list[str]) -> None:
+        super().__init__(message)
+        self.lines = lines
+
+
+def check_ports(plan: Plan) -> None:
+    """Raise StartupError, one line, when a port that was asked for is in use."""
+    for spec in plan.processes:
+        for place in spec.listening:
+            if place.chosen and not is_free(place.host, place.port):
+                remedy = " with --port" if spec.role == "router" else ""
+                raise StartupError(
+                    f"{spec.name}: port {place.port} on {place.host} is in use; "
+                    f"stop what listens there or give another{remedy}"
+                )
+
+
+@contextmanager
+def claimed(run_dir: Path) -> Iterator[None]:
+    """Make the run directory and hold it for this process alone. Raises StartupError."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / "lock").open("a+")
+    except OSError as error:
+        raise StartupError(f"{run_dir}: cannot be used as run_dir: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            owner = lock.read().strip() or "unknown"
+            raise StartupError(
+                f"{run_dir}: a cluster runs from here already (process {owner}); "
+                "stop it, or give another --run-dir"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+class Supervisor:
+    """Runs one plan, once."""
+
+    def __init__(self, plan: Plan, console: Console) -> None:
+        self._plan = plan
+        self._settings = plan.settings
+        self._console = console
+        self._children: dict[str, Child] = {}
+        self._starting_since_s: dict[str, float] = {}
+        self._starts = asyncio.Semaphore(plan.settings.start_parallelism)
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    async def run(self) -> int:
+        """Start, supervise until a signal or a failure, stop. Gives the exit status. Owns the signal
+        handlers.
+        """
+        loop = asyncio.get_running_loop()
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+        for spec in self._plan.processes:
+            write_private(spec.config_path, to_toml(spec.config))
+        warden = Warden()
+        work = asyncio.create_task(self._supervise(warden))
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if self._stop.is_set():
+                return 0
+            self._report(work.exception())
+            return 1
+        finally:
+            work.cancel()
+            stop.cancel()
+            await asyncio.gather(work, stop, return_exceptions=True)
+            await self._stop_all()
+            warden.close()
+            for number in STOP_SIGNALS:
+                loop.remove_signal_handler(number)
+
+    # --- starting and keeping
+
+    async def _supervise(self, warden: Warden) -> None:
+        """Start the stages one after the other and keep every process; ends only by an exception."""
+        async with asyncio.TaskGroup() as group:
+            progress = group.create_task(self._show_progress())
+            for stage in self._plan.stages:
+                ready = [asyncio.get_running_loop().create_future() for _ in stage]
+                for spec, future in zip(stage, ready, strict=True):
+                    group.create_task(self._keep(spec, warden, future))
+                await asyncio.gather(*ready)
+            progress.cancel()
+            await self._announce()
+
+    async def _keep(self, spec: ProcessSpec, warden: Warden, ready: asyncio.Future[None]) -> None:
+        """Start a process, say when it is ready, and start it again when it dies and may be."""
+        restarts_s: list[float] = []
+        while True:
+            async with self._starts:
+                child = await Child.start(spec, warden, self._console, again=bool(restarts_s))
+                self._children[spec.name] = child
+                status = await self._until_ready(child)
+            if status is None:
+                if not ready.done():
+                    ready.set_result(None)
+                status = await child.wait()
+            await child.end(0.0, self._hurry)
+            del self._children[spec.name]
+            died = ProcessDeathError(f"{spec.name} {describe_status(status)}", child.last_lines())
+            if not ready.done():
+                raise ProcessDeathError(
+                    f"{died} before it was ready; its whole log: {spec.log_path}", died.lines
+                )
+            now_s = time.monotonic()
+            delay_s = restart_delay_s(spec.restart, status, restarts_s, now_s, self._settings)
+            if delay_s is None:
+                raise ProcessDeathError(
+                    f"{died} and is not restarted; its whole log: {spec.log_path}", died.lines
+                )
+            self._show_death(died)
+            self._console.say(f"restarting {spec.name} in {delay_s:.1f} s")
+            await asyncio.sleep(delay_s)
+            restarts_s.append(now_s)
+
+    async def _until_ready(self, child: Child) -> int | None:
+        """None once the process is ready, or its status if it ended before. Raises ProcessDeathError when
+        late.
+        """
+        spec, started_s = child.spec, time.monotonic()
+        deadline_s = started_s + self._settings.start_timeout_s
+        self._starting_since_s[spec.name] = started_s
+        self._console.say(f"starting {spec.name}")
+        ended = asyncio.create_task(child.wait())
+        try:
+            while not ended.done():
+                if await is_ready(spec.ready):
+                    self._console.say(f"{spec.name} is ready after {time.monotonic() - started_s:.1f} s")
+                    return None
+                if time.monotonic() >= deadline_s:
+                    raise ProcessDeathError(
+                        f"{spec.name} was not ready within {self._settings.start_timeout_s:.0f} s; "
+                        f"its whole log: {spec.log_path}",
+                        child.last_lines(),
+                    )
+                await asyncio.wait({ended}, timeout=PROBE_INTERVAL_S)
+            return ended.result()
+        finally:
+            ended.cancel()
+            del self._starting_since_s[spec.name]
+
+    # --- stopping
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._stop.is_set():
+            self._hurry.set()
+        else:
+            self._console.say(f"{number.name}: stopping all processes (once more: at once)")
+            self._stop.set()
+
+    async def _stop_all(self) -> None:
+        """Stop what runs: router, workers, pool nodes."""
+        for stage in reversed(self._plan.stages):
+            running = [self._children.pop(spec.name) for spec in stage if spec.name in self._children]
+            await asyncio.gather(*(child.end(self._settings.stop_grace_s, self._hurry) for child in running))
+            for child in running:
+                self._console.say(f"{child.spec.name} has stopped")
+
+    # --- telling
+
+    def _report(self, error: BaseException | None) -> None:
+        """Say why the cluster stops. Only what is no error of ours is raised on."""
+        causes = error.exceptions if isinstance(error, BaseExceptionGroup) else [error]
+        for cause in causes:
+            if isinstance(cause, ProcessDeathError):
+                self._show_death(cause)
+            elif isinstance(cause, PdserveError):
+                self._console.say(f"error: {cause}")
+            elif error is not None:
+                raise error
+        self._console.say("stopping all processes")
+
+    def _show_death(self, died: ProcessDeathError) -> None:
+        self._console.say(f"error: {died}")
+        if died.lines:
+            self._console.say(f"its last {len(died.lines)} lines:")
+        for line in died.lines:
+            self._console.say(f"    {line}")
+
+    async def _show_progress(self) -> None:
+        while True:
+            await asyncio.sleep(PROGRESS_INTERVAL_S)
+            now_s = time.monotonic()
+            waits = [f"{name} ({now_s - since_s:.0f} s)" for name, since_s in self._starting_since_s.items()]
+            if waits:
+                self._console.say(f"waiting for {', '.join(waits)}")
+
+    async def _announce(self) -> None:
+        url = self._plan.router_url
+        model = await served_model(url) or "MODEL"
+        body = (
+            f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 32}}'
+        )
+        self._console.say(f"{self._settings.name} is ready at {url} (Ctrl-C stops it). Try:")
+        self._console.say(
+            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+        )
