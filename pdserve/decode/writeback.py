@@ -1,0 +1,129 @@
+"""When are a finished request's pages in the pool? Follows each request from its start to the commit of its
+last page.
+
+SGLang stores prompt and output pages after it has answered, and says nothing when it is done. The next turn
+of the conversation may come at once and go to another worker, so somebody must know: the worker that
+answered. It names the pages (the hash chain over prompt and output tokens) and lets the pool report their
+commit. `/pd/settled` asks here.
+
+Bounded: at most `limit` requests are remembered, the oldest forgotten first; each is followed for at most
+`timeout_s` after its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from pdserve.engine.requests import HttpRequest
+from pdserve.kvpool.aclient import AsyncPoolClient
+from pdserve.pages import namespace_seed, page_hashes, pool_key
+
+
+class Settlement(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `/pd/settled`. `known` is false for a request this worker never saw or has forgotten."""
+
+    request_id: str
+    known: bool
+    settled: bool = False
+    committed_pages: int = 0
+    missing_pages: int = 0
+    waited_ms: float = 0.0
+
+
+@dataclass
+class _Followed:
+    request: HttpRequest
+    task: asyncio.Task[list[bool]]
+
+
+class WriteBack:
+    """Lives in the worker's event loop."""
+
+    def __init__(
+        self,
+        pool: AsyncPoolClient,
+        *,
+        page_size: int,
+        rank_suffixes: Sequence[bytes],
+        timeout_s: float,
+        limit: int,
+    ) -> None:
+        """`page_size` in tokens; `rank_suffixes` as in `pages.all_rank_suffixes`."""
+        self._pool = pool
+        self._page_size = page_size
+        self._rank_suffixes = rank_suffixes
+        self._timeout_s = timeout_s
+        self._limit = limit
+        self._followed: OrderedDict[str, _Followed] = OrderedDict()
+
+    def follow(self, request: HttpRequest) -> None:
+        """Start to follow a request; called before SGLang sees it, so that its next turn always finds it
+        known.
+        """
+        earlier = self._followed.pop(request.request_id, None)
+        if earlier is not None:
+            earlier.task.cancel()
+        while len(self._followed) >= self._limit:
+            _, oldest = self._followed.popitem(last=False)
+            oldest.task.cancel()
+        self._followed[request.request_id] = _Followed(request, asyncio.create_task(self._commits(request)))
+
+    async def settled(self, request_id: str, timeout_s: float) -> Settlement:
+        """Wait, at most `timeout_s`, until every full page of the request is committed."""
+        followed = self._followed.get(request_id)
+        if followed is None:
+            return Settlement(request_id=request_id, known=False)
+        started_s = time.monotonic()
+        done, _ = await asyncio.wait({followed.task}, timeout=timeout_s)
+        waited_ms = (time.monotonic() - started_s) * 1e3
+        if not done:
+            present = await self._pool.exists(self.page_keys(followed.request))
+            return _settlement(request_id, present, waited_ms, followed.request.answered.is_set())
+        if followed.task.cancelled():
+            return Settlement(request_id=request_id, known=False, waited_ms=waited_ms)
+        return _settlement(request_id, followed.task.result(), waited_ms, True)
+
+    def page_keys(self, request: HttpRequest) -> list[bytes]:
+        """Pool keys of every full page of every sequence of the request, without repetition."""
+        hashes: dict[bytes, None] = {}
+        for made in request.requests.values():
+            seed = namespace_seed(made.extra_key, made.cache_salt)
+            hashes.update(dict.fromkeys(page_hashes(made.cached_token_ids(), self._page_size, seed)))
+        return [pool_key(digest, suffix) for digest in hashes for suffix in self._rank_suffixes]
+
+    async def close(self) -> None:
+        """Stop following; the pages are written all the same."""
+        tasks = [followed.task for followed in self._followed.values()]
+        self._followed.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _commits(self, request: HttpRequest) -> list[bool]:
+        await request.answered.wait()
+        keys = self.page_keys(request)
+        if not keys:
+            return []
+        if request.disconnected:
+            # cut short: SGLang keeps what was computed, how much of it is not known, so there is nothing to
+            # wait for
+            return await self._pool.exists(keys)
+        return await self._pool.wait(keys, self._timeout_s)
+
+
+def _settlement(request_id: str, present: list[bool], waited_ms: float, answered: bool) -> Settlement:
+    committed = sum(present)
+    return Settlement(
+        request_id=request_id,
+        known=True,
+        settled=answered and committed == len(present),
+        committed_pages=committed,
+        missing_pages=len(present) - committed,
+        waited_ms=round(waited_ms, 3),
+    )

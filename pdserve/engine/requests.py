@@ -1,0 +1,188 @@
+"""Which SGLang requests belong to which HTTP request, what they computed, and their end when the client
+leaves.
+
+SGLang names its requests itself (an HTTP request with `n = 3` makes several), notices a client that left
+after up to 4 s (0.5.23: a poll of that period when not streaming, a sleep of 2 s when streaming), and forgets
+a request once answered. A worker needs all three otherwise. So a pure-ASGI middleware opens an `HttpRequest`
+record in a context variable, and two wrapped methods of the tokenizer manager, which run in the same context,
+fill it in:
+
+    _init_req_state      a request state (`ReqState`) was made for an SGLang request id
+    _send_*_request      its prompt's token ids, extra key and salt are final, and it went to the scheduler
+
+The middleware is the only reader of the connection's `receive`: it passes the body on to SGLang, and once the
+body is through it waits for the disconnect, so that one is seen at once in every phase.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+REQUEST_ID_HEADER = b"x-request-id"
+GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/generate", "/pd/prefill"})
+_BODY_QUEUE_MESSAGES = 8  # the server's own flow control does the rest
+
+
+@dataclass
+class SglangRequest:
+    """One request as the scheduler sees it. `state` is SGLang's ReqState, which outlives its registration."""
+
+    rid: str
+    state: Any
+    input_ids: Sequence[int] | None = None  # None until it was tokenised
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+    def cached_token_ids(self) -> list[int]:
+        """Tokens whose KV exists when the request is finished: prompt and output but the last output token,
+        which was sampled and never fed back.
+        """
+        if self.input_ids is None:
+            return []
+        output = list(self.state.output_ids)
+        return [*self.input_ids, *output[:-1]]
+
+
+@dataclass
+class HttpRequest:
+    """One HTTP request and the SGLang requests it made."""
+
+    request_id: str
+    path: str
+    requests: dict[str, SglangRequest] = field(default_factory=dict)
+    disconnected: bool = False
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+_current: ContextVar[HttpRequest | None] = ContextVar("pdserve_http_request", default=None)
+
+
+def current_request() -> HttpRequest | None:
+    """The HTTP request in whose context this code runs."""
+    return _current.get()
+
+
+class RequestTracking:
+    """ASGI middleware; see the module's docstring. `on_start` is told of every generating request, before
+    SGLang is.
+    """
+
+    def __init__(
+        self,
+        app: AsgiApp,
+        tokenizer_manager: Callable[[], Any],
+        on_start: Callable[[HttpRequest], None] | None = None,
+    ) -> None:
+        """`tokenizer_manager()` gives SGLang's TokenizerManager once it exists."""
+        self._app = app
+        self._tokenizer_manager = tokenizer_manager
+        self._on_start = on_start
+        self._watched: Any = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in GENERATING_PATHS:
+            await self._app(scope, receive, send)
+            return
+        manager = self._tokenizer_manager()
+        self._watch(manager)
+        request = HttpRequest(_request_id(scope), scope["path"])
+        if self._on_start is not None:
+            self._on_start(request)
+        messages: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue(_BODY_QUEUE_MESSAGES)
+        reader = asyncio.create_task(_read(receive, messages, lambda: _abort(request, manager)))
+        token = _current.set(request)
+        try:
+            await self._app(scope, messages.get, send)
+        finally:
+            _current.reset(token)
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reader
+            request.answered.set()
+
+    def _watch(self, manager: Any) -> None:
+        if self._watched is manager:
+            return
+        self._watched = manager
+        _wrap_init(manager)
+        _wrap_send(manager, "_send_one_request", lambda argument: [argument])
+        _wrap_send(manager, "_send_batch_request", list)
+
+
+async def _read(
+    receive: Receive, messages: asyncio.Queue[MutableMapping[str, Any]], on_disconnect: Callable[[], None]
+) -> None:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            on_disconnect()
+            await messages.put(message)
+            return
+        await messages.put(message)
+
+
+def _abort(request: HttpRequest, manager: Any) -> None:
+    """The client left: end what runs; what is not with the scheduler yet is ended as soon as it
+    gets there.
+    """
+    request.disconnected = True
+    for rid, made in request.requests.items():
+        if made.state.dispatched and not made.state.finished:
+            manager.abort_request(rid=rid)
+
+
+def _wrap_init(manager: Any) -> None:
+    original = manager._init_req_state
+
+    def init_req_state(obj: Any, request: Any = None) -> Any:
+        result = original(obj, request)
+        http = _current.get()
+        if http is not None:
+            for rid in [obj.rid] if isinstance(obj.rid, str) else obj.rid:
+                http.requests[rid] = SglangRequest(rid, manager.rid_to_state[rid])
+        return result
+
+    manager._init_req_state = init_req_state
+
+
+def _wrap_send(manager: Any, name: str, tokenized: Callable[[Any], list[Any]]) -> None:
+    original = getattr(manager, name)
+
+    async def send(argument: Any) -> Any:
+        http = _current.get()
+        if http is None:
+            return await original(argument)
+        sent = []
+        for one in tokenized(argument):
+            made = http.requests.get(one.rid)
+            if made is not None:
+                # copied now: the original turns these fields into bytes for the scheduler
+                made.input_ids = list(one.input_ids) if one.input_ids is not None else None
+                made.extra_key = one.extra_key
+                made.cache_salt = one.cache_salt
+                sent.append(made)
+        result = await original(argument)
+        if http.disconnected:
+            for made in sent:
+                manager.abort_request(rid=made.rid)
+        return result
+
+    setattr(manager, name, send)
+
+
+def _request_id(scope: Scope) -> str:
+    for name, value in scope["headers"]:
+        if name == REQUEST_ID_HEADER:
+            return str(value.decode("latin-1"))[:256]
+    return uuid.uuid4().hex
