@@ -1,0 +1,79 @@
+"""A process that stands in for pdserve's: `stand_in.py ROLE... --config FILE` behaves as its configuration says.
+
+Keys (in `[engine]` for workers): host, port; `behave` one of
+serve (default), die_at_start (prints 30 lines, exits 3), never_ready, die_once (exits 4 at its first start, when
+`GET /die` is called), stubborn (ignores SIGTERM), parent (has a child in its session that ignores SIGTERM).
+Every start and every request to be ready is one line in `journal`.
+"""
+
+import json
+import os
+import signal
+import socketserver
+import subprocess
+import sys
+import time
+import tomllib
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+role = sys.argv[1]
+config = tomllib.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
+home = config.get("engine", config)
+behave = home.get("behave", "serve")
+journal = Path(home["journal"]) if "journal" in home else None
+
+
+def note(what):
+    if journal is not None:
+        with journal.open("a") as file:
+            file.write(json.dumps({"role": role, "what": what, "pid": os.getpid(), "config": config}) + "\n")
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/die":
+            print("asked to die", flush=True)
+            os._exit(4)
+        if self.path == "/v1/models":
+            self.answer(200, {"data": [{"id": "stand-in-model"}]})
+        elif behave == "never_ready":
+            self.answer(503, {})
+        else:
+            note("ready")
+            self.answer(200, {})
+
+    def answer(self, status, body):
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+class Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+
+
+note("start")
+if behave == "die_at_start":
+    for i in range(30):
+        print(f"line {i}", flush=True)
+    sys.exit(3)
+if behave == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if behave == "parent":
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('child up', flush=True)\n"
+    subprocess.Popen([sys.executable, "-c", code + "while True: time.sleep(60)"])
+if role == "pool":
+    address = config["listen"][0].removeprefix("unix:")
+    Path(address).unlink(missing_ok=True)
+    server = socketserver.ThreadingUnixStreamServer(address, socketserver.StreamRequestHandler)
+else:
+    server = Server((home["host"], home["port"]), Handler)
+print(f"{role} listens", flush=True)
+server.serve_forever()
+time.sleep(60)

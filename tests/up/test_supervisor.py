@@ -1,0 +1,197 @@
+"""The supervisor over stand-in processes: real processes, signals and sockets, no SGLang."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import socket
+import tomllib
+from pathlib import Path
+
+from pdserve.up.sessions import session_members
+
+from .cluster import Cluster, processes_that_mention, running, wait_until
+
+DISAGG = """
+[cluster]
+name = "stand-in"
+restart_backoff_s = 0.05
+start_parallelism = 2
+stop_grace_s = 5
+[router]
+journal = "JOURNAL"
+[worker.engine]
+journal = "JOURNAL"
+[[pool]]
+journal = "JOURNAL"
+[[prefill]]
+[[decode]]
+"""
+
+
+def ask_to_die(cluster: Cluster, name: str) -> None:
+    config = tomllib.loads((cluster.run_dir / f"{name}.toml").read_text())
+    home = config.get("engine", config)
+    connection = http.client.HTTPConnection(home["host"], home["port"], timeout=10)
+    try:
+        connection.request("GET", "/die")
+        connection.getresponse()
+    except (http.client.HTTPException, ConnectionError):
+        pass
+    finally:
+        connection.close()
+
+
+def alive_sessions(cluster: Cluster) -> list[int]:
+    return [pid for pid in cluster.started().values() if session_members(pid)]
+
+
+def test_stages_start_in_order_each_after_the_one_before_is_ready(tmp_path: Path) -> None:
+    with running(tmp_path, DISAGG) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        notes = [(entry["role"], entry["what"]) for entry in cluster.journal()]
+        assert notes[0] == ("pool", "start")
+        assert {notes[1], notes[2]} <= {
+            ("prefill", "start"),
+            ("decode", "start"),
+            ("prefill", "ready"),
+            ("decode", "ready"),
+        }
+        router_start = notes.index(("router", "start"))
+        assert notes.index(("prefill", "ready")) < router_start
+        assert notes.index(("decode", "ready")) < router_start
+
+
+def test_processes_get_each_others_addresses(tmp_path: Path) -> None:
+    with running(tmp_path, DISAGG) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        configs = {entry["role"]: entry["config"] for entry in cluster.journal()}
+        socket_path = f"unix:{cluster.run_dir}/pool0.sock"
+        assert configs["pool"]["listen"] == [socket_path]
+        assert configs["prefill"]["pool"]["nodes"] == [{"node": "pool0", "address": socket_path}]
+        for role in ("prefill", "decode"):
+            assert configs["router"][role] == [f"http://127.0.0.1:{configs[role]['engine']['port']}"]
+
+
+def test_announces_url_and_curl_with_the_served_model(tmp_path: Path) -> None:
+    with running(tmp_path, DISAGG) as cluster:
+        cluster.wait_for(r"stand-in is ready at http://127.0.0.1:\d+")
+        cluster.wait_for(r"curl http://127.0.0.1:\d+/v1/chat/completions .*stand-in-model")
+
+
+def test_logs_are_prefixed_and_kept_whole(tmp_path: Path) -> None:
+    with running(tmp_path, DISAGG) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        assert any(line.startswith("decode0  | decode listens") for line in cluster.lines)
+        assert (cluster.run_dir / "decode0.log").read_text() == "decode listens\n"
+
+
+def test_ctrl_c_stops_every_process_router_first_and_pool_last(tmp_path: Path) -> None:
+    with running(tmp_path, DISAGG) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        cluster.process.send_signal(signal.SIGINT)
+        assert cluster.finish() == 0
+        stopped = [line.split()[2] for line in cluster.lines if line.endswith("has stopped")]
+        assert stopped == ["router", "prefill0", "decode0", "pool0"]
+        assert not alive_sessions(cluster)
+        assert not processes_that_mention(str(tmp_path))
+
+
+def test_sigterm_while_starting_stops_what_has_started(tmp_path: Path) -> None:
+    toml = DISAGG.replace("[[decode]]", '[[decode]]\nengine.behave = "never_ready"')
+    with running(tmp_path, toml) as cluster:
+        cluster.wait_for(r"decode listens")
+        cluster.process.send_signal(signal.SIGTERM)
+        assert cluster.finish() == 0
+        assert not processes_that_mention(str(tmp_path))
+
+
+def test_a_process_that_ignores_sigterm_is_killed_after_the_grace_with_its_children(tmp_path: Path) -> None:
+    toml = DISAGG.replace("stop_grace_s = 5", "stop_grace_s = 0.3")
+    toml = toml.replace("[[prefill]]", '[[prefill]]\nengine.behave = "stubborn"')
+    toml = toml.replace("[[decode]]", '[[decode]]\nengine.behave = "parent"')
+    with running(tmp_path, toml) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        assert len(session_members(cluster.started()["decode"])) == 2
+        cluster.process.send_signal(signal.SIGINT)
+        assert cluster.finish() == 0
+        assert not alive_sessions(cluster)
+
+
+def test_kill_9_of_the_supervisor_leaves_no_process(tmp_path: Path) -> None:
+    toml = DISAGG.replace("[[prefill]]", '[[prefill]]\nengine.behave = "stubborn"')
+    toml = toml.replace("[[decode]]", '[[decode]]\nengine.behave = "parent"')
+    with running(tmp_path, toml) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        cluster.process.kill()
+        cluster.process.wait()
+        wait_until(lambda: not alive_sessions(cluster), "the warden ends every session")
+        wait_until(lambda: not processes_that_mention(str(tmp_path)), "nothing is left")
+
+
+def test_a_process_that_dies_at_start_is_reported_with_its_last_lines_and_stops_the_rest(tmp_path: Path) -> None:
+    toml = DISAGG.replace("[[decode]]", '[[decode]]\nengine.behave = "die_at_start"')
+    with running(tmp_path, toml) as cluster:
+        assert cluster.finish() == 1
+        text = "\n".join(cluster.lines)
+        assert "error: decode0 exited with status 3 before it was ready; its whole log: " in text
+        shown = [line.split("|     ")[1] for line in cluster.lines if "|     line" in line]
+        assert shown == [f"line {i}" for i in range(10, 30)]
+        assert not any("starting router" in line for line in cluster.lines)
+        assert not processes_that_mention(str(tmp_path))
+
+
+def test_a_process_that_is_never_ready_is_reported_after_the_time_limit(tmp_path: Path) -> None:
+    toml = DISAGG.replace("[[decode]]", '[[decode]]\nengine.behave = "never_ready"')
+    toml = toml.replace("start_parallelism = 2", "start_parallelism = 2\nstart_timeout_s = 1.0")
+    with running(tmp_path, toml) as cluster:
+        assert cluster.finish() == 1
+        assert any("decode0 was not ready within 1 s" in line for line in cluster.lines)
+        assert not processes_that_mention(str(tmp_path))
+
+
+def test_a_worker_that_dies_later_is_reported_and_started_again_on_the_same_port(tmp_path: Path) -> None:
+    with running(tmp_path, DISAGG) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        first = cluster.started()["decode"]
+        ask_to_die(cluster, "decode0")
+        cluster.wait_for(r"error: decode0 exited with status 4")
+        cluster.wait_for(r"asked to die")
+        cluster.wait_for(r"restarting decode0")
+        cluster.wait_for(r"decode0 is ready")
+        assert cluster.started()["decode"] != first
+        assert (cluster.run_dir / "decode0.log").read_text().count("decode listens") == 2
+        assert cluster.process.poll() is None
+
+
+def test_a_worker_that_may_not_be_restarted_takes_the_cluster_down(tmp_path: Path) -> None:
+    toml = DISAGG.replace("[[decode]]", '[[decode]]\nrestart = "never"')
+    with running(tmp_path, toml) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        os.kill(cluster.started()["decode"], signal.SIGKILL)
+        assert cluster.finish() == 1
+        assert any("decode0 was killed by SIGKILL and is not restarted" in line for line in cluster.lines)
+        assert not processes_that_mention(str(tmp_path))
+
+
+def test_a_port_in_use_is_one_line_before_anything_is_started(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        toml = DISAGG.replace("[router]", f"[router]\nport = {port}")
+        with running(tmp_path, toml) as cluster:
+            assert cluster.finish() == 1
+            assert cluster.lines == [
+                f"REFUSED router: port {port} on 127.0.0.1 is in use; "
+                "stop what listens there or give another with --port"
+            ]
+            assert not (tmp_path / "journal").exists()
+
+
+def test_a_second_cluster_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+    with running(tmp_path, DISAGG) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        with running(tmp_path, DISAGG) as second:
+            assert second.finish() == 1
+            assert f"a cluster runs from here already (process {cluster.process.pid})" in second.lines[0]
+        assert cluster.process.poll() is None
