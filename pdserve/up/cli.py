@@ -38,15 +38,27 @@ def up(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="Cluster file (TOML); see launch/disagg.toml.")
     ],
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="Cluster file that takes the place of FILE."),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(metavar="PATH", help="Model directory of all workers (worker.engine.model_path)."),
     ] = None,
     port: Annotated[int | None, typer.Option(help="Port of the router; 0 takes a free one.")] = None,
     host: Annotated[str | None, typer.Option(help="Address the router listens on.")] = None,
-    prefill: Annotated[int | None, typer.Option(metavar="N", help="Number of prefill workers.")] = None,
-    decode: Annotated[int | None, typer.Option(metavar="N", help="Number of decode workers.")] = None,
-    agg: Annotated[int | None, typer.Option(metavar="N", help="Number of aggregated workers.")] = None,
+    prefill: Annotated[
+        int | None,
+        typer.Option("--prefill", "--prefill-workers", metavar="N", help="Number of prefill workers."),
+    ] = None,
+    decode: Annotated[
+        int | None,
+        typer.Option("--decode", "--decode-workers", metavar="N", help="Number of decode workers."),
+    ] = None,
+    agg: Annotated[
+        int | None, typer.Option("--agg", "--workers", metavar="N", help="Number of aggregated workers.")
+    ] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of logs and sockets (cluster.run_dir).")
     ] = None,
@@ -61,6 +73,7 @@ def up(
 
     Pool nodes start first, then the workers, then the router; flags win over FILE.
     """
+    file = config or file
     overrides = {
         "worker.engine.model_path": model,
         "router.port": port,

@@ -1,8 +1,8 @@
 """The cluster file of `pdserve up`.
 
-The supervisor reads `[cluster]` and a few keys of every process table (`name`, `restart`, `env`); the rest of
-a table is that process's own configuration and is handed on as it stands, but for the addresses that plan.py
-fills in.
+The supervisor reads `[cluster]` and a few keys of every process table (`name`, `restart`, `env`, and `base`:
+a file of defaults); the rest of a table is that process's own configuration and is handed on as it stands,
+but for the addresses that plan.py fills in.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from pdserve.config import load_config
+from pdserve.config import load_config, read_toml
 from pdserve.errors import ConfigError
 
 Role = Literal["pool", "prefill", "decode", "agg", "router"]
@@ -94,7 +94,35 @@ def read_cluster_file(
         raise ConfigError(f"{path}: no worker: give [[prefill]] and [[decode]], or [[agg]], or --agg N")
     if tables["prefill"] and not (tables["decode"] or tables["agg"]):
         raise ConfigError(f"{path}: prefill workers need a [[decode]] or [[agg]] worker to answer")
-    return msgspec.structs.replace(file, **tables)
+    lists = {role: [_based(path, table) for table in made] for role, made in tables.items()}
+    return msgspec.structs.replace(
+        file,
+        router=_based(path, file.router),
+        worker=_based(path, file.worker),
+        pool=[_based(path, table) for table in file.pool],
+        **lists,
+    )
+
+
+def merge(defaults: Mapping[str, Any], table: Mapping[str, Any]) -> Table:
+    """`table` over `defaults`, tables within them merged too."""
+    merged = dict(defaults)
+    for key, value in table.items():
+        below = merged.get(key)
+        merged[key] = (
+            merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        )
+    return merged
+
+
+def _based(path: Path, table: Table) -> Table:
+    """A process table over the file that its `base` names, relative to the cluster file."""
+    if "base" not in table:
+        return table
+    own = {key: value for key, value in table.items() if key != "base"}
+    if not isinstance(base := table["base"], str):
+        raise ConfigError(f"{path}: 'base' must be the name of a TOML file, found {base!r}")
+    return merge(read_toml(path.parent / base), own)
 
 
 def _resized(tables: list[Table], count: int) -> list[Table]:

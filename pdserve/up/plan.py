@@ -12,10 +12,10 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from pdserve.errors import ConfigError
-from pdserve.up.config import WORKER_ROLES, ClusterFile, ClusterSettings, Restart, Role, Table
+from pdserve.up.config import WORKER_ROLES, ClusterFile, ClusterSettings, Restart, Role, Table, merge
 
 ARENA_ROOT: Final = Path("/dev/shm/pdserve")
 SOCKET_PATH_MAX_BYTES: Final = 107  # sun_path is 108 bytes on Linux, the last one a zero
@@ -221,17 +221,6 @@ def _spec(draft: _Draft, program: Sequence[str], run_dir: Path) -> ProcessSpec:
         listening=draft.listening,
         env=draft.env,
     )
-
-
-def merge(defaults: Mapping[str, Any], table: Mapping[str, Any]) -> Table:
-    """`table` over `defaults`, tables within them merged too."""
-    merged = dict(defaults)
-    for key, value in table.items():
-        below = merged.get(key)
-        merged[key] = (
-            merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
-        )
-    return merged
 
 
 def _sub_table(draft: _Draft, key: str) -> Table:

@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# Sets this checkout up: .venv with pdserve and all it needs. Called or sourced by the other scripts; done in a
+# moment when nothing has changed. With a GPU: SGLang's normal install. Without: torch for CPU where its index can be
+# reached, and SGLang with the light set of dependencies in requirements-cpu.txt.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$root/.venv
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+fail() { say "error: $*"; exit 1; }
+
+# need NAME PACKAGE...: install Debian packages, or say how
+need() {
+  local what=$1
+  shift
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    say "$what is missing: installing $*"
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$@"; } \
+      >/dev/null || fail "could not install $*; install them and try again"
+  else
+    fail "$what is missing: run 'sudo apt-get install $*' (or your system's like) and try again"
+  fi
+}
+
+find_python() {
+  local name
+  for name in python3 python3.13 python3.12 python3.11; do
+    if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      command -v "$name"
+      return
+    fi
+  done
+  fail "Python 3.11 or newer is needed and none of python3, python3.13, python3.12, python3.11 is"
+}
+
+has_gpu() { [ -e /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; }
+
+# SGLang compiles its page hash when it starts: a compiler, and OpenSSL's headers
+check_compiler() {
+  command -v g++ >/dev/null || need "a C++ compiler" g++
+  echo '#include <openssl/evp.h>' | g++ -E -x c++ - >/dev/null 2>&1 || need "OpenSSL's header files" libssl-dev
+}
+
+make_venv() {
+  if uv=$(command -v uv); then
+    "$uv" venv --quiet --clear --python "$python" "$venv"
+  else
+    uv=$venv/bin/uv
+    "$python" -c 'import ensurepip' 2>/dev/null || need "Python's venv module" python3-venv
+    "$python" -m venv --clear "$venv"
+    say "installing uv into .venv"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv
+  fi
+}
+
+install() { "$uv" pip install --python "$venv/bin/python" "$@"; }
+
+install_cpu() {
+  local backend=() ours
+  if UV_HTTP_TIMEOUT=5 UV_HTTP_RETRIES=0 timeout 30 "$uv" pip install --python "$venv/bin/python" --quiet \
+    --dry-run --no-deps --torch-backend=cpu torch >/dev/null 2>&1; then
+    backend=(--torch-backend=cpu)
+  else
+    say "the index of CPU builds of torch is out of reach: taking the ordinary build (larger)"
+  fi
+  # our own dependencies stand in pyproject.toml only; SGLang comes without its CUDA-only ones
+  ours=$("$venv/bin/python" -c '
+import tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+wanted = project["dependencies"] + project["optional-dependencies"]["test"]
+print(*(name for name in wanted if not name.startswith("sglang")), sep="\n")')
+  install "${backend[@]}" -r launch/requirements-cpu.txt -r <(printf '%s\n' "$ours")
+  install --no-deps "$(grep -o 'sglang==[0-9.]*' pyproject.toml | head -n 1)"
+  install --no-deps -e .
+}
+
+set_up() {
+  local python kind stamp uv
+  cd "$root"
+  PATH=${PATH//"$venv/bin:"/} # an activated .venv is not what to make .venv from
+  python=$(find_python)
+  kind=cpu
+  if has_gpu; then kind=gpu; fi
+  stamp="$kind $("$python" -V) $(cat pyproject.toml launch/requirements-cpu.txt launch/setup.sh | sha256sum)"
+  if [ "$(cat "$venv/pdserve-setup" 2>/dev/null)" = "$stamp" ]; then return; fi
+  say "setting up $venv ($kind, $("$python" -V)); this takes about a minute on a fast line"
+  check_compiler
+  make_venv
+  if [ "$kind" = gpu ]; then install -e '.[test]'; else install_cpu; fi
+  printf '%s\n' "$stamp" >"$venv/pdserve-setup"
+  say "done"
+}
+
+(set_up)
+export PATH="$venv/bin:$PATH" # ninja, for SGLang's just-in-time builds

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Check this checkout: format, lint, types, import rules and all tests.
+#
+#   launch/test.sh [--fast] [PYTEST_ARGUMENTS]
+#
+# Sets everything up first. --fast leaves out the end-to-end tests, which start real SGLang servers.
+set -euo pipefail
+case ${1:-} in
+  --help | -h) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit ;;
+esac
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+cd "$root"
+selection=()
+if [ "${1:-}" = --fast ]; then
+  selection=(-m "not e2e")
+  shift
+fi
+step() { printf '\n== %s\n' "$*" && "$@"; }
+step ruff format --check .
+step ruff check .
+step mypy --strict pdserve
+step python -m pytest --durations=15 "${selection[@]}" "$@"
