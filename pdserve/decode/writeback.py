@@ -15,14 +15,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from pdserve.engine.requests import HttpRequest
+from pdserve.engine.requests import HttpRequest, PageNames
 from pdserve.kvpool.aclient import AsyncPoolClient
-from pdserve.pages import namespace_seed, page_hashes, pool_key
 
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,15 +47,12 @@ class WriteBack:
         self,
         pool: AsyncPoolClient,
         *,
-        page_size: int,
-        rank_suffixes: Sequence[bytes],
+        names: PageNames,
         timeout_s: float,
         limit: int,
     ) -> None:
-        """`page_size` in tokens; `rank_suffixes` as in `pages.all_rank_suffixes`."""
         self._pool = pool
-        self._page_size = page_size
-        self._rank_suffixes = rank_suffixes
+        self._names = names
         self._timeout_s = timeout_s
         self._limit = limit
         self._followed: OrderedDict[str, _Followed] = OrderedDict()
@@ -83,19 +78,11 @@ class WriteBack:
         done, _ = await asyncio.wait({followed.task}, timeout=timeout_s)
         waited_ms = (time.monotonic() - started_s) * 1e3
         if not done:
-            present = await self._pool.exists(self.page_keys(followed.request))
+            present = await self._pool.exists(self._names.of_conversations(followed.request))
             return _settlement(request_id, present, waited_ms, followed.request.answered.is_set())
         if followed.task.cancelled():
             return Settlement(request_id=request_id, known=False, waited_ms=waited_ms)
         return _settlement(request_id, followed.task.result(), waited_ms, True)
-
-    def page_keys(self, request: HttpRequest) -> list[bytes]:
-        """Pool keys of every full page of every sequence of the request, without repetition."""
-        hashes: dict[bytes, None] = {}
-        for made in request.requests.values():
-            seed = namespace_seed(made.extra_key, made.cache_salt)
-            hashes.update(dict.fromkeys(page_hashes(made.cached_token_ids(), self._page_size, seed)))
-        return [pool_key(digest, suffix) for digest in hashes for suffix in self._rank_suffixes]
 
     async def close(self) -> None:
         """Stop following; the pages are written all the same."""
@@ -107,7 +94,7 @@ class WriteBack:
 
     async def _commits(self, request: HttpRequest) -> list[bool]:
         await request.answered.wait()
-        keys = self.page_keys(request)
+        keys = self._names.of_conversations(request)
         if not keys:
             return []
         if request.disconnected:

@@ -24,6 +24,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdserve.pages import namespace_seed, page_hashes, pool_key
+
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -44,7 +46,7 @@ class SglangRequest:
     extra_key: str | None = None
     cache_salt: str | None = None
 
-    def cached_token_ids(self) -> list[int]:
+    def conversation(self) -> list[int]:
         """Tokens whose KV exists when the request is finished: prompt and output but the last output token,
         which was sampled and never fed back.
         """
@@ -63,6 +65,29 @@ class HttpRequest:
     requests: dict[str, SglangRequest] = field(default_factory=dict)
     disconnected: bool = False
     answered: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True)
+class PageNames:
+    """Names the pool pages of requests. `rank_suffixes` as in `pages.all_rank_suffixes`."""
+
+    page_size: int  # tokens
+    rank_suffixes: Sequence[bytes]
+
+    def of_prompts(self, request: HttpRequest) -> list[bytes]:
+        """Pool keys of every full page of every prompt of the request, without repetition."""
+        return self._keys(request, lambda made: made.input_ids or [])
+
+    def of_conversations(self, request: HttpRequest) -> list[bytes]:
+        """The same, of prompt and output."""
+        return self._keys(request, SglangRequest.conversation)
+
+    def _keys(self, request: HttpRequest, tokens: Callable[[SglangRequest], Sequence[int]]) -> list[bytes]:
+        hashes: dict[bytes, None] = {}
+        for made in request.requests.values():
+            seed = namespace_seed(made.extra_key, made.cache_salt)
+            hashes.update(dict.fromkeys(page_hashes(tokens(made), self.page_size, seed)))
+        return [pool_key(digest, suffix) for digest in hashes for suffix in self.rank_suffixes]
 
 
 _current: ContextVar[HttpRequest | None] = ContextVar("pdserve_http_request", default=None)

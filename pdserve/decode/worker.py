@@ -1,0 +1,25 @@
+"""The decode and aggregated roles: their routes on SGLang's app."""
+
+from __future__ import annotations
+
+from pdserve.decode.routes import Settled
+from pdserve.decode.writeback import WriteBack
+from pdserve.engine.worker import RoleParts, Worker
+from pdserve.prefill import worker as prefill
+
+
+def parts(worker: Worker) -> RoleParts:
+    """`/pd/settled`, and the following of every request until its pages are committed."""
+    write_back = WriteBack(
+        worker.pool,
+        names=worker.names,
+        timeout_s=worker.config.settle_timeout_s,
+        limit=worker.config.followed_requests,
+    )
+    return RoleParts([Settled(write_back).router()], on_start=write_back.follow)
+
+
+def aggregated_parts(worker: Worker) -> RoleParts:
+    """An aggregated worker serves both roles."""
+    own = parts(worker)
+    return RoleParts([*own.routers, *prefill.parts(worker).routers], own.on_start)

@@ -1,0 +1,167 @@
+"""A worker process: SGLang's own HTTP server with our routes, its pages in the pool. What all roles share.
+
+config -> SGLang's arguments -> identity of its pages -> namespace, checked against the pool
+       -> SGLang's server in this process, with `/pd/info`, `/pd/ready`, request tracking and the role's
+       routes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+from msgspec import Meta
+
+from pdserve import __version__
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.requests import HttpRequest, PageNames, RequestTracking
+from pdserve.errors import PoolRefused, StartupError
+from pdserve.kvpool.aclient import AsyncPoolClient
+from pdserve.kvpool.client_config import PoolClientConfig
+
+if TYPE_CHECKING:
+    from pdserve.engine.geometry import KvIdentity  # imports SGLang, which must wait for prepare.choose()
+
+logger = logging.getLogger(__name__)
+
+Role: TypeAlias = Literal["prefill", "decode", "agg"]
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A prefill, decode or aggregated worker."""
+
+    engine: Annotated[EngineConfig, Meta(description="SGLang.")]
+    pool: Annotated[PoolClientConfig, Meta(description="The KV page pool.")] = PoolClientConfig()
+    publish_timeout_s: Annotated[
+        float, Meta(gt=0, description="How long a prefill waits for its pages to be committed in the pool.")
+    ] = 10.0
+    settle_timeout_s: Annotated[
+        float, Meta(gt=0, description="How long after its answer a request's pages are waited for.")
+    ] = 10.0
+    followed_requests: Annotated[
+        int, Meta(ge=1, description="Requests whose write-back is remembered for /pd/settled.")
+    ] = 4096
+
+
+class Engine:
+    """SGLang's objects in this process; they exist once its server runs."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    @property
+    def app_state(self) -> Any:
+        """SGLang's `app.state`, with the OpenAI serving objects."""
+        return self._app.state
+
+    @property
+    def tokenizer_manager(self) -> Any:
+        """SGLang's TokenizerManager."""
+        from sglang.srt.entrypoints.http_server import get_global_state
+
+        return get_global_state().tokenizer_manager
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a role's routes are built from."""
+
+    role: Role
+    config: WorkerConfig
+    namespace: str
+    identity: KvIdentity
+    engine: Engine
+    pool: AsyncPoolClient
+
+    @property
+    def names(self) -> PageNames:
+        """Names this worker's pages."""
+        return PageNames(int(self.identity.geometry.page_size), self.identity.rank_suffixes)
+
+
+@dataclass(frozen=True)
+class RoleParts:
+    """What a role adds: its routes, and who is told of each generating request before SGLang is."""
+
+    routers: list[APIRouter]
+    on_start: Callable[[HttpRequest], None] | None = None
+
+
+def check_namespace(pool: PoolClientConfig, namespace: str, identity: KvIdentity) -> None:
+    """Open the namespace on every node that answers.
+
+    Raises StartupError where a node knows the namespace with another geometry: workers that differ in model,
+    dtype, page size or layout would exchange pages that fit none of them.
+    """
+
+    async def check() -> None:
+        client = AsyncPoolClient(pool, namespace, identity.geometry.as_dict())
+        try:
+            outcome = await client.check()
+        finally:
+            client.close()
+        for node, error in outcome.items():
+            if isinstance(error, PoolRefused):
+                raise StartupError(f"this worker cannot share namespace {namespace}: {error}")
+            if error is not None:
+                logger.warning("pool node %s cannot be reached, starting without it: %s", node, error)
+
+    asyncio.run(check())
+
+
+def install(app: Any, worker: Worker, parts: RoleParts) -> None:
+    """Add middleware and routes to SGLang's FastAPI app, before it serves."""
+    app.add_middleware(
+        RequestTracking,
+        tokenizer_manager=lambda: worker.engine.tokenizer_manager,
+        on_start=parts.on_start,
+    )
+    app.include_router(_info_router(worker))
+    for router in parts.routers:
+        app.include_router(router)
+
+
+def _info_router(worker: Worker) -> APIRouter:
+    router = APIRouter()
+
+    async def info() -> Response:
+        manager = worker.engine.tokenizer_manager
+        return JSONResponse(
+            {
+                "role": worker.role,
+                "model": manager.served_model_name,
+                "model_path": str(worker.config.engine.model_path),
+                "context_length": manager.model_config.context_len,
+                "page_size": int(worker.identity.geometry.page_size),
+                "namespace": worker.namespace,
+                "kv_geometry": worker.identity.geometry.as_dict(),
+                "pdserve_version": __version__,
+                "sglang_version": _sglang_version(),
+            }
+        )
+
+    async def ready() -> Response:
+        try:
+            manager = worker.engine.tokenizer_manager
+        except AttributeError:  # SGLang's global state is not set yet
+            manager = None
+        up = manager is not None and str(manager.server_status.value) == "Up"
+        reachable = [error is None for error in (await worker.pool.check()).values()]
+        pool = "up" if reachable and all(reachable) else "down"
+        return JSONResponse({"ready": up, "pool": pool}, status_code=200 if up else 503)
+
+    router.add_api_route("/pd/info", info, methods=["GET"], response_model=None)
+    router.add_api_route("/pd/ready", ready, methods=["GET"], response_model=None)
+    return router
+
+
+def _sglang_version() -> str:
+    from importlib.metadata import version
+
+    return version("sglang")

@@ -1,0 +1,97 @@
+"""`POST /pd/prefill`: compute a prompt's pages and answer once they are committed in the pool.
+
+SGLang answers a prefill before it has even queued the copy of its pages; a decode worker sent there at once
+would find nothing. So the worker names the prompt's pages from the token ids SGLang itself made of it and
+lets the pool report their commit. The wait is bounded by `publish_timeout_s`; what is not there by then is
+reported as missing, and the decode worker computes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from pdserve.engine.prompt import ENDPOINTS, prefill_request, run_prefill
+from pdserve.engine.requests import PageNames, current_request
+from pdserve.errors import RequestError
+from pdserve.kvpool.aclient import AsyncPoolClient
+
+logger = logging.getLogger(__name__)
+
+
+class Prefill:
+    """The route and what it needs. `engine` gives SGLang's app state and tokenizer manager at
+    request time.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        pool: AsyncPoolClient,
+        *,
+        names: PageNames,
+        publish_timeout_s: float,
+    ) -> None:
+        self._engine = engine
+        self._pool = pool
+        self._names = names
+        self._publish_timeout_s = publish_timeout_s
+
+    def router(self) -> APIRouter:
+        """The FastAPI router with the route."""
+        router = APIRouter()
+        router.add_api_route("/pd/prefill", self.prefill, methods=["POST"], response_model=None)
+        return router
+
+    async def prefill(self, request: Request, endpoint: str = "/v1/chat/completions") -> Response:
+        """Body: the client's body for `endpoint`, byte for byte."""
+        try:
+            if endpoint not in ENDPOINTS:
+                raise RequestError(404, f"endpoint must be one of {', '.join(ENDPOINTS)}, not {endpoint!r}")
+            return JSONResponse(await self._run(request, endpoint))
+        except RequestError as error:
+            return JSONResponse(
+                {
+                    "error": {
+                        "message": str(error),
+                        "type": error.type_,
+                        "param": error.param,
+                        "code": error.code,
+                    }
+                },
+                status_code=error.status,
+            )
+
+    async def _run(self, request: Request, endpoint: str) -> dict[str, Any]:
+        body = await request.body()
+        started_s = time.monotonic()
+        converted = await prefill_request(self._engine.app_state, endpoint, body, request)
+        outcome = await run_prefill(self._engine.tokenizer_manager, converted)
+        computed_s = time.monotonic()
+        record = current_request()
+        keys = self._names.of_prompts(record) if record is not None else []
+        present = await self._pool.wait(keys, self._publish_timeout_s) if keys else []
+        published = sum(present)
+        if published < len(keys):
+            logger.warning(
+                "prefill: %d of %d pages were not in the pool after %.1f s",
+                len(keys) - published,
+                len(keys),
+                self._publish_timeout_s,
+            )
+        return {
+            "prompt_tokens": outcome.prompt_tokens,
+            "cached": {
+                "device": outcome.cached.device,
+                "host": outcome.cached.host,
+                "pool": outcome.cached.pool,
+            },
+            "published_pages": published,
+            "missing_pages": len(keys) - published,
+            "prefill_ms": round((computed_s - started_s) * 1e3, 3),
+            "publish_ms": round((time.monotonic() - computed_s) * 1e3, 3),
+        }
