@@ -36,7 +36,7 @@ MAX_HEAD_BYTES = 64 * 1024
 JOIN_BYTES = 16 * 1024
 """Up to here copying the body behind the head costs less than a second write."""
 
-ErrorKind = Literal["connect", "timeout", "closed", "protocol", "busy", "cut"]
+ErrorKind = Literal["connect", "timeout", "closed", "protocol", "busy", "cut", "down"]
 
 
 class UpstreamError(PdserveError):
@@ -221,6 +221,12 @@ class Connection(asyncio.Protocol):
         self._closed = True
         if self._transport is not None:
             self._transport.abort()
+
+    def fail(self, error: UpstreamError) -> None:
+        """Close at once; the exchange on it, if any, fails with `error`."""
+        if self._exchange is not None:
+            self._exchange.fail(error)
+        self.cut()
 
     # --- for the exchange
 

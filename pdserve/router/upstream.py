@@ -76,8 +76,8 @@ class WorkerPool(ConnectionOwner):
                 )
         except TimeoutError:
             self._counts.failed += 1
-            raise UpstreamError("connect", f"worker {self._worker.id}: no connection in {timeout_s} s")
-            from None
+            what = f"worker {self._worker.id}: no connection in {timeout_s} s"
+            raise UpstreamError("connect", what) from None
         except OSError as error:
             self._counts.failed += 1
             raise UpstreamError("connect", f"worker {self._worker.id}: {error}") from None
@@ -101,16 +101,14 @@ class WorkerPool(ConnectionOwner):
 
     def drop_aged(self, now_s: float) -> None:
         """Close idle connections that are too old to be used again."""
-        while self._idle and (
-            now_s - self._idle[0].idle_since_s >= IDLE_S or not self._idle[0].is_usable
-        ):
+        while self._idle and (now_s - self._idle[0].idle_since_s >= IDLE_S or not self._idle[0].is_usable):
             self._discard(self._idle.popleft())
 
     def cut_all(self) -> None:
-        """Close every connection, those in use too: their exchanges fail."""
+        """Close every connection, those in use too: their exchanges fail (`down`)."""
         self._idle.clear()
         for connection in list(self._open):
-            connection.cut()
+            connection.fail(UpstreamError("down", f"worker {self._worker.id} is down"))
         self._open.clear()
 
     def _discard(self, connection: Connection) -> None:

@@ -1,0 +1,208 @@
+"""The router's application: FastAPI for the ordinary routes and the documentation, raw ASGI for the hot
+ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import fastapi
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.exceptions import HTTPException
+
+from pdserve import __version__
+from pdserve.router.call import JSON, Receive, Scope, Send
+from pdserve.router.config import RouterConfig
+from pdserve.router.dispatch import Dispatcher
+from pdserve.router.fleet import Fleet
+from pdserve.router.hot import HOT_PATHS, HotRoutes
+from pdserve.router.metrics import RouterCollector, Stats, make_registry
+from pdserve.router.openai_errors import error_body, error_type
+from pdserve.router.probe import Prober
+from pdserve.router.upstream import Upstream
+
+logger = logging.getLogger(__name__)
+
+_BODY = {
+    "content": {"application/json": {"schema": {"type": "object", "additionalProperties": True}}},
+    "required": True,
+}
+
+
+class Router:
+    """The ASGI application, and the parts it is made of (for tests and for the process around it)."""
+
+    def __init__(
+        self, config: RouterConfig, fleet: Fleet, upstream: Upstream, dispatcher: Dispatcher, stats: Stats
+    ) -> None:
+        self.config = config
+        self.fleet = fleet
+        self.upstream = upstream
+        self.dispatcher = dispatcher
+        self.stats = stats
+        self.created_s = int(time.time())
+        self._hot = HotRoutes(config, dispatcher, upstream.deadlines, stats)
+        self._hot_paths = frozenset(HOT_PATHS)
+        collector = RouterCollector(stats, fleet, upstream, lambda: len(dispatcher.sessions))
+        self.app = make_app(self, make_registry(collector), self._hot)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hot paths go past FastAPI; everything else goes to it."""
+        if scope["type"] == "http" and scope["path"] in self._hot_paths:
+            await self._hot(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    def readiness(self) -> dict[str, Any]:
+        """Whether requests can be answered, and by whom."""
+        usable = [worker for worker in self.fleet.workers if worker.ready and worker.refused is None]
+        roles = {worker.role for worker in usable}
+        degraded = [
+            f"no {role} worker is ready"
+            for role, listed in (("prefill", self.config.prefill), ("decode", self.config.decode))
+            if listed and role not in roles
+        ]
+        return {
+            "ready": bool(roles & {"decode", "agg"}),
+            "degraded": degraded,
+            "mode": self.config.mode,
+            "workers": [
+                {
+                    "id": worker.id,
+                    "role": worker.role,
+                    "ready": worker in usable,
+                    "refused": worker.refused,
+                    "in_flight": worker.in_flight,
+                }
+                for worker in self.fleet.workers
+            ],
+        }
+
+    def model_card(self, model: str) -> dict[str, Any]:
+        """OpenAI's model object, with SGLang's `max_model_len`."""
+        return {
+            "id": model,
+            "object": "model",
+            "created": self.created_s,
+            "owned_by": "pdserve",
+            "root": model,
+            "parent": None,
+            "max_model_len": self.fleet.context_length(model),
+        }
+
+
+@asynccontextmanager
+async def open_router(config: RouterConfig) -> AsyncIterator[Router]:
+    """A running router: connections, probes, application. Raises ConfigError, StartupError."""
+    fleet, stats = Fleet.from_config(config), Stats()
+    upstream = Upstream(config.limits)
+    prober = Prober(config.probe, fleet, upstream, stats)
+    probing: asyncio.Task[None] | None = None
+    try:
+        router = Router(config, fleet, upstream, Dispatcher(config, fleet, upstream, stats), stats)
+        await prober.first_round()
+        probing = asyncio.create_task(prober.run(), name="router-probes")
+        probing.add_done_callback(_report_end)
+        yield router
+    finally:
+        if probing is not None:
+            probing.cancel()
+            await asyncio.gather(probing, return_exceptions=True)
+        await prober.close()
+        upstream.close()
+
+
+def _report_end(probing: asyncio.Task[None]) -> None:
+    if not probing.cancelled() and (error := probing.exception()) is not None:
+        logger.critical("probes have ended, workers' health is no longer known", exc_info=error)
+
+
+def make_app(router: Router, registry: CollectorRegistry, hot: HotRoutes) -> fastapi.FastAPI:
+    """The FastAPI application."""
+    app = fastapi.FastAPI(
+        title="pdserve", version=__version__, summary="One OpenAI endpoint before many SGLang workers."
+    )
+    _add_error_handlers(app)
+    _add_hot_routes(app, hot)
+
+    @app.get("/v1/models", tags=["OpenAI"])
+    async def list_models() -> dict[str, Any]:
+        """Models that the workers serve."""
+        return {"object": "list", "data": [router.model_card(model) for model in router.fleet.models]}
+
+    @app.get("/v1/models/{model:path}", tags=["OpenAI"])
+    async def get_model(model: str) -> dict[str, Any]:
+        """One model."""
+        if model not in router.fleet.models:
+            raise HTTPException(404, f"The model {model[:200]!r} does not exist.")
+        return router.model_card(model)
+
+    @app.get("/health", tags=["operations"])
+    async def health() -> dict[str, str]:
+        """The router's process lives."""
+        return {"status": "ok", "version": __version__}
+
+    @app.get("/ready", tags=["operations"], responses={503: {"description": "No worker is ready."}})
+    async def ready() -> JSONResponse:
+        """200 when requests can be answered; `degraded` says what is missing."""
+        state = router.readiness()
+        return JSONResponse(state, 200 if state["ready"] else 503)
+
+    @app.get("/metrics", tags=["operations"], response_class=Response)
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+class _HotResponse(Response):
+    """Hands the request to the hot routes, for whoever runs the FastAPI application by itself."""
+
+    def __init__(self, hot: HotRoutes) -> None:
+        super().__init__()
+        self._hot = hot
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._hot(scope, receive, send)
+
+
+def _add_hot_routes(app: fastapi.FastAPI, hot: HotRoutes) -> None:
+    """The hot routes in the published document; requests to them do not come this way (see `Router`)."""
+
+    async def relay() -> Response:
+        return _HotResponse(hot)
+
+    for path in HOT_PATHS:
+        app.add_api_route(
+            path,
+            relay,
+            methods=["POST"],
+            name=path.strip("/").replace("/", "_"),
+            summary=f"SGLang's {path}, relayed unchanged.",
+            tags=["OpenAI" if path.startswith("/v1/c") else "SGLang"],
+            openapi_extra={"requestBody": _BODY},
+            response_class=Response,
+        )
+
+
+def _add_error_handlers(app: fastapi.FastAPI) -> None:
+    """Errors of the ordinary routes in OpenAI's form."""
+
+    async def on_http(request: fastapi.Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        body = error_body(f"{request.url.path}: {error.detail}", error_type(error.status_code))
+        return Response(body, error.status_code, error.headers, media_type=JSON.decode())
+
+    async def on_invalid(request: fastapi.Request, error: Exception) -> Response:
+        return Response(error_body(str(error), error_type(400)), 400, media_type=JSON.decode())
+
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(RequestValidationError, on_invalid)

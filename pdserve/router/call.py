@@ -1,0 +1,171 @@
+"""One client request on a hot route: its state, its way back to the client, and its end when the client
+leaves.
+
+A `Call` runs in the task that the ASGI server gave it. A second task waits for the client to go away and
+then cancels the first, in whatever phase that is; what the phase holds (a connection to a worker, a count
+of load) is released by its `finally`. The total deadline ends a call in the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Literal
+
+from pdserve.errors import RequestError
+from pdserve.router.openai_errors import convert_error, error_event, error_of, error_type
+from pdserve.router.schema import Facts
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Phase = Literal["body", "plan", "settle", "prefill", "decode", "stream"]
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
+_FIELD_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]{1,1024}")
+_PASSED_ON = (b"traceparent", b"tracestate")
+JSON = b"application/json"
+
+
+class Call:
+    """The state of one request."""
+
+    __slots__ = (
+        "body",
+        "deadline_s",
+        "end",
+        "facts",
+        "first_byte_s",
+        "headers",
+        "is_complete",
+        "is_sse",
+        "is_started",
+        "path",
+        "phase",
+        "plan_words",
+        "request_id",
+        "send",
+        "started_s",
+        "status",
+        "task",
+        "upstream_headers",
+        "workers",
+    )
+
+    def __init__(self, scope: Scope, send: Send, now_s: float, deadline_s: float) -> None:
+        self.path: str = scope["path"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.send = send
+        self.started_s = now_s
+        self.deadline_s = deadline_s
+        task = asyncio.current_task()
+        assert task is not None
+        self.task = task
+        given = self.headers.get(b"x-request-id", b"")
+        self.request_id: bytes = (
+            given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12).encode("ascii")
+        )
+        self.upstream_headers = self._headers_for_workers()
+        self.body = b""
+        self.facts = Facts(self.path)
+        self.phase: Phase = "body"
+        self.end: Literal["client", "deadline"] | None = None
+        """Who cancelled the call, if not the server."""
+        self.is_started = False
+        """The status has been sent."""
+        self.is_complete = False
+        """The last byte has been sent."""
+        self.is_sse = False
+        self.first_byte_s = 0.0
+        """When the status was sent, on the loop's clock; 0 before that."""
+        self.status = 0
+        self.plan_words = b""
+        self.workers: list[tuple[bytes, bytes]] = []
+        """Response headers that name the workers."""
+
+    def header(self, name: str) -> str | None:
+        """A request header's value."""
+        value = self.headers.get(name.encode("ascii"))
+        return None if value is None else value.decode("latin-1")
+
+    def _headers_for_workers(self) -> bytes:
+        content_type = self.headers.get(b"content-type", JSON)
+        if not _FIELD_VALUE.fullmatch(content_type):
+            content_type = JSON
+        lines = b"content-type: %b\r\nx-request-id: %b\r\n" % (content_type, self.request_id)
+        for name in _PASSED_ON:
+            value = self.headers.get(name)
+            if value is not None and _FIELD_VALUE.fullmatch(value):
+                lines += b"%b: %b\r\n" % (name, value)
+        return lines
+
+    # --- the end of it
+
+    def expire(self) -> None:
+        """The total deadline has passed."""
+        self.stop("deadline")
+
+    def stop(self, reason: Literal["client", "deadline"]) -> None:
+        """Cancel the call, once."""
+        if self.end is None and not self.is_complete:
+            self.end = reason
+            self.task.cancel()
+
+    async def watch_client(self, receive: Receive) -> None:
+        """Runs beside the call: cancels it when the client goes away."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.stop("client")
+
+    # --- the way back
+
+    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Send the status and headers, ours added."""
+        self.is_started = True
+        self.first_byte_s = asyncio.get_running_loop().time()
+        self.status = status
+        headers.append((b"x-request-id", self.request_id))
+        if self.plan_words:
+            headers.append((b"x-pdserve-plan", self.plan_words))
+            headers += self.workers
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, body: bytes, more: bool) -> None:
+        """Send a piece of the body; waits while the client is slow to read."""
+        await self.send({"type": "http.response.body", "body": body, "more_body": more})
+        self.is_complete = not more
+
+    async def answer(
+        self,
+        status: int,
+        body: bytes,
+        content_type: bytes = JSON,
+        more_headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        """Send a whole answer, JSON."""
+        length = b"%d" % len(body)
+        own = [(b"content-type", JSON), (b"content-length", length)]
+        await self.start(status, [*own, *more_headers])
+        await self.write(body, more=False)
+
+    async def answer_error(self, error: RequestError) -> None:
+        """Send an error that the router found itself, in OpenAI's form."""
+        more = ((b"retry-after", b"1"),) if error.status in (429, 503) else ()
+        await self.answer(error.status, error_of(error), more_headers=more)
+
+    async def answer_worker_error(self, status: int, body: bytes) -> None:
+        """Send a worker's error answer on, in OpenAI's form."""
+        more = ((b"retry-after", b"1"),) if status in (429, 503) else ()
+        await self.answer(status, convert_error(status, body), more_headers=more)
+
+    async def break_off(self, status: int, message: str, code: str) -> None:
+        """End the call with an error in whatever way is still open: an answer, an error event, or the
+        connection.
+        """
+        if not self.is_started:
+            await self.answer_error(RequestError(status, message, type_=error_type(status), code=code))
+        elif self.is_sse and not self.is_complete:
+            await self.write(error_event(message, error_type(status), code), more=False)

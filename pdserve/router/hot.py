@@ -1,0 +1,183 @@
+"""The streaming routes as raw ASGI: read the body, plan, dispatch, and account for every way it can end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from pdserve.errors import RequestError
+from pdserve.router.call import JSON, Call, Receive, Scope, Send
+from pdserve.router.config import RouterConfig
+from pdserve.router.deadlines import Deadlines
+from pdserve.router.dispatch import Dispatcher
+from pdserve.router.metrics import Stats
+from pdserve.router.openai_errors import error_of
+from pdserve.router.schema import (
+    Facts,
+    estimate_prompt_tokens,
+    find_session_key,
+    parse_request,
+    parse_sources,
+)
+
+logger = logging.getLogger(__name__)
+
+HOT_PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/generate",
+    "/tokenize",
+    "/v1/tokenize",
+    "/detokenize",
+    "/v1/detokenize",
+)
+LAST_WORD_S = 1.0
+"""How long a client that must be cut off is given to take the error."""
+DRAIN_S = 5.0
+"""How long the rest of a refused body is read, so that the client, still sending, gets to see the answer."""
+
+
+class HotRoutes:
+    """ASGI application of the hot paths."""
+
+    def __init__(
+        self, config: RouterConfig, dispatcher: Dispatcher, deadlines: Deadlines, stats: Stats
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._deadlines = deadlines
+        self._stats = stats
+        self._sources = parse_sources(config.session.sources)
+        self._body_limit_bytes = config.limits.body_bytes
+        self._total_s = config.deadlines.total_s
+        self._loop = asyncio.get_running_loop()
+        self._turn = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request. Never raises: whatever happens is answered, or ends with the connection."""
+        now_s = self._loop.time()
+        call = Call(scope, send, now_s, now_s + self._total_s)
+        self._stats.in_flight += 1
+        self._deadlines.add(call)
+        try:
+            if scope["method"] == "POST":
+                await self._serve(call, receive)
+            else:
+                error = RequestError(405, "Only POST is allowed here.")
+                await call.answer(405, error_of(error), more_headers=((b"allow", b"POST"),))
+        except asyncio.CancelledError:
+            call.task.uncancel()
+            await self._on_cancelled(call)
+        except Exception:  # the boundary of a request: a bug in the router must not leave the client hanging
+            logger.exception("request %s failed inside the router", call.request_id.decode())
+            await call.break_off(500, "Internal error in the router.", "internal_error")
+        finally:
+            self._deadlines.discard(call)
+            self._account(call)
+
+    async def _serve(self, call: Call, receive: Receive) -> None:
+        try:
+            body = await self._read_body(call, receive)
+        except RequestError as error:
+            await self._refuse_body(call, receive, error)
+            return
+        if body is None:
+            call.end = "client"
+            self._stats.client_aborts[call.phase] += 1
+            return
+        call.phase = "plan"
+        watcher = self._loop.create_task(call.watch_client(receive))
+        try:
+            self._understand(call, body)
+            await self._dispatcher.serve(call)
+        except RequestError as error:
+            await call.answer_error(error)
+        finally:
+            if not call.is_complete:  # else the server itself lets the watcher's receive() return
+                watcher.cancel()
+
+    def _understand(self, call: Call, body: bytes) -> None:
+        """Fill in what planning needs. Raises RequestError."""
+        call.body = body
+        view = parse_request(body)
+        self._turn += 1
+        call.facts = Facts(
+            endpoint=call.path,
+            model=view.model,
+            session_key=find_session_key(self._sources, call.header, view, body),
+            prompt_tokens_estimate=estimate_prompt_tokens(view),
+            turn=self._turn,
+        )
+
+    async def _read_body(self, call: Call, receive: Receive) -> bytes | None:
+        """The request's body, None if the client left before its end. Raises RequestError 413."""
+        limit = self._body_limit_bytes
+        length = call.headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > limit:
+            raise _too_large(limit)
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body: bytes = message.get("body", b"")
+        if not message.get("more_body", False) and len(body) <= limit:
+            return body
+        parts, size = [body], len(body)
+        while message.get("more_body", False):
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > limit:
+                raise _too_large(limit)
+        if size > limit:
+            raise _too_large(limit)
+        return b"".join(parts)
+
+    async def _refuse_body(self, call: Call, receive: Receive, error: RequestError) -> None:
+        """Answer while the client still sends: take in, bounded, what it sends until it reads, then close."""
+        body = error_of(error)
+        headers = [(b"content-type", JSON), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+        await call.start(error.status, headers)
+        await call.write(body, more=True)
+        left = self._body_limit_bytes
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                while left > 0:
+                    message = await receive()
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        break
+                    left -= len(message.get("body", b""))
+        except TimeoutError:
+            pass
+        await call.write(b"", more=False)
+
+    async def _on_cancelled(self, call: Call) -> None:
+        """The call was ended from outside: by its client, by its deadline, or by the server that stops."""
+        if call.end == "client":
+            self._stats.client_aborts[call.phase] += 1
+            logger.debug("request %s: client left (%s)", call.request_id.decode(), call.phase)
+            return
+        if call.end == "deadline":
+            status, message, code = 504, "The request took longer than it may in all.", "deadline_exceeded"
+        else:
+            status, message, code = 503, "The router is stopping.", "router_stopping"
+        if call.is_started:
+            self._stats.stream_errors[code] += 1
+        try:
+            async with asyncio.timeout(LAST_WORD_S):
+                await call.break_off(status, message, code)
+        except TimeoutError:
+            logger.warning("request %s: client does not read, cut off", call.request_id.decode())
+
+    def _account(self, call: Call) -> None:
+        stats = self._stats
+        stats.in_flight -= 1
+        if call.is_started:
+            stats.requests[call.path, str(call.status)] += 1
+            stats.first_byte[call.path].observe(call.first_byte_s - call.started_s)
+        else:
+            stats.requests[call.path, "aborted"] += 1
+
+
+def _too_large(limit_bytes: int) -> RequestError:
+    return RequestError(413, f"The request body is larger than {limit_bytes} bytes.", code="body_too_large")

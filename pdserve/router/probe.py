@@ -1,0 +1,131 @@
+"""Active health checks of the workers: `GET /pd/ready`, and `GET /pd/info` when a worker joins and now and
+then after.
+
+What a probe finds is told to the `Fleet`, which decides; here are the requests, the log lines, and the cut
+of what a dead prefill worker still holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import httpx
+import msgspec
+
+from pdserve.errors import StartupError
+from pdserve.router.config import Probe
+from pdserve.router.fleet import Fleet, Worker, WorkerInfo
+from pdserve.router.metrics import Stats
+from pdserve.router.upstream import Upstream
+
+logger = logging.getLogger(__name__)
+
+INFO_EVERY = 10
+"""A ready worker is asked again what it serves at every tenth probe: it may have been restarted in
+between.
+"""
+_info_decoder = msgspec.json.Decoder(WorkerInfo)
+
+
+class Prober:
+    """Probes every worker of the fleet."""
+
+    def __init__(
+        self,
+        config: Probe,
+        fleet: Fleet,
+        upstream: Upstream,
+        stats: Stats,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._upstream = upstream
+        self._stats = stats
+        self._client = httpx.AsyncClient(timeout=config.timeout_s, trust_env=False, transport=transport)
+        self._rounds = 0
+        self._said: dict[str, str] = {}
+        """Worker id → the last complaint logged, so that a lasting one is logged once."""
+
+    async def close(self) -> None:
+        """Close the probes' connections."""
+        await self._client.aclose()
+
+    async def first_round(self) -> None:
+        """Probe all once. Raises StartupError if workers that answer do not fit together; absent ones may
+        join later.
+        """
+        await self.round()
+        refused = [worker.refused for worker in self._fleet.workers if worker.refused]
+        if refused:
+            raise StartupError(refused[0])
+
+    async def run(self) -> None:
+        """Probe all, again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(self._config.interval_s)
+            await self.round()
+
+    async def round(self) -> None:
+        """Probe all workers at once; takes at most a few times `timeout_s`."""
+        self._rounds += 1
+        await asyncio.gather(*(self._probe(worker) for worker in self._fleet.workers))
+
+    async def _probe(self, worker: Worker) -> None:
+        try:
+            response = await self._client.get(f"{worker.url}/pd/ready")
+            if response.status_code != 200:
+                self._lost(worker, self._fleet.on_probe_not_ready(worker), "is not ready")
+                return
+            if not worker.ready or worker.refused or self._rounds % INFO_EVERY == 0:
+                await self._ask_info(worker)
+        except httpx.ConnectError as error:
+            self._lost(worker, self._fleet.on_probe_not_ready(worker), f"cannot be reached: {error}")
+            return
+        except httpx.HTTPError as error:
+            went = self._fleet.on_probe_unanswered(worker, self._config.failures_to_down)
+            self._lost(worker, went, f"does not answer probes ({type(error).__name__})")
+            return
+        if worker.info is None:
+            return
+        if self._fleet.on_probe_ready(worker) and worker.refused is None:
+            self._said.pop(worker.id, None)
+            info = worker.info
+            logger.info(
+                "%s worker %s joined: model %r, context %d tokens, page size %d",
+                worker.role,
+                worker.id,
+                info.model,
+                info.context_length,
+                info.page_size,
+            )
+
+    async def _ask_info(self, worker: Worker) -> None:
+        """Learn what the worker serves. One that does not say is not used."""
+        response = await self._client.get(f"{worker.url}/pd/info")
+        try:
+            if response.status_code != 200:
+                raise ValueError(f"status {response.status_code}")
+            info = _info_decoder.decode(response.content)
+        except (msgspec.MsgspecError, ValueError) as error:
+            worker.info = None
+            went = self._fleet.on_probe_not_ready(worker)
+            self._lost(
+                worker, went, f"does not describe itself on /pd/info ({error}); is it a pdserve worker?"
+            )
+            return
+        if info == worker.info and worker.refused is None:
+            return
+        was_refused = worker.refused
+        refused = self._fleet.on_info(worker, info)
+        if refused is not None and refused != was_refused:
+            self._stats.joins_refused += 1
+            logger.error("refused: %s", refused)
+
+    def _lost(self, worker: Worker, went_down: bool, what: str) -> None:
+        if self._said.get(worker.id) != what:
+            self._said[worker.id] = what
+            logger.warning("%s worker %s %s", worker.role, worker.id, what)
+        if went_down and worker.role == "prefill":
+            self._upstream.cut_worker(worker)  # the decode workers take over at once, not at the deadline

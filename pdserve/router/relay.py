@@ -1,0 +1,86 @@
+"""Relaying a decode worker's answer to the client, its bytes untouched.
+
+A stream (server-sent events) is passed on as it comes, but only up to the end of the last whole event:
+should the worker break off inside one, the client gets the error event at a place where it can be read. An
+answer that is not a stream is passed on when it is whole, so that half an answer is never sent as one.
+Nothing is sent before the first byte of the body is there; until then the request can still go to another
+worker.
+"""
+
+from __future__ import annotations
+
+from pdserve.router.call import Call
+from pdserve.router.exchange import Exchange
+
+MAX_ANSWER_BYTES = 256 * 1024 * 1024
+MAX_HELD_BYTES = 1024 * 1024
+"""An event longer than this is passed on in pieces."""
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+_OWN_HEADERS = frozenset(
+    (
+        b"connection",
+        b"content-length",
+        b"date",
+        b"keep-alive",
+        b"server",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"x-request-id",
+    )
+)
+"""Headers that belong to one connection or that the router sets itself."""
+
+
+def split_events(data: bytes) -> tuple[bytes, bytes]:
+    """(whole events, the beginning of the next one)."""
+    if data.endswith(_EVENT_ENDS):
+        return data, b""
+    end = max(data.rfind(mark) + len(mark) if mark in data else 0 for mark in _EVENT_ENDS)
+    if end == 0 and len(data) > MAX_HELD_BYTES:
+        return data, b""
+    return data[:end], data[end:]
+
+
+def is_event_stream(exchange: Exchange) -> bool:
+    """Whether the answer is a stream of server-sent events."""
+    for name, value in exchange.headers:
+        if name == b"content-type":
+            return value.startswith(b"text/event-stream")
+    return False
+
+
+def passed_headers(exchange: Exchange) -> list[tuple[bytes, bytes]]:
+    """The worker's headers that go to the client."""
+    return [pair for pair in exchange.headers if pair[0] not in _OWN_HEADERS]
+
+
+async def relay_whole(call: Call, exchange: Exchange, first_byte_s: float, between_s: float) -> None:
+    """Pass on an answer that is not a stream, once it is there. Raises UpstreamError with nothing sent."""
+    body = await exchange.read_some(first_byte_s)
+    if not exchange.at_end:
+        body += await exchange.read_all(between_s, MAX_ANSWER_BYTES)
+    headers = passed_headers(exchange)
+    headers.append((b"content-length", b"%d" % len(body)))
+    await call.start(exchange.status, headers)
+    await call.write(body, more=False)
+
+
+async def relay_events(call: Call, exchange: Exchange, first_byte_s: float, between_s: float) -> None:
+    """Pass on a stream. Raises UpstreamError when the worker breaks off; `call.is_started` says if
+    anything was sent.
+    """
+    call.is_sse = True
+    data = await exchange.read_some(first_byte_s)
+    while True:
+        at_end = exchange.at_end
+        ready, held = (data, b"") if at_end else split_events(data)
+        if ready or at_end:
+            if not call.is_started:
+                await call.start(exchange.status, passed_headers(exchange))
+                call.phase = "stream"
+            await call.write(ready, more=not at_end)
+            if at_end:
+                return
+        data = held + await exchange.read_some(between_s)
