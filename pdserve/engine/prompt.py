@@ -75,8 +75,8 @@ async def run_prefill(tokenizer_manager: Any, request: GenerateReqInput) -> Pref
     """Compute the prompt's KV. Raises RequestError with SGLang's own message and status."""
     try:
         answers: Any = None
-        async for answers in tokenizer_manager.generate_request(request, None):
-            pass
+        async for answer in tokenizer_manager.generate_request(request, None):
+            answers = answer  # not streaming: one answer, a list of them for several prompts
     except ValueError as error:
         raise RequestError(400, str(error)) from error
     metas = [answer["meta_info"] for answer in (answers if isinstance(answers, list) else [answers])]

@@ -1,0 +1,38 @@
+"""Entry points of SGLang's child processes.
+
+SGLang spawns its scheduler and detokenizer: each child imports the module of its target function before anything of
+SGLang. So importing this module prepares the process, and SGLang's own functions are imported only when called.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+from pdserve.engine import prepare
+
+prepare.before_sglang()
+
+
+def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
+    """SGLang's `run_scheduler_process` with the same arguments, in a prepared process."""
+    _enter_child()
+    from sglang.srt.managers.scheduler import run_scheduler_process as run
+
+    run(*args, **kwargs)
+
+
+def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
+    """SGLang's `run_detokenizer_process` with the same arguments, in a prepared process."""
+    _enter_child()
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run
+
+    run(*args, **kwargs)
+
+
+def _enter_child() -> None:
+    # The parent decides when children stop; a Ctrl-C or a group-wide SIGTERM reaches them too, and must not end them
+    # first. They die with the parent by SGLang's own PR_SET_PDEATHSIG.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    prepare.after_sglang()

@@ -1,0 +1,97 @@
+"""Extend attention of SGLang's `torch_native` backend, for the new queries only.
+
+SGLang's own version builds a query row for every token of the sequence, cached ones too, and drops those rows after
+computing them: a prompt with n cached and m new tokens costs (n+m)^2 instead of m*(n+m). With a prefix cache that is
+nearly the cost of having no cache. Here the m new rows attend to all n+m keys under a lower-right causal mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def extend_mask(prefix_len: int, total_len: int, window: int | None) -> torch.Tensor | None:
+    """Bool mask `[total_len - prefix_len, total_len]`, True where a new query may look; None for plain causal.
+
+    A `window` of w lets a query see the w tokens before it and itself.
+    """
+    windowed = window is not None and window > -1
+    if prefix_len == 0 and not windowed:
+        return None
+    query_pos = torch.arange(prefix_len, total_len)[:, None]
+    key_pos = torch.arange(total_len)[None]
+    mask = key_pos <= query_pos
+    if window is not None and windowed:
+        mask &= key_pos >= query_pos - window
+    return mask
+
+
+def extend_new_queries_only(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A `_run_sdpa_forward_extend` that computes new queries only; calls `original` for cross and encoder attention.
+
+    query, output: `[new tokens, heads, dim]`; k_cache, v_cache: `[slots, kv heads, dim]`; req_to_token:
+    `[requests, context]` slots; seq_lens, extend_prefix_lens, extend_seq_lens: `[requests]`.
+    """
+
+    def run(
+        self: Any,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        extend_prefix_lens: torch.Tensor,
+        extend_seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None = None,
+        scaling: float | None = None,
+        enable_gqa: bool = False,
+        causal: bool = False,
+        is_cross_attn: bool = False,
+        sliding_window_size: int | None = None,
+    ) -> torch.Tensor:
+        if encoder_lens is not None or is_cross_attn or not causal:
+            return original(
+                self,
+                query,
+                output,
+                k_cache,
+                v_cache,
+                req_to_token,
+                req_pool_indices,
+                seq_lens,
+                extend_prefix_lens,
+                extend_seq_lens,
+                encoder_lens,
+                scaling=scaling,
+                enable_gqa=enable_gqa,
+                causal=causal,
+                is_cross_attn=is_cross_attn,
+                sliding_window_size=sliding_window_size,
+            )
+        rows = query.movedim(0, 1)  # [heads, new tokens, dim]
+        start = 0
+        lengths = zip(seq_lens.tolist(), extend_prefix_lens.tolist(), extend_seq_lens.tolist(), strict=True)
+        for request, (total, prefix, new) in enumerate(lengths):
+            slots = req_to_token[req_pool_indices[request], :total]
+            keys, values = (cache[slots].movedim(0, 1).to(rows.dtype)[None] for cache in (k_cache, v_cache))
+            mask = extend_mask(prefix, total, sliding_window_size)
+            attended = scaled_dot_product_attention(
+                rows[None, :, start : start + new],
+                keys,
+                values,
+                attn_mask=mask,
+                is_causal=mask is None,
+                enable_gqa=enable_gqa,
+                scale=scaling,
+            )
+            output[start : start + new] = attended[0].movedim(1, 0)
+            start += new
+        return output
+
+    return run

@@ -1,0 +1,54 @@
+"""What this process may run on, decided without starting a CUDA context (children are spawned later)."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Literal
+
+from pdserve.errors import StartupError
+
+Device = Literal["cpu", "cuda"]
+
+# Set by a worker before it imports SGLang, inherited by its children: what the SGLang plugin acts on.
+ENGINE_ENV = "PDSERVE_ENGINE_DEVICE"
+# SGLang's own switch for its CPU platform; read when its modules are imported.
+SGLANG_CPU_ENV = "SGLANG_USE_CPU_ENGINE"
+
+
+def detect_device() -> Device:
+    """ "cuda" where torch sees a GPU, else "cpu".
+
+    Raises StartupError when a GPU is present but torch cannot use it, or when the accelerator is of a kind that
+    pdserve has not been taught.
+    """
+    torch = importlib.import_module("torch")
+    if torch.cuda.is_available():
+        if torch.version.hip is not None:
+            raise StartupError(
+                "the accelerator here is a ROCm GPU, which pdserve does not support: use CUDA or --device cpu"
+            )
+        return "cuda"
+    other = torch.accelerator.current_accelerator(check_available=True)
+    if other is not None:
+        raise StartupError(
+            f"the accelerator here is {other.type!r}, which pdserve does not support: use CUDA or --device cpu"
+        )
+    if torch.version.cuda is not None and os.path.exists("/dev/nvidia0"):  # noqa: PTH110  a device node
+        raise StartupError(
+            "an NVIDIA GPU is present but torch cannot use it: check the driver with nvidia-smi, or use --device cpu"
+        )
+    return "cpu"
+
+
+def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
+    """The device to run on for the configured `wanted`.
+
+    Raises StartupError when "cuda" is wanted and there is none, or the accelerator's state is unknown.
+    """
+    if wanted == "cpu":
+        return "cpu"
+    found = detect_device()
+    if wanted == "cuda" and found != "cuda":
+        raise StartupError("--device cuda was asked for, but torch sees no CUDA GPU here: use --device cpu or auto")
+    return found

@@ -1,0 +1,31 @@
+"""What a process needs around its first import of SGLang, decided by the environment a worker hands to its children."""
+
+from __future__ import annotations
+
+import os
+
+from pdserve.engine.device import ENGINE_ENV, SGLANG_CPU_ENV, Device
+
+
+def choose(device: Device) -> None:
+    """Record the device for this process and its children, and prepare this process for importing SGLang."""
+    os.environ[ENGINE_ENV] = device
+    if device == "cpu":
+        os.environ[SGLANG_CPU_ENV] = "1"
+    before_sglang()
+
+
+def before_sglang() -> None:
+    """On CPU, install the `sgl_kernel` stand-in; elsewhere, or in no pdserve worker, do nothing."""
+    if os.environ.get(ENGINE_ENV) == "cpu":
+        from pdserve.engine.cpu import stand_in
+
+        stand_in.install()
+
+
+def after_sglang() -> None:
+    """On CPU, put the hooks in place; imports SGLang."""
+    if os.environ.get(ENGINE_ENV) == "cpu":
+        from pdserve.engine.cpu import hooks
+
+        hooks.apply()
