@@ -93,7 +93,9 @@ class Cluster:
 
 @contextmanager
 def running(tmp_path: Path, toml: str) -> Iterator[Cluster]:
-    """A cluster file's supervisor; `JOURNAL` in the file is the stand-ins' journal. Killed at the end if need be."""
+    """A cluster file's supervisor; `JOURNAL` in the file is the stand-ins' journal. Killed at the end if need
+    be.
+    """
     journal, file, run_dir = tmp_path / "journal", tmp_path / "cluster.toml", tmp_path / "run"
     file.write_text(toml.replace("JOURNAL", str(journal)))
     process = subprocess.Popen(
@@ -112,7 +114,9 @@ def running(tmp_path: Path, toml: str) -> Iterator[Cluster]:
 
 
 def processes_that_mention(text: str) -> list[str]:
-    """Command lines of live processes that hold `text` (a test's own directory), and of their sessions' members."""
+    """Command lines of live processes that hold `text` (a test's own directory), and of their sessions'
+    members.
+    """
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

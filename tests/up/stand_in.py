@@ -1,9 +1,10 @@
-"""A process that stands in for pdserve's: `stand_in.py ROLE... --config FILE` behaves as its configuration says.
+"""A process that stands in for pdserve's: `stand_in.py ROLE... --config FILE` behaves as its configuration
+says.
 
-Keys (in `[engine]` for workers): host, port; `behave` one of
-serve (default), die_at_start (prints 30 lines, exits 3), never_ready, die_once (exits 4 at its first start, when
-`GET /die` is called), stubborn (ignores SIGTERM), parent (has a child in its session that ignores SIGTERM).
-Every start and every request to be ready is one line in `journal`.
+Keys (in `[engine]` for workers): host, port; `behave` one of serve (default), die_at_start (prints 30 lines,
+exits 3), never_ready, die_once (exits 4 at its first start, when `GET /die` is called), stubborn (ignores
+SIGTERM), parent (has a child in its session that ignores SIGTERM). Every start and every request to be ready
+is one line in `journal`.
 """
 
 import json
@@ -66,7 +67,9 @@ if behave == "die_at_start":
 if behave == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if behave == "parent":
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('child up', flush=True)\n"
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('child up', flush=True)\n"
+    )
     subprocess.Popen([sys.executable, "-c", code + "while True: time.sleep(60)"])
 if role == "pool":
     address = config["listen"][0].removeprefix("unix:")

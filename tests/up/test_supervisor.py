@@ -130,7 +130,9 @@ def test_kill_9_of_the_supervisor_leaves_no_process(tmp_path: Path) -> None:
         wait_until(lambda: not processes_that_mention(str(tmp_path)), "nothing is left")
 
 
-def test_a_process_that_dies_at_start_is_reported_with_its_last_lines_and_stops_the_rest(tmp_path: Path) -> None:
+def test_a_process_that_dies_at_start_is_reported_with_its_last_lines_and_stops_the_rest(
+    tmp_path: Path,
+) -> None:
     toml = DISAGG.replace("[[decode]]", '[[decode]]\nengine.behave = "die_at_start"')
     with running(tmp_path, toml) as cluster:
         assert cluster.finish() == 1

@@ -1,0 +1,108 @@
+"""The supervisor's small parts: TOML text, restart decisions, line splitting, ports."""
+
+from __future__ import annotations
+
+import random
+import socket
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.up.config import ClusterSettings
+from pdserve.up.ports import free_ports, is_free
+from pdserve.up.process import LineSplitter, describe_status, write_private
+from pdserve.up.restart import restart_delay_s
+from pdserve.up.toml import to_toml
+
+scalars = st.one_of(
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False),
+    st.text(st.characters(exclude_categories=["Cs"])),
+)
+keys = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(keys, values, max_size=4))
+def test_toml_text_reads_back_as_what_was_written(tables: dict[str, Any]) -> None:
+    assert tomllib.loads(to_toml(tables)) == tables
+
+
+def test_toml_leaves_out_none_and_refuses_what_it_cannot_say() -> None:
+    assert tomllib.loads(to_toml({"a": None, "b": Path("/x"), "c": [{"d": None, "e": 1}]})) == {
+        "b": "/x",
+        "c": [{"e": 1}],
+    }
+    with pytest.raises(TypeError):
+        to_toml({"a": object()})
+
+
+SETTINGS = ClusterSettings(max_restarts=3, restart_window_s=100, restart_backoff_s=2.0)
+
+
+@pytest.mark.parametrize(
+    ("restart", "status", "restarts_s", "delay_s"),
+    [
+        ("never", 1, [], None),
+        ("on-failure", 0, [], None),
+        ("on-failure", 1, [], 2.0),
+        ("on-failure", -9, [990.0], 4.0),
+        ("on-failure", 1, [980.0, 990.0], 8.0),
+        ("on-failure", 1, [970.0, 980.0, 990.0], None),
+        ("on-failure", 1, [100.0, 200.0, 990.0], 4.0),
+    ],
+)
+def test_restart_backs_off_and_gives_up(
+    restart: Any, status: int, restarts_s: list[float], delay_s: float | None
+) -> None:
+    assert restart_delay_s(restart, status, restarts_s, 1000.0, SETTINGS) == delay_s
+
+
+def test_backoff_is_bounded() -> None:
+    settings = ClusterSettings(max_restarts=50)
+    assert restart_delay_s("on-failure", 1, [0.0] * 40, 1.0, settings) == 30.0
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 2, 3, 100])
+def test_lines_are_the_same_however_the_bytes_arrive(piece_bytes: int) -> None:
+    data = "one\r\ntwo\n\n 50 %\r100 %\nlast é".encode()
+    splitter = LineSplitter()
+    lines = [
+        line for at in range(0, len(data), piece_bytes) for line in splitter.feed(data[at : at + piece_bytes])
+    ] + splitter.close()
+    assert lines == ["one", "two", " 50 %", "100 %", "last é"]
+
+
+def test_a_line_without_end_is_shown_in_pieces() -> None:
+    splitter = LineSplitter()
+    assert splitter.feed(b"x" * 20_000) == ["x" * 20_000]
+    assert splitter.close() == []
+
+
+def test_status_in_words() -> None:
+    assert describe_status(3) == "exited with status 3"
+    assert describe_status(-9) == "was killed by SIGKILL"
+
+
+def test_generated_configuration_is_readable_by_its_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text("old")
+    write_private(path, "new")
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("new", 0o600)
+
+
+def test_free_ports_leaves_out_one_that_is_taken() -> None:
+    seed = 7
+    first = next(free_ports("127.0.0.1", random.Random(seed)))
+    with socket.create_server(("127.0.0.1", first)):
+        assert not is_free("127.0.0.1", first)
+        assert next(free_ports("127.0.0.1", random.Random(seed))) != first

@@ -1,0 +1,191 @@
+"""From cluster files to processes: pure, so every expectation is a whole value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.up.config import ClusterFile, ClusterSettings, Table, WorkerRole, read_cluster_file
+from pdserve.up.plan import ConnectReady, HttpReady, Listening, Plan, make_plan
+
+RUN = Path("/run/x")
+
+
+def plan_of(
+    file: ClusterFile, *, ports: Sequence[int] = range(20_000, 20_100), extra: Sequence[str] = ()
+) -> Plan:
+    return make_plan(file, program=("pdserve",), run_dir=RUN, ports=iter(ports), extra_args=extra)
+
+
+def read(tmp_path: Path, text: str, **counts: int | None) -> ClusterFile:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    by_role: dict[WorkerRole, int | None] = {"prefill": None, "decode": None, "agg": None, **counts}  # type: ignore[typeddict-item, dict-item]
+    return read_cluster_file(path, {}, by_role)
+
+
+def configs(plan: Plan) -> dict[str, Table]:
+    return {spec.name: spec.config for spec in plan.processes}
+
+
+def test_disagg_is_wired_whole() -> None:
+    plan = plan_of(
+        ClusterFile(
+            cluster=ClusterSettings(name="c"),
+            router={"port": 8000},
+            worker={"engine": {"model_path": "m"}},
+            pool=[{"capacity_bytes": "1GiB"}],
+            prefill=[{}],
+            decode=[{"engine": {"page_size": 32}}],
+        )
+    )
+    nodes = [{"node": "pool0", "address": "unix:/run/x/pool0.sock"}]
+    assert configs(plan) == {
+        "pool0": {
+            "capacity_bytes": "1GiB",
+            "name": "pool0",
+            "arena_dir": "/dev/shm/pdserve/c",
+            "listen": ["unix:/run/x/pool0.sock"],
+        },
+        "prefill0": {
+            "engine": {"model_path": "m", "host": "127.0.0.1", "port": 20_000},
+            "pool": {"nodes": nodes},
+        },
+        "decode0": {
+            "engine": {"model_path": "m", "page_size": 32, "host": "127.0.0.1", "port": 20_001},
+            "pool": {"nodes": nodes},
+        },
+        "router": {
+            "port": 8000,
+            "host": "127.0.0.1",
+            "prefill": ["http://127.0.0.1:20000"],
+            "decode": ["http://127.0.0.1:20001"],
+        },
+    }
+    assert [[spec.name for spec in stage] for stage in plan.stages] == [
+        ["pool0"],
+        ["prefill0", "decode0"],
+        ["router"],
+    ]
+    assert plan.router_url == "http://127.0.0.1:8000"
+
+
+def test_each_process_gets_its_command_configuration_log_and_probe() -> None:
+    specs = {spec.name: spec for spec in plan_of(ClusterFile(pool=[{}], agg=[{}])).processes}
+    assert specs["pool0"].argv == ("pdserve", "pool", "serve", "--config", "/run/x/pool0.toml")
+    assert specs["agg0"].argv == ("pdserve", "agg", "--config", "/run/x/agg0.toml")
+    assert specs["agg0"].log_path == RUN / "agg0.log"
+    assert specs["pool0"].ready == ConnectReady("unix:/run/x/pool0.sock")
+    assert specs["agg0"].ready == HttpReady("http://127.0.0.1:20000/pd/ready")
+    assert specs["router"].ready == HttpReady("http://127.0.0.1:20001/ready")
+
+
+def test_chosen_ports_are_kept_and_never_given_to_another() -> None:
+    plan = plan_of(
+        ClusterFile(router={"port": 20_001}, agg=[{}, {"engine": {"port": 20_000}}, {}]),
+        ports=range(20_000, 20_009),
+    )
+    assert {spec.name: spec.listening for spec in plan.processes} == {
+        "agg0": (Listening("127.0.0.1", 20_002, chosen=False),),
+        "agg1": (Listening("127.0.0.1", 20_000, chosen=True),),
+        "agg2": (Listening("127.0.0.1", 20_003, chosen=False),),
+        "router": (Listening("127.0.0.1", 20_001, chosen=True),),
+    }
+
+
+def test_pool_ports_count_as_chosen() -> None:
+    plan = plan_of(ClusterFile(pool=[{"listen": ["tcp:127.0.0.1:7700", "unix:/a"]}], agg=[{}]))
+    assert plan.processes[0].listening == (Listening("127.0.0.1", 7700, chosen=True),)
+    assert configs(plan)["agg0"]["pool"]["nodes"] == [{"node": "pool0", "address": "tcp:127.0.0.1:7700"}]
+
+
+def test_several_pool_nodes_are_each_others_peers() -> None:
+    made = configs(plan_of(ClusterFile(pool=[{}, {"name": "b"}], agg=[{}])))
+    nodes = [
+        {"node": "pool0", "address": "unix:/run/x/pool0.sock"},
+        {"node": "b", "address": "unix:/run/x/b.sock"},
+    ]
+    assert made["pool0"]["peers"] == made["b"]["peers"] == made["agg0"]["pool"]["nodes"] == nodes
+
+
+def test_addresses_that_the_file_gives_are_kept() -> None:
+    elsewhere = [{"node": "far", "address": "tcp:10.0.0.1:7700"}]
+    made = configs(plan_of(ClusterFile(router={"agg": ["http://h:1"]}, agg=[{"pool": {"nodes": elsewhere}}])))
+    assert made["agg0"]["pool"]["nodes"] == elsewhere
+    assert made["router"]["agg"] == ["http://h:1", "http://127.0.0.1:20000"]
+
+
+def test_sglang_flags_reach_every_worker_after_its_own() -> None:
+    file = ClusterFile(
+        worker={"engine": {"extra_args": ["--a"]}}, prefill=[{}], decode=[{"engine": {"extra_args": []}}]
+    )
+    made = configs(plan_of(file, extra=["--x", "1"]))
+    assert made["prefill0"]["engine"]["extra_args"] == ["--a", "--x", "1"]
+    assert made["decode0"]["engine"]["extra_args"] == ["--x", "1"]
+
+
+def test_supervisor_keys_do_not_reach_the_process() -> None:
+    file = ClusterFile(agg=[{"name": "mine", "restart": "never", "env": {"A": "1"}}])
+    spec = plan_of(file).processes[0]
+    assert (spec.name, spec.restart, spec.env) == ("mine", "never", {"A": "1"})
+    assert set(spec.config) == {"engine", "pool"}
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        (ClusterFile(agg=[{"name": "a"}, {"name": "a"}]), "name a is given to two processes"),
+        (ClusterFile(agg=[{"engine": {"port": 9}}] * 2), "port 9 is given to two processes"),
+        (ClusterFile(agg=[{"restart": "always"}]), "'agg[0].restart' must be 'never' or 'on-failure'"),
+        (ClusterFile(agg=[{"env": {"A": 1}}]), "'agg[0].env' must be a table of strings"),
+        (ClusterFile(agg=[{"engine": {"port": "x"}}]), "'agg[0]' port must be a number"),
+        (ClusterFile(agg=[{"engine": 3}]), "'agg[0].engine' must be a table"),
+        (
+            ClusterFile(pool=[{"listen": ["tcp:7700"]}], agg=[{}]),
+            "'tcp:7700' is not of the form tcp:HOST:PORT",
+        ),
+        (ClusterFile(pool=[{"name": "n" * 100}], agg=[{}]), "too long for a socket"),
+    ],
+)
+def test_refuses_what_cannot_run(file: ClusterFile, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(file)
+    assert message in str(caught.value)
+
+
+def test_counts_repeat_the_last_table_without_name_and_port_or_drop_the_last(tmp_path: Path) -> None:
+    text = '[[decode]]\nname="first"\n[[decode]]\nname="last"\nengine={port=9, page_size=2}'
+    assert read(tmp_path, text, decode=3).decode == [
+        {"name": "first"},
+        {"name": "last", "engine": {"port": 9, "page_size": 2}},
+        {"engine": {"page_size": 2}},
+    ]
+    assert read(tmp_path, text, decode=1).decode == [{"name": "first"}]
+    assert read(tmp_path, text, agg=2).agg == [{}, {}]
+
+
+def test_base_file_lies_under_the_table(tmp_path: Path) -> None:
+    (tmp_path / "router.toml").write_text("port = 1\n[session]\nttl_s = 5\n")
+    file = read(
+        tmp_path, '[[agg]]\n[router]\nbase = "router.toml"\nport = 2\n[router.session]\ncapacity = 3\n'
+    )
+    assert file.router == {"port": 2, "session": {"ttl_s": 5, "capacity": 3}}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no worker"),
+        ("[[prefill]]", "need a [[decode]] or [[agg]] worker"),
+        ("[[decoder]]", "unknown key 'decoder' (did you mean 'decode'?)"),
+        ("[cluster]\nrundir='x'", "unknown key 'cluster.rundir' (did you mean 'cluster.run_dir'?)"),
+        ("[[agg]]\nbase='none.toml'", "none.toml: no such configuration file"),
+    ],
+)
+def test_refuses_a_cluster_file_that_makes_no_sense(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text)
+    assert message in str(caught.value)
