@@ -243,7 +243,7 @@ class AsyncPoolClient:
                 return control
             if time.monotonic() < self._retry_at_s.get(node, 0.0):
                 raise PoolUnavailable(f"pool node {node} is down")
-            hello = make_hello("worker", "", "auto", self.config.token)
+            hello = make_hello("worker", "", "none", self.config.token)
             connecting = AsyncControl.connect(self._addresses[node], hello, self.namespace, self._geometry)
             try:
                 control = await asyncio.wait_for(connecting, self.config.connect_timeout_s)

@@ -33,8 +33,9 @@ MAX_FRAME_BYTES = 4 * 1024 * 1024  # 4,096 grants take ~200 KB; the rest is room
 MAX_KEYS = 4096  # per message; clients split longer batches
 MAX_SEGMENTS = 256  # per page
 
-DataPathName: TypeAlias = Literal["shm", "ucx", "inproc"]
-DataPathChoice: TypeAlias = Literal["auto", "shm", "ucx", "inproc"]
+# "none": a connection for questions only (exists, wait, status); it may neither reserve nor get
+DataPathName: TypeAlias = Literal["shm", "ucx", "inproc", "none"]
+DataPathChoice: TypeAlias = Literal["auto", "shm", "ucx", "inproc", "none"]
 
 # Status of one key in `Reserved`
 GRANTED = 0  # the slot is the client's to fill
