@@ -1,0 +1,38 @@
+"""Which transport a client uses: what its configuration forces, or what the node chooses when it is left to
+it.
+"""
+
+from __future__ import annotations
+
+from pdserve.kvpool.client_config import PoolClientConfig
+from pdserve.kvpool.hosts import host_id
+from pdserve.kvpool.transports.base import Connection
+from pdserve.kvpool.transports.control import ControlChannel, make_hello
+from pdserve.kvpool.transports.shm import ShmConnection
+
+
+class ConfiguredConnector:
+    """Connects as the configuration says. With `auto` the node decides: mapped memory on its own host, else
+    UCX.
+    """
+
+    def __init__(self, config: PoolClientConfig, name: str) -> None:
+        self._config = config
+        self._name = name
+        self._host_id = host_id()
+
+    def connect(self, address: str, deadline: float) -> Connection:
+        """Raises PoolUnavailable, PoolTimeout or PoolRefused, and StartupError where UCX cannot be used."""
+        hello = make_hello(self._name, self._host_id, self._config.data_path, self._config.token)
+        channel = ControlChannel.connect(address, hello, deadline)
+        if channel.welcome.data_path == "shm":
+            return ShmConnection.open(channel, self._config.checksum, deadline)
+        # imported only where it is used: loading UCX costs a second and 170 MB
+        from pdserve.kvpool.transports.ucx_client import UcxConnection
+
+        return UcxConnection.open(channel, address, self._config.ucx, self._config.checksum, deadline)
+
+
+def connector_for(config: PoolClientConfig, name: str) -> ConfiguredConnector:
+    """`name` says in the node's log who connected."""
+    return ConfiguredConnector(config, name)
