@@ -23,9 +23,9 @@ PROGRAM = (sys.executable, "-m", "pdserve")
 
 SCHEMAS: Mapping[Role, str] = {
     "pool": "pdserve.kvpool.config:PoolNodeConfig",
-    "prefill": "pdserve.prefill.config:WorkerConfig",
-    "decode": "pdserve.decode.config:WorkerConfig",
-    "agg": "pdserve.decode.config:WorkerConfig",
+    "prefill": "pdserve.engine.worker:WorkerConfig",
+    "decode": "pdserve.engine.worker:WorkerConfig",
+    "agg": "pdserve.engine.worker:WorkerConfig",
     "router": "pdserve.router.config:RouterConfig",
 }
 """Each process's configuration struct, so that a mistyped key is found before anything is started."""

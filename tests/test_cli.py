@@ -1,0 +1,70 @@
+"""The `pdserve` command as a person meets it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pdserve.cli import SUB_COMMANDS, load
+
+
+def pdserve(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pdserve", *words], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_help_names_every_sub_command() -> None:
+    shown = pdserve("--help")
+    assert shown.returncode == 0
+    assert all(f"\n  {name} " in shown.stdout for name in SUB_COMMANDS)
+
+
+def test_help_imports_no_torch_and_no_sglang_and_is_quick() -> None:
+    code = (
+        "import sys\nfrom pdserve.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "print([name for name in ('torch', 'sglang', 'numpy', 'fastapi') if name in sys.modules])"
+    )
+    started_s = time.monotonic()
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    took_s = time.monotonic() - started_s
+    assert shown.stdout.splitlines()[-1] == "[]"
+    assert took_s < 2.0  # 0.1 s on an idle machine; torch alone takes longer than this
+
+
+@pytest.mark.parametrize("name", SUB_COMMANDS)
+def test_every_sub_command_has_help(name: str) -> None:
+    shown = pdserve(name, "--help")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith(f"Usage: pdserve {name} ")
+
+
+def test_no_words_show_the_help() -> None:
+    assert "Commands:" in pdserve().stdout
+
+
+def test_version() -> None:
+    assert pdserve("--version").stdout.startswith("pdserve 0.")
+
+
+def test_an_unknown_sub_command_is_a_usage_error() -> None:
+    shown = pdserve("rooter")
+    assert shown.returncode == 2
+    assert "No such command 'rooter'" in shown.stderr
+
+
+def test_a_configuration_error_is_one_line_and_status_2() -> None:
+    shown = pdserve("up", "no-such-file.toml")
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert shown.stderr == "pdserve up: error: no-such-file.toml: no such configuration file\n"
+
+
+def test_every_sub_command_loads() -> None:
+    for sub in SUB_COMMANDS.values():
+        load(sub.target)

@@ -1,0 +1,188 @@
+"""Configuration: file, flags over it, and one line that says what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import pytest
+import typer
+from msgspec import Meta
+from typer.testing import CliRunner
+
+from pdserve.command import config_command
+from pdserve.config import load_config, option_table
+from pdserve.errors import ConfigError
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    address: Annotated[str, Meta(description="Where it is.")]
+
+
+class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    nodes: Annotated[list[Node], Meta(description="Nodes.")] = []
+    data_path: Annotated[Literal["auto", "shm"], Meta(description="How bytes travel.")] = "auto"
+
+
+class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model_path: Annotated[Path, Meta(description="Model directory.")]
+    page_size: Annotated[int, Meta(description="Tokens a page.", ge=1)] = 64
+    cpu: Annotated[bool | None, Meta(description="Force the CPU.")] = None
+    extra_args: Annotated[list[str], Meta(description="SGLang's.")] = []
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    port: Annotated[int, Meta(description="Port | to listen on.")] = 8000
+    engine: Engine
+    pool: Pool = Pool()
+    tags: Annotated[tuple[str, ...], Meta(description="Tags.")] = ("a",)
+    env: Annotated[dict[str, str], Meta(description="Environment.")] = {}
+
+    def __post_init__(self) -> None:
+        if self.port == 13:
+            raise ValueError("port 13 brings bad luck")
+
+
+GOOD = '[engine]\nmodel_path = "m"\n'
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    return path
+
+
+def test_flags_win_over_the_file_and_defaults_fill_in(tmp_path: Path) -> None:
+    path = write(tmp_path, f"port = 1\n{GOOD}page_size = 2\n[[pool.nodes]]\naddress = 'x'")
+    config = load_config(Config, path, {"engine.page_size": 3, "pool.data_path": "shm", "port": None})
+    assert config == Config(
+        port=1,
+        engine=Engine(model_path=Path("m"), page_size=3),
+        pool=Pool(nodes=[Node(address="x")], data_path="shm"),
+    )
+
+
+def test_a_home_directory_in_a_path_is_expanded() -> None:
+    config = load_config(Config, None, {"engine.model_path": "~/m"})
+    assert config.engine.model_path == Path.home() / "m"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"prot = 1\n{GOOD}", "unknown key 'prot' (did you mean 'port'?)"),
+        (f"{GOOD}pagesize = 1", "unknown key 'engine.pagesize' (did you mean 'engine.page_size'?)"),
+        (f"zzz = 1\n{GOOD}", "unknown key 'zzz'"),
+        (
+            f"prot = 1\n{GOOD}cpus = true",
+            "unknown key 'prot' (did you mean 'port'?); unknown key 'engine.cpus'",
+        ),
+        (
+            f"{GOOD}[[pool.nodes]]\nadress = 'x'",
+            "'pool.nodes[0].adress' (did you mean 'pool.nodes[0].address'?)",
+        ),
+        (f"port = 'x'\n{GOOD}", "'port' must be int, found 'x' (str)"),
+        (f"{GOOD}page_size = 0", "'engine.page_size' must be int >= 1, found 0 (int)"),
+        (f"{GOOD}[pool]\ndata_path = 'udp'", "'pool.data_path' must be 'auto' or 'shm', found 'udp' (str)"),
+        ("engine = 1", "'engine' must be table, found 1 (int)"),
+        ("[engine]\nmodel_path = 3", "'engine.model_path' must be path, found 3 (int)"),
+        ("port = 1\n[engine]\ncpu = true", "missing required key 'engine.model_path'"),
+        ("port = 1", "missing required key 'engine'"),
+        (f"port = 13\n{GOOD}", "port 13 brings bad luck"),
+        (f"{GOOD}\n[pool\n", "not valid TOML: "),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line_that_names_file_and_key(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(Config, path, {})
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_syntax_error_names_its_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at line 2"):
+        load_config(Config, write(tmp_path, "port = 1\nengine = = 2\n"), {})
+    with pytest.raises(ConfigError, match="at line 1, end of file"):
+        load_config(Config, write(tmp_path, "port ="), {})
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml: no such configuration file"):
+        load_config(Config, tmp_path / "none.toml", {})
+
+
+def test_a_mistake_in_a_flag_names_the_flag_and_not_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    with pytest.raises(ConfigError) as caught:
+        load_config(Config, path, {"engine.page_size": 0})
+    assert str(caught.value) == "--engine.page-size: 'engine.page_size' must be int >= 1, found 0 (int)"
+
+
+def test_option_table_lists_every_leaf_with_type_default_and_description() -> None:
+    assert option_table(Config).splitlines() == [
+        "| key | type | default | what it does |",
+        "|---|---|---|---|",
+        "| `port` | int | `8000` | Port \\| to listen on. |",
+        "| `engine.model_path` | path | `required` | Model directory. |",
+        "| `engine.page_size` | int | `64` | Tokens a page. |",
+        "| `engine.cpu` | bool | `none` | Force the CPU. |",
+        "| `engine.extra_args` | list of string | `[]` | SGLang's. |",
+        "| `pool.nodes[].address` | string | `required` | Where it is. |",
+        "| `pool.data_path` | `auto` or `shm` | `auto` | How bytes travel. |",
+        "| `tags` | list of string | `[a]` | Tags. |",
+        "| `env` | table of string | `{}` | Environment. |",
+    ]
+
+
+# --- commands made from a struct
+
+
+def app(seen: list[Config], status: int | None = None) -> typer.Typer:
+    def run(config: Config) -> int | None:
+        seen.append(config)
+        return status
+
+    return config_command(Config, run, help="Do it.", extra_args_key="engine.extra_args")
+
+
+def test_command_takes_flags_file_and_words_after_two_dashes(tmp_path: Path) -> None:
+    path = write(tmp_path, f"port = 1\n{GOOD}extra_args = ['--a']\n[env]\nX = 'y'")
+    words = [
+        "--config",
+        str(path),
+        "--engine.no-cpu",
+        "--tags",
+        "x",
+        "--tags",
+        "y",
+        "--engine.page-size",
+        "16",
+    ]
+    seen: list[Config] = []
+    result = CliRunner().invoke(app(seen), [*words, "--", "--b", "1"])
+    assert result.exit_code == 0
+    engine = Engine(model_path=Path("m"), page_size=16, cpu=False, extra_args=["--a", "--b", "1"])
+    assert seen == [Config(port=1, engine=engine, tags=("x", "y"), env={"X": "y"})]
+
+
+def test_command_help_shows_every_flag_with_description_and_default() -> None:
+    text = " ".join(CliRunner().invoke(app([]), ["--help"], terminal_width=200).output.split())
+    assert "--engine.page-size INT Tokens a page. [default: 64]" in text
+    assert "--pool.data-path AUTO|SHM How bytes travel. [default: auto]" in text
+    assert "--engine.cpu / --engine.no-cpu Force the CPU." in text
+    assert "nodes" not in text  # an array of tables is for the file
+
+
+def test_command_refuses_a_flag_of_the_wrong_type() -> None:
+    result = CliRunner().invoke(app([]), ["--port", "x"])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception) == "--port: must be int, found 'x'"
+
+
+def test_command_gives_the_status_of_what_it_ran() -> None:
+    assert CliRunner().invoke(app([], status=3), ["--engine.model-path", "m"]).exit_code == 3

@@ -1,0 +1,67 @@
+"""The launch scripts and the cluster files that they start."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import pytest
+from msgspec import Meta
+
+from pdserve.errors import ConfigError
+from pdserve.up.cli import SCHEMAS, check_tables
+from pdserve.up.config import ClusterFile, read_cluster_file
+from pdserve.up.plan import make_plan
+
+LAUNCH = Path(__file__).parent.parent.parent / "launch"
+
+
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    [("disagg", ["pool0", "prefill0", "decode0", "router"]), ("agg", ["pool0", "agg0", "router"])],
+)
+def test_cluster_files_are_valid_for_every_process(name: str, processes: list[str]) -> None:
+    path = LAUNCH / f"{name}.toml"
+    plan = make_plan(
+        read_cluster_file(path, {}, {}),
+        program=("pdserve",),
+        run_dir=Path("/run/x"),
+        ports=iter(range(20_000, 20_010)),
+    )
+    check_tables(plan, str(path), SCHEMAS)
+    assert [spec.name for spec in plan.processes] == processes
+    assert plan.router_url == "http://127.0.0.1:8000"
+
+
+class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    engine: Annotated[dict[str, object], Meta(description="SGLang.")]
+    pool: Annotated[dict[str, object], Meta(description="Pool.")]
+    settle_s: Annotated[float, Meta(description="Time.")] = 1.0
+
+
+def test_a_mistyped_key_is_refused_by_file_table_and_key_before_anything_starts() -> None:
+    plan = make_plan(
+        ClusterFile(agg=[{}, {"setle_s": 2}]),
+        program=("x",),
+        run_dir=Path("/r"),
+        ports=iter(range(9000, 9010)),
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_tables(plan, "c.toml", {"agg": f"{__name__}:Worker"})
+    assert str(caught.value) == "c.toml: [agg[1]]: unknown key 'setle_s' (did you mean 'settle_s'?)"
+
+
+@pytest.mark.parametrize("script", ["disagg.sh", "agg.sh", "test.sh"])
+def test_script_help_needs_no_set_up(script: str, tmp_path: Path) -> None:
+    shown = subprocess.run(
+        [str(LAUNCH / script), "--help"], capture_output=True, text=True, timeout=20, check=True, cwd=tmp_path
+    )
+    assert f"launch/{script} [" in shown.stdout
+    assert shown.stderr == ""
+
+
+def test_scripts_are_valid_bash() -> None:
+    for script in LAUNCH.glob("*.sh"):
+        subprocess.run(["bash", "-n", str(script)], check=True)
