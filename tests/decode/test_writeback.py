@@ -1,0 +1,107 @@
+"""Following requests until their pages are committed, against a scripted pool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdserve.decode.writeback import WriteBack
+from pdserve.engine.requests import HttpRequest, PageNames, SglangRequest
+
+NAMES = PageNames(4, [b""])
+
+
+@dataclass
+class ScriptedPool:
+    """Commits when told to."""
+
+    committed: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: list[bytes] = field(default_factory=list)
+
+    async def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+        self.asked = list(keys)
+        await self.committed.wait()
+        return [True] * len(keys)
+
+    async def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        return [self.committed.is_set()] * len(keys)
+
+
+@dataclass
+class State:
+    output_ids: list[int]
+    finished: bool = True
+
+
+def answered_request(request_id: str, prompt: list[int], output: list[int]) -> HttpRequest:
+    request = HttpRequest(request_id, "/generate")
+    request.requests["r"] = SglangRequest("r", State(output), prompt)
+    request.answered.set()
+    return request
+
+
+def make(pool: Any, limit: int = 10) -> WriteBack:
+    return WriteBack(pool, names=NAMES, timeout_s=5.0, limit=limit)
+
+
+def test_settled_waits_for_the_commit_of_prompt_and_output_pages() -> None:
+    async def run() -> None:
+        pool = ScriptedPool()
+        write_back = make(pool)
+        # 6 prompt tokens and 3 of 4 output tokens are cached: 9 tokens, two full pages of 4
+        write_back.follow(answered_request("a", list(range(6)), [10, 11, 12, 13]))
+        early = await write_back.settled("a", 0.01)
+        assert (early.known, early.settled, early.committed_pages, early.missing_pages) == (True, False, 0, 2)
+        pool.committed.set()
+        late = await write_back.settled("a", 5.0)
+        assert (late.known, late.settled, late.committed_pages, late.missing_pages) == (True, True, 2, 0)
+        assert len(pool.asked) == 2
+        await write_back.close()
+
+    asyncio.run(run())
+
+
+def test_a_request_still_being_answered_is_known_and_not_settled() -> None:
+    async def run() -> None:
+        write_back = make(ScriptedPool())
+        write_back.follow(HttpRequest("a", "/generate"))
+        settlement = await write_back.settled("a", 0.01)
+        assert settlement.known
+        assert not settlement.settled
+        await write_back.close()
+
+    asyncio.run(run())
+
+
+def test_an_unknown_request_is_answered_at_once() -> None:
+    async def run() -> None:
+        settlement = await make(ScriptedPool()).settled("never", 60.0)
+        assert (settlement.known, settlement.settled) == (False, False)
+
+    asyncio.run(run())
+
+
+def test_the_oldest_request_is_forgotten_at_the_limit() -> None:
+    async def run() -> None:
+        write_back = make(ScriptedPool(), limit=2)
+        for name in "abc":
+            write_back.follow(answered_request(name, list(range(8)), [1]))
+        known = [(await write_back.settled(name, 0.01)).known for name in "abc"]
+        assert known == [False, True, True]
+        await write_back.close()
+
+    asyncio.run(run())
+
+
+def test_a_request_cut_short_is_not_waited_for() -> None:
+    async def run() -> None:
+        write_back = make(ScriptedPool())
+        request = answered_request("a", list(range(8)), [1])
+        request.disconnected = True
+        write_back.follow(request)
+        settlement = await write_back.settled("a", 60.0)
+        assert (settlement.known, settlement.settled, settlement.missing_pages) == (True, False, 2)
+
+    asyncio.run(run())

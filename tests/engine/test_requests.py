@@ -1,0 +1,169 @@
+"""Request tracking and aborts, around a scripted stand-in for SGLang's tokenizer manager and app."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdserve.engine.requests import HttpRequest, RequestTracking
+
+
+@dataclass
+class State:
+    dispatched: bool = False
+    finished: bool = False
+    output_ids: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Obj:
+    rid: Any
+    input_ids: Any = None
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+class Manager:
+    """The part of SGLang's TokenizerManager that the tracking wraps."""
+
+    def __init__(self) -> None:
+        self.rid_to_state: dict[str, State] = {}
+        self.aborted: list[str] = []
+
+    def _init_req_state(self, obj: Obj, request: Any = None) -> None:
+        for rid in [obj.rid] if isinstance(obj.rid, str) else obj.rid:
+            self.rid_to_state[rid] = State()
+
+    async def _send_one_request(self, tokenized: Obj) -> None:
+        self.rid_to_state[tokenized.rid].dispatched = True
+        tokenized.input_ids = b"pickled"
+
+    async def _send_batch_request(self, tokenized: list[Obj]) -> None:
+        for one in tokenized:
+            await Manager._send_one_request(self, one)
+
+    def abort_request(self, rid: str) -> None:
+        self.aborted.append(rid)
+
+
+class Client:
+    """A connection: what the client sends, and its leaving."""
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.messages.put_nowait({"type": "http.request", "body": b"{}", "more_body": False})
+
+    def leave(self) -> None:
+        self.messages.put_nowait({"type": "http.disconnect"})
+
+    async def send(self, message: Any) -> None:
+        return
+
+
+def scope(path: str = "/generate", request_id: bytes = b"id-1") -> dict[str, Any]:
+    return {"type": "http", "path": path, "headers": [(b"x-request-id", request_id)]}
+
+
+def test_prompt_tokens_are_recorded_before_sglang_encodes_them() -> None:
+    manager, started = Manager(), []
+
+    async def app(_scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        manager._init_req_state(Obj(["a", "b"]))
+        await manager._send_batch_request([Obj("a", [1, 2], "key", "salt"), Obj("b", [3])])
+
+    async def run() -> HttpRequest:
+        client = Client()
+        await RequestTracking(app, lambda: manager, started.append)(scope(), client.messages.get, client.send)
+        return started[0]
+
+    request = asyncio.run(run())
+    assert request.request_id == "id-1"
+    assert [made.input_ids for made in request.requests.values()] == [[1, 2], [3]]
+    assert (request.requests["a"].extra_key, request.requests["a"].cache_salt) == ("key", "salt")
+    assert request.answered.is_set()
+    assert manager.aborted == []
+
+
+def test_a_client_that_leaves_while_sglang_computes_aborts_its_requests_at_once() -> None:
+    manager = Manager()
+    client = Client()
+    aborted = asyncio.Event()
+
+    async def app(_scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        manager._init_req_state(Obj("a"))
+        await manager._send_one_request(Obj("a", [1]))
+        client.leave()
+        # SGLang computes and looks at the connection only now and then
+        assert (await receive())["type"] == "http.disconnect"
+        aborted.set()
+
+    async def run() -> None:
+        await RequestTracking(app, lambda: manager)(scope(), client.messages.get, client.send)
+
+    asyncio.run(asyncio.wait_for(run(), 5))
+    assert manager.aborted == ["a"]
+
+
+def test_a_client_that_leaves_during_tokenisation_aborts_the_request_once_it_is_sent() -> None:
+    manager = Manager()
+    client = Client()
+
+    async def app(_scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        manager._init_req_state(Obj("a"))
+        client.leave()
+        assert (await receive())["type"] == "http.disconnect"
+        assert manager.aborted == []  # the scheduler would not know it yet, and would run it later
+        await manager._send_one_request(Obj("a", [1]))
+
+    async def run() -> None:
+        await RequestTracking(app, lambda: manager)(scope(), client.messages.get, client.send)
+
+    asyncio.run(asyncio.wait_for(run(), 5))
+    assert manager.aborted == ["a"]
+
+
+def test_requests_of_two_connections_do_not_mix() -> None:
+    manager, started = Manager(), []
+    both = asyncio.Barrier(2)
+
+    async def app(scope_: Any, receive: Any, send: Any) -> None:
+        await receive()
+        rid = scope_["headers"][0][1].decode()
+        await both.wait()
+        manager._init_req_state(Obj(rid))
+        await both.wait()
+        await manager._send_one_request(Obj(rid, [len(rid)]))
+
+    async def run() -> None:
+        tracking = RequestTracking(app, lambda: manager, started.append)
+        clients = [Client(), Client()]
+        await asyncio.gather(
+            *(
+                tracking(scope(request_id=name), client.messages.get, client.send)
+                for name, client in zip([b"x", b"yy"], clients, strict=True)
+            )
+        )
+
+    asyncio.run(run())
+    assert {r.request_id: {rid: m.input_ids for rid, m in r.requests.items()} for r in started} == {
+        "x": {"x": [1]},
+        "yy": {"yy": [2]},
+    }
+
+
+def test_other_routes_pass_untouched() -> None:
+    seen: list[Any] = []
+
+    async def app(scope_: Any, receive: Any, send: Any) -> None:
+        seen.append(receive)
+
+    async def receive() -> dict[str, Any]:
+        raise AssertionError("not read by the middleware")
+
+    tracking = RequestTracking(app, Manager)
+    asyncio.run(tracking(scope("/health"), receive, Client().send))
+    assert seen == [receive]

@@ -1,0 +1,120 @@
+"""Page keys, namespaces and model fingerprints."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.errors import StartupError
+from pdserve.pages import (
+    KvGeometry,
+    all_rank_suffixes,
+    model_fingerprint,
+    namespace_seed,
+    page_hashes,
+    pool_key,
+    rank_suffix,
+)
+
+GEOMETRY = KvGeometry(
+    model="abc",
+    dtype="float32",
+    kv_dtype="float32",
+    page_size="64",
+    layout="page_first",
+    tp_size="1",
+    pp_size="1",
+)
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(1, 8))
+def test_page_hashes_are_the_chain_of_sha256_over_full_pages(tokens: list[int], page_size: int) -> None:
+    prior = b""
+    expected = []
+    for start in range(0, len(tokens) // page_size * page_size, page_size):
+        words = struct.pack(f"<{page_size}I", *tokens[start : start + page_size])
+        prior = hashlib.sha256(prior + words).digest()
+        expected.append(prior)
+    assert page_hashes(tokens, page_size) == expected
+
+
+def test_a_seed_changes_every_page_and_parts_cannot_be_shifted_between_fields() -> None:
+    tokens = list(range(8))
+    plain = page_hashes(tokens, 4)
+    assert not set(plain) & set(page_hashes(tokens, 4, namespace_seed("a", None)))
+    seeds = {
+        namespace_seed(*pair) for pair in [("ab", ""), ("a", "b"), ("", "ab"), ("ab", None), (None, "ab")]
+    }
+    assert len(seeds) == 5
+    assert namespace_seed(None, None) is None
+
+
+def test_a_different_geometry_is_a_different_namespace_in_every_field() -> None:
+    names = {GEOMETRY.namespace("m")}
+    for field in GEOMETRY.as_dict():
+        changed = KvGeometry(**{**GEOMETRY.as_dict(), field: "other"})
+        names.add(changed.namespace("m"))
+    assert len(names) == 1 + len(GEOMETRY.as_dict())
+
+
+def test_ranks_of_an_mha_model_have_different_keys_and_of_an_mla_model_the_same() -> None:
+    page = b"\x01" * 32
+    mha = {pool_key(page, suffix) for suffix in all_rank_suffixes(replicated=False, tp_size=4, pp_size=2)}
+    mla = {pool_key(page, suffix) for suffix in all_rank_suffixes(replicated=True, tp_size=4, pp_size=1)}
+    assert len(mha) == 8
+    assert mla == {page}
+    assert rank_suffix(replicated=False, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1) == b""
+
+
+def write_safetensors(path: Path, values: bytes) -> None:
+    header = json.dumps(
+        {"w": {"dtype": "U8", "shape": [len(values)], "data_offsets": [0, len(values)]}}
+    ).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + values)
+
+
+def make_model(directory: Path, values: bytes, **config: object) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"hidden_size": 8, **config}))
+    write_safetensors(directory / "model.safetensors", values)
+    return directory
+
+
+def test_equal_weights_have_equal_fingerprints_wherever_they_lie(tmp_path: Path) -> None:
+    one = make_model(tmp_path / "one", bytes(range(256)) * 40, _name_or_path="/somewhere")
+    two = make_model(tmp_path / "two", bytes(range(256)) * 40, _name_or_path="/elsewhere")
+    assert model_fingerprint(one) == model_fingerprint(two)
+
+
+def test_changed_weights_or_configuration_change_the_fingerprint(tmp_path: Path) -> None:
+    weights = bytes(range(256)) * 40
+    fingerprints = {
+        model_fingerprint(make_model(tmp_path / "base", weights)),
+        model_fingerprint(make_model(tmp_path / "first", b"\xff" + weights[1:])),
+        model_fingerprint(make_model(tmp_path / "last", weights[:-1] + b"\x00")),
+        model_fingerprint(make_model(tmp_path / "config", weights, rope_theta=2)),
+    }
+    assert len(fingerprints) == 4
+
+
+@pytest.mark.parametrize(
+    ("prepare", "says"),
+    [
+        (lambda d: None, "config.json is missing"),
+        (lambda d: (d / "config.json").write_text("{}"), "holds no weights"),
+        (
+            lambda d: ((d / "config.json").write_text("{}"), (d / "m.safetensors").write_bytes(b"\xff" * 20)),
+            "no safetensors file",
+        ),
+    ],
+)
+def test_what_is_no_model_directory_is_refused_in_one_line(tmp_path: Path, prepare, says: str) -> None:  # type: ignore[no-untyped-def]
+    prepare(tmp_path)
+    with pytest.raises(StartupError, match=says):
+        model_fingerprint(tmp_path)
