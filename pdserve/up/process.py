@@ -9,8 +9,9 @@ import signal
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 from pdserve.errors import StartupError
 from pdserve.up.console import Console
@@ -40,7 +41,7 @@ class Child:
     async def start(cls, spec: ProcessSpec, warden: Warden, console: Console, *, again: bool) -> Child:
         """Start the process; its log is written anew, or with `again` continued. Raises StartupError."""
         try:
-            log = spec.log_path.open("ab" if again else "wb")
+            log = spec.log_path.open("ab" if again else "wb", buffering=0)
         except OSError as error:
             raise StartupError(f"{spec.log_path}: cannot be written: {error.strerror}") from None
         try:
@@ -85,8 +86,10 @@ class Child:
         """The last lines of output, at most `TAIL_LINES`."""
         return list(self._tail)
 
-    async def _copy_output(self, log: IO[bytes], console: Console) -> None:
-        """Output to the log as it comes, to the console and the tail by lines."""
+    async def _copy_output(self, log: FileIO, console: Console) -> None:
+        """Output to the log as it comes, to the console and the tail by lines. Goes on when the log cannot be
+        written: a process whose output nobody reads would stand still.
+        """
         stream = self._process.stdout
         assert stream is not None
         lines = LineSplitter()
@@ -97,9 +100,14 @@ class Child:
                 console.log(self.spec.name, line)
 
         with log:
+            writable = True
             while data := await stream.read(READ_BYTES):
-                log.write(data)
-                log.flush()
+                try:
+                    if writable:
+                        log.write(data)
+                except OSError as error:
+                    writable = False
+                    console.say(f"error: {self.spec.log_path}: no longer written: {error.strerror}")
                 show(lines.feed(data))
             show(lines.close())
 

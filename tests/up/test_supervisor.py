@@ -197,3 +197,11 @@ def test_a_second_cluster_in_the_same_directory_is_refused(tmp_path: Path) -> No
             assert second.finish() == 1
             assert f"a cluster runs from here already (process {cluster.process.pid})" in second.lines[0]
         assert cluster.process.poll() is None
+
+
+def test_a_log_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "decode0.log").symlink_to("/dev/full")
+    with running(tmp_path, DISAGG) as cluster:
+        cluster.wait_for(r"error: .*/decode0.log: no longer written: No space left on device")
+        cluster.wait_for(r"stand-in is ready at")
