@@ -1,0 +1,99 @@
+"""What one client holds of a node: reservations, pins, waits; each bounded in time and number. Pure.
+
+Deadlines of one kind are given out in order of time (their lease is a constant), and a renewed pin moves to
+the end, so the first entry of each table is always the next to expire.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdserve.kvpool.messages import DataPathName
+
+NO_TRANSFER: Final = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """A node's bounds; `PoolNodeConfig` says what each is for."""
+
+    lease_s: float = 30.0
+    reservation_lease_s: float = 30.0
+    quarantine_s: float = 30.0
+    max_waiters: int = 256
+    max_reserved_bytes: int = 1 << 62  # per connection
+
+
+@dataclass(slots=True)
+class PendingCommit:
+    """A Commit that waits for receives (UCX). Answered when `missing` is 0."""
+
+    request_id: int
+    mask: bytearray
+    missing: int
+
+
+@dataclass(slots=True)
+class Reservation:
+    """A slot that this client may fill and commit, identified by (slot, sequence)."""
+
+    slot: int
+    sequence: int
+    slot_bytes: int
+    deadline_s: float
+    tag: int = NO_TRANSFER  # the receive under way, over UCX; NO_TRANSFER when done or mapped
+    checksum: int = 0  # of the commit that waits for the receive
+    commit: PendingCommit | None = None
+    place: int = 0  # in the commit's mask
+
+
+@dataclass(slots=True)
+class Pin:
+    """A slot that this client reads. It counts as one hold of the slot, whatever its count."""
+
+    slot: int
+    sequence: int
+    count: int
+    deadline_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """An open Wait: `missing` are keys that have not been committed since."""
+
+    connection: int
+    request_id: int
+    namespace: int
+    keys: list[bytes]
+    missing: set[bytes]
+    deadline_s: float
+
+
+@dataclass(slots=True)
+class Session:
+    """All that one connection holds."""
+
+    connection: int
+    data_path: DataPathName
+    client: str
+    reserved_bytes: int = 0  # in bytes of slots, those in quarantine included
+    reservations: dict[int, Reservation] = field(default_factory=dict)  # by slot
+    quarantined: dict[int, Reservation] = field(default_factory=dict)  # by slot; may never be committed
+    pins: dict[int, Pin] = field(default_factory=dict)  # by slot
+    waiters: dict[int, Waiter] = field(default_factory=dict)  # by request id
+    transfers: set[int] = field(default_factory=set)  # tags under way (UCX)
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the client moves the bytes itself, so that only it knows when it has stopped."""
+        return self.data_path != "ucx"
+
+    def next_deadline_s(self) -> float:
+        """The earliest of all deadlines; infinite when there is none."""
+        deadlines = [waiter.deadline_s for waiter in self.waiters.values()]
+        if self.reservations:
+            deadlines.append(next(iter(self.reservations.values())).deadline_s)
+        if self.pins:
+            deadlines.append(next(iter(self.pins.values())).deadline_s)
+        return min(deadlines, default=float("inf"))

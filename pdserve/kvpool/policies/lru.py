@@ -1,0 +1,34 @@
+"""Least recently used: evict the page that was not read or written for the longest time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pdserve.kvpool.policies.base import LinkedList, Links
+
+
+class Lru:
+    """An EvictionPolicy; a linked list in order of last use."""
+
+    def __init__(self, links: Links) -> None:
+        self._order = LinkedList(links)
+
+    def on_insert(self, slot: int, now_s: float) -> None:
+        self._order.append(slot)
+
+    def on_hit(self, slot: int, now_s: float) -> None:
+        self._order.move_to_end(slot)
+
+    def on_remove(self, slot: int) -> None:
+        self._order.remove(slot)
+
+    def victims(self) -> Iterator[int]:
+        return iter(self._order)
+
+    def restore(self, slots: Sequence[int], now_s: float) -> None:
+        self._order.extend(np.asarray(slots, dtype=np.int32))
+
+    def __len__(self) -> int:
+        return len(self._order)

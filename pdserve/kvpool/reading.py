@@ -1,0 +1,127 @@
+"""Gets and their pins. Pure.
+
+A pin is one client's lease on one slot: the page is not evicted until it is released, its lease ends, or the
+client is gone. Reading the same page again before that extends the one lease. Over UCX a send under way holds
+the slot too, by itself, until its transfer is reported done; ending a lease cancels the sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pdserve.kvpool.events import Action, Answer, CancelTransfers, StartSend
+from pdserve.kvpool.index import NONE
+from pdserve.kvpool.leases import NO_TRANSFER, Limits, Session
+from pdserve.kvpool.leases import Pin as PinLease
+from pdserve.kvpool.messages import HIT, MISS, Get, Got, Pin, Release
+from pdserve.kvpool.store import PageStore
+
+_MISS = Pin(MISS)
+
+
+class Reads:
+    """Pins of all sessions."""
+
+    def __init__(self, store: PageStore, limits: Limits, tags: Tags) -> None:
+        self._store = store
+        self._limits = limits
+        self._tags = tags
+        self._sends: dict[int, int] = {}  # tag -> slot held
+        self.leases_expired = 0
+        self.sends_failed = 0
+
+    def get(self, session: Session, request: Get, now_s: float, out: list[Action]) -> None:
+        store, facts, lengths = self._store, self._store.facts, sum(request.segment_bytes)
+        pages = store.index.namespace(request.namespace)
+        deadline_s = now_s + self._limits.lease_s
+        segments = tuple(request.segment_bytes)
+        pins = []
+        for key in request.keys:
+            slot = pages.committed.get(key, NONE)
+            if slot == NONE or facts.length_bytes[slot] != lengths:
+                pages.misses += 1
+                pins.append(_MISS)
+                continue
+            pages.hits += 1
+            store.touch(slot, now_s)
+            sequence = facts.sequence[slot]
+            self._pin(session, slot, sequence, deadline_s)
+            offset = store.slots.offset(slot)
+            tag = NO_TRANSFER
+            if not session.mapped:
+                tag = self._tags.take(len(segments))
+                self._sends[tag] = slot
+                store.hold(slot)
+                session.transfers.add(tag)
+                out.append(StartSend(session.connection, tag, offset, segments))
+            pins.append(Pin(HIT, slot, offset, facts.checksum[slot], sequence, tag))
+        out.append(Answer(session.connection, Got(request.id, pins)))
+
+    def release(self, session: Session, request: Release, out: list[Action]) -> None:
+        """What is not pinned any more is passed over: its lease has ended."""
+        for slot, sequence in zip(request.slots, request.sequences, strict=False):
+            pin = session.pins.get(slot)
+            if pin is None or pin.sequence != sequence:
+                continue
+            pin.count -= 1
+            if pin.count == 0:
+                self._unpin(session, pin, out)
+
+    def sent(self, session: Session | None, tag: int, ok: bool, out: list[Action]) -> bool:
+        """A transfer ended; False when it was none of ours."""
+        slot = self._sends.pop(tag, None)
+        if slot is None:
+            return False
+        if session is not None:
+            session.transfers.discard(tag)
+            self.sends_failed += not ok
+        self._store.let_go(slot, out)
+        return True
+
+    def expire(self, session: Session, now_s: float, out: list[Action]) -> None:
+        for pin in list(_due(session, now_s)):
+            self.leases_expired += 1
+            self._unpin(session, pin, out)
+            tags = tuple(sorted(tag for tag in session.transfers if self._sends.get(tag) == pin.slot))
+            if tags:
+                out.append(CancelTransfers(session.connection, tags))
+
+    def disconnected(self, session: Session, out: list[Action]) -> None:
+        """Sends still under way hold their slots until they are reported done."""
+        for pin in list(session.pins.values()):
+            self._unpin(session, pin, out)
+
+    def _pin(self, session: Session, slot: int, sequence: int, deadline_s: float) -> None:
+        pin = session.pins.pop(slot, None)
+        if pin is None:
+            pin = PinLease(slot, sequence, 0, deadline_s)
+            self._store.hold(slot)
+        pin.count += 1
+        pin.deadline_s = deadline_s
+        session.pins[slot] = pin  # at the end: the last to expire
+
+    def _unpin(self, session: Session, pin: PinLease, out: list[Action]) -> None:
+        del session.pins[pin.slot]
+        self._store.let_go(pin.slot, out)
+
+
+def _due(session: Session, now_s: float) -> Iterator[PinLease]:
+    for pin in session.pins.values():
+        if pin.deadline_s > now_s:
+            return
+        yield pin
+
+
+class Tags:
+    """UCX tags, unique in an incarnation: a page of n segments takes n consecutive ones.
+
+    The incarnation's low bits lead, so that a client of several nodes has no two pages with one tag.
+    """
+
+    def __init__(self, incarnation: int, first: int) -> None:
+        self._next = ((incarnation & 0x7FFF) << 48) + first
+
+    def take(self, segments: int) -> int:
+        tag = self._next
+        self._next += segments
+        return tag

@@ -1,0 +1,310 @@
+"""The pool node's decisions: events in, actions out. Pure, no clock, no `await`.
+
+    shell                             NodeState.handle(event, now_s)
+    Connected, Disconnected     ->    sessions: what each client holds           (leases.py)
+    Received(request)           ->    reservations and commits                   (writing.py)
+    TransferDone                      pins                                       (reading.py)
+    Tick                              waits                                      (waits.py)
+                                      pages: index, eviction, states of slots    (store.py)
+    Answer, WriteRow, ...       <-
+
+The same events at the same times give the same actions. Whatever a client sends is answered, or ends its own
+connection: nothing it can send harms another's pages, which `check` asserts in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from pdserve.kvpool import messages as m
+from pdserve.kvpool.events import (
+    FIRST_TAG,
+    Action,
+    Answer,
+    CancelTransfers,
+    Close,
+    Connected,
+    Disconnected,
+    Event,
+    Received,
+    SaveNamespaces,
+    Tick,
+    TransferDone,
+)
+from pdserve.kvpool.index import NONE
+from pdserve.kvpool.leases import Limits, Session
+from pdserve.kvpool.namespaces import NamespaceError, Namespaces
+from pdserve.kvpool.reading import Reads, Tags
+from pdserve.kvpool.recovery import TableContents
+from pdserve.kvpool.store import FREE, QUARANTINED, RESERVED, PageStore
+from pdserve.kvpool.waits import Waits
+from pdserve.kvpool.writing import Writes
+
+Handler: TypeAlias = Callable[[Session, Any, float, list[Action]], None]
+MAX_U64 = (1 << 64) - 1
+
+
+class NodeState:
+    """One node. `started_s` and every `now_s` are of one monotonic clock."""
+
+    def __init__(
+        self,
+        name: str,
+        incarnation: int,
+        store: PageStore,
+        limits: Limits,
+        started_s: float,
+        namespaces: Namespaces | None = None,
+    ) -> None:
+        self.name = name
+        self.incarnation = incarnation
+        self.store = store
+        self.sessions: dict[int, Session] = {}
+        self.next_deadline_s = float("inf")  # when the shell should Tick; never later than needed
+        self._limits = limits
+        self._started_s = started_s
+        self._namespaces = namespaces or Namespaces()
+        tags = Tags(incarnation, FIRST_TAG)
+        self._waits = Waits(store, limits.max_waiters)
+        self._reads = Reads(store, limits, tags)
+        self._writes = Writes(store, limits, tags, self._on_commit)
+        self._recovered = {"recovered_pages": 0, "dropped_rows": 0}
+        self._discarded = 0
+        self._handlers: dict[type, Handler] = {
+            m.OpenNamespace: self._open_namespace,
+            m.Exists: self._exists,
+            m.Reserve: self._reserve,
+            m.Commit: self._commit,
+            m.Abort: lambda session, request, now_s, out: self._writes.abort(session, request, out),
+            m.Get: self._get,
+            m.Release: lambda session, request, now_s, out: self._reads.release(session, request, out),
+            m.Wait: self._wait,
+            m.Discard: self._discard,
+            m.DropNamespace: self._drop_namespace,
+            m.Clear: self._clear,
+            m.Ping: self._ping,
+            m.Status: self._status,
+        }
+
+    def restore(self, contents: TableContents, now_s: float) -> None:
+        """Take over an earlier incarnation's pages; before the first event."""
+        self.store.restore(contents, now_s)
+        self._writes.quarantine_until(contents.quarantined, now_s + self._limits.quarantine_s)
+        self._recovered = {"recovered_pages": len(contents.slots), "dropped_rows": len(contents.dropped)}
+        self._find_next_deadline()
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """What to do about the event, in order."""
+        out: list[Action] = []
+        if isinstance(event, Received):
+            self._received(event, now_s, out)
+        elif isinstance(event, Tick):
+            self._tick(now_s, out)
+        elif isinstance(event, TransferDone):
+            session = self.sessions.get(event.connection)
+            if not self._reads.sent(session, event.tag, event.ok, out):
+                self._writes.received(session, event.tag, event.ok, now_s, out)
+        elif isinstance(event, Connected):
+            assert event.connection not in self.sessions
+            self.sessions[event.connection] = Session(event.connection, event.data_path, event.client)
+        else:
+            self._disconnected(event, now_s, out)
+        return out
+
+    # --- events
+
+    def _received(self, event: Received, now_s: float, out: list[Action]) -> None:
+        session = self.sessions.get(event.connection)
+        if session is None:
+            return  # it was closed, and this was still in its buffer
+        handler = self._handlers.get(type(event.message))
+        if handler is None:
+            out.append(Close(event.connection, f"unexpected {type(event.message).__name__}"))
+            return
+        namespace = getattr(event.message, "namespace", None)
+        if namespace is not None and namespace not in self._namespaces:
+            message = f"node {self.name} has no namespace number {namespace}: it was dropped; open it again"
+            request_id: int = getattr(event.message, "id", 0)
+            out.append(Answer(event.connection, m.Fault(request_id, "unknown_namespace", message)))
+            return
+        if session.data_path == "none" and isinstance(event.message, m.Reserve | m.Get):
+            fault = m.Fault(event.message.id, "no_data_path", "this connection is for questions only")
+            out.append(Answer(event.connection, fault))
+            return
+        handler(session, event.message, now_s, out)
+
+    def _tick(self, now_s: float, out: list[Action]) -> None:
+        for session in self.sessions.values():
+            self._waits.expire(session, now_s, out)
+            self._reads.expire(session, now_s, out)
+            self._writes.expire(session, now_s, out)
+        self._writes.end_quarantine(now_s, out)
+        self._find_next_deadline()
+
+    def _disconnected(self, event: Disconnected, now_s: float, out: list[Action]) -> None:
+        session = self.sessions.pop(event.connection, None)
+        if session is None:
+            return
+        self._waits.disconnected(session)
+        self._reads.disconnected(session, out)
+        self._writes.disconnected(session, event.by_peer, now_s, out)
+        out[:] = [action for action in out if not isinstance(action, CancelTransfers)]
+        if session.transfers:
+            out.append(CancelTransfers(event.connection, tuple(sorted(session.transfers))))
+        self._expect(self._writes.next_quarantine_end_s())
+
+    # --- namespaces
+
+    def _open_namespace(
+        self, session: Session, request: m.OpenNamespace, now_s: float, out: list[Action]
+    ) -> None:
+        try:
+            namespace, is_new = self._namespaces.open(request.name, request.geometry)
+        except NamespaceError as error:
+            out.append(Answer(session.connection, m.Fault(request.id, error.code, str(error))))
+            return
+        if is_new:
+            out.append(SaveNamespaces(self._namespaces.dump()))
+        out.append(Answer(session.connection, m.Opened(request.id, namespace.number)))
+
+    def _clear(self, session: Session, request: m.Clear, now_s: float, out: list[Action]) -> None:
+        count = self.store.clear(request.namespace, out)
+        out.append(Answer(session.connection, m.Done(request.id, count)))
+
+    def _drop_namespace(
+        self, session: Session, request: m.DropNamespace, now_s: float, out: list[Action]
+    ) -> None:
+        namespace = self._namespaces.drop(request.name)
+        count = 0
+        if namespace is not None:
+            for other in self.sessions.values():
+                self._writes.drop_namespace(other, namespace.number, out)
+                self._waits.drop_namespace(other, namespace.number, out)
+            count = self.store.clear(namespace.number, out)
+            self.store.forget(namespace.number)
+            out.append(SaveNamespaces(self._namespaces.dump()))
+        out.append(Answer(session.connection, m.Done(request.id, count)))
+
+    # --- pages
+
+    def _exists(self, session: Session, request: m.Exists, now_s: float, out: list[Action]) -> None:
+        committed = self.store.index.namespace(request.namespace).committed
+        mask = bytes([key in committed for key in request.keys])
+        out.append(Answer(session.connection, m.Present(request.id, mask)))
+
+    def _reserve(self, session: Session, request: m.Reserve, now_s: float, out: list[Action]) -> None:
+        self._writes.reserve(session, request, now_s, out)
+        self._expect(now_s + self._limits.reservation_lease_s)
+
+    def _commit(self, session: Session, request: m.Commit, now_s: float, out: list[Action]) -> None:
+        same_length = len(request.slots) == len(request.sequences) == len(request.checksums)
+        if not same_length or not all(0 <= checksum <= MAX_U64 for checksum in request.checksums):
+            message = "slots, sequences and checksums must be of one length, checksums of 64 bits"
+            out.append(Answer(session.connection, m.Fault(request.id, "bad_request", message)))
+            return
+        self._writes.commit(session, request, now_s, out)
+
+    def _on_commit(self, namespace: int, key: bytes, out: list[Action]) -> None:
+        self._waits.committed(namespace, key, self.sessions, out)
+
+    def _get(self, session: Session, request: m.Get, now_s: float, out: list[Action]) -> None:
+        self._reads.get(session, request, now_s, out)
+        self._expect(now_s + self._limits.lease_s)
+
+    def _wait(self, session: Session, request: m.Wait, now_s: float, out: list[Action]) -> None:
+        self._waits.begin(session, request, now_s, out)
+        waiter = session.waiters.get(request.id)
+        if waiter is not None:
+            self._expect(waiter.deadline_s)
+
+    def _discard(self, session: Session, request: m.Discard, now_s: float, out: list[Action]) -> None:
+        count = 0
+        for key, sequence in zip(request.keys, request.sequences, strict=False):
+            slot = self.store.find(request.namespace, key)
+            if slot != NONE and self.store.facts.sequence[slot] == sequence:
+                self.store.drop(slot, out)
+                count += 1
+        self._discarded += count
+        out.append(Answer(session.connection, m.Done(request.id, count)))
+
+    # --- the node
+
+    def _ping(self, session: Session, request: m.Ping, now_s: float, out: list[Action]) -> None:
+        out.append(Answer(session.connection, m.Done(request.id)))
+
+    def _status(self, session: Session, request: m.Status, now_s: float, out: list[Action]) -> None:
+        out.append(Answer(session.connection, self.status(request.id, now_s)))
+
+    def status(self, request_id: int, now_s: float) -> m.StatusReport:
+        """How the node is."""
+        store = self.store
+        in_state = store.bytes_in_state
+        return m.StatusReport(
+            id=request_id,
+            node=self.name,
+            incarnation=self.incarnation,
+            uptime_s=now_s - self._started_s,
+            capacity_bytes=store.slots.capacity_bytes,
+            free_bytes=in_state[FREE],
+            used_bytes=store.slots.capacity_bytes
+            - in_state[FREE]
+            - in_state[RESERVED]
+            - in_state[QUARANTINED],
+            reserved_bytes=in_state[RESERVED],
+            quarantined_bytes=in_state[QUARANTINED],
+            pages=len(store.index),
+            pins=sum(pin.count for session in self.sessions.values() for pin in session.pins.values()),
+            waiters=self._waits.open,
+            connections=len(self.sessions),
+            namespaces=[self._namespace_status(namespace.number) for namespace in self._namespaces],
+            counters=self._counters(),
+        )
+
+    def _namespace_status(self, number: int) -> m.NamespaceStatus:
+        namespace = self._namespaces[number]
+        pages = self.store.index.namespace(number)
+        return m.NamespaceStatus(
+            name=namespace.name,
+            pages=len(pages.committed),
+            page_bytes=pages.page_bytes,
+            geometry=namespace.geometry,
+            hits=pages.hits,
+            misses=pages.misses,
+            evictions=pages.evictions,
+        )
+
+    def _counters(self) -> dict[str, int]:
+        return {
+            "commits": self._writes.commits,
+            "commits_refused": self._writes.commits_refused,
+            "reservations_expired": self._writes.reservations_expired,
+            "reservations_full": self._writes.full,
+            "receives_failed": self._writes.receives_failed,
+            "sends_failed": self._reads.sends_failed,
+            "leases_expired": self._reads.leases_expired,
+            "evictions": self.store.evictions,
+            "discarded": self._discarded,
+            "tail_bytes": self.store.slots.tail_bytes,
+            **self._recovered,
+        }
+
+    # --- time
+
+    def _expect(self, deadline_s: float) -> None:
+        self.next_deadline_s = min(self.next_deadline_s, deadline_s)
+
+    def _find_next_deadline(self) -> None:
+        deadlines = [session.next_deadline_s() for session in self.sessions.values()]
+        self.next_deadline_s = min([*deadlines, self._writes.next_quarantine_end_s()])
+
+    def check(self) -> None:
+        """Assert that everything is conserved and nothing is owned by nobody. Slow: for tests."""
+        self.store.check()
+        self._waits.check()
+        reserved = [slot for session in self.sessions.values() for slot in session.reservations]
+        assert sorted(reserved) == self.store.slots_in_state(RESERVED)
+        for session in self.sessions.values():
+            held = [*session.reservations.values(), *session.quarantined.values()]
+            assert session.reserved_bytes == sum(reservation.slot_bytes for reservation in held)
+            assert session.reserved_bytes <= self._limits.max_reserved_bytes

@@ -1,0 +1,362 @@
+"""The pages of a node: the states of slots, eviction, accounting. Pure; appends its table updates to `out`.
+
+    from          to            by
+    FREE          RESERVED      reserve
+    RESERVED      COMMITTED     commit
+    RESERVED      FREE          give_back: aborted, failed, or the writer is gone and nothing writes any more
+    RESERVED      QUARANTINED   quarantine: the page can never be committed, but somebody may still be writing
+    QUARANTINED   FREE          give_back: now nobody is
+    COMMITTED     FREE          evicted, or dropped while nobody held it
+    COMMITTED     DOOMED        dropped while held: found by nobody new, bytes stay for those who hold it
+    DOOMED        FREE          the last holder let go
+
+Only COMMITTED pages are found by key. `holds` counts who is reading a slot; a held slot is neither evicted
+nor freed. At all times, in bytes of slots: free + used + reserved + quarantined = capacity, where used is
+COMMITTED and DOOMED, and free includes unassigned slabs and tails; `check` recounts it.
+
+Space is found in this order: a free slot of the class; an unassigned slab; the slab of another class that was
+not used for longer than our own best victim (so that classes share the arena by recency); our own best
+victim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+import numpy as np
+
+from pdserve.kvpool.events import Action, AssignSlab, FreeRow, WriteRow
+from pdserve.kvpool.index import NONE, Facts, Index
+from pdserve.kvpool.policies.base import EvictionPolicy, Links
+from pdserve.kvpool.policies.lru import Lru
+from pdserve.kvpool.recovery import TableContents
+from pdserve.kvpool.slots import SlotAllocator
+from pdserve.kvpool.table import COMMITTED as ROW_COMMITTED
+from pdserve.kvpool.table import RESERVED as ROW_RESERVED
+
+FREE: Final = 0
+RESERVED: Final = 1
+COMMITTED: Final = 2
+DOOMED: Final = 3
+QUARANTINED: Final = 4
+
+
+class PageStore:
+    """All slots of one arena. `first_sequence` must exceed every sequence that an earlier
+    incarnation used.
+    """
+
+    def __init__(
+        self,
+        slots: SlotAllocator,
+        first_sequence: int,
+        make_policy: Callable[[Links], EvictionPolicy] = Lru,
+    ) -> None:
+        self.slots = slots
+        self.index = Index()
+        self.facts = Facts(slots.slots)
+        self.bytes_in_state = [slots.capacity_bytes, 0, 0, 0, 0]
+        self.evictions = 0
+        self._state = bytearray(slots.slots)
+        self._holds: dict[int, int] = {}
+        self._next_sequence = first_sequence
+        self._uses = 0  # counts insertions and hits: the time scale of last_use
+        self._slab_last_use = np.zeros(slots.slabs, dtype=np.uint64)
+        self._links = Links(slots.slots)
+        self._make_policy = make_policy
+        self._policies: dict[int, dict[int, EvictionPolicy]] = {}  # slot_bytes -> namespace -> policy
+
+    # --- looking
+
+    def find(self, namespace: int, key: bytes) -> int:
+        """The slot of a committed page, or NONE."""
+        return self.index.find(namespace, key)
+
+    def is_writing(self, namespace: int, key: bytes) -> bool:
+        return key in self.index.namespace(namespace).writing
+
+    def state(self, slot: int) -> int:
+        return self._state[slot]
+
+    @property
+    def held_slots(self) -> int:
+        return len(self._holds)
+
+    # --- writing
+
+    def reserve(
+        self, namespace: int, key: bytes, length_bytes: int, now_s: float, out: list[Action]
+    ) -> int | None:
+        """A slot for a key that is neither committed nor being written; None when nothing can make room.
+
+        The caller has checked that the page fits a slab.
+        """
+        slot_bytes = self.slots.class_of(length_bytes)
+        assert slot_bytes is not None
+        slot = self._make_room(slot_bytes, out)
+        if slot == NONE:
+            return None
+        facts = self.facts
+        facts.key[slot] = key
+        facts.namespace[slot] = namespace
+        facts.length_bytes[slot] = length_bytes
+        facts.checksum[slot] = 0
+        facts.sequence[slot] = sequence = self._next_sequence
+        self._next_sequence += 1
+        self.index.namespace(namespace).writing[key] = slot
+        self._move(slot, RESERVED)
+        self._use(slot)
+        out.append(WriteRow(slot, ROW_RESERVED, key, namespace, length_bytes, 0, sequence))
+        return slot
+
+    def commit(self, slot: int, checksum: int, now_s: float, out: list[Action]) -> None:
+        """Make a RESERVED page readable."""
+        facts = self.facts
+        key, namespace = self._key(slot), facts.namespace[slot]
+        pages = self.index.namespace(namespace)
+        del pages.writing[key]
+        pages.committed[key] = slot
+        pages.page_bytes += facts.length_bytes[slot]
+        facts.checksum[slot] = checksum
+        self._move(slot, COMMITTED)
+        self._use(slot)
+        self._policy(slot).on_insert(slot, now_s)
+        length_bytes, sequence = facts.length_bytes[slot], facts.sequence[slot]
+        out.append(WriteRow(slot, ROW_COMMITTED, key, namespace, length_bytes, checksum, sequence))
+
+    def quarantine(self, slot: int) -> None:
+        """A RESERVED page will not be committed; its key is free to be reserved again, its slot is not."""
+        del self.index.namespace(self.facts.namespace[slot]).writing[self._key(slot)]
+        self._move(slot, QUARANTINED)
+
+    def give_back(self, slot: int, out: list[Action]) -> None:
+        """Free a RESERVED or QUARANTINED slot."""
+        if self._state[slot] == RESERVED:
+            del self.index.namespace(self.facts.namespace[slot]).writing[self._key(slot)]
+        self._free(slot, out)
+
+    # --- reading
+
+    def touch(self, slot: int, now_s: float) -> None:
+        """The page was read."""
+        self._use(slot)
+        self._policy(slot).on_hit(slot, now_s)
+
+    def hold(self, slot: int) -> None:
+        self._holds[slot] = self._holds.get(slot, 0) + 1
+
+    def let_go(self, slot: int, out: list[Action]) -> None:
+        """Undo one `hold`."""
+        left = self._holds[slot] - 1
+        if left:
+            self._holds[slot] = left
+            return
+        del self._holds[slot]
+        if self._state[slot] == DOOMED:
+            self._free(slot, out)
+
+    # --- dropping
+
+    def drop(self, slot: int, out: list[Action]) -> None:
+        """A COMMITTED page is found no more, from now on; its slot is freed when nobody holds it."""
+        namespace = self.facts.namespace[slot]
+        pages = self.index.namespace(namespace)
+        del pages.committed[self._key(slot)]
+        pages.page_bytes -= self.facts.length_bytes[slot]
+        self._policy(slot).on_remove(slot)
+        if slot in self._holds:
+            self._move(slot, DOOMED)
+            out.append(FreeRow(slot))  # not recovered after a crash, and readers' own check fails
+        else:
+            self._free(slot, out)
+
+    def clear(self, namespace: int, out: list[Action]) -> int:
+        """Drop every page of the namespace; how many."""
+        dropped = list(self.index.namespace(namespace).committed.values())
+        for slot in dropped:
+            self.drop(slot, out)
+        return len(dropped)
+
+    def forget(self, namespace: int) -> None:
+        """The namespace is dropped, and has neither pages nor reservations left."""
+        self.index.forget(namespace)
+        for policies in self._policies.values():
+            policies.pop(namespace, None)
+
+    # --- restart
+
+    def restore(self, contents: TableContents, now_s: float) -> None:
+        """Take over what recovery kept, into an empty store; quarantined slots have no key any more."""
+        taken = np.sort(np.concatenate([contents.slots, np.array(contents.quarantined, dtype=np.int64)]))
+        self.slots.restore(contents.slab_class, taken)
+        facts, slots = self.facts, contents.slots
+        np.frombuffer(facts.namespace, np.uint32)[slots] = contents.namespaces
+        np.frombuffer(facts.length_bytes, np.uint32)[slots] = contents.lengths
+        np.frombuffer(facts.checksum, np.uint64)[slots] = contents.checksums
+        np.frombuffer(facts.sequence, np.uint64)[slots] = contents.sequences
+        np.frombuffer(facts.last_use, np.uint64)[slots] = np.arange(1, len(slots) + 1)
+        np.frombuffer(self._state, np.uint8)[slots] = COMMITTED
+        np.frombuffer(self._state, np.uint8)[contents.quarantined] = QUARANTINED
+        self._uses = len(slots)
+        slab_of = slots // self.slots.slots_per_slab
+        np.maximum.at(self._slab_last_use, slab_of, np.arange(1, len(slots) + 1, dtype=np.uint64))
+        for slot, key in zip(slots.tolist(), contents.keys, strict=True):
+            facts.key[slot] = key
+        classes = np.array(self.slots.slab_class, dtype=np.int64)[slab_of]
+        self._restore_pages(contents, classes, now_s)
+        quarantined = sum(self.slots.slot_bytes(slot) for slot in contents.quarantined)
+        used = int(classes.sum())
+        self.bytes_in_state = [self.slots.capacity_bytes - used - quarantined, 0, used, 0, quarantined]
+        if len(slots):
+            self._next_sequence = max(self._next_sequence, int(contents.sequences.max()) + 1)
+
+    def _restore_pages(
+        self, contents: TableContents, classes: np.ndarray[tuple[int], np.dtype[np.int64]], now_s: float
+    ) -> None:
+        for namespace in np.unique(contents.namespaces).tolist():
+            mine = np.flatnonzero(contents.namespaces == namespace)
+            slots = contents.slots[mine]
+            pages = self.index.namespace(namespace)
+            pages.committed = dict(
+                zip([contents.keys[i] for i in mine.tolist()], slots.tolist(), strict=True)
+            )
+            pages.page_bytes = int(contents.lengths[mine].sum())
+            for slot_bytes in np.unique(classes[mine]).tolist():
+                policy = self._policies.setdefault(slot_bytes, {})[namespace] = self._make_policy(self._links)
+                policy.restore(slots[classes[mine] == slot_bytes], now_s)
+
+    # --- room
+
+    def _make_room(self, slot_bytes: int, out: list[Action]) -> int:
+        slots = self.slots
+        slot = slots.allocate(slot_bytes)
+        if slot != NONE:
+            return slot
+        if not slots.has_unassigned:
+            victim = self._best_victim(slot_bytes)
+            newer_than = self.facts.last_use[victim] if victim != NONE else self._uses + 1
+            if not self._take_over_slab(slot_bytes, newer_than, out):
+                if victim == NONE:
+                    return NONE
+                self._evict(victim, out)
+                # the victim's slab may have become unassigned, if it was its only page
+                slot = slots.allocate(slot_bytes)
+                if slot != NONE:
+                    return slot
+        slab = slots.assign(slot_bytes)
+        self._slab_last_use[slab] = self._uses
+        out.append(AssignSlab(slab, slot_bytes))
+        return slots.allocate(slot_bytes)
+
+    def _best_victim(self, slot_bytes: int) -> int:
+        """Of each namespace's best victim that nobody holds, the one unused for longest; or NONE."""
+        best = NONE
+        last_use = self.facts.last_use
+        for policy in self._policies.get(slot_bytes, {}).values():
+            victim = next((slot for slot in policy.victims() if slot not in self._holds), NONE)
+            if victim != NONE and (best == NONE or last_use[victim] < last_use[best]):
+                best = victim
+        return best
+
+    def _take_over_slab(self, slot_bytes: int, newer_than: int, out: list[Action]) -> bool:
+        """Empty the slab of another class that was unused for longest, if that is longer than
+        `newer_than`.
+        """
+        classes = np.frombuffer(self.slots.slab_class, dtype=np.uint64)
+        others = np.flatnonzero((classes != slot_bytes) & (classes != 0) & (self._slab_last_use < newer_than))
+        if not len(others):
+            return False
+        held = {self.slots.slab_of(slot) for slot in self._holds}
+        for slab in others[np.argsort(self._slab_last_use[others], kind="stable")].tolist():
+            start = slab * self.slots.slots_per_slab
+            states = self._state[start : start + self.slots.slots_per_slab]
+            if slab in held or RESERVED in states or QUARANTINED in states:
+                continue
+            for place, state in enumerate(states):
+                if state == COMMITTED:
+                    self._evict(start + place, out)
+            return True
+        return False
+
+    def _evict(self, slot: int, out: list[Action]) -> None:
+        self.evictions += 1
+        self.index.namespace(self.facts.namespace[slot]).evictions += 1
+        self.drop(slot, out)
+
+    # --- states
+
+    def _move(self, slot: int, state: int) -> None:
+        slot_bytes = self.slots.slot_bytes(slot)
+        self.bytes_in_state[self._state[slot]] -= slot_bytes
+        self.bytes_in_state[state] += slot_bytes
+        self._state[slot] = state
+
+    def _free(self, slot: int, out: list[Action]) -> None:
+        self._move(slot, FREE)
+        self.facts.key[slot] = None
+        out.append(FreeRow(slot))
+        if self.slots.free(slot):
+            out.append(AssignSlab(self.slots.slab_of(slot), 0))
+
+    def _use(self, slot: int) -> None:
+        self._uses += 1
+        self.facts.last_use[slot] = self._uses
+        self._slab_last_use[slot // self.slots.slots_per_slab] = self._uses
+
+    def _key(self, slot: int) -> bytes:
+        key = self.facts.key[slot]
+        assert key is not None
+        return key
+
+    def _policy(self, slot: int) -> EvictionPolicy:
+        by_namespace = self._policies.setdefault(self.slots.slot_bytes(slot), {})
+        namespace = self.facts.namespace[slot]
+        policy = by_namespace.get(namespace)
+        if policy is None:
+            policy = by_namespace[namespace] = self._make_policy(self._links)
+        return policy
+
+    # --- conservation
+
+    def slots_in_state(self, state: int) -> list[int]:
+        """Ascending. Slow: for tests."""
+        return [slot for slot, found in enumerate(self._state) if found == state]
+
+    def check(self) -> None:
+        """Assert that every page and every byte is accounted for. Slow: for tests."""
+        taken = [slot for slot, state in enumerate(self._state) if state != FREE]
+        self.slots.check(taken)
+        counted = [0] * 5
+        for slot in taken:
+            counted[self._state[slot]] += self.slots.slot_bytes(slot)
+        counted[FREE] = self.slots.capacity_bytes - sum(counted)
+        assert counted == self.bytes_in_state
+        assert self.slots.allocated_bytes == sum(counted[1:])
+        assert counted[FREE] >= 0
+        indexed = dict(self._indexed())
+        assert len(indexed) == sum(self._state[slot] in (RESERVED, COMMITTED) for slot in taken)
+        for slot, (state, namespace, key) in indexed.items():
+            assert (self._state[slot], self.facts.namespace[slot]) == (state, namespace)
+            assert self.facts.key[slot] == key
+        for slot in self._holds:
+            assert self._state[slot] in (COMMITTED, DOOMED)
+        assert all(slot in self._holds for slot in taken if self._state[slot] == DOOMED)
+        self._check_policies(slot for slot in taken if self._state[slot] == COMMITTED)
+
+    def _check_policies(self, committed: Iterable[int]) -> None:
+        ordered = [
+            slot
+            for by_namespace in self._policies.values()
+            for policy in by_namespace.values()
+            for slot in policy.victims()
+        ]
+        assert sorted(ordered) == sorted(committed)
+
+    def _indexed(self) -> Iterator[tuple[int, tuple[int, int, bytes]]]:
+        for namespace, pages in self.index:
+            assert not pages.committed.keys() & pages.writing.keys()
+            assert pages.page_bytes == sum(self.facts.length_bytes[slot] for slot in pages.committed.values())
+            for state, slots in ((COMMITTED, pages.committed), (RESERVED, pages.writing)):
+                for key, slot in slots.items():
+                    yield slot, (state, namespace, key)

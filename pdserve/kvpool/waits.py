@@ -1,0 +1,85 @@
+"""Clients that wait for pages to be committed. Pure."""
+
+from __future__ import annotations
+
+from pdserve.kvpool.events import Action, Answer
+from pdserve.kvpool.index import NONE
+from pdserve.kvpool.leases import Session, Waiter
+from pdserve.kvpool.messages import Fault, Present, Wait
+from pdserve.kvpool.store import PageStore
+
+MAX_WAIT_S = 600.0  # longer waits are answered then; nobody has a use for one
+
+
+class Waits:
+    """Open waits by key. A wait is answered once, when nothing is missing or at its deadline."""
+
+    def __init__(self, store: PageStore, max_per_session: int) -> None:
+        self._store = store
+        self._max_per_session = max_per_session
+        self._by_key: dict[tuple[int, bytes], list[Waiter]] = {}
+        self.open = 0
+
+    def begin(self, session: Session, request: Wait, now_s: float, out: list[Action]) -> None:
+        """Answer at once when all keys are committed or there is no time to wait."""
+        missing = {key for key in request.keys if self._store.find(request.namespace, key) == NONE}
+        timeout_s = min(request.timeout_s, MAX_WAIT_S)
+        if not missing or not timeout_s > 0:  # NaN included
+            out.append(Answer(session.connection, Present(request.id, self._mask(request))))
+            return
+        if len(session.waiters) >= self._max_per_session or request.id in session.waiters:
+            message = (
+                f"{len(session.waiters)} waits are open on this connection, at most {self._max_per_session}"
+            )
+            out.append(Answer(session.connection, Fault(request.id, "too_many_waiters", message)))
+            return
+        waiter = Waiter(
+            session.connection, request.id, request.namespace, request.keys, missing, now_s + timeout_s
+        )
+        session.waiters[request.id] = waiter
+        self.open += 1
+        for key in missing:
+            self._by_key.setdefault((request.namespace, key), []).append(waiter)
+
+    def committed(self, namespace: int, key: bytes, sessions: dict[int, Session], out: list[Action]) -> None:
+        """A page is readable now: answer the waits for which it was the last one."""
+        for waiter in self._by_key.pop((namespace, key), ()):
+            waiter.missing.discard(key)
+            if not waiter.missing:
+                self.answer(sessions[waiter.connection], waiter, out)
+
+    def answer(self, session: Session, waiter: Waiter, out: list[Action]) -> None:
+        """End the wait with what is committed now."""
+        self._remove(session, waiter)
+        out.append(Answer(session.connection, Present(waiter.request_id, self._mask(waiter))))
+
+    def expire(self, session: Session, now_s: float, out: list[Action]) -> None:
+        for waiter in [waiter for waiter in session.waiters.values() if waiter.deadline_s <= now_s]:
+            self.answer(session, waiter, out)
+
+    def drop_namespace(self, session: Session, namespace: int, out: list[Action]) -> None:
+        """What they wait for will never come: answer them now."""
+        for waiter in [waiter for waiter in session.waiters.values() if waiter.namespace == namespace]:
+            self.answer(session, waiter, out)
+
+    def disconnected(self, session: Session) -> None:
+        for waiter in list(session.waiters.values()):
+            self._remove(session, waiter)
+
+    def _remove(self, session: Session, waiter: Waiter) -> None:
+        del session.waiters[waiter.request_id]
+        self.open -= 1
+        for key in waiter.missing:
+            others = self._by_key[waiter.namespace, key]
+            others.remove(waiter)
+            if not others:
+                del self._by_key[waiter.namespace, key]
+
+    def _mask(self, request: Wait | Waiter) -> bytes:
+        find, namespace = self._store.find, request.namespace
+        return bytes([find(namespace, key) != NONE for key in request.keys])
+
+    def check(self) -> None:
+        """Assert that nothing is left behind. For tests."""
+        waiters = {id(waiter) for waiters in self._by_key.values() for waiter in waiters}
+        assert len(waiters) == self.open

@@ -1,0 +1,250 @@
+"""Reservations and commits. Pure.
+
+A reservation ends in exactly one way: committed; given up while its writer has stopped (aborted, failed,
+client gone), which frees the slot at once; or overdue while its writer may still be writing into the mapped
+slot, which quarantines it until the writer says that it stopped, or is gone. When we closed the connection
+ourselves, that the socket ended says nothing of the writer: such slots stay quarantined for `quarantine_s`.
+
+Over UCX the node itself receives, so it knows: the receive is cancelled, and the slot freed when it is
+reported done. A commit that arrives before its receives are done is answered when they are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from pdserve.kvpool.events import Action, Answer, CancelTransfers, StartReceive
+from pdserve.kvpool.index import NONE
+from pdserve.kvpool.leases import NO_TRANSFER, Limits, PendingCommit, Reservation, Session
+from pdserve.kvpool.messages import (
+    BUSY,
+    FULL,
+    GRANTED,
+    PRESENT,
+    TOO_LARGE,
+    Abort,
+    Commit,
+    Committed,
+    Grant,
+    Reserve,
+    Reserved,
+)
+from pdserve.kvpool.reading import Tags
+from pdserve.kvpool.store import QUARANTINED, PageStore
+
+_PRESENT, _BUSY, _FULL, _TOO_LARGE = Grant(PRESENT), Grant(BUSY), Grant(FULL), Grant(TOO_LARGE)
+
+
+class Writes:
+    """Reservations of all sessions. `on_commit(namespace, key, out)` is called as each page
+    becomes readable.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        limits: Limits,
+        tags: Tags,
+        on_commit: Callable[[int, bytes, list[Action]], None],
+    ) -> None:
+        self._store = store
+        self._limits = limits
+        self._tags = tags
+        self._on_commit = on_commit
+        self._receives: dict[int, Reservation] = {}  # by tag
+        self._timed: deque[tuple[float, int]] = deque()  # (until, slot) in quarantine, without a session
+        self.commits = 0
+        self.commits_refused = 0
+        self.reservations_expired = 0
+        self.full = 0
+        self.receives_failed = 0
+
+    # --- reserve
+
+    def reserve(self, session: Session, request: Reserve, now_s: float, out: list[Action]) -> None:
+        slot_bytes = self._store.slots.class_of(sum(request.segment_bytes))
+        segments = tuple(request.segment_bytes)
+        grants = [
+            self._grant(session, request.namespace, key, segments, slot_bytes, now_s, out)
+            for key in request.keys
+        ]
+        out.append(Answer(session.connection, Reserved(request.id, grants)))
+
+    def _grant(
+        self,
+        session: Session,
+        namespace: int,
+        key: bytes,
+        segments: tuple[int, ...],
+        slot_bytes: int | None,
+        now_s: float,
+        out: list[Action],
+    ) -> Grant:
+        store = self._store
+        if store.find(namespace, key) != NONE:
+            return _PRESENT
+        if store.is_writing(namespace, key):
+            return _BUSY
+        if slot_bytes is None:
+            return _TOO_LARGE
+        slot = None
+        if session.reserved_bytes + slot_bytes <= self._limits.max_reserved_bytes:
+            slot = store.reserve(namespace, key, sum(segments), now_s, out)
+        if slot is None:
+            self.full += 1
+            return _FULL
+        sequence, offset = store.facts.sequence[slot], store.slots.offset(slot)
+        reservation = Reservation(slot, sequence, slot_bytes, now_s + self._limits.reservation_lease_s)
+        session.reservations[slot] = reservation
+        session.reserved_bytes += slot_bytes
+        if not session.mapped:
+            reservation.tag = self._tags.take(len(segments))
+            self._receives[reservation.tag] = reservation
+            session.transfers.add(reservation.tag)
+            out.append(StartReceive(session.connection, reservation.tag, offset, segments))
+        return Grant(GRANTED, slot, offset, sequence, reservation.tag)
+
+    # --- commit
+
+    def commit(self, session: Session, request: Commit, now_s: float, out: list[Action]) -> None:
+        pending = PendingCommit(request.id, bytearray(len(request.slots)), 0)
+        for place, (slot, sequence, checksum) in enumerate(
+            zip(request.slots, request.sequences, request.checksums, strict=True)
+        ):
+            reservation = session.reservations.get(slot)
+            if reservation is None or reservation.sequence != sequence or reservation.commit is not None:
+                self.commits_refused += 1
+                self._writer_stopped(session, slot, sequence, out)
+            elif reservation.tag != NO_TRANSFER:
+                reservation.checksum, reservation.commit, reservation.place = checksum, pending, place
+                pending.missing += 1
+            else:
+                self._commit(session, reservation, checksum, now_s, out)
+                pending.mask[place] = 1
+        if not pending.missing:
+            out.append(Answer(session.connection, Committed(request.id, bytes(pending.mask))))
+
+    def _commit(
+        self, session: Session, reservation: Reservation, checksum: int, now_s: float, out: list[Action]
+    ) -> None:
+        slot = reservation.slot
+        self._forget(session, reservation)
+        self._store.commit(slot, checksum, now_s, out)
+        self.commits += 1
+        key = self._store.facts.key[slot]
+        assert key is not None
+        self._on_commit(self._store.facts.namespace[slot], key, out)
+
+    def _resolve(self, session: Session, reservation: Reservation, ok: bool, out: list[Action]) -> None:
+        """The commit that waited for this page's receive knows its outcome."""
+        pending = reservation.commit
+        if pending is None:
+            return
+        pending.mask[reservation.place] = ok
+        pending.missing -= 1
+        if not pending.missing:
+            out.append(Answer(session.connection, Committed(pending.request_id, bytes(pending.mask))))
+
+    # --- ends of reservations
+
+    def abort(self, session: Session, request: Abort, out: list[Action]) -> None:
+        for slot, sequence in zip(request.slots, request.sequences, strict=False):
+            reservation = session.reservations.get(slot)
+            if reservation is not None and reservation.sequence == sequence:
+                self._end(session, reservation, writer_stopped=True, out=out)
+            else:
+                self._writer_stopped(session, slot, sequence, out)
+
+    def received(self, session: Session | None, tag: int, ok: bool, now_s: float, out: list[Action]) -> bool:
+        """A transfer ended; False when it was none of ours. `session` is None when the client is gone."""
+        reservation = self._receives.pop(tag, None)
+        if reservation is None:
+            return False
+        reservation.tag = NO_TRANSFER
+        if session is not None:
+            session.transfers.discard(tag)
+        if self._store.state(reservation.slot) == QUARANTINED:
+            if session is not None:
+                del session.quarantined[reservation.slot]
+                session.reserved_bytes -= reservation.slot_bytes
+            self._store.give_back(reservation.slot, out)
+            return True
+        assert session is not None, "a reservation without a session is quarantined"
+        if not ok:
+            self.receives_failed += 1
+            self._end(session, reservation, writer_stopped=True, out=out)
+        elif reservation.commit is not None:
+            self._commit(session, reservation, reservation.checksum, now_s, out)
+            self._resolve(session, reservation, True, out)
+        return True
+
+    def expire(self, session: Session, now_s: float, out: list[Action]) -> None:
+        due = []
+        for reservation in session.reservations.values():
+            if reservation.deadline_s > now_s:
+                break
+            due.append(reservation)
+        for reservation in due:
+            self.reservations_expired += 1
+            self._end(session, reservation, writer_stopped=False, out=out)
+
+    def drop_namespace(self, session: Session, namespace: int, out: list[Action]) -> None:
+        """End this session's reservations in a namespace that is going."""
+        for reservation in list(session.reservations.values()):
+            if self._store.facts.namespace[reservation.slot] == namespace:
+                self._end(session, reservation, writer_stopped=False, out=out)
+
+    def disconnected(self, session: Session, by_peer: bool, now_s: float, out: list[Action]) -> None:
+        """End all that the session had; slots that may still be written to stay in quarantine."""
+        for reservation in list(session.reservations.values()):
+            reservation.commit = None  # nobody is there to be answered
+            self._end(session, reservation, writer_stopped=by_peer, out=out)
+        for reservation in session.quarantined.values():
+            if reservation.tag != NO_TRANSFER:
+                continue  # freed by `received`
+            if by_peer:
+                self._store.give_back(reservation.slot, out)
+            else:
+                self._timed.append((now_s + self._limits.quarantine_s, reservation.slot))
+        session.quarantined.clear()
+
+    def _end(
+        self, session: Session, reservation: Reservation, *, writer_stopped: bool, out: list[Action]
+    ) -> None:
+        slot = reservation.slot
+        if reservation.tag != NO_TRANSFER or (session.mapped and not writer_stopped):
+            del session.reservations[slot]
+            session.quarantined[slot] = reservation
+            self._store.quarantine(slot)
+            if reservation.tag != NO_TRANSFER:
+                out.append(CancelTransfers(session.connection, (reservation.tag,)))
+        else:
+            self._forget(session, reservation)
+            self._store.give_back(slot, out)
+        self._resolve(session, reservation, False, out)
+
+    def _forget(self, session: Session, reservation: Reservation) -> None:
+        del session.reservations[reservation.slot]
+        session.reserved_bytes -= reservation.slot_bytes
+
+    def _writer_stopped(self, session: Session, slot: int, sequence: int, out: list[Action]) -> None:
+        """The writer of an overdue reservation says that it stopped writing."""
+        reservation = session.quarantined.get(slot)
+        if reservation is not None and reservation.sequence == sequence and reservation.tag == NO_TRANSFER:
+            del session.quarantined[slot]
+            session.reserved_bytes -= reservation.slot_bytes
+            self._store.give_back(slot, out)
+
+    # --- quarantine without a session
+
+    def quarantine_until(self, slots: list[int], until_s: float) -> None:
+        """Slots that an earlier incarnation had reserved."""
+        self._timed.extend((until_s, slot) for slot in slots)
+
+    def end_quarantine(self, now_s: float, out: list[Action]) -> None:
+        while self._timed and self._timed[0][0] <= now_s:
+            self._store.give_back(self._timed.popleft()[1], out)
+
+    def next_quarantine_end_s(self) -> float:
+        return self._timed[0][0] if self._timed else float("inf")
