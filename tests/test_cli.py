@@ -42,7 +42,7 @@ def test_help_imports_no_torch_and_no_sglang_and_is_quick() -> None:
 def test_every_sub_command_has_help(name: str) -> None:
     shown = pdserve(name, "--help")
     assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.startswith(f"Usage: pdserve {name} ")
+    assert f"Usage: pdserve {name} " in shown.stdout
 
 
 def test_no_words_show_the_help() -> None:
