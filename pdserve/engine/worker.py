@@ -37,6 +37,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A prefill, decode or aggregated worker."""
 
     engine: Annotated[EngineConfig, Meta(description="SGLang.")]
+    storage: Annotated[
+        Literal["pool", "file", "none"],
+        Meta(
+            description="Where pages go beyond this worker: pool, SGLang's file backend, or none (plain SGLang)."
+        ),
+    ] = "pool"
     pool: Annotated[PoolClientConfig, Meta(description="The KV page pool.")] = PoolClientConfig()
     publish_timeout_s: Annotated[
         float, Meta(gt=0, description="How long a prefill waits for its pages to be committed in the pool.")

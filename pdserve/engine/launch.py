@@ -1,0 +1,78 @@
+"""The start of a worker: checks, identity of its pages, SGLang's server with the role's routes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from pdserve.engine.args import Storage, server_argv, served_model_name
+from pdserve.engine.server import parse_args, prepare_engine, serve, until_stopped
+from pdserve.engine.worker import (
+    Engine,
+    Role,
+    RoleParts,
+    Worker,
+    WorkerConfig,
+    check_namespace,
+    install,
+)
+from pdserve.errors import ConfigError
+from pdserve.kvpool.aclient import AsyncPoolClient
+
+logger = logging.getLogger(__name__)
+
+
+def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleParts]) -> int:
+    """Serve until SIGTERM or Ctrl-C; the exit status.
+
+    Raises ConfigError or StartupError, each one line, before SGLang loads the model where possible.
+    """
+    if config.storage == "pool" and not config.pool.nodes:
+        raise ConfigError(
+            "pool.nodes is empty: list the pool's nodes, or set storage to none (or file) to run without a pool"
+        )
+    with until_stopped():
+        device = prepare_engine(config.engine)
+        # SGLang may be imported from here on
+        from pdserve.engine.geometry import kv_identity
+
+        plain = server_argv(config.engine, role, device, {} if config.storage == "pool" else None)
+        identity = kv_identity(parse_args(plain))
+        label = served_model_name(config.engine)
+        namespace = config.pool.namespace or identity.geometry.namespace(label)
+        if config.storage == "pool":
+            check_namespace(config.pool, namespace, identity)
+        pool = AsyncPoolClient(config.pool, namespace, identity.geometry.as_dict())
+
+        def configure(app: Any) -> None:
+            worker = Worker(role, config, namespace, identity, Engine(app), pool)
+            install(app, worker, parts(worker))
+
+        argv = server_argv(
+            config.engine, role, device, _storage(config, namespace, identity.geometry.as_dict())
+        )
+        logger.info("worker %s of %s, namespace %s", role, label, namespace)
+        serve(argv, configure_app=configure)
+    return 0
+
+
+def _storage(config: WorkerConfig, namespace: str, geometry: dict[str, str]) -> Storage:
+    if config.storage == "none":
+        return None
+    if config.storage == "file":
+        return "file"
+    return {
+        "backend_name": "pdserve",
+        "module_path": "pdserve.kvpool.hicache",
+        "class_name": "PdserveHiCache",
+        "interface_v1": 1,
+        # read by hicache.BackendSettings
+        "pdserve": {
+            "pool": msgspec.to_builtins(config.pool),
+            "namespace": namespace,
+            "geometry": geometry,
+        },
+    }
