@@ -59,7 +59,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     overload_factor: Annotated[
         float,
         Meta(ge=1, description="A session leaves a worker with more than this times the mean of requests."),
-    ] = 2.0
+    ] = 1.5
     overload_min_requests: Annotated[
         int, Meta(ge=1, description="A worker with at most this many requests is never called overloaded.")
     ] = 8

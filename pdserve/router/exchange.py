@@ -219,6 +219,7 @@ class Connection(asyncio.Protocol):
     def cut(self) -> None:
         """Close at once; what was not sent yet is dropped."""
         self._closed = True
+        self._pool.forget(self)
         if self._transport is not None:
             self._transport.abort()
 
@@ -291,7 +292,6 @@ class Connection(asyncio.Protocol):
 
     def _drop(self) -> None:
         self._keep_alive = False
-        self._pool.forget(self)
         self.cut()
 
     # --- httptools

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pdserve.config import load_config, options
+from pdserve.errors import ConfigError
+from pdserve.router.config import RouterConfig, parse_base_url
+from pdserve.router.schema import parse_sources
+
+EXAMPLE = Path(__file__).parents[2] / "launch" / "router.toml"
+
+
+def test_the_example_shows_every_option_with_its_default() -> None:
+    config = load_config(RouterConfig, EXAMPLE, {})
+    assert msgspec.structs.replace(config, prefill=(), decode=()) == RouterConfig()
+    text = EXAMPLE.read_text()
+    for option in options(RouterConfig):
+        assert option.key.rpartition(".")[2] + " = " in text, option.key
+
+
+def test_every_option_is_described() -> None:
+    assert all(option.description for option in options(RouterConfig))
+
+
+def test_mode_follows_from_the_worker_lists() -> None:
+    assert RouterConfig(decode=("http://a:1",)).mode == "disagg"
+    assert RouterConfig(agg=("http://a:1",)).mode == "agg"
+    assert RouterConfig(agg=("http://a:1",), decode=("http://b:1",)).mode == "disagg"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"prefill": ["http://a:1"]}, "'decode' is empty"),
+        ({"decode": ["http://a:1"], "agg": ["http://a:1/"]}, "listed twice"),
+        ({"decode": ["a:1"]}, "http://HOST:PORT"),
+        ({"decode": ["https://a:1"]}, "http://HOST:PORT"),
+        ({"decode": ["http://a:99999"]}, "http://a:99999"),
+        ({"deadlines.prefil_s": 1.0}, "deadlines.prefill_s"),
+        ({"deadlines.total_s": 0.0}, "total_s"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_line(overrides: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(RouterConfig, None, overrides)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_base_urls() -> None:
+    assert parse_base_url("http://h:8") == ("h", 8)
+    assert parse_base_url("http://[::1]:8/") == ("::1", 8)
+
+
+@pytest.mark.parametrize("text", ["header:", "cookie:x", "user:x", "body:", "body:a..b", "header:a b", ""])
+def test_unknown_session_sources_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"session\.sources"):
+        parse_sources([text])

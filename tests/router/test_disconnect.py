@@ -1,0 +1,147 @@
+"""The client leaves, in every phase: what was under way for it is cut at once and nothing is left over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from .harness import Connection, Harness, chat_body, disagg, run
+from .mock_worker import EVENTS, Gate, MockWorker, hang, stream
+
+CHAT = "/v1/chat/completions"
+
+
+async def leave_at(harness: Harness, worker: MockWorker, gate: Gate) -> None:
+    client = await harness.connect()
+    await client.send(CHAT, json.dumps(chat_body(stream=True, user="u")).encode())
+    await gate.reached.wait()
+    loop = asyncio.get_running_loop()
+    left_s = loop.time()
+    client.leave()
+    await worker.wait_until(lambda: worker.disconnected == 1)
+    assert loop.time() - left_s < 1.0
+    await harness.assert_nothing_leaked()
+
+
+def test_leaving_while_settling() -> None:
+    async def main() -> None:
+        async with disagg() as (harness, [prefill], [decode]):
+            await harness.chat(user="u")
+            gate = Gate()
+            decode.script("/pd/settled", hang(gate))
+            await leave_at(harness, decode, gate)
+            assert len(prefill.requests) == 1
+            assert harness.stats.client_aborts == {"settle": 1}
+
+    run(main())
+
+
+def test_leaving_during_prefill() -> None:
+    async def main() -> None:
+        async with disagg() as (harness, [prefill], [decode]):
+            gate = Gate()
+            prefill.script("/pd/prefill", hang(gate))
+            await leave_at(harness, prefill, gate)
+            assert decode.requests == []
+            assert harness.stats.client_aborts == {"prefill": 1}
+
+    run(main())
+
+
+@pytest.mark.parametrize("gate_after", [-1, 0])
+def test_leaving_before_the_first_token(gate_after: int) -> None:
+    async def main() -> None:
+        async with disagg(decode=2) as (harness, _, decodes):
+            gate = Gate()
+            home = harness.router.dispatcher
+            for decode in decodes:
+                decode.script(CHAT, stream(EVENTS, gate, gate_after))
+            assert home is not None
+            client = await harness.connect()
+            await client.send(CHAT, json.dumps(chat_body(stream=True)).encode())
+            await gate.reached.wait()
+            client.leave()
+            [asked] = [decode for decode in decodes if decode.requests]
+            await asked.wait_until(lambda: asked.disconnected == 1)
+            await harness.assert_nothing_leaked()
+            assert harness.stats.client_aborts == {"decode": 1}
+            assert sum(harness.stats.decode_retries.values()) == 0
+
+    run(main())
+
+
+def test_leaving_in_mid_stream() -> None:
+    async def main() -> None:
+        async with disagg() as (harness, _, [decode]):
+            gate = Gate()
+            decode.script(CHAT, stream(EVENTS, gate, gate_after=2))
+            client = await harness.connect()
+            await client.send(CHAT, json.dumps(chat_body(stream=True)).encode())
+            await client.head()
+            assert await client.chunk() in (EVENTS[0], EVENTS[0] + EVENTS[1])
+            client.leave()
+            await decode.wait_until(lambda: decode.disconnected == 1)
+            await harness.assert_nothing_leaked()
+            assert harness.stats.client_aborts == {"stream": 1}
+
+    run(main())
+
+
+def test_leaving_while_still_sending_the_body() -> None:
+    async def main() -> None:
+        async with disagg() as (harness, [prefill], _):
+            client = await harness.connect()
+            head = f"POST {CHAT} HTTP/1.1\r\nhost: t\r\ncontent-length: 99\r\n\r\n{{"
+            client.writer.write(head.encode())
+            await client.writer.drain()
+            await harness.until_in_flight()
+            client.leave()
+            await harness.assert_nothing_leaked()
+            assert prefill.requests == []
+            assert harness.stats.client_aborts == {"body": 1}
+
+    run(main())
+
+
+def test_a_client_that_does_not_read_holds_up_only_itself() -> None:
+    async def main() -> None:
+        async with disagg() as (harness, _, [decode]):
+            sent = 0
+
+            async def flood(wire, request) -> None:  # type: ignore[no-untyped-def]
+                nonlocal sent
+                await wire.head(200, "text/event-stream")
+                while True:
+                    await wire.chunk(b"data: " + b"x" * 65536 + b"\n\n")
+                    sent += 1
+
+            decode.script(CHAT, flood)
+            client = await harness.connect()
+            await client.send(CHAT, json.dumps(chat_body(stream=True)).encode())
+            await client.head()
+            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            before = -1
+            while sent != before:  # until back-pressure has reached the worker
+                before = sent
+                for _ in range(100):
+                    await asyncio.sleep(0)
+            assert (await harness.chat()).status == 200
+            client.leave()
+            await decode.wait_until(lambda: decode.disconnected == 1)
+            await harness.assert_nothing_leaked()
+
+    run(main())
+
+
+def test_a_kept_connection_serves_one_request_after_another() -> None:
+    async def main() -> None:
+        async with disagg() as (harness, _, _):
+            client: Connection = await harness.connect()
+            for i in range(5):
+                await client.send(CHAT, json.dumps(chat_body(stream=bool(i % 2))).encode())
+                assert (await client.response()).status == 200
+            client.leave()
+
+    run(main())

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdserve.errors import RequestError
+from pdserve.router.config import Session
+from pdserve.router.fleet import Snapshot, Worker
+from pdserve.router.plan import NoWorkerError, Plan, Planner, Settle, choose_alternate, resolve_model
+from pdserve.router.policies import make_policy
+from pdserve.router.schema import Facts
+from pdserve.router.sessions import SessionEntry
+
+PREFILL = Worker("prefill", "http://p:1")
+D1, D2 = Worker("decode", "http://d1:1"), Worker("decode", "http://d2:1")
+AGG = Worker("agg", "http://a:1")
+CHAT = "/v1/chat/completions"
+
+
+def plan(
+    facts: Facts, prefill: tuple[Worker, ...] = (PREFILL,), decode: tuple[Worker, ...] = (D1, D2), **more: Any
+) -> Plan:
+    last = more.pop("last", None)
+    planner = Planner(
+        prefill_policy=make_policy("least_loaded", Session()),
+        decode_policy=make_policy("affinity", Session()),
+        prefill_endpoints=frozenset([CHAT]),
+        **more,
+    )
+    return planner.plan(facts, Snapshot(models=("m",), prefill=prefill, decode=decode), last)
+
+
+def test_a_prompt_is_prefilled_by_one_worker_and_decoded_by_another() -> None:
+    assert plan(Facts(CHAT)) == Plan(
+        decode=D1,
+        prefill=PREFILL,
+        candidates=(D1, D2),
+        reasons=("decode=least-loaded", "prefill=least-loaded"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("facts", "more", "why"),
+    [
+        (Facts(CHAT), {"prefill": ()}, "prefill=none-ready"),
+        (Facts("/generate"), {}, "prefill=no-stage"),
+        (Facts(CHAT, prompt_tokens_estimate=9), {"min_prefill_tokens": 10}, "prefill=short-prompt"),
+        (Facts(CHAT), {"decode": (AGG,)}, "prefill=agg"),
+    ],
+)
+def test_the_decode_worker_does_it_alone(facts: Facts, more: dict[str, Any], why: str) -> None:
+    made = plan(facts, **more)
+    assert made.prefill is None
+    assert why in made.reasons
+
+
+def test_no_worker_is_a_503() -> None:
+    with pytest.raises(NoWorkerError) as caught:
+        plan(Facts(CHAT), decode=())
+    assert caught.value.status == 503
+
+
+LAST = SessionEntry("r1", D2.id, 0.0)
+TURN = Facts(CHAT, session_key="s")
+
+
+def test_a_sessions_next_turn_goes_back_and_waits_for_its_pages_before_prefill() -> None:
+    made = plan(TURN, last=LAST)
+    assert made.decode is D2
+    assert made.settle == Settle(D2, "r1")
+
+
+def test_no_wait_when_the_worker_that_has_the_pages_does_it_alone() -> None:
+    made = plan(TURN, prefill=(), last=LAST)
+    assert made.decode is D2
+    assert made.settle is None
+
+
+def test_no_wait_for_a_worker_that_is_gone() -> None:
+    assert plan(TURN, decode=(D1,), last=LAST).settle is None
+
+
+def test_a_session_that_moves_waits_for_the_worker_it_leaves() -> None:
+    D2.in_flight = 50
+    try:
+        made = plan(TURN, prefill=(), last=LAST)
+    finally:
+        D2.in_flight = 0
+    assert made.decode is D1
+    assert made.settle == Settle(D2, "r1")
+
+
+@pytest.mark.parametrize(
+    ("requested", "served", "model"),
+    [
+        ("a", ["a", "b"], "a"),
+        (None, ["a"], "a"),
+        ("", ["a"], "a"),
+        ("default", ["a"], "a"),
+        ("a:adapter", ["a", "b"], "a"),
+        ("a:7b", ["a:7b", "a"], "a:7b"),
+    ],
+)
+def test_model_names(requested: str | None, served: list[str], model: str) -> None:
+    assert resolve_model(requested, served) == model
+
+
+@pytest.mark.parametrize(
+    ("requested", "served", "status"),
+    [("x", ["a"], 404), (None, ["a", "b"], 400), ("x", [], 503), ("default", ["a", "b"], 400)],
+)
+def test_models_that_are_not_served(requested: str | None, served: list[str], status: int) -> None:
+    with pytest.raises(RequestError) as caught:
+        resolve_model(requested, served)
+    assert caught.value.status == status
+    assert all(repr(name) in str(caught.value) for name in served)
+
+
+def test_the_alternate_is_the_least_loaded_that_was_not_tried() -> None:
+    a, b, c = (Worker("decode", f"http://{name}:1") for name in "abc")
+    a.in_flight, b.in_flight, c.in_flight = 0, 5, 3
+    assert choose_alternate((a, b, c), [a.id]) is c
+    assert choose_alternate((a,), [a.id]) is None

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.errors import RequestError
+from pdserve.router.schema import (
+    MAX_SESSION_KEY_CHARS,
+    estimate_prompt_tokens,
+    find_session_key,
+    parse_request,
+    parse_sources,
+)
+
+KNOWN = {"model", "stream", "user", "messages", "prompt"}
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.text().filter(lambda k: k not in KNOWN), JSON_VALUES))
+def test_any_other_parameter_passes(body: dict[str, object]) -> None:
+    view = parse_request(json.dumps(body).encode())
+    assert view.model is None
+
+
+@given(st.binary())
+def test_any_bytes_are_understood_or_refused_as_bad_request(body: bytes) -> None:
+    status = 200
+    try:
+        parse_request(body)
+    except RequestError as error:
+        status = error.status
+    assert status in (200, 400)
+
+
+def test_only_what_planning_needs_is_decoded() -> None:
+    view = parse_request(b'{"model":"m","stream":true,"user":"u","messages":[{"a":1}],"prompt":[1,2],"n":3}')
+    assert (view.model, view.stream, view.user) == ("m", True, "u")
+    assert bytes(view.messages) == b'[{"a":1}]'
+    assert bytes(view.prompt) == b"[1,2]"
+
+
+@pytest.mark.parametrize(
+    ("body", "said", "param"),
+    [
+        (b'{"model": "m"', "not valid JSON", None),
+        (b"", "not valid JSON", None),
+        (b"[1]", "must be a JSON object", None),
+        (b'{"model": 3}', "'model'", "model"),
+        (b'{"stream": "yes"}', "'stream'", "stream"),
+        (b'{"model": "\xff"}', "not valid JSON", None),
+        (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply", None),
+    ],
+)
+def test_bad_bodies_are_named(body: bytes, said: str, param: str | None) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_request(body)
+    assert caught.value.status == 400
+    assert said in str(caught.value)
+    assert caught.value.param == param
+
+
+def test_the_estimate_grows_with_the_prompt() -> None:
+    short = parse_request(b'{"prompt": "a"}')
+    long = parse_request(json.dumps({"prompt": "word " * 1000}).encode())
+    assert estimate_prompt_tokens(short) == 0
+    assert 1000 <= estimate_prompt_tokens(long) <= 1500
+
+
+def find(body: dict[str, object], *sources: str, **headers: str) -> str | None:
+    data = json.dumps(body).encode()
+    return find_session_key(parse_sources(sources), headers.get, parse_request(data), data)
+
+
+def test_session_key_sources_are_tried_in_order() -> None:
+    body: dict[str, object] = {"user": "u", "metadata": {"session": {"id": 7}}}
+    sources = ("header:Sid", "body:metadata.session.id", "user")
+    assert find(body, *sources, sid="s") == "s"
+    assert find(body, *sources) == "7"
+    assert find({"user": "u"}, *sources) == "u"
+    assert find({}, *sources) is None
+    assert find({"metadata": ["x"], "user": ""}, *sources) is None
+
+
+def test_a_long_session_key_is_digested_and_still_exact() -> None:
+    long = "k" * (MAX_SESSION_KEY_CHARS + 1)
+    first, second = find({"user": long}, "user"), find({"user": long + "x"}, "user")
+    assert first is not None
+    assert second is not None
+    assert first != second
+    assert len(first) <= MAX_SESSION_KEY_CHARS
