@@ -1,0 +1,281 @@
+"""The client's end of the UCX data path: control over a socket, pages as UCX tagged messages.
+
+    write_pages   every segment is one message to the tag that its Grant names; the node has posted the
+                  receives, straight into the slot, before the Grant was sent
+    read_pages    the node began to send when it answered Get; the receives go straight into the caller's
+                  buffers, and each page is checked as it completes, while it is still in the CPU's cache
+
+Pages of many small segments (HiCache's layer_first layout: two per layer) would cost a message each. They are
+gathered into one message through a staging buffer: `gathers` decides by the segments' sizes alone, so that
+the request (`call` rewrites its `segment_bytes`) and the transfer agree without state between them.
+
+Progress is made by the calling thread, inside calls. It polls for a moment, then sleeps on the worker's and
+the control socket's descriptors.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from pdserve.errors import PoolTimeout, PoolUnavailable
+from pdserve.kvpool.checksum import NO_CHECKSUM, checksum_page
+from pdserve.kvpool.messages import (
+    Abort,
+    DataPathChoice,
+    Get,
+    Grant,
+    Pin,
+    Release,
+    Reply,
+    Request,
+    Reserve,
+    UcxInfo,
+)
+from pdserve.kvpool.transports.base import CORRUPT, OK, Bytes1D, PageBuffers, PageOutcome
+from pdserve.kvpool.transports.control import ControlChannel, TcpAddress, make_hello, parse_address
+from pdserve.kvpool.transports.ucx import (
+    GREETED_TAG,
+    GREETING_BYTES,
+    GREETING_TAG,
+    Operation,
+    UcxLibrary,
+    UcxLink,
+)
+
+GATHER_BELOW_BYTES: Final = 128 * 1024  # mean segment size under which copying beats a message per segment
+SPIN_S: Final = 50e-6  # poll this long before sleeping: shorter than a wake-up costs
+
+
+class UcxConnector:
+    """Opens connections whose pages travel by UCX. Implements `base.Connector`."""
+
+    def __init__(
+        self,
+        client: str,
+        host_id: str,
+        *,
+        checksum: bool = True,
+        options: Mapping[str, str] | None = None,
+        token: str = "",
+        data_path: DataPathChoice = "ucx",
+    ) -> None:
+        self._client = client
+        self._host_id = host_id
+        self._checksum = checksum
+        self._options = dict(options or {})
+        self._token = token
+        self._data_path = data_path
+
+    def connect(self, address: str, deadline: float) -> UcxConnection:
+        """Raises PoolUnavailable, PoolTimeout, PoolRefused, and StartupError if UCX cannot be used here."""
+        hello = make_hello(self._client, self._host_id, self._data_path, self._token)
+        channel = ControlChannel.connect(address, hello, deadline)
+        return UcxConnection.open(channel, address, self._options, self._checksum, deadline)
+
+
+class UcxConnection:
+    """One client's connection to one node over UCX. Implements `base.Connection`."""
+
+    def __init__(self, channel: ControlChannel, link: UcxLink, checksum: bool) -> None:
+        self.welcome = channel.welcome
+        self._channel = channel
+        self._link = link
+        self._checksum = checksum
+        self._operations: list[Operation] = []  # under way; UCX may touch their buffers
+        self._staging = np.empty(0, np.uint8)
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        channel: ControlChannel,
+        address: str,
+        options: Mapping[str, str],
+        checksum: bool,
+        deadline: float,
+    ) -> UcxConnection:
+        """Connect UCX beside a greeted control channel, which this owns from now on (also when it raises).
+
+        Raises PoolUnavailable, PoolTimeout, StartupError.
+        """
+        try:
+            info = channel.welcome.ucx
+            if info is None:
+                raise PoolUnavailable(f"pool node {channel.welcome.node} offers no UCX to this client")
+            library = UcxLibrary()
+            # UCXX's contexts may not share workers between threads, so each connection has its own
+            link = UcxLink(library, library.context(options))
+        except BaseException:
+            channel.close()
+            raise
+        connection = cls(channel, link, checksum)
+        try:
+            connection._greet(info, _ucx_host(info, address), deadline)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    # -- control
+
+    def call(self, request: Request, deadline: float) -> Reply:
+        """See `base.Connection.call`."""
+        if isinstance(request, Reserve | Get) and gathers(request.segment_bytes):
+            request = msgspec.structs.replace(request, segment_bytes=[sum(request.segment_bytes)])
+        return self._channel.call(request, deadline)
+
+    def post(self, message: Abort | Release) -> None:
+        """See `base.Connection.post`."""
+        self._channel.post(message)
+
+    # -- pages
+
+    def write_pages(
+        self, grants: Sequence[Grant], pages: Sequence[PageBuffers], deadline: float
+    ) -> list[int]:
+        """See `base.Connection.write_pages`."""
+        with _EndOnError(self):
+            gather = bool(pages) and gathers([segment.nbytes for segment in pages[0]])
+            staged = self._stage(pages) if gather else None
+            checksums = []
+            for i, (grant, page) in enumerate(zip(grants, pages, strict=True)):
+                if staged is not None:
+                    np.concatenate(page, out=staged[i])
+                    page = (staged[i],)
+                for j, segment in enumerate(page):
+                    self._operations.append(self._link.send(segment, grant.tag + j))
+                checksums.append(checksum_page(page) if self._checksum else NO_CHECKSUM)
+                self._link.progress()
+            for operation in self._operations:
+                self._finish(operation, deadline)
+            self._operations.clear()
+            return checksums
+
+    def read_pages(
+        self, pins: Sequence[Pin], pages: Sequence[PageBuffers], deadline: float
+    ) -> list[PageOutcome]:
+        """See `base.Connection.read_pages`."""
+        with _EndOnError(self):
+            gather = bool(pages) and gathers([segment.nbytes for segment in pages[0]])
+            staged = self._stage(pages) if gather else None
+            for i, (pin, page) in enumerate(zip(pins, pages, strict=True)):
+                targets = page if staged is None else (staged[i],)
+                for j, segment in enumerate(targets):
+                    self._operations.append(self._link.receive(segment, pin.tag + j))
+            outcomes = []
+            operations = iter(self._operations)
+            for i, (pin, page) in enumerate(zip(pins, pages, strict=True)):
+                targets = page if staged is None else (staged[i],)
+                for _ in targets:
+                    self._finish(next(operations), deadline)
+                if staged is not None:
+                    _scatter(staged[i], page)
+                outcomes.append(self._check(pin, targets))
+            self._operations.clear()
+            return outcomes
+
+    def close(self) -> None:
+        """See `base.Connection.close`."""
+        if not self._closed:
+            self._closed = True
+            self._link.destroy(self._operations)
+            self._channel.close()
+
+    # -- within
+
+    def _check(self, pin: Pin, page: PageBuffers) -> PageOutcome:
+        if not self._checksum or pin.checksum == NO_CHECKSUM or checksum_page(page) == pin.checksum:
+            return OK
+        return CORRUPT
+
+    def _stage(self, pages: Sequence[PageBuffers]) -> list[Bytes1D]:
+        """One contiguous piece of the staging buffer per page; the buffer is kept from call to call."""
+        page_bytes = sum(segment.nbytes for segment in pages[0])
+        if self._staging.nbytes < page_bytes * len(pages):
+            self._staging = np.empty(page_bytes * len(pages), np.uint8)
+        return [self._staging[i * page_bytes : (i + 1) * page_bytes] for i in range(len(pages))]
+
+    def _greet(self, info: UcxInfo, host: str, deadline: float) -> None:
+        number = np.frombuffer(info.connection.to_bytes(GREETING_BYTES, "little"), np.uint8).copy()
+        answer = np.zeros(GREETING_BYTES, np.uint8)
+        self._link.connect(host, info.port)
+        with _EndOnError(self):
+            self._operations.append(self._link.receive(answer, GREETED_TAG))
+            self._operations.append(self._link.send(number, GREETING_TAG))
+            for operation in self._operations:
+                self._finish(operation, deadline)
+            self._operations.clear()
+        if not np.array_equal(answer, number):
+            raise PoolUnavailable(f"UCX at {host} port {info.port} is not the pool node we spoke to")
+
+    def _finish(self, operation: Operation, deadline: float) -> None:
+        """Progress until the operation has completed. Raises PoolTimeout, PoolUnavailable."""
+        while not operation.completed:
+            if not self._link.progress() and not operation.completed:
+                self._idle(lambda: operation.completed, deadline)
+        if not operation.ok:
+            raise PoolUnavailable(f"pool node {self.welcome.node} went away during a transfer")
+        if time.monotonic() > deadline:
+            raise PoolTimeout(f"pool node {self.welcome.node}: transfer not finished in time")
+
+    def _idle(self, done: Callable[[], bool], deadline: float) -> None:
+        """Nothing to progress: poll a moment, then sleep until something happens."""
+        spin_until = time.monotonic() + SPIN_S
+        while not self._link.progress():
+            now = time.monotonic()
+            if not self._link.alive:
+                raise PoolUnavailable(f"pool node {self.welcome.node} went away during a transfer")
+            if now > deadline:
+                raise PoolTimeout(f"pool node {self.welcome.node}: transfer not finished in time")
+            if now < spin_until or not self._link.arm():
+                continue
+            if done():
+                return
+            poller = select.poll()
+            poller.register(self._link.epoll_fd, select.POLLIN)
+            poller.register(self._channel.fileno(), select.POLLIN)
+            ready = dict(poller.poll(max(1.0, (deadline - now) * 1000)))
+            if self._channel.fileno() in ready:
+                # no request is open while pages move, so only a hang-up can have arrived
+                raise PoolUnavailable(f"pool node {self.welcome.node} hung up during a transfer")
+
+
+class _EndOnError:
+    """Whatever goes wrong in a transfer, the connection's UCX worker ends before the error is seen."""
+
+    def __init__(self, connection: UcxConnection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        if self._connection._closed:
+            raise PoolUnavailable(f"the connection to pool node {self._connection.welcome.node} is closed")
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is not None:
+            self._connection.close()
+
+
+def gathers(segment_bytes: Sequence[int]) -> bool:
+    """Whether pages of these segments travel as one message, through a staging buffer."""
+    return len(segment_bytes) > 1 and sum(segment_bytes) < GATHER_BELOW_BYTES * len(segment_bytes)
+
+
+def _scatter(source: Bytes1D, page: PageBuffers) -> None:
+    start = 0
+    for segment in page:
+        np.copyto(segment, source[start : start + segment.nbytes])
+        start += segment.nbytes
+
+
+def _ucx_host(info: UcxInfo, address: str) -> str:
+    """Where the UCX listener is: the host that the node names, else the one that answered us."""
+    if info.host:
+        return info.host
+    parsed = parse_address(address)
+    return parsed.host if isinstance(parsed, TcpAddress) else "127.0.0.1"

@@ -1,0 +1,302 @@
+"""The node's end of the UCX data path: carries out StartSend, StartReceive and CancelTransfers.
+
+    node.py       open(connection) -> UcxInfo, sent in Welcome     close(connection) when control is gone
+                  perform(action)                                  on_done(TransferDone), on_lost(connection)
+
+Every connection has its own worker and listener (see ucx.py for why). The client proves that an endpoint is
+its own by sending the number from Welcome, which is random, as first message; the node sends it back.
+
+No thread and no busy polling: each worker's descriptor is watched by the event loop. `_pump` makes a bounded
+number of steps and then either arms the worker and returns to sleep, or asks the loop for another turn, so
+that control messages are served between.
+
+After TransferDone UCX touches the slot no more. A transfer that cannot be ended alone (a send, or a receive
+that a message has matched) is ended by ending the connection: its worker is destroyed, the client finds its
+endpoint closed and connects anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from pdserve.errors import PoolUnavailable
+from pdserve.kvpool.events import CancelTransfers, StartReceive, StartSend, TransferDone
+from pdserve.kvpool.messages import UcxInfo
+from pdserve.kvpool.transports.base import Bytes1D
+from pdserve.kvpool.transports.ucx import GREETED_TAG, GREETING_BYTES, Operation, UcxLibrary, UcxLink
+
+logger = logging.getLogger(__name__)
+
+Transfer: TypeAlias = StartSend | StartReceive
+
+STEPS_PER_TURN: Final = (
+    32  # of 256 KiB at most each: about 1 ms, then other connections and control have a turn
+)
+GREETING_TIMEOUT_S: Final = 5.0
+SWEEP_S: Final = 1.0  # UCX's keepalive and our deadlines need a look now and then, events or not
+PORTS: Final = 64  # tried upwards from a configured port
+
+
+class _Running:
+    """One transfer under way. `operations`: those not yet seen completed, last segment first."""
+
+    __slots__ = ("action", "cancelled", "ok", "operations", "started_s")
+
+    def __init__(self, action: Transfer, operations: list[Operation], started_s: float) -> None:
+        self.action = action
+        self.operations = operations
+        self.started_s = started_s
+        self.ok = True
+        self.cancelled = False
+
+    def ended(self) -> bool:
+        """All segments completed; sets `ok` false if one failed."""
+        while self.operations and self.operations[-1].completed:
+            self.ok = self.operations.pop().ok and self.ok
+        return not self.operations
+
+
+class _Peer:
+    """One client's UCX connection."""
+
+    def __init__(self, connection: int, link: UcxLink, now_s: float) -> None:
+        self.connection = connection
+        self.link = link
+        self.opened_s = now_s
+        self.number = secrets.randbits(63)
+        self.greeting = np.zeros(GREETING_BYTES, np.uint8)
+        self.greeting_operations: list[Operation] = [link.receive_greeting(self.greeting)]
+        self.greeted = False
+        self.running: dict[int, _Running] = {}  # by tag, oldest first
+        self.turn_asked = False
+
+
+class UcxServer:
+    """All UCX connections of a node. Every method runs on the event loop's thread."""
+
+    def __init__(
+        self,
+        arena: Bytes1D,
+        on_done: Callable[[TransferDone], None],
+        on_lost: Callable[[int, str], None],
+        *,
+        host: str = "",
+        port: int = 0,
+        options: Mapping[str, str] | None = None,
+        send_timeout_s: float = 30.0,
+    ) -> None:
+        """`on_done` is called from the loop, never within `perform`; once per StartSend and StartReceive.
+        `on_lost(connection, reason)`: the UCX connection failed; the control connection should be closed.
+        `host`: address for clients (empty: the one they reached us by). `port`: first of the ports to listen
+        on (0: any). A send not taken within `send_timeout_s` ends its connection.
+        """
+        self._arena = arena
+        self._on_done = on_done
+        self._on_lost = on_lost
+        self._host = host
+        self._port = port
+        self._options = dict(options or {})
+        self._send_timeout_s = send_timeout_s
+        self._peers: dict[int, _Peer] = {}
+        self._library: UcxLibrary | None = None
+        self._context: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._sweeper: asyncio.TimerHandle | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Load UCX. Raises StartupError."""
+        self._library = UcxLibrary()
+        self._context = self._library.context(self._options)
+        self._loop = loop
+        self._sweeper = loop.call_later(SWEEP_S, self._sweep)
+
+    def stop(self) -> None:
+        """End all connections; idempotent."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for connection in list(self._peers):
+            self.close(connection)
+        self._context = None
+
+    def open(self, connection: int) -> UcxInfo:
+        """Make ready for one client. Raises PoolUnavailable (no free port, no descriptors)."""
+        assert self._library is not None
+        assert self._loop is not None
+        link = UcxLink(self._library, self._context)
+        port = self._listen(link)
+        peer = _Peer(connection, link, time.monotonic())
+        self._peers[connection] = peer
+        self._loop.add_reader(link.epoll_fd, self._pump, peer)
+        self._ask_turn(peer)
+        return UcxInfo(host=self._host, port=port, connection=peer.number)
+
+    def close(self, connection: int) -> None:
+        """The client is gone, or shall be: end its transfers. Idempotent."""
+        peer = self._peers.get(connection)
+        if peer is not None:
+            self._end(peer)
+
+    def perform(self, action: Transfer | CancelTransfers) -> None:
+        """Carry out one action of NodeState."""
+        peer = self._peers.get(action.connection)
+        if isinstance(action, CancelTransfers):
+            if peer is not None:
+                self._cancel(peer, action.tags)
+        elif peer is None:
+            self._report(action, False)
+        else:
+            self._begin(peer, action)
+
+    # -- transfers
+
+    def _begin(self, peer: _Peer, action: Transfer) -> None:
+        begin = peer.link.send if isinstance(action, StartSend) else peer.link.receive
+        running = _Running(action, [], time.monotonic())
+        peer.running[action.tag] = running
+        start = action.offset
+        try:
+            if not peer.greeted:
+                raise PoolUnavailable("transfer before the greeting")
+            for i, length in enumerate(action.segment_bytes):
+                running.operations.append(begin(self._arena[start : start + length], action.tag + i))
+                start += length
+        except PoolUnavailable as error:
+            self._lose(peer, str(error))
+            return
+        running.operations.reverse()
+        self._ask_turn(peer)
+
+    def _cancel(self, peer: _Peer, tags: tuple[int, ...]) -> None:
+        wanted = [peer.running[tag] for tag in tags if tag in peer.running]
+        try:
+            for running in wanted:
+                running.cancelled = True
+                if isinstance(running.action, StartReceive):
+                    segments = len(running.action.segment_bytes)
+                    for i in range(segments - len(running.operations), segments):
+                        peer.link.complete_unmatched(running.action.tag + i)
+            while peer.link.progress():
+                pass
+        except PoolUnavailable as error:
+            self._lose(peer, str(error))
+            return
+        healthy = self._collect(peer, thorough=True)
+        if healthy and any(running.action.tag in peer.running for running in wanted):
+            self._lose(peer, "a transfer under way had to be cancelled")
+
+    def _collect(self, peer: _Peer, *, thorough: bool) -> bool:
+        """Report what ended: from the oldest on up to the first that has not, or, thorough, all. One that
+        failed ends the connection (its other segments may never end by themselves): then False.
+        """
+        ended = []
+        for tag, running in peer.running.items():
+            if running.ended():
+                ended.append(tag)
+            if not running.ok:
+                self._lose(peer, "a transfer failed")
+                return False
+            if running.operations and not thorough:
+                break
+        for tag in ended:
+            running = peer.running.pop(tag)
+            self._report(running.action, not running.cancelled)
+        return True
+
+    def _report(self, action: Transfer, ok: bool) -> None:
+        assert self._loop is not None
+        self._loop.call_soon(self._on_done, TransferDone(action.connection, action.tag, ok))
+
+    # -- progress
+
+    def _ask_turn(self, peer: _Peer) -> None:
+        if not peer.turn_asked:
+            assert self._loop is not None
+            peer.turn_asked = True
+            self._loop.call_soon(self._turn, peer)
+
+    def _turn(self, peer: _Peer) -> None:
+        peer.turn_asked = False
+        self._pump(peer)
+
+    def _pump(self, peer: _Peer) -> None:
+        if self._peers.get(peer.connection) is not peer:
+            return
+        try:
+            steps = 0
+            while steps < STEPS_PER_TURN and peer.link.progress():
+                steps += 1
+            if peer.link.accept() and not peer.greeted:
+                self._greet(peer)
+            more = steps == STEPS_PER_TURN
+            if not self._collect(peer, thorough=not more):
+                return
+            if not peer.link.alive:
+                self._lose(peer, "the client's endpoint closed")
+            elif more or not peer.link.arm():
+                self._ask_turn(peer)
+        except PoolUnavailable as error:
+            self._lose(peer, str(error))
+
+    def _greet(self, peer: _Peer) -> None:
+        if not peer.greeting_operations[0].completed:
+            return
+        if int.from_bytes(peer.greeting.tobytes(), "little") != peer.number:
+            raise PoolUnavailable("the UCX greeting is not this client's")
+        peer.greeted = True
+        peer.greeting_operations.append(peer.link.send(peer.greeting, GREETED_TAG))
+
+    def _sweep(self) -> None:
+        assert self._loop is not None
+        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+        now_s = time.monotonic()
+        for peer in list(self._peers.values()):
+            sends = (running for running in peer.running.values() if isinstance(running.action, StartSend))
+            oldest = next(sends, None)
+            if not peer.greeted and now_s - peer.opened_s > GREETING_TIMEOUT_S:
+                self._lose(peer, "no UCX greeting came")
+            elif oldest is not None and now_s - oldest.started_s > self._send_timeout_s:
+                self._lose(peer, f"the client took no pages for {self._send_timeout_s:.0f} s")
+            else:
+                self._pump(peer)
+
+    # -- ending
+
+    def _lose(self, peer: _Peer, reason: str) -> None:
+        logger.info("connection %d: UCX: %s", peer.connection, reason)
+        self._end(peer)
+        assert self._loop is not None
+        self._loop.call_soon(self._on_lost, peer.connection, reason)
+
+    def _end(self, peer: _Peer) -> None:
+        """Destroy the worker, then report every transfer that was under way."""
+        assert self._loop is not None
+        if self._peers.pop(peer.connection, None) is None:
+            return
+        self._loop.remove_reader(peer.link.epoll_fd)
+        operations = [operation for running in peer.running.values() for operation in running.operations]
+        operations += peer.greeting_operations
+        peer.greeting_operations.clear()
+        for running in peer.running.values():
+            running.operations.clear()
+        peer.link.destroy(operations)
+        for running in peer.running.values():
+            self._report(running.action, False)
+        peer.running.clear()
+
+    def _listen(self, link: UcxLink) -> int:
+        if self._port == 0:
+            return link.listen(0)
+        for port in range(self._port, self._port + PORTS):
+            try:
+                return link.listen(port)
+            except PoolUnavailable:
+                continue
+        last = self._port + PORTS - 1
+        raise PoolUnavailable(f"no free UCX port from {self._port} to {last}: one is needed per connection")

@@ -1,0 +1,203 @@
+"""The blocking control channel against a scripted peer."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pdserve.errors import ConfigError, FrameError, PoolRefused, PoolTimeout, PoolUnavailable
+from pdserve.kvpool import messages as m
+from pdserve.kvpool.transports.control import (
+    ControlChannel,
+    TcpAddress,
+    UnixAddress,
+    make_hello,
+    parse_address,
+)
+
+WELCOME = m.Welcome(m.PROTOCOL_VERSION, "node", 1, "host", "shm", 30.0)
+HELLO = make_hello("test", "host", "auto")
+
+
+def soon(seconds: float = 5.0) -> float:
+    return time.monotonic() + seconds
+
+
+class Peer:
+    """Accepts one connection and runs a script on it; `hold` keeps it open until `release`."""
+
+    def __init__(self, address: str, script: Callable[[Peer], None]) -> None:
+        parsed = parse_address(address)
+        if isinstance(parsed, UnixAddress):
+            self.listener = socket.socket(socket.AF_UNIX)
+            self.listener.bind(parsed.path)
+            self.address = address
+        else:
+            self.listener = socket.create_server((parsed.host, 0))
+            self.address = f"tcp:127.0.0.1:{self.listener.getsockname()[1]}"
+        self.listener.listen()
+        self._release = threading.Event()
+        self._frames = m.FrameBuffer()
+        self._script = script
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self.socket, _ = self.listener.accept()
+        with self.socket:
+            self._script(self)
+
+    def request(self) -> m.Request:
+        while True:
+            for body in self._frames.feed(b""):
+                return m.decode_request(body)
+            for body in self._frames.feed(self.socket.recv(65536)):
+                return m.decode_request(body)
+
+    def send(self, *replies: m.Reply) -> None:
+        self.socket.sendall(b"".join(m.encode_frame(reply) for reply in replies))
+
+    def hold(self) -> None:
+        self._release.wait(30)
+
+    def stop(self) -> None:
+        self._release.set()
+        self.listener.close()
+        self._thread.join(5)
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def peer_for(request: pytest.FixtureRequest, tmp_path: Path) -> object:
+    made: list[Peer] = []
+
+    def make(script: Callable[[Peer], None]) -> Peer:
+        address = f"unix:{tmp_path}/s" if request.param == "unix" else "tcp:127.0.0.1:0"
+        made.append(Peer(address, script))
+        return made[-1]
+
+    yield make
+    for peer in made:
+        peer.stop()
+
+
+def greet(peer: Peer) -> None:
+    assert isinstance(peer.request(), m.Hello)
+    peer.send(WELCOME)
+
+
+@pytest.mark.parametrize(
+    ("address", "parsed"),
+    [
+        ("unix:/run/pool.sock", UnixAddress("/run/pool.sock")),
+        ("tcp:pool-3:7700", TcpAddress("pool-3", 7700)),
+        ("tcp:[::1]:7700", TcpAddress("::1", 7700)),
+    ],
+)
+def test_addresses_are_read(address: str, parsed: object) -> None:
+    assert parse_address(address) == parsed
+
+
+@pytest.mark.parametrize(
+    "address", ["", "unix:", "tcp:host", "tcp::1", "tcp:h:99999", "http://h:1", "/run/x"]
+)
+def test_malformed_address_is_named(address: str) -> None:
+    with pytest.raises(ConfigError, match="is not"):
+        parse_address(address)
+
+
+def test_replies_out_of_order_find_their_requests(peer_for: Callable[..., Peer]) -> None:
+    def script(peer: Peer) -> None:
+        greet(peer)
+        peer.request()
+        peer.request()
+        peer.send(m.Done(2, count=22), m.Done(1, count=11))
+        peer.hold()
+
+    channel = ControlChannel.connect(peer_for(script).address, HELLO, soon())
+    assert channel.welcome == WELCOME
+    channel.send(m.Ping(1), soon())
+    channel.send(m.Ping(2), soon())
+    assert channel.receive(1, soon()) == m.Done(1, count=11)
+    assert channel.receive(2, soon()) == m.Done(2, count=22)
+
+
+def test_fault_reply_is_returned_not_raised(peer_for: Callable[..., Peer]) -> None:
+    def script(peer: Peer) -> None:
+        greet(peer)
+        peer.request()
+        peer.send(m.Fault(1, "no", "because"))
+        peer.hold()
+
+    channel = ControlChannel.connect(peer_for(script).address, HELLO, soon())
+    assert channel.call(m.Ping(1), soon()) == m.Fault(1, "no", "because")
+
+
+def test_late_reply_is_never_taken_for_the_next(peer_for: Callable[..., Peer]) -> None:
+    def script(peer: Peer) -> None:
+        greet(peer)
+        peer.hold()
+
+    channel = ControlChannel.connect(peer_for(script).address, HELLO, soon())
+    with pytest.raises(PoolTimeout, match="did not answer"):
+        channel.call(m.Ping(1), soon(0.05))
+    with pytest.raises(PoolUnavailable, match="broken"):
+        channel.call(m.Ping(2), soon())
+
+
+def test_refused_greeting_says_why(peer_for: Callable[..., Peer]) -> None:
+    def script(peer: Peer) -> None:
+        peer.request()
+        peer.send(m.Fault(0, "protocol_version", "speaks version 9, not 1"))
+
+    with pytest.raises(PoolRefused, match="speaks version 9"):
+        ControlChannel.connect(peer_for(script).address, HELLO, soon())
+
+
+def test_peer_that_hangs_up_is_unavailable(peer_for: Callable[..., Peer]) -> None:
+    channel = ControlChannel.connect(peer_for(greet).address, HELLO, soon())
+    with pytest.raises(PoolUnavailable):
+        channel.call(m.Ping(1), soon())
+
+
+def test_other_protocol_is_a_frame_error(peer_for: Callable[..., Peer]) -> None:
+    def script(peer: Peer) -> None:
+        peer.request()
+        peer.socket.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        peer.hold()
+
+    with pytest.raises(FrameError, match="does not speak"):
+        ControlChannel.connect(peer_for(script).address, HELLO, soon())
+
+
+def test_unasked_reply_breaks_the_channel(peer_for: Callable[..., Peer]) -> None:
+    def script(peer: Peer) -> None:
+        greet(peer)
+        peer.request()
+        peer.send(m.Done(99))
+        peer.hold()
+
+    channel = ControlChannel.connect(peer_for(script).address, HELLO, soon())
+    with pytest.raises(FrameError, match="never sent"):
+        channel.call(m.Ping(1), soon())
+
+
+def test_nobody_there_is_unavailable(tmp_path: Path) -> None:
+    with pytest.raises(PoolUnavailable, match="cannot be reached"):
+        ControlChannel.connect(f"unix:{tmp_path}/none", HELLO, soon())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(PoolUnavailable, match="cannot be reached"):
+        ControlChannel.connect(f"tcp:127.0.0.1:{port}", HELLO, soon())
+
+
+def test_close_twice_then_use_is_unavailable(peer_for: Callable[..., Peer]) -> None:
+    channel = ControlChannel.connect(peer_for(greet).address, HELLO, soon())
+    channel.close()
+    channel.close()
+    with pytest.raises(PoolUnavailable, match="closed"):
+        channel.post(m.Release([], []))

@@ -1,0 +1,373 @@
+"""The UCX data path against a tiny node in another process, which is stopped and killed at bad moments."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+from pdserve.errors import PoolTimeout, PoolUnavailable
+from pdserve.kvpool import messages as m
+from pdserve.kvpool.checksum import checksum_page
+from pdserve.kvpool.transports.base import CORRUPT, OK, PageBuffers
+from pdserve.kvpool.transports.ucx import UcxLibrary, UcxLink, ucx_options
+from pdserve.kvpool.transports.ucx_client import UcxConnection, UcxConnector, gathers
+
+pytest.importorskip("ucxx", reason="UCX is not installed")
+
+MIB = 1 << 20
+BIG_BYTES = 192 * MIB  # long enough under way to be interrupted
+NODE = Path(__file__).with_name("ucx_node.py")
+
+
+def soon(seconds: float = 20.0) -> float:
+    return time.monotonic() + seconds
+
+
+def key(n: int) -> bytes:
+    return n.to_bytes(m.KEY_BYTES, "little")
+
+
+class Node:
+    """The tiny node's process."""
+
+    def __init__(self, path: Path, environment: dict[str, str]) -> None:
+        self.address = f"unix:{path}"
+        command = [sys.executable, str(NODE), str(path), str(2 * BIG_BYTES)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, **environment})
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == b"ready\n"
+
+    def connect(self, checksum: bool = True) -> UcxConnection:
+        return UcxConnector("test", "host", checksum=checksum).connect(self.address, soon())
+
+    def counters(self) -> dict[str, int]:
+        connection = self.connect()
+        report = connection.call(m.Status(1), soon())
+        connection.close()
+        assert isinstance(report, m.StatusReport)
+        return report.counters
+
+    def wait_for(self, name: str, count: int) -> None:
+        deadline = soon()
+        while self.counters()[name] < count:
+            assert time.monotonic() < deadline, f"{name} never reached {count}"
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def start_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    nodes: list[Node] = []
+
+    def start(**environment: str) -> Node:
+        nodes.append(Node(tmp_path / f"{len(nodes)}.sock", environment))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        node.stop()
+
+
+@pytest.fixture
+def node(start_node: Callable[..., Node]) -> Node:
+    return start_node()
+
+
+def random_page(segment_bytes: list[int], seed: int) -> PageBuffers:
+    generator = np.random.default_rng(seed)
+    return tuple(generator.integers(0, 256, length, np.uint8) for length in segment_bytes)
+
+
+def empty_page(segment_bytes: list[int]) -> PageBuffers:
+    return tuple(np.zeros(length, np.uint8) for length in segment_bytes)
+
+
+def reserve(connection: UcxConnection, keys: list[bytes], segment_bytes: list[int]) -> list[m.Grant]:
+    reply = connection.call(m.Reserve(1, 1, keys, segment_bytes), soon())
+    assert isinstance(reply, m.Reserved)
+    return reply.grants
+
+
+def commit(connection: UcxConnection, grants: list[m.Grant], checksums: list[int]) -> bytes:
+    slots, sequences = [g.slot for g in grants], [g.sequence for g in grants]
+    reply = connection.call(m.Commit(2, slots, sequences, checksums), soon())
+    assert isinstance(reply, m.Committed)
+    return reply.mask
+
+
+def put(connection: UcxConnection, keys: list[bytes], pages: list[PageBuffers]) -> bytes:
+    grants = reserve(connection, keys, [segment.nbytes for segment in pages[0]])
+    return commit(connection, grants, connection.write_pages(grants, pages, soon()))
+
+
+def pin(connection: UcxConnection, keys: list[bytes], segment_bytes: list[int]) -> list[m.Pin]:
+    reply = connection.call(m.Get(3, 1, keys, segment_bytes), soon())
+    assert isinstance(reply, m.Got)
+    return reply.pins
+
+
+LAYOUTS = {
+    "one segment": [MIB],
+    "tiny": [1],
+    "odd": [65537],
+    "two large segments": [MIB, 2 * MIB],
+    "layer_first, gathered": [4096] * 56,
+}
+
+
+@pytest.mark.parametrize("segment_bytes", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_pages_come_back_as_written(node: Node, segment_bytes: list[int]) -> None:
+    connection = node.connect()
+    keys = [key(i) for i in range(20)]
+    pages = [random_page(segment_bytes, i) for i in range(20)]
+    assert put(connection, keys, pages) == bytes([1] * 20)
+    copies = [empty_page(segment_bytes) for _ in keys]
+    other = node.connect()
+    assert other.read_pages(pin(other, keys, segment_bytes), copies, soon()) == [OK] * 20
+    for page, copy in zip(pages, copies, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(page, copy, strict=True))
+    connection.close()
+    other.close()
+
+
+def test_small_segments_are_gathered_large_ones_are_not() -> None:
+    assert gathers([4096] * 56)
+    assert not gathers([4096])
+    assert not gathers([MIB, MIB])
+
+
+def test_writer_returns_the_checksum_of_the_page_or_none(node: Node) -> None:
+    page = random_page([4096] * 3, 1)
+    for checksum, expected in ((True, checksum_page(page)), (False, 0)):
+        connection = node.connect(checksum)
+        grants = reserve(connection, [key(1)], [4096] * 3)
+        assert connection.write_pages(grants, [page], soon()) == [expected]
+        connection.close()
+
+
+def test_bytes_that_do_not_match_are_corrupt(node: Node) -> None:
+    connection = node.connect()
+    put(connection, [key(1), key(2)], [random_page([MIB], 1), random_page([MIB], 2)])
+    pins = pin(connection, [key(1), key(2)], [MIB])
+    pins[0] = msgspec.structs.replace(pins[0], checksum=pins[0].checksum ^ 1)
+    copies = [empty_page([MIB]), empty_page([MIB])]
+    assert connection.read_pages(pins, copies, soon()) == [CORRUPT, OK]
+    connection.close()
+
+
+def test_connections_work_in_background_threads_at_once(node: Node) -> None:
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            connection = node.connect()
+            for i in range(10):
+                page = random_page([MIB], seed + i)
+                assert put(connection, [key(seed + i)], [page]) == b"\1"
+                copy = empty_page([MIB])
+                assert connection.read_pages(pin(connection, [key(seed + i)], [MIB]), [copy], soon()) == [OK]
+                assert np.array_equal(copy[0], page[0])
+            connection.close()
+        except BaseException as error:  # reported in the main thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed * 100,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+
+
+# UCX may move bytes by eager messages, by pipelined rendezvous, or by writing into the receiver's memory
+PROTOCOLS = {
+    "eager": {},
+    "rendezvous": {"UCX_RNDV_THRESH": "8k"},
+    "rendezvous put": {"UCX_RNDV_THRESH": "8k", "UCX_RNDV_SCHEME": "put_zcopy"},
+}
+
+
+@pytest.mark.parametrize("environment", PROTOCOLS.values(), ids=PROTOCOLS.keys())
+def test_nothing_lands_in_the_buffers_after_a_read_timed_out(
+    start_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    node = start_node(**environment)
+    connection = node.connect()
+    page = np.full(BIG_BYTES, 7, np.uint8)
+    assert put(connection, [key(1)], [(page,)]) == b"\1"
+    buffer = np.zeros(BIG_BYTES, np.uint8)
+
+    def stop_when_bytes_arrive() -> None:
+        while not buffer[0]:
+            pass
+        node.process.send_signal(signal.SIGSTOP)
+
+    stopper = threading.Thread(target=stop_when_bytes_arrive)
+    pins = pin(connection, [key(1)], [BIG_BYTES])
+    stopper.start()
+    began = time.monotonic()
+    with pytest.raises(PoolTimeout):
+        connection.read_pages(pins, [(buffer,)], began + 1.0)
+    assert time.monotonic() - began < 2.0
+    stopper.join()
+    arrived = np.count_nonzero(buffer)
+    assert 0 < arrived < BIG_BYTES, "the node was to be stopped in mid-transfer"
+    node.process.send_signal(signal.SIGCONT)
+    node.wait_for("send_failed", 1)  # the node has run on and given up
+    assert np.count_nonzero(buffer) == arrived
+
+
+def test_write_to_a_stopped_node_ends_at_its_deadline(node: Node) -> None:
+    connection = node.connect()
+    grants = reserve(connection, [key(1)], [BIG_BYTES])
+    page = np.ones(BIG_BYTES, np.uint8)
+    node.process.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(PoolTimeout):
+        connection.write_pages(grants, [(page,)], began + 0.3)
+    assert time.monotonic() - began < 1.3
+    with pytest.raises(PoolUnavailable):
+        connection.call(m.Status(9), soon())
+    node.process.send_signal(signal.SIGCONT)
+    node.wait_for("receive_failed", 1)
+
+
+def test_killed_node_is_noticed_at_once(node: Node) -> None:
+    connection = node.connect()
+    grants = reserve(connection, [key(1)], [BIG_BYTES])
+    page = np.ones(BIG_BYTES, np.uint8)
+    threading.Timer(0.01, node.process.kill).start()
+    began = time.monotonic()
+    with pytest.raises(PoolUnavailable):
+        commit(connection, grants, connection.write_pages(grants, [(page,)], began + 20))
+    assert time.monotonic() - began < 5
+
+
+CLIENT = """
+import sys, time, numpy as np
+from pdserve.kvpool import messages as m
+from pdserve.kvpool.transports.ucx_client import UcxConnector
+connection = UcxConnector("victim", "host").connect(sys.argv[1], time.monotonic() + 20)
+length = int(sys.argv[2])
+request = m.Reserve(1, 1, [bytes(32), bytes([1] * 32)], [length])
+grants = connection.call(request, time.monotonic() + 20).grants
+print("reserved", flush=True)
+connection.write_pages(grants[:1], [(np.ones(length, np.uint8),)], time.monotonic() + 60)
+print("written", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("line", [b"reserved\n", b"written\n"])
+def test_killed_client_fails_its_transfers(node: Node, line: bytes) -> None:
+    client = subprocess.Popen(
+        [sys.executable, "-c", CLIENT, node.address, str(BIG_BYTES)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert client.stdout is not None
+    while client.stdout.readline() != line:
+        assert client.poll() is None
+    client.kill()
+    client.wait()
+    node.wait_for("receive_failed", 1)
+    counters = node.counters()
+    assert counters["received"] + counters["receive_failed"] == 2
+
+
+def test_aborted_reservations_end_and_the_connection_goes_on(node: Node) -> None:
+    connection = node.connect()
+    grants = reserve(connection, [key(i) for i in range(50)], [MIB, MIB])
+    connection.post(m.Abort([g.slot for g in grants], [g.sequence for g in grants]))
+    page = random_page([MIB, MIB], 3)
+    assert put(connection, [key(100)], [page]) == b"\1"
+    copy = empty_page([MIB, MIB])
+    assert connection.read_pages(pin(connection, [key(100)], [MIB, MIB]), [copy], soon()) == [OK]
+    assert all(np.array_equal(a, b) for a, b in zip(page, copy, strict=True))
+    report = connection.call(m.Status(1), soon())
+    assert isinstance(report, m.StatusReport)
+    assert report.counters["receive_failed"] == 50
+    assert report.counters["lost"] == 0
+    connection.close()
+
+
+def test_page_longer_than_its_slot_ends_the_connection_not_the_node(node: Node) -> None:
+    connection = node.connect()
+    grants = reserve(connection, [key(1), key(2)], [MIB])
+    page = random_page([2 * MIB], 1)
+    with pytest.raises(PoolUnavailable):
+        commit(connection, grants[:1], connection.write_pages(grants[:1], [page], soon()))
+    node.wait_for("receive_failed", 2)
+    connection.close()
+
+
+def test_stranger_at_the_listener_is_turned_away(node: Node) -> None:
+    connection = node.connect()
+    info = connection.welcome.ucx
+    assert info is not None
+    library = UcxLibrary()
+    stranger = UcxLink(library, library.context({}))
+    stranger.connect("127.0.0.1", info.port)
+    operations = [stranger.send(np.zeros(8, np.uint8), 1)]
+    deadline = soon()
+    while stranger.alive:
+        stranger.progress()
+        assert time.monotonic() < deadline
+    assert put(connection, [key(1)], [random_page([4096], 1)]) == b"\1"
+    stranger.destroy(operations)
+    connection.close()
+
+
+def test_idle_node_and_client_use_no_cpu(node: Node) -> None:
+    connection = node.connect()
+    put(connection, [key(1)], [random_page([MIB], 1)])
+    process = psutil.Process(node.process.pid)
+    before = process.cpu_times()
+    with pytest.raises(subprocess.TimeoutExpired):
+        node.process.wait(1.0)
+    after = process.cpu_times()
+    assert after.user + after.system - before.user - before.system < 0.05
+    connection.close()
+
+
+def test_destroy_ends_the_worker_itself() -> None:
+    library = UcxLibrary()
+    link = UcxLink(library, library.context({}))
+    link.listen(0)
+    descriptor = link.epoll_fd
+    select.select([descriptor], [], [], 0)
+    link.destroy([link.receive_greeting(np.zeros(8, np.uint8))])
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+    link.destroy([])
+
+
+def test_options_prefer_configuration_then_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    assert "tcp" in ucx_options({})["TLS"].split(",")
+    monkeypatch.setenv("UCX_TLS", "rc,self")
+    assert "TLS" not in ucx_options({})
+    assert ucx_options({"TLS": "tcp"})["TLS"] == "tcp"
+
+
+def test_importing_the_transport_loads_no_ucx() -> None:
+    code = "import sys, pdserve.kvpool.transports.ucx_client, pdserve.kvpool.transports.ucx_server as s; "
+    code += "sys.exit('ucxx' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
