@@ -1,7 +1,8 @@
 """Entry points of SGLang's child processes.
 
-SGLang spawns its scheduler and detokenizer: each child imports the module of its target function before anything of
-SGLang. So importing this module prepares the process, and SGLang's own functions are imported only when called.
+SGLang spawns its scheduler and detokenizer: each child imports the module of its target function before
+anything of SGLang. So importing this module prepares the process, and SGLang's own functions are imported
+only when called.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
 
 
 def _enter_child() -> None:
-    # The parent decides when children stop; a Ctrl-C or a group-wide SIGTERM reaches them too, and must not end them
-    # first. They die with the parent by SGLang's own PR_SET_PDEATHSIG.
+    # The parent decides when children stop; a Ctrl-C or a group-wide SIGTERM reaches them too, and must not
+    # end them first. They die with the parent by SGLang's own PR_SET_PDEATHSIG.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     prepare.after_sglang()

@@ -1,9 +1,11 @@
-"""A small Qwen3 made on this machine: random weights from a fixed seed, written as a Hugging Face model directory.
+"""A small Qwen3 made on this machine: random weights from a fixed seed, written as a Hugging Face model
+directory.
 
-Random weights must still tell a right KV cache from a wrong one. A plainly initialised random model soon repeats one
-token, whatever stands in its cache. So here the attention is sharp (query and key norms above 1: scores of a few units,
-a few tokens win), each layer's output outweighs the token embedding, and the special tokens and ids without text get a
-zero output row, so a greedy answer varies, depends on the whole prompt, and never ends early by itself.
+Random weights must still tell a right KV cache from a wrong one. A plainly initialised random model soon
+repeats one token, whatever stands in its cache. So here the attention is sharp (query and key norms above 1:
+scores of a few units, a few tokens win), each layer's output outweighs the token embedding, and the special
+tokens and ids without text get a zero output row, so a greedy answer varies, depends on the whole prompt, and
+never ends early by itself.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from pdserve.engine.demo_tokenizer import (
 from pdserve.errors import ConfigError, StartupError
 
 _STAMP = "pdserve_demo.json"
-_FORMAT = 1  # raise when any file this module writes changes
+_FORMAT = 2  # raise when any file this module writes changes
 _QK_NORM = 2.0  # attention scores have deviation _QK_NORM**2: sharp, yet stable in bfloat16
 _EMBEDDING_STD = 0.3  # small beside the layers' outputs, so the last token alone does not decide the next
 _OUTPUT_STD = 2.0  # of the logits
@@ -93,11 +95,11 @@ class DemoModel:
 def make_demo_model(size: str, out_dir: Path, seed: int = 0) -> DemoModel:
     """Write the demo model of `size` ("tiny" or "small") and `seed` to `out_dir`, whole or not at all.
 
-    A directory that already holds the same model is left as it is, at once. Weights are stored in bfloat16; they run
-    with `--dtype float32` and `--dtype bfloat16` alike.
+    A directory that already holds the same model is left as it is, at once. Weights are stored in bfloat16;
+    they run with `--dtype float32` and `--dtype bfloat16` alike.
 
-    Raises ConfigError for an unknown size, or when `out_dir` holds something else; StartupError when it cannot be
-    written.
+    Raises ConfigError for an unknown size, or when `out_dir` holds something else; StartupError when it
+    cannot be written.
     """
     geometry = SIZES.get(size)
     if geometry is None:
@@ -252,3 +254,4 @@ def _write_weights(geometry: DemoSize, tokens_with_text: int, path: Path, seed: 
     output_rows[: len(SPECIAL_TOKENS)] = 0
     output_rows[tokens_with_text:] = 0
     save_file(tensors, str(path), metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors makes it readable by its owner only

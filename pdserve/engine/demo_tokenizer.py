@@ -1,8 +1,9 @@
 """The demo model's tokenizer and chat template, made from text found on this machine.
 
-Byte-level BPE (every byte is a token, so any text round-trips), trained on the paragraphs below and on the sources of
-Python's standard library, read in name order. The result is the same each time for one Python installation; another
-Python version gives other merges, so a demo model is made once and its directory shared, not made on each host.
+Byte-level BPE (every byte is a token, so any text round-trips), trained on the paragraphs below and on the
+sources of Python's standard library, read in name order. The result is the same each time for one Python
+installation; another Python version gives other merges, so a demo model is made once and its directory
+shared, not made on each host.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
-# Marks that SGLang's qwen tool-call and reasoning parsers look for; ordinary text to a client, so not special.
+# Marks that SGLang's qwen tool-call and reasoning parsers look for; ordinary text to a client, so not
+# special.
 MARK_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 
 # GPT-4's split, as used by Qwen: contractions, words, single digits, punctuation, white space.
-_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 _PARAGRAPHS = """
 A cache is a promise that work done once need not be done again. A page of attention keys and values depends on every
@@ -84,12 +84,17 @@ CHAT_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
 {%- endif %}
 """
 
 
 def training_texts(limit_bytes: int) -> Iterator[str]:
-    """The package's paragraphs, then the standard library's top-level sources in name order, up to `limit_bytes`."""
+    """The package's paragraphs, then the standard library's top-level sources in name order, up to
+    `limit_bytes`.
+    """
     yield _PARAGRAPHS
     left = limit_bytes
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -105,7 +110,16 @@ def train_tokenizer(vocab_size: int, text_limit_bytes: int) -> Any:
 
     Returns a `tokenizers.Tokenizer`.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        trainers,
+    )
 
     tokenizer = Tokenizer(models.BPE(byte_fallback=False))
     tokenizer.normalizer = normalizers.NFC()
@@ -116,7 +130,7 @@ def train_tokenizer(vocab_size: int, text_limit_bytes: int) -> Any:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
         vocab_size=vocab_size - len(MARK_TOKENS),
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),

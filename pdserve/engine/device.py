@@ -19,8 +19,8 @@ SGLANG_CPU_ENV = "SGLANG_USE_CPU_ENGINE"
 def detect_device() -> Device:
     """ "cuda" where torch sees a GPU, else "cpu".
 
-    Raises StartupError when a GPU is present but torch cannot use it, or when the accelerator is of a kind that
-    pdserve has not been taught.
+    Raises StartupError when a GPU is present but torch cannot use it, or when the accelerator is of a kind
+    that pdserve has not been taught.
     """
     torch = importlib.import_module("torch")
     if torch.cuda.is_available():
@@ -50,5 +50,7 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
         return "cpu"
     found = detect_device()
     if wanted == "cuda" and found != "cuda":
-        raise StartupError("--device cuda was asked for, but torch sees no CUDA GPU here: use --device cpu or auto")
+        raise StartupError(
+            "--device cuda was asked for, but torch sees no CUDA GPU here: use --device cpu or auto"
+        )
     return found

@@ -1,8 +1,12 @@
-"""What a process needs around its first import of SGLang, decided by the environment a worker hands to its children."""
+"""What a process needs around its first import of SGLang, decided by the environment a worker hands to its
+children.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 
 from pdserve.engine.device import ENGINE_ENV, SGLANG_CPU_ENV, Device
 
@@ -21,6 +25,9 @@ def before_sglang() -> None:
         from pdserve.engine.cpu import stand_in
 
         stand_in.install()
+        # What has no CPU version says so once per process while SGLang is imported; here that is no news.
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
+        logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
 
 
 def after_sglang() -> None:

@@ -1,8 +1,9 @@
 """Extend attention of SGLang's `torch_native` backend, for the new queries only.
 
-SGLang's own version builds a query row for every token of the sequence, cached ones too, and drops those rows after
-computing them: a prompt with n cached and m new tokens costs (n+m)^2 instead of m*(n+m). With a prefix cache that is
-nearly the cost of having no cache. Here the m new rows attend to all n+m keys under a lower-right causal mask.
+SGLang's own version builds a query row for every token of the sequence, cached ones too, and drops those rows
+after computing them: a prompt with n cached and m new tokens costs (n+m)^2 instead of m*(n+m). With a prefix
+cache that is nearly the cost of having no cache. Here the m new rows attend to all n+m keys under a
+lower-right causal mask.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def extend_mask(prefix_len: int, total_len: int, window: int | None) -> torch.Tensor | None:
-    """Bool mask `[total_len - prefix_len, total_len]`, True where a new query may look; None for plain causal.
+    """Bool mask `[total_len - prefix_len, total_len]`, True where a new query may look; None for plain
+    causal.
 
     A `window` of w lets a query see the w tokens before it and itself.
     """
@@ -31,7 +33,8 @@ def extend_mask(prefix_len: int, total_len: int, window: int | None) -> torch.Te
 
 
 def extend_new_queries_only(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A `_run_sdpa_forward_extend` that computes new queries only; calls `original` for cross and encoder attention.
+    """A `_run_sdpa_forward_extend` that computes new queries only; calls `original` for cross and encoder
+    attention.
 
     query, output: `[new tokens, heads, dim]`; k_cache, v_cache: `[slots, kv heads, dim]`; req_to_token:
     `[requests, context]` slots; seq_lens, extend_prefix_lens, extend_seq_lens: `[requests]`.

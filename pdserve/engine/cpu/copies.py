@@ -5,8 +5,8 @@ Shapes (one K or V tensor each):
 - host, layer_first: one tensor per layer, `[tokens, heads, dim]`
 - host, page_first_direct: `[pages, layers, page_size, heads, dim]`
 
-Indices are token positions, int64, whole pages: each run of `page_size` of them is one page's consecutive slots.
-Names and parameters are those of `sgl_kernel.kvcacheio`.
+Indices are token positions, int64, whole pages: each run of `page_size` of them is one page's consecutive
+slots. Names and parameters are those of `sgl_kernel.kvcacheio`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def transfer_kv_all_layer_direct_lf_pf(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """All layers of device slots to host pages: `src_ptrs` holds every layer's K, then every layer's V; `dst_ptrs`
-    is [K, V] of page_first_direct.
+    """All layers of device slots to host pages: `src_ptrs` holds every layer's K, then every layer's V;
+    `dst_ptrs` is [K, V] of page_first_direct.
     """
     pages = dst_indices.cpu()[::page_size] // page_size
     src_indices = src_indices.cpu()

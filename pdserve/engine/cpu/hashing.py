@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from typing import Any
 
-from pdserve.engine.page_hash import chain_digests
+from pdserve.pages import page_hashes
 
 
 def get_native_hash(
@@ -12,15 +14,24 @@ def get_native_hash(
 ) -> str | list[str]:
     """Same result as `sglang.srt.mem_cache.cpp_utils.native_hash.get_native_hash`.
 
-    Without `page_size` one hex digest of all tokens, else a list of one per page. `token_ids` is a list, an array or
-    a `RadixKey`. Raises NotImplementedError for bigram keys (EAGLE), which need the native extension.
+    Without `page_size` one hex digest of all tokens, else a list of one per page, the last partial page
+    included. `token_ids` is a list, an array or a `RadixKey`. Raises NotImplementedError for bigram keys
+    (EAGLE), which need the native extension.
     """
     if getattr(token_ids, "is_bigram", False):
         raise NotImplementedError("bigram page keys need SGLang's native hash extension")
     raw_token_ids = getattr(token_ids, "raw_token_ids", None)
     raw = raw_token_ids() if raw_token_ids is not None else getattr(token_ids, "token_ids", token_ids)
     raw = raw[: len(token_ids)]
-    prior = prior_digest or b""
     if page_size is None:
-        return chain_digests(raw, max(1, len(raw)), prior)[0].hex()
-    return [digest.hex() for digest in chain_digests(raw, page_size, prior)]
+        return _digest(prior_digest or b"", raw).hex()
+    digests = page_hashes(raw, page_size, prior_digest)
+    rest = raw[len(digests) * page_size :]
+    if len(rest):
+        digests.append(_digest(digests[-1] if digests else prior_digest or b"", rest))
+    return [digest.hex() for digest in digests]
+
+
+def _digest(prior_digest: bytes, tokens: Any) -> bytes:
+    # native byte order: SGLang's own extension refuses big-endian machines
+    return hashlib.sha256(prior_digest + array("I", tokens).tobytes()).digest()

@@ -1,7 +1,7 @@
 """Every place in SGLang that is changed on a machine without an accelerator, as one table.
 
-A hook names a module, an attribute in it and the parameters that SGLang calls it with; the start-up self-check reads
-the same table, so what is applied is what is checked.
+A hook names a module, an attribute in it and the parameters that SGLang calls it with; the start-up
+self-check reads the same table, so what is applied is what is checked.
 """
 
 from __future__ import annotations
@@ -83,7 +83,12 @@ HOOKS: tuple[Hook, ...] = (
         _unpinned,
     ),
     Hook(HOST_POOL_BASE, "HICACHE_HOST_MEMORY_RESERVE_BYTES", None, lambda _: _HOST_MEMORY_RESERVE_BYTES),
-    Hook(HASH_USER, "get_native_hash", ("token_ids", "prior_digest", "page_size"), lambda _: hashing.get_native_hash),
+    Hook(
+        HASH_USER,
+        "get_native_hash",
+        ("token_ids", "prior_digest", "page_size"),
+        lambda _: hashing.get_native_hash,
+    ),
     Hook(
         ATTENTION_BACKEND,
         "TorchNativeAttnBackend._run_sdpa_forward_extend",
@@ -112,9 +117,11 @@ HOOKS: tuple[Hook, ...] = (
 def apply() -> None:
     """Put every hook in place in this process; again is a no-op.
 
-    Raises ImportError or AttributeError when SGLang lacks a place that the self-check should have named before.
+    Raises ImportError or AttributeError when SGLang lacks a place that the self-check should have named
+    before.
     """
-    torch.cpu.Event, torch.cpu.Stream = streams.Event, streams.Stream  # type: ignore[misc]
+    setattr(torch.cpu, "Event", streams.Event)  # noqa: B010  a class is replaced, which types do not allow
+    setattr(torch.cpu, "Stream", streams.Stream)  # noqa: B010
     for hook in HOOKS:
         owner, last = hook.owner()
         original = getattr(owner, last, None)
@@ -150,7 +157,9 @@ def missing() -> Iterator[str]:
 
 
 def _unused_copies() -> Iterator[str]:
-    """The three copies have no original on CPU to compare with: SGLang's code must still call them by name."""
+    """The three copies have no original on CPU to compare with: SGLang's code must still call
+    them by name.
+    """
     source = inspect.getsource(importlib.import_module(MHA_HOST_POOL))
     for hook in HOOKS:
         if hook.module == MHA_HOST_POOL and f"{hook.attribute}(" not in source:

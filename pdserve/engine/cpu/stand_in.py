@@ -14,7 +14,8 @@ NAME = "sgl_kernel"
 def install() -> None:
     """Put the stand-in into `sys.modules`; again is a no-op.
 
-    Raises RuntimeError when the real `sgl_kernel` or any of SGLang's runtime was imported before: too late to matter.
+    Raises RuntimeError when the real `sgl_kernel` or any of SGLang's runtime was imported before: too late to
+    matter.
     """
     present = sys.modules.get(NAME)
     if isinstance(present, _StandIn):
@@ -25,7 +26,9 @@ def install() -> None:
 
 
 class _StandIn(types.ModuleType):
-    """Not a package on purpose: `import sgl_kernel.part` fails as on a machine without it, which SGLang handles."""
+    """Not a package on purpose: `import sgl_kernel.part` fails as on a machine without it, which SGLang
+    handles.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name, "Stand-in for sgl_kernel on a machine without an accelerator.")

@@ -8,7 +8,9 @@ import torch
 class Event(torch.cpu.Event):
     """Recorded and complete from the start; elapsed times are 0 ms."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> None:
         super().__init__()
 
     def elapsed_time(self, end: torch.cpu.Event) -> float:

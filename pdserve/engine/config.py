@@ -1,0 +1,78 @@
+"""Configuration of the SGLang process of a worker."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+Layout: TypeAlias = Literal["page_first_direct", "layer_first", "page_first"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a worker runs SGLang. What is not here is passed to SGLang as it is (`extra_args`, or words after
+    `--`).
+    """
+
+    model_path: Annotated[str, Meta(min_length=1, description="Hugging Face model directory.")]
+    served_model_name: Annotated[
+        str, Meta(description="Name clients call the model by; empty: the directory's name.")
+    ] = ""
+    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=1, le=65535, description="Port to listen on.")] = 30000
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Meta(description="Where to run; auto: a GPU where there is one.")
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="Type of weights and activations."),
+    ] = "auto"
+    kv_cache_dtype: Annotated[
+        str, Meta(description="Type of cached keys and values, as SGLang's --kv-cache-dtype; auto: as dtype.")
+    ] = "auto"
+    page_size: Annotated[
+        int, Meta(ge=1, description="Tokens per KV page; the same on all workers of a pool.")
+    ] = 64
+    context_length: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Longest prompt plus answer, tokens; none: the model's own."),
+    ] = None
+    max_total_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Tokens in the device's KV cache; none: what mem_fraction allows, on CPU at most 40,000.",
+        ),
+    ] = None
+    mem_fraction: Annotated[
+        Annotated[float, Meta(gt=0, lt=1)] | None,
+        Meta(
+            description="Share of device memory for weights and KV; none: SGLang's choice, on CPU 0.3.",
+        ),
+    ] = None
+    max_running_requests: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Requests decoded at a time; none: SGLang's choice, on CPU 128."),
+    ] = None
+    hicache_ratio: Annotated[
+        float, Meta(gt=0, description="Size of the host's KV cache as a multiple of the device's.")
+    ] = 2.0
+    hicache_size_gb: Annotated[
+        int, Meta(ge=0, description="Size of the host's KV cache in GB (10^9 bytes); 0: by hicache_ratio.")
+    ] = 0
+    layout: Annotated[
+        Layout, Meta(description="Layout of pages in host memory; the same on all workers of a pool.")
+    ] = "page_first_direct"
+    io_backend: Annotated[
+        Literal["direct", "kernel"],
+        Meta(description="How pages are copied between device and host; on CPU direct."),
+    ] = "direct"
+    tool_call_parser: Annotated[
+        str, Meta(description="SGLang's parser of tool calls; auto: by the chat template; empty: none.")
+    ] = "auto"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="SGLang's log level.")
+    ] = "warning"
+    extra_args: Annotated[
+        list[str], Meta(description="Flags passed to SGLang as they are; they win over the above.")
+    ] = []

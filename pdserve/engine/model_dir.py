@@ -1,0 +1,59 @@
+"""What a worker can tell about its model directory and its address before it loads anything."""
+
+from __future__ import annotations
+
+import errno
+import json
+import socket
+from pathlib import Path
+
+from pdserve.errors import StartupError
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+
+
+def check_model_dir(model_path: str) -> None:
+    """Raises StartupError unless `model_path` is a Hugging Face model directory with configuration and
+    weights.
+    """
+    path = Path(model_path)
+    if not path.exists():
+        raise StartupError(
+            f"model path {model_path} does not exist: give a local Hugging Face model directory, "
+            "or make one with 'pdserve model demo'"
+        )
+    config = path / "config.json"
+    if not config.is_file():
+        raise StartupError(
+            f"model path {model_path} is no Hugging Face model directory: it has no config.json"
+        )
+    try:
+        architectures = json.loads(config.read_text(encoding="utf-8")).get("architectures")
+    except (OSError, ValueError, AttributeError) as error:
+        raise StartupError(f"{config} cannot be read: {error}") from error
+    if not architectures:
+        raise StartupError(f"{config} names no model architecture: is this a Hugging Face model directory?")
+    if not any(next(path.glob(pattern), None) for pattern in _WEIGHTS):
+        raise StartupError(f"model path {model_path} has no weights ({', '.join(_WEIGHTS)})")
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises StartupError when the address cannot be listened on now. Another process may still take it
+    later.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise StartupError(f"cannot listen on {host}: {error.strerror}; set engine.host") from error
+    with socket.socket(family, kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise StartupError(
+                    f"port {port} on {host} is in use: stop what listens there or set engine.port"
+                ) from error
+            raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from error
