@@ -121,7 +121,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "affinity"
     prefill_endpoints: Annotated[
         tuple[str, ...], Meta(description="Endpoints whose requests go through the prefill stage.")
-    ] = ("/v1/chat/completions", "/v1/completions")
+    ] = ("/v1/chat/completions", "/v1/completions", "/generate")
     min_prefill_tokens: Annotated[
         int,
         Meta(

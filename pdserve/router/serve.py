@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gc
 import logging
 import math
+import signal
 import socket
+from collections.abc import Iterator
 
 import uvicorn
 import uvloop
@@ -13,6 +17,7 @@ import uvloop
 from pdserve.errors import StartupError
 from pdserve.router.app import open_router
 from pdserve.router.config import RouterConfig
+from pdserve.router.hot import LAST_WORD_S
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +38,13 @@ def run(config: RouterConfig) -> int:
 async def _serve(config: RouterConfig) -> None:
     if not (config.decode or config.agg):
         raise StartupError("no workers: list 'decode' (and 'prefill') workers, or 'agg' workers")
+    loop = asyncio.get_running_loop()
     with bind(config.host, config.port) as listening:
         async with open_router(config) as router:
             host, port = listening.getsockname()[:2]
-            server = uvicorn.Server(uvicorn_config(router, config))
+            server = make_server(router, config)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, server.handle_exit, number, None)
             logger.info(
                 "listening on http://%s:%d (%s; prefill %d, decode %d, agg %d workers)",
                 f"[{host}]" if ":" in host else host,
@@ -47,13 +55,22 @@ async def _serve(config: RouterConfig) -> None:
                 len(config.agg),
             )
             gc.freeze()  # what was made until now stays: the collector need not look at it again
-            await server.serve(sockets=[listening])
+            await serve_until_stopped(server, listening)
     logger.info("stopped")
 
 
-def uvicorn_config(application: object, config: RouterConfig) -> uvicorn.Config:
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling, which ends the process by the signal after a graceful stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves the signals to whoever runs the server."""
+        yield
+
+
+def make_server(application: object, config: RouterConfig) -> uvicorn.Server:
     """uvicorn for this router: httptools, no access log, headers of our own only."""
-    return uvicorn.Config(
+    settings = uvicorn.Config(
         application,  # type: ignore[arg-type]  # our own, looser ASGI types
         http="httptools",
         ws="none",
@@ -67,6 +84,15 @@ def uvicorn_config(application: object, config: RouterConfig) -> uvicorn.Config:
         timeout_keep_alive=math.ceil(config.client_keepalive_s),
         timeout_graceful_shutdown=math.ceil(config.stop_grace_s),
     )
+    return _Server(settings)
+
+
+async def serve_until_stopped(server: uvicorn.Server, listening: socket.socket) -> None:
+    """Serve until `server.should_exit`; then running requests have `stop_grace_s`, and a
+    moment more for a last word."""
+    await server.serve(sockets=[listening])
+    if server.server_state.tasks:
+        await asyncio.wait(server.server_state.tasks, timeout=LAST_WORD_S + 1.0)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import uvicorn
 
 from pdserve.router.app import Router, open_router
 from pdserve.router.config import Deadlines, RouterConfig
-from pdserve.router.serve import bind, uvicorn_config
+from pdserve.router.serve import bind, make_server, serve_until_stopped
 
 from .mock_worker import MockWorker, workers
 
@@ -170,10 +169,8 @@ async def routed(config: RouterConfig) -> AsyncIterator[Harness]:
     """A router with this configuration on a free port."""
     with bind("127.0.0.1", 0) as listening:
         async with open_router(config) as router:
-            server = uvicorn.Server(uvicorn_config(router, config))
-            # The test's process keeps its own signal handlers.
-            server.capture_signals = _no_signals  # type: ignore[method-assign]
-            serving = asyncio.create_task(server.serve(sockets=[listening]))
+            server = make_server(router, config)
+            serving = asyncio.create_task(serve_until_stopped(server, listening))
             harness = Harness(router, listening.getsockname()[1])
             try:
                 yield harness
@@ -181,12 +178,6 @@ async def routed(config: RouterConfig) -> AsyncIterator[Harness]:
             finally:
                 server.should_exit = server.force_exit = True
                 await serving
-
-
-class _no_signals:  # noqa: N801 - stands in for a function
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *args: object) -> None: ...
 
 
 @asynccontextmanager

@@ -34,7 +34,7 @@ def late(**deadlines: float) -> Deadlines:
     return msgspec.structs.replace(FAST, **deadlines)
 
 
-@pytest.mark.parametrize("endpoint", [CHAT, "/v1/completions"])
+@pytest.mark.parametrize("endpoint", [CHAT, "/v1/completions", "/generate"])
 def test_prefill_then_decode_with_the_clients_bytes(endpoint: str) -> None:
     async def main() -> None:
         async with disagg() as (harness, [prefill], [decode]):
@@ -423,8 +423,8 @@ def test_aggregated_workers_get_the_request_alone() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("path", ["/generate", "/tokenize"])
-def test_sglangs_own_routes_go_to_the_decode_worker(path: str) -> None:
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/detokenize"])
+def test_routes_that_generate_nothing_go_to_the_decode_worker_alone(path: str) -> None:
     async def main() -> None:
         async with disagg() as (harness, [prefill], [decode]):
             response = await harness.post(path, {"text": "hi", "rid": ["a"], "input_ids": [[1]]})

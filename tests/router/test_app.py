@@ -1,0 +1,236 @@
+"""The ordinary routes, joining and leaving, readiness, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdserve.errors import ConfigError, StartupError
+from pdserve.router.app import open_router
+from pdserve.router.config import Probe, RouterConfig
+
+from .harness import FAST, Harness, chat_body, disagg, routed, run
+from .mock_worker import ANSWER, Gate, MockWorker, answer, hang, workers
+
+CHAT = "/v1/chat/completions"
+OFTEN = Probe(interval_s=0.02, timeout_s=0.5)
+
+
+async def until(harness: Harness, worker: MockWorker, ready: bool) -> None:
+    """Until the router's probes have found `worker` so."""
+    seen = harness.router.fleet.by_id[worker.id]
+    while (seen.ready and seen.refused is None) != ready:  # noqa: ASYNC110 - probes report to nobody else
+        await asyncio.sleep(0.005)
+
+
+def test_models_are_listed_in_openais_form() -> None:
+    async def main() -> None:
+        async with disagg() as (harness, _, _):
+            listed = (await harness.get("/v1/models")).json()
+            [card] = listed["data"]
+            assert listed["object"] == "list"
+            assert card["id"] == "m"
+            assert card["object"] == "model"
+            assert card["max_model_len"] == 4096
+            assert (await harness.get("/v1/models/m")).json() == card
+            assert (await harness.get("/v1/models/x")).status == 404
+            assert (await harness.get("/v1/models/x")).error
+
+    run(main())
+
+
+def test_unknown_paths_are_refused_in_openais_form() -> None:
+    async def main() -> None:
+        async with disagg() as (harness, _, _):
+            response = await harness.get("/v1/nothing")
+            assert response.status == 404
+            assert "/v1/nothing" in response.error["message"]
+
+    run(main())
+
+
+def test_the_documentation_names_every_route() -> None:
+    async def main() -> None:
+        async with disagg() as (harness, _, _):
+            paths = (await harness.get("/openapi.json")).json()["paths"]
+            wanted = {CHAT, "/v1/completions", "/v1/models", "/health", "/ready", "/metrics", "/generate"}
+            assert wanted <= set(paths)
+            assert (await harness.get("/docs")).status == 200
+
+    run(main())
+
+
+def test_the_fastapi_application_alone_serves_the_hot_routes_too() -> None:
+    async def main() -> None:
+        async with disagg() as (harness, _, _):
+            harness.router._hot_paths = frozenset()
+            assert (await harness.chat()).body == ANSWER
+
+    run(main())
+
+
+def test_readiness_follows_the_workers() -> None:
+    async def main() -> None:
+        async with disagg(probe=OFTEN) as (harness, [prefill], [decode]):
+            state = (await harness.get("/ready")).json()
+            assert state["ready"]
+            assert state["degraded"] == []
+            assert state["mode"] == "disagg"
+            prefill.ready = False
+            await until(harness, prefill, False)
+            response = await harness.get("/ready")
+            assert response.status == 200
+            assert response.json()["degraded"] == ["no prefill worker is ready"]
+            decode.ready = False
+            await until(harness, decode, False)
+            assert (await harness.get("/ready")).status == 503
+            assert (await harness.get("/health")).status == 200
+            assert (await harness.chat()).status == 503
+            decode.ready = prefill.ready = True
+            await until(harness, decode, True)
+            await until(harness, prefill, True)
+            assert (await harness.chat()).status == 200
+
+    run(main())
+
+
+def test_workers_may_come_after_the_router() -> None:
+    async def main() -> None:
+        decode = MockWorker("decode")
+        await decode.start()
+        await decode.stop()
+        async with routed(RouterConfig(decode=(decode.url,), deadlines=FAST, probe=OFTEN)) as harness:
+            response = await harness.chat()
+            assert response.status == 503
+            assert response.headers["retry-after"]
+            await decode.start(decode.port)
+            await until(harness, decode, True)
+            assert (await harness.chat()).body == ANSWER
+            await decode.stop()
+
+    run(main())
+
+
+def test_workers_that_do_not_fit_stop_the_router_at_start() -> None:
+    async def main() -> None:
+        prefill = MockWorker("prefill")
+        decode = MockWorker("decode", page_size=32)
+        async with workers(prefill, decode):
+            with pytest.raises(StartupError) as caught:
+                async with open_router(RouterConfig(prefill=(prefill.url,), decode=(decode.url,))):
+                    pass
+            said = str(caught.value)
+            assert "page_size" in said
+            assert prefill.id in said
+            assert decode.id in said
+            assert "\n" not in said
+
+    run(main())
+
+
+def test_a_worker_that_does_not_fit_is_refused_at_join(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with disagg(decode=2, probe=OFTEN) as (harness, _, [good, odd]):
+            odd.ready = False
+            await until(harness, odd, False)
+            odd.info["kv_geometry"]["dtype"] = "bfloat16"
+            odd.ready = True
+            refused = harness.router.fleet.by_id[odd.id]
+            while refused.refused is None:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.005)
+            for _ in range(4):
+                assert (await harness.chat()).headers["x-pdserve-decode"] == good.id
+            odd.info["kv_geometry"]["dtype"] = "float32"
+            await until(harness, odd, True)
+            assert harness.stats.joins_refused == 1
+
+    with caplog.at_level(logging.ERROR):
+        run(main())
+    assert [r.message for r in caplog.records if "kv_geometry.dtype" in r.message]
+
+
+@pytest.mark.parametrize("said", [answer(404, {"detail": "Not Found"}), answer(200, {"role": "boss"})])
+def test_a_worker_that_does_not_describe_itself_is_not_used(
+    said: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        decode = MockWorker("decode")
+        decode.script("/pd/info", said)  # type: ignore[arg-type]
+        async with workers(decode), routed(RouterConfig(decode=(decode.url,))) as harness:
+            assert (await harness.chat()).status == 503
+
+    run(main())
+    assert "is it a pdserve worker?" in caplog.text
+
+
+def test_a_prefill_worker_that_dies_at_work_is_given_up_when_probes_notice() -> None:
+    async def main() -> None:
+        async with disagg(probe=OFTEN) as (harness, [prefill], _):
+            gate = Gate()
+            prefill.script("/pd/prefill", hang(gate))
+            client = await harness.connect()
+            await client.send(CHAT, json.dumps(chat_body()).encode())
+            await gate.reached.wait()
+            prefill.ready = False  # it hangs on to the request, but says that it cannot work
+            response = await client.response()
+            assert response.body == ANSWER
+            assert response.headers["x-pdserve-plan"].endswith("stage=down")
+            client.leave()
+
+    run(main())
+
+
+def test_no_configured_policy_of_that_name() -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="did you mean 'round_robin'"):
+            async with open_router(RouterConfig(decode=("http://127.0.0.1:1",), decode_policy="round-robin")):
+                pass
+
+    run(main())
+
+
+METRICS = {
+    "requests_total",
+    "requests_in_flight",
+    "time_to_first_byte_seconds_bucket",
+    "prefill_total",
+    "settle_total",
+    "decode_retries_total",
+    "client_aborts_total",
+    "stream_errors_total",
+    "prompt_tokens_total",
+    "prompt_cached_tokens_total",
+    "prefill_missing_pages_total",
+    "worker_requests_in_flight",
+    "worker_healthy",
+    "worker_circuit_open",
+    "worker_refused",
+    "joins_refused_total",
+    "sessions",
+    "upstream_connections_total",
+    "upstream_connections_open",
+    "upstream_connections_idle",
+}
+
+
+def test_metrics_keep_their_names() -> None:
+    async def main() -> None:
+        async with disagg() as (harness, _, [decode]):
+            decode.script(CHAT, answer(503, {}))
+            await harness.chat(user="u")
+            await harness.chat(user="u")
+            await harness.chat(user="u")
+            text = (await harness.get("/metrics")).body.decode()
+            samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+            names = {sample.name.removeprefix("pdserve_router_") for sample in samples}
+            assert METRICS - names <= {"decode_retries_total", "client_aborts_total", "stream_errors_total"}
+            by_status = {s.labels["status"]: s.value for s in samples if s.name.endswith("_requests_total")}
+            assert by_status == {"200": 2.0, "503": 1.0}
+            healthy = [s for s in samples if s.name == "pdserve_router_worker_healthy"]
+            assert {(s.labels["worker"], s.value) for s in healthy} >= {(decode.id, 1.0)}
+
+    run(main())

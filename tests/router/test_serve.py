@@ -1,0 +1,148 @@
+"""The process: `pdserve router`, its start, its refusals, its graceful stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import sys
+
+import pytest
+
+from pdserve.errors import StartupError
+from pdserve.router.serve import bind
+
+from .harness import Connection, chat_body, run
+from .mock_worker import EVENTS, Gate, MockWorker, stream, workers
+
+CHAT = "/v1/chat/completions"
+
+
+class RouterProcess:
+    """`pdserve router` as a child, on a free port."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.port = 0
+
+    @classmethod
+    async def start(cls, *arguments: str) -> RouterProcess:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "pdserve",
+            "router",
+            "--port",
+            "0",
+            *arguments,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        return cls(process)
+
+    async def listening(self) -> None:
+        assert self.process.stderr is not None
+        while match := await self.process.stderr.readline():
+            if found := re.search(rb"listening on http://[^:]+:(\d+)", match):
+                self.port = int(found[1])
+                return
+        raise AssertionError("the router ended before it listened")
+
+    async def connect(self) -> Connection:
+        return Connection(*await asyncio.open_connection("127.0.0.1", self.port))
+
+    async def ended(self) -> tuple[int, str]:
+        _, said = await self.process.communicate()
+        return self.process.returncode or 0, said.decode()
+
+
+async def start_streaming(router: RouterProcess) -> Connection:
+    client = await router.connect()
+    await client.send(CHAT, json.dumps(chat_body(stream=True)).encode())
+    assert (await client.head()).status == 200
+    assert await client.chunk() == EVENTS[0]
+    return client
+
+
+def test_running_streams_are_finished_before_the_router_stops() -> None:
+    async def main() -> None:
+        decode = MockWorker("decode")
+        async with workers(decode):
+            gate = Gate()
+            decode.script(CHAT, stream(EVENTS, gate, gate_after=1))
+            router = await RouterProcess.start("--decode", decode.url)
+            await router.listening()
+            client = await start_streaming(router)
+            router.process.send_signal(signal.SIGTERM)
+            with pytest.raises(OSError):  # noqa: PT012 - until the listener is closed
+                while True:
+                    (await router.connect()).leave()
+                    await asyncio.sleep(0.01)
+            gate.open.set()
+            rest = b""
+            while data := await client.chunk():
+                rest += data
+            assert rest == b"".join(EVENTS[1:])
+            assert (await router.ended())[0] == 0
+
+    run(main(), timeout_s=60)
+
+
+def test_a_stream_that_outlasts_the_grace_ends_in_an_error_event() -> None:
+    async def main() -> None:
+        decode = MockWorker("decode")
+        async with workers(decode):
+            decode.script(CHAT, stream(EVENTS, Gate(), gate_after=1))
+            router = await RouterProcess.start("--decode", decode.url, "--stop-grace-s", "0.2")
+            await router.listening()
+            client = await start_streaming(router)
+            router.process.send_signal(signal.SIGTERM)
+            last = await client.chunk()
+            assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "router_stopping"
+            assert await client.chunk() == b""
+            assert (await router.ended())[0] == 0
+
+    run(main(), timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        ([], 1, "no workers"),
+        (["--decode", "nonsense"], 2, "http://HOST:PORT"),
+        (["--decode", "http://127.0.0.1:1", "--session.sources", "cookie:x"], 2, "cookie:x"),
+        (["--config", "missing.toml"], 2, "missing.toml"),
+    ],
+)
+def test_what_cannot_be_started_says_so_in_one_line(arguments: list[str], status: int, said: str) -> None:
+    async def main() -> None:
+        router = await RouterProcess.start(*arguments)
+        code, text = await router.ended()
+        lines = [line for line in text.splitlines() if "error" in line]
+        assert code == status
+        assert len(lines) == 1
+        assert said in lines[0]
+        assert "Traceback" not in text
+
+    run(main())
+
+
+def test_workers_that_do_not_fit_end_the_process() -> None:
+    async def main() -> None:
+        prefill, decode = MockWorker("prefill"), MockWorker("decode", page_size=64)
+        async with workers(prefill, decode):
+            router = await RouterProcess.start("--prefill", prefill.url, "--decode", decode.url)
+            code, text = await router.ended()
+            assert code == 1
+            assert "page_size (64 and 16)" in text
+            assert "Traceback" not in text
+
+    run(main())
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match=f"127.0.0.1:{port}.*--port"):
+            bind("127.0.0.1", port)
