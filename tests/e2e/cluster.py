@@ -1,4 +1,6 @@
-"""Real processes for the end-to-end tests: pool nodes, SGLang workers, routers, each started by its own command."""
+"""Real processes for the end-to-end tests: pool nodes, SGLang workers, routers, each started by its own
+command.
+"""
 
 from __future__ import annotations
 

@@ -13,8 +13,55 @@ NEW_TOKENS = 6
 
 # 1 to 3,000 tokens; on, just below and just above page boundaries; and sizes in between.
 LENGTHS = (
-    *(1, 2, 7, 33, 63, 64, 65, 66, 100, 127, 128, 129, 150, 191, 192, 193, 200, 255, 256, 257, 300, 319, 320, 321),
-    *(350, 383, 384, 385, 400, 447, 448, 450, 500, 511, 512, 513, 600, 639, 640, 641, 700, 767, 768, 800, 900),
+    *(
+        1,
+        2,
+        7,
+        33,
+        63,
+        64,
+        65,
+        66,
+        100,
+        127,
+        128,
+        129,
+        150,
+        191,
+        192,
+        193,
+        200,
+        255,
+        256,
+        257,
+        300,
+        319,
+        320,
+        321,
+    ),
+    *(
+        350,
+        383,
+        384,
+        385,
+        400,
+        447,
+        448,
+        450,
+        500,
+        511,
+        512,
+        513,
+        600,
+        639,
+        640,
+        641,
+        700,
+        767,
+        768,
+        800,
+        900,
+    ),
     *(1000, 1024, 1025, 1500, 1999, 2048, 3000),
 )
 
@@ -52,8 +99,12 @@ def second_turn(prompt: Sequence[int], answer: Answer, i: int) -> list[int]:
     return [*prompt, *answer.tokens, *token_ids(9000 + i, 20)]
 
 
-def differences(expected: Sequence[Answer], got: Sequence[Answer], describe: Callable[[int], str]) -> list[str]:
-    """One line per answer whose tokens differ or whose log-probabilities are further apart than the tolerance."""
+def differences(
+    expected: Sequence[Answer], got: Sequence[Answer], describe: Callable[[int], str]
+) -> list[str]:
+    """One line per answer whose tokens differ or whose log-probabilities are further apart than the
+    tolerance.
+    """
     lines = []
     for i, (want, have) in enumerate(zip(expected, got, strict=True)):
         if want.tokens != have.tokens:

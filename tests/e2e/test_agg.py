@@ -1,0 +1,89 @@
+"""One aggregated worker with HiCache and the pool, checksums off: the same answers as plain SGLang, and the
+proof that the equality check would see a wrong page. Runs before the cluster starts (file order), and stops
+its worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pdserve.pages import page_hashes
+from tests.e2e.arena import flip, page_offset
+from tests.e2e.cluster import PoolNode, Router, Worker, eventually
+from tests.e2e.conftest import Reference, ask_all, engine_settings
+from tests.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+@dataclass
+class Agg:
+    pool: PoolNode
+    worker: Worker
+    router: Router
+
+
+@pytest.fixture(scope="module")
+def agg(model: Path, run_dir: Path, reference: Reference) -> Iterator[Agg]:
+    pool = PoolNode(run_dir, "aggpool")
+    worker = Worker("agg", "agg", run_dir, engine_settings(model), {"nodes": [pool.ref], "checksum": False})
+    router = Router(run_dir, agg=[worker], name="router-agg")
+    try:
+        pool.start()
+        worker.start().wait_ready()
+        router.start()
+        yield Agg(pool, worker, router)
+    finally:
+        for one in (router, worker, pool):
+            one.stop()
+
+
+def describe(prompts: list[list[int]]):  # type: ignore[no-untyped-def]
+    return lambda i: f"prompt {i} ({len(prompts[i])} tokens)"
+
+
+def test_answers_equal_plain_sglang_cold_warm_and_from_the_pool(agg: Agg, reference: Reference) -> None:
+    say = describe(reference.prompts)
+    assert differences(reference.first, ask_all(agg.worker, reference.prompts), say) == []
+    assert differences(reference.second, ask_all(agg.worker, reference.second_prompts), say) == []
+    agg.worker.flush()
+    bodies = [agg.worker.generate(prompt, NEW_TOKENS) for prompt in reference.second_prompts]
+    assert differences(reference.second, [Answer.of(body) for body in bodies], say) == []
+    longest = bodies[-1]["meta_info"]
+    assert longest["cached_tokens_details"]["storage"] == (longest["prompt_tokens"] - 1) // PAGE * PAGE
+
+
+def test_the_equality_check_fails_when_a_page_is_wrong(agg: Agg, reference: Reference) -> None:
+    """Checksums are off here: the wrong page is delivered, and the check must see it."""
+    i = reference.prompts.index(max(reference.prompts, key=len))
+    prompt = reference.prompts[i]
+    agg.worker.generate(prompt, 1)
+    info = httpx.get(f"{agg.worker.url}/pd/info").json()
+    key = page_hashes(prompt, PAGE)[3]
+    segments = page_segments(info)
+    eventually(lambda: exists(agg, info, key, segments), "the page is committed", 10.0)
+    offset = page_offset(agg.pool, info["namespace"], info["kv_geometry"], key, segments)
+    arena = agg.pool.directory / "arena" / agg.pool.name / "arena"
+    flip(arena, offset, sum(segments))
+    agg.worker.flush()
+    wrong = Answer.of(agg.worker.generate(prompt, NEW_TOKENS))
+    flip(arena, offset, sum(segments))
+    assert len(differences([reference.first[i]], [wrong], str)) == 1
+
+
+def page_segments(info: dict[str, object]) -> list[int]:
+    """K and V of one float32 page of the tiny model: 4 layers, 2 heads of 32, PAGE tokens."""
+    return [4 * 2 * 32 * PAGE * 4] * 2
+
+
+def exists(agg: Agg, info: dict[str, dict[str, str]], key: bytes, segments: list[int]) -> bool:
+    try:
+        page_offset(agg.pool, str(info["namespace"]), info["kv_geometry"], key, segments)
+    except AssertionError:
+        return False
+    return True

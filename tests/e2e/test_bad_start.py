@@ -1,0 +1,111 @@
+"""What cannot start says why in one line, and exits non-zero. No test here loads a model."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.cluster import PoolNode, free_port, pdserve, to_toml
+from tests.e2e.conftest import engine_settings
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def run(tmp_path: Path, command: list[str], config: dict[str, Any]) -> tuple[int, str]:
+    """Exit status and what was printed, which must be one line."""
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config))
+    done = subprocess.run(
+        pdserve(*command, "--config", str(path)), capture_output=True, text=True, timeout=100, check=False
+    )
+    said = (done.stdout + done.stderr).strip()
+    assert done.returncode != 0, said
+    assert len(said.splitlines()) == 1, said
+    assert "Traceback" not in said
+    return done.returncode, said
+
+
+def test_a_model_path_that_does_not_exist(tmp_path: Path) -> None:
+    _, said = run(tmp_path, ["agg"], {"storage": "none", "engine": {"model_path": "/nowhere/model"}})
+    assert "/nowhere/model does not exist" in said
+
+
+def test_a_port_in_use(tmp_path: Path, model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        _, said = run(tmp_path, ["agg"], {"storage": "none", "engine": {"model_path": model, "port": port}})
+        assert f"port {port}" in said
+        assert "in use" in said
+        _, said = run(tmp_path, ["router"], {"port": port, "agg": ["http://127.0.0.1:1"]})
+        assert str(port) in said
+        _, said = run(
+            tmp_path, ["pool", "serve"], {"listen": [f"tcp:127.0.0.1:{port}"], "arena_dir": tmp_path}
+        )
+        assert str(port) in said
+
+
+def test_too_little_memory_for_the_arena(tmp_path: Path) -> None:
+    config = {
+        "listen": [f"unix:{tmp_path}/s"],
+        "arena_dir": Path("/dev/shm/pdserve-test"),
+        "capacity_bytes": "900TiB",
+    }
+    _, said = run(tmp_path, ["pool", "serve"], config)
+    assert "does not fit" in said
+    assert "capacity_bytes" in said
+
+
+def test_an_unknown_key_is_named_with_the_nearest_valid_one(tmp_path: Path) -> None:
+    status, said = run(tmp_path, ["agg"], {"engine": {"modle_path": "x"}})
+    assert status == 2
+    assert "engine.modle_path" in said
+    assert "engine.model_path" in said
+
+
+def test_workers_that_differ_in_page_size_cannot_share_a_namespace(tmp_path: Path, model: Path) -> None:
+    pool = PoolNode(tmp_path).start()
+    try:
+        shared = {"nodes": [pool.ref], "namespace": "shared"}
+        settings = {"engine": engine_settings(model, port=free_port()), "pool": shared}
+        # the first worker opens the namespace, as its start-up check does
+        from pdserve.kvpool.client import PoolClient
+        from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
+
+        info = geometry_of(model)
+        nodes = [PoolNodeRef(node=pool.name, address=pool.address)]
+        client = PoolClient(PoolClientConfig(nodes=nodes), "shared", {**info, "page_size": "32"})
+        assert client.check() == {pool.name: None}
+        client.close()
+        _, said = run(tmp_path, ["decode"], settings)
+        assert "page_size" in said
+        assert "32" in said
+        assert "64" in said
+        assert "shared" in said
+    finally:
+        pool.stop()
+
+
+def geometry_of(model: Path) -> dict[str, str]:
+    from pdserve.pages import KvGeometry, model_fingerprint
+
+    return KvGeometry(
+        model=model_fingerprint(model),
+        dtype="float32",
+        kv_dtype="float32",
+        page_size="64",
+        layout="page_first_direct",
+        tp_size="1",
+        pp_size="1",
+    ).as_dict()
+
+
+def test_a_worker_without_pool_nodes_says_how_to_do_without(tmp_path: Path, model: Path) -> None:
+    status, said = run(tmp_path, ["decode"], {"engine": engine_settings(model, port=free_port())})
+    assert status == 2
+    assert "pool.nodes" in said

@@ -1,0 +1,171 @@
+"""The official `openai` Python client against the router."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.conftest import Cluster
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+MODEL = "demo-tiny"
+MESSAGES: list[Any] = [
+    {"role": "system", "content": "You are a helpful assistant. " * 20},
+    {"role": "user", "content": "Write something about dictionaries."},
+]
+WEATHER: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Weather of a city",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "enum": ["Oslo", "Rome"]}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{cluster.router.url}/v1", api_key="unused", max_retries=0, timeout=60)
+
+
+def test_models_lists_the_served_model(client: openai.OpenAI) -> None:
+    models = client.models.list().data
+    assert [model.id for model in models] == [MODEL]
+    assert models[0].object == "model"
+
+
+def test_a_stream_carries_the_same_text_as_the_whole_answer_and_its_usage(client: openai.OpenAI) -> None:
+    settings: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
+    whole = client.chat.completions.create(**settings)
+    assert whole.usage is not None
+    stream = client.chat.completions.create(**settings, stream=True, stream_options={"include_usage": True})
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert len(text) > 0
+    assert len(chunks) > 5
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.prompt_tokens == whole.usage.prompt_tokens
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens
+    assert usage.prompt_tokens_details.cached_tokens >= (usage.prompt_tokens - 1) // 64 * 64
+
+
+def test_tools_are_offered_and_a_forced_call_is_well_formed(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        tools=WEATHER,
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+        temperature=0,
+        max_tokens=64,
+    )
+    calls = answer.choices[0].message.tool_calls
+    assert calls
+    assert calls[0].type == "function"
+    assert calls[0].function.name == "weather"
+    assert json.loads(calls[0].function.arguments)["city"] in ("Oslo", "Rome")
+
+
+def test_a_json_schema_is_kept(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"colour": {"type": "string", "enum": ["red", "green"]}, "bright": {"type": "boolean"}},
+        "required": ["colour", "bright"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        temperature=0,
+        max_tokens=64,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "paint", "schema": schema, "strict": True},
+        },
+    )
+    value = json.loads(answer.choices[0].message.content or "")
+    assert value["colour"] in ("red", "green")
+    assert isinstance(value["bright"], bool)
+
+
+def test_logprobs_come_with_their_alternatives(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, temperature=0, max_tokens=4, logprobs=True, top_logprobs=3
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert len(logprobs.content) == 4
+    for token in logprobs.content:
+        assert token.logprob <= 0
+        assert len(token.top_logprobs) == 3
+        assert token.logprob == max(alternative.logprob for alternative in token.top_logprobs)
+
+
+def test_several_choices_and_stop_words(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, n=3, temperature=1.0, max_tokens=8, seed=1
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    plain = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0, max_tokens=12)
+    text = plain.choices[0].message.content or ""
+    stop = text[len(text) // 2 :][:3]
+    stopped = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, temperature=0, max_tokens=12, stop=[stop]
+    )
+    assert stopped.choices[0].message.content == text[: text.index(stop)]
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+def test_completions_take_text_and_token_ids(client: openai.OpenAI) -> None:
+    for prompt in ("import os\n", [20, 21, 22, 23]):
+        answer = client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=5, temperature=0, logprobs=1
+        )
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 5
+        assert answer.choices[0].logprobs is not None
+
+
+def test_an_unknown_model_is_a_not_found_error(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="nothing", messages=MESSAGES)
+    assert caught.value.code == "model_not_found"
+    assert "demo-tiny" in str(caught.value)
+
+
+def test_a_prompt_longer_than_the_context_names_both_lengths(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=MODEL, prompt=[20] * 5000, max_tokens=5)
+    assert "5000" in str(caught.value)
+    assert "4096" in str(caught.value)
+
+
+def test_malformed_json_is_a_bad_request_in_openai_form(cluster: Cluster) -> None:
+    import httpx
+
+    response = httpx.post(f"{cluster.router.url}/v1/chat/completions", content=b'{"model": "demo-tiny",')
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+
+
+def test_a_wrong_parameter_is_refused_with_its_name(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=-3)
+    assert "temperature" in str(caught.value)
