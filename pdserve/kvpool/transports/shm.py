@@ -51,11 +51,12 @@ class MappedArena:
             self._table = _map(Path(info.table_path), info.table_bytes, writable=False)
         except (OSError, ValueError) as error:
             raise PoolUnavailable(f"cannot map the pool's arena {info.arena_path}: {error}") from error
-        layout = TableLayout.read(self._table)
+        table = memoryview(self._table)
+        layout = TableLayout.from_header(table)
         if layout is None or layout.arena_bytes > info.arena_bytes:
             raise PoolUnavailable(f"{info.table_path} is no slot table of this version of pdserve")
         self.bytes = np.frombuffer(self._arena, dtype=np.uint8)
-        self.rows = RowReader(self._table, layout)
+        self.rows = RowReader(table, layout)
 
     def populate(self) -> None:
         """Take the page faults of the whole arena now."""
