@@ -1,0 +1,94 @@
+"""Other programs that move bytes, measured beside the pool."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Final
+
+from pdserve.bench.pool import BenchError
+
+START_TIMEOUT_S: Final = 5.0
+RUN_TIMEOUT_S: Final = 60.0
+MOVE_BYTES: Final = 2 * 10**9
+
+
+def ucx_perftest_gbps(page_bytes: int, settings: dict[str, str]) -> float:
+    """Tag bandwidth that UCX's own `ucx_perftest` reports over TCP loopback, in 10^9 bytes/s.
+
+    It sends one and the same buffer again and again, which stays in the CPU's cache; a pool's pages do not.
+    `settings`: UCX settings without their `UCX_` prefix. Raises BenchError.
+    """
+    root = _libucx_root()
+    program = root / "bin" / "ucx_perftest"
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(root / "lib")}
+    environment |= {f"UCX_{name}": value for name, value in settings.items()}
+    port = _free_port()
+    server = subprocess.Popen(
+        [program, "-p", str(port)],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    messages = max(100, MOVE_BYTES // page_bytes)
+    command = [str(program), "127.0.0.1", "-p", str(port), "-t", "tag_bw", "-s", str(page_bytes)]
+    try:
+        _await_listening(port)
+        done = subprocess.run(
+            [*command, "-n", str(messages), "-w", "100"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=RUN_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BenchError(f"ucx_perftest did not finish in {RUN_TIMEOUT_S:.0f} s") from error
+    finally:
+        server.kill()
+        server.wait()
+    return read_perftest(done.stdout + done.stderr)
+
+
+def read_perftest(output: str) -> float:
+    """The overall bandwidth in ucx_perftest's output (its last columns are MB/s average and overall, messages
+    per second average and overall; its MB are 2^20 bytes). Raises BenchError.
+    """
+    final = re.search(r"^Final:\s+(.+)$", output, re.MULTILINE)
+    columns = final[1].split() if final else []
+    if len(columns) != 8:
+        raise BenchError(f"ucx_perftest printed no result: {output.strip().splitlines()[-1:]}")
+    return round(float(columns[5]) * 2**20 / 1e9, 3)
+
+
+def _libucx_root() -> Path:
+    found = importlib.util.find_spec("libucx")
+    for folder in (found.submodule_search_locations or []) if found else []:
+        if (Path(folder) / "bin" / "ucx_perftest").is_file():
+            return Path(folder)
+    raise BenchError("ucx_perftest is not installed: it comes with the package libucx-cu13")
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def _await_listening(port: int) -> None:
+    """Wait until something listens, by the kernel's table: a connection would end ucx_perftest's server."""
+    needle = f":{port:04X} "
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError):
+            tables = [Path("/proc/net", name).read_text() for name in ("tcp", "tcp6")]
+            if any(needle in line and " 0A " in line for table in tables for line in table.splitlines()):
+                return
+        time.sleep(0.02)
+    raise BenchError("ucx_perftest's server did not start")
