@@ -23,7 +23,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from pdserve.errors import PoolTimeout, PoolUnavailable
+from pdserve.errors import PoolTimeout, PoolUnavailable, StartupError
 from pdserve.kvpool.checksum import NO_CHECKSUM, checksum_page
 from pdserve.kvpool.messages import (
     Abort,
@@ -73,7 +73,7 @@ class UcxConnector:
         self._data_path = data_path
 
     def connect(self, address: str, deadline: float) -> UcxConnection:
-        """Raises PoolUnavailable, PoolTimeout, PoolRefused, and StartupError if UCX cannot be used here."""
+        """Raises PoolUnavailable, PoolTimeout, PoolRefused."""
         hello = make_hello(self._client, self._host_id, self._data_path, self._token)
         channel = ControlChannel.connect(address, hello, deadline)
         return UcxConnection.open(channel, address, self._options, self._checksum, deadline)
@@ -102,7 +102,7 @@ class UcxConnection:
     ) -> UcxConnection:
         """Connect UCX beside a greeted control channel, which this owns from now on (also when it raises).
 
-        Raises PoolUnavailable, PoolTimeout, StartupError.
+        Raises PoolUnavailable (also where UCX cannot be used at all), PoolTimeout.
         """
         try:
             info = channel.welcome.ucx
@@ -111,6 +111,9 @@ class UcxConnection:
             library = UcxLibrary()
             # UCXX's contexts may not share workers between threads, so each connection has its own
             link = UcxLink(library, library.context(options))
+        except StartupError as error:
+            channel.close()
+            raise PoolUnavailable(str(error)) from error  # operations of a pool may fail, never crash
         except BaseException:
             channel.close()
             raise
