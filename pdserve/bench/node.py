@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Final, cast
 
 from pdserve.bench.pool import BenchError
+from pdserve.errors import PoolError
 from pdserve.kvpool.client import PoolClient
 from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.messages import DataPathChoice
+from pdserve.kvpool.transports.control import ControlChannel, make_hello
 
+CONNECT_TIMEOUT_S: Final = 10.0
 START_TIMEOUT_S: Final = 60.0  # allocating many GiB takes a while
 STOP_TIMEOUT_S: Final = 10.0
 NODE_NAME: Final = "bench"
@@ -57,7 +60,7 @@ def _client(address: str, path: str, checksum: bool) -> Iterator[PoolClient]:
         nodes=[PoolNodeRef(node=NODE_NAME, address=address)],
         data_path=cast(DataPathChoice, path),
         checksum=checksum,
-        connect_timeout_s=10.0,
+        connect_timeout_s=CONNECT_TIMEOUT_S,
         get_timeout_s=60.0,
         put_timeout_s=60.0,
     )
@@ -74,15 +77,13 @@ def _client(address: str, path: str, checksum: bool) -> Iterator[PoolClient]:
 
 def _await_ready(address: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
-    config = PoolClientConfig(nodes=[PoolNodeRef(node=NODE_NAME, address=address)], retry_after_s=60.0)
     while True:
-        client = PoolClient(config, "bench", {"bench": "1"}, name="bench")
         try:
-            problem = client.check()[NODE_NAME]
-        finally:
-            client.close()
-        if problem is None:
+            hello = make_hello("bench", "", "none")
+            ControlChannel.connect(address, hello, time.monotonic() + CONNECT_TIMEOUT_S).close()
             return
+        except PoolError as error:
+            problem = error
         if process.poll() is not None or time.monotonic() > deadline:
             last = log_path.read_text(errors="replace").strip().splitlines()[-1:] or [str(problem)]
             raise BenchError(f"the benchmark's pool node did not start: {last[0]}") from problem
