@@ -245,6 +245,7 @@ class PageStore:
                 if slot != NONE:
                     return slot
         slab = slots.assign(slot_bytes)
+        assert slab != NONE
         self._slab_last_use[slab] = self._uses
         out.append(AssignSlab(slab, slot_bytes))
         return slots.allocate(slot_bytes)

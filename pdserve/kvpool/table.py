@@ -141,17 +141,17 @@ class TableLayout:
         return np.frombuffer(buffer, ROW_DTYPE, self.rows, self.rows_at)
 
     @classmethod
-    def from_header(cls, buffer: Buffer) -> TableLayout | None:
-        """The layout that a table file claims; None when it is no table of this version."""
-        if len(buffer) < HEADER_DTYPE.itemsize:
+    def from_header(cls, header_bytes: bytes, file_bytes: int) -> TableLayout | None:
+        """The layout that a table file of this length claims in its header; None when it is none of ours."""
+        if len(header_bytes) < HEADER_DTYPE.itemsize:
             return None
-        header = np.frombuffer(buffer, HEADER_DTYPE, 1)[0]
+        header = np.frombuffer(header_bytes, HEADER_DTYPE, 1)[0]
         if int(header["magic"]) != TABLE_MAGIC or int(header["version"]) != TABLE_VERSION:
             return None
         layout = cls(int(header["arena_bytes"]), int(header["slab_bytes"]), int(header["min_slot_bytes"]))
         if not 0 < layout.min_slot_bytes <= layout.slab_bytes <= layout.arena_bytes:
             return None
-        return layout if len(buffer) >= layout.table_bytes else None
+        return layout if file_bytes == layout.table_bytes else None
 
 
 class RowWriter:

@@ -1,0 +1,402 @@
+"""The pool node's shell: sockets and timers in, `NodeState`'s actions out. asyncio; one thread.
+
+A connection's bytes become events, each event's actions are carried out at once and in order, before the next
+event: there is no `await` between a decision and its effect. What can go wrong with a client (garbage, no
+handshake, replies it does not read, too many connections) closes that client's connection with one log line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import uvloop
+
+from pdserve.errors import FrameError, PdserveError, StartupError
+from pdserve.kvpool.arena import Arena
+from pdserve.kvpool.config import PoolNodeConfig
+from pdserve.kvpool.events import (
+    Answer,
+    CancelTransfers,
+    Close,
+    Connected,
+    Disconnected,
+    Event,
+    Received,
+    StartReceive,
+    StartSend,
+    Tick,
+)
+from pdserve.kvpool.hosts import host_id
+from pdserve.kvpool.leases import Limits
+from pdserve.kvpool.messages import (
+    PROTOCOL_VERSION,
+    DataPathName,
+    Fault,
+    FrameBuffer,
+    Hello,
+    NodeAddress,
+    Reply,
+    Request,
+    Welcome,
+    decode_request,
+    encode_frame,
+)
+from pdserve.kvpool.slots import SlotAllocator
+from pdserve.kvpool.state import NodeState
+from pdserve.kvpool.store import PageStore
+from pdserve.kvpool.table import TableLayout
+from pdserve.kvpool.transports.control import TcpAddress, UnixAddress, parse_address
+from pdserve.kvpool.transports.ucx_server import UcxServer
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S = 5.0
+MAX_UNREAD_BYTES = 16 * 1024 * 1024  # replies a client has not read: four of the largest frames
+UNIX_PATH_BYTES = 107  # sun_path, less its end
+
+
+class PoolNode:
+    """One node. `open` takes the memory, `serve` runs until stopped."""
+
+    def __init__(self, config: PoolNodeConfig) -> None:
+        self.config = config
+        self.incarnation = secrets.randbits(62) + 1
+        self.host_id = host_id()
+        self.nodes = [NodeAddress(peer.node, peer.address, peer.weight) for peer in config.peers] or [
+            NodeAddress(config.name, config.listen[0])
+        ]
+        self.connections: dict[int, ClientConnection] = {}
+        self._last_connection = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._ucx: UcxServer | None = None
+        self._stopping = asyncio.Event()
+        self._stopped = False  # from then on the memory may be another node's: nothing is decided any more
+
+    async def serve(self) -> None:
+        """Take the memory, listen, serve until `stop`. Raises StartupError."""
+        self._loop = asyncio.get_running_loop()
+        layout = TableLayout(self.config.capacity, self.config.slab, self.config.min_slot)
+        directory = self.config.arena_dir / self.config.name
+        self.arena = Arena(self.config.name, directory, layout, self.incarnation, fresh=self.config.fresh)
+        fresh = self.arena.contents is None
+        servers: list[asyncio.Server] = []
+        clean = served = False
+        try:
+            self.state = self._make_state()
+            self._schedule()
+            for address in self.config.listen:
+                servers.append(await _listen(address, self._accept))  # noqa: PERF401 (each is closed below)
+            served = True
+            addresses = ", ".join(self.config.listen)
+            logger.info(
+                "pool node %s is ready at %s: %d MiB", self.config.name, addresses, self.config.capacity >> 20
+            )
+            await self._stopping.wait()
+            clean = True
+        finally:
+            self._stopped = True
+            for server in servers:
+                server.close()
+            for connection in list(self.connections.values()):
+                connection.close("the node stops")
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._ucx is not None:
+                self._ucx.stop()
+            # a start that failed leaves nothing behind; a node that failed leaves its pages
+            self.arena.close(keep=(self.config.keep or not clean) if served else not fresh)
+            if served:
+                for address in self.config.listen:
+                    _remove_socket(address)
+
+    def stop(self) -> None:
+        """Let `serve` return."""
+        self._stopping.set()
+
+    # --- events and actions
+
+    def feed(self, event: Event) -> None:
+        """Decide and act."""
+        if self._stopped:
+            return
+        for action in self.state.handle(event, self._loop.time()):
+            if isinstance(action, Answer):
+                connection = self.connections.get(action.connection)
+                if connection is not None:
+                    connection.send(action.message)
+            elif isinstance(action, Close):
+                connection = self.connections.get(action.connection)
+                if connection is not None:
+                    connection.close(action.reason)
+            elif isinstance(action, StartSend | StartReceive | CancelTransfers):
+                assert self._ucx is not None
+                self._ucx.perform(action)
+            else:
+                self.arena.perform(action)
+        if self._timer is None or self.state.next_deadline_s < self._timer.when():
+            self._schedule()
+
+    def _schedule(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.state.next_deadline_s != float("inf"):
+            self._timer = self._loop.call_at(self.state.next_deadline_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.feed(Tick())
+
+    # --- clients
+
+    def _accept(self) -> ClientConnection:
+        self._last_connection += 1
+        return ClientConnection(self, self._last_connection)
+
+    def welcome(self, connection: int, hello: Hello) -> Welcome | Fault:
+        """The answer to a Hello; with a Welcome the client is connected."""
+        if hello.version != PROTOCOL_VERSION:
+            message = (
+                f"node {self.config.name} speaks version {PROTOCOL_VERSION} of the pool protocol, client "
+                f"{hello.client} version {hello.version}: upgrade the older one"
+            )
+            return Fault(0, "protocol_version", message)
+        path = self._choose_path(hello)
+        if isinstance(path, Fault):
+            return path
+        ucx = None
+        if path == "ucx":
+            try:
+                ucx = self._ucx_server().open(connection)
+            except PdserveError as error:
+                logger.warning("node %s: no UCX for client %s: %s", self.config.name, hello.client, error)
+                return Fault(0, "data_path", f"node {self.config.name} cannot use UCX: {error}")
+        return Welcome(
+            version=PROTOCOL_VERSION,
+            node=self.config.name,
+            incarnation=self.incarnation,
+            host_id=self.host_id,
+            data_path=path,
+            lease_s=self.config.lease_s,
+            arena=self.arena.info if path == "shm" else None,
+            ucx=ucx,
+            nodes=self.nodes,
+        )
+
+    def _choose_path(self, hello: Hello) -> DataPathName | Fault:
+        if hello.data_path in ("none", "shm"):
+            # a client that insists on shm finds out itself whether the files it maps are ours
+            return hello.data_path
+        if hello.data_path == "auto" and hello.host_id == self.host_id:
+            return "shm"
+        if hello.data_path in ("auto", "ucx"):
+            if self.config.ucx.enabled:
+                return "ucx"
+            message = f"node {self.config.name} has UCX off, which client {hello.client} needs"
+            return Fault(0, "data_path", message)
+        return Fault(0, "data_path", f"{hello.data_path} does not go over a socket")
+
+    def _ucx_server(self) -> UcxServer:
+        """Started by the first client that needs it: UCX costs a second and 170 MB."""
+        if self._ucx is None:
+            server = UcxServer(
+                self.arena.memory,
+                self.feed,
+                self._ucx_lost,
+                host=self.config.ucx.host,
+                port=self.config.ucx.port,
+                send_timeout_s=self.config.lease_s,
+            )
+            server.start(self._loop)
+            self._ucx = server
+        return self._ucx
+
+    def _ucx_lost(self, connection: int, reason: str) -> None:
+        client = self.connections.get(connection)
+        if client is not None:
+            client.close(reason)
+
+    def connected(self, connection: ClientConnection, hello: Hello, path: DataPathName) -> None:
+        self.connections[connection.number] = connection
+        self.feed(Connected(connection.number, path, hello.client, hello.pid))
+
+    def disconnected(self, number: int, *, by_peer: bool) -> None:
+        if self.connections.pop(number, None) is not None:
+            self.feed(Disconnected(number, by_peer))
+        if self._ucx is not None:
+            self._ucx.close(number)
+
+    # --- starting
+
+    def _make_state(self) -> NodeState:
+        config = self.config
+        slots = SlotAllocator(config.capacity, config.slab, config.min_slot)
+        limits = Limits(
+            lease_s=config.lease_s,
+            reservation_lease_s=config.reservation_lease_s,
+            quarantine_s=config.quarantine_s,
+            max_waiters=config.max_waiters,
+            max_reserved_bytes=max(config.slab, int(config.capacity * config.max_reserved_share)),
+        )
+        store = PageStore(slots, self.arena.first_sequence)
+        now_s = self._loop.time()
+        state = NodeState(config.name, self.incarnation, store, limits, now_s, self.arena.namespaces)
+        if self.arena.contents is not None:
+            state.restore(self.arena.contents, now_s)
+            self.arena.contents = None  # a copy of the whole index
+        self.arena.adopt(slots)
+        return state
+
+
+class ClientConnection(asyncio.Protocol):
+    """One control connection: frames to events, answers to frames."""
+
+    _transport: asyncio.Transport
+
+    def __init__(self, node: PoolNode, number: int) -> None:
+        self.number = number
+        self._node = node
+        self._frames = FrameBuffer()
+        self._client = "a client that has not said hello"
+        self._greeted = False
+        self._closed_by_us = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._handshake = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._no_handshake)
+        limit = self._node.config.max_connections
+        if len(self._node.connections) >= limit:
+            self._refuse(Fault(0, "too_many_connections", f"the node holds {limit} connections already"))
+
+    def data_received(self, data: bytes) -> None:
+        if self._closed_by_us:
+            return
+        try:
+            for body in self._frames.feed(data):
+                self._received(decode_request(body))
+                if self._closed_by_us:
+                    return
+        except FrameError as error:
+            self._refuse(Fault(0, "bad_frame", str(error)))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._handshake.cancel()
+        self._node.disconnected(self.number, by_peer=not self._closed_by_us)
+
+    def send(self, message: Reply) -> None:
+        """Send, or close a client that does not read."""
+        if self._closed_by_us:
+            return
+        self._transport.write(encode_frame(message))
+        if self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            self.close(f"it has not read {MAX_UNREAD_BYTES >> 20} MiB of replies", at_once=True)
+
+    def close(self, reason: str, *, at_once: bool = False) -> None:
+        """Close, after what was sent is out unless `at_once`. Idempotent."""
+        if self._closed_by_us:
+            return
+        self._closed_by_us = True
+        logger.info("node %s: closing the connection of %s: %s", self._node.config.name, self._client, reason)
+        if at_once:
+            self._transport.abort()
+        else:
+            self._transport.close()
+
+    def _received(self, message: Request) -> None:
+        if self._greeted:
+            self._node.feed(Received(self.number, message))
+            return
+        if not isinstance(message, Hello):
+            self._refuse(Fault(0, "no_hello", "the first message of a connection must be Hello"))
+            return
+        self._client = f"{message.client} (pid {message.pid})"
+        answer = self._node.welcome(self.number, message)
+        if isinstance(answer, Fault):
+            self._refuse(answer)
+            return
+        self._handshake.cancel()
+        self._greeted = True
+        self._node.connected(self, message, answer.data_path)
+        self.send(answer)
+
+    def _refuse(self, fault: Fault) -> None:
+        self.send(fault)
+        self.close(fault.message)
+
+    def _no_handshake(self) -> None:
+        self.close(f"no Hello within {HANDSHAKE_TIMEOUT_S:.0f} s", at_once=True)
+
+
+# --- listening
+
+
+async def _listen(address: str, accept: Callable[[], ClientConnection]) -> asyncio.Server:
+    loop = asyncio.get_running_loop()
+    parsed = parse_address(address)
+    try:
+        if isinstance(parsed, TcpAddress):
+            return await loop.create_server(accept, parsed.host, parsed.port)
+        _prepare_socket(address, Path(parsed.path))
+        return await loop.create_unix_server(accept, parsed.path)
+    except OSError as error:
+        hint = (
+            "stop the process that uses it, or choose another"
+            if error.errno == errno.EADDRINUSE
+            else "choose another"
+        )
+        raise StartupError(f"cannot listen at {address}: {os.strerror(error.errno or 0)}: {hint}") from error
+
+
+def _prepare_socket(address: str, path: Path) -> None:
+    """Remove a socket that nobody answers at. Raises StartupError when somebody does."""
+    if len(os.fsencode(path)) > UNIX_PATH_BYTES:
+        raise StartupError(
+            f"cannot listen at {address}: a Unix socket's path has at most {UNIX_PATH_BYTES} bytes"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+            return
+        except OSError:
+            pass  # a full backlog or a stopped process: somebody is there
+    raise StartupError(f"cannot listen at {address}: another process does: stop it, or choose another path")
+
+
+def _remove_socket(address: str) -> None:
+    parsed = parse_address(address)
+    if isinstance(parsed, UnixAddress):
+        Path(parsed.path).unlink(missing_ok=True)
+
+
+def run_node(config: PoolNodeConfig) -> None:
+    """Run a node in this process until SIGTERM or SIGINT. Raises StartupError, ConfigError."""
+    for address in config.listen:
+        parse_address(address)
+    uvloop.run(_run(config))
+
+
+async def _run(config: PoolNodeConfig) -> None:
+    node = PoolNode(config)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, node.stop)
+    await node.serve()

@@ -1,0 +1,94 @@
+"""Moving pages between a client's buffers and an arena that is mapped into its memory.
+
+Bytes are copied and hashed in pieces that fit the CPU's cache, so that a checksum costs no second trip to
+memory. On reading, what is hashed is the copy, and the slot table is asked after the copy: a slot that was
+refilled meanwhile is LOST, whatever its bytes look like. NumPy releases the GIL while it copies, xxhash while
+it hashes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from pdserve.errors import PoolTimeout
+from pdserve.kvpool.checksum import NO_CHECKSUM, finish, start
+from pdserve.kvpool.messages import Grant, Pin
+from pdserve.kvpool.table import RowReader
+from pdserve.kvpool.transports.base import CORRUPT, LOST, OK, Bytes1D, PageBuffers, PageOutcome
+
+PIECE_BYTES: Final = 256 * 1024  # with its copy: half of a 1 MiB second-level cache
+
+
+class MappedPages:
+    """Copies pages to and from `memory`, the arena, shape [arena_bytes]."""
+
+    def __init__(self, memory: Bytes1D, rows: RowReader, checksum: bool) -> None:
+        self._memory = memory
+        self._rows = rows
+        self._checksum = checksum
+
+    def write(self, grants: Sequence[Grant], pages: Sequence[PageBuffers], deadline: float) -> list[int]:
+        """`Connection.write_pages`. Raises PoolTimeout."""
+        checksums = []
+        for grant, page in zip(grants, pages, strict=True):
+            _check_time(deadline)
+            checksums.append(self._write_page(grant.offset, page))
+        return checksums
+
+    def read(self, pins: Sequence[Pin], pages: Sequence[PageBuffers], deadline: float) -> list[PageOutcome]:
+        """`Connection.read_pages`. Raises PoolTimeout."""
+        outcomes = []
+        for pin, page in zip(pins, pages, strict=True):
+            _check_time(deadline)
+            checksum = self._read_page(pin, page)
+            if not self._rows.still_holds(pin.slot, pin.sequence):
+                outcomes.append(LOST)
+            else:
+                outcomes.append(OK if checksum == pin.checksum else CORRUPT)
+        return outcomes
+
+    def _write_page(self, offset: int, page: PageBuffers) -> int:
+        memory = self._memory
+        if not self._checksum:
+            for segment in page:
+                end = offset + segment.size
+                np.copyto(memory[offset:end], segment)
+                offset = end
+            return NO_CHECKSUM
+        digest = start()
+        for segment in page:
+            for at in range(0, segment.size, PIECE_BYTES):
+                piece = segment[at : at + PIECE_BYTES]
+                end = offset + piece.size
+                np.copyto(memory[offset:end], piece)
+                digest.update(piece.data)
+                offset = end
+        return finish(digest)
+
+    def _read_page(self, pin: Pin, page: PageBuffers) -> int:
+        """Copy the page; the checksum of the copy, or the pin's own where none is to be checked."""
+        memory, offset = self._memory, pin.offset
+        if not self._checksum or pin.checksum == NO_CHECKSUM:
+            for segment in page:
+                end = offset + segment.size
+                np.copyto(segment, memory[offset:end])
+                offset = end
+            return pin.checksum
+        digest = start()
+        for segment in page:
+            for at in range(0, segment.size, PIECE_BYTES):
+                piece = segment[at : at + PIECE_BYTES]
+                end = offset + piece.size
+                np.copyto(piece, memory[offset:end])
+                digest.update(piece.data)
+                offset = end
+        return finish(digest)
+
+
+def _check_time(deadline: float) -> None:
+    if time.monotonic() >= deadline:
+        raise PoolTimeout("the deadline passed while pages were copied")
