@@ -1,4 +1,4 @@
-"""The generated parts of README.md: `python -m tests.readme` writes them, tests/test_readme.py checks them."""
+"""The generated parts of README.md: `python -m tests.readme` writes them, test_readme.py checks them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ README = Path(__file__).parents[1] / "README.md"
 TABLES = {
     "[cluster] and <code>pdserve up</code>": ClusterSettings,
     "[router] and <code>pdserve router</code>": RouterConfig,
-    "[[prefill]], [[decode]], [[agg]], [worker] (all of them); <code>pdserve prefill|decode|agg</code>": WorkerConfig,
+    "[worker], [[prefill]], [[decode]], [[agg]]; <code>pdserve prefill|decode|agg</code>": WorkerConfig,
     "[[pool]] and <code>pdserve pool serve</code>": PoolNodeConfig,
 }
 

@@ -8,7 +8,7 @@ from pdserve.kvpool.client_config import PoolClientConfig
 from pdserve.kvpool.hosts import host_id
 from pdserve.kvpool.transports.base import Connection
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
-from pdserve.kvpool.transports.shm import ArenaMaps, ShmConnection
+from pdserve.kvpool.transports.shm import ShmConnection
 
 
 class ConfiguredConnector:
@@ -20,14 +20,13 @@ class ConfiguredConnector:
         self._config = config
         self._name = name
         self._host_id = host_id()
-        self._maps = ArenaMaps()
 
     def connect(self, address: str, deadline: float) -> Connection:
         """Raises PoolUnavailable, PoolTimeout or PoolRefused, and StartupError where UCX cannot be used."""
         hello = make_hello(self._name, self._host_id, self._config.data_path, self._config.token)
         channel = ControlChannel.connect(address, hello, deadline)
         if channel.welcome.data_path == "shm":
-            return ShmConnection.open(channel, self._maps, self._config.checksum)
+            return ShmConnection.open(channel, self._config.checksum, deadline)
         # imported only where it is used: loading UCX costs a second and 170 MB
         from pdserve.kvpool.transports.ucx_client import UcxConnection
 
