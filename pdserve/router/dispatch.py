@@ -230,6 +230,8 @@ class Dispatcher:
         """Have `worker` answer the call. Returns None when it is answered, or what went wrong with nothing
         sent.
         """
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("request %s: %r, %s", call.request_id.decode(), worker, ", ".join(words))
         first_s = self._deadlines.first_byte_s
         end_s = self._loop.time() + first_s
         call.plan_words = ", ".join(words).encode("ascii", "replace")

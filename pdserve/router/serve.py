@@ -14,14 +14,17 @@ from collections.abc import Iterator
 import uvicorn
 import uvloop
 
-from pdserve.errors import StartupError
+from pdserve.errors import ConfigError, StartupError
 from pdserve.router.app import open_router
+from pdserve.router.coalesce import CoalescingProtocol
 from pdserve.router.config import RouterConfig
 from pdserve.router.hot import LAST_WORD_S
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
+GC_THRESHOLD = (10_000, 20, 50)
+"""A request makes some 200 objects and hardly a cycle: Python's own 700 would look for garbage every few."""
 
 
 def run(config: RouterConfig) -> int:
@@ -37,7 +40,7 @@ def run(config: RouterConfig) -> int:
 
 async def _serve(config: RouterConfig) -> None:
     if not (config.decode or config.agg):
-        raise StartupError("no workers: list 'decode' (and 'prefill') workers, or 'agg' workers")
+        raise ConfigError("no workers: list 'decode' (and 'prefill') workers, or 'agg' workers")
     loop = asyncio.get_running_loop()
     with bind(config.host, config.port) as listening:
         async with open_router(config) as router:
@@ -55,6 +58,7 @@ async def _serve(config: RouterConfig) -> None:
                 len(config.agg),
             )
             gc.freeze()  # what was made until now stays: the collector need not look at it again
+            gc.set_threshold(*GC_THRESHOLD)
             await serve_until_stopped(server, listening)
     logger.info("stopped")
 
@@ -72,7 +76,7 @@ def make_server(application: object, config: RouterConfig) -> uvicorn.Server:
     """uvicorn for this router: httptools, no access log, headers of our own only."""
     settings = uvicorn.Config(
         application,  # type: ignore[arg-type]  # our own, looser ASGI types
-        http="httptools",
+        http=CoalescingProtocol,
         ws="none",
         lifespan="off",
         interface="asgi3",

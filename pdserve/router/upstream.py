@@ -13,8 +13,9 @@ from collections import deque
 import msgspec
 
 from pdserve.router.config import Limits
+from pdserve.router.connection import Connection, ConnectionOwner
 from pdserve.router.deadlines import Deadlines
-from pdserve.router.exchange import Connection, ConnectionOwner, Exchange, UpstreamError
+from pdserve.router.exchange import Exchange, UpstreamError
 from pdserve.router.fleet import Worker
 
 IDLE_S = 4.0

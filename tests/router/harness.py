@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import uvloop
 
 from pdserve.router.app import Router, open_router
 from pdserve.router.config import Deadlines, RouterConfig
@@ -29,8 +30,8 @@ FAST = Deadlines(
 
 
 def run(main: Coroutine[Any, Any, None], timeout_s: float = 30.0) -> None:
-    """Run an async test; one that hangs fails here."""
-    asyncio.run(asyncio.wait_for(main, timeout_s))
+    """Run an async test on the router's own kind of event loop; one that hangs fails here."""
+    uvloop.run(asyncio.wait_for(main, timeout_s))
 
 
 @dataclass

@@ -10,7 +10,8 @@ import pytest
 
 from pdserve.router import upstream as upstream_module
 from pdserve.router.config import Limits
-from pdserve.router.exchange import HIGH_WATER_BYTES, MAX_HEAD_BYTES, Exchange, UpstreamError
+from pdserve.router.connection import MAX_HEAD_BYTES
+from pdserve.router.exchange import HIGH_WATER_BYTES, Exchange, UpstreamError
 from pdserve.router.fleet import Worker
 from pdserve.router.upstream import Upstream
 
