@@ -1,0 +1,64 @@
+"""Every contract test runs once per transport. To add one, name it here and let `pools.py` connect."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from pdserve.kvpool.config import PoolNodeConfig
+
+from .pools import KIB, InprocPool, Pool, ProcessPool, arena_dir, remove_arena
+
+TRANSPORTS = ("inproc", "shm", "ucx")
+_numbers = itertools.count()
+
+
+@pytest.fixture(params=TRANSPORTS, scope="module")
+def transport(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def make_pool(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Pool]]:
+    """Start a node of 4 slabs of 4 MiB; `options` are those of PoolNodeConfig. Stopped after the module."""
+    pools: list[Pool] = []
+    configs: list[PoolNodeConfig] = []
+
+    def make(**options: Any) -> Pool:
+        defaults: dict[str, Any] = {
+            "capacity_bytes": 16 * KIB * KIB,
+            "slab_bytes": 4 * KIB * KIB,
+            "min_slot_bytes": 4 * KIB,
+            "max_reserved_share": 1.0,
+        }
+        name = f"n{next(_numbers)}"
+        config = PoolNodeConfig(name=name, arena_dir=arena_dir(), **{**defaults, **options})
+        configs.append(config)
+        if transport == "inproc":
+            pools.append(InprocPool(config))
+        else:
+            pools.append(ProcessPool(config, tmp_path_factory.mktemp(name), transport))
+        return pools[-1]
+
+    try:
+        yield make
+        for pool in pools:
+            pool.close()
+    finally:
+        for pool in pools:
+            if isinstance(pool, ProcessPool) and pool._process.poll() is None:
+                pool.kill()
+        for config in configs:
+            remove_arena(config)
+        if arena_dir().exists():
+            arena_dir().rmdir()
+
+
+@pytest.fixture(scope="module")
+def pool(make_pool: Callable[..., Pool]) -> Pool:
+    """A node that many tests share: each takes a namespace of its own, and leaves the node alive."""
+    return make_pool()

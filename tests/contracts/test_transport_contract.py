@@ -1,0 +1,502 @@
+"""What every transport does: the same tests on a node in this process, over mapped memory, and over UCX."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from pdserve.errors import PoolError, PoolTimeout, PoolUnavailable
+from pdserve.kvpool import messages as m
+from pdserve.kvpool.transports.base import CORRUPT, LOST, OK, Bytes1D, Connection, PageBuffers
+
+from .pools import KIB, Pool
+
+MakePool = Callable[..., Pool]
+R = TypeVar("R")
+LAYERS = 28
+PAGE_BYTES = 2 * LAYERS * 4 * KIB
+# HiCache's page layouts: one block; K and V (page_first_direct); K and V of each layer (layer_first)
+LAYOUTS = [[PAGE_BYTES], [PAGE_BYTES // 2] * 2, [PAGE_BYTES // (2 * LAYERS)] * (2 * LAYERS)]
+_ids = itertools.count(1)
+_names = itertools.count()
+TIMEOUT_S = 10.0
+
+
+def soon(seconds: float = TIMEOUT_S) -> float:
+    return time.monotonic() + seconds
+
+
+def keys(count: int, seed: int = 0) -> list[bytes]:
+    rng = np.random.default_rng([seed, next(_ids)])
+    return [rng.bytes(32) for _ in range(count)]
+
+
+def pages_of(layout: list[int], count: int, seed: int | None = None) -> list[PageBuffers]:
+    """Random pages, or empty ones without a seed; each segment lies apart from the others."""
+    rng = np.random.default_rng(seed)
+    pages: list[PageBuffers] = []
+    for _ in range(count):
+        page: list[Bytes1D] = []
+        for size in layout:
+            block = np.full(size + 64, 0xEE, np.uint8)
+            if seed is not None:
+                block[32:-32] = np.frombuffer(rng.bytes(size), np.uint8)
+            page.append(block[32:-32])
+        pages.append(page)
+    return pages
+
+
+def same(a: PageBuffers, b: PageBuffers) -> bool:
+    return np.array_equal(np.concatenate(list(a)), np.concatenate(list(b)))
+
+
+class Client:
+    """A connection with a namespace, and the steps of a put and a get."""
+
+    def __init__(self, connection: Connection, name: str, layout: list[int] | None = None) -> None:
+        self.connection = connection
+        self.layout = layout or LAYOUTS[1]
+        self.namespace = self.ask(m.OpenNamespace(next(_ids), name, {"layout": "test"}), m.Opened).namespace
+
+    def ask(self, request: m.Request, kind: type[R], timeout_s: float = TIMEOUT_S) -> R:
+        reply = self.connection.call(request, soon(timeout_s))
+        assert isinstance(reply, kind), reply
+        return reply
+
+    def reserve(self, names: list[bytes]) -> list[m.Grant]:
+        return self.ask(m.Reserve(next(_ids), self.namespace, names, self.layout), m.Reserved).grants
+
+    def commit(self, grants: list[m.Grant], checksums: list[int]) -> list[int]:
+        slots, sequences = [grant.slot for grant in grants], [grant.sequence for grant in grants]
+        return list(self.ask(m.Commit(next(_ids), slots, sequences, checksums), m.Committed).mask)
+
+    def put(self, names: list[bytes], pages: list[PageBuffers]) -> list[m.Grant]:
+        grants = self.reserve(names)
+        assert [grant.status for grant in grants] == [m.GRANTED] * len(names)
+        checksums = self.connection.write_pages(grants, pages, soon())
+        assert self.commit(grants, checksums) == [1] * len(names)
+        return grants
+
+    def pin(self, names: list[bytes]) -> list[m.Pin]:
+        return self.ask(m.Get(next(_ids), self.namespace, names, self.layout), m.Got).pins
+
+    def release(self, pins: list[m.Pin]) -> None:
+        self.connection.post(m.Release([pin.slot for pin in pins], [pin.sequence for pin in pins]))
+
+    def abort(self, grants: list[m.Grant]) -> None:
+        self.connection.post(m.Abort([grant.slot for grant in grants], [grant.sequence for grant in grants]))
+
+    def get(self, names: list[bytes]) -> tuple[list[int], list[PageBuffers]]:
+        """Outcome (or -1 for a miss) and bytes of each page."""
+        pins = self.pin(names)
+        pages = pages_of(self.layout, len(names))
+        held = [i for i, pin in enumerate(pins) if pin.status == m.HIT]
+        read = self.connection.read_pages([pins[i] for i in held], [pages[i] for i in held], soon())
+        self.release([pins[i] for i in held])
+        outcomes = [-1] * len(names)
+        for i, outcome in zip(held, read, strict=True):
+            outcomes[i] = outcome
+        return outcomes, pages
+
+    def exists(self, names: list[bytes]) -> list[int]:
+        return list(self.ask(m.Exists(next(_ids), self.namespace, names), m.Present).mask)
+
+    def status(self) -> m.StatusReport:
+        return self.ask(m.Status(next(_ids)), m.StatusReport)
+
+
+@contextmanager
+def client(
+    pool: Pool, name: str, *, layout: list[int] | None = None, checksum: bool = True
+) -> Iterator[Client]:
+    connection = pool.connect(checksum=checksum)
+    try:
+        yield Client(connection, name, layout)
+    finally:
+        connection.close()
+        connection.close()  # idempotent
+
+
+@pytest.fixture
+def name() -> str:
+    return f"ns{next(_names)}"
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    """For what another process does in its own time."""
+    deadline = soon()
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+# --- pages
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{len(layout)}-segments")
+@pytest.mark.parametrize("checksum", [True, False], ids=["checksum", "no-checksum"])
+def test_what_is_read_is_what_was_written(pool: Pool, name: str, layout: list[int], checksum: bool) -> None:
+    with client(pool, name, layout=layout, checksum=checksum) as c:
+        names, pages = keys(5), pages_of(layout, 5, seed=1)
+        c.put(names, pages)
+        outcomes, got = c.get([*names, *keys(1)])
+        assert outcomes == [OK] * 5 + [-1]
+        assert all(same(a, b) for a, b in zip(got, pages, strict=False))
+        assert all((segment.base[:32] == 0xEE).all() for segment in got[0])  # nothing beside them was touched
+
+
+@pytest.mark.parametrize("written", LAYOUTS, ids=len)
+@pytest.mark.parametrize("read", LAYOUTS, ids=len)
+def test_a_page_may_be_read_in_other_segments_than_it_was_written(
+    pool: Pool, name: str, written: list[int], read: list[int]
+) -> None:
+    with client(pool, name, layout=written) as writer, client(pool, name, layout=read) as reader:
+        names, pages = keys(2), pages_of(written, 2, seed=2)
+        writer.put(names, pages)
+        outcomes, got = reader.get(names)
+        assert outcomes == [OK, OK]
+        assert all(same(a, b) for a, b in zip(got, pages, strict=True))
+
+
+@pytest.mark.parametrize("layout", [[1], [3, 5, 7], [4097, 1], [300_001]], ids=str)
+def test_segments_of_any_length(pool: Pool, name: str, layout: list[int]) -> None:
+    with client(pool, name, layout=layout) as c:
+        names, pages = keys(3), pages_of(layout, 3, seed=3)
+        c.put(names, pages)
+        outcomes, got = c.get(names)
+        assert outcomes == [OK] * 3
+        assert all(same(a, b) for a, b in zip(got, pages, strict=True))
+
+
+def test_a_page_of_another_length_is_a_miss(pool: Pool, name: str) -> None:
+    with client(pool, name) as c, client(pool, name, layout=[PAGE_BYTES - 1]) as other:
+        names = keys(1)
+        c.put(names, pages_of(c.layout, 1, seed=4))
+        assert other.get(names)[0] == [-1]
+
+
+def test_uncommitted_pages_are_not_seen_and_committed_ones_at_once(pool: Pool, name: str) -> None:
+    with client(pool, name) as writer, client(pool, name) as reader:
+        names, pages = keys(2), pages_of(writer.layout, 2, seed=5)
+        grants = writer.reserve(names)
+        checksums = writer.connection.write_pages(grants, pages, soon())
+        assert reader.exists(names) == [0, 0]
+        assert reader.get(names)[0] == [-1, -1]
+        assert writer.commit(grants[:1], checksums[:1]) == [1]
+        assert reader.exists(names) == [1, 0]
+        assert reader.get(names)[0] == [OK, -1]
+        writer.abort(grants[1:])
+
+
+def test_an_aborted_page_is_not_there_and_can_be_reserved_again(pool: Pool, name: str) -> None:
+    with client(pool, name) as c:
+        names = keys(1)
+        grants = c.reserve(names)
+        c.abort(grants)
+        assert c.exists(names) == [0]
+        c.put(names, pages_of(c.layout, 1, seed=6))
+        assert c.commit(grants, [1]) == [0]
+
+
+def test_of_two_writers_one_is_granted_and_the_other_told_so(pool: Pool, name: str) -> None:
+    with client(pool, name) as a, client(pool, name) as b:
+        names, pages = keys(1), pages_of(a.layout, 1, seed=7)
+        grants = a.reserve(names)
+        assert [grant.status for grant in b.reserve(names)] == [m.BUSY]
+        a.commit(grants, a.connection.write_pages(grants, pages, soon()))
+        assert [grant.status for grant in b.reserve(names)] == [m.PRESENT]
+        assert b.get(names)[0] == [OK]
+
+
+def test_concurrent_writers_and_readers_never_mix_pages_up(pool: Pool, name: str) -> None:
+    names, pages = keys(24), pages_of(LAYOUTS[1], 24, seed=8)
+    failures: list[str] = []
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        with client(pool, name) as c:
+            for _ in range(12):
+                some = rng.choice(24, 6, replace=False).tolist()
+                grants = c.reserve([names[i] for i in some])
+                mine = [(i, g) for i, g in zip(some, grants, strict=True) if g.status == m.GRANTED]
+                if mine:
+                    granted = [g for _, g in mine]
+                    sums = c.connection.write_pages(granted, [pages[i] for i, _ in mine], soon())
+                    c.commit(granted, sums)
+                outcomes, got = c.get([names[i] for i in some])
+                for i, outcome, page in zip(some, outcomes, got, strict=True):
+                    if outcome == OK and not same(page, pages[i]):
+                        failures.append(f"page {i} has another's bytes")
+                    if outcome not in (OK, -1):
+                        failures.append(f"page {i}: outcome {outcome}")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+    with client(pool, name) as c:
+        assert c.status().pins == 0
+
+
+# --- checksums
+
+
+def test_a_flipped_bit_is_found_and_discarding_the_page_makes_it_a_miss(pool: Pool, name: str) -> None:
+    with client(pool, name) as c:
+        names = keys(2)
+        grants = c.put(names, pages_of(c.layout, 2, seed=9))
+        pool.flip_bit(grants[0].offset + PAGE_BYTES // 2)
+        assert c.get(names)[0] == [CORRUPT, OK]
+        discard = m.Discard(next(_ids), c.namespace, names[:1], [grants[0].sequence])
+        assert c.ask(discard, m.Done).count == 1
+        assert c.get(names)[0] == [-1, OK]
+
+
+def test_with_checksums_off_nothing_is_computed_or_checked(pool: Pool, name: str) -> None:
+    with client(pool, name, checksum=False) as off, client(pool, name) as on:
+        unchecked, checked = keys(1), keys(1)
+        grants = off.reserve(unchecked)
+        assert off.connection.write_pages(grants, pages_of(off.layout, 1, seed=10), soon()) == [0]
+        assert off.commit(grants, [0]) == [1]
+        written = on.put(checked, pages_of(on.layout, 1, seed=11))
+        for grant in (*grants, *written):
+            pool.flip_bit(grant.offset)
+        assert off.get(unchecked + checked)[0] == [OK, OK]
+        assert on.get(unchecked + checked)[0] == [OK, CORRUPT]
+
+
+# --- leases and clients that go away
+
+
+def test_a_page_whose_lease_ended_during_the_read_is_lost_and_never_wrong(
+    make_pool: MakePool, transport: str, name: str
+) -> None:
+    small = make_pool(capacity_bytes=1024 * KIB, slab_bytes=1024 * KIB, lease_s=0.2)
+    with client(small, name) as reader, client(small, name) as writer:
+        names, pages = keys(1), pages_of(reader.layout, 1, seed=12)
+        writer.put(names, pages)
+        [pin] = reader.pin(names)
+
+        def evicted() -> bool:
+            others = writer.reserve(keys(4))
+            granted = [grant for grant in others if grant.status == m.GRANTED]
+            checksums = writer.connection.write_pages(
+                granted, pages_of(reader.layout, len(granted), seed=13), soon()
+            )
+            writer.commit(granted, checksums)
+            return writer.exists(names) == [0]
+
+        eventually(evicted, "the page outlived its lease")
+        eventually(lambda: reader_slot_reused(writer, pin), "the slot was not used again")
+        [got] = pages_of(reader.layout, 1)
+        try:
+            [outcome] = reader.connection.read_pages([pin], [got], soon(2))
+        except PoolError:
+            assert transport == "ucx"  # its send was cancelled
+            return
+        if transport == "ucx":
+            assert outcome == OK  # what was sent before the lease ended is right
+            assert same(got, pages[0])
+        else:
+            assert outcome == LOST
+
+
+def reader_slot_reused(writer: Client, pin: m.Pin) -> bool:
+    grants = writer.reserve(keys(4))
+    writer.abort([grant for grant in grants if grant.status == m.GRANTED])
+    return any(grant.slot == pin.slot for grant in grants if grant.status == m.GRANTED)
+
+
+def test_eviction_takes_the_oldest_pages_and_leaves_pinned_ones(make_pool: MakePool, name: str) -> None:
+    small = make_pool(capacity_bytes=1024 * KIB, slab_bytes=1024 * KIB)
+    with client(small, name) as c:
+        names = keys(4)  # of 224 KiB each: the slab is full
+        pages = pages_of(c.layout, 4, seed=14)
+        c.put(names, pages)
+        pins = c.pin(names[:1])
+        more = keys(3)
+        c.put(more, pages_of(c.layout, 3, seed=15))
+        assert c.exists(names) == [1, 0, 0, 0]
+        assert c.exists(more) == [1, 1, 1]
+        [got] = pages_of(c.layout, 1)
+        assert c.connection.read_pages(pins, [got], soon()) == [OK]
+        assert same(got, pages[0])
+        c.release(pins)
+
+
+def test_a_full_pool_says_so(make_pool: MakePool, name: str) -> None:
+    small = make_pool(capacity_bytes=1024 * KIB, slab_bytes=1024 * KIB)
+    with client(small, name) as c, client(small, name, layout=[2048 * KIB]) as large:
+        grants = c.reserve(keys(5))
+        assert [grant.status for grant in grants] == [m.GRANTED] * 4 + [m.FULL]
+        assert [grant.status for grant in large.reserve(keys(1))] == [m.TOO_LARGE]
+
+
+def test_what_a_lost_writer_reserved_is_reclaimed(pool: Pool, name: str) -> None:
+    with client(pool, name) as other:
+        names = keys(3)
+        with client(pool, name) as dying:
+            dying.connection.write_pages(dying.reserve(names), pages_of(dying.layout, 3, seed=16), soon())
+            dying.pin(keys(1))
+        eventually(
+            lambda: other.status().reserved_bytes + other.status().quarantined_bytes == 0,
+            "bytes of a lost writer stay reserved",
+        )
+        assert other.exists(names) == [0, 0, 0]
+        other.put(names, pages_of(other.layout, 3, seed=17))
+
+
+def test_an_overdue_reservation_can_never_be_committed(make_pool: MakePool, name: str) -> None:
+    pool = make_pool(reservation_lease_s=0.2)
+    with client(pool, name) as slow, client(pool, name) as other:
+        names = keys(1)
+        grants = slow.reserve(names)
+
+        def free_again() -> bool:
+            return [grant.status for grant in other.reserve(names)] == [m.GRANTED]
+
+        eventually(free_again, "the key stays busy after its reservation's lease")
+        try:
+            slow.connection.write_pages(grants, pages_of(slow.layout, 1, seed=18), soon(2))
+            assert slow.commit(grants, [1]) == [0]
+        except PoolError:
+            pass  # over UCX the receive was cancelled
+        assert other.exists(names) == [0]
+
+
+# --- waiting
+
+
+def test_wait_wakes_when_the_last_page_is_committed(pool: Pool, name: str) -> None:
+    with client(pool, name) as writer, client(pool, name) as waiting:
+        names, pages = keys(2), pages_of(writer.layout, 2, seed=19)
+        writer.put(names[:1], pages[:1])
+        masks: list[bytes] = []
+
+        def wait() -> None:
+            request = m.Wait(next(_ids), waiting.namespace, names, 8.0)
+            masks.append(waiting.ask(request, m.Present, 9.0).mask)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        eventually(lambda: writer.status().waiters == 1, "the wait did not arrive")
+        started_s = time.monotonic()
+        writer.put(names[1:], pages[1:])
+        thread.join(10)
+        assert masks == [b"\1\1"]
+        assert time.monotonic() - started_s < 4
+        assert waiting.get(names)[0] == [OK, OK]
+
+
+def test_wait_ends_at_its_time_out_with_what_there_is(pool: Pool, name: str) -> None:
+    with client(pool, name) as c:
+        names = keys(2)
+        c.put(names[:1], pages_of(c.layout, 1, seed=20))
+        started_s = time.monotonic()
+        assert c.ask(m.Wait(next(_ids), c.namespace, names, 0.1), m.Present).mask == b"\1\0"
+        assert 0.09 < time.monotonic() - started_s < 2
+
+
+# --- namespaces
+
+
+def test_another_geometry_is_refused_by_field_and_values(pool: Pool, name: str) -> None:
+    with client(pool, name) as c:
+        fault = c.ask(m.OpenNamespace(next(_ids), name, {"layout": "other"}), m.Fault)
+        assert fault.code == "geometry_mismatch"
+        assert all(word in fault.message for word in ("layout", "test", "other"))
+
+
+def test_a_dropped_namespace_is_gone_at_once(pool: Pool, name: str) -> None:
+    with client(pool, name) as c, client(pool, name) as other:
+        names = keys(2)
+        c.put(names, pages_of(c.layout, 2, seed=21))
+        assert c.ask(m.DropNamespace(next(_ids), name), m.Done).count == 2
+        fault = other.ask(m.Exists(next(_ids), other.namespace, names), m.Fault)
+        assert fault.code == "unknown_namespace"
+        with client(pool, name) as again:
+            assert again.exists(names) == [0, 0]
+
+
+# --- nodes that stop, die, come back
+
+
+def test_deadlines_hold_while_the_node_is_paused(make_pool: MakePool, name: str) -> None:
+    pool = make_pool()
+    with client(pool, name) as a, client(pool, name) as b:
+        names = keys(1)
+        a.put(names, pages_of(a.layout, 1, seed=22))
+        pins = a.pin(names)
+        pool.pause()
+        try:
+            started_s = time.monotonic()
+            with pytest.raises(PoolTimeout):
+                b.connection.call(m.Ping(next(_ids)), soon(0.3))
+            try:
+                outcomes = a.connection.read_pages(pins, pages_of(a.layout, 1), soon(0.3))
+                assert outcomes == [OK]  # mapped memory needs no node
+            except PoolTimeout:
+                pass
+            with pytest.raises((PoolTimeout, PoolUnavailable)):
+                b.connection.call(m.Ping(next(_ids)), soon(0.3))  # broken by the first
+            assert time.monotonic() - started_s < 3
+        finally:
+            pool.resume()
+    with client(pool, name) as c:
+        assert c.get(names)[0] == [OK]
+
+
+def test_a_node_that_dies_is_unavailable_and_keeps_its_pages(make_pool: MakePool, name: str) -> None:
+    pool = make_pool()
+    with client(pool, name) as c, client(pool, name) as waiting:
+        names, pages = keys(8), pages_of(c.layout, 8, seed=23)
+        c.put(names, pages)
+        unfinished = keys(2)
+        c.reserve(unfinished)
+        errors: list[PoolError] = []
+
+        def wait() -> None:
+            try:
+                waiting.connection.call(m.Wait(next(_ids), waiting.namespace, keys(1), 30.0), soon(30))
+            except PoolError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        eventually(lambda: c.status().waiters == 1, "the wait did not arrive")
+        started_s = time.monotonic()
+        pool.kill()
+        thread.join(10)
+        assert time.monotonic() - started_s < 5
+        assert [type(error) for error in errors] == [PoolUnavailable]
+        with pytest.raises(PoolUnavailable):
+            c.ask(m.Ping(next(_ids)), m.Done)
+        with pytest.raises(PoolError):
+            pool.connect(timeout_s=1)
+    pool.restart()
+    with client(pool, name) as c:
+        outcomes, got = c.get(names)
+        assert outcomes == [OK] * 8
+        assert all(same(a, b) for a, b in zip(got, pages, strict=True))
+        assert c.exists(unfinished) == [0, 0]
+        status = c.status()
+        assert status.quarantined_bytes > 0
+        assert status.counters["recovered_pages"] == 8
+        total = status.free_bytes + status.used_bytes + status.reserved_bytes + status.quarantined_bytes
+        assert total == status.capacity_bytes
+
+
+def test_nothing_is_left_behind(pool: Pool, name: str) -> None:
+    with client(pool, name) as c:
+        eventually(lambda: c.status().connections == 1, "connections of closed clients")
+        status = c.status()
+        assert (status.pins, status.waiters, status.reserved_bytes, status.quarantined_bytes) == (0, 0, 0, 0)
