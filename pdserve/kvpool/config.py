@@ -93,12 +93,12 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = []
 
     def __post_init__(self) -> None:
-        sizes = (self.capacity, self.slab, self.min_slot)
-        if min(sizes) <= 0:
+        capacity = parse_bytes(self.capacity_bytes)
+        if min(capacity, self.slab, self.min_slot) <= 0:
             raise ValueError("capacity_bytes, slab_bytes and min_slot_bytes must be positive")
         if self.min_slot % SLOT_ALIGN_BYTES or self.slab % SLOT_ALIGN_BYTES:
             raise ValueError(f"min_slot_bytes and slab_bytes must be multiples of {SLOT_ALIGN_BYTES}")
-        if not self.min_slot <= self.slab <= self.capacity:
+        if not self.min_slot <= self.slab <= capacity:
             raise ValueError("sizes must satisfy min_slot_bytes <= slab_bytes <= capacity_bytes")
         if self.peers and self.name not in {peer.node for peer in self.peers}:
             raise ValueError(f"peers must list this node too: no peer is named '{self.name}'")

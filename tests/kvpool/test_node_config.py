@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.config import load_config
+from pdserve.errors import ConfigError
+from pdserve.kvpool.config import PoolNodeConfig, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (4096, 4096),
+        ("4096", 4096),
+        ("4GiB", 4 << 30),
+        ("512 mib", 512 << 20),
+        ("1.5KB", 1500),
+        ("2TiB", 2 << 40),
+    ],
+)
+def test_sizes_are_read_in_the_usual_units(text: int | str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "4GiX", "-1", "4 GiB more", "1e9"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a size"):
+        parse_bytes(text)
+
+
+def test_capacity_is_whole_slabs() -> None:
+    config = PoolNodeConfig(capacity_bytes="100MiB", slab_bytes="32MiB")
+    assert config.capacity == 96 << 20
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"capacity_bytes": "1KiB"}, "<= capacity_bytes"),
+        ({"capacity_bytes": 0}, "positive"),
+        ({"min_slot_bytes": 5000}, "multiples of 4096"),
+        ({"min_slot_bytes": "64MiB"}, "min_slot_bytes <= slab_bytes"),
+        ({"listen": []}, "listen"),
+        ({"name": "../x"}, "name"),
+        ({"lease_s": 0}, "lease_s"),
+        ({"peers": [{"node": "a", "address": "unix:/a"}]}, "no peer is named 'pool0'"),
+        ({"peers": [{"node": "pool0", "address": "unix:/a"}] * 2}, "different names"),
+        ({"capactiy_bytes": 1}, "capacity_bytes"),
+    ],
+)
+def test_contradictions_are_config_errors_in_one_line(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(PoolNodeConfig, None, options)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_sets_every_option(tmp_path: Path) -> None:
+    (tmp_path / "pool.toml").write_text(
+        'name = "a"\nlisten = ["unix:/s", "tcp:127.0.0.1:1"]\ncapacity_bytes = "64MiB"\n'
+        '[ucx]\nenabled = false\n[[peers]]\nnode = "a"\naddress = "unix:/s"\nweight = 2\n'
+    )
+    config = load_config(PoolNodeConfig, tmp_path / "pool.toml", {"lease_s": 5.0})
+    assert (config.name, config.capacity, config.ucx.enabled, config.lease_s) == ("a", 64 << 20, False, 5.0)
+    assert config.peers[0].weight == 2
