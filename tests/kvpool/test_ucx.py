@@ -223,9 +223,13 @@ def test_nothing_lands_in_the_buffers_after_a_read_timed_out(
     pins = pin(connection, [key(1)], [BIG_BYTES])
     stopper.start()
     began = time.monotonic()
-    with pytest.raises(PoolTimeout):
+    worker_descriptor = connection._link.epoll_fd
+    with pytest.raises(PoolTimeout) as caught:
         connection.read_pages(pins, [(buffer,)], began + 1.0)
     assert time.monotonic() - began < 2.0
+    with pytest.raises(OSError):
+        os.fstat(worker_descriptor)  # UCX's worker is gone, whoever still holds the exception
+    assert caught.traceback
     stopper.join()
     arrived = np.count_nonzero(buffer)
     assert 0 < arrived < BIG_BYTES, "the node was to be stopped in mid-transfer"

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 GREETING_TAG: Final = 1  # client -> node: the connection's number; both below events.FIRST_TAG
 GREETED_TAG: Final = 2  # node -> client: the same number back, so that the client knows the way is open
+LAST_TAG: Final = 3  # never sent: see UcxLink._close
 GREETING_BYTES: Final = 8
 CLOSE_WAIT_S: Final = 0.2  # forced closing is local work; what is not done by then ends with the worker
 
@@ -110,6 +111,10 @@ class Operation:
         """Ended well. Meaningful once completed."""
         return int(self._request.status) == 0
 
+    def release(self) -> None:
+        """Let go of the request, which refers to the worker; the operation is of no use afterwards."""
+        self._request = self._array = None
+
 
 class UcxLink:
     """One worker and, once connected, its endpoint. Used by one thread at a time."""
@@ -148,7 +153,7 @@ class UcxLink:
             if self._endpoint is None:
                 self._endpoint = endpoint
             else:
-                endpoint.close_blocking()
+                self._close(endpoint)
         return self._endpoint is not None
 
     def connect(self, host: str, port: int) -> None:
@@ -215,21 +220,47 @@ class UcxLink:
     def destroy(self, operations: list[Operation]) -> None:
         """End everything. When this returns UCX touches none of the operations' buffers. Never raises.
 
-        `operations` is emptied: each of them refers to the worker, which goes when the last reference does.
+        The operations are released and `operations` emptied: the worker goes with the last reference to it,
+        and an exception's traceback may hold an operation for long.
         """
         if self._worker is None:
             return
         try:
             for endpoint in (self._endpoint, self._loop_endpoint, *self._arrived):
                 if endpoint is not None:
-                    endpoint.close_blocking()
+                    self._close(endpoint)
             deadline = time.monotonic() + CLOSE_WAIT_S
             while not all(operation.completed for operation in operations) and time.monotonic() < deadline:
                 self._worker.progress()
+            self._worker.progress()  # lets go of what completed in the last step
         except (self._api.UCXError, RuntimeError) as error:
             logger.warning("closing a UCX connection: %s", error)
+        for operation in operations:
+            operation.release()
         operations.clear()
         self._arrived.clear()
         self._endpoint = self._loop_endpoint = None
         self._listener = None
         self._worker = None
+
+    def _close(self, endpoint: Any) -> None:
+        """Close by force, so that the worker can go afterwards.
+
+        A forced close leaves requests that could not be cancelled at once in the endpoint's keeping, and they
+        keep the endpoint: UCXX 0.52 never lets go of such a pair, nor of the worker and its sockets.
+        Beginning a request on an endpoint that has just closed makes UCXX move them all to the worker, which
+        drops them as it progresses. The close callback is the one moment when that is possible. (An endpoint
+        that failed has done it already.)
+        """
+        last: list[Any] = []
+        held = [endpoint]  # emptied below: the endpoint keeps its callback, which must not keep the endpoint
+        empty = self._array(np.empty(0, np.uint8))
+        if endpoint.alive:
+            endpoint.set_close_callback(
+                lambda: last.append(held[0].tag_recv(empty, self._api.UCXXTag(LAST_TAG)))
+            )
+        endpoint.close_blocking()
+        endpoint.remove_close_callback()
+        held.clear()
+        self._worker.progress()
+        last.clear()
