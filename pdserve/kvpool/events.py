@@ -17,8 +17,9 @@ transport's own messages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
+
+import msgspec
 
 from pdserve.kvpool.messages import DataPathName, Reply, Request
 
@@ -27,8 +28,7 @@ FIRST_TAG = 1 << 32
 # --- events
 
 
-@dataclass(frozen=True, slots=True)
-class Connected:
+class Connected(msgspec.Struct, frozen=True):
     """A client shook hands. `connection` is a number never used before in this incarnation."""
 
     connection: int
@@ -37,24 +37,21 @@ class Connected:
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class Disconnected:
+class Disconnected(msgspec.Struct, frozen=True):
     """The connection is gone. `by_peer` false: we closed it, so a mapped writer may still be writing."""
 
     connection: int
     by_peer: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True):
     """A request of a connected client (never Hello: the shell does the handshake)."""
 
     connection: int
     message: Request
 
 
-@dataclass(frozen=True, slots=True)
-class TransferDone:
+class TransferDone(msgspec.Struct, frozen=True):
     """The transfer `tag` of `connection` ended; its slot's bytes are not touched by UCX any more."""
 
     connection: int
@@ -62,8 +59,7 @@ class TransferDone:
     ok: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time passed: expire what is due. Wanted at `NodeState.next_deadline_s`; early or late is harmless."""
 
 
@@ -72,24 +68,21 @@ Event: TypeAlias = Connected | Disconnected | Received | TransferDone | Tick
 # --- actions
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """Send `message` to the client."""
 
     connection: int
     message: Reply
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(msgspec.Struct, frozen=True):
     """Close the connection after what was already answered is sent; Disconnected(by_peer=False) follows."""
 
     connection: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class WriteRow:
+class WriteRow(msgspec.Struct, frozen=True):
     """Fill a row of the slot table. `state` is table.RESERVED or table.COMMITTED."""
 
     slot: int
@@ -101,30 +94,26 @@ class WriteRow:
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
-class FreeRow:
+class FreeRow(msgspec.Struct, frozen=True):
     """Mark a row free."""
 
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class AssignSlab:
+class AssignSlab(msgspec.Struct, frozen=True):
     """The slab now holds slots of `slot_bytes` each (0: unassigned)."""
 
     slab: int
     slot_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class SaveNamespaces:
+class SaveNamespaces(msgspec.Struct, frozen=True):
     """Persist this text (JSON) in place of the earlier one, before later actions."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class StartSend:
+class StartSend(msgspec.Struct, frozen=True):
     """UCX: send the page's segments from the arena to the client."""
 
     connection: int
@@ -133,8 +122,7 @@ class StartSend:
     segment_bytes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StartReceive:
+class StartReceive(msgspec.Struct, frozen=True):
     """UCX: receive the page's segments from the client straight into the arena."""
 
     connection: int
@@ -143,8 +131,7 @@ class StartReceive:
     segment_bytes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CancelTransfers:
+class CancelTransfers(msgspec.Struct, frozen=True):
     """UCX: cancel these transfers (first segments' tags); each is still reported by a TransferDone."""
 
     connection: int
