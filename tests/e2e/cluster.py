@@ -4,7 +4,9 @@ command.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,10 +24,14 @@ STOP_TIMEOUT_S = 20.0
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A TCP port that is free, below the range that the kernel gives to outgoing connections: a worker takes
+    half a minute until it listens, and one of those would be taken meanwhile.
+    """
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 def eventually(condition: Callable[[], bool], what: str, timeout_s: float, poll_s: float = 0.05) -> None:
@@ -103,14 +109,10 @@ class Process:
             return
         if self.popen.poll() is None:
             self.popen.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.popen.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                pass
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.popen.wait(STOP_TIMEOUT_S)
 
     def tail(self, lines: int = 40) -> str:

@@ -23,6 +23,7 @@ WEATHER: list[Any] = [
         "function": {
             "name": "weather",
             "description": "Weather of a city",
+            "strict": True,  # else SGLang lets the model fill in what it likes
             "parameters": {
                 "type": "object",
                 "properties": {"city": {"type": "string", "enum": ["Oslo", "Rome"]}},
