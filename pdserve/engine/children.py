@@ -7,6 +7,7 @@ only when called.
 
 from __future__ import annotations
 
+import logging
 import signal
 from typing import Any
 
@@ -19,6 +20,8 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     """SGLang's `run_scheduler_process` with the same arguments, in a prepared process."""
     _enter_child()
     from sglang.srt.managers.scheduler import run_scheduler_process as run
+
+    logging.getLogger(run.__module__).addFilter(_without_traceback)
 
     run(*args, **kwargs)
 
@@ -37,3 +40,11 @@ def _enter_child() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     prepare.after_sglang()
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """A lack of memory is the user's to fix, not a bug: its last line says it all."""
+    lines = record.getMessage().strip().splitlines()
+    if len(lines) > 1 and "Not enough" in lines[-1]:
+        record.msg, record.args = lines[-1], ()
+    return True

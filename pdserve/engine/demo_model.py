@@ -3,9 +3,13 @@ directory.
 
 Random weights must still tell a right KV cache from a wrong one. A plainly initialised random model soon
 repeats one token, whatever stands in its cache. So here the attention is sharp (query and key norms above 1:
-scores of a few units, a few tokens win), each layer's output outweighs the token embedding, and the special
-tokens and ids without text get a zero output row, so a greedy answer varies, depends on the whole prompt, and
-never ends early by itself.
+scores of a few units, a few tokens win) and each layer's output outweighs the token embedding: a greedy
+answer varies and depends on the whole prompt.
+
+The model also gets biases on its output, which Qwen3 has no weights for: coordinate 0 of the residual stream
+is the same for every token (the embeddings set it, no layer writes to it), so column 0 of the output matrix
+adds a constant to each token's logit. With it, a greedy answer never ends by itself, unless a grammar leaves
+nothing else, and does not fill a grammar's optional white space for ever.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from typing import Any
 
 from pdserve.engine.demo_tokenizer import (
     END_OF_TEXT,
+    MARK_TOKENS,
     SPECIAL_TOKENS,
     TURN_END,
     tokenizer_config,
@@ -31,10 +36,17 @@ from pdserve.engine.demo_tokenizer import (
 from pdserve.errors import ConfigError, StartupError
 
 _STAMP = "pdserve_demo.json"
-_FORMAT = 2  # raise when any file this module writes changes
+_FORMAT = 4  # raise when any file this module writes changes
 _QK_NORM = 2.0  # attention scores have deviation _QK_NORM**2: sharp, yet stable in bfloat16
 _EMBEDDING_STD = 0.3  # small beside the layers' outputs, so the last token alone does not decide the next
 _OUTPUT_STD = 2.0  # of the logits
+_CONSTANT = 1.0  # coordinate 0 of the residual stream; the others have a deviation of 1 to 4 at the output
+
+# Added to logits, in units of _CONSTANT over that deviation. Ordinary tokens have 0.
+_BIAS_END = -30.0  # end of turn: chosen when a grammar is complete
+_BIAS_MARK = -45.0  # a further tool call loses to the end
+_BIAS_SPACE = -60.0  # white space only
+_BIAS_NEVER = -90.0  # other special tokens, ids without text
 
 
 @dataclass(frozen=True)
@@ -107,9 +119,10 @@ def make_demo_model(size: str, out_dir: Path, seed: int = 0) -> DemoModel:
     out_dir = out_dir.expanduser().resolve()
     stamp = {"format": _FORMAT, "size": size, "seed": seed}
     if not _holds(out_dir, stamp):
-        if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        if not _may_replace(out_dir, stamp):
             raise ConfigError(
-                f"{out_dir} exists and is not the {size} demo model of seed {seed}: choose another --out or remove it"
+                f"{out_dir} exists and is not the {size} demo model of seed {seed}: "
+                "choose another --out or remove it"
             )
         try:
             created = _write_whole(geometry, out_dir, seed, stamp)
@@ -129,16 +142,32 @@ def _holds(directory: Path, stamp: dict[str, Any]) -> bool:
     return bool(found == stamp)
 
 
+def _may_replace(out_dir: Path, stamp: dict[str, Any]) -> bool:
+    """Nothing is there, or an empty directory, or the same model made by another version of this module."""
+    if not out_dir.exists():
+        return True
+    if not out_dir.is_dir():
+        return False
+    try:
+        found = json.loads((out_dir / _STAMP).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return not any(out_dir.iterdir())
+    return bool({**found, "format": _FORMAT} == stamp)
+
+
 def _write_whole(geometry: DemoSize, out_dir: Path, seed: int, stamp: dict[str, Any]) -> bool:
     """Write into a sibling directory and rename it; False when another process did the same first."""
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with _scratch_directory(out_dir) as scratch:
-        tokens = _write_tokenizer(geometry, scratch)
+        biases = _write_tokenizer(geometry, scratch)
         _write_json(scratch / "config.json", _model_config(geometry))
         _write_json(scratch / "generation_config.json", {"eos_token_id": _special_ids(), "do_sample": False})
-        _write_weights(geometry, tokens, scratch / "model.safetensors", seed)
+        _write_weights(geometry, biases, scratch / "model.safetensors", seed)
         _write_json(scratch / _STAMP, stamp)
         scratch.chmod(0o755)
+        if (out_dir / _STAMP).exists() and not _holds(out_dir, stamp):
+            with _scratch_directory(out_dir) as old:
+                out_dir.rename(old)  # another version's model: out of the way first
         try:
             scratch.rename(out_dir)
         except OSError as error:
@@ -161,12 +190,20 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _write_tokenizer(geometry: DemoSize, directory: Path) -> int:
-    """Train and save the tokenizer; returns how many token ids have text."""
+def _write_tokenizer(geometry: DemoSize, directory: Path) -> list[float]:
+    """Train and save the tokenizer; returns each token id's output bias."""
     tokenizer = train_tokenizer(geometry.vocab_size, geometry.tokenizer_text_bytes)
     tokenizer.save(str(directory / "tokenizer.json"))
     _write_json(directory / "tokenizer_config.json", tokenizer_config(geometry.context_length))
-    return int(tokenizer.get_vocab_size(with_added_tokens=True))
+    biases = [_BIAS_NEVER] * geometry.vocab_size
+    for text, token in tokenizer.get_vocab(with_added_tokens=True).items():
+        if text == TURN_END:
+            biases[token] = _BIAS_END
+        elif text in MARK_TOKENS:
+            biases[token] = _BIAS_MARK
+        elif text not in SPECIAL_TOKENS:
+            biases[token] = 0.0 if tokenizer.decode([token]).strip() else _BIAS_SPACE
+    return biases
 
 
 def _special_ids() -> list[int]:
@@ -234,7 +271,7 @@ def _parameter_count(geometry: DemoSize) -> int:
     return sum(math.prod(shape) for _, shape, _ in _weight_shapes(geometry))
 
 
-def _write_weights(geometry: DemoSize, tokens_with_text: int, path: Path, seed: int) -> None:
+def _write_weights(geometry: DemoSize, output_biases: list[float], path: Path, seed: int) -> None:
     """Draw every tensor in `_weight_shapes` order from one generator and save them in bfloat16."""
     import numpy
     import torch
@@ -250,8 +287,12 @@ def _write_weights(geometry: DemoSize, tokens_with_text: int, path: Path, seed: 
         values = random.standard_normal(shape, dtype=numpy.float32)
         values *= deviation
         tensors[name] = torch.from_numpy(values).to(torch.bfloat16)
-    output_rows = tensors["lm_head.weight"]
-    output_rows[: len(SPECIAL_TOKENS)] = 0
-    output_rows[tokens_with_text:] = 0
+    biases = torch.tensor(output_biases)
+    tensors["lm_head.weight"][biases < 0] = 0
+    tensors["lm_head.weight"][:, 0] = biases.to(torch.bfloat16)
+    tensors["model.embed_tokens.weight"][:, 0] = _CONSTANT
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "layernorm.weight")):
+            tensor[0] = 0  # no layer writes to the constant, or reads it
     save_file(tensors, str(path), metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors makes it readable by its owner only

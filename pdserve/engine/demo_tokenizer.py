@@ -22,23 +22,31 @@ SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 MARK_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 
 # GPT-4's split, as used by Qwen: contractions, words, single digits, punctuation, white space.
-_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 _PARAGRAPHS = """
-A cache is a promise that work done once need not be done again. A page of attention keys and values depends on every
-token before it and on nothing after it, so two conversations that begin alike may share what they have in common.
-The prefill worker reads the prompt and fills pages; the decode worker writes the answer one token at a time.
+A cache is a promise that work done once need not be done again. A page of attention keys
+and values depends on every token before it and on nothing after it, so two conversations
+that begin alike may share what they have in common. The prefill worker reads the prompt and
+fills pages; the decode worker writes the answer one token at a time.
 
-Please tell me about the weather in Paris, the price of bread in Berlin, and the best way from Lisbon to Porto. What is
-the capital of Peru? Who wrote the first program? How many days are there in February? Write a short poem about rain.
-You are a helpful assistant. Answer in one sentence. Think step by step, then give the final answer as JSON.
+Please tell me about the weather in Paris, the price of bread in Berlin, and the best way
+from Lisbon to Porto. What is the capital of Peru? Who wrote the first program? How many
+days are there in February? Write a short poem about rain. You are a helpful assistant.
+Answer in one sentence. Think step by step, then give the final answer as JSON.
 
-Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. Le cœur déçu mais l'âme plutôt naïve, Louÿs rêva de
-crapaüter en canoë. El pingüino Wenceslao hizo kilómetros bajo exhaustiva lluvia. 敏捷的棕色狐狸跳过了懒狗。 いろはにほへと
-ちりぬるを。 Съешь ещё этих мягких французских булок, да выпей чаю. 😀 🚀 ✓
+Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. Le cœur déçu mais l'âme
+plutôt naïve, Louÿs rêva de crapaüter en canoë. El pingüino Wenceslao hizo kilómetros bajo
+exhaustiva lluvia. 敏捷的棕色狐狸跳过了懒狗。
+いろはにほへと ちりぬるを。 Съешь ещё этих мягких французских булок, да
+выпей чаю. 😀 🚀 ✓
 
 {"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius", "days": 3}}
-{"role": "user", "content": "Hello!"} {"type": "object", "properties": {"answer": {"type": "string"}}, "required": []}
+{"role": "user", "content": "Hello!"}
+{"type": "object", "properties": {"answer": {"type": "string"}}, "required": []}
 """
 
 CHAT_TEMPLATE = """\
@@ -53,8 +61,8 @@ CHAT_TEMPLATE = """\
         {{- '\\n' }}
         {{- tool | tojson }}
     {%- endfor %}
-    {{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within ' }}
-    {{- '<tool_call></tool_call> XML tags:\\n<tool_call>\\n{"name": <function-name>, ' }}
+    {{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments ' }}
+    {{- 'within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{"name": <function-name>, ' }}
     {{- '"arguments": <args-json-object>}\\n</tool_call><|im_end|>\\n' }}
 {%- elif messages[0].role == 'system' %}
     {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}

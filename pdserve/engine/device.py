@@ -26,17 +26,20 @@ def detect_device() -> Device:
     if torch.cuda.is_available():
         if torch.version.hip is not None:
             raise StartupError(
-                "the accelerator here is a ROCm GPU, which pdserve does not support: use CUDA or --device cpu"
+                "the accelerator here is a ROCm GPU, which pdserve does not support: use CUDA or "
+                "engine.device cpu"
             )
         return "cuda"
     other = torch.accelerator.current_accelerator(check_available=True)
     if other is not None:
         raise StartupError(
-            f"the accelerator here is {other.type!r}, which pdserve does not support: use CUDA or --device cpu"
+            f"the accelerator here is {other.type!r}, which pdserve does not support: "
+            "use CUDA or engine.device cpu"
         )
     if torch.version.cuda is not None and os.path.exists("/dev/nvidia0"):  # noqa: PTH110  a device node
         raise StartupError(
-            "an NVIDIA GPU is present but torch cannot use it: check the driver with nvidia-smi, or use --device cpu"
+            "an NVIDIA GPU is present but torch cannot use it: check the driver with nvidia-smi, "
+            "or use engine.device cpu"
         )
     return "cpu"
 
@@ -51,6 +54,6 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
     found = detect_device()
     if wanted == "cuda" and found != "cuda":
         raise StartupError(
-            "--device cuda was asked for, but torch sees no CUDA GPU here: use --device cpu or auto"
+            "engine.device cuda was asked for, but torch sees no CUDA GPU here: use engine.device cpu or auto"
         )
     return found

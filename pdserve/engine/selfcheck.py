@@ -118,7 +118,8 @@ def check(device: Device) -> None:
         problems += _wrong_results(device)
     if problems:
         raise StartupError(
-            f"SGLang {sglang_version()} does not fit this pdserve (tested with {TESTED_SGLANG}): {'; '.join(problems)}"
+            f"SGLang {sglang_version()} does not fit this pdserve (tested with {TESTED_SGLANG}): "
+            + "; ".join(problems)
         )
 
 
@@ -191,8 +192,8 @@ def page_hashes_agree() -> bool:
             )
         except RuntimeError as error:
             raise StartupError(
-                "SGLang's page hash could not be compiled: install a C++ compiler, ninja and OpenSSL's headers "
-                "(on Debian: apt-get install g++ ninja-build libssl-dev)"
+                "SGLang's page hash could not be compiled: install a C++ compiler, ninja and OpenSSL's "
+                "headers (on Debian: apt-get install g++ ninja-build libssl-dev)"
             ) from error
         if theirs != [
             digest.hex() for digest in page_hashes(tokens, 16, namespace_seed(extra_key, cache_salt))

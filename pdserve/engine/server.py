@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any
 
 from pdserve.engine import prepare, selfcheck
+from pdserve.engine.args import server_argv
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.device import Device, choose_device
 from pdserve.engine.model_dir import check_address, check_model_dir
@@ -58,12 +59,14 @@ def until_stopped() -> Iterator[None]:
 def prepare_engine(config: EngineConfig) -> Device:
     """Check everything that can be checked before SGLang starts, and prepare this process to import it.
 
-    Raises StartupError: model path, address, accelerator, or an SGLang that does not fit.
+    Raises ConfigError for settings that cannot work; StartupError for the model path, the address, the
+    accelerator, or an SGLang that does not fit.
     """
     check_model_dir(config.model_path)
     check_address(config.host, config.port)
     selfcheck.sglang_version()
     device = choose_device(config.device)
+    server_argv(config, "agg", device, {})  # refuses what no role can have, before anything slow
     prepare.choose(device)
     selfcheck.check(device)
     prepare.after_sglang()

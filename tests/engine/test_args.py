@@ -1,0 +1,111 @@
+"""SGLang's command line for a worker."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pdserve.engine.args import served_model_name, server_argv
+from pdserve.engine.config import EngineConfig
+from pdserve.errors import ConfigError
+
+POOL = {"backend_name": "pdserve", "module_path": "m", "class_name": "C", "interface_v1": 1}
+
+
+def value(argv: list[str], flag: str) -> str:
+    """What SGLang takes for `flag`: the last of its repetitions."""
+    return argv[len(argv) - argv[::-1].index(flag)]
+
+
+def config(**fields: object) -> EngineConfig:
+    return EngineConfig(**{"model_path": "/models/qwen", **fields})  # type: ignore[arg-type]
+
+
+def test_pool_storage_is_written_through_and_waited_for() -> None:
+    argv = server_argv(config(page_size=32), "decode", "cpu", POOL)
+    assert value(argv, "--hicache-write-policy") == "write_through"
+    assert value(argv, "--hicache-storage-prefetch-policy") == "wait_complete"
+    assert value(argv, "--hicache-storage-backend") == "dynamic"
+    assert json.loads(value(argv, "--hicache-storage-backend-extra-config")) == {
+        **POOL,
+        "prefetch_threshold": 32,
+    }
+
+
+def test_file_storage_has_the_same_threshold() -> None:
+    argv = server_argv(config(), "agg", "cpu", "file")
+    assert value(argv, "--hicache-storage-backend") == "file"
+    assert json.loads(value(argv, "--hicache-storage-backend-extra-config")) == {"prefetch_threshold": 64}
+
+
+def test_without_storage_there_is_no_hicache() -> None:
+    assert not [
+        word for word in server_argv(config(), "agg", "cpu", None) if "hicache" in word or "hier" in word
+    ]
+
+
+def test_cpu_bounds_what_sglang_would_size_by_gpu() -> None:
+    argv = server_argv(config(), "prefill", "cpu", None)
+    assert value(argv, "--device") == "cpu"
+    assert value(argv, "--attention-backend") == "torch_native"
+    assert value(argv, "--max-total-tokens") == "40000"
+    assert "--sleep-on-idle" in argv
+
+
+def test_gpu_is_left_to_sglang() -> None:
+    argv = server_argv(config(), "prefill", "cuda", None)
+    for flag in ("--attention-backend", "--max-total-tokens", "--mem-fraction-static", "--sleep-on-idle"):
+        assert flag not in argv
+
+
+def test_host_cache_is_sized_by_ratio_or_gigabytes() -> None:
+    assert value(server_argv(config(hicache_ratio=3.0), "agg", "cpu", POOL), "--hicache-ratio") == "3.0"
+    sized = server_argv(config(hicache_size_gb=4), "agg", "cpu", POOL)
+    assert value(sized, "--hicache-size") == "4"
+    assert "--hicache-ratio" not in sized
+
+
+def test_users_flags_come_last_and_win() -> None:
+    argv = server_argv(config(dtype="float32", extra_args=["--dtype", "bfloat16"]), "agg", "cpu", POOL)
+    assert value(argv, "--dtype") == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--disable-radix-cache"],
+        ["--hicache-write-policy", "write_back"],
+        ["--hicache-write-policy=write_back"],
+        ["--hicache_write_policy", "write_back"],
+        ["--hicache-storage-prefetch"],  # SGLang accepts unambiguous beginnings
+        ["--tokenizer-worker-num", "4"],
+        ["--port", "1"],
+        ["--dp-size", "2"],
+    ],
+)
+def test_flags_that_break_the_hand_off_are_refused_by_name(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=words[0].partition("=")[0]):
+        server_argv(config(extra_args=words), "agg", "cpu", POOL)
+
+
+def test_data_parallelism_is_refused_on_cpu_only() -> None:
+    assert "--dp-size" in server_argv(config(extra_args=["--dp-size", "2"]), "agg", "cuda", POOL)
+
+
+@pytest.mark.parametrize(
+    ("fields", "device"),
+    [
+        ({"io_backend": "kernel", "layout": "layer_first"}, "cpu"),
+        ({"layout": "page_first"}, "cuda"),
+        ({"layout": "page_first_direct", "io_backend": "kernel"}, "cuda"),
+    ],
+)
+def test_layout_and_io_backend_must_fit(fields: dict[str, str], device: str) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.(layout|io_backend)"):
+        server_argv(config(**fields), "agg", device, POOL)  # type: ignore[arg-type]
+
+
+def test_served_name_defaults_to_the_directory() -> None:
+    assert served_model_name(config()) == "qwen"
+    assert served_model_name(config(served_model_name="chat")) == "chat"

@@ -1,0 +1,54 @@
+"""Checks before anything is loaded: one line that says what, where and what to do."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from pdserve.engine.model_dir import check_address, check_model_dir
+from pdserve.errors import StartupError
+
+
+def test_missing_path_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"model path .*/none does not exist"):
+        check_model_dir(str(tmp_path / "none"))
+
+
+def test_directory_without_config_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"no Hugging Face model directory: it has no config\.json"):
+        check_model_dir(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+def test_unusable_config_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(StartupError, match=r"config\.json"):
+        check_model_dir(str(tmp_path))
+
+
+def test_model_without_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    with pytest.raises(StartupError, match="has no weights"):
+        check_model_dir(str(tmp_path))
+
+
+def test_model_directory_passes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    (tmp_path / "model.safetensors").touch()
+    check_model_dir(str(tmp_path))
+
+
+def test_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match=f"port {port} on 127.0.0.1 is in use"):
+            check_address("127.0.0.1", port)
+    check_address("127.0.0.1", port)
+
+
+def test_foreign_address_is_refused() -> None:
+    with pytest.raises(StartupError, match=r"cannot listen on 192\.0\.2\.1"):
+        check_address("192.0.2.1", 30000)
