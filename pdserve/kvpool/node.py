@@ -61,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_UNREAD_BYTES = 16 * 1024 * 1024  # replies a client has not read: four of the largest frames
+MAX_UNGREETED = 64  # sockets beyond `max_connections` that may still be shaking hands, or be told no
 UNIX_PATH_BYTES = 107  # sun_path, less its end
 
 
@@ -74,7 +75,8 @@ class PoolNode:
         self.nodes = [NodeAddress(peer.node, peer.address, peer.weight) for peer in config.peers] or [
             NodeAddress(config.name, config.listen[0])
         ]
-        self.connections: dict[int, ClientConnection] = {}
+        self.connections: dict[int, ClientConnection] = {}  # those that shook hands
+        self.sockets = 0  # all
         self._last_connection = 0
         self._timer: asyncio.TimerHandle | None = None
         self._ucx: UcxServer | None = None
@@ -170,6 +172,9 @@ class PoolNode:
                 f"{hello.client} version {hello.version}: upgrade the older one"
             )
             return Fault(0, "protocol_version", message)
+        limit = self.config.max_connections
+        if len(self.connections) >= limit:
+            return Fault(0, "too_many_connections", f"the node holds {limit} connections already")
         path = self._choose_path(hello)
         if isinstance(path, Fault):
             return path
@@ -277,9 +282,9 @@ class ClientConnection(asyncio.Protocol):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._handshake = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._no_handshake)
-        limit = self._node.config.max_connections
-        if len(self._node.connections) >= limit:
-            self._refuse(Fault(0, "too_many_connections", f"the node holds {limit} connections already"))
+        self._node.sockets += 1
+        if self._node.sockets > self._node.config.max_connections + MAX_UNGREETED:
+            self.close("too many connections are open", at_once=True)
 
     def data_received(self, data: bytes) -> None:
         if self._closed_by_us:
@@ -294,6 +299,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._handshake.cancel()
+        self._node.sockets -= 1
         self._node.disconnected(self.number, by_peer=not self._closed_by_us)
 
     def send(self, message: Reply) -> None:
