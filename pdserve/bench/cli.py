@@ -22,7 +22,7 @@ app = typer.Typer(
     help="Measure the pool.",
 )
 
-PEERS = ("ucx_perftest",)
+PEERS = ("ucx_perftest", "ucx_perftest_tuned")  # with UCX's own settings for TCP, and with ours
 
 
 @app.callback()
@@ -49,6 +49,7 @@ def pool(
     from pdserve.bench.peers import ucx_perftest_gbps
     from pdserve.bench.pool import Workload, measure
     from pdserve.kvpool.config import parse_bytes
+    from pdserve.kvpool.transports.ucx import ucx_options
 
     sizes = _sizes(pages)
     paths = _choices("path", path, ("shm", "ucx"))
@@ -66,7 +67,8 @@ def pool(
                         figures.append(measure(client, workload))
                     if as_json:
                         typer.echo(json.dumps(_plain(figures[-1])))
-    peer_gbps = {(name, size): ucx_perftest_gbps(size, {"TLS": "tcp"}) for name in peers for size in sizes}
+    settings = {"ucx_perftest": {"TLS": "tcp"}, "ucx_perftest_tuned": ucx_options({})}
+    peer_gbps = {(name, size): ucx_perftest_gbps(size, settings[name]) for name in peers for size in sizes}
     if as_json:
         for (name, size), gbps in peer_gbps.items():
             typer.echo(json.dumps({"peer": name, "page_bytes": size, "gbps": gbps}))
@@ -102,11 +104,9 @@ def _plain(figures: PoolFigures) -> dict[str, Any]:
 
 def _print_tables(figures: list[PoolFigures], peer_gbps: dict[tuple[str, int], float]) -> None:
     console = Console()
-    table = Table(title="Pool on this machine (GB/s, medians; a single get in µs)")
-    for name in ("path", "checksum", "page", "memcpy", "get", "put", "get/memcpy", "put/memcpy"):
-        table.add_column(name, justify="left" if name in ("path", "checksum") else "right")
-    for name in ("get p50", "get p99"):
-        table.add_column(name, justify="right")
+    table = Table(title="Pool on this machine: GB/s, over a memory copy, and µs for getting one page")
+    for name in ("path", "sum", "page", "copy", "get", "put", "get/copy", "put/copy", "p50", "p99"):
+        table.add_column(name, justify="left" if name in ("path", "sum") else "right", no_wrap=True)
     for row in figures:
         table.add_row(
             row.path,
