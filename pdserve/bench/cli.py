@@ -62,7 +62,9 @@ def pool(
         for path_name in paths:
             for with_checksum in checksums:
                 for page_bytes in sizes:
-                    workload = Workload(path_name, with_checksum, page_bytes, batch, seconds)
+                    workload = Workload(
+                        path_name, with_checksum, page_bytes, batch, seconds, parse_bytes(capacity)
+                    )
                     with connect(path_name, with_checksum) as client:
                         figures.append(measure(client, workload))
                     if as_json:

@@ -25,6 +25,7 @@ from pdserve.kvpool.messages import KEY_BYTES
 from pdserve.kvpool.transports.base import Bytes1D, PageBuffers
 
 ROTATE_BYTES: Final = 256 * 1024 * 1024  # touched before one is touched again
+MAX_SETS: Final = 128
 MIN_ROUNDS: Final = 5
 WARM_UP_ROUNDS: Final = 3
 SINGLE_GETS: Final = 1000
@@ -60,6 +61,7 @@ class Workload:
     page_bytes: int
     batch_pages: int
     seconds: float
+    capacity_bytes: int  # of the pool: what is got must not have been evicted
 
 
 def measure(client: PoolClient, workload: Workload) -> PoolFigures:
@@ -71,6 +73,7 @@ def measure(client: PoolClient, workload: Workload) -> PoolFigures:
     copy_s: list[float] = []
     put_s: list[float] = []
     get_s: list[float] = []
+    lag = min(_sets(workload) // 2, workload.capacity_bytes // _batch_bytes(workload) // 4)
     until = time.perf_counter() + workload.seconds
     while len(get_s) < MIN_ROUNDS + WARM_UP_ROUNDS or time.perf_counter() < until:
         copy_s.append(_timed(_copy, next(sources), next(targets)))
@@ -80,7 +83,7 @@ def measure(client: PoolClient, workload: Workload) -> PoolFigures:
             page[0][:KEY_BYTES] = np.frombuffer(key, np.uint8)  # no two pages alike
         put_s.append(_timed(_put, client, keys, pages))
         stored.append(keys)
-        if len(stored) <= _sets(workload) // 2:
+        if len(stored) <= lag:
             continue  # what was put just now is still in the cache: get what was put a while ago
         keys, copies = stored.popleft(), next(targets)
         get_s.append(_timed(_get, client, keys, copies))
@@ -92,9 +95,9 @@ def measure(client: PoolClient, workload: Workload) -> PoolFigures:
 def _figures(
     workload: Workload, copy_s: list[float], put_s: list[float], get_s: list[float], singles: list[float]
 ) -> PoolFigures:
-    batch_bytes = workload.page_bytes * workload.batch_pages
     memcpy, put, get = (
-        batch_bytes / statistics.median(times[WARM_UP_ROUNDS:]) / 1e9 for times in (copy_s, put_s, get_s)
+        _batch_bytes(workload) / statistics.median(times[WARM_UP_ROUNDS:]) / 1e9
+        for times in (copy_s, put_s, get_s)
     )
     return PoolFigures(
         path=workload.path,
@@ -112,8 +115,12 @@ def _figures(
     )
 
 
+def _batch_bytes(workload: Workload) -> int:
+    return workload.page_bytes * workload.batch_pages
+
+
 def _sets(workload: Workload) -> int:
-    return max(2, -(-ROTATE_BYTES // (workload.page_bytes * workload.batch_pages)))
+    return min(MAX_SETS, max(2, -(-ROTATE_BYTES // _batch_bytes(workload))))
 
 
 def _rotation(workload: Workload, pattern: Bytes1D) -> Iterator[list[PageBuffers]]:

@@ -65,7 +65,7 @@ def test_bad_options_end_with_one_line(arguments: tuple[str, ...], complaint: st
 
 
 def test_medians_leave_the_warm_up_out() -> None:
-    workload = Workload("shm", False, 10**6, 1, 0.0)
+    workload = Workload("shm", False, 10**6, 1, 0.0, 10**9)
     slow_start = [9.0, 9.0, 9.0]
     figures = _figures(
         workload,
