@@ -39,10 +39,15 @@ class UcxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     enabled: Annotated[bool, Meta(description="Offer UCX to clients that cannot map the arena.")] = True
     host: Annotated[
-        str,
-        Meta(description="Address of the UCX listener for other hosts; empty: find one."),
+        str, Meta(description="Address for UCX connections; empty: the one that the client reached us by.")
     ] = ""
-    port: Annotated[int, Meta(ge=0, le=65535, description="The UCX listener's port; 0: a free one.")] = 0
+    port: Annotated[
+        int,
+        Meta(ge=0, le=65535, description="First of 64 ports for UCX, one per connection; 0: any free ones."),
+    ] = 0
+    options: Annotated[
+        dict[str, str], Meta(description="UCX settings without their UCX_ prefix, e.g. TLS, NET_DEVICES.")
+    ] = {}
 
 
 class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

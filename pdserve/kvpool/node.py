@@ -219,6 +219,7 @@ class PoolNode:
                 self._ucx_lost,
                 host=self.config.ucx.host,
                 port=self.config.ucx.port,
+                options=self.config.ucx.options,
                 send_timeout_s=self.config.lease_s,
             )
             server.start(self._loop)
