@@ -48,7 +48,7 @@ from pdserve.kvpool.transports.ucx import (
     UcxLink,
 )
 
-GATHER_BELOW_BYTES: Final = 128 * 1024  # mean segment size under which copying beats a message per segment
+GATHER_BELOW_BYTES: Final = 256 * 1024  # mean segment size up to which copying was faster than messages
 SPIN_S: Final = 50e-6  # poll this long before sleeping: shorter than a wake-up costs
 
 
