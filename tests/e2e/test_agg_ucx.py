@@ -1,0 +1,140 @@
+"""The other ways through: pages over UCX, spread over two pool nodes by the ring, in the layer_first layout,
+in bfloat16.
+
+In bfloat16 near ties flip between a cold and a cached run, so what is compared is the log-probability of
+given tokens that follow a prompt, not generated text. Checksums are off, so that the check itself can be shown to fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pdserve.pages import page_hashes
+from tests.e2e.arena import flip, page_offset
+from tests.e2e.cluster import PoolNode, Worker, eventually
+from tests.e2e.conftest import engine_settings
+from tests.e2e.prompts import LOGPROB_TOLERANCE, PAGE, token_ids
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+FORCED = 16
+LENGTHS = (64, 65, 200, 640, 1000, 2000)
+
+
+@dataclass
+class Agg:
+    pools: list[PoolNode]
+    worker: Worker
+
+
+@pytest.fixture(scope="module")
+def agg(model: Path, run_dir: Path) -> Iterator[Agg]:
+    pools = [PoolNode(run_dir, f"ucxpool{i}", "128MiB") for i in range(2)]
+    worker = Worker(
+        "agg",
+        "agg-ucx",
+        run_dir,
+        engine_settings(model, dtype="bfloat16", layout="layer_first"),
+        {"nodes": [pool.ref for pool in pools], "data_path": "ucx", "checksum": False},
+    )
+    try:
+        for pool in pools:
+            pool.start()
+        worker.start().wait_ready()
+        yield Agg(pools, worker)
+    finally:
+        for one in (worker, *pools):
+            one.stop()
+
+
+def forced_logprobs(
+    worker: Worker, prompt: list[int], forced: list[int]
+) -> tuple[list[float], dict[str, Any]]:
+    """Log-probabilities of `forced` after `prompt`, and meta_info. The cache may serve the prompt, not the
+    rest.
+    """
+    body = worker.generate([*prompt, *forced], 1, logprob_start_len=len(prompt))
+    meta = body["meta_info"]
+    logprobs = [entry[0] for entry in meta["input_token_logprobs"] if entry[0] is not None]
+    return logprobs, meta
+
+
+def test_forced_tokens_are_as_likely_from_the_pool_as_cold(agg: Agg) -> None:
+    prompts = [token_ids(300 + length, length) for length in LENGTHS]
+    forced = [token_ids(700 + length, FORCED) for length in LENGTHS]
+    cold = [forced_logprobs(agg.worker, p, f)[0] for p, f in zip(prompts, forced, strict=True)]
+    pages = sum((length + FORCED) // PAGE for length in LENGTHS)
+    eventually(lambda: sum(pool.status().pages for pool in agg.pools) >= pages, "all pages stored", 20.0)
+    agg.worker.flush()
+    for prompt, tokens, expected in zip(prompts, forced, cold, strict=True):
+        logprobs, meta = forced_logprobs(agg.worker, prompt, tokens)
+        assert len(logprobs) == len(expected) >= FORCED - 1
+        apart = max(abs(a - b) for a, b in zip(logprobs, expected, strict=True))
+        assert apart <= LOGPROB_TOLERANCE, f"{len(prompt)} tokens: {apart} apart"
+        assert meta["cached_tokens_details"]["storage"] == len(prompt) // PAGE * PAGE
+
+
+def test_both_nodes_hold_a_share_of_the_pages(agg: Agg) -> None:
+    pages = [pool.status().pages for pool in agg.pools]
+    assert min(pages) > 0.2 * sum(pages)
+
+
+def test_a_dead_node_costs_its_pages_only_and_the_answer_is_the_same(agg: Agg) -> None:
+    prompt, forced = token_ids(300 + 2000, 2000), token_ids(700 + 2000, FORCED)
+    expected, _ = forced_logprobs(agg.worker, prompt, forced)
+    agg.worker.flush()
+    agg.pools[1].kill()
+    logprobs, meta = forced_logprobs(agg.worker, prompt, forced)
+    assert max(abs(a - b) for a, b in zip(logprobs, expected, strict=True)) <= LOGPROB_TOLERANCE
+    assert meta["cached_tokens"] < len(prompt) // PAGE * PAGE
+    agg.pools[1].start()
+
+    def served_from_the_pool() -> bool:
+        agg.worker.flush()
+        _, meta = forced_logprobs(agg.worker, prompt, forced)
+        return bool(meta["cached_tokens"] == len(prompt) // PAGE * PAGE)
+
+    eventually(served_from_the_pool, "the node's pages are found again after its restart", 30.0, 0.5)
+
+
+def test_the_check_fails_when_a_page_is_wrong(agg: Agg) -> None:
+    prompt, forced = token_ids(300 + 640, 640), token_ids(700 + 640, FORCED)
+    expected, _ = forced_logprobs(agg.worker, prompt, forced)
+    info = httpx.get(f"{agg.worker.url}/pd/info").json()
+    key = page_hashes(prompt, PAGE)[5]
+    segments = [
+        2 * 4 * 2 * 32 * PAGE * 2
+    ]  # K and V of 4 layers, 2 heads of 32, in bfloat16; one message over UCX
+    offsets = {}
+    for pool in agg.pools:
+        with contextlib.suppress(AssertionError):
+            offsets[pool.name] = page_offset(pool, info["namespace"], info["kv_geometry"], key, segments)
+    ((name, offset),) = offsets.items()
+    arena = agg.pools[0].directory / "arena" / name / "arena"
+    flip(arena, offset, sum(segments))
+    agg.worker.flush()
+    wrong, _ = forced_logprobs(agg.worker, prompt, forced)
+    flip(arena, offset, sum(segments))
+    assert max(abs(a - b) for a, b in zip(wrong, expected, strict=True)) > LOGPROB_TOLERANCE
+
+
+def test_the_worker_says_who_it_is(agg: Agg) -> None:
+    info = httpx.get(f"{agg.worker.url}/pd/info").json()
+    assert (info["role"], info["model"], info["page_size"], info["context_length"]) == (
+        "agg",
+        "demo-tiny",
+        PAGE,
+        4096,
+    )
+    assert info["kv_geometry"]["layout"] == "layer_first"
+    assert info["kv_geometry"]["kv_dtype"] == "bfloat16"
+    assert info["namespace"].startswith("demo-tiny@")
+    ready = httpx.get(f"{agg.worker.url}/pd/ready")
+    assert ready.json() == {"ready": True, "pool": "up"}
