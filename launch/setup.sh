@@ -35,7 +35,7 @@ find_python() {
 
 has_gpu() { [ -e /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; }
 
-# SGLang compiles its page hash when it starts: a compiler, and OpenSSL's headers
+# With a GPU, SGLang compiles its page hash when it starts: a compiler, and OpenSSL's headers
 check_compiler() {
   command -v g++ >/dev/null || need "a C++ compiler" g++
   echo '#include <openssl/evp.h>' | g++ -E -x c++ - >/dev/null 2>&1 || need "OpenSSL's header files" libssl-dev
@@ -53,7 +53,8 @@ make_venv() {
   fi
 }
 
-install() { "$uv" pip install --python "$venv/bin/python" "$@"; }
+# compiled now, so that the first start of a worker does not do it, twice at a time
+install() { "$uv" pip install --python "$venv/bin/python" --compile-bytecode "$@"; }
 
 install_cpu() {
   local backend=() ours
@@ -84,7 +85,7 @@ set_up() {
   stamp="$kind $("$python" -V) $(cat pyproject.toml launch/requirements-cpu.txt launch/setup.sh | sha256sum)"
   if [ "$(cat "$venv/pdserve-setup" 2>/dev/null)" = "$stamp" ]; then return; fi
   say "setting up $venv ($kind, $("$python" -V)); this takes about a minute on a fast line"
-  check_compiler
+  if [ "$kind" = gpu ]; then check_compiler; fi
   make_venv
   if [ "$kind" = gpu ]; then install -e '.[test]'; else install_cpu; fi
   printf '%s\n' "$stamp" >"$venv/pdserve-setup"
