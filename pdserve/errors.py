@@ -1,8 +1,8 @@
 """The one error tree of pdserve.
 
-Whose fault an error is decides what becomes of it: `ConfigError` and `StartupError` end a process with one line
-for a person; `PoolError` never reaches a request (the page is recomputed); `RequestError` is answered to the client
-in OpenAI's form. UCX, OS and HTTP errors are translated into these at the edge where they arise.
+Whose fault an error is decides what becomes of it: `ConfigError` and `StartupError` end a process with one
+line for a person; `PoolError` never reaches a request (the page is recomputed); `RequestError` is answered to
+the client in OpenAI's form. UCX, OS and HTTP errors are translated into these at the edge where they arise.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pdserve.engine.args import Storage, server_argv, served_model_name
+from pdserve.engine.args import Storage, served_model_name, server_argv
 from pdserve.engine.server import parse_args, prepare_engine, serve, until_stopped
 from pdserve.engine.worker import (
     Engine,
@@ -32,7 +32,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
     """
     if config.storage == "pool" and not config.pool.nodes:
         raise ConfigError(
-            "pool.nodes is empty: list the pool's nodes, or set storage to none (or file) to run without a pool"
+            'pool.nodes is empty: list the nodes of the pool, or set storage = "none" to do without'
         )
     with until_stopped():
         device = prepare_engine(config.engine)

@@ -40,7 +40,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     storage: Annotated[
         Literal["pool", "file", "none"],
         Meta(
-            description="Where pages go beyond this worker: pool, SGLang's file backend, or none (plain SGLang)."
+            description="Where pages go beyond this worker; file: SGLang's own backend, none: plain SGLang."
         ),
     ] = "pool"
     pool: Annotated[PoolClientConfig, Meta(description="The KV page pool.")] = PoolClientConfig()
