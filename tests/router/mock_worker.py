@@ -48,7 +48,7 @@ class Gate:
         await self.open.wait()
 
 
-class CloseConnection(Exception):  # noqa: N818 - not an error
+class CloseConnection(Exception):
     """A script ends the connection here."""
 
 
