@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -106,7 +107,8 @@ def _plain(figures: PoolFigures) -> dict[str, Any]:
 
 def _print_tables(figures: list[PoolFigures], peer_gbps: dict[tuple[str, int], float]) -> None:
     console = Console()
-    table = Table(title="Pool on this machine: GB/s, over a memory copy, and µs for getting one page")
+    title = "Pool on this machine: GB/s, over a memory copy, and µs for getting one page"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("path", "sum", "page", "copy", "get", "put", "get/copy", "put/copy", "p50", "p99"):
         table.add_column(name, justify="left" if name in ("path", "sum") else "right", no_wrap=True)
     for row in figures:

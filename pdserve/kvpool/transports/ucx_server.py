@@ -40,6 +40,7 @@ STEPS_PER_TURN: Final = (
     32  # of 256 KiB at most each: about 1 ms, then other connections and control have a turn
 )
 GREETING_TIMEOUT_S: Final = 5.0
+CANCEL_TIMEOUT_S: Final = 1.0  # a cancelled transfer that has not ended by then takes its connection along
 SWEEP_S: Final = 1.0  # UCX's keepalive and our deadlines need a look now and then, events or not
 PORTS: Final = 64  # tried upwards from a configured port
 
@@ -47,14 +48,14 @@ PORTS: Final = 64  # tried upwards from a configured port
 class _Running:
     """One transfer under way. `operations`: those not yet seen completed, last segment first."""
 
-    __slots__ = ("action", "cancelled", "ok", "operations", "started_s")
+    __slots__ = ("action", "cancelled_s", "ok", "operations", "started_s")
 
     def __init__(self, action: Transfer, operations: list[Operation], started_s: float) -> None:
         self.action = action
         self.operations = operations
         self.started_s = started_s
         self.ok = True
-        self.cancelled = False
+        self.cancelled_s: float | None = None
 
     def ended(self) -> bool:
         """All segments completed; sets `ok` false if one failed."""
@@ -174,22 +175,18 @@ class UcxServer:
         self._ask_turn(peer)
 
     def _cancel(self, peer: _Peer, tags: tuple[int, ...]) -> None:
-        wanted = [peer.running[tag] for tag in tags if tag in peer.running]
+        now_s = time.monotonic()
         try:
-            for running in wanted:
-                running.cancelled = True
+            for running in [peer.running[tag] for tag in tags if tag in peer.running]:
+                running.cancelled_s = now_s
                 if isinstance(running.action, StartReceive):
                     segments = len(running.action.segment_bytes)
                     for i in range(segments - len(running.operations), segments):
                         peer.link.complete_unmatched(running.action.tag + i)
-            while peer.link.progress():
-                pass
         except PoolUnavailable as error:
             self._lose(peer, str(error))
             return
-        healthy = self._collect(peer, thorough=True)
-        if healthy and any(running.action.tag in peer.running for running in wanted):
-            self._lose(peer, "a transfer under way had to be cancelled")
+        self._ask_turn(peer)
 
     def _collect(self, peer: _Peer, *, thorough: bool) -> bool:
         """Report what ended: from the oldest on up to the first that has not, or, thorough, all. One that
@@ -206,7 +203,7 @@ class UcxServer:
                 break
         for tag in ended:
             running = peer.running.pop(tag)
-            self._report(running.action, not running.cancelled)
+            self._report(running.action, running.cancelled_s is None)
         return True
 
     def _report(self, action: Transfer, ok: bool) -> None:
@@ -257,14 +254,22 @@ class UcxServer:
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
         now_s = time.monotonic()
         for peer in list(self._peers.values()):
-            sends = (running for running in peer.running.values() if isinstance(running.action, StartSend))
-            oldest = next(sends, None)
-            if not peer.greeted and now_s - peer.opened_s > GREETING_TIMEOUT_S:
-                self._lose(peer, "no UCX greeting came")
-            elif oldest is not None and now_s - oldest.started_s > self._send_timeout_s:
-                self._lose(peer, f"the client took no pages for {self._send_timeout_s:.0f} s")
+            reason = self._overdue(peer, now_s)
+            if reason:
+                self._lose(peer, reason)
             else:
                 self._pump(peer)
+
+    def _overdue(self, peer: _Peer, now_s: float) -> str:
+        """Why the connection has to end by now; empty if it has not."""
+        if not peer.greeted and now_s - peer.opened_s > GREETING_TIMEOUT_S:
+            return "no UCX greeting came"
+        for running in peer.running.values():
+            if running.cancelled_s is not None and now_s - running.cancelled_s > CANCEL_TIMEOUT_S:
+                return "a transfer under way had to be cancelled"
+            if isinstance(running.action, StartSend) and now_s - running.started_s > self._send_timeout_s:
+                return f"the client took no pages for {self._send_timeout_s:.0f} s"
+        return ""
 
     # -- ending
 
