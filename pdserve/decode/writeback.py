@@ -34,10 +34,23 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
     waited_ms: float = 0.0
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Pages:
+    """How many of a request's full pages are in the pool."""
+
+    committed: int
+    total: int
+
+
 class _Followed:
-    request: HttpRequest
-    task: asyncio.Task[list[bool]]
+    """One request: first what SGLang knows of it, then its pages' keys, in the end two numbers. Thousands are
+    remembered, and a request with its texts, tokens and images can be megabytes.
+    """
+
+    def __init__(self, request: HttpRequest) -> None:
+        self.request = request
+        self.keys: list[bytes] | None = None  # None until it is answered
+        self.task: asyncio.Task[_Pages]
 
 
 class WriteBack:
@@ -67,7 +80,8 @@ class WriteBack:
         while len(self._followed) >= self._limit:
             _, oldest = self._followed.popitem(last=False)
             oldest.task.cancel()
-        self._followed[request.request_id] = _Followed(request, asyncio.create_task(self._commits(request)))
+        followed = self._followed[request.request_id] = _Followed(request)
+        followed.task = asyncio.create_task(self._commits(followed))
 
     async def settled(self, request_id: str, timeout_s: float) -> Settlement:
         """Wait, at most `timeout_s`, until every full page of the request is committed."""
@@ -78,8 +92,9 @@ class WriteBack:
         done, _ = await asyncio.wait({followed.task}, timeout=timeout_s)
         waited_ms = (time.monotonic() - started_s) * 1e3
         if not done:
-            present = await self._pool.exists(self._names.of_conversations(followed.request))
-            return _settlement(request_id, present, waited_ms, followed.request.answered.is_set())
+            answered = followed.keys is not None
+            keys = followed.keys if followed.keys is not None else self._keys(followed)
+            return _settlement(request_id, _count(await self._pool.exists(keys)), waited_ms, answered)
         if followed.task.cancelled():
             return Settlement(request_id=request_id, known=False, waited_ms=waited_ms)
         return _settlement(request_id, followed.task.result(), waited_ms, True)
@@ -92,25 +107,34 @@ class WriteBack:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _commits(self, request: HttpRequest) -> list[bool]:
-        await request.answered.wait()
-        keys = self._names.of_conversations(request)
-        if not keys:
-            return []
-        if request.disconnected:
-            # cut short: SGLang keeps what was computed, how much of it is not known, so there is nothing to
-            # wait for
-            return await self._pool.exists(keys)
-        return await self._pool.wait(keys, self._timeout_s)
+    async def _commits(self, followed: _Followed) -> _Pages:
+        await followed.request.answered.wait()
+        followed.keys = keys = self._keys(followed)
+        followed.request.requests.clear()
+        try:
+            if not keys:
+                return _Pages(0, 0)
+            if followed.request.cut_short:
+                # SGLang keeps what was computed; how much of it is not known, so there is nothing to wait for
+                return _count(await self._pool.exists(keys))
+            return _count(await self._pool.wait(keys, self._timeout_s))
+        finally:
+            followed.keys = []
+
+    def _keys(self, followed: _Followed) -> list[bytes]:
+        return self._names.of_conversations(followed.request)
 
 
-def _settlement(request_id: str, present: list[bool], waited_ms: float, answered: bool) -> Settlement:
-    committed = sum(present)
+def _count(present: list[bool]) -> _Pages:
+    return _Pages(sum(present), len(present))
+
+
+def _settlement(request_id: str, pages: _Pages, waited_ms: float, answered: bool) -> Settlement:
     return Settlement(
         request_id=request_id,
         known=True,
-        settled=answered and committed == len(present),
-        committed_pages=committed,
-        missing_pages=len(present) - committed,
+        settled=answered and pages.committed == pages.total,
+        committed_pages=pages.committed,
+        missing_pages=pages.total - pages.committed,
         waited_ms=round(waited_ms, 3),
     )

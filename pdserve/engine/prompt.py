@@ -53,6 +53,7 @@ class Prefilled:
 
     prompt_tokens: int
     cached: CachedTokens
+    cached_tokens: dict[str, int]  # by SGLang's request id
 
 
 async def prefill_request(app_state: Any, endpoint: str, body: bytes, http_request: Any) -> GenerateReqInput:
@@ -97,6 +98,7 @@ async def run_prefill(tokenizer_manager: Any, request: GenerateReqInput) -> Pref
             host=sum(detail.get("host", 0) for detail in details),
             pool=sum(detail.get("storage", 0) for detail in details),
         ),
+        cached_tokens={meta["id"]: meta.get("cached_tokens", 0) for meta in metas},
     )
 
 

@@ -11,7 +11,8 @@ fill it in:
     _send_*_request      its prompt's token ids, extra key and salt are final, and it went to the scheduler
 
 The middleware is the only reader of the connection's `receive`: it passes the body on to SGLang, and once the
-body is through it waits for the disconnect, so that one is seen at once in every phase.
+body is through it waits for the disconnect, so that one is seen at once in every phase. A server says
+"disconnected" also once the answer is complete (uvicorn does at once): that is no client that left.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,7 +64,8 @@ class HttpRequest:
     request_id: str
     path: str
     requests: dict[str, SglangRequest] = field(default_factory=dict)
-    disconnected: bool = False
+    left: asyncio.Event = field(default_factory=asyncio.Event)  # the client, before its answer was complete
+    cut_short: bool = False  # it left while SGLang computed
     answered: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -77,6 +79,10 @@ class PageNames:
     def of_prompts(self, request: HttpRequest) -> list[bytes]:
         """Pool keys of every full page of every prompt of the request, without repetition."""
         return self._keys(request, lambda made: made.input_ids or [])
+
+    def of_prefixes(self, request: HttpRequest, tokens: Mapping[str, int]) -> list[bytes]:
+        """The same, of the first so many tokens of each prompt, by SGLang's request id."""
+        return self._keys(request, lambda made: (made.input_ids or [])[: tokens.get(made.rid, 0)])
 
     def of_conversations(self, request: HttpRequest) -> list[bytes]:
         """The same, of prompt and output."""
@@ -124,17 +130,17 @@ class RequestTracking:
         request = HttpRequest(_request_id(scope), scope["path"])
         if self._on_start is not None:
             self._on_start(request)
-        messages: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue(_BODY_QUEUE_MESSAGES)
-        reader = asyncio.create_task(_read(receive, messages, lambda: _abort(request, manager)))
+        connection = _Connection(receive, send, lambda: _abort(request, manager))
+        reader = asyncio.create_task(connection.read())
         token = _current.set(request)
         try:
-            await self._app(scope, messages.get, send)
+            await self._app(scope, connection.receive, connection.send)
         finally:
             _current.reset(token)
+            request.answered.set()
             reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await reader
-            request.answered.set()
 
     def _watch(self, manager: Any) -> None:
         if self._watched is manager:
@@ -145,26 +151,54 @@ class RequestTracking:
         _wrap_send(manager, "_send_batch_request", list)
 
 
-async def _read(
-    receive: Receive, messages: asyncio.Queue[MutableMapping[str, Any]], on_disconnect: Callable[[], None]
-) -> None:
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            on_disconnect()
-            await messages.put(message)
-            return
-        await messages.put(message)
+class _Connection:
+    """The server's side of one request, read ahead of the app that answers it."""
+
+    def __init__(self, receive: Receive, send: Send, on_left: Callable[[], None]) -> None:
+        self._receive = receive
+        self._send = send
+        self._on_left = on_left
+        self._messages: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue(_BODY_QUEUE_MESSAGES)
+        self._ended: MutableMapping[str, Any] | None = None
+        self._complete = False
+
+    async def read(self) -> None:
+        """Until the server reports the end of the connection, or of the answer."""
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                if not self._complete:
+                    self._on_left()
+                await self._messages.put(message)
+                return
+            await self._messages.put(message)
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        """For the app. A disconnect is told to everyone who asks, as servers do."""
+        if self._ended is None:
+            message = await self._messages.get()
+            if message["type"] != "http.disconnect":
+                return message
+            self._ended = message
+        return self._ended
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """For the app."""
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._complete = True
+        await self._send(message)
 
 
 def _abort(request: HttpRequest, manager: Any) -> None:
     """The client left: end what runs; what is not with the scheduler yet is ended as soon as it
     gets there.
     """
-    request.disconnected = True
-    for rid, made in request.requests.items():
-        if made.state.dispatched and not made.state.finished:
-            manager.abort_request(rid=rid)
+    request.left.set()
+    running = [m for m in request.requests.values() if m.state.dispatched and not m.state.finished]
+    sent = any(made.state.dispatched for made in request.requests.values())
+    request.cut_short = bool(running) or not sent
+    for made in running:
+        manager.abort_request(rid=made.rid)
 
 
 def _wrap_init(manager: Any) -> None:
@@ -192,18 +226,29 @@ def _wrap_send(manager: Any, name: str, tokenized: Callable[[Any], list[Any]]) -
         for one in tokenized(argument):
             made = http.requests.get(one.rid)
             if made is not None:
-                # copied now: the original turns these fields into bytes for the scheduler
-                made.input_ids = list(one.input_ids) if one.input_ids is not None else None
-                made.extra_key = one.extra_key
-                made.cache_salt = one.cache_salt
+                _name(made, one)
                 sent.append(made)
         result = await original(argument)
-        if http.disconnected:
+        if http.left.is_set():
+            http.cut_short = True
             for made in sent:
                 manager.abort_request(rid=made.rid)
         return result
 
     setattr(manager, name, send)
+
+
+def _name(made: SglangRequest, tokenized: Any) -> None:
+    """Record what names the request's pages, as the scheduler will see it (`Req.__init__`). Copied: the
+    tokenizer manager turns these fields into bytes next.
+    """
+    if tokenized.input_ids is None or tokenized.mm_inputs is not None:
+        return  # an image's tokens get their ids in the scheduler: its pages cannot be named here
+    made.input_ids = list(tokenized.input_ids)
+    made.extra_key = tokenized.extra_key
+    if tokenized.lora_id is not None:
+        made.extra_key = (tokenized.extra_key or "") + tokenized.lora_id
+    made.cache_salt = tokenized.cache_salt or None
 
 
 def _request_id(scope: Scope) -> str:

@@ -8,19 +8,23 @@ reported as missing, and the decode worker computes it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from collections.abc import Coroutine
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from pdserve.engine.prompt import ENDPOINTS, prefill_request, run_prefill
-from pdserve.engine.requests import PageNames, current_request
+from pdserve.engine.requests import HttpRequest, PageNames, current_request
 from pdserve.errors import RequestError
 from pdserve.kvpool.aclient import AsyncPoolClient
 
 logger = logging.getLogger(__name__)
+
+FOUND_GRACE_S = 1.0  # between a page's insertion into SGLang's cache and its commit; 0.1 s is usual
 
 
 class Prefill:
@@ -73,15 +77,17 @@ class Prefill:
         outcome = await run_prefill(self._engine.tokenizer_manager, converted)
         computed_s = time.monotonic()
         record = current_request()
-        keys = self._names.of_prompts(record) if record is not None else []
-        present = await self._pool.wait(keys, self._publish_timeout_s) if keys else []
-        published = sum(present)
-        if published < len(keys):
+        assert record is not None, "this route is tracked"
+        keys = self._names.of_prompts(record)
+        found = self._names.of_prefixes(record, outcome.cached_tokens)
+        published = await self._unless_left(record, self._published(keys, found))
+        publish_s = time.monotonic() - computed_s
+        if published < len(keys) and not record.left.is_set():
             logger.warning(
                 "prefill: %d of %d pages were not in the pool after %.1f s",
                 len(keys) - published,
                 len(keys),
-                self._publish_timeout_s,
+                publish_s,
             )
         return {
             "prompt_tokens": outcome.prompt_tokens,
@@ -93,5 +99,26 @@ class Prefill:
             "published_pages": published,
             "missing_pages": len(keys) - published,
             "prefill_ms": round((computed_s - started_s) * 1e3, 3),
-            "publish_ms": round((time.monotonic() - computed_s) * 1e3, 3),
+            "publish_ms": round(publish_s * 1e3, 3),
         }
+
+    async def _published(self, keys: list[bytes], found: list[bytes]) -> int:
+        """Wait for the pages' commit; how many are committed.
+
+        SGLang stores a page once. Those it `found` in its own cache are in the pool, or a moment away; if
+        not, the pool has lost them, nobody stores them again here, and what follows them is of no use.
+        """
+        if found and not all(await self._pool.wait(found, min(FOUND_GRACE_S, self._publish_timeout_s))):
+            return sum(await self._pool.exists(keys))
+        return sum(await self._pool.wait(keys, self._publish_timeout_s)) if keys else 0
+
+    async def _unless_left(self, record: HttpRequest, published: Coroutine[None, None, int]) -> int:
+        """The outcome, or 0 as soon as the client is gone: nobody waits for the answer then."""
+        waiting = asyncio.create_task(published)
+        leaving = asyncio.create_task(record.left.wait())
+        try:
+            await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            return waiting.result() if waiting.done() else 0
+        finally:
+            waiting.cancel()
+            leaving.cancel()

@@ -99,9 +99,49 @@ def test_a_request_cut_short_is_not_waited_for() -> None:
     async def run() -> None:
         write_back = make(ScriptedPool())
         request = answered_request("a", list(range(8)), [1])
-        request.disconnected = True
+        request.cut_short = True
         write_back.follow(request)
         settlement = await write_back.settled("a", 60.0)
         assert (settlement.known, settlement.settled, settlement.missing_pages) == (True, False, 2)
+
+    asyncio.run(run())
+
+
+def test_a_remembered_request_holds_nothing_of_sglangs() -> None:
+    async def run() -> None:
+        pool = ScriptedPool()
+        pool.committed.set()
+        write_back = make(pool)
+        request = answered_request("a", list(range(8)), [1])
+        write_back.follow(request)
+        assert (await write_back.settled("a", 5.0)).committed_pages == 2
+        assert request.requests == {}
+        again = await write_back.settled("a", 0.0)
+        assert (again.settled, again.committed_pages) == (True, 2)
+
+    asyncio.run(run())
+
+
+def test_a_request_without_full_pages_is_settled_once_answered() -> None:
+    async def run() -> None:
+        write_back = make(ScriptedPool())
+        write_back.follow(answered_request("a", [1, 2], [3]))
+        settlement = await write_back.settled("a", 5.0)
+        assert (settlement.settled, settlement.missing_pages) == (True, 0)
+
+    asyncio.run(run())
+
+
+def test_of_two_requests_with_one_id_the_later_is_followed() -> None:
+    async def run() -> None:
+        pool = ScriptedPool()
+        pool.committed.set()
+        write_back = make(pool)
+        write_back.follow(HttpRequest("a", "/generate"))
+        earlier = asyncio.create_task(write_back.settled("a", 60.0))
+        await asyncio.sleep(0)
+        write_back.follow(answered_request("a", list(range(8)), [1]))
+        assert not (await earlier).settled
+        assert (await write_back.settled("a", 5.0)).committed_pages == 2
 
     asyncio.run(run())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,8 @@ class Obj:
     input_ids: Any = None
     extra_key: str | None = None
     cache_salt: str | None = None
+    lora_id: str | None = None
+    mm_inputs: Any = None
 
 
 class Manager:
@@ -124,6 +127,111 @@ def test_a_client_that_leaves_during_tokenisation_aborts_the_request_once_it_is_
 
     asyncio.run(asyncio.wait_for(run(), 5))
     assert manager.aborted == ["a"]
+
+
+def test_the_end_of_an_answer_is_no_client_that_left() -> None:
+    """uvicorn reports a disconnect once the last byte is sent, while a streaming app is still ending."""
+    manager, started = Manager(), []
+    client = Client()
+
+    async def app(_scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        manager._init_req_state(Obj("a"))
+        await manager._send_one_request(Obj("a", [1]))
+        manager.rid_to_state["a"].finished = True
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        assert (await receive())["type"] == "http.disconnect"
+
+    async def send(message: Any) -> None:
+        client.leave()
+
+    async def run() -> None:
+        await RequestTracking(app, lambda: manager, started.append)(scope(), client.messages.get, send)
+
+    asyncio.run(asyncio.wait_for(run(), 5))
+    assert not started[0].left.is_set()
+    assert not started[0].cut_short
+
+
+def test_a_client_that_leaves_after_the_last_token_cuts_nothing_short() -> None:
+    manager, started = Manager(), []
+    client = Client()
+
+    async def app(_scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        manager._init_req_state(Obj(["first-of-n", "a"]))  # SGLang never sends the first when n > 1
+        await manager._send_one_request(Obj("a", [1]))
+        manager.rid_to_state["a"].finished = True
+        client.leave()
+        await receive()
+
+    async def run() -> None:
+        await RequestTracking(app, lambda: manager, started.append)(scope(), client.messages.get, client.send)
+
+    asyncio.run(asyncio.wait_for(run(), 5))
+    assert started[0].left.is_set()
+    assert not started[0].cut_short
+    assert manager.aborted == []
+
+
+def test_a_disconnect_is_told_to_everyone_who_asks() -> None:
+    manager = Manager()
+    client = Client()
+
+    async def app(_scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        client.leave()
+        assert [(await receive())["type"] for _ in range(3)] == ["http.disconnect"] * 3
+
+    async def run() -> None:
+        await RequestTracking(app, lambda: manager)(scope(), client.messages.get, client.send)
+
+    asyncio.run(asyncio.wait_for(run(), 5))
+
+
+def test_a_request_is_answered_even_when_reading_its_connection_failed() -> None:
+    manager, started = Manager(), []
+
+    async def app(_scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0)
+
+    async def receive() -> dict[str, Any]:
+        raise OSError("broken")
+
+    async def run() -> None:
+        with contextlib.suppress(OSError):
+            await RequestTracking(app, lambda: manager, started.append)(scope(), receive, Client().send)
+
+    asyncio.run(run())
+    assert started[0].answered.is_set()
+
+
+def test_pages_are_named_as_the_scheduler_names_them() -> None:
+    manager, started = Manager(), []
+
+    async def app(_scope: Any, receive: Any, send: Any) -> None:
+        manager._init_req_state(Obj(["lora", "both", "salt", "image"]))
+        await manager._send_batch_request(
+            [
+                Obj("lora", [1], lora_id="L"),
+                Obj("both", [1], extra_key="K", lora_id="L"),
+                Obj("salt", [1], cache_salt=""),
+                Obj("image", [1], mm_inputs=object()),
+            ]
+        )
+
+    async def run() -> None:
+        client = Client()
+        await RequestTracking(app, lambda: manager, started.append)(scope(), client.messages.get, client.send)
+
+    asyncio.run(run())
+    named = {rid: (m.input_ids, m.extra_key, m.cache_salt) for rid, m in started[0].requests.items()}
+    assert named == {
+        "lora": ([1], "L", None),
+        "both": ([1], "KL", None),
+        "salt": ([1], None, None),
+        "image": (None, None, None),
+    }
 
 
 def test_requests_of_two_connections_do_not_mix() -> None:
