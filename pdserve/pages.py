@@ -41,8 +41,9 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kv_dtype: str
     page_size: str  # tokens
     layout: str  # SGLang's hicache_mem_layout
-    tp_size: str  # "replicated" for MLA: every rank holds the same bytes
+    tp_size: str  # that attention is divided by; "replicated" for MLA: every rank holds the same bytes
     pp_size: str
+    options: str = ""  # what else changes keys and values: quantization, overridden configuration, adapters
     version: str = GEOMETRY_VERSION
 
     def as_dict(self) -> dict[str, str]:
@@ -142,6 +143,7 @@ def pool_key(page_hash: bytes, suffix: bytes) -> bytes:
 # Per tensor this many bytes are read at its start, middle and end: every tensor that a fine-tune touches
 # shows, and a 100 GB model takes seconds instead of minutes.
 _SAMPLE_BYTES = 1024
+_QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 
 
 def model_fingerprint(model_path: Path) -> str:
@@ -154,13 +156,25 @@ def model_fingerprint(model_path: Path) -> str:
 
     Raises StartupError when the directory has no config.json or no weights.
     """
-    config_path = model_path / "config.json"
+    return _fingerprint(model_path, "Hugging Face model", "config.json")
+
+
+def adapter_fingerprint(adapter_path: Path) -> str:
+    """The same of a LoRA adapter's directory. SGLang names one by name and path, not by its weights."""
+    return _fingerprint(adapter_path, "LoRA adapter", "adapter_config.json")
+
+
+def _fingerprint(model_path: Path, kind: str, config_name: str) -> str:
+    config_path = model_path / config_name
     if not config_path.is_file():
-        raise StartupError(f"{model_path} is no Hugging Face model directory: config.json is missing")
+        raise StartupError(f"{model_path} is no {kind} directory: {config_name} is missing")
     config = json.loads(config_path.read_text())
     for volatile in ("_name_or_path", "transformers_version"):
         config.pop(volatile, None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for name in _QUANTIZATION_FILES:
+        if (model_path / name).is_file():
+            digest.update(name.encode() + (model_path / name).read_bytes())
     weights = sorted(
         path for pattern in ("*.safetensors", "*.bin", "*.pt", "*.gguf") for path in model_path.glob(pattern)
     )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pdserve.errors import StartupError
 from pdserve.pages import (
     KvGeometry,
+    adapter_fingerprint,
     all_rank_suffixes,
     model_fingerprint,
     namespace_seed,
@@ -118,3 +119,19 @@ def test_what_is_no_model_directory_is_refused_in_one_line(tmp_path: Path, prepa
     prepare(tmp_path)
     with pytest.raises(StartupError, match=says):
         model_fingerprint(tmp_path)
+
+
+def test_an_adapter_is_known_by_its_weights_not_its_path(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"r": 8}')
+    write_safetensors(tmp_path / "adapter_model.safetensors", b"\x01" * 100)
+    before = adapter_fingerprint(tmp_path)
+    assert adapter_fingerprint(tmp_path) == before
+    write_safetensors(tmp_path / "adapter_model.safetensors", b"\x02" * 100)  # trained on, in place
+    assert adapter_fingerprint(tmp_path) != before
+
+
+def test_quantization_files_beside_the_configuration_count(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "m", bytes(1000))
+    before = model_fingerprint(model)
+    (model / "hf_quant_config.json").write_text('{"kv_cache_quant_algo": "FP8"}')
+    assert model_fingerprint(model) != before

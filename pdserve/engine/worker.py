@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from pdserve import __version__
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.fixed_weights import FixedWeights
 from pdserve.engine.requests import HttpRequest, PageNames, RequestTracking
 from pdserve.errors import PoolRefused, StartupError
 from pdserve.kvpool.aclient import AsyncPoolClient
@@ -123,6 +124,8 @@ def check_namespace(pool: PoolClientConfig, namespace: str, identity: KvIdentity
 
 def install(app: Any, worker: Worker, parts: RoleParts) -> None:
     """Add middleware and routes to SGLang's FastAPI app, before it serves."""
+    if worker.config.storage != "none":
+        app.add_middleware(FixedWeights)
     app.add_middleware(
         RequestTracking,
         tokenizer_manager=lambda: worker.engine.tokenizer_manager,

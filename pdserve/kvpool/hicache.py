@@ -60,6 +60,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         """
         self._config = storage_config
         self._settings = _read_settings(storage_config)
+        _check_ranks(storage_config, self._settings.geometry)
         self._suffix = rank_suffix(
             replicated=storage_config.is_mla_model,
             tp_rank=storage_config.tp_rank,
@@ -109,10 +110,11 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         """Refuses models with state beside the KV pages (Mamba, sliding window, sparse indexers, draft
         models).
         """
-        if str(host_pool_name) == "kv":
+        name = getattr(host_pool_name, "value", host_pool_name)  # an enum of strings
+        if name == "kv":
             return
         raise StartupError(
-            f"this model keeps {host_pool_name} state beside its KV pages, which pdserve does not store yet: "
+            f"this model keeps {name} state beside its KV pages, which pdserve does not store yet: "
             "run it without the pool"
         )
 
@@ -196,7 +198,8 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         segments, rest = divmod(len(pointers), len(keys))
         if rest or len(host_indices) != len(keys) * self._page_tokens:
             raise ValueError(
-                f"{len(pointers)} segments, {len(host_indices)} indices: {len(keys)} pages of {self._page_tokens}"
+                f"{len(pointers)} segments and {len(host_indices)} indices "
+                f"for {len(keys)} pages of {self._page_tokens} tokens"
             )
         views = [_view(pointer, size) for pointer, size in zip(pointers, sizes, strict=True)]
         return [views[start : start + segments] for start in range(0, len(views), segments)]
@@ -205,7 +208,8 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         now_s = time.monotonic()
         if now_s - self._warned_at_s >= WARN_EVERY_S:
             self._warned_at_s = now_s
-            logger.exception("pool %s failed inside pdserve (a bug; treated as a miss): %s", what, error)
+            text = "pool %s failed inside pdserve (a bug; treated as a miss): %s"
+            logger.error(text, what, error, exc_info=error)
 
 
 def _view(pointer: int, size_bytes: int) -> Bytes1D:
@@ -213,6 +217,20 @@ def _view(pointer: int, size_bytes: int) -> Bytes1D:
     it uses us.
     """
     return np.frombuffer(memoryview((ctypes.c_uint8 * size_bytes).from_address(pointer)), dtype=np.uint8)
+
+
+def _check_ranks(config: HiCacheStorageConfig, declared: KvGeometry) -> None:
+    """Raises StartupError where SGLang divides pages between its ranks in another way than was declared."""
+    if config.dcp_size > 1:
+        raise StartupError("decode context parallelism divides pages in a way that the pool cannot name yet")
+    tp_size = "replicated" if config.is_mla_model else str(config.tp_size)
+    actual = {"tp_size": tp_size, "pp_size": str(config.pp_size)}
+    for field, value in actual.items():
+        if getattr(declared, field) != value:
+            raise StartupError(
+                f"SGLang runs with {field} {value}, but this worker declared "
+                f"{getattr(declared, field)} to the pool"
+            )
 
 
 def _read_settings(storage_config: HiCacheStorageConfig) -> BackendSettings:
