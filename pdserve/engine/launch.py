@@ -21,6 +21,7 @@ from pdserve.engine.worker import (
 )
 from pdserve.errors import ConfigError
 from pdserve.kvpool.aclient import AsyncPoolClient
+from pdserve.kvpool.client_config import PoolClientConfig
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,9 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         namespace = config.pool.namespace or identity.geometry.namespace(label)
         if config.storage == "pool":
             check_namespace(config.pool, namespace, identity)
-        pool = AsyncPoolClient(config.pool, namespace, identity.geometry.as_dict())
+        # without the pool as storage no page ever gets there: nobody may wait for one
+        reached = config.pool if config.storage == "pool" else PoolClientConfig()
+        pool = AsyncPoolClient(reached, namespace, identity.geometry.as_dict())
 
         def configure(app: Any) -> None:
             worker = Worker(role, config, namespace, identity, Engine(app), pool)
