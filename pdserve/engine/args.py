@@ -95,6 +95,8 @@ def server_argv(config: EngineConfig, role: Role, device: Device, storage: Stora
         "--enable-metrics",
         *("--extra-metric-labels", json.dumps({"role": role})),
         "--enable-cache-report",
+        # probes come every second; a worker's last lines should say something else
+        *("--uvicorn-access-log-exclude-prefixes", "/pd/ready", "/pd/info", "/metrics"),
     ]
     if config.tool_call_parser:
         argv += ["--tool-call-parser", config.tool_call_parser]
