@@ -50,7 +50,10 @@ def status(
     """Ask a pool node how it is."""
     report = fetch_status(address, time.monotonic() + STATUS_TIMEOUT_S)
     if as_json:
-        typer.echo(msgspec.json.encode(msgspec.structs.asdict(report)).decode())
+        # by field name, though the messages travel as arrays
+        namespaces = [msgspec.structs.asdict(namespace) for namespace in report.namespaces]
+        whole = {**msgspec.structs.asdict(report), "namespaces": namespaces}
+        typer.echo(msgspec.json.encode(whole).decode())
         return
     console = Console()
     console.print(_node_table(report))
