@@ -11,6 +11,8 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias
 
 from pdserve.errors import FrameError, PoolError, PoolRefused, PoolTimeout, PoolUnavailable
 from pdserve.kvpool import messages as m
@@ -19,7 +21,9 @@ from pdserve.kvpool.ring import Ring
 from pdserve.kvpool.transports.control import TcpAddress, make_hello, parse_address
 
 logger = logging.getLogger(__name__)
+MakeQuestion: TypeAlias = Callable[[int, int, list[bytes]], m.Exists | m.Wait]  # id, namespace, keys
 READ_BYTES = 256 * 1024
+WAITERS_RETRY_S = 0.05
 
 
 class AsyncControl:
@@ -152,8 +156,10 @@ class AsyncPoolClient:
         away.
         """
 
+        deadline = time.monotonic() + timeout_s
+
         def make(request_id: int, namespace: int, part: list[bytes]) -> m.Wait:
-            return m.Wait(request_id, namespace, part, timeout_s)
+            return m.Wait(request_id, namespace, part, max(0.0, deadline - time.monotonic()))
 
         # the node answers at the deadline; the answer gets a moment more to travel
         return await self._ask(keys, timeout_s + self.config.exists_timeout_s, make)
@@ -189,25 +195,18 @@ class AsyncPoolClient:
         self,
         keys: Sequence[bytes],
         timeout_s: float,
-        make: Callable[[int, int, list[bytes]], m.Exists | m.Wait],
+        make: MakeQuestion,
     ) -> list[bool]:
         result = [False] * len(keys)
 
         async def part(node: str, places: list[int]) -> None:
             try:
-                control = await self._control(node)
-                some = [keys[i] for i in places]
-                reply = await self._bounded(
-                    node, control, lambda i: make(i, control.namespace, some), timeout_s
-                )
+                mask = await self._present(node, [keys[i] for i in places], timeout_s, make)
             except PoolError as error:
                 logger.debug("pool node %s: %s", node, error)
                 return
-            if isinstance(reply, m.Present):
-                for place, byte in zip(places, reply.mask, strict=True):
-                    result[place] = byte == 1
-            else:
-                logger.warning("pool node %s answered %s", node, reply)
+            for place, byte in zip(places, mask, strict=True):
+                result[place] = byte == 1
 
         jobs = [
             part(node, places[start : start + m.MAX_KEYS])
@@ -216,6 +215,36 @@ class AsyncPoolClient:
         ]
         await asyncio.gather(*jobs)
         return result
+
+    async def _present(
+        self,
+        node: str,
+        keys: list[bytes],
+        timeout_s: float,
+        make: MakeQuestion,
+    ) -> bytes:
+        """The node's mask of the keys. Raises PoolError."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            control = await self._control(node)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise PoolTimeout(f"pool node {node}: connecting took all the time")
+            request = partial(_with_id, make, control.namespace, keys)
+            reply = await self._bounded(node, control, request, left_s)
+            if isinstance(reply, m.Present) and len(reply.mask) == len(keys):
+                return reply.mask
+            if isinstance(reply, m.Fault) and reply.code == "too_many_waiters":
+                # others wait on this connection, some perhaps for nobody any more: their place comes free
+                if time.monotonic() + WAITERS_RETRY_S >= deadline:
+                    raise PoolTimeout(f"pool node {node}: {reply.message}")
+                await asyncio.sleep(WAITERS_RETRY_S)
+                continue
+            # a namespace that was dropped, say: the next connection opens it again
+            self._drop(node, control)
+            text = reply.message if isinstance(reply, m.Fault) else f"unexpected {type(reply).__name__}"
+            logger.warning("pool node %s: %s", node, text)
+            raise PoolRefused(f"pool node {node}: {text}")
 
     async def _call(self, node: str, make: Callable[[int], m.Request], timeout_s: float) -> m.Reply:
         return await self._bounded(node, await self._control(node), make, timeout_s)
@@ -260,3 +289,7 @@ class AsyncPoolClient:
         if self._open.get(node) is control:
             del self._open[node]
         self._retry_at_s[node] = time.monotonic() + self.config.retry_after_s
+
+
+def _with_id(make: MakeQuestion, namespace: int, keys: list[bytes], request_id: int) -> m.Exists | m.Wait:
+    return make(request_id, namespace, keys)

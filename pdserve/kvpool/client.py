@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_all
 from dataclasses import dataclass
 from typing import TypeVar
@@ -107,7 +107,9 @@ class PoolClient:
         def part(opened: OpenConnection, places: list[int], until: float) -> list[bool]:
             left_s = max(0.0, deadline - time.monotonic())
             request = m.Wait(opened.next_id(), opened.namespace, [keys[i] for i in places], left_s)
-            return _mask(_expect(opened, request, m.Present, until))
+            present = _mask(_expect(opened, request, m.Present, until))
+            _check_length(opened, present, places)
+            return present
 
         # the node answers at the deadline; the reply gets a moment more
         return self._fan_out_places(keys, False, deadline + self.config.exists_timeout_s, part)
@@ -162,14 +164,17 @@ class PoolClient:
         """Close all connections; idempotent. Operations under way end with misses."""
         for link in self._links.values():
             link.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        # without cancel_futures: `wait_all` would never see those as done. They end by themselves, refused.
+        self._threads.shutdown(wait=False)
 
     # -- one node
     # ------------------------------------------------------------------------------------------------
 
     def _exists_on(self, opened: OpenConnection, keys: list[bytes], deadline: float) -> list[bool]:
         request = m.Exists(opened.next_id(), opened.namespace, keys)
-        return _mask(_expect(opened, request, m.Present, deadline))
+        present = _mask(_expect(opened, request, m.Present, deadline))
+        _check_length(opened, present, keys)
+        return present
 
     def _get_on(
         self, opened: OpenConnection, keys: list[bytes], pages: list[PageBuffers], deadline: float
@@ -177,6 +182,7 @@ class PoolClient:
         segment_bytes = [segment.nbytes for segment in pages[0]]
         request = m.Get(opened.next_id(), opened.namespace, keys, segment_bytes)
         pins = _expect(opened, request, m.Got, deadline).pins
+        _check_length(opened, pins, keys)
         held = [i for i, pin in enumerate(pins) if pin.status == m.HIT]
         result = [False] * len(keys)
         if held:
@@ -211,6 +217,7 @@ class PoolClient:
         segment_bytes = [segment.nbytes for segment in pages[0]]
         request = m.Reserve(opened.next_id(), opened.namespace, keys, segment_bytes)
         grants = _expect(opened, request, m.Reserved, deadline).grants
+        _check_length(opened, grants, keys)
         mine = [i for i, grant in enumerate(grants) if grant.status == m.GRANTED]
         result = [grant.status in (m.PRESENT, m.BUSY) for grant in grants]
         self._count(
@@ -224,6 +231,7 @@ class PoolClient:
                 opened.next_id(), [g.slot for g in granted], [g.sequence for g in granted], checksums
             )
             done = _mask(_expect(opened, commit, m.Committed, deadline))
+            _check_length(opened, done, mine)
             for i, committed in zip(mine, done, strict=True):
                 result[i] = committed
             self._count(pages_written=sum(done), bytes_written=sum(done) * sum(segment_bytes))
@@ -277,7 +285,7 @@ class PoolClient:
         # The caller's own thread takes the last job. Every step of a job has the deadline, so joining needs
         # none of its own; and all are joined whatever happens, because a job may be writing into the caller's
         # buffers.
-        futures = [self._threads.submit(run, node, places) for node, places in jobs[:-1]]
+        futures = [self._submit(run, *job) for job in jobs[:-1]]
         try:
             if jobs:
                 run(*jobs[-1])
@@ -286,6 +294,15 @@ class PoolClient:
         for future in futures:
             future.result()
         return result
+
+    def _submit(self, run: Callable[[str, list[int]], None], node: str, places: list[int]) -> Future[None]:
+        try:
+            return self._threads.submit(run, node, places)
+        except RuntimeError:  # closed while we came here: every link refuses
+            refused: Future[None] = Future()
+            refused.set_result(None)
+            self._count(failures=1)
+            return refused
 
     def _each_node(self, part: Callable[[OpenConnection, float], T]) -> dict[str, T]:
         result: dict[str, T] = {}
@@ -321,6 +338,13 @@ def _expect(opened: OpenConnection, request: m.Request, kind: type[R], deadline:
     if isinstance(reply, m.Fault):
         text = f"{reply.code}: {reply.message}"
     raise PoolRefused(f"pool node {opened.connection.welcome.node}: {text}")
+
+
+def _check_length(opened: OpenConnection, answers: Sequence[object], asked: Sequence[object]) -> None:
+    """Raises PoolRefused."""
+    if len(answers) != len(asked):
+        node = opened.connection.welcome.node
+        raise PoolRefused(f"pool node {node} answered {len(answers)} of {len(asked)} keys")
 
 
 def _mask(reply: m.Present | m.Committed) -> list[bool]:

@@ -76,21 +76,32 @@ class NodeLink:
         Raises PoolUnavailable at once while the node is down, PoolTimeout when no connection came free in
         time.
         """
-        if self._closed.is_set():
-            raise PoolUnavailable(f"pool node {self.name}: the client is closed")
-        if self._down:
-            raise PoolUnavailable(f"pool node {self.name} is down")
+        self._check_up()
         if not self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise PoolTimeout(f"pool node {self.name}: no connection came free in time")
+        try:
+            self._check_up()  # it may have failed while we waited
+            if time.monotonic() >= deadline:
+                # our own doing: must not count against the node
+                raise PoolTimeout(f"pool node {self.name}: no time was left to ask it")
+            with self._lend(deadline) as opened:
+                yield opened
+        finally:
+            self._free.release()
+
+    @contextmanager
+    def _lend(self, deadline: float) -> Iterator[OpenConnection]:
+        generation = self._generation
         opened: OpenConnection | None = None
         try:
             opened = self._take() or self._open(deadline)
+            generation = opened.generation
             yield opened
         except PoolError as error:
             if opened is not None:
                 opened.connection.close()
                 opened = None
-            self._fail(error)
+            self._fail(error, generation)
             raise
         except BaseException:
             # an operation cut short leaves the connection in an unknown state
@@ -101,7 +112,6 @@ class NodeLink:
         finally:
             if opened is not None:
                 self._give_back(opened)
-            self._free.release()
 
     def check(self, deadline: float) -> None:
         """Connect and open the namespace now. Raises PoolUnavailable, PoolTimeout or PoolRefused (geometry
@@ -112,12 +122,18 @@ class NodeLink:
 
     def close(self) -> None:
         """Close the idle connections and refuse new operations; those under way end by themselves."""
-        self._closed.set()
         with self._lock:
+            self._closed.set()
             self._generation += 1
             idle, self._idle = self._idle, []
         for opened in idle:
             opened.connection.close()
+
+    def _check_up(self) -> None:
+        if self._closed.is_set():
+            raise PoolUnavailable(f"pool node {self.name}: the client is closed")
+        if self._down:
+            raise PoolUnavailable(f"pool node {self.name} is down")
 
     def _take(self) -> OpenConnection | None:
         with self._lock:
@@ -139,14 +155,16 @@ class NodeLink:
 
     def _give_back(self, opened: OpenConnection) -> None:
         with self._lock:
-            current = opened.generation == self._generation
+            current = opened.generation == self._generation and not self._closed.is_set()
             if current:
                 self._idle.append(opened)
         if not current:
             opened.connection.close()
 
-    def _fail(self, error: PdserveError) -> None:
+    def _fail(self, error: PdserveError, generation: int) -> None:
         with self._lock:
+            if generation != self._generation:
+                return  # a connection of before a failure that is known already, and perhaps over
             self._generation += 1
             idle, self._idle = self._idle, []
             first = not self._down
@@ -163,6 +181,9 @@ class NodeLink:
                 opened = self._open(time.monotonic() + self._connect_timeout_s)
             except PoolError as error:
                 logger.debug("pool node %s is still down: %s", self.name, error)
+                continue
+            except Exception:  # boundary of this thread: without a probe the node would stay down for good
+                logger.exception("pool node %s: the probe failed, and is repeated", self.name)
                 continue
             with self._lock:
                 self._down = False

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.errors import PoolRefused, PoolTimeout, PoolUnavailable
+from pdserve.errors import PoolRefused, PoolTimeout, PoolUnavailable, StartupError
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.link import NodeLink
 
@@ -173,3 +173,89 @@ def test_any_exception_inside_an_operation_closes_its_connection() -> None:
         raise ValueError("bug")
     assert node.made[0].closed
     assert link.up
+
+
+def test_a_late_failure_of_an_old_connection_does_not_end_a_node_that_is_up_again() -> None:
+    node = Node()
+    link = make(node, limit=2)
+
+    def slow() -> None:
+        with link.borrow(soon()):
+            with pytest.raises(PoolUnavailable), link.borrow(soon()):
+                raise PoolUnavailable("gone")
+            wait_for(lambda: link.up, [node.attempted])
+            raise PoolTimeout("late")
+
+    with pytest.raises(PoolTimeout):
+        slow()
+    assert link.up
+    link.close()
+
+
+def test_who_waited_for_a_connection_of_a_node_that_failed_does_not_try_it() -> None:
+    node = Node()
+    link = make(node, limit=1, retry_after_s=60.0)
+    outcome: list[str] = []
+
+    def wait() -> None:
+        try:
+            with link.borrow(soon()):
+                pass
+        except PoolUnavailable as error:
+            outcome.append(str(error))
+
+    waiter = threading.Thread(target=wait)
+
+    def fail() -> None:
+        with link.borrow(soon()):
+            waiter.start()
+            raise PoolTimeout("late")
+
+    with pytest.raises(PoolTimeout):
+        fail()
+    waiter.join(SOON_S)
+    assert outcome == ["pool node n is down"]
+    assert node.attempts == 1
+    link.close()
+
+
+def test_a_deadline_that_is_over_is_not_held_against_the_node() -> None:
+    node = Node()
+    link = make(node)
+    with pytest.raises(PoolTimeout), link.borrow(time.monotonic() - 1):
+        raise AssertionError("not reached")
+    assert link.up
+    assert node.attempts == 0
+
+
+def test_the_probe_survives_what_it_does_not_expect() -> None:
+    node = Node()
+    link = make(node)
+    with pytest.raises(PoolTimeout), link.borrow(soon()):
+        raise PoolTimeout("late")
+    fine, tries = node.connect, []
+
+    def broken(deadline: float) -> Scripted:
+        tries.append(deadline)
+        if len(tries) < 3:
+            raise StartupError("UCX cannot be loaded")
+        return fine(deadline)
+
+    link._connect = broken
+    wait_for(lambda: link.up, [node.attempted])
+    link.close()
+
+
+def test_a_connection_opened_while_the_link_closes_is_closed() -> None:
+    node = Node()
+    link = make(node)
+    fine = node.connect
+
+    def closing(deadline: float) -> Scripted:
+        link._closed.set()  # between the check and the connection
+        return fine(deadline)
+
+    link._connect = closing
+    with link.borrow(soon()):
+        pass
+    assert node.made[0].closed

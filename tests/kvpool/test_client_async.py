@@ -1,0 +1,248 @@
+"""The asyncio client against a real node process: many waits on one connection, a node that stops or dies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdserve.errors import PoolRefused
+from pdserve.kvpool import messages as m
+from pdserve.kvpool.aclient import AsyncPoolClient
+from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
+from pdserve.kvpool.config import PoolNodeConfig
+from pdserve.kvpool.transports.base import Connection
+
+from ..contracts.pools import KIB, ProcessPool, arena_dir, remove_arena
+from .node_model import key
+
+PAGE_BYTES = 4 * KIB
+MAX_WAITERS = 8
+SOON_S = 20.0
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[ProcessPool]:
+    config = PoolNodeConfig(
+        name="node",
+        arena_dir=arena_dir(),
+        capacity_bytes="4MiB",
+        slab_bytes="1MiB",
+        min_slot_bytes="4KiB",
+        max_reserved_share=1.0,
+        max_waiters=MAX_WAITERS,
+        quarantine_s=0.2,
+    )
+    pool = ProcessPool(config, tmp_path, "shm")
+    yield pool
+    pool.resume()
+    pool.kill()
+    remove_arena(config)
+    if arena_dir().exists():
+        arena_dir().rmdir()
+
+
+def client_of(node: ProcessPool, **options: Any) -> AsyncPoolClient:
+    refs = [PoolNodeRef(node="node", address=node.address)]
+    settings = {"retry_after_s": 0.05, **options}
+    return AsyncPoolClient(PoolClientConfig(nodes=refs, **settings), "ns", {"page_size": "64"})
+
+
+def open_namespace(connection: Connection, name: str, **geometry: str) -> int:
+    reply = connection.call(m.OpenNamespace(1, name, geometry), time.monotonic() + SOON_S)
+    assert isinstance(reply, m.Opened)
+    return reply.namespace
+
+
+def put(node: ProcessPool, *numbers: int) -> None:
+    """Commit pages in "ns" from another connection."""
+    connection = node.connect()
+    until = time.monotonic() + SOON_S
+    namespace = open_namespace(connection, "ns", page_size="64")
+    request = m.Reserve(2, namespace, [key(n) for n in numbers], [PAGE_BYTES])
+    reserved = connection.call(request, until)
+    assert isinstance(reserved, m.Reserved)
+    pages = [[np.zeros(PAGE_BYTES, np.uint8)] for _ in numbers]
+    sums = connection.write_pages(reserved.grants, pages, until)
+    slots, sequences = [g.slot for g in reserved.grants], [g.sequence for g in reserved.grants]
+    committed = connection.call(m.Commit(3, slots, sequences, sums), until)
+    assert isinstance(committed, m.Committed)
+    assert list(committed.mask) == [1] * len(numbers)
+    connection.close()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+async def waiters(client: AsyncPoolClient, count: int) -> None:
+    """Until the node holds so many open waits."""
+    deadline = time.monotonic() + SOON_S
+    while (await client.status())["node"].waiters < count:
+        assert time.monotonic() < deadline
+
+
+async def until_up(client: AsyncPoolClient) -> None:
+    deadline = time.monotonic() + SOON_S
+    while (await client.check())["node"] is not None:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)  # between attempts to connect
+
+
+def test_a_wait_is_woken_by_the_commit_of_its_last_page(node: ProcessPool) -> None:
+    async def test() -> None:
+        client = client_of(node)
+        waiting = asyncio.create_task(client.wait([key(1), key(2)], SOON_S))
+        await waiters(client, 1)
+        await asyncio.to_thread(put, node, 1)
+        assert await client.exists([key(1), key(2)]) == [True, False]
+        assert not waiting.done()
+        await asyncio.to_thread(put, node, 2)
+        assert await waiting == [True, True]
+        client.close()
+
+    run(test)
+
+
+def test_a_wait_ends_at_its_deadline_with_what_is_there(node: ProcessPool) -> None:
+    async def test() -> None:
+        client = client_of(node)
+        put(node, 1)
+        assert await client.wait([key(1), key(2)], 0.05) == [True, False]
+        assert await client.wait([key(1)], 0.0) == [True]
+        assert await client.exists([]) == []
+        client.close()
+
+    run(test)
+
+
+def test_more_waits_than_the_node_takes_are_all_answered(node: ProcessPool) -> None:
+    async def test() -> None:
+        client = client_of(node)
+        count = 5 * MAX_WAITERS
+        waits = [asyncio.create_task(client.wait([key(n)], SOON_S)) for n in range(count)]
+        await waiters(client, MAX_WAITERS)
+        await asyncio.to_thread(put, node, *range(count))
+        assert await asyncio.gather(*waits) == [[True]] * count
+        client.close()
+
+    run(test)
+
+
+def test_waits_given_up_do_not_keep_others_from_theirs(node: ProcessPool) -> None:
+    """A cancelled wait stays open at the node until its time is over."""
+
+    async def test() -> None:
+        client = client_of(node)
+        given_up = [asyncio.create_task(client.wait([key(n)], 1.0)) for n in range(MAX_WAITERS)]
+        await waiters(client, MAX_WAITERS)
+        for task in given_up:
+            task.cancel()
+        await asyncio.gather(*given_up, return_exceptions=True)
+        waiting = asyncio.create_task(client.wait([key(100)], SOON_S))
+        await asyncio.to_thread(put, node, 100)
+        assert await waiting == [True]
+        client.close()
+
+    run(test)
+
+
+def test_more_keys_than_a_message_holds(node: ProcessPool) -> None:
+    async def test() -> None:
+        client = client_of(node)
+        wanted = [key(n) for n in range(m.MAX_KEYS + 100)]
+        put(node, 0, m.MAX_KEYS + 1)
+        found = await client.wait(wanted, 0.05)
+        assert [n for n, there in enumerate(found) if there] == [0, m.MAX_KEYS + 1]
+        client.close()
+
+    run(test)
+
+
+def test_a_node_that_is_stopped_costs_its_deadline_and_is_found_again(node: ProcessPool) -> None:
+    async def test() -> None:
+        client = client_of(node, exists_timeout_s=0.2, connect_timeout_s=0.2)
+        put(node, 1)
+        assert await client.exists([key(1)]) == [True]
+        node.pause()
+        started_s = time.monotonic()
+        waits = [client.wait([key(1), key(2)], 0.1), client.exists([key(1)]), client.wait([key(3)], 5.0)]
+        assert await asyncio.gather(*waits) == [[False, False], [False], [False]]
+        for _ in range(5):
+            assert await client.exists([key(1)]) == [False]
+        assert time.monotonic() - started_s < 5.0
+        node.resume()
+        await until_up(client)
+        assert await client.exists([key(1)]) == [True]
+        client.close()
+
+    run(test)
+
+
+def test_a_node_that_died_ends_waits_at_once_and_comes_back_under_other_numbers(node: ProcessPool) -> None:
+    async def test() -> None:
+        client = client_of(node)
+        waiting = asyncio.create_task(client.wait([key(1)], 60.0))
+        await waiters(client, 1)
+        before = client._open["node"].namespace
+        node.kill()
+        assert await waiting == [False]
+        remove_arena(node.config)
+        await asyncio.to_thread(node.restart)
+        other = node.connect()
+        assert open_namespace(other, "other") == before
+        await until_up(client)
+        assert client._open["node"].namespace != before
+        await asyncio.to_thread(put, node, 1)
+        assert await client.exists([key(1)]) == [True]
+        other.close()
+        client.close()
+
+    run(test)
+
+
+def test_a_dropped_namespace_is_opened_again(node: ProcessPool) -> None:
+    async def test() -> None:
+        client = client_of(node)
+        put(node, 1)
+        assert await client.exists([key(1)]) == [True]
+        other = node.connect()
+        other.call(m.DropNamespace(9, "ns"), time.monotonic() + SOON_S)
+        other.close()
+        assert await client.exists([key(1)]) == [False]
+        await asyncio.to_thread(put, node, 1)
+        await until_up(client)
+        assert await client.exists([key(1)]) == [True]
+        client.close()
+
+    run(test)
+
+
+def test_another_geometry_is_refused_by_name(node: ProcessPool) -> None:
+    async def test() -> None:
+        put(node, 1)
+        refs = [PoolNodeRef(node="node", address=node.address)]
+        client = AsyncPoolClient(PoolClientConfig(nodes=refs), "ns", {"page_size": "32"})
+        error = (await client.check())["node"]
+        assert isinstance(error, PoolRefused)
+        assert "page_size" in str(error)
+        assert await client.wait([key(1)], 5.0) == [False]
+        client.close()
+
+    run(test)
+
+
+def test_close_ends_waits_under_way(node: ProcessPool) -> None:
+    async def test() -> None:
+        client = client_of(node)
+        waiting = asyncio.create_task(client.wait([key(1)], 60.0))
+        await waiters(client, 1)
+        client.close()
+        assert await waiting == [False]
+
+    run(test)
