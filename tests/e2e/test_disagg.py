@@ -5,6 +5,8 @@ since generated text does not always tokenise back to what was generated.
 
 from __future__ import annotations
 
+import signal
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -224,3 +226,28 @@ def test_requests_complete_when_the_pool_node_dies_under_load(cluster: Cluster, 
 def test_workers_answer_directly_as_ordinary_sglang_servers(cluster: Cluster, reference: Reference) -> None:
     answers = ask_all(cluster.decode[1], reference.prompts[:5])
     assert differences(reference.first[:5], answers, say(reference.prompts)) == []
+
+
+def test_a_prefill_worker_that_hangs_costs_seconds_and_never_the_answer(
+    cluster: Cluster, reference: Reference
+) -> None:
+    process = cluster.prefill[1].process
+    assert process is not None
+    assert process.popen is not None
+    prompts, expected = reference.prompts[-3:], reference.first[-3:]
+    process.popen.send_signal(signal.SIGSTOP)
+    try:
+        started_s = time.monotonic()
+        answers, _ = ask(cluster.pairs[1], prompts)
+        took_s = time.monotonic() - started_s
+    finally:
+        process.popen.send_signal(signal.SIGCONT)
+    assert differences(expected, answers, say(prompts)) == []
+    assert took_s < 30.0
+    eventually(lambda: "degraded" not in degraded(cluster.pairs[1]), "the worker is back", 30.0)
+
+
+def degraded(router: Router) -> str:
+    """What the router says it lacks; empty when nothing."""
+    lacks = httpx.get(f"{router.url}/ready").json()["degraded"]
+    return "degraded" if lacks else ""
