@@ -83,24 +83,31 @@ class Arena:
             self.layout.table_bytes,
         )
 
-    def perform(self, action: WriteRow | FreeRow | AssignSlab | SaveNamespaces) -> None:
-        """Carry out one action of NodeState."""
-        if isinstance(action, WriteRow):
-            self._rows.write(
-                action.slot,
-                action.state,
-                action.key,
-                action.namespace,
-                action.length_bytes,
-                action.checksum,
-                action.sequence,
-            )
-        elif isinstance(action, FreeRow):
-            self._rows.free(action.slot)
-        elif isinstance(action, AssignSlab):
-            self._slab_class[action.slab] = action.slot_bytes
-        else:
-            _replace(self._directory / "namespaces.json", action.text)
+    # the actions of NodeState that concern the memory
+
+    def write_row(self, action: WriteRow) -> None:
+        """Carry out the action."""
+        self._rows.write(
+            action.slot,
+            action.state,
+            action.key,
+            action.namespace,
+            action.length_bytes,
+            action.checksum,
+            action.sequence,
+        )
+
+    def free_row(self, action: FreeRow) -> None:
+        """Carry out the action."""
+        self._rows.free(action.slot)
+
+    def assign_slab(self, action: AssignSlab) -> None:
+        """Carry out the action."""
+        self._slab_class[action.slab] = action.slot_bytes
+
+    def save_namespaces(self, action: SaveNamespaces) -> None:
+        """Carry out the action."""
+        _replace(self._directory / "namespaces.json", action.text)
 
     def adopt(self, slots: SlotAllocator) -> None:
         """After recovery: write the slab classes that were found right, as the allocator now has them."""

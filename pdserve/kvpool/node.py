@@ -16,7 +16,7 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import uvloop
 
@@ -25,15 +25,19 @@ from pdserve.kvpool.arena import Arena
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.events import (
     Answer,
+    AssignSlab,
     CancelTransfers,
     Close,
     Connected,
     Disconnected,
     Event,
+    FreeRow,
     Received,
+    SaveNamespaces,
     StartReceive,
     StartSend,
     Tick,
+    WriteRow,
 )
 from pdserve.kvpool.hosts import host_id
 from pdserve.kvpool.leases import Limits
@@ -94,6 +98,7 @@ class PoolNode:
         clean = served = False
         try:
             self.state = self._make_state()
+            self._acts = self._make_acts()
             self._schedule()
             for address in self.config.listen:
                 servers.append(await _listen(address, self._accept))  # noqa: PERF401 (each is closed below)
@@ -130,22 +135,39 @@ class PoolNode:
         """Decide and act."""
         if self._stopped:
             return
+        acts = self._acts
         for action in self.state.handle(event, self._loop.time()):
-            if isinstance(action, Answer):
-                connection = self.connections.get(action.connection)
-                if connection is not None:
-                    connection.send(action.message)
-            elif isinstance(action, Close):
-                connection = self.connections.get(action.connection)
-                if connection is not None:
-                    connection.close(action.reason)
-            elif isinstance(action, StartSend | StartReceive | CancelTransfers):
-                assert self._ucx is not None
-                self._ucx.perform(action)
-            else:
-                self.arena.perform(action)
+            acts[type(action)](action)
         if self._timer is None or self.state.next_deadline_s < self._timer.when():
             self._schedule()
+
+    def _make_acts(self) -> dict[type, Callable[[Any], None]]:
+        """What carries out each kind of action. A table, because a page costs several actions."""
+        return {
+            Answer: self._answer,
+            Close: self._close,
+            WriteRow: self.arena.write_row,
+            FreeRow: self.arena.free_row,
+            AssignSlab: self.arena.assign_slab,
+            SaveNamespaces: self.arena.save_namespaces,
+            StartSend: self._transfer,
+            StartReceive: self._transfer,
+            CancelTransfers: self._transfer,
+        }
+
+    def _answer(self, action: Answer) -> None:
+        connection = self.connections.get(action.connection)
+        if connection is not None:
+            connection.send(action.message)
+
+    def _close(self, action: Close) -> None:
+        connection = self.connections.get(action.connection)
+        if connection is not None:
+            connection.close(action.reason)
+
+    def _transfer(self, action: StartSend | StartReceive | CancelTransfers) -> None:
+        assert self._ucx is not None
+        self._ucx.perform(action)
 
     def _schedule(self) -> None:
         if self._timer is not None:

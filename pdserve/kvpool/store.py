@@ -21,10 +21,12 @@ victim.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from pdserve.kvpool.events import Action, AssignSlab, FreeRow, WriteRow
 from pdserve.kvpool.index import NONE, Facts, Index
@@ -62,7 +64,7 @@ class PageStore:
         self._holds: dict[int, int] = {}
         self._next_sequence = first_sequence
         self._uses = 0  # counts insertions and hits: the time scale of last_use
-        self._slab_last_use = np.zeros(slots.slabs, dtype=np.uint64)
+        self._slabs: dict[int, OrderedDict[int, int]] = {}  # class -> slab -> last use, coldest first
         self._links = Links(slots.slots)
         self._make_policy = make_policy
         self._policies: dict[int, dict[int, EvictionPolicy]] = {}  # slot_bytes -> namespace -> policy
@@ -72,9 +74,6 @@ class PageStore:
     def find(self, namespace: int, key: bytes) -> int:
         """The slot of a committed page, or NONE."""
         return self.index.find(namespace, key)
-
-    def is_writing(self, namespace: int, key: bytes) -> bool:
-        return key in self.index.namespace(namespace).writing
 
     def state(self, slot: int) -> int:
         return self._state[slot]
@@ -86,14 +85,11 @@ class PageStore:
     # --- writing
 
     def reserve(
-        self, namespace: int, key: bytes, length_bytes: int, now_s: float, out: list[Action]
+        self, namespace: int, key: bytes, length_bytes: int, slot_bytes: int, out: list[Action]
     ) -> int | None:
-        """A slot for a key that is neither committed nor being written; None when nothing can make room.
-
-        The caller has checked that the page fits a slab.
+        """A slot of the class `slot_bytes`, which is that of `length_bytes`, for a key that is neither
+        committed nor being written; None when nothing can make room.
         """
-        slot_bytes = self.slots.class_of(length_bytes)
-        assert slot_bytes is not None
         slot = self._make_room(slot_bytes, out)
         if slot == NONE:
             return None
@@ -106,7 +102,7 @@ class PageStore:
         self._next_sequence += 1
         self.index.namespace(namespace).writing[key] = slot
         self._move(slot, RESERVED)
-        self._use(slot)
+        self._use(slot, slot_bytes)
         out.append(WriteRow(slot, ROW_RESERVED, key, namespace, length_bytes, 0, sequence))
         return slot
 
@@ -114,15 +110,15 @@ class PageStore:
         """Make a RESERVED page readable."""
         facts = self.facts
         key, namespace = self._key(slot), facts.namespace[slot]
+        length_bytes, sequence = facts.length_bytes[slot], facts.sequence[slot]
         pages = self.index.namespace(namespace)
         del pages.writing[key]
         pages.committed[key] = slot
-        pages.page_bytes += facts.length_bytes[slot]
+        pages.page_bytes += length_bytes
         facts.checksum[slot] = checksum
-        self._move(slot, COMMITTED)
-        self._use(slot)
-        self._policy(slot).on_insert(slot, now_s)
-        length_bytes, sequence = facts.length_bytes[slot], facts.sequence[slot]
+        slot_bytes = self._move(slot, COMMITTED)
+        self._use(slot, slot_bytes)
+        self._policy(namespace, slot_bytes).on_insert(slot, now_s)
         out.append(WriteRow(slot, ROW_COMMITTED, key, namespace, length_bytes, checksum, sequence))
 
     def quarantine(self, slot: int) -> None:
@@ -140,8 +136,9 @@ class PageStore:
 
     def touch(self, slot: int, now_s: float) -> None:
         """The page was read."""
-        self._use(slot)
-        self._policy(slot).on_hit(slot, now_s)
+        slot_bytes = self.slots.slot_bytes(slot)
+        self._use(slot, slot_bytes)
+        self._policy(self.facts.namespace[slot], slot_bytes).on_hit(slot, now_s)
 
     def hold(self, slot: int) -> None:
         self._holds[slot] = self._holds.get(slot, 0) + 1
@@ -164,7 +161,7 @@ class PageStore:
         pages = self.index.namespace(namespace)
         del pages.committed[self._key(slot)]
         pages.page_bytes -= self.facts.length_bytes[slot]
-        self._policy(slot).on_remove(slot)
+        self._policy(namespace, self.slots.slot_bytes(slot)).on_remove(slot)
         if slot in self._holds:
             self._move(slot, DOOMED)
             out.append(FreeRow(slot))  # not recovered after a crash, and readers' own check fails
@@ -200,7 +197,7 @@ class PageStore:
         np.frombuffer(self._state, np.uint8)[contents.quarantined] = QUARANTINED
         self._uses = len(slots)
         slab_of = slots // self.slots.slots_per_slab
-        np.maximum.at(self._slab_last_use, slab_of, np.arange(1, len(slots) + 1, dtype=np.uint64))
+        self._restore_slabs(slab_of)
         for slot, key in zip(slots.tolist(), contents.keys, strict=True):
             facts.key[slot] = key
         classes = np.array(self.slots.slab_class, dtype=np.int64)[slab_of]
@@ -226,6 +223,15 @@ class PageStore:
                 policy = self._policies.setdefault(slot_bytes, {})[namespace] = self._make_policy(self._links)
                 policy.restore(slots[classes[mine] == slot_bytes], now_s)
 
+    def _restore_slabs(self, slab_of: npt.NDArray[np.int64]) -> None:
+        """`slab_of`: the slab of each page, oldest page first."""
+        last_use = np.zeros(self.slots.slabs, dtype=np.int64)
+        last_use[slab_of] = np.arange(1, len(slab_of) + 1)  # of several uses of one slab the last stays
+        for slab in np.argsort(last_use, kind="stable").tolist():
+            slot_bytes = self.slots.slab_class[slab]
+            if slot_bytes:
+                self._slabs.setdefault(slot_bytes, OrderedDict())[slab] = int(last_use[slab])
+
     # --- room
 
     def _make_room(self, slot_bytes: int, out: list[Action]) -> int:
@@ -246,7 +252,7 @@ class PageStore:
                     return slot
         slab = slots.assign(slot_bytes)
         assert slab != NONE
-        self._slab_last_use[slab] = self._uses
+        self._slabs.setdefault(slot_bytes, OrderedDict())[slab] = self._uses
         out.append(AssignSlab(slab, slot_bytes))
         return slots.allocate(slot_bytes)
 
@@ -255,30 +261,47 @@ class PageStore:
         best = NONE
         last_use = self.facts.last_use
         for policy in self._policies.get(slot_bytes, {}).values():
-            victim = next((slot for slot in policy.victims() if slot not in self._holds), NONE)
-            if victim != NONE and (best == NONE or last_use[victim] < last_use[best]):
-                best = victim
+            for victim in policy.victims():
+                if victim not in self._holds:
+                    if best == NONE or last_use[victim] < last_use[best]:
+                        best = victim
+                    break
         return best
 
     def _take_over_slab(self, slot_bytes: int, newer_than: int, out: list[Action]) -> bool:
         """Empty the slab of another class that was unused for longest, if that is longer than
         `newer_than`.
         """
-        classes = np.frombuffer(self.slots.slab_class, dtype=np.uint64)
-        others = np.flatnonzero((classes != slot_bytes) & (classes != 0) & (self._slab_last_use < newer_than))
-        if not len(others):
+        coldest = [
+            found
+            for other, slabs in self._slabs.items()
+            if other != slot_bytes and (found := self._coldest_slab(slabs, newer_than))
+        ]
+        if not coldest:
             return False
-        held = {self.slots.slab_of(slot) for slot in self._holds}
-        for slab in others[np.argsort(self._slab_last_use[others], kind="stable")].tolist():
+        _, slab = min(coldest)
+        start = slab * self.slots.slots_per_slab
+        for slot in range(start, start + self.slots.slots_per_slab):
+            if self._state[slot] == COMMITTED:
+                self._evict(slot, out)
+        return True
+
+    def _coldest_slab(self, slabs: OrderedDict[int, int], newer_than: int) -> tuple[int, int] | None:
+        """Last use and number of the first slab, coldest first, that nobody reads or writes.
+
+        Those skipped are few: who holds a page used it a lease ago at most.
+        """
+        for slab, last_use in slabs.items():
+            if last_use >= newer_than:
+                return None
             start = slab * self.slots.slots_per_slab
-            states = self._state[start : start + self.slots.slots_per_slab]
-            if slab in held or RESERVED in states or QUARANTINED in states:
+            end = start + self.slots.slots_per_slab
+            states = self._state[start:end]
+            if RESERVED in states or QUARANTINED in states:
                 continue
-            for place, state in enumerate(states):
-                if state == COMMITTED:
-                    self._evict(start + place, out)
-            return True
-        return False
+            if self._holds.keys().isdisjoint(range(start, end)):
+                return last_use, slab
+        return None
 
     def _evict(self, slot: int, out: list[Action]) -> None:
         self.evictions += 1
@@ -287,32 +310,37 @@ class PageStore:
 
     # --- states
 
-    def _move(self, slot: int, state: int) -> None:
+    def _move(self, slot: int, state: int) -> int:
+        """Account for the change; the slot's size."""
         slot_bytes = self.slots.slot_bytes(slot)
         self.bytes_in_state[self._state[slot]] -= slot_bytes
         self.bytes_in_state[state] += slot_bytes
         self._state[slot] = state
+        return slot_bytes
 
     def _free(self, slot: int, out: list[Action]) -> None:
-        self._move(slot, FREE)
+        slot_bytes = self._move(slot, FREE)
         self.facts.key[slot] = None
         out.append(FreeRow(slot))
         if self.slots.free(slot):
-            out.append(AssignSlab(self.slots.slab_of(slot), 0))
+            slab = self.slots.slab_of(slot)
+            del self._slabs[slot_bytes][slab]
+            out.append(AssignSlab(slab, 0))
 
-    def _use(self, slot: int) -> None:
-        self._uses += 1
-        self.facts.last_use[slot] = self._uses
-        self._slab_last_use[slot // self.slots.slots_per_slab] = self._uses
+    def _use(self, slot: int, slot_bytes: int) -> None:
+        self._uses = uses = self._uses + 1
+        self.facts.last_use[slot] = uses
+        slabs, slab = self._slabs[slot_bytes], slot // self.slots.slots_per_slab
+        slabs[slab] = uses
+        slabs.move_to_end(slab)
 
     def _key(self, slot: int) -> bytes:
         key = self.facts.key[slot]
         assert key is not None
         return key
 
-    def _policy(self, slot: int) -> EvictionPolicy:
-        by_namespace = self._policies.setdefault(self.slots.slot_bytes(slot), {})
-        namespace = self.facts.namespace[slot]
+    def _policy(self, namespace: int, slot_bytes: int) -> EvictionPolicy:
+        by_namespace = self._policies.setdefault(slot_bytes, {})
         policy = by_namespace.get(namespace)
         if policy is None:
             policy = by_namespace[namespace] = self._make_policy(self._links)
@@ -342,6 +370,10 @@ class PageStore:
             assert self.facts.key[slot] == key
         for slot in self._holds:
             assert self._state[slot] in (COMMITTED, DOOMED)
+        for slot_bytes, slabs in self._slabs.items():
+            assert list(slabs.values()) == sorted(slabs.values())
+            assert all(self.slots.slab_class[slab] == slot_bytes for slab in slabs)
+        assert sum(map(len, self._slabs.values())) == sum(map(bool, self.slots.slab_class))
         assert all(slot in self._holds for slot in taken if self._state[slot] == DOOMED)
         self._check_policies(slot for slot in taken if self._state[slot] == COMMITTED)
 

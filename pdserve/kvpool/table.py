@@ -157,11 +157,9 @@ class TableLayout:
 class RowWriter:
     """Writes rows into a mapped table, in the order that the module's theory asks for."""
 
-    _FACTS = struct.Struct("<32sI")
+    _ROW = struct.Struct("<32sIIQQQQ")  # key, namespace, state, length, checksum, sequence, guard
     _STATE = struct.Struct("<I")
-    _REST = struct.Struct("<QQQQ")  # length, checksum, sequence, guard
     _STATE_AT = 36
-    _REST_AT = 40
 
     def __init__(self, buffer: Buffer, layout: TableLayout) -> None:
         self._buffer = buffer
@@ -179,8 +177,8 @@ class RowWriter:
     ) -> None:
         at = self._rows_at + slot * ROW_DTYPE.itemsize
         guard = guard_of(key, namespace, length_bytes, checksum, sequence) if state == COMMITTED else 0
-        self._FACTS.pack_into(self._buffer, at, key, namespace)
-        self._REST.pack_into(self._buffer, at + self._REST_AT, length_bytes, checksum, sequence, guard)
+        # FREE in between also when a reservation is committed: its writer has finished
+        self._ROW.pack_into(self._buffer, at, key, namespace, FREE, length_bytes, checksum, sequence, guard)
         self._STATE.pack_into(self._buffer, at + self._STATE_AT, state)
 
     def free(self, slot: int) -> None:

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable
 
 from pdserve.kvpool.events import Action, Answer, CancelTransfers, StartReceive
-from pdserve.kvpool.index import NONE
 from pdserve.kvpool.leases import NO_TRANSFER, Limits, PendingCommit, Reservation, Session
 from pdserve.kvpool.messages import (
     BUSY,
@@ -63,12 +62,22 @@ class Writes:
     # --- reserve
 
     def reserve(self, session: Session, request: Reserve, now_s: float, out: list[Action]) -> None:
-        slot_bytes = self._store.slots.class_of(sum(request.segment_bytes))
         segments = tuple(request.segment_bytes)
-        grants = [
-            self._grant(session, request.namespace, key, segments, slot_bytes, now_s, out)
-            for key in request.keys
-        ]
+        slot_bytes = self._store.slots.class_of(sum(segments))
+        deadline_s = now_s + self._limits.reservation_lease_s
+        pages = self._store.index.namespace(request.namespace)
+        grants = []
+        for key in request.keys:
+            if key in pages.committed:
+                grants.append(_PRESENT)
+            elif key in pages.writing:
+                grants.append(_BUSY)
+            elif slot_bytes is None:
+                grants.append(_TOO_LARGE)
+            else:
+                grants.append(
+                    self._grant(session, request.namespace, key, segments, slot_bytes, deadline_s, out)
+                )
         out.append(Answer(session.connection, Reserved(request.id, grants)))
 
     def _grant(
@@ -77,25 +86,19 @@ class Writes:
         namespace: int,
         key: bytes,
         segments: tuple[int, ...],
-        slot_bytes: int | None,
-        now_s: float,
+        slot_bytes: int,
+        deadline_s: float,
         out: list[Action],
     ) -> Grant:
         store = self._store
-        if store.find(namespace, key) != NONE:
-            return _PRESENT
-        if store.is_writing(namespace, key):
-            return _BUSY
-        if slot_bytes is None:
-            return _TOO_LARGE
         slot = None
         if session.reserved_bytes + slot_bytes <= self._limits.max_reserved_bytes:
-            slot = store.reserve(namespace, key, sum(segments), now_s, out)
+            slot = store.reserve(namespace, key, sum(segments), slot_bytes, out)
         if slot is None:
             self.full += 1
             return _FULL
         sequence, offset = store.facts.sequence[slot], store.slots.offset(slot)
-        reservation = Reservation(slot, sequence, slot_bytes, now_s + self._limits.reservation_lease_s)
+        reservation = Reservation(slot, sequence, slot_bytes, deadline_s)
         session.reservations[slot] = reservation
         session.reserved_bytes += slot_bytes
         if not session.mapped:

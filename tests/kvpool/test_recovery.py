@@ -108,6 +108,17 @@ def test_eviction_after_a_restart_begins_with_the_oldest_page() -> None:
     assert node.state.store.find(1, key(0)) >= 0
 
 
+def test_after_a_restart_a_new_size_class_takes_the_slab_unused_for_longest() -> None:
+    _, table, _ = written_table(*range(64), length=4 * KIB)  # four slabs of 16
+    state = restarted(table.scan())
+    state.handle(Connected(1, "shm", "x", 1), 1.0)
+    state._namespaces.open("ns", {})
+    state.handle(Received(1, m.Get(1, 1, [key(0)], [4 * KIB])), 1.0)  # the first slab is fresh now
+    state.handle(Received(1, m.Reserve(2, 1, [key(100)], [20 * KIB])), 1.0)
+    state.check()
+    assert [k for k in range(64) if state.store.find(1, key(k)) < 0] == list(range(16, 32))
+
+
 def test_unfinished_writes_are_quarantined_and_then_free() -> None:
     node, table, c = written_table(1)
     node.reserve(c, 1, 2, 3, length=5 * KIB)

@@ -257,7 +257,7 @@ def test_memory_per_page_is_bounded() -> None:
         ns = node.open(c)
         store, out = node.state.store, []  # type: ignore[var-annotated]
         for n in range(pages):
-            slot = store.reserve(ns, key(n), 4 * KIB, 0.0, out)
+            slot = store.reserve(ns, key(n), 4 * KIB, 4 * KIB, out)
             assert slot is not None
             store.commit(slot, 1, 0.0, out)
             out.clear()
