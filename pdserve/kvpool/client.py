@@ -80,7 +80,6 @@ class PoolClient:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="pdserve-pool")
 
     # -- reading
-    # -------------------------------------------------------------------------------------------------
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are committed."""
@@ -115,7 +114,6 @@ class PoolClient:
         return self._fan_out_places(keys, False, deadline + self.config.exists_timeout_s, part)
 
     # -- writing
-    # -------------------------------------------------------------------------------------------------
 
     def put(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
         """Write pages; True where the page is in the pool, or on its way there by another writer."""
@@ -135,7 +133,6 @@ class PoolClient:
         return sum(self._each_node(part).values())
 
     # -- the pool as a whole
-    # -------------------------------------------------------------------------------------
 
     def check(self) -> dict[str, PoolError | None]:
         """Connect to every node and open the namespace there; per node, None or what went wrong."""
@@ -168,7 +165,6 @@ class PoolClient:
         self._threads.shutdown(wait=False)
 
     # -- one node
-    # ------------------------------------------------------------------------------------------------
 
     def _exists_on(self, opened: OpenConnection, keys: list[bytes], deadline: float) -> list[bool]:
         request = m.Exists(opened.next_id(), opened.namespace, keys)
@@ -238,7 +234,6 @@ class PoolClient:
         return result
 
     # -- splitting
-    # -----------------------------------------------------------------------------------------------
 
     def _fan_out(
         self,

@@ -33,6 +33,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageC
 from pdserve.errors import ConfigError, PoolRefused, StartupError
 from pdserve.kvpool.client import PoolClient
 from pdserve.kvpool.client_config import PoolClientConfig
+from pdserve.kvpool.client_metrics import ClientMetrics
 from pdserve.kvpool.transports.base import Bytes1D, PageBuffers
 from pdserve.pages import KvGeometry, pool_key, rank_suffix
 
@@ -76,11 +77,11 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             self._settings.geometry.as_dict(),
             name=f"hicache{storage_config.tp_rank}",
         )
+        self._metrics = ClientMetrics()
         self._page_tokens = int(self._settings.geometry.page_size)
         self._warned_at_s = 0.0
 
     # -- start and end
-    # -------------------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Called once, before SGLang's storage threads start. Raises StartupError when this host pool does
@@ -122,7 +123,6 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self._client.close()
 
     # -- the v1 contract
-    # -----------------------------------------------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many pages of the chain, from its start, the pool has. Never raises."""
@@ -131,6 +131,8 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         except Exception as error:  # boundary: an exception would kill SGLang's query thread for good
             self._complain("lookup", error)
             return 0
+        finally:
+            self._metrics.publish(self._client.counters)
         return present.index(False) if False in present else len(present)
 
     def batch_get_v1(
@@ -142,6 +144,8 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         except Exception as error:  # boundary: an exception would kill SGLang's get thread for good
             self._complain("read", error)
             return [False] * len(keys)
+        finally:
+            self._metrics.publish(self._client.counters)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
@@ -152,6 +156,8 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         except Exception as error:  # boundary: an exception would kill SGLang's backup thread for good
             self._complain("write", error)
             return [False] * len(keys)
+        finally:
+            self._metrics.publish(self._client.counters)
 
     def clear(self) -> None:
         """`POST /hicache/storage-backend/clear`: drop our namespace's pages, nobody else's."""
@@ -162,11 +168,10 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             self._complain("clear", error)
 
     def get_stats(self) -> None:
-        """SGLang's per-step statistics hook; our figures are in the worker's own metrics."""
+        """SGLang's per-step statistics hook; our counters reach the worker's /metrics by themselves."""
         return
 
     # -- the abstract remainder of SGLang's base class, unused with interface_v1
-    # ------------------------------------
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
         return None
@@ -188,7 +193,6 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         return self.batch_exists([key]) == 1
 
     # -- details
-    # -------------------------------------------------------------------------------------------------
 
     def _pool_keys(self, keys: list[str]) -> list[bytes]:
         return [pool_key(bytes.fromhex(key), self._suffix) for key in keys]

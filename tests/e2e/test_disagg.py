@@ -185,6 +185,12 @@ def test_a_corrupt_page_is_a_miss_and_the_answer_is_right(cluster: Cluster, refe
     body = cluster.decode[0].generate(prompt, NEW_TOKENS)
     assert differences([reference.first[i]], [Answer.of(body)], str) == []
     assert body["meta_info"]["cached_tokens"] == 3 * PAGE  # the chain up to the corrupt page
+    counted = [
+        line
+        for line in httpx.get(f"{cluster.decode[0].url}/metrics").text.splitlines()
+        if line.startswith('pdserve_pool_client_pages_total{result="corrupt"')
+    ]
+    assert [float(line.rsplit(" ", 1)[1]) for line in counted] == [1.0]
 
 
 def test_requests_complete_when_the_pool_node_dies_before_and_during_them(
