@@ -110,14 +110,18 @@ class WriteBack:
     async def _commits(self, followed: _Followed) -> _Pages:
         await followed.request.answered.wait()
         followed.keys = keys = self._keys(followed)
+        ends = self._names.ends_of_conversations(followed.request)
         followed.request.requests.clear()
         try:
             if not keys:
                 return _Pages(0, 0)
-            if followed.request.cut_short:
-                # SGLang keeps what was computed; how much of it is not known, so there is nothing to wait for
-                return _count(await self._pool.exists(keys))
-            return _count(await self._pool.wait(keys, self._timeout_s))
+            # Of a request cut short SGLang keeps what was computed; how much of it is not known, so there is
+            # nothing to wait for.
+            if not followed.request.cut_short:
+                await self._pool.wait(ends, self._timeout_s)
+            # A page before the end may be missing all the same: found by SGLang in its own cache, and lost by
+            # the pool since it was stored. Nobody stores it again now, so it is not waited for.
+            return _count(await self._pool.exists(keys))
         finally:
             followed.keys = []
 

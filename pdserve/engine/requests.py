@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,29 +71,50 @@ class HttpRequest:
 
 @dataclass(frozen=True)
 class PageNames:
-    """Names the pool pages of requests. `rank_suffixes` as in `pages.all_rank_suffixes`."""
+    """Names the pool pages of requests. `rank_suffixes` as in `pages.all_rank_suffixes`.
+
+    SGLang stores the pages of a sequence in order, one batch after the other. So when the last full page of a
+    sequence (its end) is committed, all of it that was going to be stored is.
+    """
 
     page_size: int  # tokens
     rank_suffixes: Sequence[bytes]
 
     def of_prompts(self, request: HttpRequest) -> list[bytes]:
         """Pool keys of every full page of every prompt of the request, without repetition."""
-        return self._keys(request, lambda made: made.input_ids or [])
-
-    def of_prefixes(self, request: HttpRequest, tokens: Mapping[str, int]) -> list[bytes]:
-        """The same, of the first so many tokens of each prompt, by SGLang's request id."""
-        return self._keys(request, lambda made: (made.input_ids or [])[: tokens.get(made.rid, 0)])
+        return self._keys(self._chains(request, _prompt))
 
     def of_conversations(self, request: HttpRequest) -> list[bytes]:
         """The same, of prompt and output."""
-        return self._keys(request, SglangRequest.conversation)
+        return self._keys(self._chains(request, SglangRequest.conversation))
 
-    def _keys(self, request: HttpRequest, tokens: Callable[[SglangRequest], Sequence[int]]) -> list[bytes]:
-        hashes: dict[bytes, None] = {}
+    def ends_of_prompts(self, request: HttpRequest) -> list[bytes]:
+        """Pool keys of the last full page of every prompt."""
+        return self._keys(chain[-1:] for chain in self._chains(request, _prompt))
+
+    def ends_of_conversations(self, request: HttpRequest) -> list[bytes]:
+        """The same, of prompt and output."""
+        return self._keys(chain[-1:] for chain in self._chains(request, SglangRequest.conversation))
+
+    def of_prefixes(self, request: HttpRequest, tokens: Mapping[str, int]) -> list[bytes]:
+        """Pool keys of the first so many tokens of each prompt, by SGLang's request id."""
+        return self._keys(
+            self._chains(request, lambda made: (made.input_ids or [])[: tokens.get(made.rid, 0)])
+        )
+
+    def _chains(
+        self, request: HttpRequest, tokens: Callable[[SglangRequest], Sequence[int]]
+    ) -> Iterator[list[bytes]]:
         for made in request.requests.values():
-            seed = namespace_seed(made.extra_key, made.cache_salt)
-            hashes.update(dict.fromkeys(page_hashes(tokens(made), self.page_size, seed)))
+            yield page_hashes(tokens(made), self.page_size, namespace_seed(made.extra_key, made.cache_salt))
+
+    def _keys(self, chains: Iterable[list[bytes]]) -> list[bytes]:
+        hashes = dict.fromkeys(digest for chain in chains for digest in chain)
         return [pool_key(digest, suffix) for digest in hashes for suffix in self.rank_suffixes]
+
+
+def _prompt(made: SglangRequest) -> Sequence[int]:
+    return made.input_ids or []
 
 
 _current: ContextVar[HttpRequest | None] = ContextVar("pdserve_http_request", default=None)

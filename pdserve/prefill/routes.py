@@ -44,6 +44,9 @@ class Prefill:
         self._pool = pool
         self._names = names
         self._publish_timeout_s = publish_timeout_s
+        # False after a prefill none of whose pages arrived (the pool is full, say, or its slabs are too small):
+        # the next ones wait a moment only, until one's do
+        self._publishing = True
 
     def router(self) -> APIRouter:
         """The FastAPI router with the route."""
@@ -80,7 +83,8 @@ class Prefill:
         assert record is not None, "this route is tracked"
         keys = self._names.of_prompts(record)
         found = self._names.of_prefixes(record, outcome.cached_tokens)
-        published = await self._unless_left(record, self._published(keys, found))
+        ends = self._names.ends_of_prompts(record)
+        published = await self._unless_left(record, self._published(keys, ends, set(found)))
         publish_s = time.monotonic() - computed_s
         if published < len(keys) and not record.left.is_set():
             logger.warning(
@@ -102,15 +106,22 @@ class Prefill:
             "publish_ms": round(publish_s * 1e3, 3),
         }
 
-    async def _published(self, keys: list[bytes], found: list[bytes]) -> int:
-        """Wait for the pages' commit; how many are committed.
+    async def _published(self, keys: list[bytes], ends: list[bytes], found: set[bytes]) -> int:
+        """Wait for the commit of the prompts' last pages; how many pages are committed then.
 
-        SGLang stores a page once. Those it `found` in its own cache are in the pool, or a moment away; if
-        not, the pool has lost them, nobody stores them again here, and what follows them is of no use.
+        SGLang stores a page once. A last page that it `found` in its own cache is in the pool, or a moment
+        away; if not, the pool has lost it, nobody stores it again here, and waiting would only take time.
         """
-        if found and not all(await self._pool.wait(found, min(FOUND_GRACE_S, self._publish_timeout_s))):
-            return sum(await self._pool.exists(keys))
-        return sum(await self._pool.wait(keys, self._publish_timeout_s)) if keys else 0
+        computed = [key for key in ends if key not in found]
+        if computed:
+            timeout_s = self._publish_timeout_s if self._publishing else FOUND_GRACE_S
+            committed = await self._pool.wait(computed, min(timeout_s, self._publish_timeout_s))
+            self._publishing = any(committed)
+        if len(computed) < len(ends):
+            await self._pool.wait(
+                [key for key in ends if key in found], min(FOUND_GRACE_S, self._publish_timeout_s)
+            )
+        return sum(await self._pool.exists(keys)) if keys else 0
 
     async def _unless_left(self, record: HttpRequest, published: Coroutine[None, None, int]) -> int:
         """The outcome, or 0 as soon as the client is gone: nobody waits for the answer then."""

@@ -114,7 +114,13 @@ def test_all_pages_committed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pages_that_the_pool_lost_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang has them in its own cache, and stores a page only once."""
-    answer, took_s = serve(Pool(), monkeypatch, 8)
+    answer, took_s = serve(Pool(set(page_hashes(PROMPT, PAGE)[2:])), monkeypatch, 8)
+    assert (answer["published_pages"], answer["missing_pages"]) == (2, 2)
+    assert took_s < 10
+
+
+def test_a_prompt_found_whole_whose_pages_are_lost_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, took_s = serve(Pool(), monkeypatch, len(PROMPT))
     assert (answer["published_pages"], answer["missing_pages"]) == (0, 4)
     assert took_s < 10
 
@@ -124,3 +130,26 @@ def test_a_client_that_leaves_ends_the_wait_for_the_pool(monkeypatch: pytest.Mon
     _, took_s = serve(pool, monkeypatch, 0, leaves=True)
     assert took_s < 10
     assert pool.cancelled
+
+
+def test_when_nothing_arrives_only_the_first_prefill_waits_its_whole_time() -> None:
+    async def run() -> list[float]:
+        asked: list[float] = []
+
+        class Full(Pool):
+            async def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+                asked.append(timeout_s)
+                return await self.exists(keys)
+
+        pool = Full()
+        prefill = routes.Prefill(Engine(), pool, names=PageNames(PAGE, [b""]), publish_timeout_s=60.0)  # type: ignore[arg-type]
+        keys = page_hashes(PROMPT, PAGE)
+        for _ in range(2):
+            await prefill._published(keys, keys[-1:], set())
+        pool.committed.update(keys)
+        for _ in range(2):
+            await prefill._published(keys, keys[-1:], set())
+        return asked
+
+    grace = routes.FOUND_GRACE_S
+    assert asyncio.run(run()) == [60.0, grace, grace, 60.0]
