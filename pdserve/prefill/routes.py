@@ -44,7 +44,7 @@ class Prefill:
         self._pool = pool
         self._names = names
         self._publish_timeout_s = publish_timeout_s
-        # False after a prefill none of whose pages arrived (the pool is full, say, or its slabs too small): the
+        # False after a prefill none of whose pages arrived (the pool is full, or its slabs too small): the
         # next ones wait a moment only, until one's do
         self._publishing = True
 
