@@ -9,6 +9,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from pdserve.kvpool.client_config import PoolNodeRef
+
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
@@ -24,14 +26,6 @@ def parse_bytes(value: int | str) -> int:
     if match is None or unit is None:
         raise ValueError(f"{value!r} is not a size: write a number of bytes, or one like '4GiB'")
     return int(float(match[1]) * unit)
-
-
-class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One node of the static ring."""
-
-    node: Annotated[str, Meta(description="Name of the node, as in its own `name`.")]
-    address: Annotated[str, Meta(description="Where clients reach it: `unix:/path` or `tcp:host:port`.")]
-    weight: Annotated[int, Meta(ge=1, description="Its share of the keys, proportional to capacity.")] = 1
 
 
 class UcxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,7 +87,7 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 0.25
     ucx: Annotated[UcxConfig, Meta(description="The data path to other hosts.")] = UcxConfig()
     peers: Annotated[
-        list[PeerConfig],
+        list[PoolNodeRef],
         Meta(description="All nodes of the ring, this one too; empty: this node alone."),
     ] = []
 
