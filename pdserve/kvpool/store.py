@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from itertools import compress, repeat
 from typing import Final
 
 import numpy as np
@@ -188,40 +189,23 @@ class PageStore:
         taken = np.sort(np.concatenate([contents.slots, np.array(contents.quarantined, dtype=np.int64)]))
         self.slots.restore(contents.slab_class, taken)
         facts, slots = self.facts, contents.slots
+        by_age = slots[np.argsort(contents.sequences, kind="stable")]
         np.frombuffer(facts.namespace, np.uint32)[slots] = contents.namespaces
         np.frombuffer(facts.length_bytes, np.uint32)[slots] = contents.lengths
         np.frombuffer(facts.checksum, np.uint64)[slots] = contents.checksums
         np.frombuffer(facts.sequence, np.uint64)[slots] = contents.sequences
-        np.frombuffer(facts.last_use, np.uint64)[slots] = np.arange(1, len(slots) + 1)
+        np.frombuffer(facts.last_use, np.uint64)[by_age] = np.arange(1, len(slots) + 1)
         np.frombuffer(self._state, np.uint8)[slots] = COMMITTED
         np.frombuffer(self._state, np.uint8)[contents.quarantined] = QUARANTINED
         self._uses = len(slots)
-        slab_of = slots // self.slots.slots_per_slab
-        self._restore_slabs(slab_of)
-        for slot, key in zip(slots.tolist(), contents.keys, strict=True):
-            facts.key[slot] = key
-        classes = np.array(self.slots.slab_class, dtype=np.int64)[slab_of]
-        self._restore_pages(contents, classes, now_s)
+        self._restore_slabs(by_age // self.slots.slots_per_slab)
+        self._restore_keys(contents)
+        self._restore_policies(by_age, now_s)
         quarantined = sum(self.slots.slot_bytes(slot) for slot in contents.quarantined)
-        used = int(classes.sum())
+        used = self.slots.allocated_bytes - quarantined
         self.bytes_in_state = [self.slots.capacity_bytes - used - quarantined, 0, used, 0, quarantined]
         if len(slots):
             self._next_sequence = max(self._next_sequence, int(contents.sequences.max()) + 1)
-
-    def _restore_pages(
-        self, contents: TableContents, classes: np.ndarray[tuple[int], np.dtype[np.int64]], now_s: float
-    ) -> None:
-        for namespace in np.unique(contents.namespaces).tolist():
-            mine = np.flatnonzero(contents.namespaces == namespace)
-            slots = contents.slots[mine]
-            pages = self.index.namespace(namespace)
-            pages.committed = dict(
-                zip([contents.keys[i] for i in mine.tolist()], slots.tolist(), strict=True)
-            )
-            pages.page_bytes = int(contents.lengths[mine].sum())
-            for slot_bytes in np.unique(classes[mine]).tolist():
-                policy = self._policies.setdefault(slot_bytes, {})[namespace] = self._make_policy(self._links)
-                policy.restore(slots[classes[mine] == slot_bytes], now_s)
 
     def _restore_slabs(self, slab_of: npt.NDArray[np.int64]) -> None:
         """`slab_of`: the slab of each page, oldest page first."""
@@ -231,6 +215,29 @@ class PageStore:
             slot_bytes = self.slots.slab_class[slab]
             if slot_bytes:
                 self._slabs.setdefault(slot_bytes, OrderedDict())[slab] = int(last_use[slab])
+
+    def _restore_keys(self, contents: TableContents) -> None:
+        slots = contents.slots.tolist()
+        key_of = self.facts.key
+        for slot, key in zip(slots, contents.keys, strict=True):
+            key_of[slot] = key
+        for namespace in np.unique(contents.namespaces).tolist():
+            mine = contents.namespaces == namespace
+            pages = self.index.namespace(namespace)
+            chosen = repeat(True) if mine.all() else mine.tolist()
+            pages.committed = dict(compress(zip(contents.keys, slots, strict=True), chosen))
+            pages.page_bytes = int(contents.lengths[mine].sum())
+
+    def _restore_policies(self, by_age: npt.NDArray[np.int64], now_s: float) -> None:
+        """`by_age`: the slots of all pages, oldest page first."""
+        namespaces = np.frombuffer(self.facts.namespace, np.uint32)[by_age]
+        classes = np.frombuffer(self.slots.slab_class, np.uint64)[by_age // self.slots.slots_per_slab]
+        for slot_bytes in np.unique(classes).tolist():
+            of_class = classes == slot_bytes
+            for namespace in np.unique(namespaces[of_class]).tolist():
+                self._policy(namespace, slot_bytes).restore(
+                    by_age[of_class & (namespaces == namespace)], now_s
+                )
 
     # --- room
 

@@ -234,7 +234,7 @@ def test_a_reader_sees_whether_a_slot_still_holds_its_filling() -> None:
     assert not reader.still_holds(0, sequence)
 
 
-def test_a_million_pages_are_taken_over_in_about_a_second() -> None:
+def test_a_million_pages_are_taken_over_within_a_second_of_cpu() -> None:
     pages = 1 << 20
     layout = TableLayout(pages * 4 * KIB, 32 << 20, 4 * KIB)
     rng = np.random.default_rng(1)
@@ -244,10 +244,10 @@ def test_a_million_pages_are_taken_over_in_about_a_second() -> None:
     rows["sequence"] = rng.permutation(pages)
     rows["guard"] = row_guard(rows)
     classes = np.full(layout.slabs, 4 * KIB, np.uint64)
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     contents = scan(layout, classes, rows, [1])
     store = PageStore(SlotAllocator(layout.arena_bytes, layout.slab_bytes, layout.min_slot_bytes), 1)
     store.restore(contents, 0.0)
-    took_s = time.perf_counter() - started_s
+    took_s = time.process_time() - started_s
     assert len(store.index) == pages
-    assert took_s < 5.0, f"{took_s:.2f} s; the goal, on an idle machine, is 1 s"
+    assert took_s < 1.5, f"{took_s:.2f} s of CPU; 0.5 s on the machine the goal of 1 s is for"
