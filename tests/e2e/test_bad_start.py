@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 from pathlib import Path
@@ -51,14 +52,15 @@ def test_a_port_in_use(tmp_path: Path, model: Path) -> None:
 
 
 def test_too_little_memory_for_the_arena(tmp_path: Path) -> None:
-    config = {
-        "listen": [f"unix:{tmp_path}/s"],
-        "arena_dir": Path("/dev/shm/pdserve-test"),
-        "capacity_bytes": "900TiB",
-    }
-    _, said = run(tmp_path, ["pool", "serve"], config)
-    assert "does not fit" in said
-    assert "capacity_bytes" in said
+    arena_dir = Path(f"/dev/shm/{tmp_path.name}")  # in memory, where arenas lie
+    try:
+        config = {"listen": [f"unix:{tmp_path}/s"], "arena_dir": arena_dir, "capacity_bytes": "900TiB"}
+        _, said = run(tmp_path, ["pool", "serve"], config)
+        assert "does not fit" in said
+        assert "capacity_bytes" in said
+        assert [path for path in arena_dir.rglob("*") if path.is_file() and path.stat().st_size] == []
+    finally:
+        shutil.rmtree(arena_dir, ignore_errors=True)
 
 
 def test_an_unknown_key_is_named_with_the_nearest_valid_one(tmp_path: Path) -> None:
