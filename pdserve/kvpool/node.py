@@ -8,19 +8,16 @@ handshake, replies it does not read, too many connections) closes that client's 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
 import secrets
 import signal
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import uvloop
 
-from pdserve.errors import FrameError, PdserveError, StartupError
+from pdserve.errors import FrameError, PdserveError
 from pdserve.kvpool.arena import Arena
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.events import (
@@ -41,6 +38,7 @@ from pdserve.kvpool.events import (
 )
 from pdserve.kvpool.hosts import host_id
 from pdserve.kvpool.leases import Limits
+from pdserve.kvpool.listening import is_remote, listen, remove_socket
 from pdserve.kvpool.messages import (
     PROTOCOL_VERSION,
     DataPathName,
@@ -50,6 +48,7 @@ from pdserve.kvpool.messages import (
     NodeAddress,
     Reply,
     Request,
+    UcxInfo,
     Welcome,
     decode_request,
     encode_frame,
@@ -58,7 +57,7 @@ from pdserve.kvpool.slots import SlotAllocator
 from pdserve.kvpool.state import NodeState
 from pdserve.kvpool.store import PageStore
 from pdserve.kvpool.table import TableLayout
-from pdserve.kvpool.transports.control import TcpAddress, UnixAddress, parse_address
+from pdserve.kvpool.transports.control import parse_address
 from pdserve.kvpool.transports.ucx_server import UcxServer
 
 logger = logging.getLogger(__name__)
@@ -66,7 +65,6 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_UNREAD_BYTES = 16 * 1024 * 1024  # replies a client has not read: four of the largest frames
 MAX_UNGREETED = 64  # sockets beyond `max_connections` that may still be shaking hands, or be told no
-UNIX_PATH_BYTES = 107  # sun_path, less its end
 
 
 class PoolNode:
@@ -84,6 +82,7 @@ class PoolNode:
         self._last_connection = 0
         self._timer: asyncio.TimerHandle | None = None
         self._ucx: UcxServer | None = None
+        self._ucx_loading: asyncio.Task[UcxServer] | None = None
         self._stopping = asyncio.Event()
         self._stopped = False  # from then on the memory may be another node's: nothing is decided any more
 
@@ -101,8 +100,10 @@ class PoolNode:
             self._acts = self._make_acts()
             self._schedule()
             for address in self.config.listen:
-                servers.append(await _listen(address, self._accept))  # noqa: PERF401 (each is closed below)
+                servers.append(await listen(address, self._accept))  # noqa: PERF401 (each is closed below)
             served = True
+            if self.config.ucx.enabled and any(is_remote(address) for address in self.config.listen):
+                self._load_ucx()
             addresses = ", ".join(self.config.listen)
             logger.info(
                 "pool node %s is ready at %s: %d MiB", self.config.name, addresses, self.config.capacity >> 20
@@ -117,13 +118,15 @@ class PoolNode:
                 connection.close("the node stops")
             if self._timer is not None:
                 self._timer.cancel()
+            if self._ucx_loading is not None:
+                self._ucx_loading.cancel()
             if self._ucx is not None:
                 self._ucx.stop()
             # a start that failed leaves nothing behind; a node that failed leaves its pages
             self.arena.close(keep=(self.config.keep or not clean) if served else not fresh)
             if served:
                 for address in self.config.listen:
-                    _remove_socket(address)
+                    remove_socket(address)
 
     def stop(self) -> None:
         """Let `serve` return."""
@@ -186,8 +189,8 @@ class PoolNode:
         self._last_connection += 1
         return ClientConnection(self, self._last_connection)
 
-    def welcome(self, connection: int, hello: Hello) -> Welcome | Fault:
-        """The answer to a Hello; with a Welcome the client is connected."""
+    def choose_path(self, hello: Hello) -> DataPathName | Fault:
+        """How this client will move pages, or why it cannot be served."""
         if hello.version != PROTOCOL_VERSION:
             message = (
                 f"node {self.config.name} speaks version {PROTOCOL_VERSION} of the pool protocol, client "
@@ -197,29 +200,6 @@ class PoolNode:
         limit = self.config.max_connections
         if len(self.connections) >= limit:
             return Fault(0, "too_many_connections", f"the node holds {limit} connections already")
-        path = self._choose_path(hello)
-        if isinstance(path, Fault):
-            return path
-        ucx = None
-        if path == "ucx":
-            try:
-                ucx = self._ucx_server().open(connection)
-            except PdserveError as error:
-                logger.warning("node %s: no UCX for client %s: %s", self.config.name, hello.client, error)
-                return Fault(0, "data_path", f"node {self.config.name} cannot use UCX: {error}")
-        return Welcome(
-            version=PROTOCOL_VERSION,
-            node=self.config.name,
-            incarnation=self.incarnation,
-            host_id=self.host_id,
-            data_path=path,
-            lease_s=self.config.lease_s,
-            arena=self.arena.info if path == "shm" else None,
-            ucx=ucx,
-            nodes=self.nodes,
-        )
-
-    def _choose_path(self, hello: Hello) -> DataPathName | Fault:
         if hello.data_path in ("none", "shm"):
             # a client that insists on shm finds out itself whether the files it maps are ours
             return hello.data_path
@@ -232,21 +212,59 @@ class PoolNode:
             return Fault(0, "data_path", message)
         return Fault(0, "data_path", f"{hello.data_path} does not go over a socket")
 
-    def _ucx_server(self) -> UcxServer:
-        """Started by the first client that needs it: UCX costs a second and 170 MB."""
-        if self._ucx is None:
-            server = UcxServer(
-                self.arena.memory,
-                self.feed,
-                self._ucx_lost,
-                host=self.config.ucx.host,
-                port=self.config.ucx.port,
-                options=self.config.ucx.options,
-                send_timeout_s=self.config.lease_s,
-            )
-            server.start(self._loop)
-            self._ucx = server
+    def welcome(self, path: DataPathName, ucx: UcxInfo | None) -> Welcome:
+        """The answer to a Hello."""
+        return Welcome(
+            version=PROTOCOL_VERSION,
+            node=self.config.name,
+            incarnation=self.incarnation,
+            host_id=self.host_id,
+            data_path=path,
+            lease_s=self.config.lease_s,
+            arena=self.arena.info if path == "shm" else None,
+            ucx=ucx,
+            nodes=self.nodes,
+        )
+
+    async def open_ucx(self, connection: int, hello: Hello) -> UcxInfo | Fault:
+        """Make ready for a client's endpoint. `close_ucx` undoes it."""
+        try:
+            server = await asyncio.shield(self._load_ucx())
+            return await server.open(connection)
+        except PdserveError as error:
+            logger.warning("node %s: no UCX for client %s: %s", self.config.name, hello.client, error)
+            return Fault(0, "data_path", f"node {self.config.name} cannot use UCX: {error}")
+
+    def close_ucx(self, connection: int) -> None:
+        if self._ucx is not None:
+            self._ucx.close(connection)
+
+    def _load_ucx(self) -> asyncio.Task[UcxServer]:
+        """Load UCX unless that was begun. It takes 0.6 s, in a thread: a node that only its own host can
+        reach leaves it to the first client that asks for it.
+        """
+        if self._ucx_loading is None:
+            self._ucx_loading = self._loop.create_task(self._start_ucx())
+            self._ucx_loading.add_done_callback(self._ucx_loaded)
+        return self._ucx_loading
+
+    async def _start_ucx(self) -> UcxServer:
+        self._ucx = UcxServer(
+            self.arena.memory,
+            self.feed,
+            self._ucx_lost,
+            host=self.config.ucx.host,
+            port=self.config.ucx.port,
+            options=self.config.ucx.options,
+            send_timeout_s=self.config.lease_s,
+        )
+        await self._ucx.start()
         return self._ucx
+
+    def _ucx_loaded(self, loading: asyncio.Task[UcxServer]) -> None:
+        error = None if loading.cancelled() else loading.exception()
+        if error is not None:
+            logger.warning("node %s: clients on other hosts cannot be served: %s", self.config.name, error)
 
     def _ucx_lost(self, connection: int, reason: str) -> None:
         client = self.connections.get(connection)
@@ -260,8 +278,7 @@ class PoolNode:
     def disconnected(self, number: int, *, by_peer: bool) -> None:
         if self.connections.pop(number, None) is not None:
             self.feed(Disconnected(number, by_peer))
-        if self._ucx is not None:
-            self._ucx.close(number)
+        self.close_ucx(number)
 
     # --- starting
 
@@ -296,7 +313,9 @@ class ClientConnection(asyncio.Protocol):
         self._frames = FrameBuffer()
         self._client = "a client that has not said hello"
         self._greeted = False
+        self._greeting: asyncio.Task[None] | None = None  # while UCX is made ready for the client
         self._closed_by_us = False
+        self._gone = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
@@ -321,6 +340,7 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(Fault(0, "bad_frame", str(error)))
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._gone = True
         self._handshake.cancel()
         self._node.sockets -= 1
         self._node.disconnected(self.number, by_peer=not self._closed_by_us)
@@ -348,72 +368,41 @@ class ClientConnection(asyncio.Protocol):
         if self._greeted:
             self._node.feed(Received(self.number, message))
             return
-        if not isinstance(message, Hello):
+        if not isinstance(message, Hello) or self._greeting is not None:
             self._refuse(Fault(0, "no_hello", "the first message of a connection must be Hello"))
             return
         self._client = f"{message.client} (pid {message.pid})"
-        answer = self._node.welcome(self.number, message)
-        if isinstance(answer, Fault):
-            self._refuse(answer)
+        path = self._node.choose_path(message)
+        if path == "ucx":
+            self._greeting = asyncio.get_running_loop().create_task(self._greet_ucx(message))
+        else:
+            self._greet(message, path, None)
+
+    def _greet(self, hello: Hello, path: DataPathName | Fault, ucx: UcxInfo | None) -> None:
+        if isinstance(path, Fault):
+            self._refuse(path)
             return
         self._handshake.cancel()
         self._greeted = True
-        self._node.connected(self, message, answer.data_path)
-        self.send(answer)
+        self._node.connected(self, hello, path)
+        self.send(self._node.welcome(path, ucx))
+
+    async def _greet_ucx(self, hello: Hello) -> None:
+        ucx = await self._node.open_ucx(self.number, hello)
+        if self._gone or self._closed_by_us:
+            self._node.close_ucx(self.number)
+        elif isinstance(ucx, Fault):
+            self._refuse(ucx)
+        else:
+            self._greet(hello, self._node.choose_path(hello), ucx)  # others may have come in between
 
     def _refuse(self, fault: Fault) -> None:
         self.send(fault)
         self.close(fault.message)
 
     def _no_handshake(self) -> None:
-        self.close(f"no Hello within {HANDSHAKE_TIMEOUT_S:.0f} s", at_once=True)
-
-
-# --- listening
-
-
-async def _listen(address: str, accept: Callable[[], ClientConnection]) -> asyncio.Server:
-    loop = asyncio.get_running_loop()
-    parsed = parse_address(address)
-    try:
-        if isinstance(parsed, TcpAddress):
-            return await loop.create_server(accept, parsed.host, parsed.port)
-        _prepare_socket(address, Path(parsed.path))
-        return await loop.create_unix_server(accept, parsed.path)
-    except OSError as error:
-        hint = (
-            "stop the process that uses it, or choose another"
-            if error.errno == errno.EADDRINUSE
-            else "choose another"
-        )
-        raise StartupError(f"cannot listen at {address}: {os.strerror(error.errno or 0)}: {hint}") from error
-
-
-def _prepare_socket(address: str, path: Path) -> None:
-    """Remove a socket that nobody answers at. Raises StartupError when somebody does."""
-    if len(os.fsencode(path)) > UNIX_PATH_BYTES:
-        raise StartupError(
-            f"cannot listen at {address}: a Unix socket's path has at most {UNIX_PATH_BYTES} bytes"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.is_socket():
-        return
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            path.unlink(missing_ok=True)
-            return
-        except OSError:
-            pass  # a full backlog or a stopped process: somebody is there
-    raise StartupError(f"cannot listen at {address}: another process does: stop it, or choose another path")
-
-
-def _remove_socket(address: str) -> None:
-    parsed = parse_address(address)
-    if isinstance(parsed, UnixAddress):
-        Path(parsed.path).unlink(missing_ok=True)
+        what = "no Hello" if self._greeting is None else "UCX was not ready"
+        self.close(f"{what} within {HANDSHAKE_TIMEOUT_S:.0f} s", at_once=True)
 
 
 def run_node(config: PoolNodeConfig) -> None:

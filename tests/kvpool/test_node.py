@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,13 @@ from pdserve.kvpool import node as node_module
 from pdserve.kvpool.arena import Arena
 from pdserve.kvpool.cli import fetch_status
 from pdserve.kvpool.config import PoolNodeConfig
+from pdserve.kvpool.listening import is_remote
 from pdserve.kvpool.node import PoolNode
 from pdserve.kvpool.table import ROW_DTYPE, TableLayout
 from pdserve.kvpool.transports.base import OK, Connection
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
+from pdserve.kvpool.transports.ucx import UcxLibrary
+from pdserve.kvpool.transports.ucx_server import UcxServer
 
 from ..contracts.pools import ProcessPool, arena_dir, remove_arena
 
@@ -444,6 +447,115 @@ def test_a_client_that_never_says_hello_is_closed(
         assert asyncio.run(run()) == b""
     assert "no Hello" in caplog.text
     arena_dir().rmdir()
+
+
+@pytest.fixture
+def ucx_loads_when_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """UCX is not loaded before this is set."""
+    told, load = threading.Event(), UcxServer._load
+
+    def load_when_told(server: UcxServer) -> UcxLibrary:
+        assert told.wait(20)
+        return load(server)
+
+    monkeypatch.setattr(UcxServer, "_load", load_when_told)
+    yield told
+    told.set()
+
+
+async def with_node(config: PoolNodeConfig, work: Callable[[PoolNode], Awaitable[None]]) -> None:
+    node = PoolNode(config)
+    task = asyncio.create_task(node.serve())
+    try:
+        await asyncio.to_thread(wait_for_socket, Path(config.listen[0].removeprefix("unix:")))
+        await work(node)
+    finally:
+        node.stop()
+        await task
+        arena_dir().rmdir()
+
+
+async def say_hello(config: PoolNodeConfig, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_unix_connection(config.listen[0].removeprefix("unix:"))
+    writer.write(m.encode_frame(make_hello("x", "", path)))  # type: ignore[arg-type]
+    return reader, writer
+
+
+async def reply_of(reader: asyncio.StreamReader) -> m.Reply:
+    size = int.from_bytes(await asyncio.wait_for(reader.readexactly(4), 20), "little")
+    return m.decode_reply(await asyncio.wait_for(reader.readexactly(size), 20))
+
+
+def test_while_ucx_is_loaded_for_one_client_the_others_are_served(
+    tmp_path: Path, ucx_loads_when_told: threading.Event
+) -> None:
+    config = small_config(listen=[f"unix:{tmp_path}/n.sock"], keep=False)
+
+    async def work(node: PoolNode) -> None:
+        far, writer = await say_hello(config, "ucx")
+        near, other = await say_hello(config, "none")
+        assert isinstance(await reply_of(near), m.Welcome)
+        other.write(m.encode_frame(m.Ping(1)))
+        assert await reply_of(near) == m.Done(1)
+        ucx_loads_when_told.set()
+        welcome = await reply_of(far)
+        assert isinstance(welcome, m.Welcome)
+        assert welcome.ucx is not None
+        assert len(node.connections) == 2
+        writer.close()
+        other.close()
+
+    asyncio.run(with_node(config, work))
+
+
+def test_a_client_that_goes_while_ucx_is_loaded_leaves_nothing(
+    tmp_path: Path, ucx_loads_when_told: threading.Event
+) -> None:
+    config = small_config(listen=[f"unix:{tmp_path}/n.sock"], keep=False)
+
+    async def work(node: PoolNode) -> None:
+        _, gone = await say_hello(config, "ucx")
+        staying, writer = await say_hello(config, "ucx")
+        gone.close()
+        await gone.wait_closed()
+        near, other = await say_hello(config, "none")  # seen after the end of the first
+        assert isinstance(await reply_of(near), m.Welcome)
+        ucx_loads_when_told.set()
+        assert isinstance(await reply_of(staying), m.Welcome)
+        assert node._ucx is not None
+        assert len(node._ucx._peers) == len(node.connections) - 1 == 1
+        writer.close()
+        other.close()
+
+    asyncio.run(with_node(config, work))
+
+
+def test_a_client_waits_for_ucx_no_longer_than_the_handshake_may_take(
+    tmp_path: Path,
+    ucx_loads_when_told: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(node_module, "HANDSHAKE_TIMEOUT_S", 0.05)
+    config = small_config(listen=[f"unix:{tmp_path}/n.sock"], keep=False)
+
+    async def work(node: PoolNode) -> None:
+        reader, writer = await say_hello(config, "ucx")
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
+        ucx_loads_when_told.set()
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(with_node(config, work))
+    assert "UCX was not ready" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("address", "remote"),
+    [("unix:/x.sock", False), ("tcp:127.0.0.1:1", False), ("tcp:0.0.0.0:1", True), ("tcp:host-7:1", True)],
+)
+def test_ucx_is_loaded_at_the_start_where_other_hosts_may_come_in(address: str, remote: bool) -> None:
+    assert is_remote(address) == remote
 
 
 def test_a_pipeline_of_requests_is_answered_in_full(start: Start) -> None:

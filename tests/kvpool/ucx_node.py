@@ -113,7 +113,7 @@ class TinyNode:
                     request = m.decode_request(body)
                     if isinstance(request, m.Hello):
                         self.writers[connection] = writer
-                        info = self.server.open(connection)
+                        info = await self.server.open(connection)
                         version = m.PROTOCOL_VERSION
                         self.send(connection, m.Welcome(version, "tiny", 1, "", "ucx", 30.0, ucx=info))
                     else:
@@ -126,7 +126,7 @@ class TinyNode:
             writer.close()
 
     async def run(self, path: str) -> None:
-        self.server.start(asyncio.get_running_loop())
+        await self.server.start()
         async with await asyncio.start_unix_server(self.serve, path) as server:
             print("ready", flush=True)
             await server.serve_forever()

@@ -2,21 +2,18 @@
 memory.
 
 The arena and the slot table are mapped whole, once per process and incarnation of a node, however many
-connections there are. A background thread then makes the mapping's pages present, because a write to a page
-not yet present costs a fault of half a microsecond per 4 KiB, as much as copying them: see `Mapping`.
+connections there are: see `Mapping`.
 """
 
 from __future__ import annotations
 
-import ctypes
-import logging
 import mmap
 import os
 import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Final, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 
@@ -27,11 +24,7 @@ from pdserve.kvpool.table import RowReader, TableLayout
 from pdserve.kvpool.transports.base import Bytes1D, PageBuffers, PageOutcome
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.mapped import MappedPages
-
-logger = logging.getLogger(__name__)
-
-MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; makes pages present and writable without changing them
-POPULATE_BYTES: Final = 64 * 1024 * 1024  # per call, about 10 ms
+from pdserve.kvpool.transports.populate import populate_in_background
 
 _Mappings: TypeAlias = "weakref.WeakValueDictionary[tuple[int, int, int], Mapping]"
 
@@ -121,7 +114,7 @@ class Mapping:
                 found = cls._shared.get(name)
                 if found is None:
                     found = cls._shared[name] = cls._open(info, welcome)
-                    _populate_in_background(found.memory)
+                    populate_in_background(found.memory)
             return found
         except OSError as error:
             raise PoolRefused(
@@ -152,24 +145,3 @@ def _map(path: str, size: int, protection: int) -> mmap.mmap:
         return mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=protection)
     finally:
         os.close(fd)
-
-
-def _populate_in_background(memory: Bytes1D) -> None:
-    """Make the arena's pages present in this process, without delaying anybody."""
-    reference = weakref.ref(memory)
-    thread = threading.Thread(target=_populate, args=(reference,), name="pdserve-populate", daemon=True)
-    thread.start()
-
-
-def _populate(reference: weakref.ref[Bytes1D]) -> None:
-    # mmap.madvise would hold the GIL for the whole call
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    offset = 0
-    while (memory := reference()) is not None and offset < memory.size:
-        size = min(POPULATE_BYTES, memory.size - offset)
-        if madvise(memory.ctypes.data + offset, size, MADV_POPULATE_WRITE) != 0:
-            logger.debug("pages stay to be faulted in one by one: %s", os.strerror(ctypes.get_errno()))
-            return
-        offset += size
-        del memory

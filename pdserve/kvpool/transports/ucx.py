@@ -22,7 +22,9 @@ takes half a second.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import importlib.util
 import logging
 import os
 import time
@@ -73,6 +75,7 @@ class UcxLibrary:
         """Raises StartupError if UCXX is not installed or cannot be loaded here."""
         # UCXX sets a variable that its own UCX then warns about, on the terminal of whoever started us
         os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+        _load_ucs()
         try:
             self.api: Any = importlib.import_module("ucxx._lib.libucxx")
             self.array: Any = importlib.import_module("ucxx._lib.arr").Array
@@ -90,6 +93,19 @@ class UcxLibrary:
             raise StartupError(
                 f"UCX data path: UCX does not start with {ucx_options(options)}: {error}"
             ) from error
+
+
+def _load_ucs() -> None:
+    """Load UCX's lowest library, which measures the CPU's clock for 0.4 s as it is loaded. `import` would
+    hold the GIL meanwhile, a foreign call does not. If this fails, so will the import, with a reason.
+    """
+    found = importlib.util.find_spec("libucx")
+    for folder in (found.submodule_search_locations or []) if found else []:
+        path = Path(folder) / "lib" / "libucs.so"
+        if path.is_file():
+            dlopen = ctypes.CDLL(None).dlopen
+            dlopen.argtypes, dlopen.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p
+            dlopen(os.fsencode(path), os.RTLD_NOW | os.RTLD_LOCAL)
 
 
 class Operation:

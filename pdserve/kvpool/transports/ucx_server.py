@@ -6,9 +6,10 @@
 Every connection has its own worker and listener (see ucx.py for why). The client proves that an endpoint is
 its own by sending the number from Welcome, which is random, as first message; the node sends it back.
 
-No thread and no busy polling: each worker's descriptor is watched by the event loop. `_pump` makes a bounded
+No busy polling: each worker's descriptor is watched by the event loop. `_pump` makes a bounded
 number of steps and then either arms the worker and returns to sleep, or asks the loop for another turn, so
-that control messages are served between.
+that control messages are served between. What takes long and has no connection yet, loading UCX (0.6 s) and
+making a worker (a few ms), is done in a thread; afterwards only the loop's thread uses it.
 
 After TransferDone UCX touches the slot no more. A transfer that cannot be ended alone (a send, or a receive
 that a message has matched) is ended by ending the connection: its worker is destroyed, the client finds its
@@ -22,14 +23,16 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeAlias
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeAlias
 
 import numpy as np
 
-from pdserve.errors import PoolUnavailable
+from pdserve.errors import PoolUnavailable, StartupError
 from pdserve.kvpool.events import CancelTransfers, StartReceive, StartSend, TransferDone
 from pdserve.kvpool.messages import UcxInfo
 from pdserve.kvpool.transports.base import Bytes1D
+from pdserve.kvpool.transports.populate import populate_in_background
 from pdserve.kvpool.transports.ucx import GREETED_TAG, GREETING_BYTES, Operation, UcxLibrary, UcxLink
 
 logger = logging.getLogger(__name__)
@@ -80,7 +83,7 @@ class _Peer:
 
 
 class UcxServer:
-    """All UCX connections of a node. Every method runs on the event loop's thread."""
+    """All UCX connections of a node. Every method is called on the event loop's thread."""
 
     def __init__(
         self,
@@ -107,36 +110,62 @@ class UcxServer:
         self._send_timeout_s = send_timeout_s
         self._peers: dict[int, _Peer] = {}
         self._library: UcxLibrary | None = None
-        self._context: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sweeper: asyncio.TimerHandle | None = None
+        self._opener = ThreadPoolExecutor(1, "pdserve-ucx")
+        self._stopped = False
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+    async def start(self) -> None:
         """Load UCX. Raises StartupError."""
-        self._library = UcxLibrary()
-        self._context = self._library.context(self._options)
+        loop = asyncio.get_running_loop()
+        self._library = await loop.run_in_executor(self._opener, self._load)
         self._loop = loop
         self._sweeper = loop.call_later(SWEEP_S, self._sweep)
+        populate_in_background(self._arena)
+
+    def _load(self) -> UcxLibrary:
+        library = UcxLibrary()
+        library.context(self._options)  # fails now if UCX refuses the settings
+        return library
 
     def stop(self) -> None:
         """End all connections; idempotent."""
+        self._stopped = True
+        self._opener.shutdown(wait=False, cancel_futures=True)
         if self._sweeper is not None:
             self._sweeper.cancel()
         for connection in list(self._peers):
             self.close(connection)
-        self._context = None
 
-    def open(self, connection: int) -> UcxInfo:
-        """Make ready for one client. Raises PoolUnavailable (no free port, no descriptors)."""
-        assert self._library is not None
+    async def open(self, connection: int) -> UcxInfo:
+        """Make ready for one client; after `start`. Raises PoolUnavailable (no free port, no descriptors)."""
         assert self._loop is not None
-        link = UcxLink(self._library, self._context)
-        port = self._listen(link)
+        if self._stopped:
+            raise PoolUnavailable("the node stops")
+        link, port = await self._loop.run_in_executor(self._opener, self._make_link)
+        if self._stopped:
+            link.destroy([])
+            raise PoolUnavailable("the node stops")
         peer = _Peer(connection, link, time.monotonic())
         self._peers[connection] = peer
         self._loop.add_reader(link.epoll_fd, self._pump, peer)
         self._ask_turn(peer)
         return UcxInfo(host=self._host, port=port, connection=peer.number)
+
+    def _make_link(self) -> tuple[UcxLink, int]:
+        """A worker, and the port that it listens on. It has a context of its own, because UCXX's contexts may
+        not be used by two threads at a time.
+        """
+        assert self._library is not None
+        try:
+            link = UcxLink(self._library, self._library.context(self._options))
+        except StartupError as error:
+            raise PoolUnavailable(str(error)) from error
+        try:
+            return link, self._listen(link)
+        except PoolUnavailable:
+            link.destroy([])
+            raise
 
     def close(self, connection: int) -> None:
         """The client is gone, or shall be: end its transfers. Idempotent."""

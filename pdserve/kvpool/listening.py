@@ -1,0 +1,67 @@
+"""Where a node listens: Unix sockets and TCP."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from pdserve.errors import StartupError
+from pdserve.kvpool.transports.control import TcpAddress, UnixAddress, parse_address
+
+UNIX_PATH_BYTES = 107  # sun_path, less its end
+
+
+async def listen(address: str, accept: Callable[[], asyncio.Protocol]) -> asyncio.Server:
+    """Serve at the address. Raises StartupError."""
+    loop = asyncio.get_running_loop()
+    parsed = parse_address(address)
+    try:
+        if isinstance(parsed, TcpAddress):
+            return await loop.create_server(accept, parsed.host, parsed.port)
+        _prepare_socket(address, Path(parsed.path))
+        return await loop.create_unix_server(accept, parsed.path)
+    except OSError as error:
+        hint = (
+            "stop the process that uses it, or choose another"
+            if error.errno == errno.EADDRINUSE
+            else "choose another"
+        )
+        raise StartupError(f"cannot listen at {address}: {os.strerror(error.errno or 0)}: {hint}") from error
+
+
+def _prepare_socket(address: str, path: Path) -> None:
+    """Remove a socket that nobody answers at. Raises StartupError when somebody does."""
+    if len(os.fsencode(path)) > UNIX_PATH_BYTES:
+        raise StartupError(
+            f"cannot listen at {address}: a Unix socket's path has at most {UNIX_PATH_BYTES} bytes"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+            return
+        except OSError:
+            pass  # a full backlog or a stopped process: somebody is there
+    raise StartupError(f"cannot listen at {address}: another process does: stop it, or choose another path")
+
+
+def is_remote(address: str) -> bool:
+    """Whether clients on other hosts may come in there."""
+    parsed = parse_address(address)
+    return isinstance(parsed, TcpAddress) and not parsed.host.startswith(("127.", "localhost", "::1"))
+
+
+def remove_socket(address: str) -> None:
+    """Remove a Unix socket that we listened at."""
+    parsed = parse_address(address)
+    if isinstance(parsed, UnixAddress):
+        Path(parsed.path).unlink(missing_ok=True)
