@@ -256,7 +256,7 @@ class PoolNode:
             host=self.config.ucx.host,
             port=self.config.ucx.port,
             options=self.config.ucx.options,
-            send_timeout_s=self.config.lease_s,
+            stall_timeout_s=self.config.lease_s,
         )
         await self._ucx.start()
         return self._ucx

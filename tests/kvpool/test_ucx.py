@@ -312,6 +312,26 @@ def test_aborted_reservations_end_and_the_connection_goes_on(node: Node) -> None
     connection.close()
 
 
+def test_giving_up_a_page_that_is_being_sent_leaves_the_connection_alone(node: Node) -> None:
+    connection = node.connect()
+    [grant] = reserve(connection, [key(1)], [BIG_BYTES])
+    link = connection._link
+    sending = link.send(np.zeros(BIG_BYTES, np.uint8), grant.tag)
+    for _ in range(20):  # some of it, so that the node cannot cancel its receive any more
+        link.progress()
+    connection.post(m.Abort([grant.slot], [grant.sequence]))
+    with pytest.raises(subprocess.TimeoutExpired):
+        node.process.wait(2.5)  # the client has no time to go on; the node looks at it every second
+    while not sending.completed:
+        link.progress()
+    page = random_page([MIB], 3)
+    assert put(connection, [key(100)], [page]) == b"\1"
+    report = connection.call(m.Status(1), soon())
+    assert isinstance(report, m.StatusReport)
+    assert (report.counters["receive_failed"], report.counters["lost"]) == (1, 0)
+    connection.close()
+
+
 def test_page_longer_than_its_slot_ends_the_connection_not_the_node(node: Node) -> None:
     connection = node.connect()
     grants = reserve(connection, [key(1), key(2)], [MIB])

@@ -20,7 +20,7 @@ class TinyNode:
 
     def __init__(self, arena_bytes: int) -> None:
         self.arena = np.zeros(arena_bytes, np.uint8)
-        self.server = UcxServer(self.arena, self.done, self.lost, send_timeout_s=60)
+        self.server = UcxServer(self.arena, self.done, self.lost, stall_timeout_s=60)
         self.free_offset = 0
         self.next_tag = FIRST_TAG
         self.next_connection = 1

@@ -12,8 +12,9 @@ that control messages are served between. What takes long and has no connection 
 making a worker (a few ms), is done in a thread; afterwards only the loop's thread uses it.
 
 After TransferDone UCX touches the slot no more. A transfer that cannot be ended alone (a send, or a receive
-that a message has matched) is ended by ending the connection: its worker is destroyed, the client finds its
-endpoint closed and connects anew.
+that a message has matched) goes on after CancelTransfers until it ends by itself. One that makes no end for
+long is ended with its connection: the worker is destroyed, the client finds its endpoint closed and connects
+anew.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ STEPS_PER_TURN: Final = (
     32  # of 256 KiB at most each: about 1 ms, then other connections and control have a turn
 )
 GREETING_TIMEOUT_S: Final = 5.0
-CANCEL_TIMEOUT_S: Final = 1.0  # a cancelled transfer that has not ended by then takes its connection along
 SWEEP_S: Final = 1.0  # UCX's keepalive and our deadlines need a look now and then, events or not
 PORTS: Final = 64  # tried upwards from a configured port
 
@@ -94,12 +94,13 @@ class UcxServer:
         host: str = "",
         port: int = 0,
         options: Mapping[str, str] | None = None,
-        send_timeout_s: float = 30.0,
+        stall_timeout_s: float = 30.0,
     ) -> None:
         """`on_done` is called from the loop, never within `perform`; once per StartSend and StartReceive.
         `on_lost(connection, reason)`: the UCX connection failed; the control connection should be closed.
         `host`: address for clients (empty: the one they reached us by). `port`: first of the ports to listen
-        on (0: any). A send not taken within `send_timeout_s` ends its connection.
+        on (0: any). A send not taken within `stall_timeout_s`, or a cancelled receive that is still going on
+        after it, ends its connection.
         """
         self._arena = arena
         self._on_done = on_done
@@ -107,7 +108,7 @@ class UcxServer:
         self._host = host
         self._port = port
         self._options = dict(options or {})
-        self._send_timeout_s = send_timeout_s
+        self._stall_timeout_s = stall_timeout_s
         self._peers: dict[int, _Peer] = {}
         self._library: UcxLibrary | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -283,21 +284,21 @@ class UcxServer:
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
         now_s = time.monotonic()
         for peer in list(self._peers.values()):
+            self._pump(peer)  # first: it may be us who had no time
             reason = self._overdue(peer, now_s)
-            if reason:
+            if reason and self._peers.get(peer.connection) is peer:
                 self._lose(peer, reason)
-            else:
-                self._pump(peer)
 
     def _overdue(self, peer: _Peer, now_s: float) -> str:
         """Why the connection has to end by now; empty if it has not."""
         if not peer.greeted and now_s - peer.opened_s > GREETING_TIMEOUT_S:
             return "no UCX greeting came"
         for running in peer.running.values():
-            if running.cancelled_s is not None and now_s - running.cancelled_s > CANCEL_TIMEOUT_S:
-                return "a transfer under way had to be cancelled"
-            if isinstance(running.action, StartSend) and now_s - running.started_s > self._send_timeout_s:
-                return f"the client took no pages for {self._send_timeout_s:.0f} s"
+            is_send = isinstance(running.action, StartSend)
+            since_s = running.started_s if is_send else running.cancelled_s
+            if since_s is not None and now_s - since_s > self._stall_timeout_s:
+                what = "took no pages" if is_send else "has not finished sending a page given up"
+                return f"the client {what} for {self._stall_timeout_s:.0f} s"
         return ""
 
     # -- ending
