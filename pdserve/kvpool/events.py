@@ -65,24 +65,24 @@ class Tick(msgspec.Struct, frozen=True):
 
 Event: TypeAlias = Connected | Disconnected | Received | TransferDone | Tick
 
-# --- actions
+# --- actions (`gc=False`: they hold no cycles, and there are several per page)
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Answer(msgspec.Struct, frozen=True, gc=False):
     """Send `message` to the client."""
 
     connection: int
     message: Reply
 
 
-class Close(msgspec.Struct, frozen=True):
+class Close(msgspec.Struct, frozen=True, gc=False):
     """Close the connection after what was already answered is sent; Disconnected(by_peer=False) follows."""
 
     connection: int
     reason: str
 
 
-class WriteRow(msgspec.Struct, frozen=True):
+class WriteRow(msgspec.Struct, frozen=True, gc=False):
     """Fill a row of the slot table. `state` is table.RESERVED or table.COMMITTED."""
 
     slot: int
@@ -94,26 +94,26 @@ class WriteRow(msgspec.Struct, frozen=True):
     sequence: int
 
 
-class FreeRow(msgspec.Struct, frozen=True):
+class FreeRow(msgspec.Struct, frozen=True, gc=False):
     """Mark a row free."""
 
     slot: int
 
 
-class AssignSlab(msgspec.Struct, frozen=True):
+class AssignSlab(msgspec.Struct, frozen=True, gc=False):
     """The slab now holds slots of `slot_bytes` each (0: unassigned)."""
 
     slab: int
     slot_bytes: int
 
 
-class SaveNamespaces(msgspec.Struct, frozen=True):
+class SaveNamespaces(msgspec.Struct, frozen=True, gc=False):
     """Persist this text (JSON) in place of the earlier one, before later actions."""
 
     text: str
 
 
-class StartSend(msgspec.Struct, frozen=True):
+class StartSend(msgspec.Struct, frozen=True, gc=False):
     """UCX: send the page's segments from the arena to the client."""
 
     connection: int
@@ -122,7 +122,7 @@ class StartSend(msgspec.Struct, frozen=True):
     segment_bytes: tuple[int, ...]
 
 
-class StartReceive(msgspec.Struct, frozen=True):
+class StartReceive(msgspec.Struct, frozen=True, gc=False):
     """UCX: receive the page's segments from the client straight into the arena."""
 
     connection: int
@@ -131,7 +131,7 @@ class StartReceive(msgspec.Struct, frozen=True):
     segment_bytes: tuple[int, ...]
 
 
-class CancelTransfers(msgspec.Struct, frozen=True):
+class CancelTransfers(msgspec.Struct, frozen=True, gc=False):
     """UCX: cancel these transfers (first segments' tags); each is still reported by a TransferDone."""
 
     connection: int

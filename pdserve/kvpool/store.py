@@ -2,11 +2,12 @@
 
     from          to            by
     FREE          RESERVED      reserve
+    COMMITTED     RESERVED      reserve: evicted, and its slot filled anew
     RESERVED      COMMITTED     commit
     RESERVED      FREE          give_back: aborted, failed, or the writer is gone and nothing writes any more
     RESERVED      QUARANTINED   quarantine: the page can never be committed, but somebody may still be writing
     QUARANTINED   FREE          give_back: now nobody is
-    COMMITTED     FREE          evicted, or dropped while nobody held it
+    COMMITTED     FREE          dropped while nobody held it, evicted with all of its slab
     COMMITTED     DOOMED        dropped while held: found by nobody new, bytes stay for those who hold it
     DOOMED        FREE          the last holder let go
 
@@ -30,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.kvpool.events import Action, AssignSlab, FreeRow, WriteRow
-from pdserve.kvpool.index import NONE, Facts, Index
+from pdserve.kvpool.index import NONE, Facts, Index, NamespacePages
 from pdserve.kvpool.policies.base import EvictionPolicy, Links
 from pdserve.kvpool.policies.lru import Lru
 from pdserve.kvpool.recovery import TableContents
@@ -158,16 +159,21 @@ class PageStore:
 
     def drop(self, slot: int, out: list[Action]) -> None:
         """A COMMITTED page is found no more, from now on; its slot is freed when nobody holds it."""
-        namespace = self.facts.namespace[slot]
-        pages = self.index.namespace(namespace)
-        del pages.committed[self._key(slot)]
-        pages.page_bytes -= self.facts.length_bytes[slot]
-        self._policy(namespace, self.slots.slot_bytes(slot)).on_remove(slot)
+        self._unlink(slot)
         if slot in self._holds:
             self._move(slot, DOOMED)
             out.append(FreeRow(slot))  # not recovered after a crash, and readers' own check fails
         else:
             self._free(slot, out)
+
+    def _unlink(self, slot: int) -> NamespacePages:
+        """Take a COMMITTED page out of index and policy."""
+        namespace = self.facts.namespace[slot]
+        pages = self.index.namespace(namespace)
+        del pages.committed[self._key(slot)]
+        pages.page_bytes -= self.facts.length_bytes[slot]
+        self._policy(namespace, self.slots.slot_bytes(slot)).on_remove(slot)
+        return pages
 
     def clear(self, namespace: int, out: list[Action]) -> int:
         """Drop every page of the namespace; how many."""
@@ -250,13 +256,9 @@ class PageStore:
             victim = self._best_victim(slot_bytes)
             newer_than = self.facts.last_use[victim] if victim != NONE else self._uses + 1
             if not self._take_over_slab(slot_bytes, newer_than, out):
-                if victim == NONE:
-                    return NONE
-                self._evict(victim, out)
-                # the victim's slab may have become unassigned, if it was its only page
-                slot = slots.allocate(slot_bytes)
-                if slot != NONE:
-                    return slot
+                if victim != NONE:
+                    self._count_eviction(self._unlink(victim))
+                return victim  # its slot as it is: RESERVED will follow COMMITTED, in one row written
         slab = slots.assign(slot_bytes)
         assert slab != NONE
         self._slabs.setdefault(slot_bytes, OrderedDict())[slab] = self._uses
@@ -290,7 +292,8 @@ class PageStore:
         start = slab * self.slots.slots_per_slab
         for slot in range(start, start + self.slots.slots_per_slab):
             if self._state[slot] == COMMITTED:
-                self._evict(slot, out)
+                self._count_eviction(self.index.namespace(self.facts.namespace[slot]))
+                self.drop(slot, out)
         return True
 
     def _coldest_slab(self, slabs: OrderedDict[int, int], newer_than: int) -> tuple[int, int] | None:
@@ -310,10 +313,9 @@ class PageStore:
                 return last_use, slab
         return None
 
-    def _evict(self, slot: int, out: list[Action]) -> None:
+    def _count_eviction(self, pages: NamespacePages) -> None:
         self.evictions += 1
-        self.index.namespace(self.facts.namespace[slot]).evictions += 1
-        self.drop(slot, out)
+        pages.evictions += 1
 
     # --- states
 

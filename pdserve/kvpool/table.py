@@ -7,8 +7,10 @@ page.
 
 Write order (stores of one thread become visible in program order on x86-64; on other machines the row's
 `guard` covers the difference): a commit writes every other field, then `guard`, then `state = COMMITTED`
-last; freeing writes `state = FREE` first. So whatever instant the node dies at, a row that says COMMITTED is
-whole, or its guard is wrong and recovery drops that page alone.
+last; freeing writes `state = FREE` first; filling anew the slot of an evicted page overwrites its row from
+start to end, `state = FREE` among it, and then writes `state = RESERVED`. So whatever instant the node dies
+at, a row that says COMMITTED is whole, or its guard is wrong and recovery drops that page alone. Nobody
+writes into a slot before the row that reserves it is complete: only then is the reservation answered.
 """
 
 from __future__ import annotations

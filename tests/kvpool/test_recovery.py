@@ -181,6 +181,24 @@ def test_a_commit_torn_at_any_store_is_no_page() -> None:
     assert len(before) == len(committed)
 
 
+def test_an_evicted_page_whose_row_is_torn_by_the_next_filling_is_no_page_or_itself() -> None:
+    _, table, _ = written_table(1, 2)
+    whole = facts_of(table.scan())
+    committed = bytes(table.buffer)
+    table.writer.write(0, FREE, key(9), 1, 6 * KIB, 0, 77)  # the first store of a reservation's row
+    for length in range(0, ROW_DTYPE.itemsize + 1, 4):
+        torn = bytearray(committed)
+        row = LAYOUT.rows_at
+        torn[row : row + length] = table.buffer[row : row + length]
+        contents = scan(LAYOUT, LAYOUT.slab_class(torn), LAYOUT.table_rows(torn), [1])
+        assert facts_of(contents) <= whole
+        assert key(2) in contents.keys
+
+
+def facts_of(contents: TableContents) -> set[tuple[object, ...]]:
+    return set(zip(contents.keys, *(c.tolist() for c in columns(contents)), strict=True))
+
+
 @pytest.mark.parametrize("slab_class", [0, 3, 4 * KIB, 12 * KIB, 1 << 40, (1 << 64) - 4096])
 def test_a_wrong_slab_class_drops_the_pages_of_that_slab_alone(slab_class: int) -> None:
     _, table, _ = written_table(*range(16))  # 8 per slab

@@ -105,6 +105,19 @@ def test_evicts_the_least_recently_used_and_skips_pinned_pages() -> None:
     assert node.exists(c, ns, 1) == [0]
 
 
+def test_the_slot_of_an_evicted_page_is_filled_anew_by_one_row() -> None:
+    node = Node(slabs=1, slab_bytes=8 * KIB)
+    c = node.connect()
+    ns = node.open(c)
+    old = node.put(c, ns, 1, 2)[0]
+    actions = node.send(c, m.Reserve(9, ns, [key(3)], [100]))
+    [grant] = answers(actions, c)[0].grants  # type: ignore[union-attr]
+    assert (grant.slot, grant.sequence > old.sequence) == (old.slot, True)
+    assert actions[:-1] == [WriteRow(grant.slot, RESERVED, key(3), ns, 100, 0, grant.sequence)]
+    assert node.exists(c, ns, 1, 2, 3) == [0, 1, 0]
+    assert node.status().counters["evictions"] == node.status().namespaces[0].evictions == 1
+
+
 def test_full_when_everything_is_pinned_or_reserved() -> None:
     node = Node(slabs=1, slab_bytes=16 * KIB)
     c, reader = node.connect(), node.connect()
