@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from pdserve.config import option_table
@@ -11,6 +12,7 @@ from pdserve.router.config import RouterConfig
 from pdserve.up.config import ClusterSettings
 
 README = Path(__file__).parents[1] / "README.md"
+RESULTS = README.parent / "pdserve" / "bench" / "results"
 
 TABLES = {
     "[cluster] and <code>pdserve up</code>": ClusterSettings,
@@ -29,6 +31,47 @@ def options() -> str:
     return "\n".join(parts)
 
 
+def bench() -> str:
+    """The pool's speed, from the raw lines of its last kept run."""
+    lines = [json.loads(line) for line in sorted(RESULTS.glob("pool-*.jsonl"))[-1].read_text().splitlines()]
+    run, rows = lines[0], lines[1:]
+    peers = {row["page_bytes"]: {} for row in rows}
+    for row in rows:
+        if "peer" in row:
+            peers[row["page_bytes"]][row["peer"]] = row["gbps"]
+    columns = (
+        "path",
+        "page",
+        "checksum",
+        "memcpy GB/s",
+        "get GB/s",
+        "put GB/s",
+        "get / memcpy",
+        "put / memcpy",
+    )
+    more = ("one page, get, p50 / p99 µs", "`ucx_perftest` GB/s, its settings / ours")
+    out = [
+        f"`{run['command']}`, {run['date'][:10]}, {run['machine']}; UCX {run['versions']['ucx']} over TCP",
+        "loopback; batches of 32 pages, medians; get, put and memcpy interleaved. Raw lines:",
+        "`pdserve/bench/results/`.\n",
+        f"| {' | '.join(columns + more)} |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if "peer" in row:
+            continue
+        size = row["page_bytes"]
+        beside = peers[size] if row["path"] == "ucx" else {}
+        out.append(
+            f"| {row['path']} | {size // 1024} KiB | {row['checksum']} | {row['memcpy_gbps']:.1f} "
+            f"| {row['get_gbps']:.1f} | {row['put_gbps']:.1f} "
+            f"| {row['get_over_memcpy']:.2f} | {row['put_over_memcpy']:.2f} "
+            f"| {row['single_get_p50_us']:.0f} / {row['single_get_p99_us']:.0f} "
+            f"| {' / '.join(f'{gbps:.1f}' for gbps in beside.values())} |"
+        )
+    return "\n".join(out) + "\n"
+
+
 def with_block(text: str, name: str, block: str) -> str:
     """`text` with the lines between the markers of `name` replaced."""
     begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
@@ -38,7 +81,7 @@ def with_block(text: str, name: str, block: str) -> str:
 
 def generated(text: str) -> str:
     """README.md as it should be."""
-    return with_block(text, "options", options())
+    return with_block(with_block(text, "options", options()), "bench", bench())
 
 
 if __name__ == "__main__":
