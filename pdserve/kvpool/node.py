@@ -63,6 +63,7 @@ from pdserve.kvpool.transports.ucx_server import UcxServer
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 5.0  # for a client to read the last replies; afterwards its connection goes without
 MAX_UNREAD_BYTES = 16 * 1024 * 1024  # replies a client has not read: four of the largest frames
 MAX_UNGREETED = 64  # sockets beyond `max_connections` that may still be shaking hands, or be told no
 
@@ -80,7 +81,8 @@ class PoolNode:
         self.connections: dict[int, ClientConnection] = {}  # those that shook hands
         self.sockets = 0  # all
         self._last_connection = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None  # uvloop's has no `when` if it was due already
+        self._timer_at_s = 0.0
         self._ucx: UcxServer | None = None
         self._ucx_loading: asyncio.Task[UcxServer] | None = None
         self._stopping = asyncio.Event()
@@ -141,7 +143,7 @@ class PoolNode:
         acts = self._acts
         for action in self.state.handle(event, self._loop.time()):
             acts[type(action)](action)
-        if self._timer is None or self.state.next_deadline_s < self._timer.when():
+        if self._timer is None or self.state.next_deadline_s < self._timer_at_s:
             self._schedule()
 
     def _make_acts(self) -> dict[type, Callable[[Any], None]]:
@@ -177,7 +179,8 @@ class PoolNode:
             self._timer.cancel()
             self._timer = None
         if self.state.next_deadline_s != float("inf"):
-            self._timer = self._loop.call_at(self.state.next_deadline_s, self._tick)
+            self._timer_at_s = self.state.next_deadline_s
+            self._timer = self._loop.call_at(self._timer_at_s, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
@@ -323,7 +326,8 @@ class ClientConnection(asyncio.Protocol):
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._handshake = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._no_handshake)
+        # a connection that is not in use has a time to end by: before its Hello, and after we closed it
+        self._end_timer = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._no_handshake)
         self._node.sockets += 1
         if self._node.sockets > self._node.config.max_connections + MAX_UNGREETED:
             self.close("too many connections are open", at_once=True)
@@ -341,7 +345,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._gone = True
-        self._handshake.cancel()
+        self._end_timer.cancel()
         self._node.sockets -= 1
         self._node.disconnected(self.number, by_peer=not self._closed_by_us)
 
@@ -363,6 +367,8 @@ class ClientConnection(asyncio.Protocol):
             self._transport.abort()
         else:
             self._transport.close()
+            self._end_timer.cancel()
+            self._end_timer = asyncio.get_running_loop().call_later(1e6, self._transport.abort)
 
     def _received(self, message: Request) -> None:
         if self._greeted:
@@ -382,7 +388,7 @@ class ClientConnection(asyncio.Protocol):
         if isinstance(path, Fault):
             self._refuse(path)
             return
-        self._handshake.cancel()
+        self._end_timer.cancel()
         self._greeted = True
         self._node.connected(self, hello, path)
         self.send(self._node.welcome(path, ucx))

@@ -414,6 +414,28 @@ def test_a_client_that_does_not_read_is_closed_and_the_others_are_served(start: 
     connection.close()
 
 
+def test_a_client_that_is_closed_and_never_reads_its_last_replies_is_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, "CLOSE_TIMEOUT_S", 0.05)
+    config = small_config(listen=[f"unix:{tmp_path}/n.sock"], keep=False)
+
+    async def check(node: PoolNode) -> None:
+        sock = socket.socket(socket.AF_UNIX)
+        with sock:
+            sock.connect(f"{tmp_path}/n.sock")
+            hello = m.encode_frame(make_hello("deaf", "", "none"))
+            opened = m.encode_frame(m.OpenNamespace(1, "large", {"text": "x" * 60_000}))
+            asked = b"".join(m.encode_frame(m.Status(i)) for i in range(50))  # more than a socket holds
+            await asyncio.to_thread(sock.sendall, hello + opened + asked + bytes(4))
+            deadline = soon()
+            while node.state.sessions or node.sockets or not node._last_connection:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+
+    asyncio.run(with_node(config, check))
+
+
 def test_more_connections_than_allowed_are_refused(start: Start) -> None:
     pool = start()
     pool.kill()
@@ -447,6 +469,25 @@ def test_a_client_that_never_says_hello_is_closed(
         assert asyncio.run(run()) == b""
     assert "no Hello" in caplog.text
     arena_dir().rmdir()
+
+
+def test_a_deadline_that_is_due_at_once_does_not_disturb_what_comes_next(start: Start) -> None:
+    pool = start()
+    connection = pool.connect()
+    ns = open_namespace(connection)
+    with raw_socket(pool) as sock:
+        sock.sendall(m.encode_frame(make_hello("x", "", "none")))
+        frames, replies = m.FrameBuffer(), []
+        # in one piece, so that the node takes the second before its timer for the first
+        hasty = [m.Wait(1, ns, [bytes(32)], 1e-6), m.Ping(2), m.Wait(3, ns, [bytes(32)], 1e-6), m.Ping(4)]
+        sock.sendall(b"".join(map(m.encode_frame, hasty)))
+        while len(replies) < 5:
+            data = sock.recv(4096)
+            assert data
+            replies += [m.decode_reply(body) for body in frames.feed(data)]
+    absent = [reply.id for reply in replies if isinstance(reply, m.Present) and reply.mask == b"\0"]
+    assert sorted(absent) == [1, 3]
+    connection.close()
 
 
 @pytest.fixture
