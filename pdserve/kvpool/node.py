@@ -368,7 +368,7 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._transport.close()
             self._end_timer.cancel()
-            self._end_timer = asyncio.get_running_loop().call_later(1e6, self._transport.abort)
+            self._end_timer = asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._transport.abort)
 
     def _received(self, message: Request) -> None:
         if self._greeted:
