@@ -79,12 +79,15 @@ class Reads:
         return True
 
     def expire(self, session: Session, now_s: float, out: list[Action]) -> None:
+        slots = set()
         for pin in list(_due(session, now_s)):
             self.leases_expired += 1
             self._unpin(session, pin, out)
-            tags = tuple(sorted(tag for tag in session.transfers if self._sends.get(tag) == pin.slot))
-            if tags:
-                out.append(CancelTransfers(session.connection, tags))
+            slots.add(pin.slot)
+        # one pass for all: a stalled client may have thousands of either
+        tags = tuple(sorted(tag for tag in session.transfers if slots and self._sends.get(tag) in slots))
+        if tags:
+            out.append(CancelTransfers(session.connection, tags))
 
     def disconnected(self, session: Session, out: list[Action]) -> None:
         """Sends still under way hold their slots until they are reported done."""

@@ -506,6 +506,16 @@ def test_ucx_the_end_of_a_lease_cancels_its_sends() -> None:
     assert node.pass_time(10) == [CancelTransfers(c, (pin.tag,))]
 
 
+def test_ucx_leases_that_end_together_cancel_their_sends_at_once() -> None:
+    node, c, ns = ucx_node()
+    grants = node.reserve(c, ns, 1, 2)
+    for grant in grants:
+        node.do(TransferDone(c, grant.tag, True))
+    node.send(c, commit(9, *grants))
+    one, two, again = node.get(c, ns, 1, 2, 1)
+    assert node.pass_time(10) == [CancelTransfers(c, (one.tag, two.tag, again.tag))]
+
+
 # --- bad clients
 
 
