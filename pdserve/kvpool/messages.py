@@ -31,7 +31,7 @@ PROTOCOL_VERSION = 1
 KEY_BYTES = 32
 MAX_FRAME_BYTES = 4 * 1024 * 1024  # 4,096 grants take ~200 KB; the rest is room for status reports
 MAX_KEYS = 4096  # per message; clients split longer batches
-MAX_SEGMENTS = 256  # per page
+MAX_SEGMENTS = 1024  # per page; HiCache's layer_first layout has two per layer
 
 # "none": a connection for questions only (exists, wait, status); it may neither reserve nor get
 DataPathName: TypeAlias = Literal["shm", "ucx", "inproc", "none"]

@@ -243,6 +243,11 @@ def test_impossible_segments_are_refused(segments: list[int]) -> None:
         m.decode_request(m.encode_frame(m.Reserve(1, 1, [], segments))[4:])
 
 
+def test_a_page_may_have_two_segments_for_each_of_many_layers() -> None:
+    request = m.Reserve(1, 1, [bytes(32)], [4096] * 2 * 256)
+    assert m.decode_request(m.encode_frame(request)[4:]) == request
+
+
 def test_the_largest_batch_fits_a_frame() -> None:
     top = (1 << 63) - 1
     m.encode_frame(m.Reserved(1, [m.Grant(0, top, top, top, top)] * m.MAX_KEYS))
