@@ -15,6 +15,7 @@ _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 SLOT_ALIGN_BYTES = 4096
+MAX_SLAB_BYTES = 2 << 30  # no page is larger, and the index keeps a page's length in 32 bits
 
 
 def parse_bytes(value: int | str) -> int:
@@ -99,6 +100,8 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"min_slot_bytes and slab_bytes must be multiples of {SLOT_ALIGN_BYTES}")
         if not self.min_slot <= self.slab <= capacity:
             raise ValueError("sizes must satisfy min_slot_bytes <= slab_bytes <= capacity_bytes")
+        if self.slab > MAX_SLAB_BYTES:
+            raise ValueError(f"slab_bytes must be at most {MAX_SLAB_BYTES >> 30}GiB")
         if self.peers and self.name not in {peer.node for peer in self.peers}:
             raise ValueError(f"peers must list this node too: no peer is named '{self.name}'")
         if len({peer.node for peer in self.peers}) != len(self.peers):

@@ -43,6 +43,7 @@ def test_capacity_is_whole_slabs() -> None:
         ({"capacity_bytes": 0}, "positive"),
         ({"min_slot_bytes": 5000}, "multiples of 4096"),
         ({"min_slot_bytes": "64MiB"}, "min_slot_bytes <= slab_bytes"),
+        ({"slab_bytes": "4GiB", "capacity_bytes": "8GiB"}, "at most 2GiB"),
         ({"listen": []}, "listen"),
         ({"name": "../x"}, "name"),
         ({"lease_s": 0}, "lease_s"),
