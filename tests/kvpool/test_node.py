@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
 import signal
 import socket
@@ -25,6 +26,7 @@ from pdserve.kvpool import node as node_module
 from pdserve.kvpool.arena import Arena
 from pdserve.kvpool.cli import fetch_status
 from pdserve.kvpool.config import PoolNodeConfig
+from pdserve.kvpool.events import SaveNamespaces
 from pdserve.kvpool.listening import is_remote
 from pdserve.kvpool.node import PoolNode
 from pdserve.kvpool.table import ROW_DTYPE, TableLayout
@@ -352,6 +354,36 @@ def test_an_arena_that_cannot_be_made_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StartupError, match="cannot use"):
         Arena("x", tmp_path / "file" / "x", layout, 1, fresh=False)
+
+
+def test_files_of_others_are_never_taken_for_the_arena(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = TableLayout(1 << 20, 1 << 20, 1 << 13)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StartupError, match="this user's own"):
+        Arena("x", tmp_path / "link", layout, 1, fresh=False)
+    (tmp_path / "open").mkdir(mode=0o777)
+    (tmp_path / "open").chmod(0o777)
+    Arena("x", tmp_path / "open", layout, 1, fresh=False).close(keep=True)
+    assert (tmp_path / "open").stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(StartupError, match="this user's own"):
+        Arena("x", tmp_path / "open", layout, 1, fresh=False)
+
+
+def test_namespaces_that_cannot_be_saved_are_served_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    arena = Arena("x", tmp_path / "x", TableLayout(1 << 20, 1 << 20, 1 << 13), 1, fresh=False)
+    (tmp_path / "x" / "namespaces.new").mkdir()  # stands for a full tmpfs
+    arena.save_namespaces(SaveNamespaces("{}"))
+    assert "not saved" in caplog.text
+    (tmp_path / "x" / "namespaces.new").rmdir()
+    (tmp_path / "x" / "notes").write_text("not ours")
+    arena.close(keep=False)
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["notes"]
 
 
 # --- bad clients
