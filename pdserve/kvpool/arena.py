@@ -239,8 +239,8 @@ def _lock(name: str, directory: Path) -> int:
 
 
 def _check_private(name: str, directory: Path) -> None:
-    """Others may neither read the pages nor put files of theirs in the place of ours. /dev/shm is everybody's:
-    who made our directory before us could hand us an arena that he reads and writes.
+    """Others may neither read the pages nor put files of theirs in the place of ours. /dev/shm is
+    everybody's: who made our directory before us could hand us an arena that he reads and writes.
     """
     found = directory.lstat()
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():

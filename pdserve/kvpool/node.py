@@ -124,11 +124,11 @@ class PoolNode:
                 self._ucx_loading.cancel()
             if self._ucx is not None:
                 self._ucx.stop()
+            # before the memory is let go: afterwards they may be the next node's
+            for address in self.config.listen[: len(servers)]:
+                remove_socket(address)
             # a start that failed leaves nothing behind; a node that failed leaves its pages
             self.arena.close(keep=(self.config.keep or not clean) if served else not fresh)
-            if served:
-                for address in self.config.listen:
-                    remove_socket(address)
 
     def stop(self) -> None:
         """Let `serve` return."""

@@ -346,6 +346,16 @@ def test_a_socket_that_nobody_answers_at_is_replaced(start: Start) -> None:
     assert fetch_status(pool.address, soon()).node == "node"
 
 
+def test_a_start_that_fails_at_its_second_address_leaves_no_socket_at_the_first(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        second = f"tcp:127.0.0.1:{taken.getsockname()[1]}"
+        node = PoolNode(small_config(listen=[f"unix:{tmp_path}/n.sock", second]))
+        with pytest.raises(StartupError, match="cannot listen"):
+            asyncio.run(node.serve())
+    assert not (tmp_path / "n.sock").exists()
+    arena_dir().rmdir()
+
+
 def test_an_arena_that_cannot_be_made_leaves_no_files(tmp_path: Path) -> None:
     layout = TableLayout(1 << 50, 1 << 40, 1 << 30)
     with pytest.raises(StartupError, match="does not fit"):
