@@ -47,7 +47,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     mem_fraction: Annotated[
         Annotated[float, Meta(gt=0, lt=1)] | None,
         Meta(
-            description="Share of device memory for weights and KV; none: SGLang's choice, on CPU 0.3.",
+            description="Share of device memory for weights and KV; none: SGLang's choice, on CPU 0.9.",
         ),
     ] = None
     max_running_requests: Annotated[

@@ -1,5 +1,5 @@
-"""Shared real processes. At most four SGLang servers run at a time: the plain server ends before the cluster
-starts, and tests/e2e/test_agg.py, which runs first, stops its worker.
+"""Shared real processes. At most four SGLang servers run at a time: every test file but those of the cluster
+stops its own, and the cluster's tests come last (tests/conftest.py).
 """
 
 from __future__ import annotations

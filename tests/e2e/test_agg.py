@@ -1,6 +1,5 @@
 """One aggregated worker with HiCache and the pool, checksums off: the same answers as plain SGLang, and the
-proof that the equality check would see a wrong page. Runs before the cluster starts (file order), and stops
-its worker.
+proof that the equality check would see a wrong page.
 """
 
 from __future__ import annotations
