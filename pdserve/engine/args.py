@@ -32,8 +32,8 @@ HiCache.
 """
 
 _CPU_MAX_TOTAL_TOKENS = 40_000
-# SGLang takes this share of the memory that is free at its start, other processes or not. The size of the KV cache
-# is bounded by its tokens; a small share would only make the start fail when a neighbour takes memory meanwhile.
+# SGLang takes this share of the memory that is free at its start. Its tokens bound the KV cache anyway;
+# a small share would only make a start fail when a neighbour takes memory meanwhile.
 _CPU_MEM_FRACTION = 0.9
 _CPU_MAX_RUNNING_REQUESTS = 128  # bounds the request-to-token table: this many rows of the context length
 
