@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
+from pdserve.engine import geometry
 from pdserve.errors import StartupError
 from pdserve.pages import KvGeometry
-
-geometry = pytest.importorskip("pdserve.engine.geometry")
 
 DEFAULTS: dict[str, Any] = {
     "kv_cache_dtype": "auto",

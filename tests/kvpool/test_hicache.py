@@ -9,16 +9,15 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from pdserve.errors import PoolUnavailable, StartupError
+from pdserve.kvpool import hicache
 from pdserve.kvpool.client import PoolClient
 from pdserve.kvpool.config import SLOT_ALIGN_BYTES
 from pdserve.pages import KvGeometry
 
 from .faulty import Pool, keys
-
-torch = pytest.importorskip("torch")
-hicache = pytest.importorskip("pdserve.kvpool.hicache")
 
 PAGE_TOKENS = 4
 TOKEN_BYTES = 64  # of K, or of V, in one layer

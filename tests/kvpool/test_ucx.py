@@ -24,8 +24,6 @@ from pdserve.kvpool.transports.base import CORRUPT, OK, PageBuffers
 from pdserve.kvpool.transports.ucx import UcxLibrary, UcxLink, ucx_options
 from pdserve.kvpool.transports.ucx_client import UcxConnection, UcxConnector, gathers
 
-pytest.importorskip("ucxx", reason="UCX is not installed")
-
 MIB = 1 << 20
 BIG_BYTES = 192 * MIB  # long enough under way to be interrupted
 NODE = Path(__file__).with_name("ucx_node.py")
