@@ -41,6 +41,11 @@ class RequestError(PdserveError):
         self.code = code
         self.param = param
 
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """The answer's body, in OpenAI's form."""
+        fields = {"message": str(self), "type": self.type_, "param": self.param, "code": self.code}
+        return {"error": fields}
+
 
 class PoolError(PdserveError):
     """A pool operation did not happen; the caller treats it as a miss."""

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from msgspec import Meta
 
 from pdserve.decode.writeback import WriteBack
+from pdserve.errors import RequestError
 
 MAX_WAIT_S = 60.0
 
@@ -38,7 +39,7 @@ class Settled:
         try:
             question = msgspec.json.decode(await request.body(), type=SettledQuestion)
         except msgspec.MsgspecError as error:
-            refusal = {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}
-            return JSONResponse({"error": refusal}, status_code=400)
+            refusal = RequestError(400, str(error))
+            return JSONResponse(refusal.body(), status_code=refusal.status)
         settlement = await self._write_back.settled(question.request_id, question.timeout_s)
         return Response(msgspec.json.encode(settlement), media_type="application/json")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 
 from pdserve.engine.requests import AsgiApp, Receive, Scope, Send
+from pdserve.errors import RequestError
 
 PATHS = frozenset(
     {
@@ -20,17 +21,12 @@ PATHS = frozenset(
         "/begin_weight_update",
     }
 )
-_BODY = json.dumps(
-    {
-        "error": {
-            "message": "a worker's pages in the pool are of the weights it started with: "
-            "start a worker with the new weights",
-            "type": "invalid_request_error",
-            "param": None,
-            "code": "weights_fixed",
-        }
-    }
-).encode()
+_REFUSAL = RequestError(
+    403,
+    "a worker's pages in the pool are of the weights it started with: start a worker with the new weights",
+    code="weights_fixed",
+)
+_BODY = json.dumps(_REFUSAL.body()).encode()
 
 
 class FixedWeights:
@@ -44,5 +40,5 @@ class FixedWeights:
             await self._app(scope, receive, send)
             return
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(_BODY)).encode())]
-        await send({"type": "http.response.start", "status": 403, "headers": headers})
+        await send({"type": "http.response.start", "status": _REFUSAL.status, "headers": headers})
         await send({"type": "http.response.body", "body": _BODY})

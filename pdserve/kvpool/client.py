@@ -84,7 +84,14 @@ class PoolClient:
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are committed."""
         deadline = time.monotonic() + self.config.exists_timeout_s
-        return self._fan_out(keys, False, deadline, self._exists_on)
+
+        def part(opened: OpenConnection, places: list[int], until: float) -> list[bool]:
+            request = m.Exists(opened.next_id(), opened.namespace, [keys[i] for i in places])
+            present = _mask(_expect(opened, request, m.Present, until))
+            _check_length(opened, present, places)
+            return present
+
+        return self._fan_out(keys, False, deadline, part)
 
     def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
         """Read pages into the caller's buffers; True where the buffers now hold the page, checked.
@@ -97,7 +104,7 @@ class PoolClient:
         def part(opened: OpenConnection, places: list[int], until: float) -> list[bool]:
             return self._get_on(opened, [keys[i] for i in places], [pages[i] for i in places], until)
 
-        return self._fan_out_places(keys, False, deadline, part)
+        return self._fan_out(keys, False, deadline, part)
 
     def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
         """Block until all keys are committed, at most `timeout_s`; which are."""
@@ -111,7 +118,7 @@ class PoolClient:
             return present
 
         # the node answers at the deadline; the reply gets a moment more
-        return self._fan_out_places(keys, False, deadline + self.config.exists_timeout_s, part)
+        return self._fan_out(keys, False, deadline + self.config.exists_timeout_s, part)
 
     # -- writing
 
@@ -122,7 +129,7 @@ class PoolClient:
         def part(opened: OpenConnection, places: list[int], until: float) -> list[bool]:
             return self._put_on(opened, [keys[i] for i in places], [pages[i] for i in places], until)
 
-        return self._fan_out_places(keys, False, deadline, part)
+        return self._fan_out(keys, False, deadline, part)
 
     def clear(self) -> int:
         """Drop every page of the namespace on every reachable node; how many went."""
@@ -165,12 +172,6 @@ class PoolClient:
         self._threads.shutdown(wait=False)
 
     # -- one node
-
-    def _exists_on(self, opened: OpenConnection, keys: list[bytes], deadline: float) -> list[bool]:
-        request = m.Exists(opened.next_id(), opened.namespace, keys)
-        present = _mask(_expect(opened, request, m.Present, deadline))
-        _check_length(opened, present, keys)
-        return present
 
     def _get_on(
         self, opened: OpenConnection, keys: list[bytes], pages: list[PageBuffers], deadline: float
@@ -236,18 +237,6 @@ class PoolClient:
     # -- splitting
 
     def _fan_out(
-        self,
-        keys: Sequence[bytes],
-        absent: T,
-        deadline: float,
-        part: Callable[[OpenConnection, list[bytes], float], list[T]],
-    ) -> list[T]:
-        def by_places(opened: OpenConnection, places: list[int], until: float) -> list[T]:
-            return part(opened, [keys[i] for i in places], until)
-
-        return self._fan_out_places(keys, absent, deadline, by_places)
-
-    def _fan_out_places(
         self,
         keys: Sequence[bytes],
         absent: T,

@@ -61,17 +61,7 @@ class Prefill:
                 raise RequestError(404, f"endpoint must be one of {', '.join(ENDPOINTS)}, not {endpoint!r}")
             return JSONResponse(await self._run(request, endpoint))
         except RequestError as error:
-            return JSONResponse(
-                {
-                    "error": {
-                        "message": str(error),
-                        "type": error.type_,
-                        "param": error.param,
-                        "code": error.code,
-                    }
-                },
-                status_code=error.status,
-            )
+            return JSONResponse(error.body(), status_code=error.status)
 
     async def _run(self, request: Request, endpoint: str) -> dict[str, Any]:
         body = await request.body()

@@ -37,7 +37,7 @@ def error_body(message: str, type_: str, code: str | None = None, param: str | N
 
 def error_of(error: RequestError) -> bytes:
     """A RequestError as an answer's body."""
-    return error_body(str(error), error.type_, error.code, error.param)
+    return msgspec.json.encode(error.body())
 
 
 def error_event(message: str, type_: str = "server_error", code: str | None = None) -> bytes:
