@@ -26,6 +26,8 @@ IMPURE = (
 PURE = (
     "pdserve.errors",
     "pdserve.kvpool.messages",
+    "pdserve.kvpool.cluster_messages",
+    "pdserve.kvpool.wire",
     "pdserve.kvpool.ring",
     "pdserve.kvpool.slots",
     "pdserve.kvpool.index",

@@ -21,8 +21,8 @@ import numpy as np
 
 from pdserve.errors import PdserveError
 from pdserve.kvpool.client import PoolClient
-from pdserve.kvpool.messages import KEY_BYTES
 from pdserve.kvpool.transports.base import Bytes1D, PageBuffers
+from pdserve.kvpool.wire import KEY_BYTES
 
 ROTATE_BYTES: Final = 256 * 1024 * 1024  # touched before one is touched again
 MAX_SETS: Final = 128

@@ -26,9 +26,19 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from pdserve.errors import FrameError
+from pdserve.kvpool.cluster_messages import (
+    ClusterReply,
+    ClusterRequest,
+    ListOwned,
+    ListPages,
+    Member,
+    NamespaceSettings,
+    TierStatus,
+)
+from pdserve.kvpool.wire import KEY_BYTES, Message
+from pdserve.kvpool.wire import NodeAddress as NodeAddress
 
 PROTOCOL_VERSION = 1
-KEY_BYTES = 32
 MAX_FRAME_BYTES = 4 * 1024 * 1024  # 4,096 grants take ~200 KB; the rest is room for status reports
 MAX_KEYS = 4096  # per message; clients split longer batches
 MAX_SEGMENTS = 1024  # per page; HiCache's layer_first layout has two per layer
@@ -43,14 +53,11 @@ PRESENT = 1  # already committed: nothing to do
 BUSY = 2  # another client is writing the same key: nothing to do, `Wait` for it if it matters
 FULL = 3  # no space: every page that could go is pinned, or the quota is reached
 TOO_LARGE = 4  # the page is larger than a slab
+MOVED = 5  # another node owns it under this node's newer view: ask again there
 
 # Status of one key in `Got`
 HIT = 0
 MISS = 1
-
-
-class Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=False, gc=False):
-    """Base of every message; array_like so that appended fields cost nothing to old peers."""
 
 
 class Hello(Message, tag=1, frozen=True):
@@ -64,14 +71,8 @@ class Hello(Message, tag=1, frozen=True):
     host_id: str
     data_path: DataPathChoice = "auto"
     token: str = ""
-
-
-class NodeAddress(Message, tag=90, frozen=True):
-    """One node as the ring sees it. `weight` is proportional to its capacity."""
-
-    node: str
-    address: str
-    weight: int = 1
+    views: bool = False  # send a View whenever the ring changes
+    node: str = ""  # the pool node that this client is, if it is one
 
 
 class ArenaInfo(Message, tag=91, frozen=True):
@@ -109,6 +110,7 @@ class Welcome(Message, tag=2, frozen=True):
     ucx: UcxInfo | None = None
     epoch: int = 0
     nodes: list[NodeAddress] = []
+    previous: list[NodeAddress] = []  # as in View
 
 
 class Fault(Message, tag=3, frozen=True):
@@ -167,6 +169,7 @@ class Reserve(Message, tag=14, frozen=True):
     namespace: int
     keys: list[bytes]
     segment_bytes: list[int]
+    replica: bool = False  # a copy of a hot page that another node owns
 
 
 class Grant(Message, tag=93, frozen=True):
@@ -233,6 +236,7 @@ class Pin(Message, tag=94, frozen=True):
     checksum: int = 0
     sequence: int = 0
     tag: int = 0
+    replicas: int = 0  # so many nodes after the owner on the ring hold it too
 
 
 class Got(Message, tag=20, frozen=True):
@@ -295,6 +299,12 @@ class NamespaceStatus(Message, tag=95, frozen=True):
     hits: int = 0
     misses: int = 0
     evictions: int = 0
+    slot_bytes: int = 0  # of all its slots, reservations included: what its quota bounds
+    replicas: int = 0
+    tier_pages: int = 0
+    tier_bytes: int = 0
+    settings: NamespaceSettings = NamespaceSettings()
+    counters: dict[str, int] = {}
 
 
 class StatusReport(Message, tag=28, frozen=True):
@@ -315,6 +325,9 @@ class StatusReport(Message, tag=28, frozen=True):
     connections: int
     namespaces: list[NamespaceStatus]
     counters: dict[str, int] = {}
+    epoch: int = 0
+    members: list[Member] = []
+    tiers: list[TierStatus] = []
 
 
 Request: TypeAlias = (
@@ -332,8 +345,11 @@ Request: TypeAlias = (
     | Clear
     | Ping
     | Status
+    | ClusterRequest
 )
-Reply: TypeAlias = Welcome | Fault | Done | Opened | Present | Reserved | Committed | Got | StatusReport
+Reply: TypeAlias = (
+    Welcome | Fault | Done | Opened | Present | Reserved | Committed | Got | StatusReport | ClusterReply
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -387,6 +403,9 @@ def _check_bounds(message: Request) -> None:
     elif isinstance(message, Abort | Release):
         if len(message.slots) != len(message.sequences):
             raise FrameError("abort or release: slots and sequences differ in length")
+    elif isinstance(message, ListOwned | ListPages):
+        if not 1 <= message.limit <= MAX_KEYS:
+            raise FrameError(f"a limit of {message.limit}, allowed are 1 to {MAX_KEYS}")
     elif isinstance(message, Discard) and len(message.keys) != len(message.sequences):
         raise FrameError("discard: keys and sequences differ in length")
 

@@ -11,15 +11,15 @@ import asyncio
 import logging
 import secrets
 import signal
-import socket
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import uvloop
 
-from pdserve.errors import FrameError, PdserveError
+from pdserve.errors import PdserveError
 from pdserve.kvpool.arena import Arena
 from pdserve.kvpool.config import PoolNodeConfig
+from pdserve.kvpool.connection import ClientConnection
 from pdserve.kvpool.events import (
     Answer,
     AssignSlab,
@@ -39,22 +39,19 @@ from pdserve.kvpool.events import (
 from pdserve.kvpool.hosts import host_id
 from pdserve.kvpool.leases import Limits
 from pdserve.kvpool.listening import is_remote, listen, remove_socket
+from pdserve.kvpool.local import LocalSession
 from pdserve.kvpool.messages import (
     PROTOCOL_VERSION,
     DataPathName,
     Fault,
-    FrameBuffer,
     Hello,
     NodeAddress,
-    Reply,
     Request,
     UcxInfo,
     Welcome,
-    decode_request,
-    encode_frame,
 )
 from pdserve.kvpool.slots import SlotAllocator
-from pdserve.kvpool.state import NodeState
+from pdserve.kvpool.state import LOCAL, NodeState
 from pdserve.kvpool.store import PageStore
 from pdserve.kvpool.table import TableLayout
 from pdserve.kvpool.transports.control import parse_address
@@ -62,9 +59,6 @@ from pdserve.kvpool.transports.ucx_server import UcxServer
 
 logger = logging.getLogger(__name__)
 
-HANDSHAKE_TIMEOUT_S = 5.0
-CLOSE_TIMEOUT_S = 5.0  # for a client to read the last replies; afterwards its connection goes without
-MAX_UNREAD_BYTES = 16 * 1024 * 1024  # replies a client has not read: four of the largest frames
 MAX_UNGREETED = 64  # sockets beyond `max_connections` that may still be shaking hands, or be told no
 
 
@@ -73,6 +67,7 @@ class PoolNode:
 
     def __init__(self, config: PoolNodeConfig) -> None:
         self.config = config
+        self.name = config.name
         self.incarnation = secrets.randbits(62) + 1
         self.host_id = host_id()
         self.nodes = [NodeAddress(peer.node, peer.address, peer.weight) for peer in config.peers] or [
@@ -100,6 +95,7 @@ class PoolNode:
         try:
             self.state = self._make_state()
             self._acts = self._make_acts()
+            self.local = LocalSession(self.feed)
             self._schedule()
             for address in self.config.listen:
                 servers.append(await listen(address, self._accept))  # noqa: PERF401 (each is closed below)
@@ -118,6 +114,8 @@ class PoolNode:
                 server.close()
             for connection in list(self.connections.values()):
                 connection.close("the node stops")
+            if served:
+                self.local.close()
             if self._timer is not None:
                 self._timer.cancel()
             if self._ucx_loading is not None:
@@ -161,6 +159,9 @@ class PoolNode:
         }
 
     def _answer(self, action: Answer) -> None:
+        if action.connection == LOCAL:
+            self.local.answered(action.message)
+            return
         connection = self.connections.get(action.connection)
         if connection is not None:
             connection.send(action.message)
@@ -187,6 +188,19 @@ class PoolNode:
         self.feed(Tick())
 
     # --- clients
+
+    def opened(self) -> bool:
+        """A socket came; False when there are too many."""
+        self.sockets += 1
+        return self.sockets <= self.config.max_connections + MAX_UNGREETED
+
+    def closed(self) -> None:
+        """A socket went."""
+        self.sockets -= 1
+
+    def received(self, connection: ClientConnection, message: Request) -> None:
+        """A request of a client that shook hands."""
+        self.feed(Received(connection.number, message))
 
     def _accept(self) -> ClientConnection:
         self._last_connection += 1
@@ -303,112 +317,6 @@ class PoolNode:
             self.arena.contents = None  # a copy of the whole index
         self.arena.adopt(slots)
         return state
-
-
-class ClientConnection(asyncio.Protocol):
-    """One control connection: frames to events, answers to frames."""
-
-    _transport: asyncio.Transport
-
-    def __init__(self, node: PoolNode, number: int) -> None:
-        self.number = number
-        self._node = node
-        self._frames = FrameBuffer()
-        self._client = "a client that has not said hello"
-        self._greeted = False
-        self._greeting: asyncio.Task[None] | None = None  # while UCX is made ready for the client
-        self._closed_by_us = False
-        self._gone = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
-        sock = transport.get_extra_info("socket")
-        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        # a connection that is not in use has a time to end by: before its Hello, and after we closed it
-        self._end_timer = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._no_handshake)
-        self._node.sockets += 1
-        if self._node.sockets > self._node.config.max_connections + MAX_UNGREETED:
-            self.close("too many connections are open", at_once=True)
-
-    def data_received(self, data: bytes) -> None:
-        if self._closed_by_us:
-            return
-        try:
-            for body in self._frames.feed(data):
-                self._received(decode_request(body))
-                if self._closed_by_us:
-                    return
-        except FrameError as error:
-            self._refuse(Fault(0, "bad_frame", str(error)))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._gone = True
-        self._end_timer.cancel()
-        self._node.sockets -= 1
-        self._node.disconnected(self.number, by_peer=not self._closed_by_us)
-
-    def send(self, message: Reply) -> None:
-        """Send, or close a client that does not read."""
-        if self._closed_by_us:
-            return
-        self._transport.write(encode_frame(message))
-        if self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
-            self.close(f"it has not read {MAX_UNREAD_BYTES >> 20} MiB of replies", at_once=True)
-
-    def close(self, reason: str, *, at_once: bool = False) -> None:
-        """Close, after what was sent is out unless `at_once`. Idempotent."""
-        if self._closed_by_us:
-            return
-        self._closed_by_us = True
-        logger.info("node %s: closing the connection of %s: %s", self._node.config.name, self._client, reason)
-        if at_once:
-            self._transport.abort()
-        else:
-            self._transport.close()
-            self._end_timer.cancel()
-            self._end_timer = asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._transport.abort)
-
-    def _received(self, message: Request) -> None:
-        if self._greeted:
-            self._node.feed(Received(self.number, message))
-            return
-        if not isinstance(message, Hello) or self._greeting is not None:
-            self._refuse(Fault(0, "no_hello", "the first message of a connection must be Hello"))
-            return
-        self._client = f"{message.client} (pid {message.pid})"
-        path = self._node.choose_path(message)
-        if path == "ucx":
-            self._greeting = asyncio.get_running_loop().create_task(self._greet_ucx(message))
-        else:
-            self._greet(message, path, None)
-
-    def _greet(self, hello: Hello, path: DataPathName | Fault, ucx: UcxInfo | None) -> None:
-        if isinstance(path, Fault):
-            self._refuse(path)
-            return
-        self._end_timer.cancel()
-        self._greeted = True
-        self._node.connected(self, hello, path)
-        self.send(self._node.welcome(path, ucx))
-
-    async def _greet_ucx(self, hello: Hello) -> None:
-        ucx = await self._node.open_ucx(self.number, hello)
-        if self._gone or self._closed_by_us:
-            self._node.close_ucx(self.number)
-        elif isinstance(ucx, Fault):
-            self._refuse(ucx)
-        else:
-            self._greet(hello, self._node.choose_path(hello), ucx)  # others may have come in between
-
-    def _refuse(self, fault: Fault) -> None:
-        self.send(fault)
-        self.close(fault.message)
-
-    def _no_handshake(self) -> None:
-        what = "no Hello" if self._greeting is None else "UCX was not ready"
-        self.close(f"{what} within {HANDSHAKE_TIMEOUT_S:.0f} s", at_once=True)
 
 
 def run_node(config: PoolNodeConfig) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.errors import ConfigError
-from pdserve.kvpool.messages import KEY_BYTES, NodeAddress
+from pdserve.kvpool.wire import KEY_BYTES, NodeAddress
 
 POINTS_PER_WEIGHT = 1024
 MAX_WEIGHT_SUM = 16384  # 16 million points: 200 MB and a second to build; write smaller weights

@@ -15,7 +15,7 @@ connection: nothing it can send harms another's pages, which `check` asserts in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.events import (
@@ -43,6 +43,7 @@ from pdserve.kvpool.writing import Writes
 
 Handler: TypeAlias = Callable[[Session, Any, float, list[Action]], None]
 MAX_U64 = (1 << 64) - 1
+LOCAL: Final = 0  # the connection of the node's own session (local.py)
 
 
 class NodeState:
@@ -256,7 +257,7 @@ class NodeState:
             pages=len(store.index),
             pins=sum(pin.count for session in self.sessions.values() for pin in session.pins.values()),
             waiters=self._waits.open,
-            connections=len(self.sessions),
+            connections=len(self.sessions.keys() - {LOCAL}),
             namespaces=[self._namespace_status(namespace.number) for namespace in self._namespaces],
             counters=self._counters(),
         )

@@ -21,14 +21,15 @@ import numpy as np
 import pytest
 
 from pdserve.errors import PoolError, StartupError
+from pdserve.kvpool import connection as connection_module
 from pdserve.kvpool import messages as m
-from pdserve.kvpool import node as node_module
 from pdserve.kvpool.arena import Arena
 from pdserve.kvpool.cli import fetch_status
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.events import SaveNamespaces
 from pdserve.kvpool.listening import is_remote
 from pdserve.kvpool.node import PoolNode
+from pdserve.kvpool.state import LOCAL
 from pdserve.kvpool.table import ROW_DTYPE, TableLayout
 from pdserve.kvpool.transports.base import OK, Connection
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
@@ -459,7 +460,7 @@ def test_a_client_that_does_not_read_is_closed_and_the_others_are_served(start: 
 def test_a_client_that_is_closed_and_never_reads_its_last_replies_is_let_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_module, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(connection_module, "CLOSE_TIMEOUT_S", 0.05)
     config = small_config(listen=[f"unix:{tmp_path}/n.sock"], keep=False)
 
     async def check(node: PoolNode) -> None:
@@ -471,7 +472,7 @@ def test_a_client_that_is_closed_and_never_reads_its_last_replies_is_let_go(
             asked = b"".join(m.encode_frame(m.Status(i)) for i in range(50))  # more than a socket holds
             await asyncio.to_thread(sock.sendall, hello + opened + asked + bytes(4))
             deadline = soon()
-            while node.state.sessions or node.sockets or not node._last_connection:
+            while node.state.sessions.keys() - {LOCAL} or node.sockets or not node._last_connection:
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.01)
 
@@ -493,7 +494,7 @@ def test_more_connections_than_allowed_are_refused(start: Start) -> None:
 def test_a_client_that_never_says_hello_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(node_module, "HANDSHAKE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(connection_module, "HANDSHAKE_TIMEOUT_S", 0.05)
     config = small_config(listen=[f"unix:{tmp_path}/n.sock"], keep=False)
 
     async def run() -> bytes:
@@ -619,7 +620,7 @@ def test_a_client_waits_for_ucx_no_longer_than_the_handshake_may_take(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(node_module, "HANDSHAKE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(connection_module, "HANDSHAKE_TIMEOUT_S", 0.05)
     config = small_config(listen=[f"unix:{tmp_path}/n.sock"], keep=False)
 
     async def work(node: PoolNode) -> None:

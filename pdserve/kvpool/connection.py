@@ -1,0 +1,173 @@
+"""One client's control connection on a node: bytes to frames to requests, replies to bytes. asyncio.
+
+The node behind it is anything with the methods of `Host`: it decides how the client will move pages, is told
+who came and went, and gets every request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from typing import Protocol, cast
+
+from pdserve.errors import FrameError
+from pdserve.kvpool.messages import (
+    DataPathName,
+    Fault,
+    FrameBuffer,
+    Hello,
+    Reply,
+    Request,
+    UcxInfo,
+    Welcome,
+    decode_request,
+    encode_frame,
+)
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 5.0  # for a client to read the last replies; afterwards its connection goes without
+MAX_UNREAD_BYTES = 16 * 1024 * 1024  # replies a client has not read: four of the largest frames
+
+
+class Host(Protocol):
+    """What a connection asks of its node."""
+
+    name: str
+
+    def opened(self) -> bool:
+        """A socket came; False when there are too many."""
+        ...
+
+    def closed(self) -> None:
+        """A socket went."""
+        ...
+
+    def choose_path(self, hello: Hello) -> DataPathName | Fault:
+        """How this client will move pages, or why it cannot be served."""
+        ...
+
+    async def open_ucx(self, connection: int, hello: Hello) -> UcxInfo | Fault:
+        """Make ready for the client's endpoint. `close_ucx` undoes it."""
+        ...
+
+    def close_ucx(self, connection: int) -> None: ...
+
+    def connected(self, connection: ClientConnection, hello: Hello, path: DataPathName) -> None: ...
+
+    def disconnected(self, number: int, *, by_peer: bool) -> None: ...
+
+    def welcome(self, path: DataPathName, ucx: UcxInfo | None) -> Welcome: ...
+
+    def received(self, connection: ClientConnection, message: Request) -> None:
+        """A request of a client that shook hands."""
+        ...
+
+
+class ClientConnection(asyncio.Protocol):
+    """One control connection: frames to events, answers to frames."""
+
+    _transport: asyncio.Transport
+
+    def __init__(self, node: Host, number: int) -> None:
+        self.number = number
+        self._node = node
+        self._frames = FrameBuffer()
+        self._client = "a client that has not said hello"
+        self._greeted = False
+        self.hello: Hello | None = None  # of a client that shook hands
+        self._greeting: asyncio.Task[None] | None = None  # while UCX is made ready for the client
+        self._closed_by_us = False
+        self._gone = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # a connection that is not in use has a time to end by: before its Hello, and after we closed it
+        self._end_timer = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._no_handshake)
+        if not self._node.opened():
+            self.close("too many connections are open", at_once=True)
+
+    def data_received(self, data: bytes) -> None:
+        if self._closed_by_us:
+            return
+        try:
+            for body in self._frames.feed(data):
+                self._received(decode_request(body))
+                if self._closed_by_us:
+                    return
+        except FrameError as error:
+            self._refuse(Fault(0, "bad_frame", str(error)))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._gone = True
+        self._end_timer.cancel()
+        self._node.closed()
+        self._node.disconnected(self.number, by_peer=not self._closed_by_us)
+
+    def send(self, message: Reply) -> None:
+        """Send, or close a client that does not read."""
+        if self._closed_by_us:
+            return
+        self._transport.write(encode_frame(message))
+        if self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            self.close(f"it has not read {MAX_UNREAD_BYTES >> 20} MiB of replies", at_once=True)
+
+    def close(self, reason: str, *, at_once: bool = False) -> None:
+        """Close, after what was sent is out unless `at_once`. Idempotent."""
+        if self._closed_by_us:
+            return
+        self._closed_by_us = True
+        logger.info("node %s: closing the connection of %s: %s", self._node.name, self._client, reason)
+        if at_once:
+            self._transport.abort()
+        else:
+            self._transport.close()
+            self._end_timer.cancel()
+            self._end_timer = asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._transport.abort)
+
+    def _received(self, message: Request) -> None:
+        if self._greeted:
+            self._node.received(self, message)
+            return
+        if not isinstance(message, Hello) or self._greeting is not None:
+            self._refuse(Fault(0, "no_hello", "the first message of a connection must be Hello"))
+            return
+        self._client = f"{message.client} (pid {message.pid})"
+        path = self._node.choose_path(message)
+        if path == "ucx":
+            self._greeting = asyncio.get_running_loop().create_task(self._greet_ucx(message))
+        else:
+            self._greet(message, path, None)
+
+    def _greet(self, hello: Hello, path: DataPathName | Fault, ucx: UcxInfo | None) -> None:
+        if isinstance(path, Fault):
+            self._refuse(path)
+            return
+        self._end_timer.cancel()
+        self._greeted = True
+        self.hello = hello
+        self._node.connected(self, hello, path)
+        self.send(self._node.welcome(path, ucx))
+
+    async def _greet_ucx(self, hello: Hello) -> None:
+        ucx = await self._node.open_ucx(self.number, hello)
+        if self._gone or self._closed_by_us:
+            self._node.close_ucx(self.number)
+        elif isinstance(ucx, Fault):
+            self._refuse(ucx)
+        else:
+            self._greet(hello, self._node.choose_path(hello), ucx)  # others may have come in between
+
+    def _refuse(self, fault: Fault) -> None:
+        self.send(fault)
+        self.close(fault.message)
+
+    def _no_handshake(self) -> None:
+        what = "no Hello" if self._greeting is None else "UCX was not ready"
+        self.close(f"{what} within {HANDSHAKE_TIMEOUT_S:.0f} s", at_once=True)
