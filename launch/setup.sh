@@ -68,7 +68,7 @@ install_cpu() {
   ours=$("$venv/bin/python" -c '
 import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-wanted = project["dependencies"] + project["optional-dependencies"]["test"]
+wanted = project["dependencies"] + sum(project["optional-dependencies"].values(), [])
 print(*(name for name in wanted if not name.startswith("sglang")), sep="\n")')
   install "${backend[@]}" -r launch/requirements-cpu.txt -r <(printf '%s\n' "$ours")
   install --no-deps "$(grep -o 'sglang==[0-9.]*' pyproject.toml | head -n 1)"
@@ -87,7 +87,7 @@ set_up() {
   say "setting up $venv ($kind, $("$python" -V)); this takes about a minute on a fast line"
   if [ "$kind" = gpu ]; then check_compiler; fi
   make_venv
-  if [ "$kind" = gpu ]; then install -e '.[test]'; else install_cpu; fi
+  if [ "$kind" = gpu ]; then install -e '.[test,bench]'; else install_cpu; fi
   printf '%s\n' "$stamp" >"$venv/pdserve-setup"
   say "done"
 }

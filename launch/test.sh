@@ -10,6 +10,7 @@ case ${1:-} in
 esac
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$root"
+command -v redis-server >/dev/null || need "redis-server, which the pool is measured against," redis-server
 selection=()
 if [ "${1:-}" = --fast ]; then
   selection=(-m "not e2e")

@@ -39,6 +39,7 @@ def bench() -> str:
     for row in rows:
         if "peer" in row:
             peers[row["page_bytes"]][row["peer"]] = row["gbps"]
+    stores = list(rows[0].get("peers", {}))  # each measured in the rounds of each of our rows
     columns = (
         "path",
         "page",
@@ -49,25 +50,32 @@ def bench() -> str:
         "get / memcpy",
         "put / memcpy",
     )
-    more = ("one page, get, p50 / p99 µs", "`ucx_perftest` GB/s, its settings / ours")
+    more = (
+        "one page, get, p50 / p99 µs",
+        *(f"{name.capitalize()} get / put GB/s" for name in stores),
+        "`ucx_perftest` GB/s, its settings / ours",
+    )
     out = [
         f"`{run['command']}`, {run['date'][:10]}, {run['machine']}; UCX {run['versions']['ucx']} over TCP",
         "loopback; batches of 32 pages, medians; get, put and memcpy interleaved. Raw lines:",
         "`pdserve/bench/results/`.\n",
         f"| {' | '.join(columns + more)} |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---" * len(columns + more) + "|",
     ]
     for row in rows:
         if "peer" in row:
             continue
         size = row["page_bytes"]
+        of_stores = "".join(
+            f"| {peer['get_gbps']:.1f} / {peer['put_gbps']:.1f} " for peer in row.get("peers", {}).values()
+        )
         beside = peers[size] if row["path"] == "ucx" else {}
         out.append(
             f"| {row['path']} | {size // 1024} KiB | {row['checksum']} | {row['memcpy_gbps']:.1f} "
             f"| {row['get_gbps']:.1f} | {row['put_gbps']:.1f} "
             f"| {row['get_over_memcpy']:.2f} | {row['put_over_memcpy']:.2f} "
             f"| {row['single_get_p50_us']:.0f} / {row['single_get_p99_us']:.0f} "
-            f"| {' / '.join(f'{gbps:.1f}' for gbps in beside.values())} |"
+            f"{of_stores}| {' / '.join(f'{gbps:.1f}' for gbps in beside.values())} |"
         )
     return "\n".join(out) + "\n"
 

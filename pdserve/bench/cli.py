@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,7 +25,9 @@ app = typer.Typer(
     help="Measure the pool.",
 )
 
-PEERS = ("ucx_perftest", "ucx_perftest_tuned")  # with UCX's own settings for TCP, and with ours
+BANDWIDTH_PEERS = ("ucx_perftest", "ucx_perftest_tuned")  # with UCX's own settings for TCP, and with ours
+STORE_PEERS = ("mooncake", "redis")
+PEERS = (*STORE_PEERS, *BANDWIDTH_PEERS)
 
 
 @app.callback()
@@ -42,41 +46,50 @@ def pool(
     peer: Annotated[
         list[str] | None, typer.Option(help=f"Measure this beside the pool: {', '.join(PEERS)}.")
     ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the results into this PNG file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line, as measured.")] = False,
 ) -> None:
-    """Put and get throughput of a pool node on this machine, against a plain memory copy in the same run."""
+    """Put and get throughput of a pool node on this machine, against a plain memory copy in the same run, and
+    against other stores where they are asked for.
+    """
     # imported here: `pdserve bench --help` needs none of it
     from pdserve.bench.node import bench_node
-    from pdserve.bench.peers import ucx_perftest_gbps
+    from pdserve.bench.peers.registry import perftest_gbps, stores
+    from pdserve.bench.plot import plot_pool, pyplot
     from pdserve.bench.pool import Workload, measure
+    from pdserve.bench.stores import PoolStore
     from pdserve.kvpool.config import parse_bytes
-    from pdserve.kvpool.transports.ucx import ucx_options
 
     sizes = _sizes(pages)
     paths = _choices("path", path, ("shm", "ucx"))
     checksums = [word == "on" for word in _choices("checksum", checksum, ("on", "off"))]
     peers = [_choices("peer", name, PEERS)[0] for name in peer or []]
-    if parse_bytes(capacity) < 4 * batch * max(sizes):
+    capacity_bytes = parse_bytes(capacity)
+    if capacity_bytes < 4 * batch * max(sizes):
         raise ConfigError(f"--capacity {capacity} holds no 4 batches of {batch} pages of {max(sizes)} bytes")
+    if plot is not None:
+        pyplot()  # before the work: is it there?
     figures: list[PoolFigures] = []
-    with bench_node(capacity, slab_bytes=max(16 << 20, max(sizes))) as connect:
-        for path_name in paths:
-            for with_checksum in checksums:
-                for page_bytes in sizes:
-                    workload = Workload(
-                        path_name, with_checksum, page_bytes, batch, seconds, parse_bytes(capacity)
-                    )
-                    with connect(path_name, with_checksum) as client:
-                        figures.append(measure(client, workload))
-                    if as_json:
-                        typer.echo(json.dumps(_plain(figures[-1])))
-    settings = {"ucx_perftest": {"TLS": "tcp"}, "ucx_perftest_tuned": ucx_options({})}
-    peer_gbps = {(name, size): ucx_perftest_gbps(size, settings[name]) for name in peers for size in sizes}
+    beside = {
+        (name, size): perftest_gbps(name, size) for name in peers if name in BANDWIDTH_PEERS for size in sizes
+    }
+    with (
+        stores([name for name in peers if name in STORE_PEERS], capacity_bytes) as peer_stores,
+        bench_node(capacity, slab_bytes=max(16 << 20, max(sizes))) as connect,
+    ):
+        for path_name, with_checksum, size in itertools.product(paths, checksums, sizes):
+            workload = Workload(path_name, with_checksum, size, batch, seconds, capacity_bytes)
+            with connect(path_name, with_checksum) as client:
+                figures.append(measure(PoolStore(client), workload, peer_stores))
+            if as_json:
+                typer.echo(json.dumps(_plain(figures[-1])))
     if as_json:
-        for (name, size), gbps in peer_gbps.items():
+        for (name, size), gbps in beside.items():
             typer.echo(json.dumps({"peer": name, "page_bytes": size, "gbps": gbps}))
     else:
-        _print_tables(figures, peer_gbps)
+        _print_tables(figures, beside)
+    if plot is not None:
+        plot_pool(plot, figures, beside, f"Batches of {batch} pages, medians, one machine, one run")
 
 
 def _sizes(text: str) -> list[int]:
@@ -102,31 +115,52 @@ def _choices(option: str, text: str, allowed: tuple[str, ...]) -> list[str]:
 def _plain(figures: PoolFigures) -> dict[str, Any]:
     import msgspec
 
-    return {**msgspec.structs.asdict(figures), "checksum": "on" if figures.checksum else "off"}
+    whole: dict[str, Any] = msgspec.to_builtins(figures)
+    return {**whole, "checksum": "on" if figures.checksum else "off"}
 
 
-def _print_tables(figures: list[PoolFigures], peer_gbps: dict[tuple[str, int], float]) -> None:
+def _print_tables(figures: list[PoolFigures], beside: dict[tuple[str, int], float]) -> None:
+    from pdserve.bench.plot import size_name
+
     console = Console()
     title = "Pool on this machine: GB/s, over a memory copy, and µs for getting one page"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("path", "sum", "page", "copy", "get", "put", "get/copy", "put/copy", "p50", "p99"):
+    columns = ("copy", "get", "put", "get/copy", "put/copy", "p50", "p99")
+    for name in ("path", "sum", "page", *columns):
         table.add_column(name, justify="left" if name in ("path", "sum") else "right", no_wrap=True)
     for row in figures:
         table.add_row(
             row.path,
             "on" if row.checksum else "off",
-            _size_name(row.page_bytes),
+            size_name(row.page_bytes),
             *(f"{value:.2f}" for value in (row.memcpy_gbps, row.get_gbps, row.put_gbps)),
             *(f"{value:.2f}" for value in (row.get_over_memcpy, row.put_over_memcpy)),
             *(f"{value:.0f}" for value in (row.single_get_p50_us, row.single_get_p99_us)),
         )
     console.print(table)
-    for (name, size), gbps in peer_gbps.items():
-        console.print(f"{name}, {_size_name(size)}: {gbps:.2f} GB/s")
+    if figures[0].peers:
+        console.print(_peers_table(figures))
+    for (name, size), gbps in beside.items():
+        console.print(f"{name}, {size_name(size)}: {gbps:.2f} GB/s")
 
 
-def _size_name(size_bytes: int) -> str:
-    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size_bytes % unit == 0:
-            return f"{size_bytes // unit} {name}"
-    return f"{size_bytes} B"
+def _peers_table(figures: list[PoolFigures]) -> Table:
+    from pdserve.bench.plot import size_name
+
+    title = "Stores beside it in the same rounds: GB/s, and the pool over them"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("path", "sum", "page", "peer", "get", "put", "pool get", "pool put"):
+        left = name in ("path", "sum", "peer")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for row in figures:
+        for name, peer in row.peers.items():
+            table.add_row(
+                row.path,
+                "on" if row.checksum else "off",
+                size_name(row.page_bytes),
+                name,
+                *(f"{gbps:.2f}" for gbps in (peer.get_gbps, peer.put_gbps)),
+                f"{row.get_gbps / peer.get_gbps:.1f} ×",
+                f"{row.put_gbps / peer.put_gbps:.1f} ×",
+            )
+    return table

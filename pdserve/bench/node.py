@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Final, cast
 
-from pdserve.bench.pool import BenchError
+from pdserve.bench.stores import BenchError
 from pdserve.errors import PoolError
 from pdserve.kvpool.client import PoolClient
 from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef

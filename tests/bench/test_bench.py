@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from pdserve.bench.peers import read_perftest
-from pdserve.bench.pool import BenchError, PoolFigures, Workload, _figures
+from pdserve.bench.peers.ucx_perftest import read_perftest
+from pdserve.bench.plot import pool_bars
+from pdserve.bench.pool import PeerFigures, PoolFigures, Workload, _Contender, _figures
+from pdserve.bench.stores import BenchError, PoolStore
 
 PERFTEST_OUTPUT = """
 +--------------+--------------+------------------------------+---------------------+-----------------------+
@@ -40,6 +44,32 @@ def test_json_has_one_line_per_size_path_and_checksum() -> None:
         assert row["single_get_p50_us"] <= row["single_get_p99_us"]
 
 
+def test_peers_are_measured_in_the_same_rounds_and_drawn(tmp_path: Path) -> None:
+    picture = tmp_path / "pool.png"
+    sizes = ("--pages", "64KiB", "--path", "shm", "--checksum", "on", "--batch", "4", "--capacity", "64MiB")
+    peers = ("--peer", "mooncake", "--peer", "redis", "--plot", str(picture))
+    done = bench("--json", "--seconds", "0", *sizes, *peers)
+    assert done.returncode == 0, done.stderr
+    (row,) = [json.loads(line) for line in done.stdout.splitlines()]
+    assert row["rounds"] >= 5
+    assert set(row["peers"]) == {"mooncake", "redis"}
+    assert all(peer["get_gbps"] > 0 and peer["put_gbps"] > 0 for peer in row["peers"].values())
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("missing", ["mooncake", "redis", "matplotlib"])
+def test_what_is_not_installed_is_named_with_how_to_install_it(missing: str, tmp_path: Path) -> None:
+    (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError('no {missing}', name='{missing}')\n")
+    asked = ("--plot", "x.png") if missing == "matplotlib" else ("--peer", missing)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "pdserve", "bench", "pool", *asked]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert f"{missing} is not installed" in line
+    assert "pip install 'pdserve[bench]'" in line
+
+
 def test_table_names_what_it_shows() -> None:
     done = bench("--pages", "64KiB", "--path", "shm", "--checksum", "on", "--seconds", "0", "--batch", "4")
     assert done.returncode == 0, done.stderr
@@ -54,7 +84,7 @@ def test_table_names_what_it_shows() -> None:
         (("--checksum", "maybe"), "'maybe' is not one of on, off"),
         (("--pages", "big"), "--pages:"),
         (("--capacity", "1MiB"), "holds no 4 batches"),
-        (("--peer", "redis"), "'redis' is not one of"),
+        (("--peer", "memcached"), "'memcached' is not one of"),
     ],
 )
 def test_bad_options_end_with_one_line(arguments: tuple[str, ...], complaint: str) -> None:
@@ -67,11 +97,12 @@ def test_bad_options_end_with_one_line(arguments: tuple[str, ...], complaint: st
 def test_medians_leave_the_warm_up_out() -> None:
     workload = Workload("shm", False, 10**6, 1, 0.0, 10**9)
     slow_start = [9.0, 9.0, 9.0]
+    store = PoolStore(None)  # type: ignore[arg-type]  # never called
     figures = _figures(
         workload,
         [*slow_start, 1e-3],
-        [*slow_start, 4e-3],
-        [*slow_start, 2e-3],
+        _Contender(store, put_s=[*slow_start, 4e-3], get_s=[*slow_start, 2e-3]),
+        {"redis": _Contender(store, put_s=[*slow_start, 10e-3], get_s=[*slow_start, 20e-3])},
         [n * 1e-6 for n in range(100)],
     )
     assert figures == PoolFigures(
@@ -87,6 +118,11 @@ def test_medians_leave_the_warm_up_out() -> None:
         put_over_memcpy=0.25,
         single_get_p50_us=50.0,
         single_get_p99_us=99.0,
+        peers={"redis": PeerFigures(get_gbps=0.05, put_gbps=0.1)},
+    )
+    bars = pool_bars([figures, figures], "put", {("ucx_perftest", 10**6): 3.0})
+    assert {name: by_size[10**6] for name, by_size in bars.items()} == pytest.approx(
+        {"memcpy": 1.0, "pdserve, same host": 0.25, "ucx_perftest": 3.0, "redis": 0.1}
     )
 
 

@@ -1,0 +1,126 @@
+"""Mooncake Store: its master, one store process with all the memory, and a client here, over TCP on loopback.
+
+The client brings no memory of its own, so that every page crosses between processes as it would between
+hosts. Buffers are registered once, and batches go by `batch_put_from` and `batch_get_into`, its zero-copy
+calls.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from pdserve.bench.peers.process import accepts, free_ports, server
+from pdserve.bench.stores import BenchError, PageStore
+from pdserve.kvpool.transports.base import Bytes1D, PageBuffers
+
+HOW_TO_INSTALL = "pip install 'pdserve[bench]' (the wheel mooncake-transfer-engine-non-cuda)"
+LOCAL_BUFFER_BYTES: Final = 16 << 20  # Mooncake's default; unused by the zero-copy calls
+QUIET: Final = {"MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2", "GLOG_logtostderr": "1"}  # no files of logs
+# Runs as a process: joins its memory to the store, says so, and stays until its standard input ends.
+STORE_PROGRAM: Final = (
+    "import sys\n"
+    "from pdserve.bench.peers.mooncake import joined\n"
+    "store = joined(sys.argv[1], int(sys.argv[2]))\n"
+    "print('ready', flush=True)\n"
+    "sys.stdin.read()\n"
+)
+
+
+class MooncakeStore:
+    """A client of the store."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    @contextmanager
+    def lend(self, blocks: Sequence[Bytes1D]) -> Iterator[None]:
+        registered: list[Bytes1D] = []
+        try:
+            for block in blocks:
+                if self._store.register_buffer(block.ctypes.data, block.nbytes) != 0:
+                    raise BenchError("mooncake did not register a buffer")
+                registered.append(block)
+            yield
+        finally:
+            for block in registered:
+                self._store.unregister_buffer(block.ctypes.data)
+
+    def put(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> None:
+        pointers, sizes = _places(pages)
+        codes = self._store.batch_put_from([key.hex() for key in keys], pointers, sizes)
+        if any(code != 0 for code in codes):
+            raise BenchError(f"mooncake did not store a page (error {min(codes)})")
+
+    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> None:
+        pointers, sizes = _places(pages)
+        if self._store.batch_get_into([key.hex() for key in keys], pointers, sizes) != sizes:
+            raise BenchError("mooncake did not return a page that was just put")
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        self._store.batch_remove([key.hex() for key in keys], True)  # though it was read a moment ago
+
+
+def _places(pages: Sequence[PageBuffers]) -> tuple[list[int], list[int]]:
+    return [page.ctypes.data for (page,) in pages], [page.nbytes for (page,) in pages]
+
+
+@contextmanager
+def mooncake_store(capacity_bytes: int, directory: Path) -> Iterator[PageStore]:
+    """The store's three processes (this is one of them). Raises BenchError."""
+    found = importlib.util.find_spec("mooncake")
+    if found is None or not found.submodule_search_locations:
+        raise BenchError(f"mooncake is not installed: {HOW_TO_INSTALL}")
+    master = Path(found.submodule_search_locations[0]) / "mooncake_master"
+    port, metrics_port = free_ports(2)
+    command: list[str | Path] = [
+        master,
+        f"-rpc_port={port}",
+        "-rpc_address=127.0.0.1",
+        f"-metrics_port={metrics_port}",
+    ]
+    command += ["-metrics_host=127.0.0.1", "-enable_metric_reporting=false", "-minloglevel=2"]
+    address = f"127.0.0.1:{port}"
+    store_log = directory / "mooncake-store.log"
+    environment = {**os.environ, **QUIET, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    store_command = [sys.executable, "-c", STORE_PROGRAM, address, str(capacity_bytes)]
+    with (
+        server("mooncake's master", command, directory / "mooncake-master.log", lambda: accepts(port)),
+        server(
+            "mooncake's store",
+            store_command,
+            store_log,
+            lambda: "ready" in store_log.read_text(errors="replace"),
+            environment,
+        ),
+    ):
+        store = joined(address, 0)
+        try:
+            yield MooncakeStore(store)
+        finally:
+            store.close()
+
+
+def joined(address: str, segment_bytes: int) -> Any:
+    """A process of the store that brings `segment_bytes` of memory. Raises BenchError."""
+    os.environ.update(QUIET)
+    from mooncake.store import MooncakeDistributedStore
+
+    store = MooncakeDistributedStore()
+    settings = {
+        "local_hostname": "127.0.0.1",
+        "metadata_server": "P2PHANDSHAKE",
+        "global_segment_size": str(segment_bytes),
+        "local_buffer_size": str(LOCAL_BUFFER_BYTES),
+        "protocol": "tcp",
+        "rdma_devices": "",
+        "master_server_addr": address,
+    }
+    if store.setup(settings) != 0:
+        raise BenchError(f"mooncake could not join the store at {address}")
+    return store

@@ -1,0 +1,70 @@
+"""Servers that the benchmark starts for itself on this machine, and stops."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from pdserve.bench.stores import BenchError
+
+START_TIMEOUT_S: Final = 20.0
+STOP_TIMEOUT_S: Final = 5.0
+
+
+@contextmanager
+def server(
+    name: str,
+    command: Sequence[str | Path],
+    log_path: Path,
+    ready: Callable[[], bool],
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `command` until the block ends; entered once `ready()` is true. Raises BenchError.
+
+    Its standard input is a pipe that ends with this process, should the server listen to that.
+    """
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment
+        )
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not ready():
+            if process.poll() is not None or time.monotonic() > deadline:
+                last = log_path.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+                raise BenchError(f"{name} did not start: {last[0]}")
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports of the loopback address that nobody listens on now, all different."""
+    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [int(each.getsockname()[1]) for each in servers]
+    finally:
+        for each in servers:
+            each.close()
+
+
+def accepts(port: int) -> bool:
+    """Whether somebody listens there."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,106 @@
+"""Results as pictures. matplotlib is an optional dependency: the extra `bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from pdserve.bench.stores import BenchError
+
+if TYPE_CHECKING:
+    from pdserve.bench.pool import PoolFigures
+
+PATH_NAMES: Final = {"shm": "pdserve, same host", "ucx": "pdserve, UCX over TCP"}
+COLOURS: Final = {
+    "memcpy": "#b0b0b0",
+    "pdserve, same host": "#1f5fa8",
+    "pdserve, UCX over TCP": "#6fa8dc",
+    "ucx_perftest": "#8a8a5c",
+    "ucx_perftest_tuned": "#c2c28f",
+    "mooncake": "#d9822b",
+    "redis": "#b04a4a",
+}
+
+
+def pyplot() -> Any:
+    """matplotlib, drawing to files. Raises BenchError where it is missing."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise BenchError("matplotlib is not installed: pip install 'pdserve[bench]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
+def plot_pool(
+    path: Path, figures: Sequence[PoolFigures], perftest_gbps: dict[tuple[str, int], float], title: str
+) -> None:
+    """Draw get and put by page size, one row of panels with checksums and one without, as a PNG."""
+    plt = pyplot()
+    checksums = sorted({row.checksum for row in figures}, reverse=True)
+    sizes = sorted({row.page_bytes for row in figures})
+    shape = {"nrows": len(checksums), "ncols": 2, "figsize": (12, 1 + 3.8 * len(checksums))}
+    figure, axes = plt.subplots(**shape, sharey=True, squeeze=False, layout="constrained")
+    for checksum, panels in zip(checksums, axes, strict=True):
+        rows = [row for row in figures if row.checksum == checksum]
+        for operation, axis in zip(("get", "put"), panels, strict=True):
+            bars = pool_bars(rows, operation, perftest_gbps)
+            _bars(axis, bars, sizes)
+            axis.set_title(f"{operation}, checksums {'on' if checksum else 'off'}", loc="left")
+        panels[0].set_ylabel("GB/s")
+    handles = {
+        name: bar for axis in axes.flat for bar, name in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def pool_bars(
+    rows: Sequence[PoolFigures], operation: str, perftest_gbps: dict[tuple[str, int], float]
+) -> dict[str, dict[int, float]]:
+    """Rates in GB/s of each contender by page size. A peer that was measured beside several of our rows has
+    their mean.
+    """
+    seen: dict[str, dict[int, list[float]]] = {}
+
+    def add(name: str, size: int, gbps: float) -> None:
+        seen.setdefault(name, {}).setdefault(size, []).append(gbps)
+
+    for row in rows:
+        add("memcpy", row.page_bytes, row.memcpy_gbps)
+    for row in rows:
+        add(PATH_NAMES[row.path], row.page_bytes, getattr(row, f"{operation}_gbps"))
+    for (name, size), gbps in perftest_gbps.items():
+        add(name, size, gbps)
+    for row in rows:
+        for name, peer in row.peers.items():
+            add(name, row.page_bytes, getattr(peer, f"{operation}_gbps"))
+    return {
+        name: {size: sum(rates) / len(rates) for size, rates in by_size.items()}
+        for name, by_size in seen.items()
+    }
+
+
+def _bars(axis: Any, bars: dict[str, dict[int, float]], sizes: list[int]) -> None:
+    width = 0.8 / max(1, len(bars))
+    for place, (name, by_size) in enumerate(bars.items()):
+        left = [at - 0.4 + width * (place + 0.5) for at, size in enumerate(sizes) if size in by_size]
+        heights = [by_size[size] for size in sizes if size in by_size]
+        drawn = axis.bar(left, heights, width * 0.92, label=name, color=COLOURS[name])
+        axis.bar_label(drawn, fmt="%.1f", fontsize=7, padding=1)
+    axis.set_xticks(range(len(sizes)), [f"{size_name(size)} pages" for size in sizes])
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(axis="x", length=0)
+
+
+def size_name(size_bytes: int) -> str:
+    """A size for people: 65536 is "64 KiB"."""
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size_bytes % unit == 0:
+            return f"{size_bytes // unit} {name}"
+    return f"{size_bytes} B"
