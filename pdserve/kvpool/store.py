@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import compress, repeat
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -120,7 +120,7 @@ class PageStore:
         facts.checksum[slot] = checksum
         slot_bytes = self._move(slot, COMMITTED)
         self._use(slot, slot_bytes)
-        self._policy(namespace, slot_bytes).on_insert(slot, now_s)
+        self._policy(namespace, slot_bytes).on_insert(slot, key, now_s)
         out.append(WriteRow(slot, ROW_COMMITTED, key, namespace, length_bytes, checksum, sequence))
 
     def quarantine(self, slot: int) -> None:
@@ -166,13 +166,17 @@ class PageStore:
         else:
             self._free(slot, out)
 
-    def _unlink(self, slot: int) -> NamespacePages:
+    def _unlink(self, slot: int, *, evicted: bool = False) -> NamespacePages:
         """Take a COMMITTED page out of index and policy."""
-        namespace = self.facts.namespace[slot]
+        namespace, key = self.facts.namespace[slot], self._key(slot)
         pages = self.index.namespace(namespace)
-        del pages.committed[self._key(slot)]
+        del pages.committed[key]
         pages.page_bytes -= self.facts.length_bytes[slot]
-        self._policy(namespace, self.slots.slot_bytes(slot)).on_remove(slot)
+        policy = self._policy(namespace, self.slots.slot_bytes(slot))
+        if evicted:
+            policy.on_evict(slot, key)
+        else:
+            policy.on_remove(slot)
         return pages
 
     def clear(self, namespace: int, out: list[Action]) -> int:
@@ -224,10 +228,10 @@ class PageStore:
 
     def _restore_keys(self, contents: TableContents) -> None:
         slots = contents.slots.tolist()
-        key_of = self.facts.key
-        for slot, key in zip(slots, contents.keys, strict=True):
-            key_of[slot] = key
-        for namespace in np.unique(contents.namespaces).tolist():
+        key_of = np.full(self.slots.slots, None, dtype=object)  # faster than a loop over the list
+        key_of[contents.slots] = contents.keys
+        self.facts.key = key_of.tolist()
+        for namespace in _distinct(contents.namespaces):
             mine = contents.namespaces == namespace
             pages = self.index.namespace(namespace)
             chosen = repeat(True) if mine.all() else mine.tolist()
@@ -238,12 +242,11 @@ class PageStore:
         """`by_age`: the slots of all pages, oldest page first."""
         namespaces = np.frombuffer(self.facts.namespace, np.uint32)[by_age]
         classes = np.frombuffer(self.slots.slab_class, np.uint64)[by_age // self.slots.slots_per_slab]
-        for slot_bytes in np.unique(classes).tolist():
+        for slot_bytes in _distinct(classes):
             of_class = classes == slot_bytes
-            for namespace in np.unique(namespaces[of_class]).tolist():
-                self._policy(namespace, slot_bytes).restore(
-                    by_age[of_class & (namespaces == namespace)], now_s
-                )
+            for namespace in _distinct(namespaces[of_class]):
+                mine = by_age[of_class & (namespaces == namespace)]
+                self._policy(namespace, slot_bytes).restore(mine, np.full(len(mine), now_s))
 
     # --- room
 
@@ -257,7 +260,7 @@ class PageStore:
             newer_than = self.facts.last_use[victim] if victim != NONE else self._uses + 1
             if not self._take_over_slab(slot_bytes, newer_than, out):
                 if victim != NONE:
-                    self._count_eviction(self._unlink(victim))
+                    self._count_eviction(self._unlink(victim, evicted=True))
                 return victim  # its slot as it is: RESERVED will follow COMMITTED, in one row written
         slab = slots.assign(slot_bytes)
         assert slab != NONE
@@ -402,3 +405,11 @@ class PageStore:
             for state, slots in ((COMMITTED, pages.committed), (RESERVED, pages.writing)):
                 for key, slot in slots.items():
                     yield slot, (state, namespace, key)
+
+
+def _distinct(values: npt.NDArray[Any]) -> list[int]:
+    """The different values; quick where there is but one."""
+    if len(values) and (values == values[0]).all():
+        return [int(values[0])]
+    found: list[int] = np.unique(values).tolist()
+    return found

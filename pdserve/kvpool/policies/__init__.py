@@ -1,1 +1,46 @@
-"""Eviction policies: pure, suggest only."""
+"""Eviction policies: pure, suggest only. `make_policy` knows them by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Final
+
+from pdserve.errors import ConfigError
+from pdserve.kvpool.policies.arc import Arc
+from pdserve.kvpool.policies.base import EvictionPolicy, Links
+from pdserve.kvpool.policies.fifo import Fifo
+from pdserve.kvpool.policies.lfu import Lfu
+from pdserve.kvpool.policies.lru import Lru
+from pdserve.kvpool.policies.ttl import Ttl
+
+_MAKERS: Final[dict[str, Callable[[Links], EvictionPolicy]]] = {
+    "arc": Arc,
+    "fifo": Fifo,
+    "lfu": Lfu,
+    "lru": Lru,
+}
+POLICIES: Final = (*_MAKERS, "ttl")
+
+
+def check_policy(name: str, ttl_s: float | None) -> None:
+    """Raises ConfigError, in words for a person, when `make_policy` could not make it."""
+    if name not in POLICIES:
+        near = difflib.get_close_matches(name.lower(), POLICIES, n=1, cutoff=0.0)
+        raise ConfigError(
+            f"'{name}' is no eviction policy: choose one of {', '.join(POLICIES)} "
+            f"(the nearest is '{near[0]}')"
+        )
+    if ttl_s is not None and not ttl_s > 0:
+        raise ConfigError(f"ttl_s is {ttl_s}: it must be above 0, or absent when pages live on")
+    if name == "ttl" and ttl_s is None:
+        raise ConfigError("the policy 'ttl' evicts the page that ends first: set ttl_s, or choose another")
+
+
+def make_policy(name: str, links: Links, ttl_s: float | None = None) -> EvictionPolicy:
+    """A new policy. Raises ConfigError for an unknown name, or without the `ttl_s` that 'ttl' needs."""
+    check_policy(name, ttl_s)
+    if name == "ttl":
+        assert ttl_s is not None
+        return Ttl(links, ttl_s)
+    return _MAKERS[name](links)

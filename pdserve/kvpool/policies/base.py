@@ -1,25 +1,36 @@
 """What an eviction policy is. A policy suggests, the store disposes: it skips pages that are pinned.
 
-One policy instance orders the pages of one namespace and one size class. It holds slot numbers, nothing else:
-no I/O, no lock, no clock (time is an argument). A slot is inserted once before it is hit or removed.
+One policy instance orders the pages of one namespace and one size class. It knows slot numbers, and keys
+where it remembers what it evicted: no I/O, no lock, no clock (time is an argument). A slot is inserted once
+before it is hit, evicted or removed.
+
+What a policy keeps of a slot lies in arrays by slot number that all policies of a node share (`Links`),
+because a slot is a page of one policy at most: memory goes by the arena's size, whatever the number of
+namespaces.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-NONE = -1
+from pdserve.kvpool.policies.ghosts import Ghosts
+from pdserve.kvpool.policies.links import NONE, LinkedList
+
+__all__ = ["NONE", "EvictionPolicy", "LinkedList", "Links", "Times"]
+
+Times = npt.NDArray[np.float64]
 
 
 class EvictionPolicy(Protocol):
-    """An order of eviction. Every method is O(1), `victims` per step."""
+    """An order of eviction. Every method is O(1), `victims` per step, `restore` vectorised."""
 
-    def on_insert(self, slot: int, now_s: float) -> None:
+    def on_insert(self, slot: int, key: bytes, now_s: float) -> None:
         """The page in the slot was committed."""
         ...
 
@@ -27,85 +38,55 @@ class EvictionPolicy(Protocol):
         """The page was read."""
         ...
 
+    def on_evict(self, slot: int, key: bytes) -> None:
+        """The page is gone, for lack of room."""
+        ...
+
     def on_remove(self, slot: int) -> None:
-        """The page is gone, evicted or dropped."""
+        """The page is gone for another reason: dropped, expired."""
         ...
 
     def victims(self) -> Iterator[int]:
-        """Every slot held, the best to evict first. The iterator ends with the first change."""
+        """Every slot held, the best to evict first. The iterator ends with the first change, but the slots
+        that it gave may have become another's.
+        """
         ...
 
-    def restore(self, slots: Sequence[int], now_s: float) -> None:
-        """Insert many, oldest first, into an empty policy."""
+    def restore(self, slots: Sequence[int], inserted_s: Times) -> None:
+        """Insert many, oldest first, into an empty policy; `inserted_s` of shape [slots], ascending."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is remembered of pages that are gone. Only `victims` is called afterwards."""
         ...
 
     def __len__(self) -> int: ...
 
 
 class Links:
-    """Links of doubly linked lists of slots, shared by all policies of a node: a slot is in at most one list.
-
-    8 bytes per slot, whatever number of lists.
+    """What all policies of a node share: for each slot the links of the list that it is in, 8 bytes; and,
+    made when a policy first asks, one word (4 bytes), one time (8 bytes), and the ghosts of evicted pages.
     """
 
     def __init__(self, slots: int) -> None:
+        self.slots = slots
         self.before = array("i", [NONE]) * slots
         self.after = array("i", [NONE]) * slots
 
+    @cached_property
+    def words(self) -> array[int]:
+        """One unsigned 32-bit word per slot, of the policy that holds it."""
+        return array("I", bytes(4 * self.slots))
 
-class LinkedList:
-    """One list threaded through shared Links: append, remove and iterate, oldest first."""
+    @cached_property
+    def times_s(self) -> array[float]:
+        """One time per slot, of the policy that holds it."""
+        return array("d", bytes(8 * self.slots))
 
-    def __init__(self, links: Links) -> None:
-        self._before = links.before
-        self._after = links.after
-        self.head = NONE
-        self._tail = NONE
-        self._length = 0
+    @cached_property
+    def ghosts(self) -> Ghosts:
+        return Ghosts(self.slots)
 
-    def append(self, slot: int) -> None:
-        self._before[slot] = self._tail
-        self._after[slot] = NONE
-        if self._tail == NONE:
-            self.head = slot
-        else:
-            self._after[self._tail] = slot
-        self._tail = slot
-        self._length += 1
-
-    def remove(self, slot: int) -> None:
-        before, after = self._before[slot], self._after[slot]
-        if before == NONE:
-            self.head = after
-        else:
-            self._after[before] = after
-        if after == NONE:
-            self._tail = before
-        else:
-            self._before[after] = before
-        self._length -= 1
-
-    def move_to_end(self, slot: int) -> None:
-        if slot != self._tail:
-            self.remove(slot)
-            self.append(slot)
-
-    def extend(self, slots: npt.NDArray[np.int32]) -> None:
-        """Append many to an empty list, vectorised."""
-        if not len(slots):
-            return
-        before = np.frombuffer(self._before, dtype=np.int32)
-        after = np.frombuffer(self._after, dtype=np.int32)
-        before[slots[1:]] = slots[:-1]
-        after[slots[:-1]] = slots[1:]
-        before[slots[0]] = after[slots[-1]] = NONE
-        self.head, self._tail, self._length = int(slots[0]), int(slots[-1]), len(slots)
-
-    def __iter__(self) -> Iterator[int]:
-        slot = self.head
-        while slot != NONE:
-            yield slot
-            slot = self._after[slot]
-
-    def __len__(self) -> int:
-        return self._length
+    def new_list(self) -> LinkedList:
+        """An empty list of slots."""
+        return LinkedList(self.before, self.after)

@@ -6,20 +6,23 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pdserve.kvpool.policies.base import LinkedList, Links
+from pdserve.kvpool.policies.base import Links, Times
 
 
 class Lru:
-    """An EvictionPolicy; a linked list in order of last use."""
+    """An EvictionPolicy; a linked list in order of last use. No memory beside the links."""
 
     def __init__(self, links: Links) -> None:
-        self._order = LinkedList(links)
+        self._order = links.new_list()
 
-    def on_insert(self, slot: int, now_s: float) -> None:
+    def on_insert(self, slot: int, key: bytes, now_s: float) -> None:
         self._order.append(slot)
 
     def on_hit(self, slot: int, now_s: float) -> None:
         self._order.move_to_end(slot)
+
+    def on_evict(self, slot: int, key: bytes) -> None:
+        self._order.remove(slot)
 
     def on_remove(self, slot: int) -> None:
         self._order.remove(slot)
@@ -27,8 +30,11 @@ class Lru:
     def victims(self) -> Iterator[int]:
         return iter(self._order)
 
-    def restore(self, slots: Sequence[int], now_s: float) -> None:
+    def restore(self, slots: Sequence[int], inserted_s: Times) -> None:
         self._order.extend(np.asarray(slots, dtype=np.int32))
+
+    def close(self) -> None:
+        pass
 
     def __len__(self) -> int:
         return len(self._order)

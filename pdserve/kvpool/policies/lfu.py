@@ -1,0 +1,95 @@
+"""Least frequently used, with ageing: evict the page with the fewest uses; of equals, the one unused longest.
+
+A list per frequency makes every step O(1) (Shah, Mitra, Matani: An O(1) algorithm for implementing the LFU
+cache eviction scheme, 2010). Without ageing a page that was hot once would stay for ever, so all
+frequencies are halved after every `WINDOW` uses per page held: TinyLFU's reset (Einziger, Friedman, Manes:
+TinyLFU, ACM Transactions on Storage 13(4), 2017). Halving joins each list 2f+1 to the end of list 2f, so it
+changes no order among the pages held, only their lead over pages to come; and it is O(1), for there are 64
+lists. A slot's word says its frequency and after how many halvings it was written, so that no slot needs to
+be visited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from pdserve.kvpool.policies.base import LinkedList, Links, Times
+
+MAX_FREQUENCY: Final = 63
+WINDOW: Final = 8  # uses per page held from one halving to the next
+MIN_USES: Final = 512  # between two halvings, however few the pages
+_BITS: Final = 6
+_EPOCHS: Final = 1 << (32 - _BITS)
+
+
+class Lfu:
+    """An EvictionPolicy; 4 bytes per page beside the links."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._words = links.words  # halvings seen (26 bits), frequency then (6 bits)
+        self._lists: dict[int, LinkedList] = {}  # by frequency
+        self._halvings = 0
+        self._uses = 0  # since the last halving
+        self._length = 0
+
+    def on_insert(self, slot: int, key: bytes, now_s: float) -> None:
+        self._length += 1
+        self._put(slot, 1)
+
+    def on_hit(self, slot: int, now_s: float) -> None:
+        frequency = self._frequency(slot)
+        self._lists[frequency].remove(slot)
+        self._put(slot, min(frequency + 1, MAX_FREQUENCY))
+
+    def on_evict(self, slot: int, key: bytes) -> None:
+        self.on_remove(slot)
+
+    def on_remove(self, slot: int) -> None:
+        self._length -= 1
+        self._lists[self._frequency(slot)].remove(slot)
+
+    def victims(self) -> Iterator[int]:
+        for frequency in sorted(self._lists):
+            yield from self._lists[frequency]
+
+    def restore(self, slots: Sequence[int], inserted_s: Times) -> None:
+        self._length = len(slots)
+        self._list(1).extend(np.asarray(slots, dtype=np.int32))
+        np.frombuffer(self._words, np.uint32)[np.asarray(slots, dtype=np.int64)] = self._word(1)
+
+    def close(self) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return self._length
+
+    def _put(self, slot: int, frequency: int) -> None:
+        self._list(frequency).append(slot)
+        self._words[slot] = self._word(frequency)
+        self._uses += 1
+        if self._uses >= max(MIN_USES, WINDOW * self._length):
+            self._halve()
+
+    def _list(self, frequency: int) -> LinkedList:
+        found = self._lists.get(frequency)
+        if found is None:
+            found = self._lists[frequency] = self._links.new_list()
+        return found
+
+    def _word(self, frequency: int) -> int:
+        return (self._halvings % _EPOCHS) << _BITS | frequency
+
+    def _frequency(self, slot: int) -> int:
+        word = self._words[slot]
+        return (word & MAX_FREQUENCY) >> min((self._halvings - (word >> _BITS)) % _EPOCHS, _BITS)
+
+    def _halve(self) -> None:
+        lists, self._lists = self._lists, {}
+        for frequency in sorted(lists):
+            self._list(frequency >> 1).take_all(lists[frequency])
+        self._halvings += 1
+        self._uses = 0

@@ -1,0 +1,303 @@
+"""Each eviction policy against the plainest program that does the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from pdserve.kvpool.policies import lfu as lfu_module
+from pdserve.kvpool.policies import make_policy
+from pdserve.kvpool.policies.arc import Arc
+from pdserve.kvpool.policies.base import Links
+from pdserve.kvpool.policies.ghosts import Ghosts
+from pdserve.kvpool.policies.lfu import Lfu
+from pdserve.kvpool.policies.links import NONE
+from pdserve.kvpool.policies.ttl import Ttl
+
+SLOTS = 12
+TTL_S = 5.0
+
+
+def key(n: int) -> bytes:
+    return n.to_bytes(32, "little")
+
+
+class Model:
+    """Pages by slot, in the order of being committed; `order` says which goes first."""
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+
+    def insert(self, slot: int, k: int, now_s: float) -> None:
+        self.slots.append(slot)
+
+    def hit(self, slot: int) -> None:
+        pass
+
+    def evict(self, slot: int, k: int) -> None:
+        self.remove(slot)
+
+    def remove(self, slot: int) -> None:
+        self.slots.remove(slot)
+
+    def order(self) -> list[int]:
+        return self.slots
+
+
+class LruModel(Model):
+    def hit(self, slot: int) -> None:
+        self.slots.remove(slot)
+        self.slots.append(slot)
+
+
+class LfuModel(Model):
+    """Counts, and the time of the last use; all counts are halved every so many uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank: dict[int, tuple[int, int, int]] = {}  # slot: count, then what decides between equals
+        self.uses = self.clock = 0
+
+    def use(self, slot: int, count: int) -> None:
+        self.clock += 1
+        self.rank[slot] = (min(count, lfu_module.MAX_FREQUENCY), 0, self.clock)
+        self.uses += 1
+        if self.uses >= max(lfu_module.MIN_USES, lfu_module.WINDOW * len(self.slots)):
+            self.uses = 0
+            for place, held in enumerate(self.order()):
+                # of counts that become equal the smaller one goes first, before any later use
+                self.rank[held] = (self.rank[held][0] // 2, 0, place - len(self.slots) - (1 << 30))
+            self.clock += 1
+
+    def insert(self, slot: int, k: int, now_s: float) -> None:
+        super().insert(slot, k, now_s)
+        self.use(slot, 1)
+
+    def hit(self, slot: int) -> None:
+        self.use(slot, self.rank[slot][0] + 1)
+
+    def remove(self, slot: int) -> None:
+        super().remove(slot)
+        del self.rank[slot]
+
+    def order(self) -> list[int]:
+        return sorted(self.slots, key=lambda slot: self.rank[slot])
+
+
+class ArcModel(Model):
+    """The paper's four lists, as lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.once: list[int] = []
+        self.again: list[int] = []
+        self.gone_once: list[int] = []  # keys
+        self.gone_again: list[int] = []
+        self.target = 0.0
+
+    def trim(self, pages: int) -> None:
+        while self.gone_once and len(self.once) + len(self.gone_once) > pages:
+            self.gone_once.pop(0)
+        total = len(self.once) + len(self.again)
+        while self.gone_again and total + len(self.gone_once) + len(self.gone_again) > 2 * pages:
+            self.gone_again.pop(0)
+
+    def insert(self, slot: int, k: int, now_s: float) -> None:
+        pages = len(self.once) + len(self.again) + 1
+        b1, b2 = len(self.gone_once), len(self.gone_again)
+        if k in self.gone_once:
+            self.target = min(self.target + max(b2 / b1, 1), pages)
+            self.gone_once.remove(k)
+            self.again.append(slot)
+        elif k in self.gone_again:
+            self.target = max(self.target - max(b1 / b2, 1), 0)
+            self.gone_again.remove(k)
+            self.again.append(slot)
+        else:
+            self.once.append(slot)
+        self.trim(pages)
+
+    def hit(self, slot: int) -> None:
+        self.remove_page(slot)
+        self.again.append(slot)
+
+    def remove_page(self, slot: int) -> None:
+        (self.once if slot in self.once else self.again).remove(slot)
+
+    def evict(self, slot: int, k: int) -> None:
+        pages = len(self.once) + len(self.again)
+        (self.gone_once if slot in self.once else self.gone_again).append(k)
+        self.remove_page(slot)
+        self.trim(pages)
+
+    def remove(self, slot: int) -> None:
+        self.remove_page(slot)
+        self.trim(len(self.once) + len(self.again))
+
+    def order(self) -> list[int]:
+        once, again = list(self.once), list(self.again)
+        found = []
+        while once or again:
+            from_once = once and (len(once) > self.target or not again)
+            found.append((once if from_once else again).pop(0))
+        return found
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "arc": ArcModel,
+    "fifo": Model,
+    "lfu": LfuModel,
+    "lru": LruModel,
+    "ttl": Model,
+}
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_the_order_of_eviction_is_the_models(name: str, data: st.DataObject) -> None:
+    """A small cache in use: pages come and are read, the best victim goes when all slots are taken (or
+    another one, where the best are pinned), and now and then a page is dropped.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lfu_module, "MIN_USES", 20)
+        policy = make_policy(name, Links(SLOTS), ttl_s=TTL_S if name == "ttl" else None)
+        model = MODELS[name]()
+        slot_of: dict[int, int] = {}
+        free = list(range(SLOTS))
+        steps = st.tuples(st.sampled_from("uuuuuuuuud"), st.integers(0, 25), st.integers(0, 9))
+        for now_s, (step, k, skip) in enumerate(data.draw(st.lists(steps, max_size=150))):
+            if step == "d" and k in slot_of:
+                slot = slot_of.pop(k)
+                policy.on_remove(slot)
+                model.remove(slot)
+                free.append(slot)
+            elif k in slot_of:
+                policy.on_hit(slot_of[k], now_s)
+                model.hit(slot_of[k])
+            elif step == "u":
+                if not free:
+                    slot = list(policy.victims())[skip % 3 if skip < 3 else 0]
+                    [gone] = [held for held, at in slot_of.items() if at == slot]
+                    policy.on_evict(slot, key(gone))
+                    model.evict(slot, gone)
+                    del slot_of[gone]
+                    free.append(slot)
+                slot_of[k] = free.pop()
+                policy.on_insert(slot_of[k], key(k), now_s)
+                model.insert(slot_of[k], k, now_s)
+            assert list(policy.victims()) == model.order()
+
+
+@given(hits=st.lists(st.integers(0, 3), max_size=400))
+def test_lfu_a_page_that_was_hot_once_does_not_stay_for_ever(hits: list[int]) -> None:
+    policy = Lfu(Links(8))
+    policy.on_insert(7, key(7), 0.0)
+    for _ in range(200):
+        policy.on_hit(7, 0.0)
+    for slot in range(4):
+        policy.on_insert(slot, key(slot), 0.0)
+    for slot in hits:
+        policy.on_hit(slot, 0.0)
+    for n in range(6 * lfu_module.MIN_USES):
+        policy.on_hit(n % 4, 1.0)
+    assert next(policy.victims()) == 7
+
+
+def test_arc_a_scan_leaves_alone_what_is_used_again() -> None:
+    policy = Arc(Links(SLOTS))
+    for slot in range(4):
+        policy.on_insert(slot, key(slot), 0.0)
+        policy.on_hit(slot, 0.0)
+    free = list(range(4, SLOTS))
+    held: dict[int, int] = {}
+    for k in range(100, 200):
+        if not free:
+            slot = next(policy.victims())
+            policy.on_evict(slot, key(held.pop(slot)))
+            free.append(slot)
+        slot = free.pop()
+        policy.on_insert(slot, key(k), 0.0)
+        held[slot] = k
+    assert sorted(policy.victims())[:4] == [0, 1, 2, 3]
+
+
+def test_arc_ghosts_are_no_more_than_the_pages_held() -> None:
+    links = Links(SLOTS)
+    policy = Arc(links)
+    for n in range(200):
+        slot = n % SLOTS
+        if n >= SLOTS:
+            policy.on_evict(slot, key(n - SLOTS))
+        policy.on_insert(slot, key(n), 0.0)
+        if n % 3:
+            policy.on_hit(slot, 0.0)
+    assert len(links.ghosts._kind) <= SLOTS + 1
+
+
+def test_ttl_pages_end_in_order_and_a_read_does_not_renew_them() -> None:
+    policy = Ttl(Links(SLOTS), TTL_S)
+    for slot, now_s in ((3, 0.0), (1, 1.0), (2, 1.0)):
+        policy.on_insert(slot, key(slot), now_s)
+    policy.on_hit(3, 4.0)
+    assert (list(policy.ended(4.9)), policy.next_end_s) == ([], 5.0)
+    assert list(policy.ended(5.0)) == [3]
+    assert list(policy.ended(6.0)) == [3, 1, 2]
+    assert (policy.has_ended(1, 5.9), policy.has_ended(1, 6.0)) == (False, True)
+    policy.on_remove(3)
+    assert policy.next_end_s == 6.0
+
+
+class GhostMachine(RuleBasedStateMachine):
+    """Ghosts of several owners against dicts; owners come and go."""
+
+    @initialize()
+    def start(self) -> None:
+        self.ghosts = Ghosts(16)
+        self.owners: dict[int, tuple[object, dict[bytes, int]]] = {}
+        self.most = 0
+        self.open()
+
+    @rule()
+    def open(self) -> None:
+        if len(self.owners) < 4:
+            self.owners[self.ghosts.new_owner()] = (self.ghosts.new_list(), {})
+
+    @rule(data=st.data(), n=st.integers(0, 40), kind=st.integers(0, 1))
+    def add_or_forget(self, data: st.DataObject, n: int, kind: int) -> None:
+        owner = data.draw(st.sampled_from(sorted(self.owners)))
+        ghosts, model = self.owners[owner]
+        if key(n) in model:
+            self.ghosts.forget(self.ghosts.find(owner, key(n)), ghosts)  # type: ignore[arg-type]
+            del model[key(n)]
+        else:
+            self.ghosts.add(owner, key(n), kind, ghosts)  # type: ignore[arg-type]
+            model[key(n)] = kind
+
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        if len(self.owners) > 1:
+            owner = data.draw(st.sampled_from(sorted(self.owners)))
+            self.ghosts.forget_all(self.owners.pop(owner)[0])  # type: ignore[arg-type]
+
+    @invariant()
+    def each_owner_finds_its_own(self) -> None:
+        if not hasattr(self, "owners"):
+            return
+        self.most = max(self.most, sum(len(model) for _, model in self.owners.values()))
+        assert len(self.ghosts._kind) <= self.most
+        for owner, (ghosts, model) in self.owners.items():
+            assert len(ghosts) == len(model)  # type: ignore[arg-type]
+            for n in range(41):
+                ghost = self.ghosts.find(owner, key(n))
+                assert (ghost != NONE) == (key(n) in model)
+                if ghost != NONE:
+                    assert self.ghosts.kind(ghost) == model[key(n)]
+
+
+TestGhosts = GhostMachine.TestCase
+TestGhosts.settings = settings(max_examples=30, stateful_step_count=60, deadline=None)
