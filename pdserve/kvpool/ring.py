@@ -53,11 +53,31 @@ class Ring:
 
     def owners(self, keys: Sequence[bytes]) -> npt.NDArray[np.int32]:
         """Index into `nodes` of each key's owner, shape [len(keys)]. Raises LookupError when empty."""
-        if not self.nodes:
-            raise LookupError("the pool ring has no nodes")
         if len(self.nodes) == 1:
             return np.zeros(len(keys), np.int32)
-        return self._owners[self._places(keys)]
+        return self.owners_at(positions_of(keys))
+
+    def owners_at(self, positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.int32]:
+        """Index into `nodes` of the owner of each position, shape [n]. Raises LookupError when empty."""
+        if not self.nodes:
+            raise LookupError("the pool ring has no nodes")
+        return self._owners[self._places(positions)]
+
+    def number(self, name: str) -> int:
+        """The node's index into `nodes`; -1 when it owns nothing here."""
+        return next((i for i, node in enumerate(self.nodes) if node.node == name), -1)
+
+    def sources(self, before: Ring, name: str) -> list[str]:
+        """Whose keys of `before` the node owns here, by its points: who lost most to it first."""
+        me = self.number(name)
+        if me < 0 or not before.nodes:
+            return []
+        # its own points lie where it came in between others, others' old points where they have gone
+        entered = before.owners_at(self._positions[self._owners == me])
+        inherited = before._owners[self.owners_at(before._positions) == me]
+        points = np.bincount(np.concatenate([entered, inherited]), minlength=len(before.nodes))
+        ordered = np.argsort(-points, kind="stable").tolist()
+        return [before.nodes[i].node for i in ordered if points[i] and before.nodes[i].node != name]
 
     def split(self, keys: Sequence[bytes]) -> dict[str, list[int]]:
         """The places of `keys` by owner's name, each list ascending; owners of nothing are left out."""
@@ -72,7 +92,7 @@ class Ring:
         """
         found: list[int] = []
         if self.nodes:
-            start = int(self._places([key])[0])
+            start = int(self._places(positions_of([key]))[0])
             wanted = min(count, len(self.nodes))
             total = len(self._owners)
             for step in range(total):
@@ -92,11 +112,15 @@ class Ring:
         """The next epoch's ring without the node."""
         return Ring([node for node in self.nodes if node.node != name], self.epoch + 1)
 
-    def _places(self, keys: Sequence[bytes]) -> npt.NDArray[np.intp]:
-        positions = np.frombuffer(b"".join(keys), dtype="<u8")[:: KEY_BYTES // 8]
+    def _places(self, positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.intp]:
         places = np.searchsorted(self._positions, positions)
         places[places == len(self._positions)] = 0
         return places
+
+
+def positions_of(keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    """Where keys of 32 bytes lie on the ring, shape [len(keys)]."""
+    return np.frombuffer(b"".join(keys), dtype="<u8")[:: KEY_BYTES // 8]
 
 
 def _points(node: NodeAddress) -> npt.NDArray[np.uint64]:

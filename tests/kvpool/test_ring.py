@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool.messages import NodeAddress
-from pdserve.kvpool.ring import MAX_WEIGHT_SUM, Ring
+from pdserve.kvpool.ring import MAX_WEIGHT_SUM, Ring, positions_of
 
 KEYS = [random.Random(seed).randbytes(32) for seed in range(20_000)]
 
@@ -99,3 +99,19 @@ def test_bad_rings_are_refused_by_name() -> None:
         Ring(nodes(MAX_WEIGHT_SUM, 1))
     with pytest.raises(LookupError):
         Ring([]).owner(KEYS[0])
+
+
+def test_positions_have_the_owners_of_their_keys() -> None:
+    ring = Ring(nodes(1, 2, 1))
+    assert (ring.owners_at(positions_of(KEYS)) == ring.owners(KEYS)).all()
+    assert [ring.number(name) for name in ("n0", "n2", "nobody")] == [0, 2, -1]
+
+
+def test_sources_are_those_who_lost_keys_to_a_node_most_first() -> None:
+    before = Ring(nodes(1, 8, 1))
+    assert before.joined(NodeAddress("new", "", 4)).sources(before, "new")[0] == "n1"
+    assert set(before.joined(NodeAddress("new", "", 4)).sources(before, "new")) == {"n0", "n1", "n2"}
+    assert before.left("n2").sources(before, "n0") == ["n2"]
+    assert before.sources(before, "n0") == []
+    assert before.left("n2").sources(before, "n2") == []
+    assert before.sources(Ring([]), "n0") == []

@@ -1,0 +1,343 @@
+"""What a node pulls from the others after the ring changed: from whom, in which order, how fast. Pure.
+
+The new owner pulls. It does not reason about who had which pages before: rings may have changed several times
+meanwhile, and a node may have been away. It asks every other living member which pages it holds that are the
+asker's under the new ring, and fetches those that it lacks. Members that lost most to it come first.
+
+One member is gone through in passes:
+
+    Survey   which namespaces has it?                     -> Surveyed
+    List     which pages there are mine, from a cursor?   -> Listed, without those that I have already
+    Pull     fetch a batch of these                       -> Pulled
+
+A member answers only once it knows the asker's epoch. From then on it grants no ordinary client a reservation
+of a page that is not its own, so pages of mine can only still come to it from reservations made before: a
+namespace is done after a pass that began when none of these was open (`Listed.writing` of the first answer),
+and gone through again otherwise. Those end with their lease, so there are few passes.
+
+The node has settled when every member is done. A member that fails is tried again, later each time, and
+passed over after `attempts` failures in a row: what it had may be missed, which is all that this costs. A
+member that died leaves the view, and the new view begins everything anew.
+
+A new view abandons what was planned. What was pulled stays, and is not listed again because it is there. A
+request that is still out is waited for, so no member ever has two.
+
+Pages come at `bytes_s` at most, by a bucket of tokens that may go into debt by one batch: a page may be
+larger than any bucket. What a batch turned out not to need is given back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+import msgspec
+
+BURST_S: Final = 0.1  # of unused bandwidth that may be made up for
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationLimits:
+    """`bytes_s` 0: as fast as it goes."""
+
+    bytes_s: float = 0.0
+    batch_bytes: int = 8 << 20
+    batch_pages: int = 64
+    list_keys: int = 4096
+    max_peers: int = 4  # asked at a time, with one request each
+    attempts: int = 6
+    retry_s: float = 0.25  # doubled with every failure in a row
+    max_retry_s: float = 5.0
+    stale_retry_s: float = 0.1  # until a member knows our epoch, or we know its
+    stale_patience_s: float = 30.0  # from then on that is a failure
+    writing_retry_s: float = 0.2  # between passes
+
+
+# --- events
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """The view changed. `peers`: the other living members, the likeliest to have our pages first."""
+
+    epoch: int
+    peers: tuple[str, ...]
+
+
+class Surveyed(msgspec.Struct, frozen=True):
+    ask: int
+    namespaces: tuple[str, ...]
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """The pages that we lack; `cursor` 0 at the end; `writing`: open reservations of pages of ours."""
+
+    ask: int
+    keys: Sequence[bytes]
+    lengths: Sequence[int]
+    cursor: int
+    writing: int
+
+
+class Pulled(msgspec.Struct, frozen=True):
+    """`pages` of `moved_bytes` are ours now; the others were there already, or are not to be had.
+
+    `full`: there was no room for at least one.
+    """
+
+    ask: int
+    pages: int
+    moved_bytes: int
+    full: bool = False
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """The member did not answer, or not this. `stale`: only because its epoch is not ours yet."""
+
+    ask: int
+    stale: bool = False
+
+
+class Elapsed(msgspec.Struct, frozen=True):
+    """Time passed; wanted at `Migration.next_deadline_s`."""
+
+
+MoveEvent: TypeAlias = Begin | Surveyed | Listed | Pulled | Failed | Elapsed
+
+
+# --- actions
+
+
+class Survey(msgspec.Struct, frozen=True):
+    ask: int
+    epoch: int
+    peer: str
+
+
+class List(msgspec.Struct, frozen=True):
+    ask: int
+    epoch: int
+    peer: str
+    namespace: str
+    cursor: int
+    limit: int
+
+
+class Pull(msgspec.Struct, frozen=True):
+    ask: int
+    epoch: int
+    peer: str
+    namespace: str
+    keys: Sequence[bytes]
+    lengths: Sequence[int]
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """Everything that is ours under this epoch's ring, and could be had, is here."""
+
+    epoch: int
+
+
+MoveAction: TypeAlias = Survey | List | Pull | Settled
+
+
+@dataclass(slots=True)
+class _Peer:
+    """Where we are with one member."""
+
+    name: str
+    surveyed: bool = False
+    todo: deque[str] = field(default_factory=deque)  # namespaces of this pass, the current one first
+    again: list[str] = field(default_factory=list)  # namespaces of the next pass
+    cursor: int = 0
+    listed: bool = False  # the current namespace up to its end
+    keys: deque[bytes] = field(default_factory=deque)  # lacking here, of the current namespace
+    lengths: deque[int] = field(default_factory=deque)
+    failures: int = 0  # in a row
+    stale_s: float = 0.0  # waited for it to know our epoch
+    not_before_s: float = 0.0
+
+
+class Migration:
+    """The plan of one node. `handle` returns what to do; each action but Settled is answered by one event."""
+
+    def __init__(self, limits: MigrationLimits) -> None:
+        self.epoch = 0
+        self.settled = 0
+        self.next_deadline_s = float("inf")
+        self.pages_pulled = 0
+        self.bytes_pulled = 0
+        self.pulls_failed = 0
+        self.peers_given_up = 0
+        self._limits = limits
+        self._peers: dict[str, _Peer] = {}  # not done yet, in order
+        self._out: dict[int, tuple[int, Survey | List | Pull]] = {}  # by ask; its bytes
+        self._busy: set[str] = set()  # members with a request out
+        self._full: set[str] = set()  # namespaces without room here
+        self._last_ask = 0
+        self._tokens = 0.0
+        self._tokens_at_s: float | None = None
+
+    @property
+    def moving(self) -> bool:
+        """Whether there is anything left to do."""
+        return bool(self._peers)
+
+    @property
+    def pages_to_move(self) -> int:
+        """Those known so far."""
+        out = sum(len(action.keys) for _, action in self._out.values() if isinstance(action, Pull))
+        return out + sum(len(peer.keys) for peer in self._peers.values())
+
+    def handle(self, event: MoveEvent, now_s: float) -> list[MoveAction]:
+        """What to do about the event, in order."""
+        out: list[MoveAction] = []
+        if isinstance(event, Begin):
+            self.epoch = event.epoch
+            self._peers = {name: _Peer(name, not_before_s=now_s) for name in event.peers}
+            self._full.clear()
+        elif not isinstance(event, Elapsed):
+            self._answered(event, now_s)
+        self._advance(now_s, out)
+        if not self._peers and self.settled != self.epoch:
+            self.settled = self.epoch
+            out.append(Settled(self.epoch))
+        return out
+
+    # --- answers
+
+    def _answered(self, event: Surveyed | Listed | Pulled | Failed, now_s: float) -> None:
+        charged_bytes, action = self._out.pop(event.ask)
+        self._busy.discard(action.peer)
+        moved_bytes = 0
+        if isinstance(event, Pulled):
+            self.pages_pulled += event.pages
+            self.bytes_pulled += event.moved_bytes
+            moved_bytes = event.moved_bytes
+        self._tokens += charged_bytes - moved_bytes
+        peer = self._peers.get(action.peer)
+        if peer is None or action.epoch != self.epoch:
+            return  # of a view that is over
+        if isinstance(event, Failed):
+            self._failed(peer, action, event.stale, now_s)
+            return
+        peer.failures = 0
+        if isinstance(event, Surveyed):
+            peer.surveyed = True
+            peer.todo.extend(event.namespaces)
+        elif isinstance(event, Listed):
+            assert isinstance(action, List)
+            if action.cursor == 0 and event.writing:
+                peer.again.append(action.namespace)
+            peer.keys.extend(event.keys)
+            peer.lengths.extend(event.lengths)
+            peer.cursor = event.cursor
+            peer.listed = event.cursor == 0
+        elif event.full:
+            assert isinstance(action, Pull)
+            self._full.add(action.namespace)
+        self._step(peer, now_s)
+
+    def _failed(self, peer: _Peer, action: Survey | List | Pull, stale: bool, now_s: float) -> None:
+        limits = self._limits
+        if isinstance(action, Pull):
+            self.pulls_failed += 1
+            peer.keys.extendleft(reversed(action.keys))
+            peer.lengths.extendleft(reversed(action.lengths))
+        if stale and peer.stale_s < limits.stale_patience_s:
+            peer.stale_s += limits.stale_retry_s
+            peer.not_before_s = now_s + limits.stale_retry_s
+            return
+        peer.failures += 1
+        if peer.failures >= limits.attempts:
+            self.peers_given_up += 1
+            del self._peers[peer.name]
+            return
+        peer.not_before_s = now_s + min(limits.max_retry_s, limits.retry_s * 2 ** (peer.failures - 1))
+
+    def _step(self, peer: _Peer, now_s: float) -> None:
+        """Leave behind what is done: a namespace, a pass, the member."""
+        while peer.todo and ((peer.listed and not peer.keys) or peer.todo[0] in self._full):
+            peer.todo.popleft()
+            peer.cursor, peer.listed = 0, False
+            peer.keys.clear()
+            peer.lengths.clear()
+        if peer.surveyed and not peer.todo:
+            peer.todo.extend(name for name in peer.again if name not in self._full)
+            peer.again.clear()
+            peer.not_before_s = now_s + self._limits.writing_retry_s
+            if not peer.todo:
+                del self._peers[peer.name]
+
+    # --- requests
+
+    def _advance(self, now_s: float, out: list[MoveAction]) -> None:
+        self.next_deadline_s = float("inf")
+        self._refill(now_s)
+        for peer in list(self._peers.values()):
+            if len(self._busy) >= self._limits.max_peers:
+                return  # an answer will come
+            if peer.name in self._busy:
+                continue
+            if peer.not_before_s > now_s:
+                self.next_deadline_s = min(self.next_deadline_s, peer.not_before_s)
+            else:
+                self._ask(peer, now_s, out)
+
+    def _ask(self, peer: _Peer, now_s: float, out: list[MoveAction]) -> None:
+        self._step(peer, now_s)
+        if peer.name not in self._peers:
+            return
+        limits, ask, charged_bytes = self._limits, self._last_ask + 1, 0
+        action: Survey | List | Pull
+        if not peer.surveyed:
+            action = Survey(ask, self.epoch, peer.name)
+        elif not peer.keys:
+            action = List(ask, self.epoch, peer.name, peer.todo[0], peer.cursor, limits.list_keys)
+        elif limits.bytes_s and self._tokens <= -1:  # a fraction of a byte is rounding
+            self.next_deadline_s = min(self.next_deadline_s, now_s - self._tokens / limits.bytes_s)
+            return
+        else:
+            keys, lengths = self._batch(peer)
+            charged_bytes = sum(lengths)
+            self._tokens -= charged_bytes
+            action = Pull(ask, self.epoch, peer.name, peer.todo[0], keys, lengths)
+        self._last_ask = ask
+        self._out[ask] = (charged_bytes, action)
+        self._busy.add(peer.name)
+        out.append(action)
+
+    def _batch(self, peer: _Peer) -> tuple[list[bytes], list[int]]:
+        """At least one page; then as many as the limits allow."""
+        keys: list[bytes] = []
+        lengths: list[int] = []
+        total_bytes = 0
+        while peer.keys and len(keys) < self._limits.batch_pages:
+            if keys and total_bytes + peer.lengths[0] > self._limits.batch_bytes:
+                break
+            keys.append(peer.keys.popleft())
+            lengths.append(peer.lengths.popleft())
+            total_bytes += lengths[-1]
+        return keys, lengths
+
+    def _refill(self, now_s: float) -> None:
+        rate = self._limits.bytes_s
+        if self._tokens_at_s is not None:
+            self._tokens = min(BURST_S * rate, self._tokens + rate * (now_s - self._tokens_at_s))
+        self._tokens_at_s = now_s
+
+    # --- conservation
+
+    def check(self) -> None:
+        """Assert that the plan is whole. For tests."""
+        assert self._busy == {action.peer for _, action in self._out.values()}
+        assert len(self._out) == len(self._busy) <= self._limits.max_peers
+        for peer in self._peers.values():
+            assert len(peer.keys) == len(peer.lengths)
+            assert not peer.keys or peer.todo
+        if not self._peers:
+            assert self.settled == self.epoch
+        waiting = any(name not in self._busy for name in self._peers)
+        if waiting and len(self._busy) < self._limits.max_peers:
+            assert self.next_deadline_s < float("inf"), "it would wait for good"
