@@ -43,6 +43,8 @@ PURE = (
     "pdserve.kvpool.waits",
     "pdserve.kvpool.table",
     "pdserve.kvpool.policies*",
+    "pdserve.kvpool.tiers.segment_format",
+    "pdserve.kvpool.tiers.segment_plan",
     "pdserve.router.plan",
     "pdserve.router.policies*",
     "pdserve.router.sessions",

@@ -1,1 +1,1 @@
-"""Storage tiers of a pool node."""
+"""Storage below the pool's memory: SSD, mounted directories, and whatever else is installed."""

@@ -1,0 +1,296 @@
+"""The directory tier: one file per page in a mounted directory (NFS, a parallel file system).
+
+    <path>/lock                              held by the node that uses the directory, where locks work
+           namespaces.json                   the node's list of namespaces, for a start after a reboot
+           pages/<namespace>/<k>/<key>       k: first byte of the key; both in hex
+           trash/...                         folders of forgotten namespaces, emptied in the background
+
+A file is one block like a segment's record header (segment_format.py; nonce and block 0), then the page's
+bytes. It is written under a temporary name and renamed, so that a page is there whole or not at all; a page
+is checked when it is read, whatever the mount made of it. Several nodes may share a mount: each is given a
+directory of its own in it.
+
+The index is made by listing folders, which asks for names and sizes and opens no file. When the capacity is
+reached, the files unused for longest go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from pdserve.kvpool.tiers.base import (
+    CORRUPT,
+    GONE,
+    LOADED,
+    READ_FAILED,
+    REFUSED,
+    STORED,
+    WRITE_FAILED,
+    PageMemory,
+    PageName,
+    PutResult,
+    ReadResult,
+    TierPage,
+    TierSettings,
+)
+from pdserve.kvpool.tiers.files import claim_directory, read_options, read_text, sync_directory, write_durably
+from pdserve.kvpool.tiers.segment_format import (
+    BLOCK_BYTES,
+    MAX_PAGE_BYTES,
+    decode_record_header,
+    digest_of,
+    encode_record_header,
+)
+
+logger = logging.getLogger(__name__)
+
+LEAVING_PAGES: Final = 64  # reported at a time
+_KEY_CHARS: Final = 64
+
+
+class DirectoryOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The directory tier has no options of its own."""
+
+
+class DirectoryTier:
+    """A `Tier` in any directory."""
+
+    def __init__(self, settings: TierSettings) -> None:
+        read_options(settings, "directory", DirectoryOptions)
+        self._settings = settings
+        self._path = settings.path
+        self._pages = settings.path / "pages"
+        self._trash = settings.path / "trash"
+        self.capacity_bytes = settings.capacity_bytes
+        self._lock_fd = claim_directory(settings)
+        self._lock = threading.Lock()
+        self._index: OrderedDict[tuple[int, bytes], int] = (
+            OrderedDict()
+        )  # -> length; unused for longest first
+        self._used_bytes = 0
+        self._closed = False
+
+    @property
+    def used_bytes(self) -> int:
+        """See `Tier`."""
+        return self._used_bytes
+
+    def namespaces(self) -> str | None:
+        """See `Tier`."""
+        return read_text(self._path / "namespaces.json")
+
+    def save_namespaces(self, text: str) -> str:
+        """See `Tier`."""
+        return write_durably(self._path / "namespaces.json", text)
+
+    # --- starting
+
+    def scan(self, known: Collection[int]) -> Iterator[list[TierPage]]:
+        """See `Tier`. Checksums and sequences are in the files, which are not opened: reported as 0."""
+        ages: list[tuple[float, int, bytes]] = []
+        for folder in _entries(self._pages):
+            namespace = int(folder.name) if folder.name.isdecimal() else -1
+            if namespace not in known:
+                self._discard(Path(folder.path))
+                continue
+            for shard in _entries(Path(folder.path)):
+                pages = []
+                for found, modified_s in self._files(namespace, Path(shard.path)):
+                    ages.append((modified_s, namespace, found.key))
+                    pages.append(found)
+                if pages:
+                    yield pages
+        with self._lock:
+            for _, namespace, key in sorted(ages):
+                if (namespace, key) in self._index:
+                    self._index.move_to_end((namespace, key))
+
+    def _files(self, namespace: int, shard: Path) -> Iterator[tuple[TierPage, float]]:
+        for entry in _entries(shard):
+            try:
+                key = bytes.fromhex(entry.name) if len(entry.name) == _KEY_CHARS else b""
+                found = entry.stat()
+            except (ValueError, OSError):
+                key = b""
+            length = found.st_size - BLOCK_BYTES if key else 0
+            if length <= 0 or key.hex() != entry.name:
+                _unlink(Path(entry.path))  # a temporary name, or cut short
+                continue
+            self._add(namespace, key, length)
+            yield TierPage(namespace, key, length, 0, 0), found.st_mtime
+
+    # --- writing
+
+    def put(self, pages: Sequence[TierPage], data: Sequence[PageMemory]) -> PutResult:
+        """See `Tier`."""
+        statuses = []
+        problem = ""
+        for page, memory in zip(pages, data, strict=True):
+            size = BLOCK_BYTES + page.length_bytes
+            if size > self.capacity_bytes or page.length_bytes > MAX_PAGE_BYTES:
+                statuses.append(REFUSED)
+                continue
+            if problem:
+                statuses.append(WRITE_FAILED)
+                continue
+            self._make_room(size)
+            try:
+                self._write(page, memory)
+            except OSError as error:
+                problem = f"{self._path}: {error.strerror or error}"
+                statuses.append(WRITE_FAILED)
+                continue
+            self._add(page.namespace, page.key, page.length_bytes)
+            statuses.append(STORED)
+        return PutResult(statuses, problem)
+
+    def _write(self, page: TierPage, memory: PageMemory) -> None:
+        path = self._file(page.namespace, page.key)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        head = bytearray(BLOCK_BYTES)
+        data = memory[: page.length_bytes].data
+        encode_record_header(head, 0, 0, 0, page, page.checksum or digest_of(data))
+        temporary = path.with_suffix(".tmp")
+        try:
+            with temporary.open("wb", buffering=0) as file:
+                for part in (memoryview(head), data):
+                    while part:
+                        part = part[file.write(part) :]
+            temporary.replace(path)
+        except OSError:
+            _unlink(temporary)
+            raise
+
+    def _make_room(self, size: int) -> None:
+        while self._used_bytes + size > self.capacity_bytes and self._index:
+            leaving: list[PageName] = []
+            freed = 0
+            with self._lock:
+                for (namespace, key), length in self._index.items():
+                    if (
+                        len(leaving) == LEAVING_PAGES
+                        or self._used_bytes - freed + size <= self.capacity_bytes
+                    ):
+                        break
+                    leaving.append(PageName(namespace, key, length))
+                    freed += BLOCK_BYTES + length
+            self._settings.leaving(leaving)
+            self.forget(leaving)
+
+    # --- reading
+
+    def read(self, names: Sequence[PageName], into: Sequence[PageMemory]) -> list[ReadResult]:
+        """See `Tier`."""
+        return [self._read(name, memory) for name, memory in zip(names, into, strict=True)]
+
+    def _read(self, name: PageName, memory: PageMemory) -> ReadResult:
+        with self._lock:
+            if self._index.get((name.namespace, name.key)) != name.length_bytes:
+                return ReadResult(GONE)
+            self._index.move_to_end((name.namespace, name.key))
+        head = bytearray(BLOCK_BYTES)
+        data = memory[: name.length_bytes].data
+        try:
+            fd = os.open(self._file(name.namespace, name.key), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                whole = os.preadv(fd, [head, data], 0) == BLOCK_BYTES + name.length_bytes
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
+            return ReadResult(GONE)
+        except OSError as error:
+            logger.warning("node %s: %s: %s", self._settings.node, self._path, error.strerror)
+            return ReadResult(READ_FAILED)
+        record = decode_record_header(head, 0, 0)
+        if not whole or record is None:
+            return ReadResult(CORRUPT)
+        page = record.page
+        if (page.namespace, page.key, page.length_bytes) != (name.namespace, name.key, name.length_bytes):
+            return ReadResult(CORRUPT)
+        if digest_of(data) != record.digest:
+            return ReadResult(CORRUPT)
+        return ReadResult(LOADED, page)
+
+    # --- forgetting
+
+    def forget(self, names: Sequence[PageName]) -> None:
+        """See `Tier`."""
+        for name in names:
+            if self._remove(name.namespace, name.key):
+                _unlink(self._file(name.namespace, name.key))
+
+    def forget_namespace(self, namespace: int, before_sequence: int) -> str:
+        """See `Tier`."""
+        with self._lock:
+            keys = [key for number, key in self._index if number == namespace]
+        for key in keys:
+            self._remove(namespace, key)
+        return self._discard(self._pages / str(namespace))
+
+    def _discard(self, folder: Path) -> str:
+        """Out of the way now, removed later."""
+        try:
+            self._trash.mkdir(mode=0o700, exist_ok=True)
+            folder.rename(self._trash / secrets.token_hex(8))
+            sync_directory(self._pages)
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            return f"{folder}: {error.strerror or error}"
+        return ""
+
+    def maintain(self) -> bool:
+        """See `Tier`. One folder of the trash at a time."""
+        for folder in _entries(self._trash):
+            shards = _entries(Path(folder.path))
+            shutil.rmtree(shards[0].path if shards else folder.path, ignore_errors=True)
+            return not Path(shards[0].path if shards else folder.path).exists()
+        return False
+
+    def close(self) -> None:
+        """See `Tier`."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._lock_fd)
+
+    # --- the index
+
+    def _add(self, namespace: int, key: bytes, length_bytes: int) -> None:
+        with self._lock:
+            old = self._index.pop((namespace, key), None)
+            self._index[namespace, key] = length_bytes
+            self._used_bytes += length_bytes + BLOCK_BYTES - (0 if old is None else old + BLOCK_BYTES)
+
+    def _remove(self, namespace: int, key: bytes) -> bool:
+        with self._lock:
+            length = self._index.pop((namespace, key), None)
+            if length is not None:
+                self._used_bytes -= length + BLOCK_BYTES
+        return length is not None
+
+    def _file(self, namespace: int, key: bytes) -> Path:
+        return self._pages / str(namespace) / f"{key[0]:02x}" / key.hex()
+
+
+def _entries(path: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            return list(entries)
+    except OSError:
+        return []
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):  # it is found again at the next start
+        path.unlink()

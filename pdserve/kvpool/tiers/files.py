@@ -1,0 +1,152 @@
+"""What tiers that keep files have in common: a directory that is ours alone, small files that outlive a
+crash.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from pdserve.errors import ConfigError, StartupError
+from pdserve.kvpool.tiers.base import TierSettings
+
+logger = logging.getLogger(__name__)
+
+Options = TypeVar("Options", bound=msgspec.Struct)
+GIB = 1 << 30
+
+
+def read_options(settings: TierSettings, kind: str, wanted: type[Options]) -> Options:
+    """The tier's own options, typed. Raises ConfigError."""
+    try:
+        return msgspec.convert(dict(settings.options), wanted)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(
+            f"node {settings.node}: tier {kind} at {settings.path}: options: {error}"
+        ) from error
+
+
+def claim_directory(settings: TierSettings) -> int:
+    """Make the directory if need be, see that it can be written, lock it; the lock's file descriptor.
+
+    Raises StartupError.
+    """
+    path, node = settings.path, settings.node
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StartupError(
+            f"node {node}: cannot use {path} for a tier: {error.strerror}: make it a directory that this "
+            "user may write to, or choose another path"
+        ) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _check_capacity(settings)
+    except BlockingIOError:
+        pid = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
+        raise StartupError(
+            f"node {node}: the tier's directory {path} is in use by the process {pid}: give each node a "
+            "directory of its own"
+        ) from None
+    except StartupError:
+        os.close(fd)
+        raise
+    except OSError as error:  # a file system without locks
+        logger.warning("node %s: tier at %s is not locked: %s", node, path, error.strerror)
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, str(os.getpid()).encode(), 0)
+    return fd
+
+
+def _check_capacity(settings: TierSettings) -> None:
+    space = os.statvfs(settings.path)
+    total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
+    if total and settings.capacity_bytes > total:  # some file systems do not know
+        raise StartupError(
+            f"node {settings.node}: tier at {settings.path}: capacity_bytes of "
+            f"{settings.capacity_bytes / GIB:.2f} GiB is more than its file system has "
+            f"({total / GIB:.2f} GiB): lower it, or choose another path"
+        )
+    ours = sum(entry.stat().st_blocks * 512 for entry in os.scandir(settings.path) if entry.is_file())
+    if total and settings.capacity_bytes > free + ours:
+        logger.warning(
+            "node %s: tier at %s: only %.2f GiB of its capacity_bytes of %.2f GiB are free: when they are "
+            "used up, pages are no longer written there",
+            settings.node,
+            settings.path,
+            free / GIB,
+            settings.capacity_bytes / GIB,
+        )
+
+
+def write_durably(path: Path, text: str) -> str:
+    """Replace a small file as a whole, through a crash too; "" or what went wrong, in words."""
+    temporary = path.with_suffix(".new")
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        return f"{path}: {error.strerror or error}"
+    return ""
+
+
+def sync_directory(path: Path) -> None:
+    """Make names made or removed in it durable. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_text(path: Path) -> str | None:
+    """None when it is not there or cannot be read."""
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        logger.warning("cannot read %s: %s", path, error)
+        return None
+
+
+class Forgotten:
+    """Which pages of which namespaces were forgotten, durably: those with a sequence below the number."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.before: dict[int, int] = {}
+        text = read_text(path)
+        if text is not None:
+            try:
+                self.before = msgspec.json.decode(text, type=dict[int, int])
+            except msgspec.MsgspecError as error:
+                logger.warning("%s is damaged and is ignored: %s", path, error)
+
+    def covers(self, namespace: int, sequence: int) -> bool:
+        return sequence < self.before.get(namespace, 0)
+
+    def add(self, namespace: int, before_sequence: int) -> str:
+        """ "" or why it could not be saved."""
+        self.before[namespace] = max(before_sequence, self.before.get(namespace, 0))
+        return self._save()
+
+    def keep_only(self, namespaces: set[int]) -> None:
+        """Numbers are not used again, so what is said of others is of no use."""
+        if not self.before.keys() <= namespaces:
+            self.before = {number: before for number, before in self.before.items() if number in namespaces}
+            self._save()
+
+    def _save(self) -> str:
+        return write_durably(self._path, msgspec.json.encode(self.before).decode())
