@@ -34,6 +34,7 @@ PURE = (
     "pdserve.kvpool.index",
     "pdserve.kvpool.namespaces",
     "pdserve.kvpool.leases",
+    "pdserve.kvpool.listing",
     "pdserve.kvpool.events",
     "pdserve.kvpool.state",
     "pdserve.kvpool.store",

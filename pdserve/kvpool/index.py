@@ -29,7 +29,18 @@ class Facts:
 class NamespacePages:
     """The pages of one namespace."""
 
-    __slots__ = ("committed", "evictions", "hits", "misses", "page_bytes", "writing")
+    __slots__ = (
+        "committed",
+        "evictions",
+        "hits",
+        "misses",
+        "operations",
+        "page_bytes",
+        "read_bytes",
+        "writing",
+        "written",
+        "written_bytes",
+    )
 
     def __init__(self) -> None:
         self.committed: dict[bytes, int] = {}
@@ -38,6 +49,10 @@ class NamespacePages:
         self.hits = 0
         self.misses = 0
         self.evictions = 0
+        self.operations = 0  # requests that name it, refused ones included
+        self.read_bytes = 0  # of the hits
+        self.written = 0  # pages committed
+        self.written_bytes = 0
 
 
 class Index:

@@ -97,6 +97,10 @@ class Namespaces:
             del self._by_number[namespace.number]
         return namespace
 
+    def find(self, name: str) -> Namespace | None:
+        """The namespace of this name, or None."""
+        return self._by_name.get(name)
+
     def __getitem__(self, number: int) -> Namespace:
         return self._by_number[number]
 

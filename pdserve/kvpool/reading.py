@@ -43,6 +43,7 @@ class Reads:
                 pins.append(_MISS)
                 continue
             pages.hits += 1
+            pages.read_bytes += lengths
             store.touch(slot, now_s)
             sequence = facts.sequence[slot]
             self._pin(session, slot, sequence, deadline_s)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 from pdserve.kvpool import messages as m
+from pdserve.kvpool.cluster_messages import ListPages, PageList
 from pdserve.kvpool.events import (
     FIRST_TAG,
     Action,
@@ -34,6 +35,7 @@ from pdserve.kvpool.events import (
 )
 from pdserve.kvpool.index import NONE
 from pdserve.kvpool.leases import Limits, Session
+from pdserve.kvpool.listing import list_pages
 from pdserve.kvpool.namespaces import NamespaceError, Namespaces
 from pdserve.kvpool.reading import Reads, Tags
 from pdserve.kvpool.recovery import TableContents
@@ -86,6 +88,7 @@ class NodeState:
             m.Clear: self._clear,
             m.Ping: self._ping,
             m.Status: self._status,
+            ListPages: self._list_pages,
         }
 
     def restore(self, contents: TableContents, now_s: float) -> None:
@@ -129,6 +132,8 @@ class NodeState:
             request_id: int = getattr(event.message, "id", 0)
             out.append(Answer(event.connection, m.Fault(request_id, "unknown_namespace", message)))
             return
+        if namespace is not None:
+            self.store.index.namespace(namespace).operations += 1
         if session.data_path == "none" and isinstance(event.message, m.Reserve | m.Get):
             fault = m.Fault(event.message.id, "no_data_path", "this connection is for questions only")
             out.append(Answer(event.connection, fault))
@@ -237,6 +242,15 @@ class NodeState:
     def _status(self, session: Session, request: m.Status, now_s: float, out: list[Action]) -> None:
         out.append(Answer(session.connection, self.status(request.id, now_s)))
 
+    def _list_pages(self, session: Session, request: ListPages, now_s: float, out: list[Action]) -> None:
+        namespace = self._namespaces.find(request.name)
+        if namespace is None:
+            message = f"node {self.name} has no namespace '{request.name}'"
+            out.append(Answer(session.connection, m.Fault(request.id, "unknown_namespace", message)))
+            return
+        pages, cursor = list_pages(self.store, namespace.number, request.cursor, request.limit)
+        out.append(Answer(session.connection, PageList(request.id, pages, cursor)))
+
     def status(self, request_id: int, now_s: float) -> m.StatusReport:
         """How the node is."""
         store = self.store
@@ -273,6 +287,12 @@ class NodeState:
             hits=pages.hits,
             misses=pages.misses,
             evictions=pages.evictions,
+            counters={
+                "operations": pages.operations,
+                "read_bytes": pages.read_bytes,
+                "written_pages": pages.written,
+                "written_bytes": pages.written_bytes,
+            },
         )
 
     def _counters(self) -> dict[str, int]:

@@ -80,6 +80,15 @@ class PageStore:
     def state(self, slot: int) -> int:
         return self._state[slot]
 
+    def holds(self, slot: int) -> int:
+        """How many hold the slot."""
+        return self._holds.get(slot, 0)
+
+    def committed_mask(self, start: int, end: int) -> npt.NDArray[np.bool_]:
+        """Which of the slots [start, end) are COMMITTED."""
+        mask: npt.NDArray[np.bool_] = np.frombuffer(self._state, np.uint8)[start:end] == COMMITTED
+        return mask
+
     @property
     def held_slots(self) -> int:
         return len(self._holds)
@@ -117,6 +126,8 @@ class PageStore:
         del pages.writing[key]
         pages.committed[key] = slot
         pages.page_bytes += length_bytes
+        pages.written += 1
+        pages.written_bytes += length_bytes
         facts.checksum[slot] = checksum
         slot_bytes = self._move(slot, COMMITTED)
         self._use(slot, slot_bytes)

@@ -24,7 +24,7 @@ from pdserve.errors import PoolError, StartupError
 from pdserve.kvpool import connection as connection_module
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.arena import Arena
-from pdserve.kvpool.cli import fetch_status
+from pdserve.kvpool.commands.asking import fetch_status
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.events import SaveNamespaces
 from pdserve.kvpool.listening import is_remote

@@ -1,0 +1,36 @@
+"""Which pages of a namespace are here: `ListPages`, for people who look. Pure.
+
+The cursor is a slot number, so pages that come and go meanwhile neither end the listing nor repeat in it. One
+answer looks at `SCAN_SLOTS` slots at most, however large the arena: it may be short, or empty, and not the
+last.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from pdserve.kvpool.cluster_messages import PageEntry
+from pdserve.kvpool.store import PageStore
+
+SCAN_SLOTS: Final = 1 << 20  # 2 ms
+
+
+def list_pages(store: PageStore, namespace: int, cursor: int, limit: int) -> tuple[list[PageEntry], int]:
+    """At most `limit` committed pages from slot `cursor` on, and the cursor to go on with (0: the end)."""
+    end = min(store.slots.slots, cursor + SCAN_SLOTS)
+    if not 0 <= cursor < end:
+        return [], 0
+    numbers = np.frombuffer(store.facts.namespace, np.uint32)[cursor:end]
+    found = np.flatnonzero((numbers == namespace) & store.committed_mask(cursor, end)) + cursor
+    pages = [_entry(store, slot) for slot in found[:limit].tolist()]
+    if len(found) > limit:
+        return pages, int(found[limit])
+    return pages, end if end < store.slots.slots else 0
+
+
+def _entry(store: PageStore, slot: int) -> PageEntry:
+    key = store.facts.key[slot]
+    assert key is not None, "a committed page has a key"
+    return PageEntry(key, store.facts.length_bytes[slot], "dram", store.holds(slot))
