@@ -29,6 +29,7 @@ PURE = (
     "pdserve.kvpool.cluster_messages",
     "pdserve.kvpool.wire",
     "pdserve.kvpool.ring",
+    "pdserve.kvpool.membership",
     "pdserve.kvpool.migration",
     "pdserve.kvpool.slots",
     "pdserve.kvpool.index",

@@ -58,7 +58,8 @@ class NamespaceRecord(Message, tag=97, frozen=True):
 
 
 class Member(Message, tag=98, frozen=True):
-    """A node as the others know it. Of two records the larger (incarnation, version) is newer.
+    """A node as the others know it. Of two records the one with the larger `version` is newer, whatever the
+    incarnations (membership.py says more).
 
     `settled`: the epoch for which this node has pulled everything that it owns.
     """

@@ -9,7 +9,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from pdserve.kvpool.client_config import PoolNodeRef
+from pdserve.errors import ConfigError
+from pdserve.kvpool.cluster_config import ClusterConfig
+from pdserve.kvpool.transports.control import TcpAddress, parse_address
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -87,10 +89,7 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         float, Meta(gt=0, le=1, description="Share of the capacity that one connection may have reserved.")
     ] = 0.25
     ucx: Annotated[UcxConfig, Meta(description="The data path to other hosts.")] = UcxConfig()
-    peers: Annotated[
-        list[PoolNodeRef],
-        Meta(description="All nodes of the ring, this one too; empty: this node alone."),
-    ] = []
+    cluster: Annotated[ClusterConfig, Meta(description="The other nodes.")] = ClusterConfig()
 
     def __post_init__(self) -> None:
         capacity = parse_bytes(self.capacity_bytes)
@@ -102,10 +101,36 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError("sizes must satisfy min_slot_bytes <= slab_bytes <= capacity_bytes")
         if self.slab > MAX_SLAB_BYTES:
             raise ValueError(f"slab_bytes must be at most {MAX_SLAB_BYTES >> 30}GiB")
-        if self.peers and self.name not in {peer.node for peer in self.peers}:
-            raise ValueError(f"peers must list this node too: no peer is named '{self.name}'")
-        if len({peer.node for peer in self.peers}) != len(self.peers):
-            raise ValueError("peers must have different names")
+        self._check_cluster()
+
+    def _check_cluster(self) -> None:
+        cluster = self.cluster
+        try:
+            for address in (self.address, *cluster.peers):
+                parse_address(address)
+        except ConfigError as error:
+            raise ValueError(f"cluster: {error}") from error
+        if cluster.membership == "etcd" and not cluster.etcd.endpoints:
+            raise ValueError('cluster.etcd.endpoints is needed for cluster.membership = "etcd"')
+        if not self.alone and _is_wildcard(self.address):
+            raise ValueError(
+                f"cluster.advertise is needed: {self.address} is no address that another host can connect to"
+            )
+
+    @property
+    def alone(self) -> bool:
+        """Whether the node looks for no others by itself; others may find it all the same."""
+        return self.cluster.membership == "static" and not self.cluster.peers
+
+    @property
+    def address(self) -> str:
+        """Where clients and other nodes reach the node."""
+        return self.cluster.advertise or self.listen[0]
+
+    @property
+    def weight(self) -> int:
+        """The node's share of the ring."""
+        return self.cluster.weight or max(1, round(self.capacity / (1 << 30)))
 
     @property
     def capacity(self) -> int:
@@ -122,3 +147,8 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def min_slot(self) -> int:
         """`min_slot_bytes` as a number."""
         return parse_bytes(self.min_slot_bytes)
+
+
+def _is_wildcard(address: str) -> bool:
+    parsed = parse_address(address)
+    return isinstance(parsed, TcpAddress) and parsed.host in ("0.0.0.0", "::")

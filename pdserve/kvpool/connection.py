@@ -118,6 +118,11 @@ class ClientConnection(asyncio.Protocol):
         if self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
             self.close(f"it has not read {MAX_UNREAD_BYTES >> 20} MiB of replies", at_once=True)
 
+    @property
+    def unread_bytes(self) -> int:
+        """Of replies that the client has not taken yet."""
+        return self._transport.get_write_buffer_size()
+
     def close(self, reason: str, *, at_once: bool = False) -> None:
         """Close, after what was sent is out unless `at_once`. Idempotent."""
         if self._closed_by_us:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import secrets
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,7 @@ from pdserve.kvpool.events import (
     Tick,
     WriteRow,
 )
+from pdserve.kvpool.gossip import Gossiper, Handler
 from pdserve.kvpool.hosts import host_id
 from pdserve.kvpool.leases import Limits
 from pdserve.kvpool.listening import is_remote, listen, remove_socket
@@ -45,8 +47,8 @@ from pdserve.kvpool.messages import (
     DataPathName,
     Fault,
     Hello,
-    NodeAddress,
     Request,
+    Status,
     UcxInfo,
     Welcome,
 )
@@ -70,10 +72,12 @@ class PoolNode:
         self.name = config.name
         self.incarnation = secrets.randbits(62) + 1
         self.host_id = host_id()
-        self.nodes = [NodeAddress(peer.node, peer.address, peer.weight) for peer in config.peers] or [
-            NodeAddress(config.name, config.listen[0])
-        ]
         self.connections: dict[int, ClientConnection] = {}  # those that shook hands
+        self.gossip = Gossiper(config, self.incarnation, int(time.time()), self.connections)
+        self._routes: dict[type, Handler] = {  # requests that are not NodeState's to answer
+            **self.gossip.routes(),
+            Status: self._status,
+        }
         self.sockets = 0  # all
         self._last_connection = 0
         self._timer: asyncio.Handle | None = None  # uvloop's has no `when` if it was due already
@@ -200,7 +204,15 @@ class PoolNode:
 
     def received(self, connection: ClientConnection, message: Request) -> None:
         """A request of a client that shook hands."""
-        self.feed(Received(connection.number, message))
+        route = self._routes.get(type(message))
+        if route is None:
+            self.feed(Received(connection.number, message))
+        elif not self._stopped:
+            route(connection, message)
+
+    def _status(self, connection: ClientConnection, request: Status) -> None:
+        report = self.state.status(request.id, self._loop.time())
+        connection.send(self.gossip.with_members(report))
 
     def _accept(self) -> ClientConnection:
         self._last_connection += 1
@@ -231,6 +243,7 @@ class PoolNode:
 
     def welcome(self, path: DataPathName, ucx: UcxInfo | None) -> Welcome:
         """The answer to a Hello."""
+        view = self.gossip.view
         return Welcome(
             version=PROTOCOL_VERSION,
             node=self.config.name,
@@ -240,7 +253,9 @@ class PoolNode:
             lease_s=self.config.lease_s,
             arena=self.arena.info if path == "shm" else None,
             ucx=ucx,
-            nodes=self.nodes,
+            epoch=view.epoch,
+            nodes=view.nodes,
+            previous=view.previous,
         )
 
     async def open_ucx(self, connection: int, hello: Hello) -> UcxInfo | Fault:

@@ -97,7 +97,7 @@ def make_plan(
     nodes = [_wire_pool_node(draft, file.cluster, run_dir) for draft in pool]
     for draft in pool:
         if len(pool) > 1:
-            draft.config.setdefault("peers", nodes)
+            _sub_table(draft, "cluster").setdefault("peers", [node["address"] for node in nodes])
     workers = [draft for draft in drafts if draft.role in WORKER_ROLES]
     for draft in workers:
         _sub_table(draft, "pool").setdefault("nodes", nodes)

@@ -47,8 +47,11 @@ def test_capacity_is_whole_slabs() -> None:
         ({"listen": []}, "listen"),
         ({"name": "../x"}, "name"),
         ({"lease_s": 0}, "lease_s"),
-        ({"peers": [{"node": "a", "address": "unix:/a"}]}, "no peer is named 'pool0'"),
-        ({"peers": [{"node": "pool0", "address": "unix:/a"}] * 2}, "different names"),
+        ({"cluster": {"peers": ["a:1"]}}, '"a:1" is not "unix:/path"'),
+        ({"cluster": {"advertise": "tcp:x"}}, '"tcp:x" is not'),
+        ({"cluster": {"membership": "etcd"}}, "cluster.etcd.endpoints is needed"),
+        ({"cluster": {"membership": "zookeeper"}}, "cluster.membership"),
+        ({"cluster": {"peers": ["tcp:a:1"]}, "listen": ["tcp:0.0.0.0:7700"]}, "cluster.advertise is needed"),
         ({"capactiy_bytes": 1}, "capacity_bytes"),
     ],
 )
@@ -62,8 +65,13 @@ def test_contradictions_are_config_errors_in_one_line(options: dict[str, Any], s
 def test_a_file_sets_every_option(tmp_path: Path) -> None:
     (tmp_path / "pool.toml").write_text(
         'name = "a"\nlisten = ["unix:/s", "tcp:127.0.0.1:1"]\ncapacity_bytes = "64MiB"\n'
-        '[ucx]\nenabled = false\n[[peers]]\nnode = "a"\naddress = "unix:/s"\nweight = 2\n'
+        '[ucx]\nenabled = false\n[cluster]\npeers = ["tcp:b:1"]\nweight = 2\n'
     )
     config = load_config(PoolNodeConfig, tmp_path / "pool.toml", {"lease_s": 5.0})
     assert (config.name, config.capacity, config.ucx.enabled, config.lease_s) == ("a", 64 << 20, False, 5.0)
-    assert config.peers[0].weight == 2
+    assert (config.cluster.peers, config.weight, config.address) == (["tcp:b:1"], 2, "unix:/s")
+
+
+def test_a_nodes_weight_is_its_capacity_unless_given() -> None:
+    assert PoolNodeConfig(capacity_bytes="64MiB").weight == 1
+    assert PoolNodeConfig(capacity_bytes="96GiB").weight == 96

@@ -108,7 +108,9 @@ def test_several_pool_nodes_are_each_others_peers() -> None:
         {"node": "pool0", "address": "unix:/run/x/pool0.sock"},
         {"node": "b", "address": "unix:/run/x/b.sock"},
     ]
-    assert made["pool0"]["peers"] == made["b"]["peers"] == made["agg0"]["pool"]["nodes"] == nodes
+    assert made["agg0"]["pool"]["nodes"] == nodes
+    peers = [node["address"] for node in nodes]
+    assert made["pool0"]["cluster"]["peers"] == made["b"]["cluster"]["peers"] == peers
 
 
 def test_addresses_that_the_file_gives_are_kept() -> None:

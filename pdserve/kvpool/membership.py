@@ -1,0 +1,318 @@
+"""Who is in the pool, without consensus: a state that any two nodes merge to the same result. Pure.
+
+Pages are immutable and a cache may miss, so nodes need not agree at every moment; they must end up agreeing.
+The state is a join-semilattice (Shapiro et al., "Conflict-free Replicated Data Types", 2011): `merge` is
+commutative, associative and idempotent, so it does not matter in which order, how often, or by which way news
+arrives, and a part of a state is as good as a whole one.
+
+**Members.** Each node has one record. Of two, the one with the larger `version` is newer. A node changes its
+own record by raising the version; others change it in one way only: they declare it dead. Equal versions
+(a node leaves while another declares it dead) are ordered by incarnation, status, and encoding. A record is
+never forgotten, so that old news of it stay old; a pool may know MAX_MEMBERS names in its life.
+
+    from      to        by         when
+    -         ACTIVE    itself     it starts
+    ACTIVE    LEAVING   itself     it was asked to drain
+    LEAVING   LEFT      itself     every ACTIVE member has settled
+    ACTIVE    DEAD      another    nobody could reach it (detector.py)
+    LEAVING   DEAD      another    the same
+    DEAD      as it was itself     it hears that it is dead, and is not
+    any       ACTIVE    itself     it starts anew
+
+**Versions** start at the clock's second, so that a node that starts is newer than its own past even where
+nobody is left to tell; and a node that hears of a record of itself that is not its own goes one above that.
+So nothing of this needs a file: what a node forgets, the others know.
+
+**Epoch** of a state is the sum of its members' versions. It grows with every change, is equal for equal
+states, and of two states one of which includes the other the larger epoch is the newer.
+
+**Settling.** A change of the ring moves pages: a new owner pulls what it lacks. It says so by `settled`, the
+epoch for which it has everything. `settled` is no change of the record, only grows, and raises no epoch. Once
+all ACTIVE members have settled, their ring is the `stable` one; until then the view names the stable ring's
+nodes as `previous`, where a page may still be. A member that is dead, or has left, is not in `previous`:
+nothing can be read from it, and the rest of a consistent-hash ring stays as it was.
+
+**Namespaces.** Their records travel in the same state (see NamespaceRecord for which of two is newer).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+
+from pdserve.errors import FrameError, PoolRefused
+from pdserve.kvpool.cluster_messages import (
+    ACTIVE,
+    DEAD,
+    LEAVING,
+    LEFT,
+    ClusterState,
+    Member,
+    NamespaceRecord,
+    View,
+)
+from pdserve.kvpool.ring import MAX_WEIGHT_SUM
+from pdserve.kvpool.wire import Message, NodeAddress
+
+MAX_MEMBERS: Final = 1024  # ever known; at 100 bytes each they fit a frame many times
+MAX_VERSION: Final = 1 << 52  # leaves room for the sum of all in 63 bits
+
+_encoder = msgspec.msgpack.Encoder(order="sorted")
+
+
+def merge(a: ClusterState, b: ClusterState) -> ClusterState:
+    """What both know. The lists come out ordered by name. Raises ValueError: two different clusters."""
+    if a.cluster != b.cluster:
+        raise ValueError(f"states of two clusters, '{a.cluster}' and '{b.cluster}'")
+    members: dict[str, Member] = {}
+    for member in (*a.members, *b.members):
+        known = members.get(member.node)
+        members[member.node] = member if known is None else newer_member(known, member)
+    namespaces: dict[str, NamespaceRecord] = {}
+    for record in (*a.namespaces, *b.namespaces):
+        other = namespaces.get(record.name)
+        namespaces[record.name] = record if other is None else newer_namespace(other, record)
+    stable_epoch, stable = max(
+        ((state.stable_epoch, state.stable) for state in (a, b)),
+        key=lambda ring: (ring[0], encoded(ring[1])),
+    )
+    return ClusterState(
+        a.cluster,
+        [members[name] for name in sorted(members)],
+        [namespaces[name] for name in sorted(namespaces)],
+        stable_epoch,
+        stable,
+    )
+
+
+def newer_member(a: Member, b: Member) -> Member:
+    """The newer of two records of one node, with what either knows of its settling."""
+    newer = max(a, b, key=_member_order)
+    if (a.version, a.incarnation) == (b.version, b.incarnation):
+        settled = max(a.settled, b.settled)
+        if settled != newer.settled:
+            return replace(newer, settled=settled)
+    return newer
+
+
+def newer_namespace(a: NamespaceRecord, b: NamespaceRecord) -> NamespaceRecord:
+    """The newer of two records of one namespace."""
+    return max(a, b, key=lambda record: (record.version, encoded(record)))
+
+
+def _member_order(member: Member) -> tuple[int, int, int, str, int]:
+    """All of the record but `settled`, which has an order of its own."""
+    return (member.version, member.incarnation, member.status, member.address, member.weight)
+
+
+def encoded(value: Message | Iterable[Message]) -> bytes:
+    """The same bytes in every process: maps are ordered by key."""
+    return _encoder.encode(value)
+
+
+def epoch_of(state: ClusterState) -> int:
+    """The larger of two states' is the newer state's."""
+    return sum(member.version for member in state.members)
+
+
+def owners_of(members: Iterable[Member]) -> list[NodeAddress]:
+    """The ring's nodes: the ACTIVE ones, by name. Weights that add up to more than a ring can hold are halved
+    until they fit, at least 1 each.
+    """
+    active = sorted((member for member in members if member.status == ACTIVE), key=lambda m: m.node)
+    weights = [member.weight for member in active]
+    while sum(weights) > MAX_WEIGHT_SUM:
+        weights = [max(1, weight // 2) for weight in weights]
+    return [
+        NodeAddress(member.node, member.address, weight)
+        for member, weight in zip(active, weights, strict=True)
+    ]
+
+
+def check_state(state: ClusterState) -> None:
+    """Raises FrameError when another node's state would do harm: numbers out of bounds, too many members."""
+    if len(state.members) > MAX_MEMBERS:
+        raise FrameError(f"a state of {len(state.members)} members, at most {MAX_MEMBERS} are allowed")
+    for member in state.members:
+        good = (
+            member.node
+            and 1 <= member.weight <= MAX_WEIGHT_SUM
+            and 0 <= member.version <= MAX_VERSION
+            and 0 <= member.incarnation < 1 << 63
+            and 0 <= member.settled < 1 << 63
+            and ACTIVE <= member.status <= DEAD
+        )
+        if not good:
+            raise FrameError(f"an impossible member of the pool: {member}")
+    for record in state.namespaces:
+        if not 0 <= record.version < 1 << 63 or not 0 <= record.generation < 1 << 63:
+            raise FrameError(f"an impossible record of namespace '{record.name}'")
+    if not 0 <= state.stable_epoch < 1 << 63 or any(node.weight < 1 for node in state.stable):
+        raise FrameError("an impossible stable ring")
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a change of the state amounts to."""
+
+    members: tuple[Member, ...] = ()  # whose records changed, as they are now
+    namespaces: tuple[NamespaceRecord, ...] = ()
+    view: View | None = None  # the new one, if it changed
+    own: bool = False  # this node changed something by itself: the others must hear of it
+
+    def __bool__(self) -> bool:
+        return bool(self.members or self.namespaces or self.view or self.own)
+
+
+class Cluster:
+    """What one node knows, and its own record, which nobody else may decide.
+
+    `first_version` is the clock's second at the node's start. Every change returns an Update.
+    """
+
+    def __init__(self, cluster: str, node: NodeAddress, incarnation: int, first_version: int) -> None:
+        me = Member(node.node, node.address, node.weight, incarnation, first_version)
+        self.name = node.node
+        self.state = ClusterState(cluster, [me], [])
+        self._members = {me.node: me}
+        self._namespaces: dict[str, NamespaceRecord] = {}
+        self._look()
+
+    # --- what is known
+
+    @property
+    def me(self) -> Member:
+        """This node's own record."""
+        return self._members[self.name]
+
+    @property
+    def members(self) -> dict[str, Member]:
+        """All that were ever known, by name. Not to be changed."""
+        return self._members
+
+    @property
+    def namespaces(self) -> dict[str, NamespaceRecord]:
+        """By name. Not to be changed."""
+        return self._namespaces
+
+    @property
+    def settled(self) -> bool:
+        """Whether all owners have what they own."""
+        return _settled(self._members.values(), self.epoch)
+
+    def alive(self) -> list[Member]:
+        """The members that are up, this one too."""
+        return [member for member in self._members.values() if member.status in (ACTIVE, LEAVING)]
+
+    # --- changes
+
+    def receive(self, other: ClusterState) -> Update:
+        """Take in what another node knows. Raises FrameError, and takes nothing, if it cannot be true, or
+        would be too much.
+        """
+        if other.cluster != self.state.cluster:
+            raise FrameError(f"news of cluster '{other.cluster}', this is '{self.state.cluster}'")
+        check_state(other)
+        merged = merge(self.state, other)
+        if len(merged.members) > MAX_MEMBERS:
+            raise FrameError(f"more than {MAX_MEMBERS} nodes were ever in the pool: give nodes fixed names")
+        me = self.me
+        claimed = next(member for member in merged.members if member.node == self.name)
+        if _member_order(claimed) != _member_order(me) and me.status != LEFT:
+            # somebody is wrong about this node
+            merged = _replaced(merged, replace(me, version=claimed.version + 1))
+        return self._become(merged, own=False)
+
+    def declare_dead(self, node: str, version: int) -> Update:
+        """Nobody could reach the node. Nothing happens if its record is not of this version any more."""
+        member = self._members.get(node)
+        alive = member is not None and member.version == version and member.status in (ACTIVE, LEAVING)
+        if member is None or not alive or node == self.name:
+            return Update()
+        return self._become(_replaced(self.state, replace(member, version=version + 1, status=DEAD)))
+
+    def leave(self) -> Update:
+        """Own nothing any more, and be LEFT once the others have pulled what is here. Raises PoolRefused when
+        there is nobody to take it.
+        """
+        if self.me.status != ACTIVE:
+            return Update()
+        if not any(member.status == ACTIVE for member in self._members.values() if member.node != self.name):
+            raise PoolRefused(f"node {self.name} is the last of the pool: there is none to take its pages")
+        return self._become(
+            _replaced(self.state, replace(self.me, version=self.me.version + 1, status=LEAVING))
+        )
+
+    def settle(self, epoch: int) -> Update:
+        """This node has all that it owns under the ring of `epoch`."""
+        if not self.me.settled < epoch <= self.epoch:
+            return Update()
+        return self._become(_replaced(self.state, replace(self.me, settled=epoch)))
+
+    def publish(self, record: NamespaceRecord) -> Update:
+        """Make a namespace's record known; an older one than what is known changes nothing."""
+        return self._become(merge(self.state, ClusterState(self.state.cluster, [], [record])))
+
+    # --- inside
+
+    def _become(self, state: ClusterState, *, own: bool = True) -> Update:
+        state = self._follow(state)
+        if state == self.state:
+            return Update()
+        old_members, old_namespaces, old_view, old_me = self._members, self._namespaces, self.view, self.me
+        self.state = state
+        self._members = {member.node: member for member in state.members}
+        self._namespaces = {record.name: record for record in state.namespaces}
+        self._look()
+        return Update(
+            tuple(m for m in state.members if old_members.get(m.node) != m),
+            tuple(r for r in state.namespaces if old_namespaces.get(r.name) != r),
+            self.view if self.view != old_view else None,
+            own or self.me != old_me,
+        )
+
+    def _follow(self, state: ClusterState) -> ClusterState:
+        """What this node concludes at once from a new state."""
+        mine = next(member for member in state.members if member.node == self.name)
+        epoch = epoch_of(state)
+        if self.me.settled >= self.epoch and mine.settled < epoch and self._same_owners(state):
+            mine = replace(mine, settled=epoch)  # nothing moved: what was complete still is
+            state = _replaced(state, mine)
+        if not _settled(state.members, epoch):
+            return state
+        owners = owners_of(state.members)
+        if epoch > state.stable_epoch and owners:
+            state = replace(state, stable_epoch=epoch, stable=owners)
+        others_up = any(m.status in (ACTIVE, LEAVING) for m in state.members if m.node != self.name)
+        if mine.status == LEAVING and others_up:
+            state = _replaced(state, replace(mine, version=mine.version + 1, status=LEFT))
+        return state
+
+    def _same_owners(self, state: ClusterState) -> bool:
+        """Whether the ACTIVE members are the same, and none of them was away in between."""
+        now = [replace(m, settled=0) for m in state.members if m.status == ACTIVE]
+        return now == [replace(m, settled=0) for m in self.state.members if m.status == ACTIVE]
+
+    def _look(self) -> None:
+        """Work out what follows from the state."""
+        self.epoch = epoch_of(self.state)
+        self.digest = hashlib.blake2b(encoded(self.state), digest_size=16).digest()
+        owners = owners_of(self._members.values())
+        previous: list[NodeAddress] = []
+        if not self.settled:
+            up = {member.node: member for member in self.alive()}
+            previous = [replace(n, address=up[n.node].address) for n in self.state.stable if n.node in up]
+        self.view = View(0, self.epoch, owners, previous if previous != owners else [])
+
+
+def _settled(members: Iterable[Member], epoch: int) -> bool:
+    return all(member.settled >= epoch for member in members if member.status == ACTIVE)
+
+
+def _replaced(state: ClusterState, member: Member) -> ClusterState:
+    return replace(state, members=[member if m.node == member.node else m for m in state.members])
