@@ -6,7 +6,11 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of the shared cluster last: its four SGLang servers run from the first of them to the end, and no
-    other server may start beside them on a small machine.
+    """Long tests after the short ones. Tests of the shared cluster last: its four SGLang servers run from the
+    first of them to the end, and no other server may start beside them on a small machine.
     """
-    items.sort(key=lambda item: "cluster" in getattr(item, "fixturenames", ()))
+
+    def place(item: pytest.Item) -> tuple[bool, bool]:
+        return "cluster" in getattr(item, "fixturenames", ()), item.get_closest_marker("long") is not None
+
+    items.sort(key=place)

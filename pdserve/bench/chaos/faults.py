@@ -1,0 +1,263 @@
+"""Doing to the pool what the plan says, and writing down what came of it.
+
+Each function performs one fault, from its beginning to its repair, in a thread of its own. A fault that finds
+its node gone through another fault does nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+
+from pdserve.bench.chaos import pages as p
+from pdserve.bench.chaos.dice import Dice
+from pdserve.bench.chaos.field import Field
+from pdserve.bench.chaos.plan import Fault, Kind
+from pdserve.bench.chaos.records import Abandoned, Disturbed, Dropped, Flipped, Lost, Restarted, Stopped
+from pdserve.bench.chaos.worker import GEOMETRY, NAMESPACE
+from pdserve.bench.cluster import NodeProcess
+from pdserve.bench.stores import BenchError
+from pdserve.errors import PoolError
+from pdserve.kvpool import messages as m
+from pdserve.kvpool.client import PoolClient
+from pdserve.kvpool.hosts import host_id
+from pdserve.kvpool.transports.base import Bytes1D
+from pdserve.kvpool.transports.control import ControlChannel, make_hello
+from pdserve.kvpool.wire import KEY_BYTES
+
+logger = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S: Final = 2.0
+FREE_WITHIN_S: Final = 30.0  # R14
+GONE_WITHIN_S: Final = 1.0  # R5
+READ_AFTER_DROP_S: Final = 2.5
+DROPPED_PAGES: Final = 48
+ABANDONED_PAGES: Final = 16
+PRESSURE_BATCH: Final = 32
+PAUSE_LEASES: Final = 1.2
+POLL_S: Final = 0.05
+
+
+def perform(field: Field, fault: Fault) -> None:
+    """Do it, and repair it."""
+    try:
+        ACTS[fault.kind](field, fault)
+    except (PoolError, BenchError) as error:
+        logger.info("fault %s of node%d: %s", fault.kind, fault.node, error)
+
+
+@contextmanager
+def _disturbance(field: Field, kind: str, node: str) -> Iterator[None]:
+    start_s = time.monotonic()
+    try:
+        yield
+    finally:
+        field.note(Disturbed(start_s, time.monotonic(), kind, node))
+
+
+def kill(field: Field, fault: Fault) -> None:
+    node = field.nodes[fault.node]
+    with _disturbance(field, "kill", node.name):
+        node.kill()
+        field.stop.wait(fault.for_s)
+        after_s = node.start()
+        field.note(Restarted(time.monotonic(), node.name, after_s, node.status().pages))
+
+
+def pause(field: Field, fault: Fault) -> None:
+    node = field.nodes[fault.node]
+    with _disturbance(field, "pause", node.name):
+        node.pause()
+        field.stop.wait(fault.for_s)
+        node.resume()
+
+
+def hang_up(field: Field, fault: Fault) -> None:
+    with _disturbance(field, "hang_up", field.nodes[fault.node].name):
+        field.ways[fault.node].set_mode("hang_up")
+        field.stop.wait(fault.for_s)
+        field.ways[fault.node].set_mode("open")
+
+
+def silence(field: Field, fault: Fault) -> None:
+    with _disturbance(field, "silence", field.nodes[fault.node].name):
+        field.ways[fault.node].set_mode("silence")
+        field.stop.wait(fault.for_s)
+        field.ways[fault.node].set_mode("open")
+
+
+def flip(field: Field, fault: Fault) -> None:
+    """Find a page in the node's memory by asking for it, flip one of its bits, and read it."""
+    dice, node = Dice("flip", fault.draw), field.nodes[fault.node]
+    everywhere = range(p.number(p.DAMAGED, 0, 0), p.number(p.DAMAGED, 0, p.LARGE_EVERY * 32))
+    candidates = [page for page in dice.shuffled(everywhere) if field.owner(page) == node.name]
+    deadline = time.monotonic() + ASK_TIMEOUT_S
+    channel = ControlChannel.connect(node.address, make_hello("chaos-flip", host_id(), "shm"), deadline)
+    try:
+        opened = channel.call(m.OpenNamespace(1, NAMESPACE, GEOMETRY), deadline)
+        if not isinstance(opened, m.Opened):
+            return
+        for request_id, page in enumerate(candidates, start=2):
+            asked = [p.key_of(field.seed, page)]
+            got = channel.call(
+                m.Get(request_id, opened.namespace, asked, list(p.segments_of(page))), deadline
+            )
+            if isinstance(got, m.Got) and got.pins[0].status == m.HIT:
+                pin = got.pins[0]
+                _flip_bit(node, pin.offset + dice.below(sum(p.segments_of(page))), dice.below(8))
+                channel.post(m.Release([pin.slot], [pin.sequence]))
+                _read_flipped(field, node, page)
+                return
+    finally:
+        channel.close()
+
+
+def _flip_bit(node: NodeProcess, offset: int, bit: int) -> None:
+    memory = np.memmap(node.arena_path, dtype=np.uint8, mode="r+")
+    memory[offset] ^= 1 << bit
+    del memory
+
+
+def _read_flipped(field: Field, node: NodeProcess, page: int) -> None:
+    at_s = time.monotonic()
+    key, size = p.key_of(field.seed, page), sum(p.segments_of(page))
+    found = np.zeros(size, np.uint8)
+    client = PoolClient(field.direct(), NAMESPACE, GEOMETRY, name="chaos-flip")
+    try:
+        (ok,) = client.get([key], [p.segments(found, page)])
+        if ok and not np.array_equal(found, p.content(key, size)):
+            field.note(Flipped(at_s, node.name, page, "delivered"))
+        elif client.counters.pages_corrupt:
+            field.note(Flipped(at_s, node.name, page, "detected"))
+        else:  # another reader was faster, and perhaps it was written anew
+            field.note(Flipped(at_s, node.name, page, "replaced"))
+    finally:
+        client.close()
+
+
+def pause_client(field: Field, fault: Fault) -> None:
+    """Until what it reads may be evicted and what it writes may be another's: it must notice."""
+    worker = field.workers[fault.draw % len(field.workers)]
+    start_s = time.monotonic()
+    with worker.paused():
+        field.stop.wait(field.settings.lease_s * PAUSE_LEASES)
+    field.note(Stopped(start_s, time.monotonic(), worker.name))
+
+
+def kill_client(field: Field, fault: Fault) -> None:
+    worker = field.workers[fault.draw % len(field.workers)]
+    start_s = time.monotonic()
+    worker.replace()
+    field.note(Stopped(start_s, time.monotonic(), worker.name))
+
+
+def abandon(field: Field, fault: Fault) -> None:
+    abandon_on(field, fault.node, Dice(fault.draw).choice(("shm", "ucx")))
+
+
+def abandon_on(field: Field, index: int, data_path: str) -> None:
+    """Let a client of the node reserve pages, kill it, and watch what becomes of them."""
+    node = field.nodes[index]
+    arguments = [field.ways[index].address, data_path, str(ABANDONED_PAGES)]
+    command = [sys.executable, "-m", "pdserve.bench.chaos.abandon", *arguments]
+    pipe, none = subprocess.PIPE, subprocess.DEVNULL
+    client = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=none)
+    try:
+        assert client.stdout is not None
+        if client.stdout.readline() != b"ready\n":
+            return  # the node was away
+        held_bytes = node.status().reserved_bytes
+    finally:
+        client.kill()
+        client.communicate()
+    field.note(until_free(node, held_bytes))
+
+
+def until_free(node: NodeProcess, held_bytes: int) -> Abandoned:
+    """Watch the node's reserved bytes until they are 0, or for 30 s. Others reserve meanwhile, for
+    moments.
+    """
+    began = time.monotonic()
+    least = held_bytes
+    while time.monotonic() < began + FREE_WITHIN_S:
+        try:
+            least = min(least, node.status().reserved_bytes)
+        except PoolError:
+            logger.debug("%s does not answer", node.name)  # another fault's doing
+        if least == 0:
+            break
+        time.sleep(POLL_S)
+    return Abandoned(began, held_bytes, least, time.monotonic() - began)
+
+
+def drop(field: Field, fault: Fault) -> None:
+    """Fill a namespace, drop it, and go on reading with the client that filled it."""
+    name = f"dropped-{fault.draw:08x}"
+    dice = Dice(name)
+    keys = [dice.below(2**62).to_bytes(KEY_BYTES, "little") for _ in range(DROPPED_PAGES)]
+    whole = [p.content(key, sum(p.SHAPES[0])) for key in keys]
+    client = PoolClient(field.direct(), name, GEOMETRY, name="chaos-drop")
+    try:
+        if not all(client.put(keys, [(page,) for page in whole])):
+            return
+        for node in field.nodes:
+            _drop_on(node, name)
+        at_s = time.monotonic()
+        reads = hits = 0
+        found: list[tuple[Bytes1D]] = [(np.empty_like(page),) for page in whole]
+        while time.monotonic() < at_s + READ_AFTER_DROP_S:
+            late = time.monotonic() > at_s + GONE_WITHIN_S
+            got = client.get(keys, found)
+            if late:
+                reads += len(keys)
+                hits += sum(got)
+            time.sleep(POLL_S)
+        field.note(Dropped(at_s, reads, hits))
+    finally:
+        client.close()
+
+
+def _drop_on(node: NodeProcess, name: str) -> None:
+    deadline = time.monotonic() + ASK_TIMEOUT_S
+    channel = ControlChannel.connect(node.address, make_hello("chaos-drop", "", "none"), deadline)
+    try:
+        channel.call(m.DropNamespace(1, name), deadline)
+    finally:
+        channel.close()
+
+
+def pressure(field: Field, fault: Fault) -> None:
+    """Write into another namespace until everything that can be evicted was; then make room again."""
+    dice = Dice("pressure", fault.draw)
+    client = PoolClient(field.direct(), "pressure", GEOMETRY, name="chaos-pressure")
+    try:
+        with _disturbance(field, "pressure", ""):
+            until = time.monotonic() + fault.for_s
+            while time.monotonic() < until and not field.stop.is_set():
+                keys = [dice.below(2**62).to_bytes(KEY_BYTES, "big") for _ in range(PRESSURE_BATCH)]
+                client.put(keys, [(p.content(key, sum(p.SHAPES[0])),) for key in keys])
+            client.clear()
+        field.note(Lost(time.monotonic()))
+    finally:
+        client.close()
+
+
+ACTS: Final[dict[Kind, Callable[[Field, Fault], None]]] = {
+    "kill": kill,
+    "pause": pause,
+    "hang_up": hang_up,
+    "silence": silence,
+    "flip": flip,
+    "pause_client": pause_client,
+    "kill_client": kill_client,
+    "abandon": abandon,
+    "drop": drop,
+    "pressure": pressure,
+}

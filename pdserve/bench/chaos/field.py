@@ -1,0 +1,251 @@
+"""What a chaos run works on: nodes behind relays, workers, and the records they make."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from pdserve.bench.chaos import pages as p
+from pdserve.bench.chaos.proxy import Relay, relays
+from pdserve.bench.chaos.records import Record, to_line
+from pdserve.bench.chaos.worker import WorkerConfig
+from pdserve.bench.cluster import NodeProcess
+from pdserve.bench.peers.process import free_ports
+from pdserve.bench.stores import BenchError
+from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
+from pdserve.kvpool.ring import Ring
+from pdserve.kvpool.wire import NodeAddress
+
+TIMEOUTS: Final = {
+    "connect_timeout_s": 1.0,
+    "exists_timeout_s": 1.0,
+    "get_timeout_s": 2.0,
+    "put_timeout_s": 2.0,
+}
+READY_TIMEOUT_S: Final = 60.0
+OWNED_SHARE: Final = 0.4  # of the memory: nothing is evicted unless a fault wants it so
+OWNED_S: Final = 50.0  # pages a second that a writer writes at most
+SHARED: Final = 300  # pages in each of the other zones
+OPERATIONS_S: Final = 40.0  # of each thread
+MEAN_SLOT_BYTES: Final = (sum(p.SHAPES[0]) * (p.LARGE_EVERY - 1) + sum(p.SHAPES[1])) // p.LARGE_EVERY
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What a run has beside its plan. `checksum` off shows that the checks can fail."""
+
+    capacity_bytes: int = 128 << 20  # of each node
+    lease_s: float = 5.0
+    checksum: bool = True
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A kind of worker."""
+
+    name: str
+    data_path: str
+    checksum: bool
+    threads: int
+
+
+LINES: Final = (
+    Line("client-shm", "shm", True, 2),
+    Line("client-ucx", "ucx", True, 2),
+    Line("client-shm-bare", "shm", False, 1),  # without checksums: a torn page would be handed out
+    Line("client-ucx-bare", "ucx", False, 1),
+)
+
+
+class WorkerProcess:
+    """A worker that can be killed and replaced."""
+
+    def __init__(self, config: WorkerConfig, directory: Path) -> None:
+        self.name = config.name
+        self.output = Path(config.output)
+        self.log_path = directory / f"{config.name}.log"
+        self._config = config
+        self._file = directory / f"{config.name}.json"
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self._file.write_bytes(msgspec.json.encode(self._config))
+        with self.log_path.open("ab") as log:
+            command = [sys.executable, "-m", "pdserve.bench.chaos.worker", str(self._file)]
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def await_ready(self) -> None:
+        """Raises BenchError."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while not Path(self._config.ready).exists():
+            if self._process is None or self._process.poll() is not None or time.monotonic() > deadline:
+                last = self.log_path.read_text(errors="replace").strip().splitlines()[-1:]
+                raise BenchError(f"{self.name} did not start: {last[0] if last else 'it said nothing'}")
+            time.sleep(0.02)
+
+    def replace(self) -> None:
+        """kill -9, and another in its place, once that is ready. What the killed one had begun to write down
+        is cut off. Raises BenchError.
+        """
+        with self._lock:
+            self.kill()
+            Path(self._config.ready).unlink(missing_ok=True)
+            lines = self.output.read_bytes() if self.output.exists() else b""
+            with self.output.open("r+b" if lines else "wb") as file:
+                file.truncate(lines.rfind(b"\n") + 1)
+            again = {**msgspec.structs.asdict(self._config), "incarnation": self._config.incarnation + 1}
+            self._config = WorkerConfig(**again)
+            self.start()
+            self.await_ready()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """SIGSTOP, SIGCONT; nobody replaces it meanwhile."""
+        with self._lock:
+            assert self._process is not None
+            self._process.send_signal(signal.SIGSTOP)
+            try:
+                yield
+            finally:
+                self._process.send_signal(signal.SIGCONT)
+
+    def ask_to_stop(self) -> None:
+        with self._lock:
+            assert self._process is not None
+            self._process.terminate()
+
+    def ended(self, deadline: float) -> bool:
+        """Whether it ended by itself, without an error."""
+        assert self._process is not None
+        try:
+            return self._process.wait(max(0.0, deadline - time.monotonic())) == 0
+        except subprocess.TimeoutExpired:
+            return False
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+class Field:
+    """All of it. `stop` is set when the run is over: faults under way repair what they did at once."""
+
+    def __init__(
+        self,
+        seed: int,
+        settings: Settings,
+        nodes: list[NodeProcess],
+        ways: list[Relay],
+        workers: list[WorkerProcess],
+        output: Path,
+    ) -> None:
+        self.seed = seed
+        self.settings = settings
+        self.nodes = nodes
+        self.ways = ways
+        self.workers = workers
+        self.stop = threading.Event()
+        self.ring = Ring([NodeAddress(node.name, node.address) for node in nodes])
+        self.output = output
+        self._lock = threading.Lock()
+
+    def note(self, record: Record) -> None:
+        """Thread-safe."""
+        with self._lock, self.output.open("ab") as file:
+            file.write(to_line(record))
+
+    def owner(self, page: int) -> str:
+        """Name of the node that owned the page when the run began."""
+        return self.ring.owner(p.key_of(self.seed, page)).node
+
+    def direct(self, **changes: Any) -> PoolClientConfig:
+        """A client that reaches every node past the relays."""
+        refs = [PoolNodeRef(node=node.name, address=node.address) for node in self.nodes]
+        return PoolClientConfig(**{"nodes": refs, "checksum": self.settings.checksum, **TIMEOUTS, **changes})
+
+
+@contextmanager
+def set_up(seed: int, minutes: float, nodes: int, settings: Settings, directory: Path) -> Iterator[Field]:
+    """Start the nodes and workers in `directory`; whatever happens, none is left. Raises BenchError."""
+    ports = free_ports(nodes)
+    with ExitStack() as stack:
+        ways = stack.enter_context(relays([("127.0.0.1", port) for port in ports]))
+        node_settings = {
+            "capacity_bytes": settings.capacity_bytes,
+            "slab_bytes": 4 << 20,
+            "lease_s": settings.lease_s,
+            "reservation_lease_s": settings.lease_s,
+            "quarantine_s": settings.lease_s,
+            "keep": False,
+        }
+        processes = []
+        for index, port in enumerate(ports):
+            listen = {"listen": [f"tcp:127.0.0.1:{port}"]}
+            processes.append(NodeProcess(f"node{index}", directory, {**node_settings, **listen}))
+            stack.callback(processes[-1].close)
+            processes[-1].spawn()
+        for node in processes:
+            node.await_ready()
+        refs = [
+            PoolNodeRef(node=node.name, address=way.address)
+            for node, way in zip(processes, ways, strict=True)
+        ]
+        workers = make_workers(seed, minutes, settings, refs, directory)
+        for worker in workers:
+            stack.callback(worker.kill)
+            worker.start()
+        for worker in workers:
+            worker.await_ready()
+        yield Field(seed, settings, processes, ways, workers, directory / "faults.jsonl")
+
+
+def make_workers(
+    seed: int, minutes: float, settings: Settings, nodes: list[PoolNodeRef], directory: Path
+) -> list[WorkerProcess]:
+    """Not started yet."""
+    writers = sum(line.threads for line in LINES)
+    progress = directory / "progress"
+    progress.write_bytes(np.zeros(writers, np.int64).tobytes())
+    owned = int(settings.capacity_bytes * len(nodes) * OWNED_SHARE / MEAN_SLOT_BYTES / writers)
+    made, first = [], 0
+    for line in LINES:
+        client = {
+            **TIMEOUTS,
+            "nodes": [msgspec.structs.asdict(ref) for ref in nodes],
+            "data_path": line.data_path,
+            "checksum": line.checksum and settings.checksum,
+            "connections_per_node": 1,
+        }
+        config = WorkerConfig(
+            name=line.name,
+            seed=seed,
+            client=msgspec.convert(client, PoolClientConfig),
+            writers=list(range(first, first + line.threads)),
+            all_writers=writers,
+            owned=owned,
+            owned_s=min(OWNED_S, owned / (minutes * 60)),
+            shared=SHARED,
+            operations_s=OPERATIONS_S,
+            damaged=line.checksum,
+            progress=str(progress),
+            output=str(directory / f"{line.name}.jsonl"),
+            ready=str(directory / f"{line.name}.ready"),
+        )
+        made.append(WorkerProcess(config, directory))
+        first += line.threads
+    return made
+
+
+def save(path: Path, content: object) -> None:
+    path.write_text(json.dumps(msgspec.to_builtins(content), indent=1) + "\n")

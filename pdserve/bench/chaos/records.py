@@ -1,0 +1,114 @@
+"""What workers and faults write down, and the judge reads. Pure.
+
+Times are of CLOCK_MONOTONIC, in s: one clock for all processes of a machine.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+
+class Asked(msgspec.Struct, frozen=True, tag="asked", omit_defaults=True):
+    """One operation of a client.
+
+    `ok` goes with `pages`. Of a put, only what this client committed itself: pages that were there, or that
+    another was writing, are in neither. Of "confirmed" (exists, then get) only the pages that existed; of a
+    get all. `wrong`: pages that were handed out with other bytes than theirs. `corrupt`: how many pages the
+    client itself found damaged. `limit_s`: what the client's configuration grants the operation. `up`: all
+    nodes were well, as far as the client knew when it began.
+    """
+
+    kind: Literal["put", "get", "confirmed", "wait"]
+    worker: str
+    start_s: float
+    end_s: float
+    limit_s: float
+    pages: list[int]
+    ok: list[bool]
+    wrong: list[int] = []
+    corrupt: int = 0
+    up: bool = True
+
+
+class Disturbed(msgspec.Struct, frozen=True, tag="disturbed"):
+    """From start to end a node (or all, if empty) could not be expected to answer."""
+
+    start_s: float
+    end_s: float
+    kind: str
+    node: str
+
+
+class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
+    """A client itself did not run from start to end."""
+
+    start_s: float
+    end_s: float
+    client: str
+
+
+class Lost(msgspec.Struct, frozen=True, tag="lost"):
+    """From now on these pages (all, if none are named) need not be there until they are written again."""
+
+    at_s: float
+    pages: list[int] = []
+
+
+class Flipped(msgspec.Struct, frozen=True, tag="flipped"):
+    """A bit of a page was flipped and the page read at once. "replaced": it was gone, or written anew."""
+
+    at_s: float
+    node: str
+    page: int
+    outcome: Literal["detected", "delivered", "replaced"]
+
+
+class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
+    """A namespace was dropped. `hits_after_1s`: pages read later than 1 s after it."""
+
+    at_s: float
+    reads: int
+    hits_after_1s: int
+
+
+class Abandoned(msgspec.Struct, frozen=True, tag="abandoned"):
+    """A client was killed. `left_bytes`: the least that was seen reserved within 30 s; `after_s`: when."""
+
+    at_s: float
+    reserved_bytes: int
+    left_bytes: int
+    after_s: float
+
+
+class Restarted(msgspec.Struct, frozen=True, tag="restarted"):
+    """A node was started again; it answered `after_s` later, with so many pages."""
+
+    at_s: float
+    node: str
+    after_s: float
+    pages: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """A process at the end of the run: whether it ended by itself in time, and what is wrong with it."""
+
+    name: str
+    clean: bool
+    complaint: str = ""
+
+
+Record: TypeAlias = Asked | Disturbed | Stopped | Lost | Flipped | Dropped | Abandoned | Restarted | Ended
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
+
+
+def to_line(record: Record) -> bytes:
+    return _encoder.encode(record) + b"\n"
+
+
+def read_lines(text: bytes) -> list[Record]:
+    """A last line that a kill cut short is left out."""
+    return [_decoder.decode(line) for line in text.split(b"\n")[:-1]]

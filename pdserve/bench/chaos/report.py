@@ -1,0 +1,30 @@
+"""The figures as a table for people, and as JSON for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from rich import box
+from rich.table import Table
+
+from pdserve.bench.chaos.run import Outcome
+
+
+def table(outcome: Outcome) -> Table:
+    plan = outcome.replay.plan
+    title = (
+        f"Chaos: seed {plan.seed}, {plan.minutes:g} minutes, {plan.nodes} nodes, {len(plan.faults)} faults"
+    )
+    drawn = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("", "figure", "goal", "seen", ""):
+        drawn.add_column(name)
+    for row in outcome.rows:
+        drawn.add_row(row.number, row.what, row.goal, row.figure, row.verdict)
+    return drawn
+
+
+def plain(outcome: Outcome) -> dict[str, Any]:
+    """For JSON."""
+    whole: dict[str, Any] = msgspec.to_builtins(outcome)
+    return {**whole, "passed": outcome.passed}

@@ -1,0 +1,139 @@
+"""A chaos run: nodes, workers and faults in time, then the judge."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from pdserve.bench.chaos.faults import abandon_on, perform, until_free
+from pdserve.bench.chaos.field import TIMEOUTS, Field, Settings, save, set_up
+from pdserve.bench.chaos.judge import Row, judge
+from pdserve.bench.chaos.plan import Fault, Plan
+from pdserve.bench.chaos.records import Ended, Record, read_lines
+from pdserve.bench.cluster import NodeProcess
+from pdserve.bench.stores import BenchError
+from pdserve.errors import ConfigError, PoolError
+
+logger = logging.getLogger(__name__)
+
+WORKER_STOP_S: Final = max(TIMEOUTS.values()) * 2 + 5.0  # two operations' limits, and a moment
+FAULT_STOP_S: Final = 60.0  # the longest watches for 30 s
+
+
+class Replay(msgspec.Struct, frozen=True):
+    """All that a run is made from, as kept in `plan.json`."""
+
+    plan: Plan
+    settings: Settings
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What a run showed."""
+
+    replay: Replay
+    rows: list[Row]
+
+    @property
+    def passed(self) -> bool:
+        return all(row.verdict != "MISS" for row in self.rows)
+
+
+def load_replay(path: Path) -> Replay:
+    """Raises ConfigError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Replay)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"--replay {path}: {error}") from error
+
+
+def run(replay: Replay, directory: Path, say: Callable[[str], None]) -> Outcome:
+    """Run it in `directory`, where logs and records stay. `say` hears about each fault. Raises BenchError."""
+    plan, settings = replay.plan, replay.settings
+    directory.mkdir(parents=True, exist_ok=True)
+    save(directory / "plan.json", replay)
+    with set_up(plan.seed, plan.minutes, plan.nodes, settings, directory) as field:
+        try:
+            _faults_in_time(field, plan, say)
+        finally:
+            field.stop.set()
+        _end(field)
+        records = _records(field)
+        outcome = Outcome(replay, judge(records, field.owner))
+    save(directory / "figures.json", outcome)
+    return outcome
+
+
+def _faults_in_time(field: Field, plan: Plan, say: Callable[[str], None]) -> None:
+    began = time.monotonic()
+    threads: list[threading.Thread] = []
+    for fault in sorted(plan.faults, key=lambda fault: fault.at_s):
+        field.stop.wait(max(0.0, began + fault.at_s - time.monotonic()))
+        say(_words(fault))
+        threads.append(threading.Thread(target=perform, args=(field, fault), name=f"fault-{fault.kind}"))
+        threads[-1].start()
+    field.stop.wait(max(0.0, began + plan.minutes * 60 - time.monotonic()))
+    field.stop.set()
+    deadline = time.monotonic() + FAULT_STOP_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            raise BenchError(f"{thread.name} was not repaired within {FAULT_STOP_S:.0f} s")
+
+
+def _words(fault: Fault) -> str:
+    times = f" for {fault.for_s:.1f} s" if fault.for_s else ""
+    return f"{fault.at_s:7.1f} s  {fault.kind} node{fault.node}{times}"
+
+
+def _end(field: Field) -> None:
+    """The last worker is killed as it works, the others end by themselves; then nodes, after a count."""
+    *others, last = field.workers
+    last.kill()
+    for worker in others:
+        worker.ask_to_stop()
+    deadline = time.monotonic() + WORKER_STOP_S
+    for worker in others:
+        clean = worker.ended(deadline)
+        field.note(Ended(worker.name, clean, _complaint_in(worker.log_path.read_text(errors="replace"))))
+    for index, node in enumerate(field.nodes):
+        field.note(until_free(node, node.status().reserved_bytes))
+        abandon_on(field, index, ("shm", "ucx")[index % 2])
+        complaint = _miscount(node, field.settings.lease_s)
+        clean = node.stop()
+        field.note(Ended(node.name, clean, complaint or _complaint_in(node.log())))
+
+
+def _miscount(node: NodeProcess, lease_s: float) -> str:
+    """Once every lease is over: all bytes are somewhere, and none is pinned."""
+    deadline = time.monotonic() + 2 * lease_s + 2
+    while True:
+        try:
+            report = node.status()
+        except PoolError as error:
+            return str(error)
+        parts = report.free_bytes, report.used_bytes, report.reserved_bytes, report.quarantined_bytes
+        if sum(parts) != report.capacity_bytes:
+            return f"{parts} do not add up to {report.capacity_bytes} bytes"
+        held = report.pins or report.reserved_bytes or report.quarantined_bytes
+        if not held or time.monotonic() > deadline:
+            return f"{held} pins or bytes are held by nobody" if held else ""
+        time.sleep(0.1)
+
+
+def _complaint_in(log: str) -> str:
+    lines = log.splitlines()
+    return next((f"{line} ... {lines[-1]}" for line in lines if line.startswith("Traceback")), "")
+
+
+def _records(field: Field) -> list[Record]:
+    records: list[Record] = []
+    for path in (field.output, *(worker.output for worker in field.workers)):
+        if path.exists():
+            records += read_lines(path.read_bytes())
+    return records

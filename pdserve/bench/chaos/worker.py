@@ -1,0 +1,241 @@
+"""A client of the chaos run, as a process: it reads and writes pages, checks every byte, and writes down what
+it asked and got.
+
+Run as `python -m pdserve.bench.chaos.worker CONFIG.json`. It ends at SIGTERM, after what it is doing. Each
+thread has a client of its own, so that a client's counters say what one operation did.
+"""
+
+from __future__ import annotations
+
+import mmap
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO, Final, Literal
+
+import msgspec
+import numpy as np
+
+from pdserve.bench.chaos import pages as p
+from pdserve.bench.chaos.dice import Dice
+from pdserve.bench.chaos.records import Asked, to_line
+from pdserve.kvpool.client import PoolClient
+from pdserve.kvpool.client_config import PoolClientConfig
+
+NAMESPACE: Final = "chaos"
+GEOMETRY: Final = {"chaos": "1"}
+MAX_BATCH: Final = 12
+RECENT: Final = 200  # half of the reads of owned pages go to the latest
+WAIT_S: Final = 0.3
+POISON: Final = 0xEE  # in a buffer before a read: bytes that were not written are wrong ones
+POLL_S: Final = 0.1
+CONNECT_S: Final = 15.0
+
+Kind = Literal["put", "get", "confirmed", "wait"]
+
+
+class WorkerConfig(msgspec.Struct, frozen=True):
+    """What one worker does. `writers` are the numbers of its threads among all that write owned pages.
+
+    `owned`: pages that each writer may write in the whole run; `owned_s`: how many a second. `shared`: pages
+    in each of the other zones. `damaged`: whether it reads pages in which bits are flipped.
+    `progress`: a file of one int64 for each writer of the run, how many it wrote.
+    """
+
+    name: str
+    seed: int
+    client: PoolClientConfig
+    writers: list[int]
+    all_writers: int
+    owned: int
+    owned_s: float
+    shared: int
+    operations_s: float  # of a thread
+    damaged: bool
+    progress: str
+    output: str
+    ready: str  # a file that is made when all nodes are reached
+    incarnation: int = 0  # counts up when a killed worker is replaced
+
+
+class Worker:
+    """One thread."""
+
+    def __init__(self, config: WorkerConfig, writer: int, output: BinaryIO, stop: threading.Event) -> None:
+        self._config = config
+        self._writer = writer
+        self._name = f"{config.name}.{writer}"
+        self._output = output
+        self._stop = stop
+        self._dice = Dice("worker", config.seed, writer, config.incarnation)
+        self._client = PoolClient(config.client, NAMESPACE, GEOMETRY, name=self._name)
+        with Path(config.progress).open("r+b") as file:
+            self._progress = np.frombuffer(mmap.mmap(file.fileno(), 0), np.int64)
+        self._buffers = [np.empty(sum(shape) * MAX_BATCH, np.uint8) for shape in p.SHAPES]
+        self._next_owned_s = time.monotonic()
+
+    def run(self) -> None:
+        """Until `stop`."""
+        pause_s = 1 / self._config.operations_s
+        works: Sequence[Callable[[], None]] = (
+            *(self._put_shared,) * 3,
+            *(self._get,) * 8,
+            *(self._get_confirmed,) * 3,
+            self._wait,
+        )
+        while not self._stop.wait(self._dice.between(0.2, 1.8) * pause_s):
+            if self._owned() < self._config.owned and time.monotonic() >= self._next_owned_s:
+                self._put_owned()
+            else:
+                self._dice.choice(works)()
+        self._client.close()
+
+    def connect(self) -> None:
+        """Wait until all nodes are reached, so that what follows is asked of all; not for ever."""
+        deadline = time.monotonic() + CONNECT_S
+        while not self._stop.is_set() and time.monotonic() < deadline:
+            if not any(self._client.check().values()):
+                return
+            self._stop.wait(POLL_S)
+
+    def _up(self) -> bool:
+        return self._client.nodes_up == len(self._config.client.nodes)
+
+    # --- which pages
+
+    def _owned(self) -> int:
+        return int(self._progress[self._writer])
+
+    def _batch(self, zone: int) -> list[int]:
+        """Numbers of one shape, to read."""
+        dice, size = self._dice, 1 + self._dice.below(MAX_BATCH)
+        if zone != p.OWNED:
+            chosen = [p.number(zone, 0, dice.below(self._config.shared)) for _ in range(size)]
+        else:
+            writer = dice.below(self._config.all_writers)
+            written = int(self._progress[writer])
+            first = max(0, written - RECENT) if dice.chance(0.5) else 0
+            chosen = [
+                p.number(zone, writer, first + dice.below(written - first)) for _ in range(size) if written
+            ]
+        shape = p.segments_of(chosen[0]) if chosen else ()
+        return sorted({page for page in chosen if p.segments_of(page) == shape})
+
+    def _zone(self) -> int:
+        """Which pages to read: clients without checksums cannot see damage, so they are spared it."""
+        draw = self._dice.below(10)
+        return p.OWNED if draw < 6 else p.CONTESTED if draw < 8 else self._damaged()
+
+    def _damaged(self) -> int:
+        return p.DAMAGED if self._config.damaged else p.CONTESTED
+
+    # --- operations
+
+    def _put_owned(self) -> None:
+        """The next few of this writer's, which nobody has written before."""
+        size = 1 + self._dice.below(MAX_BATCH)
+        first = self._owned()
+        self._next_owned_s = time.monotonic() + size / self._config.owned_s
+        numbers = [p.number(p.OWNED, self._writer, which) for which in range(first, first + size)]
+        for shape in p.SHAPES:
+            batch = [page for page in numbers if p.segments_of(page) == shape]
+            if batch:
+                self._put(batch)
+        self._progress[self._writer] = first + size
+
+    def _put_shared(self) -> None:
+        self._put(self._batch(p.CONTESTED if self._dice.chance(0.5) else self._damaged()))
+
+    def _put(self, batch: list[int]) -> None:
+        keys = [p.key_of(self._config.seed, page) for page in batch]
+        whole = [p.content(key, sum(p.segments_of(page))) for key, page in zip(keys, batch, strict=True)]
+        before = self._client.counters.pages_written
+        up, start_s = self._up(), time.monotonic()
+        stored = self._client.put(keys, [p.segments(*each) for each in zip(whole, batch, strict=True)])
+        end_s = time.monotonic()
+        # true also means that it was there already, or that another is writing it: no acknowledgement of ours
+        ours = self._client.counters.pages_written - before == len(batch)
+        told = [(page, ok) for page, ok in zip(batch, stored, strict=True) if ours or not ok]
+        self._write_down("put", up, start_s, end_s, self._config.client.put_timeout_s, told)
+
+    def _get(self) -> None:
+        batch = self._batch(self._zone())
+        if batch:
+            up, start_s = self._up(), time.monotonic()
+            self._read("get", up, start_s, batch, self._config.client.get_timeout_s)
+
+    def _get_confirmed(self) -> None:
+        batch = self._batch(self._zone())
+        keys = [p.key_of(self._config.seed, page) for page in batch]
+        up, start_s = self._up(), time.monotonic()
+        there = self._client.exists(keys) if batch else []
+        batch = [page for page, ok in zip(batch, there, strict=True) if ok]
+        if batch:
+            limit_s = self._config.client.exists_timeout_s + self._config.client.get_timeout_s
+            self._read("confirmed", up, start_s, batch, limit_s)
+
+    def _wait(self) -> None:
+        batch = self._batch(self._zone())
+        keys = [p.key_of(self._config.seed, page) for page in batch]
+        up, start_s = self._up(), time.monotonic()
+        there = self._client.wait(keys, WAIT_S)
+        limit_s = WAIT_S + self._config.client.exists_timeout_s
+        told = list(zip(batch, there, strict=True))
+        self._write_down("wait", up, start_s, time.monotonic(), limit_s, told)
+
+    def _read(self, kind: Kind, up: bool, start_s: float, batch: list[int], limit_s: float) -> None:
+        keys = [p.key_of(self._config.seed, page) for page in batch]
+        size = sum(p.segments_of(batch[0]))
+        memory = self._buffers[p.SHAPES.index(p.segments_of(batch[0]))][: size * len(batch)]
+        memory[:] = POISON
+        whole = memory.reshape(len(batch), size)
+        before = self._client.counters.pages_corrupt
+        got = self._client.get(keys, [p.segments(*each) for each in zip(whole, batch, strict=True)])
+        end_s = time.monotonic()
+        wrong = [
+            page
+            for page, key, ok, found in zip(batch, keys, got, whole, strict=True)
+            if ok and not np.array_equal(found, p.content(key, size))
+        ]
+        corrupt = self._client.counters.pages_corrupt - before
+        told = list(zip(batch, got, strict=True))
+        self._write_down(kind, up, start_s, end_s, limit_s, told, wrong, corrupt)
+
+    def _write_down(
+        self,
+        kind: Kind,
+        up: bool,
+        start_s: float,
+        end_s: float,
+        limit_s: float,
+        told: list[tuple[int, bool]],
+        wrong: list[int] | None = None,
+        corrupt: int = 0,
+    ) -> None:
+        pages, ok = [page for page, _ in told], [ok for _, ok in told]
+        record = Asked(kind, self._name, start_s, end_s, limit_s, pages, ok, wrong or [], corrupt, up)
+        self._output.write(to_line(record))  # one write of an unbuffered file: whole, or cut short by a kill
+
+
+def main(config_path: str) -> None:
+    config = msgspec.json.decode(Path(config_path).read_bytes(), type=WorkerConfig)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    with Path(config.output).open("ab", buffering=0) as output:
+        workers = [Worker(config, writer, output, stop) for writer in config.writers]
+        for worker in workers:
+            worker.connect()
+        Path(config.ready).touch()
+        threads = [threading.Thread(target=worker.run) for worker in workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():  # in small steps: a signal is handled between them
+                thread.join(POLL_S)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
