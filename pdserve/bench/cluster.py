@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from pdserve.bench.stores import BenchError
 from pdserve.errors import PoolError
-from pdserve.kvpool.cli import fetch_status
+from pdserve.kvpool.commands.asking import NodeClient
 from pdserve.kvpool.messages import StatusReport
 from pdserve.up.toml import to_toml
 
@@ -77,7 +77,11 @@ class NodeProcess:
 
     def status(self) -> StatusReport:
         """Raises PoolUnavailable, PoolTimeout, PoolRefused."""
-        return fetch_status(self.address, time.monotonic() + ASK_TIMEOUT_S)
+        node = NodeClient(self.address, timeout_s=ASK_TIMEOUT_S)
+        try:
+            return node.status()
+        finally:
+            node.close()
 
     def kill(self) -> None:
         """kill -9."""

@@ -27,6 +27,7 @@ from pdserve.bench.stores import BenchError
 from pdserve.errors import PoolError
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.client import PoolClient
+from pdserve.kvpool.commands.asking import NodeClient
 from pdserve.kvpool.hosts import host_id
 from pdserve.kvpool.transports.base import Bytes1D
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
@@ -225,12 +226,11 @@ def drop(field: Field, fault: Fault) -> None:
 
 
 def _drop_on(node: NodeProcess, name: str) -> None:
-    deadline = time.monotonic() + ASK_TIMEOUT_S
-    channel = ControlChannel.connect(node.address, make_hello("chaos-drop", "", "none"), deadline)
+    asked = NodeClient(node.address, timeout_s=ASK_TIMEOUT_S)
     try:
-        channel.call(m.DropNamespace(1, name), deadline)
+        asked.ask(lambda request_id: m.DropNamespace(request_id, name), m.Done)
     finally:
-        channel.close()
+        asked.close()
 
 
 def pressure(field: Field, fault: Fault) -> None:
