@@ -230,11 +230,14 @@ class Owned(Message, tag=44, frozen=True):
 
 
 class PullPages(Message, tag=45, frozen=True):
-    """Make replicas of these pages of mine. Answered with Done, count: how many there are now."""
+    """Make replicas of these pages of mine, or renew them. Answered with Done, count: how many there are
+    now. `lengths`: of each page, in bytes.
+    """
 
     id: int
     namespace: int
     keys: list[bytes]
+    lengths: list[int] = []
 
 
 class EndReplicas(Message, tag=46, frozen=True):

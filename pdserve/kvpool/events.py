@@ -17,11 +17,13 @@ transport's own messages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import msgspec
 
 from pdserve.kvpool.messages import DataPathName, Reply, Request
+from pdserve.kvpool.ring import Ring
 
 FIRST_TAG = 1 << 32
 
@@ -35,6 +37,7 @@ class Connected(msgspec.Struct, frozen=True):
     data_path: DataPathName
     client: str
     pid: int
+    peer: bool = False  # a node of this pool, or the node itself
 
 
 class Disconnected(msgspec.Struct, frozen=True):
@@ -63,7 +66,23 @@ class Tick(msgspec.Struct, frozen=True):
     """Time passed: expire what is due. Wanted at `NodeState.next_deadline_s`; early or late is harmless."""
 
 
-Event: TypeAlias = Connected | Disconnected | Received | TransferDone | Tick
+class ViewChanged(msgspec.Struct, frozen=True):
+    """The ring is another one, or pages have stopped moving (`stable`: every owner has settled)."""
+
+    ring: Ring
+    stable: bool
+
+
+class ReplicasMade(msgspec.Struct, frozen=True):
+    """A node answered AskReplicas: `mask[i]`, whether it holds a replica of `keys[i]` now."""
+
+    node: str
+    namespace: int
+    keys: Sequence[bytes]
+    mask: Sequence[bool]
+
+
+Event: TypeAlias = Connected | Disconnected | Received | TransferDone | Tick | ViewChanged | ReplicasMade
 
 # --- actions (`gc=False`: they hold no cycles, and there are several per page)
 
@@ -138,6 +157,25 @@ class CancelTransfers(msgspec.Struct, frozen=True, gc=False):
     tags: tuple[int, ...]
 
 
+class AskReplicas(msgspec.Struct, frozen=True):
+    """Ask the node for replicas of these pages of ours, or to renew them; exactly one ReplicasMade follows,
+    with the same node and namespace.
+    """
+
+    node: str
+    namespace: int
+    keys: Sequence[bytes]
+    lengths: Sequence[int]
+
+
+class EndReplicasAt(msgspec.Struct, frozen=True):
+    """Tell the node that these replicas are not wanted any more."""
+
+    node: str
+    namespace: int
+    keys: Sequence[bytes]
+
+
 Action: TypeAlias = (
     Answer
     | Close
@@ -148,4 +186,6 @@ Action: TypeAlias = (
     | StartSend
     | StartReceive
     | CancelTransfers
+    | AskReplicas
+    | EndReplicasAt
 )

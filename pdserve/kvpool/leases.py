@@ -15,6 +15,17 @@ NO_TRANSFER: Final = 0
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicationLimits:
+    """`PoolNodeConfig` says what each is for."""
+
+    max_replicas: int = 2
+    hot_reads_s: float = 20.0
+    half_life_s: float = 10.0
+    lease_s: float = 10.0
+    max_share: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """A node's bounds; `PoolNodeConfig` says what each is for."""
 
@@ -23,6 +34,7 @@ class Limits:
     quarantine_s: float = 30.0
     max_waiters: int = 256
     max_reserved_bytes: int = 1 << 62  # per connection
+    replication: ReplicationLimits = ReplicationLimits()
 
 
 @dataclass(slots=True)
@@ -77,6 +89,7 @@ class Session:
     connection: int
     data_path: DataPathName
     client: str
+    peer: bool = False  # a node of this pool, or the node itself
     reserved_bytes: int = 0  # in bytes of slots, those in quarantine included
     reservations: dict[int, Reservation] = field(default_factory=dict)  # by slot
     quarantined: dict[int, Reservation] = field(default_factory=dict)  # by slot; may never be committed

@@ -12,25 +12,30 @@ from typing import Final
 import numpy as np
 
 from pdserve.kvpool.cluster_messages import PageEntry
+from pdserve.kvpool.sharing import Sharing
 from pdserve.kvpool.store import PageStore
 
 SCAN_SLOTS: Final = 1 << 20  # 2 ms
 
 
-def list_pages(store: PageStore, namespace: int, cursor: int, limit: int) -> tuple[list[PageEntry], int]:
+def list_pages(
+    store: PageStore, sharing: Sharing, namespace: int, cursor: int, limit: int
+) -> tuple[list[PageEntry], int]:
     """At most `limit` committed pages from slot `cursor` on, and the cursor to go on with (0: the end)."""
     end = min(store.slots.slots, cursor + SCAN_SLOTS)
     if not 0 <= cursor < end:
         return [], 0
     numbers = np.frombuffer(store.facts.namespace, np.uint32)[cursor:end]
     found = np.flatnonzero((numbers == namespace) & store.committed_mask(cursor, end)) + cursor
-    pages = [_entry(store, slot) for slot in found[:limit].tolist()]
+    pages = [_entry(store, sharing, slot) for slot in found[:limit].tolist()]
     if len(found) > limit:
         return pages, int(found[limit])
     return pages, end if end < store.slots.slots else 0
 
 
-def _entry(store: PageStore, slot: int) -> PageEntry:
+def _entry(store: PageStore, sharing: Sharing, slot: int) -> PageEntry:
     key = store.facts.key[slot]
     assert key is not None, "a committed page has a key"
-    return PageEntry(key, store.facts.length_bytes[slot], "dram", store.holds(slot))
+    heat = 0.0 if sharing.heat is None else sharing.heat.reads_s(slot)
+    length_bytes, pins = store.facts.length_bytes[slot], store.holds(slot)
+    return PageEntry(key, length_bytes, "dram", pins, slot in sharing.replicas, round(heat, 3))

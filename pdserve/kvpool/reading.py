@@ -7,9 +7,11 @@ the slot too, by itself, until its transfer is reported done; ending a lease can
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Final
 
 from pdserve.kvpool.events import Action, Answer, CancelTransfers, StartSend
+from pdserve.kvpool.heat import Heat
 from pdserve.kvpool.index import NONE
 from pdserve.kvpool.leases import NO_TRANSFER, Limits, Session
 from pdserve.kvpool.leases import Pin as PinLease
@@ -17,6 +19,7 @@ from pdserve.kvpool.messages import HIT, MISS, Get, Got, Pin, Release
 from pdserve.kvpool.store import PageStore
 
 _MISS = Pin(MISS)
+NO_REPLICAS: Final[Mapping[int, int]] = {}
 
 
 class Reads:
@@ -30,7 +33,18 @@ class Reads:
         self.leases_expired = 0
         self.sends_failed = 0
 
-    def get(self, session: Session, request: Get, now_s: float, out: list[Action]) -> None:
+    def get(
+        self,
+        session: Session,
+        request: Get,
+        now_s: float,
+        out: list[Action],
+        heat: Heat | None = None,
+        replicas: Mapping[int, int] = NO_REPLICAS,
+    ) -> None:
+        """`replicas`: how many nodes after this one hold the page of a slot too. A peer that fetches pages
+        to keep is no reader: it leaves no trace in recency, heat and hit rate.
+        """
         store, facts, lengths = self._store, self._store.facts, sum(request.segment_bytes)
         pages = store.index.namespace(request.namespace)
         deadline_s = now_s + self._limits.lease_s
@@ -39,12 +53,15 @@ class Reads:
         for key in request.keys:
             slot = pages.committed.get(key, NONE)
             if slot == NONE or facts.length_bytes[slot] != lengths:
-                pages.misses += 1
+                pages.misses += not session.peer
                 pins.append(_MISS)
                 continue
-            pages.hits += 1
-            pages.read_bytes += lengths
-            store.touch(slot, now_s)
+            if not session.peer:
+                pages.hits += 1
+                pages.read_bytes += lengths
+                store.touch(slot, now_s)
+                if heat is not None:
+                    heat.read(slot)
             sequence = facts.sequence[slot]
             self._pin(session, slot, sequence, deadline_s)
             offset = store.slots.offset(slot)
@@ -55,7 +72,7 @@ class Reads:
                 store.hold(slot)
                 session.transfers.add(tag)
                 out.append(StartSend(session.connection, tag, offset, segments))
-            pins.append(Pin(HIT, slot, offset, facts.checksum[slot], sequence, tag))
+            pins.append(Pin(HIT, slot, offset, facts.checksum[slot], sequence, tag, replicas.get(slot, 0)))
         out.append(Answer(session.connection, Got(request.id, pins)))
 
     def release(self, session: Session, request: Release, out: list[Action]) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 from pdserve.kvpool import messages as m
-from pdserve.kvpool.cluster_messages import ListPages, PageList
+from pdserve.kvpool.cluster_messages import EndReplicas, ListOwned, ListPages, PageList
 from pdserve.kvpool.events import (
     FIRST_TAG,
     Action,
@@ -29,9 +29,11 @@ from pdserve.kvpool.events import (
     Disconnected,
     Event,
     Received,
+    ReplicasMade,
     SaveNamespaces,
     Tick,
     TransferDone,
+    ViewChanged,
 )
 from pdserve.kvpool.index import NONE
 from pdserve.kvpool.leases import Limits, Session
@@ -39,6 +41,7 @@ from pdserve.kvpool.listing import list_pages
 from pdserve.kvpool.namespaces import NamespaceError, Namespaces
 from pdserve.kvpool.reading import Reads, Tags
 from pdserve.kvpool.recovery import TableContents
+from pdserve.kvpool.sharing import Sharing
 from pdserve.kvpool.store import FREE, QUARANTINED, RESERVED, PageStore
 from pdserve.kvpool.waits import Waits
 from pdserve.kvpool.writing import Writes
@@ -72,6 +75,7 @@ class NodeState:
         self._waits = Waits(store, limits.max_waiters)
         self._reads = Reads(store, limits, tags)
         self._writes = Writes(store, limits, tags, self._on_commit)
+        self.sharing = Sharing(name, store, limits.replication)
         self._recovered = {"recovered_pages": 0, "dropped_rows": 0}
         self._discarded = 0
         self._handlers: dict[type, Handler] = {
@@ -86,6 +90,8 @@ class NodeState:
             m.Discard: self._discard,
             m.DropNamespace: self._drop_namespace,
             m.Clear: self._clear,
+            ListOwned: self._list_owned,
+            EndReplicas: self._end_replicas,
             m.Ping: self._ping,
             m.Status: self._status,
             ListPages: self._list_pages,
@@ -111,7 +117,14 @@ class NodeState:
                 self._writes.received(session, event.tag, event.ok, now_s, out)
         elif isinstance(event, Connected):
             assert event.connection not in self.sessions
-            self.sessions[event.connection] = Session(event.connection, event.data_path, event.client)
+            self.sessions[event.connection] = Session(
+                event.connection, event.data_path, event.client, event.peer
+            )
+        elif isinstance(event, ViewChanged):
+            self.sharing.view_changed(event, now_s)
+            self._expect(self.sharing.next_deadline_s)
+        elif isinstance(event, ReplicasMade):
+            self.sharing.replicas_made(event, now_s)
         else:
             self._disconnected(event, now_s, out)
         return out
@@ -146,6 +159,7 @@ class NodeState:
             self._reads.expire(session, now_s, out)
             self._writes.expire(session, now_s, out)
         self._writes.end_quarantine(now_s, out)
+        self.sharing.tick(now_s, out)
         self._find_next_deadline()
 
     def _disconnected(self, event: Disconnected, now_s: float, out: list[Action]) -> None:
@@ -200,7 +214,10 @@ class NodeState:
         out.append(Answer(session.connection, m.Present(request.id, mask)))
 
     def _reserve(self, session: Session, request: m.Reserve, now_s: float, out: list[Action]) -> None:
-        self._writes.reserve(session, request, now_s, out)
+        slot_bytes = self.store.slots.class_of(sum(request.segment_bytes))
+        refused = self.sharing.refusals(session, request, slot_bytes)
+        reserved = self._writes.reserve(session, request, now_s, out, refused)
+        self.sharing.reserved(session, request, reserved, slot_bytes, now_s)
         self._expect(now_s + self._limits.reservation_lease_s)
 
     def _commit(self, session: Session, request: m.Commit, now_s: float, out: list[Action]) -> None:
@@ -213,9 +230,11 @@ class NodeState:
 
     def _on_commit(self, namespace: int, key: bytes, out: list[Action]) -> None:
         self._waits.committed(namespace, key, self.sessions, out)
+        self.sharing.filled(self.store.find(namespace, key))
 
     def _get(self, session: Session, request: m.Get, now_s: float, out: list[Action]) -> None:
-        self._reads.get(session, request, now_s, out)
+        sharing = self.sharing
+        self._reads.get(session, request, now_s, out, sharing.heat, sharing.replication.counts)
         self._expect(now_s + self._limits.lease_s)
 
     def _wait(self, session: Session, request: m.Wait, now_s: float, out: list[Action]) -> None:
@@ -234,6 +253,14 @@ class NodeState:
         self._discarded += count
         out.append(Answer(session.connection, m.Done(request.id, count)))
 
+    # --- other nodes
+
+    def _list_owned(self, session: Session, request: ListOwned, now_s: float, out: list[Action]) -> None:
+        out.append(Answer(session.connection, self.sharing.list_owned(request)))
+
+    def _end_replicas(self, session: Session, request: EndReplicas, now_s: float, out: list[Action]) -> None:
+        out.append(Answer(session.connection, self.sharing.end_replicas(request, out)))
+
     # --- the node
 
     def _ping(self, session: Session, request: m.Ping, now_s: float, out: list[Action]) -> None:
@@ -248,7 +275,7 @@ class NodeState:
             message = f"node {self.name} has no namespace '{request.name}'"
             out.append(Answer(session.connection, m.Fault(request.id, "unknown_namespace", message)))
             return
-        pages, cursor = list_pages(self.store, namespace.number, request.cursor, request.limit)
+        pages, cursor = list_pages(self.store, self.sharing, namespace.number, request.cursor, request.limit)
         out.append(Answer(session.connection, PageList(request.id, pages, cursor)))
 
     def status(self, request_id: int, now_s: float) -> m.StatusReport:
@@ -274,6 +301,7 @@ class NodeState:
             connections=len(self.sessions.keys() - {LOCAL}),
             namespaces=[self._namespace_status(namespace.number) for namespace in self._namespaces],
             counters=self._counters(),
+            epoch=self.sharing.ownership.epoch,
         )
 
     def _namespace_status(self, number: int) -> m.NamespaceStatus:
@@ -308,6 +336,7 @@ class NodeState:
             "discarded": self._discarded,
             "tail_bytes": self.store.slots.tail_bytes,
             **self._recovered,
+            **self.sharing.counters(),
         }
 
     # --- time
@@ -317,12 +346,15 @@ class NodeState:
 
     def _find_next_deadline(self) -> None:
         deadlines = [session.next_deadline_s() for session in self.sessions.values()]
-        self.next_deadline_s = min([*deadlines, self._writes.next_quarantine_end_s()])
+        self.next_deadline_s = min(
+            [*deadlines, self._writes.next_quarantine_end_s(), self.sharing.next_deadline_s]
+        )
 
     def check(self) -> None:
         """Assert that everything is conserved and nothing is owned by nobody. Slow: for tests."""
         self.store.check()
         self._waits.check()
+        self.sharing.replicas.check()
         reserved = [slot for session in self.sessions.values() for slot in session.reservations]
         assert sorted(reserved) == self.store.slots_in_state(RESERVED)
         for session in self.sessions.values():

@@ -12,7 +12,8 @@ reported done. A commit that arrives before its receives are done is answered wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Final
 
 from pdserve.kvpool.events import Action, Answer, CancelTransfers, StartReceive
 from pdserve.kvpool.leases import NO_TRANSFER, Limits, PendingCommit, Reservation, Session
@@ -33,6 +34,7 @@ from pdserve.kvpool.reading import Tags
 from pdserve.kvpool.store import QUARANTINED, PageStore
 
 _PRESENT, _BUSY, _FULL, _TOO_LARGE = Grant(PRESENT), Grant(BUSY), Grant(FULL), Grant(TOO_LARGE)
+NONE_REFUSED: Final[Mapping[bytes, Grant]] = {}
 
 
 class Writes:
@@ -61,7 +63,15 @@ class Writes:
 
     # --- reserve
 
-    def reserve(self, session: Session, request: Reserve, now_s: float, out: list[Action]) -> None:
+    def reserve(
+        self,
+        session: Session,
+        request: Reserve,
+        now_s: float,
+        out: list[Action],
+        refused: Mapping[bytes, Grant] = NONE_REFUSED,
+    ) -> Reserved:
+        """Answer the request, and return the answer. `refused`: keys that may not be written here."""
         segments = tuple(request.segment_bytes)
         slot_bytes = self._store.slots.class_of(sum(segments))
         deadline_s = now_s + self._limits.reservation_lease_s
@@ -72,13 +82,17 @@ class Writes:
                 grants.append(_PRESENT)
             elif key in pages.writing:
                 grants.append(_BUSY)
+            elif key in refused:
+                grants.append(refused[key])
             elif slot_bytes is None:
                 grants.append(_TOO_LARGE)
             else:
                 grants.append(
                     self._grant(session, request.namespace, key, segments, slot_bytes, deadline_s, out)
                 )
-        out.append(Answer(session.connection, Reserved(request.id, grants)))
+        reserved = Reserved(request.id, grants)
+        out.append(Answer(session.connection, reserved))
+        return reserved
 
     def _grant(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.events import Action, Answer, Connected, Disconnected, Received, Tick
@@ -24,7 +24,7 @@ class Node:
     """A NodeState with a clock that stands still unless moved. Every step checks conservation."""
 
     def __init__(
-        self, slabs: int = 4, slab_bytes: int = 64 * KIB, min_slot_bytes: int = 4 * KIB, **limits: float
+        self, slabs: int = 4, slab_bytes: int = 64 * KIB, min_slot_bytes: int = 4 * KIB, **limits: Any
     ) -> None:
         self.now_s = 100.0
         slots = SlotAllocator(slabs * slab_bytes, slab_bytes, min_slot_bytes)
