@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -11,24 +10,12 @@ from msgspec import Meta
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool.cluster_config import ClusterConfig
+from pdserve.kvpool.namespace_config import NamespaceConfig, NamespaceDefaults
+from pdserve.kvpool.sizes import parse_bytes as parse_bytes
 from pdserve.kvpool.transports.control import TcpAddress, parse_address
 
-_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 SLOT_ALIGN_BYTES = 4096
 MAX_SLAB_BYTES = 2 << 30  # no page is larger, and the index keeps a page's length in 32 bits
-
-
-def parse_bytes(value: int | str) -> int:
-    """A size in bytes from 4096 or "4GiB", "512 MiB", "1.5GB". Raises ValueError, in words for a person."""
-    if isinstance(value, int):
-        return value
-    match = _SIZE.fullmatch(value)
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None:
-        raise ValueError(f"{value!r} is not a size: write a number of bytes, or one like '4GiB'")
-    return int(float(match[1]) * unit)
 
 
 class UcxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,6 +77,21 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 0.25
     ucx: Annotated[UcxConfig, Meta(description="The data path to other hosts.")] = UcxConfig()
     cluster: Annotated[ClusterConfig, Meta(description="The other nodes.")] = ClusterConfig()
+    namespaces: Annotated[
+        list[NamespaceConfig],
+        Meta(description="Namespaces to make at the start; `pdserve pool ns` makes and changes them later."),
+    ] = []
+    namespace_defaults: Annotated[
+        NamespaceDefaults, Meta(description="For namespaces that workers make by opening them.")
+    ] = NamespaceDefaults()
+    admin_token: Annotated[
+        str,
+        Meta(
+            description="Token for operations on the node and on all namespaces: plain, or `sha256:` and its "
+            "digest; empty: they are open, and no namespace can have tokens."
+        ),
+    ] = ""
+    admin_token_file: Annotated[Path | None, Meta(description="File that holds it instead.")] = None
 
     def __post_init__(self) -> None:
         capacity = parse_bytes(self.capacity_bytes)
@@ -102,6 +104,8 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.slab > MAX_SLAB_BYTES:
             raise ValueError(f"slab_bytes must be at most {MAX_SLAB_BYTES >> 30}GiB")
         self._check_cluster()
+        if len({namespace.name for namespace in self.namespaces}) != len(self.namespaces):
+            raise ValueError("namespaces must have different names")
 
     def _check_cluster(self) -> None:
         cluster = self.cluster

@@ -22,6 +22,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from pdserve.kvpool.cluster_messages import NamespaceRecord
 from pdserve.kvpool.messages import DataPathName, Reply, Request
 from pdserve.kvpool.ring import Ring
 
@@ -38,6 +39,7 @@ class Connected(msgspec.Struct, frozen=True):
     client: str
     pid: int
     peer: bool = False  # a node of this pool, or the node itself
+    token: str = ""  # SHA-256 hex digest of what it presented (access.py)
 
 
 class Disconnected(msgspec.Struct, frozen=True):
@@ -82,7 +84,15 @@ class ReplicasMade(msgspec.Struct, frozen=True):
     mask: Sequence[bool]
 
 
-Event: TypeAlias = Connected | Disconnected | Received | TransferDone | Tick | ViewChanged | ReplicasMade
+class NamespacesLearned(msgspec.Struct, frozen=True):
+    """Another node told what it knows of namespaces."""
+
+    records: list[NamespaceRecord]
+
+
+Event: TypeAlias = (
+    Connected | Disconnected | Received | TransferDone | Tick | ViewChanged | ReplicasMade | NamespacesLearned
+)
 
 # --- actions (`gc=False`: they hold no cycles, and there are several per page)
 
@@ -130,6 +140,12 @@ class SaveNamespaces(msgspec.Struct, frozen=True, gc=False):
     """Persist this text (JSON) in place of the earlier one, before later actions."""
 
     text: str
+
+
+class PublishNamespace(msgspec.Struct, frozen=True, gc=False):
+    """Tell the other nodes of this change."""
+
+    record: NamespaceRecord
 
 
 class StartSend(msgspec.Struct, frozen=True, gc=False):
@@ -183,6 +199,7 @@ Action: TypeAlias = (
     | FreeRow
     | AssignSlab
     | SaveNamespaces
+    | PublishNamespace
     | StartSend
     | StartReceive
     | CancelTransfers

@@ -89,7 +89,9 @@ class Session:
     connection: int
     data_path: DataPathName
     client: str
-    peer: bool = False  # a node of this pool, or the node itself
+    peer: bool = False  # a node of this pool, or the node itself: may do everything
+    token: str = ""  # SHA-256 hex digest
+    rights: dict[int, tuple[int, int]] = field(default_factory=dict)  # kept by administration.py
     reserved_bytes: int = 0  # in bytes of slots, those in quarantine included
     reservations: dict[int, Reservation] = field(default_factory=dict)  # by slot
     quarantined: dict[int, Reservation] = field(default_factory=dict)  # by slot; may never be committed

@@ -32,7 +32,7 @@ all ACTIVE members have settled, their ring is the `stable` one; until then the 
 nodes as `previous`, where a page may still be. A member that is dead, or has left, is not in `previous`:
 nothing can be read from it, and the rest of a consistent-hash ring stays as it was.
 
-**Namespaces.** Their records travel in the same state (see NamespaceRecord for which of two is newer).
+**Namespaces.** Their records travel in the same state; registry.py says how two of one name are joined.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ from pdserve.kvpool.cluster_messages import (
     NamespaceRecord,
     View,
 )
+from pdserve.kvpool.registry import join
 from pdserve.kvpool.ring import MAX_WEIGHT_SUM
 from pdserve.kvpool.wire import Message, NodeAddress
 
@@ -76,7 +77,7 @@ def merge(a: ClusterState, b: ClusterState) -> ClusterState:
     namespaces: dict[str, NamespaceRecord] = {}
     for record in (*a.namespaces, *b.namespaces):
         other = namespaces.get(record.name)
-        namespaces[record.name] = record if other is None else newer_namespace(other, record)
+        namespaces[record.name] = record if other in (None, record) else join(other, record)
     stable_epoch, stable = max(
         ((state.stable_epoch, state.stable) for state in (a, b)),
         key=lambda ring: (ring[0], encoded(ring[1])),
@@ -98,11 +99,6 @@ def newer_member(a: Member, b: Member) -> Member:
         if settled != newer.settled:
             return replace(newer, settled=settled)
     return newer
-
-
-def newer_namespace(a: NamespaceRecord, b: NamespaceRecord) -> NamespaceRecord:
-    """The newer of two records of one namespace."""
-    return max(a, b, key=lambda record: (record.version, encoded(record)))
 
 
 def _member_order(member: Member) -> tuple[int, int, int, str, int]:

@@ -18,7 +18,9 @@ from typing import Any
 import uvloop
 
 from pdserve.errors import PdserveError
+from pdserve.kvpool.access import digest, same
 from pdserve.kvpool.arena import Arena
+from pdserve.kvpool.cluster_messages import NamespaceRecord
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.connection import ClientConnection
 from pdserve.kvpool.events import (
@@ -30,6 +32,8 @@ from pdserve.kvpool.events import (
     Disconnected,
     Event,
     FreeRow,
+    NamespacesLearned,
+    PublishNamespace,
     Received,
     SaveNamespaces,
     StartReceive,
@@ -52,6 +56,7 @@ from pdserve.kvpool.messages import (
     UcxInfo,
     Welcome,
 )
+from pdserve.kvpool.namespace_rules import rules_of
 from pdserve.kvpool.slots import SlotAllocator
 from pdserve.kvpool.state import LOCAL, NodeState
 from pdserve.kvpool.store import PageStore
@@ -72,6 +77,7 @@ class PoolNode:
         self.name = config.name
         self.incarnation = secrets.randbits(62) + 1
         self.host_id = host_id()
+        self._rules = rules_of(config)
         self.connections: dict[int, ClientConnection] = {}  # those that shook hands
         self.gossip = Gossiper(config, self.incarnation, int(time.time()), self.connections)
         self._routes: dict[type, Handler] = {  # requests that are not NodeState's to answer
@@ -88,7 +94,7 @@ class PoolNode:
         self._stopped = False  # from then on the memory may be another node's: nothing is decided any more
 
     async def serve(self) -> None:
-        """Take the memory, listen, serve until `stop`. Raises StartupError."""
+        """Take the memory, listen, serve until `stop`. Raises StartupError, ConfigError."""
         self._loop = asyncio.get_running_loop()
         layout = TableLayout(self.config.capacity, self.config.slab, self.config.min_slot)
         directory = self.config.arena_dir / self.config.name
@@ -157,10 +163,17 @@ class PoolNode:
             FreeRow: self.arena.free_row,
             AssignSlab: self.arena.assign_slab,
             SaveNamespaces: self.arena.save_namespaces,
+            PublishNamespace: self._publish,
             StartSend: self._transfer,
             StartReceive: self._transfer,
             CancelTransfers: self._transfer,
         }
+
+    def _publish(self, action: PublishNamespace) -> None:
+        self.gossip.publish(action.record)
+
+    def _learned(self, records: list[NamespaceRecord]) -> None:
+        self.feed(NamespacesLearned(records))
 
     def _answer(self, action: Answer) -> None:
         if action.connection == LOCAL:
@@ -208,10 +221,14 @@ class PoolNode:
         if route is None:
             self.feed(Received(connection.number, message))
         elif not self._stopped:
-            route(connection, message)
+            fault = self.state.refusal(connection.number, message)
+            if fault is None:
+                route(connection, message)
+            else:
+                connection.send(fault)
 
     def _status(self, connection: ClientConnection, request: Status) -> None:
-        report = self.state.status(request.id, self._loop.time())
+        report = self.state.status(request.id, self._loop.time(), self.state.sessions.get(connection.number))
         connection.send(self.gossip.with_members(report))
 
     def _accept(self) -> ClientConnection:
@@ -305,7 +322,16 @@ class PoolNode:
 
     def connected(self, connection: ClientConnection, hello: Hello, path: DataPathName) -> None:
         self.connections[connection.number] = connection
-        self.feed(Connected(connection.number, path, hello.client, hello.pid))
+        peer, token = self._is_peer(hello), digest(hello.token)
+        self.feed(Connected(connection.number, path, hello.client, hello.pid, peer, token))
+
+    def _is_peer(self, hello: Hello) -> bool:
+        """Whether this client is a node of this pool: where tokens are in use, it must show the cluster's."""
+        if not hello.node:
+            return False
+        if not self.config.cluster.token:
+            return not self._rules.admin_token
+        return same(digest(hello.token), digest(self.config.cluster.token))
 
     def disconnected(self, number: int, *, by_peer: bool) -> None:
         if self.connections.pop(number, None) is not None:
@@ -326,7 +352,12 @@ class PoolNode:
         )
         store = PageStore(slots, self.arena.first_sequence)
         now_s = self._loop.time()
-        state = NodeState(config.name, self.incarnation, store, limits, now_s, self.arena.namespaces)
+        namespaces = self.arena.namespaces
+        state = NodeState(config.name, self.incarnation, store, limits, now_s, namespaces, self._rules)
+        self.arena.save_namespaces(SaveNamespaces(namespaces.dump()))
+        for record in namespaces.registry:
+            self.gossip.publish(record)
+        self.gossip.on_namespaces.append(self._learned)
         if self.arena.contents is not None:
             state.restore(self.arena.contents, now_s)
             self.arena.contents = None  # a copy of the whole index

@@ -5,6 +5,7 @@
     Received(request)           ->    reservations and commits                   (writing.py)
     TransferDone                      pins                                       (reading.py)
     Tick                              waits                                      (waits.py)
+    NamespacesLearned                 namespaces and who may use them            (administration.py)
                                       pages: index, eviction, states of slots    (store.py)
     Answer, WriteRow, ...       <-
 
@@ -17,8 +18,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
+from pdserve.kvpool import access
 from pdserve.kvpool import messages as m
-from pdserve.kvpool.cluster_messages import EndReplicas, ListOwned, ListPages, PageList
+from pdserve.kvpool.administration import Administration, Rules
+from pdserve.kvpool.cluster_messages import (
+    EndReplicas,
+    ListNamespaces,
+    ListOwned,
+    ListPages,
+    NamespaceSettings,
+    PageList,
+    PutNamespace,
+    ReplaceNamespace,
+)
 from pdserve.kvpool.events import (
     FIRST_TAG,
     Action,
@@ -28,9 +40,9 @@ from pdserve.kvpool.events import (
     Connected,
     Disconnected,
     Event,
+    NamespacesLearned,
     Received,
     ReplicasMade,
-    SaveNamespaces,
     Tick,
     TransferDone,
     ViewChanged,
@@ -38,7 +50,7 @@ from pdserve.kvpool.events import (
 from pdserve.kvpool.index import NONE
 from pdserve.kvpool.leases import Limits, Session
 from pdserve.kvpool.listing import list_pages
-from pdserve.kvpool.namespaces import NamespaceError, Namespaces
+from pdserve.kvpool.namespaces import Namespaces
 from pdserve.kvpool.reading import Reads, Tags
 from pdserve.kvpool.recovery import TableContents
 from pdserve.kvpool.sharing import Sharing
@@ -48,6 +60,7 @@ from pdserve.kvpool.writing import Writes
 
 Handler: TypeAlias = Callable[[Session, Any, float, list[Action]], None]
 MAX_U64 = (1 << 64) - 1
+NO_RULES: Final = Rules()
 LOCAL: Final = 0  # the connection of the node's own session (local.py)
 
 
@@ -62,6 +75,7 @@ class NodeState:
         limits: Limits,
         started_s: float,
         namespaces: Namespaces | None = None,
+        rules: Rules = NO_RULES,
     ) -> None:
         self.name = name
         self.incarnation = incarnation
@@ -70,16 +84,28 @@ class NodeState:
         self.next_deadline_s = float("inf")  # when the shell should Tick; never later than needed
         self._limits = limits
         self._started_s = started_s
-        self._namespaces = namespaces or Namespaces()
+        self.namespaces = namespaces or Namespaces()
         tags = Tags(incarnation, FIRST_TAG)
         self._waits = Waits(store, limits.max_waiters)
         self._reads = Reads(store, limits, tags)
         self._writes = Writes(store, limits, tags, self._on_commit)
         self.sharing = Sharing(name, store, limits.replication)
+        self.administration = Administration(
+            name,
+            store.slots.capacity_bytes,
+            self.namespaces,
+            rules,
+            self._namespace_gone,
+            self._namespace_changed,
+        )
         self._recovered = {"recovered_pages": 0, "dropped_rows": 0}
         self._discarded = 0
         self._handlers: dict[type, Handler] = {
-            m.OpenNamespace: self._open_namespace,
+            m.OpenNamespace: self._administer,
+            m.DropNamespace: self._administer,
+            PutNamespace: self._administer,
+            ReplaceNamespace: self._administer,
+            ListNamespaces: self._administer,
             m.Exists: self._exists,
             m.Reserve: self._reserve,
             m.Commit: self._commit,
@@ -88,7 +114,6 @@ class NodeState:
             m.Release: lambda session, request, now_s, out: self._reads.release(session, request, out),
             m.Wait: self._wait,
             m.Discard: self._discard,
-            m.DropNamespace: self._drop_namespace,
             m.Clear: self._clear,
             ListOwned: self._list_owned,
             EndReplicas: self._end_replicas,
@@ -118,13 +143,15 @@ class NodeState:
         elif isinstance(event, Connected):
             assert event.connection not in self.sessions
             self.sessions[event.connection] = Session(
-                event.connection, event.data_path, event.client, event.peer
+                event.connection, event.data_path, event.client, event.peer, event.token
             )
         elif isinstance(event, ViewChanged):
             self.sharing.view_changed(event, now_s)
             self._expect(self.sharing.next_deadline_s)
         elif isinstance(event, ReplicasMade):
             self.sharing.replicas_made(event, now_s)
+        elif isinstance(event, NamespacesLearned):
+            self.administration.learn(event.records, out)
         else:
             self._disconnected(event, now_s, out)
         return out
@@ -135,12 +162,16 @@ class NodeState:
         session = self.sessions.get(event.connection)
         if session is None:
             return  # it was closed, and this was still in its buffer
+        fault = self.administration.refusal(session, event.message)
+        if fault is not None:
+            out.append(Answer(event.connection, fault))
+            return
         handler = self._handlers.get(type(event.message))
         if handler is None:
             out.append(Close(event.connection, f"unexpected {type(event.message).__name__}"))
             return
         namespace = getattr(event.message, "namespace", None)
-        if namespace is not None and namespace not in self._namespaces:
+        if namespace is not None and namespace not in self.namespaces:
             message = f"node {self.name} has no namespace number {namespace}: it was dropped; open it again"
             request_id: int = getattr(event.message, "id", 0)
             out.append(Answer(event.connection, m.Fault(request_id, "unknown_namespace", message)))
@@ -148,10 +179,15 @@ class NodeState:
         if namespace is not None:
             self.store.index.namespace(namespace).operations += 1
         if session.data_path == "none" and isinstance(event.message, m.Reserve | m.Get):
-            fault = m.Fault(event.message.id, "no_data_path", "this connection is for questions only")
-            out.append(Answer(event.connection, fault))
+            message = "this connection is for questions only"
+            out.append(Answer(event.connection, m.Fault(event.message.id, "no_data_path", message)))
             return
         handler(session, event.message, now_s, out)
+
+    def refusal(self, connection: int, message: m.Request) -> m.Fault | None:
+        """Why the client may not ask this, of somebody else in the node; None when it may."""
+        session = self.sessions.get(connection)
+        return None if session is None else self.administration.refusal(session, message)
 
     def _tick(self, now_s: float, out: list[Action]) -> None:
         for session in self.sessions.values():
@@ -176,35 +212,24 @@ class NodeState:
 
     # --- namespaces
 
-    def _open_namespace(
-        self, session: Session, request: m.OpenNamespace, now_s: float, out: list[Action]
-    ) -> None:
-        try:
-            namespace, is_new = self._namespaces.open(request.name, request.geometry)
-        except NamespaceError as error:
-            out.append(Answer(session.connection, m.Fault(request.id, error.code, str(error))))
-            return
-        if is_new:
-            out.append(SaveNamespaces(self._namespaces.dump()))
-        out.append(Answer(session.connection, m.Opened(request.id, namespace.number)))
+    def _administer(self, session: Session, request: m.Request, now_s: float, out: list[Action]) -> None:
+        self.administration.handle(session, request, out)
 
     def _clear(self, session: Session, request: m.Clear, now_s: float, out: list[Action]) -> None:
         count = self.store.clear(request.namespace, out)
         out.append(Answer(session.connection, m.Done(request.id, count)))
 
-    def _drop_namespace(
-        self, session: Session, request: m.DropNamespace, now_s: float, out: list[Action]
-    ) -> None:
-        namespace = self._namespaces.drop(request.name)
-        count = 0
-        if namespace is not None:
-            for other in self.sessions.values():
-                self._writes.drop_namespace(other, namespace.number, out)
-                self._waits.drop_namespace(other, namespace.number, out)
-            count = self.store.clear(namespace.number, out)
-            self.store.forget(namespace.number)
-            out.append(SaveNamespaces(self._namespaces.dump()))
-        out.append(Answer(session.connection, m.Done(request.id, count)))
+    def _namespace_gone(self, number: int, out: list[Action]) -> int:
+        """Free all that a namespace had; how many pages. Its number is unknown already."""
+        for session in self.sessions.values():
+            self._writes.drop_namespace(session, number, out)
+            self._waits.drop_namespace(session, number, out)
+        count = self.store.clear(number, out)
+        self.store.forget(number)
+        return count
+
+    def _namespace_changed(self, number: int, settings: NamespaceSettings) -> None:
+        """It was opened, or has other settings now."""
 
     # --- pages
 
@@ -267,10 +292,10 @@ class NodeState:
         out.append(Answer(session.connection, m.Done(request.id)))
 
     def _status(self, session: Session, request: m.Status, now_s: float, out: list[Action]) -> None:
-        out.append(Answer(session.connection, self.status(request.id, now_s)))
+        out.append(Answer(session.connection, self.status(request.id, now_s, session)))
 
     def _list_pages(self, session: Session, request: ListPages, now_s: float, out: list[Action]) -> None:
-        namespace = self._namespaces.find(request.name)
+        namespace = self.namespaces.find(request.name)
         if namespace is None:
             message = f"node {self.name} has no namespace '{request.name}'"
             out.append(Answer(session.connection, m.Fault(request.id, "unknown_namespace", message)))
@@ -278,9 +303,14 @@ class NodeState:
         pages, cursor = list_pages(self.store, self.sharing, namespace.number, request.cursor, request.limit)
         out.append(Answer(session.connection, PageList(request.id, pages, cursor)))
 
-    def status(self, request_id: int, now_s: float) -> m.StatusReport:
-        """How the node is."""
+    def status(self, request_id: int, now_s: float, session: Session | None = None) -> m.StatusReport:
+        """How the node is; for a client without the namespaces that it may not read."""
         store = self.store
+        shown = [
+            number
+            for number in self.namespaces.numbers
+            if session is None or self.administration.rights(session, number) & access.READ
+        ]
         in_state = store.bytes_in_state
         return m.StatusReport(
             id=request_id,
@@ -299,13 +329,13 @@ class NodeState:
             pins=sum(pin.count for session in self.sessions.values() for pin in session.pins.values()),
             waiters=self._waits.open,
             connections=len(self.sessions.keys() - {LOCAL}),
-            namespaces=[self._namespace_status(namespace.number) for namespace in self._namespaces],
+            namespaces=[self._namespace_status(number) for number in shown],
             counters=self._counters(),
             epoch=self.sharing.ownership.epoch,
         )
 
     def _namespace_status(self, number: int) -> m.NamespaceStatus:
-        namespace = self._namespaces[number]
+        namespace = self.namespaces[number]
         pages = self.store.index.namespace(number)
         return m.NamespaceStatus(
             name=namespace.name,
@@ -315,6 +345,7 @@ class NodeState:
             hits=pages.hits,
             misses=pages.misses,
             evictions=pages.evictions,
+            settings=access.redacted(self.namespaces.settings(number)),
             counters={
                 "operations": pages.operations,
                 "read_bytes": pages.read_bytes,
@@ -334,6 +365,7 @@ class NodeState:
             "leases_expired": self._reads.leases_expired,
             "evictions": self.store.evictions,
             "discarded": self._discarded,
+            "denied": self.administration.denials,
             "tail_bytes": self.store.slots.tail_bytes,
             **self._recovered,
             **self.sharing.counters(),

@@ -64,7 +64,7 @@ GOLDEN = [
     ),
     pytest.param(
         m.Opened(1, 5),
-        "04000000930b0105",
+        "05000000940b010507",
         id="opened",
     ),
     pytest.param(

@@ -6,10 +6,13 @@ import hashlib
 from typing import Any, TypeVar
 
 from pdserve.kvpool import messages as m
+from pdserve.kvpool.access import digest
+from pdserve.kvpool.administration import Rules
 from pdserve.kvpool.events import Action, Answer, Connected, Disconnected, Received, Tick
 from pdserve.kvpool.leases import Limits
+from pdserve.kvpool.namespaces import Namespaces
 from pdserve.kvpool.slots import SlotAllocator
-from pdserve.kvpool.state import NodeState
+from pdserve.kvpool.state import NO_RULES, NodeState
 from pdserve.kvpool.store import PageStore
 
 KIB = 1024
@@ -24,7 +27,14 @@ class Node:
     """A NodeState with a clock that stands still unless moved. Every step checks conservation."""
 
     def __init__(
-        self, slabs: int = 4, slab_bytes: int = 64 * KIB, min_slot_bytes: int = 4 * KIB, **limits: Any
+        self,
+        slabs: int = 4,
+        slab_bytes: int = 64 * KIB,
+        min_slot_bytes: int = 4 * KIB,
+        *,
+        rules: Rules = NO_RULES,
+        namespaces: Namespaces | None = None,
+        **limits: Any,
     ) -> None:
         self.now_s = 100.0
         slots = SlotAllocator(slabs * slab_bytes, slab_bytes, min_slot_bytes)
@@ -32,16 +42,18 @@ class Node:
             "n0",
             1,
             PageStore(slots, first_sequence=1),
-            Limits(**limits),
-            self.now_s,  # type: ignore[arg-type]
+            Limits(**limits),  # type: ignore[arg-type]
+            self.now_s,
+            namespaces,
+            rules,
         )
         self.actions: list[Action] = []
         self._connections = 0
         self._ids = 0
 
-    def connect(self, data_path: m.DataPathName = "shm") -> int:
+    def connect(self, data_path: m.DataPathName = "shm", token: str = "", peer: bool = False) -> int:
         self._connections += 1
-        self.do(Connected(self._connections, data_path, "test", 1))
+        self.do(Connected(self._connections, data_path, "test", 1, peer, digest(token)))
         return self._connections
 
     def disconnect(self, connection: int, by_peer: bool = True) -> list[Action]:

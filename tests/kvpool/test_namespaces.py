@@ -3,25 +3,41 @@ from __future__ import annotations
 import pytest
 
 from pdserve.errors import FrameError
-from pdserve.kvpool.namespaces import (
-    MAX_GEOMETRY_CHARS,
-    MAX_NAME_CHARS,
-    MAX_NAMESPACES,
-    NamespaceError,
-    Namespaces,
-)
+from pdserve.kvpool.cluster_messages import NamespaceRecord, NamespaceSettings
+from pdserve.kvpool.namespaces import Namespaces
+
+
+def record(name: str, generation: int = 1, version: int = 1, **geometry: str) -> NamespaceRecord:
+    return NamespaceRecord(name, version, generation, geometry)
+
+
+def opened(namespaces: Namespaces, found: NamespaceRecord) -> int:
+    namespaces.registry.learn(found)
+    return namespaces.add(found).number
 
 
 def test_numbers_survive_a_restart_and_are_never_reused() -> None:
     first = Namespaces()
-    a, _ = first.open("a", {"dtype": "bf16"})
-    b, is_new = first.open("b", {})
-    assert is_new
+    a = opened(first, record("a", dtype="bf16"))
+    b = opened(first, record("b"))
     first.drop("b")
     again = Namespaces.load(first.dump())
-    assert again.open("a", {"dtype": "bf16"}) == (a, False)
-    assert again.open("b", {})[0].number > b.number
+    assert again.numbers == [a]
+    assert again[a].geometry == {"dtype": "bf16"}
+    assert again.add(record("b")).number > b
     assert Namespaces.load(again.dump()).numbers == again.numbers
+
+
+def test_records_and_what_the_configuration_said_survive_a_restart() -> None:
+    first = Namespaces()
+    settings = NamespaceSettings(quota_bytes=1 << 20, read_token="ab" * 32)
+    gone = NamespaceRecord("old", 4, 2, {}, dropped=True, replaced_by="new")
+    first.registry.learn(NamespaceRecord("new", 2, 1, {"k": "v"}, settings))
+    first.registry.learn(gone)
+    first.configured = {"new": settings}
+    again = Namespaces.load(first.dump())
+    assert list(again.registry) == list(first.registry)
+    assert again.configured == {"new": settings}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"next_number":1}', '{"next_number":"x","namespaces":[]}'])
@@ -30,26 +46,21 @@ def test_a_damaged_file_is_refused(text: str) -> None:
         Namespaces.load(text)
 
 
-def test_a_file_whose_counter_is_behind_does_not_reuse_numbers() -> None:
-    text = '{"next_number":1,"namespaces":[{"number":7,"name":"a","geometry":{}}]}'
-    assert Namespaces.load(text).open("b", {})[0].number == 8
+def test_a_file_of_before_there_were_records_is_taken_over_and_its_numbers_are_not_reused() -> None:
+    found = Namespaces.load('{"next_number":1,"namespaces":[{"number":7,"name":"a","geometry":{"k":"v"}}]}')
+    assert found.numbers == [7]
+    assert found.registry.get("a") == record("a", k="v")
+    assert found.add(record("b")).number == 8
 
 
-def test_names_geometry_and_number_of_namespaces_are_bounded() -> None:
+def test_pages_of_an_older_generation_do_not_come_back_with_the_file() -> None:
     namespaces = Namespaces()
-    for name, geometry in (
-        ("", {}),
-        ("x" * (MAX_NAME_CHARS + 1), {}),
-        ("x", {"k": "v" * MAX_GEOMETRY_CHARS}),
-    ):
-        with pytest.raises(NamespaceError) as error:
-            namespaces.open(name, geometry)
-        assert error.value.code == "bad_namespace"
-    for i in range(MAX_NAMESPACES):
-        namespaces.open(f"n{i}", {})
-    with pytest.raises(NamespaceError, match="drop one"):
-        namespaces.open("one more", {})
-    assert not namespaces.open("n0", {})[1]
+    number = opened(namespaces, record("a"))
+    opened(namespaces, record("b"))
+    namespaces.registry.learn(record("a", generation=2, version=2))
+    again = Namespaces.load(namespaces.dump())
+    assert number not in again
+    assert [namespace.name for namespace in again] == ["b"]
 
 
 def test_dropping_what_is_not_there_is_nothing() -> None:

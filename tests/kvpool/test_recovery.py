@@ -102,7 +102,7 @@ def test_eviction_after_a_restart_begins_with_the_oldest_page() -> None:
     node, table, _ = written_table(*range(64), length=4 * KIB)
     state = restarted(table.scan())
     state.handle(Connected(1, "shm", "x", 1), 1.0)
-    state._namespaces.open("ns", {})
+    state.handle(Received(1, m.OpenNamespace(9, "ns", {})), 1.0)
     state.handle(Received(1, m.Reserve(1, 1, [key(100)], [4 * KIB])), 1.0)
     assert (state.store.find(1, key(0)), state.store.find(1, key(1)) >= 0) == (-1, True)
     assert node.state.store.find(1, key(0)) >= 0
@@ -112,7 +112,7 @@ def test_after_a_restart_a_new_size_class_takes_the_slab_unused_for_longest() ->
     _, table, _ = written_table(*range(64), length=4 * KIB)  # four slabs of 16
     state = restarted(table.scan())
     state.handle(Connected(1, "shm", "x", 1), 1.0)
-    state._namespaces.open("ns", {})
+    state.handle(Received(1, m.OpenNamespace(9, "ns", {})), 1.0)
     state.handle(Received(1, m.Get(1, 1, [key(0)], [4 * KIB])), 1.0)  # the first slab is fresh now
     state.handle(Received(1, m.Reserve(2, 1, [key(100)], [20 * KIB])), 1.0)
     state.check()

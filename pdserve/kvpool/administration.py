@@ -1,0 +1,325 @@
+"""A node's namespaces: opened, made, changed, replaced, dropped, and who may use them. Pure.
+
+    opened by a worker    the record is made where there is none, with the node's default settings; the first
+                          worker decides the geometry; a dropped name comes back, with the settings it had
+    put                   made or changed by an administrator; a replaced name comes back
+    replaced              `new` takes over the settings of `old` unless it has its own; `old` is dropped, and
+                          whoever opens it is told what replaced it
+    dropped               its pages are found no more, from this call on; generation and version grow
+    learned               another node changed a record: what this node has of an older generation, or of
+                          another geometry, is dropped before anything else of it is served
+
+Each change is saved, carried out, published to the other nodes, and only then answered.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import msgspec
+
+from pdserve.kvpool import access
+from pdserve.kvpool import messages as m
+from pdserve.kvpool.cluster_messages import (
+    ListNamespaces,
+    NamespaceList,
+    NamespaceRecord,
+    NamespaceSettings,
+    PutNamespace,
+    ReplaceNamespace,
+)
+from pdserve.kvpool.events import Action, Answer, PublishNamespace, SaveNamespaces
+from pdserve.kvpool.leases import Session
+from pdserve.kvpool.namespace_settings import check_settings
+from pdserve.kvpool.namespaces import Namespace, Namespaces
+from pdserve.kvpool.registry import NamespaceError, check_geometry, check_name
+
+OnGone: TypeAlias = Callable[[int, list[Action]], int]
+OnSettings: TypeAlias = Callable[[int, NamespaceSettings], None]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the node's configuration says of namespaces. Tokens are digests."""
+
+    admin_token: str = ""
+    defaults: NamespaceSettings = field(default_factory=NamespaceSettings)
+    named: Mapping[str, NamespaceSettings] = field(default_factory=dict)
+
+
+class Administration:
+    """The namespaces of one node. `on_gone(number, out)` frees all that a namespace has here and counts its
+    pages; `on_settings(number, settings)` is called when one is opened and whenever its settings change.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        capacity_bytes: int,
+        namespaces: Namespaces,
+        rules: Rules,
+        on_gone: OnGone,
+        on_settings: OnSettings,
+    ) -> None:
+        self.namespaces = namespaces
+        self.guarded: set[int] = set()  # numbers of namespaces with tokens
+        self.denials = 0
+        self._node = node
+        self._capacity_bytes = capacity_bytes
+        self._rules = rules
+        self._on_gone = on_gone
+        self._on_settings = on_settings
+        self._revision = 0  # of all settings: rights found before it changed are found anew
+        self._configure()
+        for namespace in namespaces:
+            self._settings_changed(namespace)
+
+    def _configure(self) -> None:
+        """Make the namespaces of the configuration. Where one is known already, settings changed by an
+        administrator stay, unless the configuration itself was changed since the last start.
+        """
+        registry, before = self.namespaces.registry, self.namespaces.configured
+        for name, settings in self._rules.named.items():
+            known = registry.get(name)
+            if known is None:
+                registry.change(NamespaceRecord(name, 1, 1, {}, settings))
+            elif before.get(name, settings) != settings and known.settings != settings:
+                registry.change(_changed(known, settings=settings))
+        self.namespaces.configured = dict(self._rules.named)
+
+    # --- rights
+
+    def rights(self, session: Session, number: int) -> int:
+        """What the client may do in a namespace of this node."""
+        if number not in self.guarded or self._is_super(session):
+            return access.ALL
+        revision, found = session.rights.get(number, (-1, 0))
+        if revision != self._revision:
+            found = access.rights_of(session.token, self.namespaces.settings(number))
+            session.rights[number] = self._revision, found
+        return found
+
+    def refusal(self, session: Session, message: m.Request) -> m.Fault | None:
+        """Why the client may not ask this; None when it may. What names a namespace by its name is not
+        judged here.
+        """
+        kind, request_id = type(message), getattr(message, "id", 0)
+        number = getattr(message, "namespace", None)
+        need = access.NEEDS.get(kind)
+        fault = None
+        if need is not None and number is not None:
+            if not self.rights(session, number) & need:
+                fault = access.denied(self.namespaces[number].name, need, request_id)
+        elif kind in access.PEER_OPERATIONS:
+            if not session.peer:
+                fault = access.denied_peer(self._node, request_id)
+        elif kind in access.NODE_OPERATIONS and not self._is_operator(session):
+            fault = access.denied_here(self._node, kind.__name__, request_id)
+        self.denials += fault is not None
+        return fault
+
+    def _is_super(self, session: Session) -> bool:
+        return session.peer or access.same(session.token, self._rules.admin_token)
+
+    def _is_operator(self, session: Session) -> bool:
+        return not self._rules.admin_token or self._is_super(session)
+
+    def _require(self, session: Session, record: NamespaceRecord, right: int, request_id: int) -> None:
+        """Raises Denied."""
+        if not self._is_super(session) and not access.rights_of(session.token, record.settings) & right:
+            raise Denied(access.denied(record.name, right, request_id))
+
+    def _require_operator(self, session: Session, what: str, request_id: int) -> None:
+        """Raises Denied."""
+        if not self._is_operator(session):
+            raise Denied(access.denied_here(self._node, what, request_id))
+
+    # --- requests
+
+    def handle(self, session: Session, request: m.Request, out: list[Action]) -> None:
+        """Answer OpenNamespace, PutNamespace, ReplaceNamespace, ListNamespaces or DropNamespace."""
+        request_id: int = getattr(request, "id", 0)
+        try:
+            answer = self._answer(session, request, out)
+        except Denied as error:
+            self.denials += 1
+            answer = error.fault
+        except NamespaceError as error:
+            answer = m.Fault(request_id, error.code, str(error))
+        out.append(Answer(session.connection, answer))
+
+    def _answer(self, session: Session, request: m.Request, out: list[Action]) -> m.Reply:
+        if isinstance(request, m.OpenNamespace):
+            return self._open(session, request, out)
+        if isinstance(request, PutNamespace):
+            return self._put(session, request, out)
+        if isinstance(request, ReplaceNamespace):
+            return self._replace(session, request, out)
+        if isinstance(request, m.DropNamespace):
+            return self._drop(session, request, out)
+        assert isinstance(request, ListNamespaces)
+        return self._list(session, request)
+
+    def _open(self, session: Session, request: m.OpenNamespace, out: list[Action]) -> m.Opened:
+        registry = self.namespaces.registry
+        record = registry.get(request.name)
+        if record is None:
+            check_name(request.name)
+            record = NamespaceRecord(request.name, 0, 1, {}, self._rules.defaults)
+        is_new = record.version == 0 or record.dropped
+        self._require(session, record, access.WRITE if is_new else access.READ, request.id)
+        if record.replaced_by:
+            raise NamespaceError(
+                "namespace_replaced",
+                f"namespace '{record.name}' was replaced by '{record.replaced_by}': start the worker with "
+                "that revision (an administrator can bring the old one back: pdserve pool ns create)",
+            )
+        local = self.namespaces.find(record.name)
+        if local is not None or record.geometry:
+            known = record.geometry if local is None else local.geometry
+            check_geometry(request.name, known, request.geometry)
+        if is_new or request.geometry != record.geometry:
+            record = _changed(record, geometry=dict(request.geometry), dropped=False)
+            registry.change(record)
+            out.append(PublishNamespace(record))
+        if local is None:
+            local = self.namespaces.add(record)
+            self._settings_changed(local)
+            self._save(out)
+        return m.Opened(request.id, local.number, self.rights(session, local.number))
+
+    def _put(self, session: Session, request: PutNamespace, out: list[Action]) -> m.Done:
+        known = self.namespaces.registry.get(request.name)
+        if known is None:
+            self._require_operator(session, "a new namespace", request.id)
+            check_name(request.name)
+            known = NamespaceRecord(request.name, 0, 1, {}, NamespaceSettings())
+        else:
+            self._require(session, known, access.ADMIN, request.id)
+        settings = _with_kept_tokens(request.settings, known.settings)
+        check_settings(settings, self._capacity_bytes, tokens_allowed=bool(self._rules.admin_token))
+        self._change(_changed(known, settings=settings, dropped=False, replaced_by=""), out)
+        return m.Done(request.id)
+
+    def _replace(self, session: Session, request: ReplaceNamespace, out: list[Action]) -> m.Done:
+        old, new = self._known(request.old), self.namespaces.registry.get(request.new)
+        self._require(session, old, access.ADMIN, request.id)
+        check_name(request.new)
+        if request.old == request.new:
+            raise NamespaceError("bad_request", f"namespace '{request.old}' cannot replace itself")
+        if new is None:
+            new = NamespaceRecord(request.new, 0, 1, {}, old.settings)
+        else:
+            self._require(session, new, access.ADMIN, request.id)
+        has_own = new.version > 0 and new.settings not in (self._rules.defaults, NamespaceSettings())
+        settings = new.settings if has_own else old.settings
+        # first `new`: it may be refused, and then `old` must stay
+        if new.version == 0 or new.dropped or new.settings != settings:
+            self._change(_changed(new, settings=settings, dropped=False, replaced_by=""), out)
+        return m.Done(request.id, self._change(_dropped(old, replaced_by=request.new), out))
+
+    def _drop(self, session: Session, request: m.DropNamespace, out: list[Action]) -> m.Done:
+        known = self.namespaces.registry.get(request.name)
+        if known is None or known.dropped:
+            return m.Done(request.id)
+        self._require(session, known, access.ADMIN, request.id)
+        return m.Done(request.id, self._change(_dropped(known), out))
+
+    def _list(self, session: Session, request: ListNamespaces) -> NamespaceList:
+        """All of them for the node's administrator; others see those that they administer by token."""
+        every = self._is_operator(session)
+        shown = [
+            msgspec.structs.replace(record, settings=access.redacted(record.settings))
+            for record in sorted(self.namespaces.registry, key=lambda record: record.name)
+            if every or _administers(session, record)
+        ]
+        if not shown:
+            self._require_operator(session, "the list of namespaces", request.id)
+        return NamespaceList(request.id, shown)
+
+    def _known(self, name: str) -> NamespaceRecord:
+        """Raises NamespaceError."""
+        found = self.namespaces.registry.get(name)
+        if found is not None:
+            return found
+        near = difflib.get_close_matches(name, [record.name for record in self.namespaces.registry], n=1)
+        hint = f": did you mean '{near[0]}'?" if near else ""
+        raise NamespaceError("unknown_namespace", f"no namespace is named '{name}'{hint}")
+
+    # --- changes
+
+    def learn(self, records: Iterable[NamespaceRecord], out: list[Action]) -> None:
+        """What other nodes know."""
+        registry = self.namespaces.registry
+        news = [joined for record in records if (joined := registry.learn(record)) is not None]
+        if news:
+            self._carry_out(news, out)
+
+    def _change(self, record: NamespaceRecord, out: list[Action]) -> int:
+        """This node's change; how many pages went. Raises NamespaceError."""
+        self.namespaces.registry.change(record)
+        count = self._carry_out([record], out)
+        out.append(PublishNamespace(record))
+        return count
+
+    def _carry_out(self, records: Iterable[NamespaceRecord], out: list[Action]) -> int:
+        """The registry holds these now; how many pages go for it."""
+        gone = []
+        for record in records:
+            local = self.namespaces.find(record.name)
+            if local is None:
+                continue
+            other_pages = record.generation > local.generation or record.geometry not in ({}, local.geometry)
+            if record.dropped or other_pages:
+                self.namespaces.drop(record.name)
+                self.guarded.discard(local.number)
+                gone.append(local.number)
+            else:
+                self._settings_changed(local)
+        self._save(out)  # first: whatever happens now, these pages do not come back
+        return sum(self._on_gone(number, out) for number in gone)
+
+    def _settings_changed(self, namespace: Namespace) -> None:
+        number = namespace.number
+        settings = self.namespaces.settings(number)
+        if access.is_guarded(settings):
+            self.guarded.add(number)
+        else:
+            self.guarded.discard(number)
+        self._revision += 1
+        self._on_settings(number, settings)
+
+    def _save(self, out: list[Action]) -> None:
+        out.append(SaveNamespaces(self.namespaces.dump()))
+
+
+def _administers(session: Session, record: NamespaceRecord) -> bool:
+    """By a token, not because the namespace is open to all."""
+    return access.is_guarded(record.settings) and bool(
+        access.rights_of(session.token, record.settings) & access.ADMIN
+    )
+
+
+def _changed(record: NamespaceRecord, **fields: Any) -> NamespaceRecord:
+    return msgspec.structs.replace(record, version=record.version + 1, **fields)
+
+
+def _dropped(record: NamespaceRecord, replaced_by: str = "") -> NamespaceRecord:
+    generation = record.generation + 1
+    return _changed(record, generation=generation, geometry={}, dropped=True, replaced_by=replaced_by)
+
+
+def _with_kept_tokens(settings: NamespaceSettings, known: NamespaceSettings) -> NamespaceSettings:
+    kept = {name: getattr(known, name) for name in access.TOKENS if getattr(settings, name) == access.KEPT}
+    return msgspec.structs.replace(settings, **kept)
+
+
+class Denied(Exception):
+    """A right is missing; `fault` says which."""
+
+    def __init__(self, fault: m.Fault) -> None:
+        super().__init__(fault.message)
+        self.fault = fault

@@ -1,0 +1,31 @@
+"""From a node's configuration to the rules that its state applies: token files are read, settings checked."""
+
+from __future__ import annotations
+
+from pdserve.errors import ConfigError
+from pdserve.kvpool.administration import Rules
+from pdserve.kvpool.config import PoolNodeConfig
+from pdserve.kvpool.namespace_config import settings_of, token_digest
+from pdserve.kvpool.namespace_settings import check_settings
+from pdserve.kvpool.registry import NamespaceError, check_name
+
+
+def rules_of(config: PoolNodeConfig) -> Rules:
+    """Raises ConfigError: a quota larger than the node, an unknown policy, a token that cannot be read."""
+    rules = Rules(
+        admin_token=token_digest("admin_token", config.admin_token, config.admin_token_file),
+        defaults=settings_of(config.namespace_defaults),
+        named={namespace.name: settings_of(namespace) for namespace in config.namespaces},
+    )
+    tokens_allowed = bool(rules.admin_token)
+    for label, name, settings in [
+        ("namespace_defaults", "", rules.defaults),
+        *((f"namespace '{name}'", name, settings) for name, settings in rules.named.items()),
+    ]:
+        try:
+            if name:
+                check_name(name)
+            check_settings(settings, config.capacity, tokens_allowed=tokens_allowed)
+        except NamespaceError as error:
+            raise ConfigError(f"node {config.name}: {label}: {error}") from None
+    return rules

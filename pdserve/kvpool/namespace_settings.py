@@ -1,0 +1,50 @@
+"""What the settings of a namespace may be, in words for the person who set them. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from pdserve.errors import ConfigError
+from pdserve.kvpool import access
+from pdserve.kvpool.cluster_messages import NamespaceSettings
+from pdserve.kvpool.policies import check_policy
+from pdserve.kvpool.registry import NamespaceError
+
+MAX_WEIGHT = 1e6
+MIN_WEIGHT = 1e-3
+
+
+def check_settings(settings: NamespaceSettings, capacity_bytes: int, *, tokens_allowed: bool) -> None:
+    """Whether a node of this capacity can do that. Raises NamespaceError that says what cannot be."""
+    if settings.quota_bytes > capacity_bytes:
+        raise _bad(
+            f"quota_bytes is {settings.quota_bytes:,}, and this node has {capacity_bytes:,}: a quota is per "
+            "node, and cannot be larger than one (0: no limit)"
+        )
+    for name in ("quota_bytes", "tier_quota_bytes", "operations_s", "bytes_s", "ttl_s"):
+        value = getattr(settings, name)
+        if not (value >= 0 and math.isfinite(value)):
+            raise _bad(f"{name} is {value}: it must be 0 (no limit) or above")
+    if not MIN_WEIGHT <= settings.weight <= MAX_WEIGHT:
+        raise _bad(f"weight is {settings.weight}: it must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:,.0f}")
+    _check_policy(settings)
+    for name in access.TOKENS:
+        token = getattr(settings, name)
+        if token and not access.is_digest(token):
+            raise _bad(f"{name} must be the SHA-256 digest of the token, 64 hexadecimal digits")
+        if token and not tokens_allowed:
+            raise _bad(
+                f"{name} is of no use while the node has no admin_token: set that in the node's "
+                "configuration first"
+            )
+
+
+def _check_policy(settings: NamespaceSettings) -> None:
+    try:
+        check_policy(settings.policy, settings.ttl_s or None)
+    except ConfigError as error:
+        raise _bad(str(error)) from None
+
+
+def _bad(message: str) -> NamespaceError:
+    return NamespaceError("bad_settings", message)
