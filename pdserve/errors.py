@@ -23,6 +23,12 @@ class StartupError(PdserveError):
     """The process cannot start here: port in use, too little memory, missing model. Process exit status 1."""
 
 
+class NodeFailed(PdserveError):
+    """A bug was met while the process ran; it stopped rather than go on with what it left half done. Process
+    exit status 1, so that a supervisor starts it again.
+    """
+
+
 class RequestError(PdserveError):
     """A client's request cannot be served; carries the HTTP status and OpenAI's error type and code."""
 

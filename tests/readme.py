@@ -8,6 +8,7 @@ from pathlib import Path
 from pdserve.config import option_table
 from pdserve.engine.worker import WorkerConfig
 from pdserve.kvpool.config import PoolNodeConfig
+from pdserve.kvpool.metric_names import metrics_table
 from pdserve.router.config import RouterConfig
 from pdserve.up.config import ClusterSettings
 
@@ -89,7 +90,9 @@ def with_block(text: str, name: str, block: str) -> str:
 
 def generated(text: str) -> str:
     """README.md as it should be."""
-    return with_block(with_block(text, "options", options()), "bench", bench())
+    for name, block in (("options", options()), ("bench", bench()), ("metrics", metrics_table())):
+        text = with_block(text, name, block)
+    return text
 
 
 if __name__ == "__main__":

@@ -46,6 +46,8 @@ PURE = (
     "pdserve.kvpool.sizes",
     "pdserve.kvpool.leases",
     "pdserve.kvpool.listing",
+    "pdserve.kvpool.metrics",
+    "pdserve.kvpool.metric_names",
     "pdserve.kvpool.events",
     "pdserve.kvpool.state",
     "pdserve.kvpool.store",
@@ -88,7 +90,7 @@ class Rule(NamedTuple):
 
 RULES = (
     Rule(
-        ("pdserve.errors", "pdserve.pages", "pdserve.config", "pdserve.command"),
+        ("pdserve.errors", "pdserve.pages", "pdserve.config", "pdserve.command", "pdserve.logs"),
         ("pdserve.kvpool*", "pdserve.router*", *ENGINE, *WORKERS, "pdserve.up*", "pdserve.bench*"),
         "the foundation imports no part",
     ),

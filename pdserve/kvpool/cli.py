@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import typer
 
 from pdserve.command import config_command
@@ -12,6 +10,7 @@ from pdserve.kvpool.commands.ls import ls
 from pdserve.kvpool.commands.status import status
 from pdserve.kvpool.commands.top import top
 from pdserve.kvpool.config import PoolNodeConfig
+from pdserve.logs import configure_logs
 
 app = typer.Typer(
     add_completion=False,
@@ -25,7 +24,7 @@ app = typer.Typer(
 def _serve(config: PoolNodeConfig) -> None:
     from pdserve.kvpool.node import run_node  # the other words need neither event loop nor UCX
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    configure_logs(config.log_format, config.log_level, node=config.name)
     run_node(config)
 
 

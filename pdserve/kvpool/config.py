@@ -13,6 +13,7 @@ from pdserve.kvpool.cluster_config import ClusterConfig
 from pdserve.kvpool.namespace_config import NamespaceConfig, NamespaceDefaults
 from pdserve.kvpool.sizes import parse_bytes as parse_bytes
 from pdserve.kvpool.transports.control import TcpAddress, parse_address
+from pdserve.logs import LogFormat, LogLevel
 
 SLOT_ALIGN_BYTES = 4096
 MAX_SLAB_BYTES = 2 << 30  # no page is larger, and the index keeps a page's length in 32 bits
@@ -93,7 +94,18 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = ""
     admin_token_file: Annotated[Path | None, Meta(description="File that holds it instead.")] = None
 
+    metrics: Annotated[
+        str, Meta(description="Where Prometheus metrics are served, as `127.0.0.1:9100`; empty: nowhere.")
+    ] = ""
+    metrics_namespaces: Annotated[
+        int, Meta(ge=0, description="Namespaces with metrics of their own; the others share `(other)`.")
+    ] = 100
+    log_format: Annotated[LogFormat, Meta(description="Lines for people, or one JSON object each.")] = "text"
+    log_level: Annotated[LogLevel, Meta(description="Least level that is logged.")] = "info"
+
     def __post_init__(self) -> None:
+        if self.metrics and not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):\d{1,5}", self.metrics):
+            raise ValueError(f"metrics must be host:port or empty, found {self.metrics!r}")
         capacity = parse_bytes(self.capacity_bytes)
         if min(capacity, self.slab, self.min_slot) <= 0:
             raise ValueError("capacity_bytes, slab_bytes and min_slot_bytes must be positive")

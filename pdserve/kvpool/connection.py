@@ -24,6 +24,7 @@ from pdserve.kvpool.messages import (
     decode_request,
     encode_frame,
 )
+from pdserve.kvpool.meter import Meter, Open
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class Host(Protocol):
     """What a connection asks of its node."""
 
     name: str
+    meter: Meter
 
     def opened(self) -> bool:
         """A socket came; False when there are too many."""
@@ -81,6 +83,7 @@ class ClientConnection(asyncio.Protocol):
         self._greeting: asyncio.Task[None] | None = None  # while UCX is made ready for the client
         self._closed_by_us = False
         self._gone = False
+        self._open: dict[int, Open] = {}  # requests not answered yet, by id
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
@@ -96,9 +99,10 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._closed_by_us:
             return
+        since_s = self._node.meter.clock()
         try:
             for body in self._frames.feed(data):
-                self._received(decode_request(body))
+                self._received(decode_request(body), since_s)
                 if self._closed_by_us:
                     return
         except FrameError as error:
@@ -114,7 +118,11 @@ class ClientConnection(asyncio.Protocol):
         """Send, or close a client that does not read."""
         if self._closed_by_us:
             return
-        self._transport.write(encode_frame(message))
+        request_id: int = getattr(message, "id", 0)
+        self._transport.write(_encoded(message, request_id))
+        request = self._open.pop(request_id, None)
+        if request is not None:
+            self._node.meter.end(request, message)
         if self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
             self.close(f"it has not read {MAX_UNREAD_BYTES >> 20} MiB of replies", at_once=True)
 
@@ -136,8 +144,11 @@ class ClientConnection(asyncio.Protocol):
             self._end_timer.cancel()
             self._end_timer = asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._transport.abort)
 
-    def _received(self, message: Request) -> None:
+    def _received(self, message: Request, since_s: float) -> None:
         if self._greeted:
+            request_id = getattr(message, "id", None)
+            if request_id is not None:
+                self._open[request_id] = self._node.meter.begin(message, since_s)
             self._node.received(self, message)
             return
         if not isinstance(message, Hello) or self._greeting is not None:
@@ -176,3 +187,10 @@ class ClientConnection(asyncio.Protocol):
     def _no_handshake(self) -> None:
         what = "no Hello" if self._greeting is None else "UCX was not ready"
         self.close(f"{what} within {HANDSHAKE_TIMEOUT_S:.0f} s", at_once=True)
+
+
+def _encoded(message: Reply, request_id: int) -> bytes:
+    try:
+        return encode_frame(message)
+    except FrameError as error:
+        return encode_frame(Fault(request_id, "too_large", f"the answer is too large: {error}"))

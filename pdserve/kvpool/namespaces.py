@@ -101,7 +101,7 @@ class Namespaces:
     def __getitem__(self, number: int) -> Namespace:
         return self._by_number[number]
 
-    def __contains__(self, number: int) -> bool:
+    def __contains__(self, number: object) -> bool:
         return number in self._by_number
 
     def __iter__(self) -> Iterator[Namespace]:

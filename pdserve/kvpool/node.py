@@ -17,7 +17,7 @@ from typing import Any
 
 import uvloop
 
-from pdserve.errors import PdserveError
+from pdserve.errors import NodeFailed, PdserveError
 from pdserve.kvpool.access import digest, same
 from pdserve.kvpool.arena import Arena
 from pdserve.kvpool.cluster_messages import NamespaceRecord
@@ -56,6 +56,9 @@ from pdserve.kvpool.messages import (
     UcxInfo,
     Welcome,
 )
+from pdserve.kvpool.meter import LoopLag, Meter
+from pdserve.kvpool.metrics import NodeSnapshot
+from pdserve.kvpool.metrics_server import MetricsServer
 from pdserve.kvpool.namespace_rules import rules_of
 from pdserve.kvpool.slots import SlotAllocator
 from pdserve.kvpool.state import LOCAL, NodeState
@@ -91,10 +94,15 @@ class PoolNode:
         self._ucx: UcxServer | None = None
         self._ucx_loading: asyncio.Task[UcxServer] | None = None
         self._stopping = asyncio.Event()
+        self._failed: Exception | None = None
+        self._metrics: MetricsServer | None = None
+        self._lag = LoopLag()
         self._stopped = False  # from then on the memory may be another node's: nothing is decided any more
 
     async def serve(self) -> None:
-        """Take the memory, listen, serve until `stop`. Raises StartupError, ConfigError."""
+        """Take the memory, listen, serve until `stop`. Raises StartupError, ConfigError; NodeFailed after a
+        bug.
+        """
         self._loop = asyncio.get_running_loop()
         layout = TableLayout(self.config.capacity, self.config.slab, self.config.min_slot)
         directory = self.config.arena_dir / self.config.name
@@ -105,11 +113,13 @@ class PoolNode:
         try:
             self.state = self._make_state()
             self._acts = self._make_acts()
+            self.meter = Meter(self.state.store.facts.namespace, self.arena.namespaces)
             self.local = LocalSession(self.feed)
             self._schedule()
             for address in self.config.listen:
                 servers.append(await listen(address, self._accept))  # noqa: PERF401 (each is closed below)
             served = True
+            self._serve_metrics()
             if self.config.ucx.enabled and any(is_remote(address) for address in self.config.listen):
                 self._load_ucx()
             addresses = ", ".join(self.config.listen)
@@ -117,9 +127,16 @@ class PoolNode:
                 "pool node %s is ready at %s: %d MiB", self.config.name, addresses, self.config.capacity >> 20
             )
             await self._stopping.wait()
+            if self._failed is not None:
+                raise NodeFailed(
+                    f"node {self.name} stopped after an unexpected error, {self._failed!r}: its pages stay "
+                    "in memory, start it again; its log says where the error was"
+                )
             clean = True
         finally:
             self._stopped = True
+            if self._metrics is not None:
+                self._metrics.close()
             for server in servers:
                 server.close()
             for connection in list(self.connections.values()):
@@ -145,14 +162,28 @@ class PoolNode:
     # --- events and actions
 
     def feed(self, event: Event) -> None:
-        """Decide and act."""
+        """Decide and act. An error in that is a bug: what it left half done may not be served, so the node
+        stops at once. What the slot table says is right at every instant, so the next start has the pages.
+        """
         if self._stopped:
             return
         acts = self._acts
-        for action in self.state.handle(event, self._loop.time()):
-            acts[type(action)](action)
-        if self._timer is None or self.state.next_deadline_s < self._timer_at_s:
-            self._schedule()
+        try:
+            for action in self.state.handle(event, self._loop.time()):
+                acts[type(action)](action)
+            if self._timer is None or self.state.next_deadline_s < self._timer_at_s:
+                self._schedule()
+        except Exception as error:  # boundary: of the decisions; ends the process
+            self._fail(event, error)
+
+    def _fail(self, event: Event, error: Exception) -> None:
+        self._failed = error
+        self._stopped = True
+        self._stopping.set()
+        what = type(event.message).__name__ if isinstance(event, Received) else type(event).__name__
+        logger.critical(
+            "node %s: stopping at once: unexpected error while handling %s", self.name, what, exc_info=error
+        )
 
     def _make_acts(self) -> dict[type, Callable[[Any], None]]:
         """What carries out each kind of action. A table, because a page costs several actions."""
@@ -203,6 +234,26 @@ class PoolNode:
     def _tick(self) -> None:
         self._timer = None
         self.feed(Tick())
+
+    # --- metrics
+
+    def _serve_metrics(self) -> None:
+        config = self.config
+        if not config.metrics:
+            return
+        self._metrics = MetricsServer(
+            config.metrics, self._loop, self._snapshot, self._lag, config.metrics_namespaces
+        )
+        logger.info("node %s: metrics at %s", self.name, self._metrics.url)
+
+    def _snapshot(self) -> NodeSnapshot:
+        return NodeSnapshot(
+            report=self.state.status(0, self._loop.time()),
+            series=self.meter.snapshot(),
+            namespace_names={namespace.number: namespace.name for namespace in self.arena.namespaces},
+            lag=self._lag.series.copy(),
+            sockets=self.sockets,
+        )
 
     # --- clients
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdserve.errors import PoolError, StartupError
+from pdserve.errors import NodeFailed, PoolError, StartupError
 from pdserve.kvpool import connection as connection_module
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.arena import Arena
@@ -299,6 +299,59 @@ def connect_when_ready(address: str) -> Connection:
         except PoolError:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+# --- a bug
+
+
+def test_an_unexpected_error_stops_the_node_and_the_next_start_has_its_pages(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = small_config(listen=[f"unix:{tmp_path}/n.sock"], keep=False)
+    written, unlucky = keys(6, 1), keys(4, 2)
+
+    async def serve(break_it: bool, work: Callable[[str], list[bytes]]) -> list[bytes]:
+        node = PoolNode(config)
+        task = asyncio.create_task(node.serve())
+        await asyncio.to_thread(wait_for_socket, tmp_path / "n.sock")
+        if break_it:
+            commit, commits = node.state.store.commit, []
+
+            def broken(*arguments: Any) -> None:  # in the middle of a batch
+                commits.append(commit(*arguments))
+                if len(commits) == len(written) + 2:
+                    raise KeyError("a bug")
+
+            node.state.store.commit = broken  # type: ignore[method-assign]
+        try:
+            return await asyncio.to_thread(work, config.listen[0])
+        finally:
+            node.stop()
+            await asyncio.wait_for(task, 10)
+
+    def write(address: str) -> list[bytes]:
+        connection = connect_when_ready(address)
+        ns = open_namespace(connection)
+        assert put(connection, ns, written) == written
+        with pytest.raises(PoolError):
+            put(connection, ns, unlucky)
+        return []
+
+    def read(address: str) -> list[bytes]:
+        connection = connect_when_ready(address)
+        return get(connection, open_namespace(connection), written + unlucky)
+
+    try:
+        with pytest.raises(NodeFailed, match="KeyError"):
+            asyncio.run(serve(True, write))
+        [critical] = [record for record in caplog.records if record.levelno == logging.CRITICAL]
+        assert "while handling Commit" in critical.getMessage()
+        assert critical.exc_info is not None
+        assert not (tmp_path / "n.sock").exists()
+        assert set(asyncio.run(serve(False, read))) == set(written)
+    finally:
+        remove_arena(config)
+        arena_dir().rmdir()
 
 
 # --- what keeps it from starting

@@ -1,0 +1,102 @@
+"""The names of a pool node's Prometheus metrics: the whole list. The README's table is made from it. Pure.
+
+Names begin with `pdserve_pool_`, end with their unit, and stay as they are: dashboards rest on them. A hit
+rate is a quotient of two: hits over hits and misses, each as `rate(...[5m])`.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, NamedTuple
+
+PREFIX: Final = "pdserve_pool_"
+
+
+class Definition(NamedTuple):
+    """One metric: its name without PREFIX and, of a counter, without `_total`."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    labels: tuple[str, ...]
+    says: str
+
+    @property
+    def full_name(self) -> str:
+        return PREFIX + self.name + ("_total" if self.kind == "counter" else "")
+
+
+_OF_NAMESPACE = ("namespace",)
+METRICS: Final = (
+    Definition(
+        "responding",
+        "gauge",
+        (),
+        "1: the node's event loop answered in time; 0: it did not, and all others are absent.",
+    ),
+    Definition("node_info", "gauge", ("node",), "1; names the node."),
+    Definition("uptime_seconds", "gauge", (), "Since the start of this process."),
+    Definition(
+        "operations",
+        "counter",
+        ("namespace", "operation", "outcome"),
+        "Requests by message; outcome ok or refused.",
+    ),
+    Definition(
+        "operation_seconds",
+        "histogram",
+        ("namespace", "operation"),
+        "From a request's arrival to its answer, queueing included.",
+    ),
+    Definition("hits", "counter", _OF_NAMESPACE, "Pages asked for and found."),
+    Definition("misses", "counter", _OF_NAMESPACE, "Pages asked for and not found."),
+    Definition("read_bytes", "counter", _OF_NAMESPACE, "Bytes of pages found."),
+    Definition("written_bytes", "counter", _OF_NAMESPACE, "Bytes of pages committed."),
+    Definition("written_pages", "counter", _OF_NAMESPACE, "Pages committed."),
+    Definition("evictions", "counter", ("namespace", "reason"), "Pages that had to go, by why."),
+    Definition("pages", "gauge", ("namespace", "place"), "Pages; place dram or below (all tiers)."),
+    Definition("page_bytes", "gauge", ("namespace", "place"), "Bytes of those pages."),
+    Definition(
+        "slot_bytes", "gauge", _OF_NAMESPACE, "Memory in slots, reservations included: what the quota bounds."
+    ),
+    Definition("quota_bytes", "gauge", _OF_NAMESPACE, "Quota in memory; absent where there is none."),
+    Definition("replicas", "gauge", _OF_NAMESPACE, "Pages held as replicas of hot pages of other nodes."),
+    Definition(
+        "namespace_events", "counter", ("namespace", "event"), "What else happened to a namespace, by what."
+    ),
+    Definition(
+        "memory_bytes",
+        "gauge",
+        ("state",),
+        "The arena by state: free, used, reserved, quarantined; in sum its capacity.",
+    ),
+    Definition("tail_bytes", "gauge", (), "Ends of slabs that no slot of their size fits in; part of free."),
+    Definition("pins", "gauge", (), "Leases of readers on pages."),
+    Definition("waits", "gauge", (), "`Wait` requests that are open."),
+    Definition("connections", "gauge", (), "Clients that shook hands."),
+    Definition("sockets", "gauge", (), "All sockets, those that have not said hello too."),
+    Definition("checksum_failures", "counter", (), "Pages dropped because a reader found them damaged."),
+    Definition("reservations_expired", "counter", (), "Reservations that their writers let run out."),
+    Definition("leases_expired", "counter", (), "Leases that their readers let run out."),
+    Definition("recovered_pages", "gauge", (), "Pages taken over from the process before this one."),
+    Definition("dropped_rows", "gauge", (), "Rows of the slot table that were found bad at the start."),
+    Definition("events", "counter", ("event",), "What else happened on the node, by what."),
+    Definition("tier_capacity_bytes", "gauge", ("tier", "kind"), "Size of a tier."),
+    Definition("tier_used_bytes", "gauge", ("tier", "kind"), "Of which is used."),
+    Definition("tier_pages", "gauge", ("tier", "kind"), "Pages in the tier."),
+    Definition("tier_writable", "gauge", ("tier", "kind"), "1; 0 when writing to it failed."),
+    Definition("tier_events", "counter", ("tier", "event"), "What happened in a tier, by what."),
+    Definition("epoch", "gauge", (), "Epoch of the ring as this node knows it."),
+    Definition("members", "gauge", ("status",), "Nodes this one knows, by status."),
+    Definition("settled", "gauge", (), "1: this node has pulled everything that it owns."),
+    Definition(
+        "event_loop_lag_seconds", "histogram", (), "How late the event loop comes to what is due; sampled."
+    ),
+)
+
+
+def metrics_table() -> str:
+    """The metrics as a Markdown table, for the README."""
+    rows = ["| metric | type | labels | what it says |", "|---|---|---|---|"]
+    for definition in METRICS:
+        labels = ", ".join(f"`{label}`" for label in definition.labels)
+        rows.append(f"| `{definition.full_name}` | {definition.kind} | {labels} | {definition.says} |")
+    return "\n".join(rows) + "\n"

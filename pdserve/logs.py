@@ -1,0 +1,62 @@
+"""Logs of a process: lines for people, or one JSON object for each line.
+
+JSON has `time` (UTC, RFC 3339), `level`, `logger`, `message`, the fields that every record of this process
+has (a pool node's `node`), and whatever a record brought along by `extra=`; `exception` is a traceback.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+
+LogFormat: TypeAlias = Literal["text", "json"]
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+
+TEXT_FORMAT: Final = "%(asctime)s %(levelname)s %(message)s"
+_OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def configure_logs(format: LogFormat, level: LogLevel, **fields: str) -> None:
+    """Send what this process logs to its standard error, replacing what was configured before."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter(fields) if format == "json" else TextFormatter(TEXT_FORMAT))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+class TextFormatter(logging.Formatter):
+    """A line for people; extras follow the message as `name=value`."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's)
+        """The line."""
+        extras = "".join(f" {name}={value}" for name, value in _extras(record).items())
+        return super().formatMessage(record) + extras
+
+
+class JsonFormatter(logging.Formatter):
+    """A line for programs. `fields` stand in every one."""
+
+    def __init__(self, fields: dict[str, str]) -> None:
+        super().__init__()
+        self._fields = fields
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        when = datetime.fromtimestamp(record.created, UTC)
+        row: dict[str, Any] = {
+            "time": when.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **self._fields,
+            **_extras(record),
+        }
+        if record.exc_info:
+            row["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(row, enc_hook=str).decode()
+
+
+def _extras(record: logging.LogRecord) -> dict[str, Any]:
+    return {name: value for name, value in vars(record).items() if name not in _OWN}

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from pdserve.logs import configure_logs
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_a_json_line_has_the_process_fields_and_the_records_own(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs("json", "info", node="n7")
+    logger = logging.getLogger("pdserve.x")
+    logger.debug("not this")
+    logger.info("took %d pages\nin two lines", 5, extra={"pages": 5, "path": {1}})
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        logger.exception("failed")
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first.pop("time"))
+    assert first == {
+        "level": "info",
+        "logger": "pdserve.x",
+        "message": "took 5 pages\nin two lines",
+        "node": "n7",
+        "pages": 5,
+        "path": [1],
+    }
+    assert second["level"] == "error"
+    assert second["exception"].endswith("ValueError: broken")
+
+
+def test_a_line_for_people_ends_with_what_the_record_brought_along(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure_logs("text", "warning", node="n7")
+    logging.getLogger("pdserve.x").info("not this")
+    logging.getLogger("pdserve.x").warning("late", extra={"seconds": 2})
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith(" WARNING late seconds=2")
