@@ -43,7 +43,7 @@ from pdserve.kvpool.events import (
 )
 from pdserve.kvpool.gossip import Gossiper, Handler
 from pdserve.kvpool.hosts import host_id
-from pdserve.kvpool.leases import Limits
+from pdserve.kvpool.leases import Limits, Session
 from pdserve.kvpool.listening import is_remote, listen, remove_socket
 from pdserve.kvpool.local import LocalSession
 from pdserve.kvpool.messages import (
@@ -53,6 +53,7 @@ from pdserve.kvpool.messages import (
     Hello,
     Request,
     Status,
+    StatusReport,
     UcxInfo,
     Welcome,
 )
@@ -248,7 +249,7 @@ class PoolNode:
 
     def _snapshot(self) -> NodeSnapshot:
         return NodeSnapshot(
-            report=self.state.status(0, self._loop.time()),
+            report=self._report(0),
             series=self.meter.snapshot(),
             namespace_names={namespace.number: namespace.name for namespace in self.arena.namespaces},
             lag=self._lag.series.copy(),
@@ -279,8 +280,12 @@ class PoolNode:
                 connection.send(fault)
 
     def _status(self, connection: ClientConnection, request: Status) -> None:
-        report = self.state.status(request.id, self._loop.time(), self.state.sessions.get(connection.number))
-        connection.send(self.gossip.with_members(report))
+        session = self.state.sessions.get(connection.number)
+        connection.send(self._report(request.id, session))
+
+    def _report(self, request_id: int, asker: Session | None = None) -> StatusReport:
+        report = self.state.status(request_id, self._loop.time(), asker)
+        return self.gossip.with_members(report)
 
     def _accept(self) -> ClientConnection:
         self._last_connection += 1

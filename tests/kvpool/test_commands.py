@@ -14,30 +14,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.cluster_messages import ACTIVE, LEAVING, LEFT, Drain, Member
 from pdserve.kvpool.commands import drain as drain_module
+from pdserve.kvpool.commands.asking import NodeClient
 from pdserve.kvpool.commands.top import Rates, add, rates
 
 from ..contracts.pools import ProcessPool, arena_dir, remove_arena
 from .test_node import get, keys, open_namespace, put, small_config, soon
 
 
+class Nodes(list[ProcessPool]):
+    """Two real nodes, a and b; `seed` is the address of a that tells of both."""
+
+    seed: str
+
+
 @pytest.fixture
-def two_nodes(tmp_path: Path) -> Iterator[list[ProcessPool]]:
-    """Two nodes that know each other."""
-    names = ("a", "b")
-    pools = []
-    for name in names:
-        pool = ProcessPool(small_config(name=name), tmp_path, "shm")
-        pools.append(pool)
-    peers = "".join(f'[[peers]]\nnode = "{n}"\naddress = "unix:{tmp_path}/{n}.sock"\n' for n in names)
-    for pool in pools:
-        pool.kill()
-        pool._file.write_text(pool._file.read_text() + peers)
-        pool.restart()
+def two_nodes(tmp_path: Path) -> Iterator[Nodes]:
+    """Real nodes, and before the first of them a relay that adds both to its members."""
+    pools = Nodes(ProcessPool(small_config(name=name), tmp_path, "shm") for name in ("a", "b"))
+    members = [Member(pool.config.name, pool.address, 1, 1, 1) for pool in pools]
+
+    def relay(request: m.Request) -> m.Reply | None:
+        with NodeClient(pools[0].address) as node:
+            reply = node._channel.call(request, soon())
+        return replace(reply, members=members) if isinstance(reply, m.StatusReport) else reply
+
+    before_a = ScriptedNode(tmp_path / "relay", relay)
+    pools.seed = before_a.address
     yield pools
+    before_a.close()
     for pool in pools:
         pool.kill()
         remove_arena(pool.config)
@@ -59,19 +68,19 @@ def run(*words: str, columns: int = 80, status: int = 0) -> subprocess.Completed
     return done
 
 
-def test_status_of_all_marks_the_node_that_does_not_answer(two_nodes: list[ProcessPool]) -> None:
-    first, second = two_nodes
-    rows = json.loads(run("status", "--all", "--json", first.address).stdout)
+def test_status_of_all_marks_the_node_that_does_not_answer(two_nodes: Nodes) -> None:
+    second = two_nodes[1]
+    rows = json.loads(run("status", "--all", "--json", two_nodes.seed).stdout)
     assert [(row["node"], row["error"], row["pages"]) for row in rows] == [("a", None, 0), ("b", None, 0)]
     second.kill()
-    shown = run("status", "--all", first.address).stdout
+    shown = run("status", "--all", two_nodes.seed).stdout
     assert "unreachable" in shown
     assert "cannot be reached" in shown
-    rows = json.loads(run("status", "--all", "--json", first.address).stdout)
+    rows = json.loads(run("status", "--all", "--json", two_nodes.seed).stdout)
     assert "cannot be reached" in rows[1]["error"]
 
 
-def test_ls_lists_pages_of_one_node_and_of_all(two_nodes: list[ProcessPool]) -> None:
+def test_ls_lists_pages_of_one_node_and_of_all(two_nodes: Nodes) -> None:
     written = keys(5, 3)
     held = []
     for pool, mine in zip(two_nodes, (written[:3], written[3:]), strict=True):
@@ -81,7 +90,7 @@ def test_ls_lists_pages_of_one_node_and_of_all(two_nodes: list[ProcessPool]) -> 
     here = [json.loads(line) for line in run("ls", "--json", first, "qwen").stdout.splitlines()]
     assert sorted(row["key"] for row in here) == sorted(key.hex() for key in written[:3])
     assert {row["length_bytes"] for row in here} == {24576}
-    everywhere = run("ls", "--all", "--limit", "2", first, "qwen").stdout
+    everywhere = run("ls", "--all", "--limit", "2", two_nodes.seed, "qwen").stdout
     assert "more than 2 pages" in everywhere
     assert sum(line.split()[1] == "b" for line in everywhere.splitlines() if len(line.split()) > 4) == 2
     line = run("ls", first, "absent", status=1).stderr
@@ -91,7 +100,7 @@ def test_ls_lists_pages_of_one_node_and_of_all(two_nodes: list[ProcessPool]) -> 
         connection.close()
 
 
-def test_top_shows_what_happens_between_two_samples(two_nodes: list[ProcessPool]) -> None:
+def test_top_shows_what_happens_between_two_samples(two_nodes: Nodes) -> None:
     connection = two_nodes[0].connect()
     ns = open_namespace(connection, "busy")
     some = keys(4, 9)
@@ -105,7 +114,7 @@ def test_top_shows_what_happens_between_two_samples(two_nodes: list[ProcessPool]
     worker = threading.Thread(target=work)
     worker.start()
     try:
-        found = json.loads(run("top", "--once", "--json", "--interval", "0.2", two_nodes[1].address).stdout)
+        found = json.loads(run("top", "--once", "--json", "--interval", "0.2", two_nodes.seed).stdout)
     finally:
         stop.set()
         worker.join(10)
