@@ -61,6 +61,10 @@ class PoolUnavailable(PoolError):
     """The node cannot be reached, or went away while the operation ran."""
 
 
+class PoolRestarting(PoolUnavailable):
+    """The node said that it will be back in a moment."""
+
+
 class PoolTimeout(PoolError):
     """The operation's deadline passed."""
 

@@ -36,6 +36,8 @@ PURE = (
     "pdserve.kvpool.replication",
     "pdserve.kvpool.ownership",
     "pdserve.kvpool.sharing",
+    "pdserve.kvpool.views",
+    "pdserve.kvpool.hints",
     "pdserve.kvpool.slots",
     "pdserve.kvpool.index",
     "pdserve.kvpool.namespaces",

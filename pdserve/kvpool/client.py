@@ -1,48 +1,45 @@
 """The synchronous pool client: batches of pages to and from all nodes. Thread-safe; used by SGLang's HiCache
 threads.
 
-A batch is split by owner on the ring and the parts run in parallel. Operations never raise for what the pool
-may do: a node that is away, late or full makes its keys misses (reads) or unstored (writes), and is counted.
-Every call is bounded by the time-outs of its configuration, whatever the pool does.
+A batch is split by owner on the ring and the parts run in parallel. What the first round did not bring is
+asked for once more where it may be instead (views.py says where): at the earlier owner while pages move, at
+the owner when a hot page's replica did not have it, at the new owner when a write came to the wrong node.
+
+Operations never raise for what the pool may do: a node that is away, late or full makes its keys misses
+(reads) or unstored (writes), and is counted. Every call is bounded by the time-outs of its configuration,
+whatever the pool does.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_all
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
-from pdserve.errors import PoolError, PoolRefused
+from pdserve.errors import PoolError
+from pdserve.kvpool import exchange
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.client_config import PoolClientConfig
 from pdserve.kvpool.connectors import connector_for
-from pdserve.kvpool.link import NodeLink, OpenConnection
-from pdserve.kvpool.ring import Ring
-from pdserve.kvpool.transports.base import CORRUPT, OK, Connection, Connector, PageBuffers
+from pdserve.kvpool.exchange import MOVED, STORED, UNSTORED, ClientCounters, Tally
+from pdserve.kvpool.hints import HotPages, choose
+from pdserve.kvpool.link import OpenConnection
+from pdserve.kvpool.pool_links import PoolLinks, SharedViews
+from pdserve.kvpool.transports.base import Connector, PageBuffers
+from pdserve.kvpool.views import Rings
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-
-@dataclass
-class ClientCounters:
-    """What this client did; monotonic. `failures` are node operations cut short by an error or a deadline."""
-
-    pages_read: int = 0
-    pages_missed: int = 0
-    pages_written: int = 0
-    pages_present: int = 0  # writes not needed: it was there, or another client was writing it
-    pages_refused: int = 0  # writes the pool had no room for
-    pages_lost: int = 0  # reads whose lease ended during the copy
-    pages_corrupt: int = 0  # reads whose checksum did not match
-    bytes_read: int = 0
-    bytes_written: int = 0
-    failures: int = 0
+WAIT_SLICE_S: Final = 1.0
+"""A wait is asked for in slices: so it follows its pages when they move, and one that was given up does not
+keep its place at the node for long."""
+WAIT_PAUSE_S: Final = 0.001
 
 
 class PoolClient:
@@ -56,42 +53,40 @@ class PoolClient:
         *,
         connector: Connector | None = None,
         name: str = "client",
+        views: SharedViews | None = None,
+        seed: int | None = None,
     ) -> None:
-        """Connects lazily. `connector` replaces the transport chosen by the configuration (tests)."""
+        """Connects lazily. `connector` replaces the transport chosen by the configuration (tests), `seed` the
+        randomness by which reads of hot pages spread; `views` are shared with another client.
+        """
         self.config = config
         self.namespace = namespace
-        self.counters = ClientCounters()
-        self._count_lock = threading.Lock()
-        chosen = connector or connector_for(config, name)
-        self._links = {
-            ref.node: NodeLink(
-                ref.node,
-                _connect_to(chosen, ref.address),
-                namespace=namespace,
-                geometry=geometry,
-                limit=config.connections_per_node,
-                connect_timeout_s=config.connect_timeout_s,
-                retry_after_s=config.retry_after_s,
-            )
-            for ref in config.nodes
-        }
-        self._ring = Ring([m.NodeAddress(ref.node, ref.address, ref.weight) for ref in config.nodes])
-        workers = max(1, len(config.nodes) * config.connections_per_node)
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="pdserve-pool")
+        self._tally = Tally()
+        self._links = PoolLinks(
+            config,
+            namespace,
+            geometry,
+            connector or connector_for(config, name),
+            views or SharedViews(config),
+        )
+        self._hot = HotPages()
+        self._lock = threading.Lock()
+        self._random = random.Random(seed)
+        self._closed = False
+        self._workers = 0
+        self._threads = self._make_threads(len(config.nodes))
+
+    @property
+    def counters(self) -> ClientCounters:
+        """What this client did."""
+        return self._tally.counters
 
     # -- reading
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are committed."""
         deadline = time.monotonic() + self.config.exists_timeout_s
-
-        def part(opened: OpenConnection, places: list[int], until: float) -> list[bool]:
-            request = m.Exists(opened.next_id(), opened.namespace, [keys[i] for i in places])
-            present = _mask(_expect(opened, request, m.Present, until))
-            _check_length(opened, present, places)
-            return present
-
-        return self._fan_out(keys, False, deadline, part)
+        return self._look(keys, deadline)
 
     def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
         """Read pages into the caller's buffers; True where the buffers now hold the page, checked.
@@ -100,53 +95,88 @@ class PoolClient:
         return.
         """
         deadline = time.monotonic() + self.config.get_timeout_s
+        asked = [""] * len(keys)
+        replicas: dict[int, int] = {}
 
-        def part(opened: OpenConnection, places: list[int], until: float) -> list[bool]:
-            return self._get_on(opened, [keys[i] for i in places], [pages[i] for i in places], until)
+        page_bytes = sum(segment.nbytes for segment in pages[0]) if keys else 0
 
-        return self._fan_out(keys, False, deadline, part)
+        def part(opened: OpenConnection, places: list[int]) -> list[bool]:
+            chosen = [keys[i] for i in places], [pages[i] for i in places]
+            found, copies = exchange.read(opened, *chosen, deadline, self._tally)
+            replicas.update(
+                (place, count) for place, hit, count in zip(places, found, copies, strict=True) if hit
+            )
+            return found
+
+        rings = self._links.rings
+        jobs = self._plan_reads(keys, rings, page_bytes)
+        result = self._run(jobs, [False] * len(keys), asked, deadline, part, page_bytes=page_bytes)
+        first_asked = list(asked)
+        others = self._elsewhere(keys, result, asked)
+        self._run(others, result, asked, deadline, part, page_bytes=page_bytes)
+        self._remember(keys, rings, result, asked, first_asked, replicas)
+        read = [i for i, found in enumerate(result) if found]
+        self._tally.add(
+            pages_read=len(read),
+            pages_missed=len(keys) - len(read),
+            pages_fallback=sum(first_asked[i] != asked[i] for i in read),
+            bytes_read=sum(segment.nbytes for i in read for segment in pages[i]),
+        )
+        return result
 
     def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
         """Block until all keys are committed, at most `timeout_s`; which are."""
         deadline = time.monotonic() + timeout_s
-
-        def part(opened: OpenConnection, places: list[int], until: float) -> list[bool]:
-            left_s = max(0.0, deadline - time.monotonic())
-            request = m.Wait(opened.next_id(), opened.namespace, [keys[i] for i in places], left_s)
-            present = _mask(_expect(opened, request, m.Present, until))
-            _check_length(opened, present, places)
-            return present
-
-        # the node answers at the deadline; the reply gets a moment more
-        return self._fan_out(keys, False, deadline + self.config.exists_timeout_s, part)
+        result = [False] * len(keys)
+        missing = list(range(len(keys)))
+        while True:
+            left = [keys[i] for i in missing]
+            slice_s = min(WAIT_SLICE_S, exchange.remaining_s(deadline))
+            for place, found in zip(missing, self._wait_slice(left, slice_s), strict=True):
+                result[place] = found
+            missing = self._answerable(keys, [i for i in missing if not result[i]])
+            if not missing or time.monotonic() >= deadline:
+                return result
+            time.sleep(WAIT_PAUSE_S)  # should a node answer at once, this is no race
 
     # -- writing
 
     def put(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
         """Write pages; True where the page is in the pool, or on its way there by another writer."""
         deadline = time.monotonic() + self.config.put_timeout_s
+        asked = [""] * len(keys)
 
-        def part(opened: OpenConnection, places: list[int], until: float) -> list[bool]:
-            return self._put_on(opened, [keys[i] for i in places], [pages[i] for i in places], until)
+        def part(opened: OpenConnection, places: list[int]) -> list[int]:
+            chosen = [keys[i] for i in places], [pages[i] for i in places]
+            stored = exchange.write(opened, *chosen, deadline, self._tally)
+            if MOVED in stored:
+                self._links.ask_view(opened, deadline)
+            return stored
 
-        return self._fan_out(keys, False, deadline, part)
+        jobs = self._links.rings.split(keys)
+        result = self._run(jobs, [UNSTORED] * len(keys), asked, deadline, part, repeatable=False)
+        if MOVED in result:
+            again = {
+                node: moved
+                for node, places in self._links.rings.split(keys).items()
+                if (moved := [i for i in places if result[i] == MOVED and asked[i] != node])
+            }
+            self._run(again, result, asked, deadline, part, repeatable=False)
+        return [became == STORED for became in result]
 
     def clear(self) -> int:
         """Drop every page of the namespace on every reachable node; how many went."""
-
-        def part(opened: OpenConnection, until: float) -> int:
-            return _expect(opened, m.Clear(opened.next_id(), opened.namespace), m.Done, until).count
-
-        return sum(self._each_node(part).values())
+        return sum(self._each_node(exchange.clear).values())
 
     # -- the pool as a whole
 
     def check(self) -> dict[str, PoolError | None]:
-        """Connect to every node and open the namespace there; per node, None or what went wrong."""
+        """Ask every node whether it is there and has the namespace; per node, None or what went wrong."""
         outcome: dict[str, PoolError | None] = {}
-        for name, link in self._links.items():
+        for name, link in self._links.links.items():
+            deadline = time.monotonic() + self.config.connect_timeout_s
             try:
-                link.check(time.monotonic() + self.config.connect_timeout_s)
+                link.use(deadline, lambda opened, until=deadline: exchange.ping(opened, until))  # type: ignore[misc]
                 outcome[name] = None
             except PoolError as error:
                 outcome[name] = error
@@ -154,125 +184,173 @@ class PoolClient:
 
     def status(self) -> dict[str, m.StatusReport]:
         """Status of every reachable node."""
+        return self._each_node(exchange.status)
 
-        def part(opened: OpenConnection, until: float) -> m.StatusReport:
-            return _expect(opened, m.Status(opened.next_id()), m.StatusReport, until)
-
-        return self._each_node(part)
+    @property
+    def rings(self) -> Rings:
+        """The nodes as this client knows them at the moment."""
+        return self._links.rings
 
     @property
     def nodes_up(self) -> int:
-        return sum(link.up for link in self._links.values())
+        return sum(link.up for link in self._links.links.values())
 
     def close(self) -> None:
         """Close all connections; idempotent. Operations under way end with misses."""
-        for link in self._links.values():
-            link.close()
+        self._closed = True
+        self._links.close()
         # without cancel_futures: `wait_all` would never see those as done. They end by themselves, refused.
         self._threads.shutdown(wait=False)
 
-    # -- one node
+    # -- looking
 
-    def _get_on(
-        self, opened: OpenConnection, keys: list[bytes], pages: list[PageBuffers], deadline: float
-    ) -> list[bool]:
-        segment_bytes = [segment.nbytes for segment in pages[0]]
-        request = m.Get(opened.next_id(), opened.namespace, keys, segment_bytes)
-        pins = _expect(opened, request, m.Got, deadline).pins
-        _check_length(opened, pins, keys)
-        held = [i for i, pin in enumerate(pins) if pin.status == m.HIT]
+    def _look(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """Which keys the owners have, or those who owned them before."""
+        asked = [""] * len(keys)
+
+        def part(opened: OpenConnection, places: list[int]) -> list[bool]:
+            return exchange.exists(opened, [keys[i] for i in places], deadline)
+
+        result = self._run(self._links.rings.split(keys), [False] * len(keys), asked, deadline, part)
+        return self._run(self._elsewhere(keys, result, asked), result, asked, deadline, part)
+
+    def _wait_slice(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+        """Wait a moment at the owners for what the earlier owners do not have."""
+        until = time.monotonic() + timeout_s
+        # the node answers at `until`; the reply gets a moment more
+        deadline = until + self.config.exists_timeout_s
+        asked = [""] * len(keys)
         result = [False] * len(keys)
-        if held:
-            outcomes = opened.connection.read_pages(
-                [pins[i] for i in held], [pages[i] for i in held], deadline
-            )
-            opened.connection.post(m.Release([pins[i].slot for i in held], [pins[i].sequence for i in held]))
-            for i, outcome in zip(held, outcomes, strict=True):
-                result[i] = outcome == OK
-            corrupt = [i for i, outcome in zip(held, outcomes, strict=True) if outcome == CORRUPT]
-            lost = sum(outcome not in (OK, CORRUPT) for outcome in outcomes)
-            self._count(pages_corrupt=len(corrupt), pages_lost=lost)
-            if corrupt:
-                logger.error(
-                    "pool node %s: %d of %d pages did not match their checksum; they are recomputed",
-                    opened.connection.welcome.node,
-                    len(corrupt),
-                    len(held),
-                )
-                sequences = [pins[i].sequence for i in corrupt]
-                bad = [keys[i] for i in corrupt]
-                _expect(
-                    opened, m.Discard(opened.next_id(), opened.namespace, bad, sequences), m.Done, deadline
-                )
-        read = sum(result)
-        self._count(pages_read=read, pages_missed=len(keys) - read, bytes_read=read * sum(segment_bytes))
-        return result
 
-    def _put_on(
-        self, opened: OpenConnection, keys: list[bytes], pages: list[PageBuffers], deadline: float
-    ) -> list[bool]:
-        segment_bytes = [segment.nbytes for segment in pages[0]]
-        request = m.Reserve(opened.next_id(), opened.namespace, keys, segment_bytes)
-        grants = _expect(opened, request, m.Reserved, deadline).grants
-        _check_length(opened, grants, keys)
-        mine = [i for i, grant in enumerate(grants) if grant.status == m.GRANTED]
-        result = [grant.status in (m.PRESENT, m.BUSY) for grant in grants]
-        self._count(
-            pages_present=sum(result),
-            pages_refused=sum(grant.status in (m.FULL, m.TOO_LARGE) for grant in grants),
-        )
-        if mine:
-            granted = [grants[i] for i in mine]
-            checksums = opened.connection.write_pages(granted, [pages[i] for i in mine], deadline)
-            commit = m.Commit(
-                opened.next_id(), [g.slot for g in granted], [g.sequence for g in granted], checksums
-            )
-            done = _mask(_expect(opened, commit, m.Committed, deadline))
-            _check_length(opened, done, mine)
-            for i, committed in zip(mine, done, strict=True):
-                result[i] = committed
-            self._count(pages_written=sum(done), bytes_written=sum(done) * sum(segment_bytes))
-        return result
+        def look(opened: OpenConnection, places: list[int]) -> list[bool]:
+            return exchange.exists(opened, [keys[i] for i in places], deadline)
+
+        def part(opened: OpenConnection, places: list[int]) -> list[bool]:
+            chosen = [keys[i] for i in places]
+            return exchange.wait(opened, chosen, exchange.remaining_s(until), deadline)
+
+        rings = self._links.rings
+        self._run(self._reachable(rings.earlier(keys)), result, asked, deadline, look)
+        waiting = {
+            node: left
+            for node, places in rings.split(keys).items()
+            if (left := [place for place in places if not result[place]])
+        }
+        return self._run(waiting, result, asked, deadline, part)
+
+    def _answerable(self, keys: Sequence[bytes], missing: list[int]) -> list[int]:
+        """Those whose owner can tell when they come."""
+        owned = self._reachable(self._links.rings.split([keys[i] for i in missing]))
+        return sorted(missing[i] for places in owned.values() for i in places)
+
+    def _elsewhere(
+        self, keys: Sequence[bytes], result: Sequence[bool], asked: Sequence[str]
+    ) -> dict[str, list[int]]:
+        """Whom to ask next for what was not found, by node."""
+        missed = [i for i, found in enumerate(result) if not found]
+        return self._reachable(self._links.rings.others(keys, missed, asked))
+
+    def _reachable(self, jobs: Mapping[str, list[int]]) -> dict[str, list[int]]:
+        """Without nodes that are down: a second look is not worth waiting for."""
+        links = self._links.links
+        return {node: places for node, places in jobs.items() if node in links and links[node].reachable}
+
+    # -- hot pages
+
+    def _plan_reads(self, keys: Sequence[bytes], rings: Rings, page_bytes: int) -> dict[str, list[int]]:
+        """Whom to ask for each key: its owner, or for a hot page the less loaded of two of its holders."""
+        plan = rings.split(keys)
+        if not len(self._hot) or len(rings.ring.nodes) < 2:
+            return plan
+        links = self._links.links
+        load_bytes = {node: link.outstanding_bytes for node, link in links.items()}
+        now_s = time.monotonic()
+        spread: dict[str, list[int]] = {}
+        with self._lock:
+            for owner, places in plan.items():
+                for place in places:
+                    node, copies = owner, self._hot.replicas(keys[place], now_s)
+                    if copies:
+                        successors = rings.ring.successors(keys[place], copies + 1)
+                        holders = [one.node for one in successors if self._is_up(one.node)] or [owner]
+                        node = choose(holders, load_bytes, self._random.random(), self._random.random())
+                        load_bytes[node] = load_bytes.get(node, 0) + page_bytes
+                    spread.setdefault(node, []).append(place)
+        return spread
+
+    def _is_up(self, node: str) -> bool:
+        link = self._links.links.get(node)
+        return link is not None and link.up
+
+    def _remember(
+        self,
+        keys: Sequence[bytes],
+        rings: Rings,
+        result: Sequence[bool],
+        asked: Sequence[str],
+        first_asked: Sequence[str],
+        replicas: Mapping[int, int],
+    ) -> None:
+        """Note which pages are hot: what their owners said, and where a replica was missing."""
+        if not any(replicas.values()) and not len(self._hot):
+            return
+        now_s = time.monotonic()
+        served = 0
+        with self._lock:
+            for owner, places in rings.split(keys).items():
+                for place in places:
+                    if first_asked[place] != owner:
+                        served += result[place] and asked[place] != owner
+                        if asked[place] == owner:
+                            self._hot.forget(keys[place])
+                    if asked[place] == owner and place in replicas:
+                        self._hot.note(keys[place], replicas[place], now_s)
+        self._tally.add(pages_replica=served)
 
     # -- splitting
 
-    def _fan_out(
+    def _run(
         self,
-        keys: Sequence[bytes],
-        absent: T,
+        jobs: Mapping[str, list[int]],
+        result: list[T],
+        asked: list[str],
         deadline: float,
-        part: Callable[[OpenConnection, list[int], float], list[T]],
+        part: Callable[[OpenConnection, list[int]], list[T]],
+        *,
+        repeatable: bool = True,
+        page_bytes: int = 0,
     ) -> list[T]:
-        """Run `part` once per owner (and MAX_KEYS) with the places of its keys; `absent` where a
-        node failed.
+        """Run `part` once per node (and MAX_KEYS) with the places of its keys, and put its answers into
+        `result`, the node's name into `asked`; where a node failed `result` stays as it is. `page_bytes` is
+        what a page weighs on the node meanwhile.
         """
-        result = [absent] * len(keys)
-        if not self._links:
-            return result
-        jobs = [
+        pieces = [
             (node, places[start : start + m.MAX_KEYS])
-            for node, places in self._ring.split(keys).items()
+            for node, places in jobs.items()
             for start in range(0, len(places), m.MAX_KEYS)
         ]
 
         def run(node: str, places: list[int]) -> None:
+            for place in places:
+                asked[place] = node
             try:
-                with self._links[node].borrow(deadline) as opened:
-                    answers = part(opened, places, deadline)
+                link = self._links.link(node)
+                with link.busy(page_bytes * len(places)):
+                    answers = link.use(deadline, lambda opened: part(opened, places), repeatable=repeatable)
             except PoolError as error:
                 logger.debug("pool node %s: %s", node, error)
-                self._count(failures=1)
+                self._tally.add(failures=1)
                 return
             for place, answer in zip(places, answers, strict=True):
                 result[place] = answer
 
-        # The caller's own thread takes the last job. Every step of a job has the deadline, so joining needs
-        # none of its own; and all are joined whatever happens, because a job may be writing into the caller's
+        # The caller's own thread takes the last piece. Every step of one has the deadline, so joining needs
+        # none of its own; and all are joined whatever happens, because one may be writing into the caller's
         # buffers.
-        futures = [self._submit(run, *job) for job in jobs[:-1]]
+        futures = [self._submit(run, *piece) for piece in pieces[:-1]]
         try:
-            if jobs:
-                run(*jobs[-1])
+            if pieces:
+                run(*pieces[-1])
         finally:
             wait_all(futures)
         for future in futures:
@@ -280,56 +358,38 @@ class PoolClient:
         return result
 
     def _submit(self, run: Callable[[str, list[int]], None], node: str, places: list[int]) -> Future[None]:
-        try:
-            return self._threads.submit(run, node, places)
-        except RuntimeError:  # closed while we came here: every link refuses
-            refused: Future[None] = Future()
-            refused.set_result(None)
-            self._count(failures=1)
-            return refused
+        if len(self._links.links) > self._workers:
+            self._more_threads()
+        while not self._closed:
+            try:
+                return self._threads.submit(run, node, places)
+            except RuntimeError:  # closed, or replaced by more threads, while we came here
+                continue
+        refused: Future[None] = Future()
+        refused.set_result(None)
+        self._tally.add(failures=1)
+        return refused
+
+    def _make_threads(self, nodes: int) -> ThreadPoolExecutor:
+        self._workers = nodes
+        workers = max(1, nodes * self.config.connections_per_node)
+        return ThreadPoolExecutor(workers, thread_name_prefix="pdserve-pool")
+
+    def _more_threads(self) -> None:
+        """The pool has grown. Threads come as they are needed; what the old ones have to do they finish."""
+        with self._lock:
+            nodes = len(self._links.links)
+            if nodes > self._workers and not self._closed:
+                old, self._threads = self._threads, self._make_threads(nodes)
+                old.shutdown(wait=False)
 
     def _each_node(self, part: Callable[[OpenConnection, float], T]) -> dict[str, T]:
         result: dict[str, T] = {}
-        for name, link in self._links.items():
+        for name, link in self._links.links.items():
             deadline = time.monotonic() + self.config.exists_timeout_s
             try:
-                with link.borrow(deadline) as opened:
-                    result[name] = part(opened, deadline)
+                result[name] = link.use(deadline, lambda opened, until=deadline: part(opened, until))  # type: ignore[misc]
             except PoolError as error:
                 logger.debug("pool node %s: %s", name, error)
-                self._count(failures=1)
+                self._tally.add(failures=1)
         return result
-
-    def _count(self, **amounts: int) -> None:
-        with self._count_lock:
-            for name, amount in amounts.items():
-                setattr(self.counters, name, getattr(self.counters, name) + amount)
-
-
-def _connect_to(connector: Connector, address: str) -> Callable[[float], Connection]:
-    return lambda deadline: connector.connect(address, deadline)
-
-
-R = TypeVar("R", bound=m.Reply)
-
-
-def _expect(opened: OpenConnection, request: m.Request, kind: type[R], deadline: float) -> R:
-    """The reply of the wanted kind. Raises PoolRefused for a Fault, and what `Connection.call` raises."""
-    reply = opened.connection.call(request, deadline)
-    if isinstance(reply, kind):
-        return reply
-    text = f"unexpected {type(reply).__name__}"
-    if isinstance(reply, m.Fault):
-        text = f"{reply.code}: {reply.message}"
-    raise PoolRefused(f"pool node {opened.connection.welcome.node}: {text}")
-
-
-def _check_length(opened: OpenConnection, answers: Sequence[object], asked: Sequence[object]) -> None:
-    """Raises PoolRefused."""
-    if len(answers) != len(asked):
-        node = opened.connection.welcome.node
-        raise PoolRefused(f"pool node {node} answered {len(answers)} of {len(asked)} keys")
-
-
-def _mask(reply: m.Present | m.Committed) -> list[bool]:
-    return [byte == 1 for byte in reply.mask]

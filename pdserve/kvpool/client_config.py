@@ -23,7 +23,10 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     backend.
     """
 
-    nodes: Annotated[list[PoolNodeRef], Meta(description="the pool's nodes; empty: no pool")] = []
+    nodes: Annotated[
+        list[PoolNodeRef],
+        Meta(description="nodes of the pool to begin with, the others are learnt from them; empty: no pool"),
+    ] = []
     data_path: Annotated[
         DataPathChoice, Meta(description="how page bytes travel: shm (same host), ucx, or auto")
     ] = "auto"
@@ -42,6 +45,9 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         float,
         Meta(gt=0, description="a node that failed is left alone this long, then probed in the background"),
     ] = 0.5
+    restart_wait_s: Annotated[
+        float, Meta(ge=0, description="how long operations wait for a node that is being upgraded")
+    ] = 3.0
     connections_per_node: Annotated[
         int, Meta(ge=1, description="concurrent operations per node and process")
     ] = 4

@@ -6,7 +6,7 @@ directory, and the worker's `/metrics` adds it up. So counting in the scheduler 
 
 | metric | labels |
 |---|---|
-| `pdserve_pool_client_pages_total` | `result`: read, missed, written, present, refused, lost, corrupt |
+| `pdserve_pool_client_pages_total` | `result`: read, missed, written, ...: `ClientCounters` |
 | `pdserve_pool_client_bytes_total` | `direction`: read, written |
 | `pdserve_pool_client_failures_total` | |
 """
@@ -18,7 +18,7 @@ from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Counter
 
-from pdserve.kvpool.client import ClientCounters
+from pdserve.kvpool.exchange import ClientCounters
 
 
 class ClientMetrics:

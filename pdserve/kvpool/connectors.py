@@ -7,7 +7,7 @@ from __future__ import annotations
 from pdserve.kvpool.client_config import PoolClientConfig
 from pdserve.kvpool.hosts import host_id
 from pdserve.kvpool.transports.base import Connection
-from pdserve.kvpool.transports.control import ControlChannel, make_hello
+from pdserve.kvpool.transports.control import ControlChannel, OnView, make_hello
 from pdserve.kvpool.transports.shm import ShmConnection
 
 
@@ -21,10 +21,12 @@ class ConfiguredConnector:
         self._name = name
         self._host_id = host_id()
 
-    def connect(self, address: str, deadline: float) -> Connection:
-        """Raises PoolUnavailable, PoolTimeout or PoolRefused, and StartupError where UCX cannot be used."""
-        hello = make_hello(self._name, self._host_id, self._config.data_path, self._config.token)
-        channel = ControlChannel.connect(address, hello, deadline)
+    def connect(self, address: str, deadline: float, on_view: OnView | None = None) -> Connection:
+        """Raises PoolUnavailable, PoolTimeout or PoolRefused."""
+        config = self._config
+        views = on_view is not None
+        hello = make_hello(self._name, self._host_id, config.data_path, config.token, views=views)
+        channel = ControlChannel.connect(address, hello, deadline, on_view)
         if channel.welcome.data_path == "shm":
             return ShmConnection.open(channel, self._config.checksum, deadline)
         # imported only where it is used: loading UCX costs a second and 170 MB

@@ -1,25 +1,53 @@
 """A client's connections to one node, and whether to try it at all.
 
-The breaker has two states. **Up**: operations borrow a connection (at most `limit` at once; one that finds
-none free waits for it until its deadline). **Down**: after one failure every operation is refused at once,
-without touching the network, and a background thread probes the node every `retry_after_s` until a connection
-succeeds. So a dead pool costs a request one short deadline in all, not one per page, and a node that came
-back is noticed without a request paying for the attempt.
+    UP          operations borrow a connection, at most `limit` at once; who finds none free waits for one,
+                until its deadline
+    RESTARTING  the node said that it would be back in a moment (an upgrade): operations wait for it, until
+                their deadline and no longer than `restart_wait_s` in all, while a thread connects anew
+    DOWN        after one failure every operation is refused at once, without touching the network, and a
+                thread tries the node every `retry_after_s` until a connection succeeds
+
+So a dead pool costs a request one short deadline in all, not one per page, and a node that came back is
+noticed without a request paying for the attempt.
+
+A node that was killed and started again leaves connections here that are closed at their first use. That is
+no failure yet: the operation is repeated once, on a new connection, where repeating it can do no harm. A lost
+answer to Commit is not asked for again: its pages count as unstored.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Final, TypeVar
 
-from pdserve.errors import PdserveError, PoolError, PoolRefused, PoolTimeout, PoolUnavailable
-from pdserve.kvpool.messages import Fault, Opened, OpenNamespace
+from pdserve.errors import (
+    PdserveError,
+    PoolError,
+    PoolRefused,
+    PoolRestarting,
+    PoolTimeout,
+    PoolUnavailable,
+)
+from pdserve.kvpool.messages import Fault, Opened, OpenNamespace, Reply, Request
 from pdserve.kvpool.transports.base import Connection
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+RESTART_RETRY_S: Final = 0.02
+
+
+class LinkState(enum.Enum):
+    """See above."""
+
+    UP = "up"
+    RESTARTING = "restarting"
+    DOWN = "down"
 
 
 class OpenConnection:
@@ -29,11 +57,28 @@ class OpenConnection:
         self.connection = connection
         self.namespace = namespace
         self.generation = generation  # of the link when it was opened; an older one is closed, not reused
+        self.reused = False  # it was idle before this operation: the node may have gone meanwhile
+        self.answered = False  # the node has answered in this operation
         self._next_id = 1  # 1 was OpenNamespace
+
+    @property
+    def node(self) -> str:
+        """The node's name."""
+        return self.connection.welcome.node
 
     def next_id(self) -> int:
         self._next_id += 1
         return self._next_id
+
+    def call(self, request: Request, deadline: float) -> Reply:
+        """As `Connection.call`."""
+        reply = self.connection.call(request, deadline)
+        self.answered = True
+        return reply
+
+
+class StaleConnection(PoolUnavailable):
+    """An idle connection was found closed; says nothing of the node."""
 
 
 class NodeLink:
@@ -49,48 +94,81 @@ class NodeLink:
         limit: int,
         connect_timeout_s: float,
         retry_after_s: float,
+        restart_wait_s: float = 3.0,
+        on_lost: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """`connect(deadline)` opens a connection or raises a PoolError."""
+        """`connect(deadline)` opens a connection or raises a PoolError. `on_lost(name)` is called by the
+        background thread before each attempt at a node that is down.
+        """
         self.name = name
+        self.outstanding_bytes = 0  # of page reads under way
         self._connect = connect
         self._namespace = namespace
         self._geometry = geometry
         self._connect_timeout_s = connect_timeout_s
         self._retry_after_s = retry_after_s
+        self._restart_wait_s = restart_wait_s
+        self._on_lost = on_lost
         self._free = threading.Semaphore(limit)
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._idle: list[OpenConnection] = []
         self._generation = 0  # raised at every failure
-        self._down = False
+        self._state = LinkState.UP
         self._closed = threading.Event()
 
     @property
     def up(self) -> bool:
-        return not self._down and not self._closed.is_set()
+        return self._state is LinkState.UP and not self._closed.is_set()
+
+    @property
+    def reachable(self) -> bool:
+        """Up, or back in a moment."""
+        return self._state is not LinkState.DOWN and not self._closed.is_set()
+
+    def use(self, deadline: float, operation: Callable[[OpenConnection], T], *, repeatable: bool = True) -> T:
+        """Run the operation with a connection; once more if the connection turns out to have been closed,
+        and again after an announced restart.
+
+        `repeatable`: it may be repeated after the node has answered part of it. A restarting node has let go
+        of all that was unfinished, so then it is repeated in any case. Raises what `borrow` raises.
+        """
+        last = False
+        while True:
+            try:
+                with self.borrow(deadline, last=last, repeatable=repeatable) as opened:
+                    return operation(opened)
+            except StaleConnection:
+                last = True
+            except PoolRestarting:
+                if time.monotonic() >= deadline:
+                    raise
 
     @contextmanager
-    def borrow(self, deadline: float) -> Iterator[OpenConnection]:
+    def borrow(
+        self, deadline: float, *, last: bool = True, repeatable: bool = True
+    ) -> Iterator[OpenConnection]:
         """A connection for one operation. A PoolUnavailable or PoolTimeout inside closes it and opens the
-        breaker.
+        breaker, but for two: PoolRestarting, and, unless this is the `last` attempt, a closed connection that
+        was idle before (StaleConnection). Both ask for the operation to be repeated.
 
         Raises PoolUnavailable at once while the node is down, PoolTimeout when no connection came free in
         time.
         """
-        self._check_up()
+        self._check_usable(deadline)
         if not self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise PoolTimeout(f"pool node {self.name}: no connection came free in time")
         try:
-            self._check_up()  # it may have failed while we waited
+            self._check_usable(deadline)  # it may have failed while we waited
             if time.monotonic() >= deadline:
                 # our own doing: must not count against the node
                 raise PoolTimeout(f"pool node {self.name}: no time was left to ask it")
-            with self._lend(deadline) as opened:
+            with self._lend(deadline, last, repeatable) as opened:
                 yield opened
         finally:
             self._free.release()
 
     @contextmanager
-    def _lend(self, deadline: float) -> Iterator[OpenConnection]:
+    def _lend(self, deadline: float, last: bool, repeatable: bool) -> Iterator[OpenConnection]:
         generation = self._generation
         opened: OpenConnection | None = None
         try:
@@ -98,10 +176,19 @@ class NodeLink:
             generation = opened.generation
             yield opened
         except PoolError as error:
+            stale = False
             if opened is not None:
+                stale = opened.reused and not last and (repeatable or not opened.answered)
+                stale = stale and isinstance(error, PoolUnavailable)
                 opened.connection.close()
                 opened = None
-            self._fail(error, generation)
+            if isinstance(error, PoolRestarting):
+                self._await_restart(error, generation)
+            elif stale:
+                self._drop_idle(generation)
+                raise StaleConnection(str(error)) from error
+            else:
+                self._fail(error, generation)
             raise
         except BaseException:
             # an operation cut short leaves the connection in an unknown state
@@ -113,6 +200,17 @@ class NodeLink:
             if opened is not None:
                 self._give_back(opened)
 
+    @contextmanager
+    def busy(self, size_bytes: int) -> Iterator[None]:
+        """So many bytes are being read from the node meanwhile."""
+        with self._changed:
+            self.outstanding_bytes += size_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.outstanding_bytes -= size_bytes
+
     def check(self, deadline: float) -> None:
         """Connect and open the namespace now. Raises PoolUnavailable, PoolTimeout or PoolRefused (geometry
         mismatch).
@@ -122,22 +220,32 @@ class NodeLink:
 
     def close(self) -> None:
         """Close the idle connections and refuse new operations; those under way end by themselves."""
-        with self._lock:
+        with self._changed:
             self._closed.set()
             self._generation += 1
             idle, self._idle = self._idle, []
+            self._changed.notify_all()
         for opened in idle:
             opened.connection.close()
 
-    def _check_up(self) -> None:
+    def _check_usable(self, deadline: float) -> None:
+        """Wait while the node restarts. Raises PoolUnavailable when it is down, PoolTimeout."""
+        if self._state is LinkState.RESTARTING:
+            with self._changed:
+                while self._state is LinkState.RESTARTING and not self._closed.is_set():
+                    if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                        raise PoolTimeout(f"pool node {self.name} is restarting")
         if self._closed.is_set():
             raise PoolUnavailable(f"pool node {self.name}: the client is closed")
-        if self._down:
+        if self._state is LinkState.DOWN:
             raise PoolUnavailable(f"pool node {self.name} is down")
 
     def _take(self) -> OpenConnection | None:
-        with self._lock:
-            return self._idle.pop() if self._idle else None
+        with self._changed:
+            opened = self._idle.pop() if self._idle else None
+        if opened is not None:
+            opened.reused, opened.answered = True, False
+        return opened
 
     def _open(self, deadline: float) -> OpenConnection:
         generation = self._generation
@@ -154,39 +262,82 @@ class NodeLink:
         return OpenConnection(connection, reply.namespace, generation)
 
     def _give_back(self, opened: OpenConnection) -> None:
-        with self._lock:
+        with self._changed:
             current = opened.generation == self._generation and not self._closed.is_set()
             if current:
                 self._idle.append(opened)
         if not current:
             opened.connection.close()
 
+    # --- when the node does not answer
+
+    def _drop_idle(self, generation: int) -> None:
+        """One of these connections was found closed: so are the others, most likely."""
+        self._turn(generation, LinkState.UP)
+
+    def _await_restart(self, error: PdserveError, generation: int) -> None:
+        if self._turn(generation, LinkState.RESTARTING):
+            logger.info("pool node %s: %s", self.name, error)
+            self._start(self._probe_restarting)
+
     def _fail(self, error: PdserveError, generation: int) -> None:
-        with self._lock:
-            if generation != self._generation:
-                return  # a connection of before a failure that is known already, and perhaps over
+        if self._turn(generation, LinkState.DOWN):
+            logger.warning("pool node %s is down, its pages are recomputed: %s", self.name, error)
+            self._start(self._probe)
+
+    def _turn(self, generation: int, state: LinkState) -> bool:
+        """Close the idle connections and enter `state`; whether that is news. Nothing happens for a
+        connection of before a failure that is known already, and perhaps over.
+        """
+        with self._changed:
+            if generation != self._generation or self._closed.is_set():
+                return False
             self._generation += 1
             idle, self._idle = self._idle, []
-            first = not self._down
-            self._down = True
+            first = self._state is LinkState.UP
+            if first:  # else a thread looks after the node already
+                self._state = state
         for opened in idle:
             opened.connection.close()
-        if first and not self._closed.is_set():
-            logger.warning("pool node %s is down, its pages are recomputed: %s", self.name, error)
-            threading.Thread(target=self._probe, name=f"pdserve-probe-{self.name}", daemon=True).start()
+        return first
+
+    def _start(self, probe: Callable[[], None]) -> None:
+        threading.Thread(target=probe, name=f"pdserve-probe-{self.name}", daemon=True).start()
+
+    def _probe_restarting(self) -> None:
+        until_s = time.monotonic() + self._restart_wait_s
+        pause_s = 0.0
+        while time.monotonic() < until_s and not self._closed.wait(pause_s):
+            if self._try():
+                return
+            pause_s = RESTART_RETRY_S
+        with self._changed:
+            self._state = LinkState.DOWN
+            self._changed.notify_all()
+        if not self._closed.is_set():
+            text = "pool node %s did not come back within %.0f s: it is down, its pages are recomputed"
+            logger.warning(text, self.name, self._restart_wait_s)
+        self._probe()
 
     def _probe(self) -> None:
-        while not self._closed.wait(self._retry_after_s):
-            try:
-                opened = self._open(time.monotonic() + self._connect_timeout_s)
-            except PoolError as error:
-                logger.debug("pool node %s is still down: %s", self.name, error)
-                continue
-            except Exception:  # boundary of this thread: without a probe the node would stay down for good
-                logger.exception("pool node %s: the probe failed, and is repeated", self.name)
-                continue
-            with self._lock:
-                self._down = False
-            self._give_back(opened)
-            logger.info("pool node %s is up again", self.name)
-            return
+        while not self._closed.is_set():
+            self._on_lost(self.name)
+            if self._closed.wait(self._retry_after_s) or self._try():
+                return
+
+    def _try(self) -> bool:
+        """Connect; if that succeeds the node is up."""
+        try:
+            opened = self._open(time.monotonic() + self._connect_timeout_s)
+        except PoolError as error:
+            logger.debug("pool node %s is still down: %s", self.name, error)
+            return False
+        except Exception:  # boundary of this thread: without a probe the node would stay down for good
+            logger.exception("pool node %s: the probe failed, and is repeated", self.name)
+            return False
+        with self._changed:
+            self._state = LinkState.UP
+            self._changed.notify_all()
+        self._give_back(opened)
+        logger.info("pool node %s is up again", self.name)
+        return True

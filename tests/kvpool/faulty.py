@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from pdserve.kvpool.client import PoolClient
 from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
+from pdserve.kvpool.cluster_messages import View
 from pdserve.kvpool.leases import Limits
-from pdserve.kvpool.messages import Abort, Grant, Pin, Release, Reply, Request, Welcome
+from pdserve.kvpool.messages import Abort, Grant, NodeAddress, Pin, Release, Reply, Request, Welcome
 from pdserve.kvpool.table import TableLayout
 from pdserve.kvpool.transports.base import Bytes1D, Connection, PageBuffers, PageOutcome
+from pdserve.kvpool.transports.control import OnView
 from pdserve.kvpool.transports.inproc import InprocConnector, InprocNode
 
 KIB = 1024
@@ -22,16 +25,17 @@ SEGMENTS = (4 * KIB, 2 * KIB)
 
 class FaultyConnector:
     """`before(node, step)` is called before every step: connect, call, post, read_pages, write_pages. What it
-    raises, the step raises.
+    raises, the step raises. `answer(node, request)` may answer in the node's place.
     """
 
     def __init__(self, nodes: Sequence[InprocNode]) -> None:
         self._inner = InprocConnector(nodes)
         self.before: Callable[[str, str], None] = lambda node, step: None
+        self.answer: Callable[[str, Request], Reply | None] = lambda node, request: None
 
-    def connect(self, address: str, deadline: float) -> Connection:
+    def connect(self, address: str, deadline: float, on_view: OnView | None = None) -> Connection:
         self.before(address.removeprefix("inproc:"), "connect")
-        return FaultyConnection(self._inner.connect(address, deadline), self)
+        return FaultyConnection(self._inner.connect(address, deadline, on_view), self)
 
 
 class FaultyConnection:
@@ -42,7 +46,7 @@ class FaultyConnection:
 
     def call(self, request: Request, deadline: float) -> Reply:
         self._owner.before(self.welcome.node, "call")
-        return self._inner.call(request, deadline)
+        return self._owner.answer(self.welcome.node, request) or self._inner.call(request, deadline)
 
     def post(self, message: Abort | Release) -> None:
         self._owner.before(self.welcome.node, "post")
@@ -72,12 +76,25 @@ class Pool:
         self.nodes = [InprocNode(f"n{i}", layout, Limits(**limits)) for i in range(nodes)]  # type: ignore[arg-type]
         self.connector = FaultyConnector(self.nodes)
 
-    def config(self, **options: float) -> PoolClientConfig:
-        refs = [PoolNodeRef(node=node.name, address=f"inproc:{node.name}") for node in self.nodes]
+    def config(self, seeds: Sequence[int] | None = None, **options: float) -> PoolClientConfig:
+        nodes = self.nodes if seeds is None else [self.nodes[i] for i in seeds]
+        refs = [PoolNodeRef(node=node.name, address=f"inproc:{node.name}") for node in nodes]
         return PoolClientConfig(nodes=refs, **{"retry_after_s": 0.01, **options})  # type: ignore[arg-type]
 
-    def client(self, namespace: str = "ns", **options: float) -> PoolClient:
-        return PoolClient(self.config(**options), namespace, {}, connector=self.connector)
+    def client(self, namespace: str = "ns", **options: Any) -> PoolClient:
+        return PoolClient(self.config(**options), namespace, {}, connector=self.connector, seed=7)
+
+    def view(self, epoch: int, nodes: Sequence[int], previous: Sequence[int] = ()) -> View:
+        """The view in which these nodes own all pages."""
+        return View(0, epoch, self._addresses(nodes), self._addresses(previous))
+
+    def tell(self, view: View) -> None:
+        """Every node tells its clients."""
+        for node in self.nodes:
+            node.view = view
+
+    def _addresses(self, nodes: Sequence[int]) -> list[NodeAddress]:
+        return [NodeAddress(self.nodes[i].name, f"inproc:{self.nodes[i].name}") for i in nodes]
 
     def check(self) -> None:
         """Every node's books are in order and nothing is held."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pdserve.errors import PoolRefused, PoolTimeout, PoolUnavailable, StartupError
+from pdserve.errors import PoolRefused, PoolRestarting, PoolTimeout, PoolUnavailable, StartupError
 from pdserve.kvpool import messages as m
-from pdserve.kvpool.link import NodeLink
+from pdserve.kvpool.link import NodeLink, OpenConnection
 
 SOON_S = 10.0
 
@@ -47,6 +47,7 @@ class Node:
 
     def __init__(self) -> None:
         self.alive = True
+        self.restarting = False
         self.opens = True
         self.attempts = 0
         self.made: list[Scripted] = []
@@ -58,11 +59,13 @@ class Node:
             self.attempted.notify_all()
         if not self.alive:
             raise PoolUnavailable("refused")
+        if self.restarting:
+            raise PoolRestarting("upgrading")
         self.made.append(Scripted(self.opens))
         return self.made[-1]
 
 
-def make(node: Node, limit: int = 2, retry_after_s: float = 0.01) -> NodeLink:
+def make(node: Node, limit: int = 2, retry_after_s: float = 0.01, restart_wait_s: float = SOON_S) -> NodeLink:
     return NodeLink(
         "n",
         node.connect,
@@ -71,6 +74,7 @@ def make(node: Node, limit: int = 2, retry_after_s: float = 0.01) -> NodeLink:
         limit=limit,
         connect_timeout_s=1.0,
         retry_after_s=retry_after_s,
+        restart_wait_s=restart_wait_s,
     )
 
 
@@ -259,3 +263,167 @@ def test_a_connection_opened_while_the_link_closes_is_closed() -> None:
     with link.borrow(soon()):
         pass
     assert node.made[0].closed
+
+
+# --- repeated, because nothing is known to be wrong with the node
+
+
+def fails_first(times: int, error: Exception, *, answered: bool = False) -> tuple[Any, list[OpenConnection]]:
+    """An operation that fails so often, and the connections it was tried on."""
+    tried: list[OpenConnection] = []
+
+    def operation(opened: OpenConnection) -> int:
+        tried.append(opened)
+        opened.answered = answered
+        if len(tried) <= times:
+            raise error
+        return opened.namespace
+
+    return operation, tried
+
+
+def test_a_connection_found_closed_is_replaced_without_a_failure() -> None:
+    node = Node()
+    link = make(node, retry_after_s=60.0)
+    link.check(soon())
+    operation, tried = fails_first(1, PoolUnavailable("closed"))
+    assert link.use(soon(), operation) == 7
+    assert link.up
+    assert [opened.reused for opened in tried] == [True, False]
+    assert node.made[0].closed
+    assert node.attempts == 2
+
+
+def test_idle_connections_beside_one_found_closed_are_not_tried_one_after_the_other() -> None:
+    node = Node()
+    link = make(node, limit=4, retry_after_s=60.0)
+    with link.borrow(soon()), link.borrow(soon()), link.borrow(soon()):
+        pass
+    operation, tried = fails_first(1, PoolUnavailable("closed"))
+    assert link.use(soon(), operation) == 7
+    assert len(tried) == 2
+    assert [connection.closed for connection in node.made] == [True, True, True, False]
+
+
+def test_only_one_such_connection_is_excused() -> None:
+    node = Node()
+    link = make(node, retry_after_s=60.0)
+    link.check(soon())
+    operation, tried = fails_first(2, PoolUnavailable("closed"))
+    with pytest.raises(PoolUnavailable):
+        link.use(soon(), operation)
+    assert len(tried) == 2
+    assert not link.up
+    link.close()
+
+
+def test_a_new_connection_that_fails_is_a_failure() -> None:
+    node = Node()
+    link = make(node, retry_after_s=60.0)
+    operation, tried = fails_first(1, PoolUnavailable("closed"))
+    with pytest.raises(PoolUnavailable):
+        link.use(soon(), operation)
+    assert len(tried) == 1
+    assert not link.up
+    link.close()
+
+
+def test_a_node_that_does_not_answer_is_not_asked_twice() -> None:
+    node = Node()
+    link = make(node, retry_after_s=60.0)
+    link.check(soon())
+    operation, tried = fails_first(1, PoolTimeout("late"))
+    with pytest.raises(PoolTimeout):
+        link.use(soon(), operation)
+    assert len(tried) == 1
+    assert not link.up
+    link.close()
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_what_may_have_had_an_effect_is_repeated_only_if_the_node_had_not_answered(answered: bool) -> None:
+    node = Node()
+    link = make(node, retry_after_s=60.0)
+    link.check(soon())
+    operation, _ = fails_first(1, PoolUnavailable("closed"), answered=answered)
+    if answered:
+        with pytest.raises(PoolUnavailable):
+            link.use(soon(), operation, repeatable=False)
+        assert not link.up
+    else:
+        assert link.use(soon(), operation, repeatable=False) == 7
+        assert link.up
+    link.close()
+
+
+def test_an_announced_restart_is_waited_for_by_all_operations_and_is_no_failure() -> None:
+    node = Node()
+    link = make(node, limit=4, retry_after_s=60.0)
+    link.check(soon())
+    node.restarting = True
+    operation, _ = fails_first(1, PoolRestarting("upgrading"))
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda: found.append(link.use(soon(), operation))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: node.attempts >= 3, [node.attempted])  # refused, with the same word
+    assert found == []
+    assert not link.up
+    assert link.reachable
+    node.restarting = False
+    for thread in threads:
+        thread.join(SOON_S)
+    assert found == [7] * 4
+    assert link.up
+
+
+def test_waiting_for_a_restart_ends_at_the_deadline_and_leaves_the_node_alone() -> None:
+    node = Node()
+    link = make(node, retry_after_s=60.0)
+    link.check(soon())
+    node.restarting = True
+    operation, _ = fails_first(1, PoolRestarting("upgrading"))
+    started_s = time.monotonic()
+    with pytest.raises(PoolTimeout, match="restarting"):
+        link.use(time.monotonic() + 0.1, operation)
+    assert time.monotonic() - started_s < 1.1
+    assert link.reachable
+    node.restarting = False
+    wait_for(lambda: link.up, [node.attempted])
+    assert link.use(soon(), operation) == 7
+
+
+def test_a_restart_that_never_ends_costs_its_time_once() -> None:
+    node = Node()
+    link = make(node, retry_after_s=60.0, restart_wait_s=0.1)
+    link.check(soon())
+    node.restarting = True
+    operation, _ = fails_first(1, PoolRestarting("upgrading"))
+    with pytest.raises(PoolUnavailable, match="down"):
+        link.use(soon(), operation)
+    for _ in range(5):
+        with pytest.raises(PoolUnavailable, match="down"):
+            link.use(soon(), operation)
+    link.close()
+
+
+def test_who_waits_for_a_restart_is_let_go_when_the_link_closes() -> None:
+    node = Node()
+    link = make(node, retry_after_s=60.0)
+    link.check(soon())
+    node.restarting = True
+    operation, _ = fails_first(1, PoolRestarting("upgrading"))
+    errors: list[PoolUnavailable] = []
+
+    def wait() -> None:
+        try:
+            link.use(soon(), operation)
+        except PoolUnavailable as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    wait_for(lambda: node.attempts >= 3, [node.attempted])
+    link.close()
+    thread.join(SOON_S)
+    assert len(errors) == 1

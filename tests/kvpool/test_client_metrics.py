@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pdserve.kvpool.client import ClientCounters
 from pdserve.kvpool.client_metrics import ClientMetrics
+from pdserve.kvpool.exchange import ClientCounters
 
 
 def test_every_counter_is_published_once_and_only_its_growth() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.errors import ConfigError, FrameError, PoolRefused, PoolTimeout, PoolUnavailable
+from pdserve.errors import ConfigError, FrameError, PoolRefused, PoolRestarting, PoolTimeout, PoolUnavailable
 from pdserve.kvpool import messages as m
+from pdserve.kvpool.cluster_messages import GetView, View
 from pdserve.kvpool.transports.control import (
     ControlChannel,
     TcpAddress,
@@ -64,6 +66,10 @@ class Peer:
 
     def hold(self) -> None:
         self._release.wait(30)
+
+    def joined(self) -> None:
+        """The script has ended, the connection is closed."""
+        self._thread.join(5)
 
     def stop(self) -> None:
         self._release.set()
@@ -184,6 +190,73 @@ def test_unasked_reply_breaks_the_channel(peer_for: Callable[..., Peer]) -> None
     channel = ControlChannel.connect(peer_for(script).address, HELLO, soon())
     with pytest.raises(FrameError, match="never sent"):
         channel.call(m.Ping(1), soon())
+
+
+def test_views_are_told_wherever_they_come(peer_for: Callable[..., Peer]) -> None:
+    def script(peer: Peer) -> None:
+        greet(peer)
+        peer.request()
+        peer.send(View(0, 5, []), m.Done(1), View(0, 6, []), View(0, 7, []))
+        peer.request()
+        peer.send(View(2, 8, []))
+        peer.request()
+        peer.send(View(0, 9, []))
+        peer.hold()
+
+    told: list[int] = []
+    address = peer_for(script).address
+    channel = ControlChannel.connect(address, HELLO, soon(), lambda welcome, view: told.append(view.epoch))
+    assert channel.call(m.Ping(1), soon()) == m.Done(1)
+    assert channel.call(GetView(2), soon()) == View(2, 8, [])
+    assert told == [5, 6, 7]
+    channel.post(m.Release([], []))
+    assert select.select([channel.fileno()], [], [], 5.0)[0]
+    channel.take_pushed()
+    channel.take_pushed()  # nothing more: it does not wait
+    assert told == [5, 6, 7, 9]
+
+
+def test_views_that_nobody_wants_are_passed_over(peer_for: Callable[..., Peer]) -> None:
+    def script(peer: Peer) -> None:
+        greet(peer)
+        peer.request()
+        peer.send(View(0, 5, []), m.Done(1))
+        peer.hold()
+
+    channel = ControlChannel.connect(peer_for(script).address, HELLO, soon())
+    assert channel.call(m.Ping(1), soon()) == m.Done(1)
+
+
+@pytest.mark.parametrize("code", ["upgrading", "stopping"])
+def test_a_node_that_hangs_up_for_a_moment_says_so_on_every_use(
+    peer_for: Callable[..., Peer], code: str
+) -> None:
+    def script(peer: Peer) -> None:
+        greet(peer)
+        peer.send(m.Fault(0, code, "wait"))
+
+    for use in (
+        lambda channel: channel.call(m.Ping(1), soon()),
+        lambda channel: channel.take_pushed(),
+        lambda channel: [channel.send(m.Ping(n), soon()) for n in range(1, 100)],
+    ):
+        peer = peer_for(script)
+        channel = ControlChannel.connect(peer.address, HELLO, soon())
+        peer.joined()
+        with pytest.raises(PoolRestarting, match="wait"):
+            use(channel)
+        peer.stop()
+        if peer.address.startswith("unix"):
+            Path(peer.address.removeprefix("unix:")).unlink()
+
+
+def test_a_node_that_restarts_says_so_to_a_hello(peer_for: Callable[..., Peer]) -> None:
+    def script(peer: Peer) -> None:
+        peer.request()
+        peer.send(m.Fault(0, "upgrading", "wait"))
+
+    with pytest.raises(PoolRestarting):
+        ControlChannel.connect(peer_for(script).address, HELLO, soon())
 
 
 def test_nobody_there_is_unavailable(tmp_path: Path) -> None:

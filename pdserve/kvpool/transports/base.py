@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.kvpool.messages import Abort, Grant, Pin, Release, Reply, Request, Welcome
+from pdserve.kvpool.transports.control import OnView
 
 # One page in the caller's memory: its segments in order, each a 1-D contiguous uint8 array. Written to on
 # read.
@@ -75,6 +76,8 @@ CORRUPT: PageOutcome = 2  # the bytes do not match the checksum: a miss, counted
 class Connector(Protocol):
     """Opens connections to nodes over one kind of transport."""
 
-    def connect(self, address: str, deadline: float) -> Connection:
-        """Connect and shake hands. Raises PoolUnavailable, PoolTimeout or PoolRefused."""
+    def connect(self, address: str, deadline: float, on_view: OnView | None = None) -> Connection:
+        """Connect and shake hands. `on_view` is told the views that the node pushes later, by the thread that
+        uses the connection. Raises PoolUnavailable, PoolTimeout or PoolRefused.
+        """
         ...

@@ -7,13 +7,24 @@ taken for the answer to the next request.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
-from pdserve.errors import ConfigError, FrameError, PoolError, PoolRefused, PoolTimeout, PoolUnavailable
+from pdserve.errors import (
+    ConfigError,
+    FrameError,
+    PoolError,
+    PoolRefused,
+    PoolRestarting,
+    PoolTimeout,
+    PoolUnavailable,
+)
+from pdserve.kvpool.cluster_messages import View
 from pdserve.kvpool.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -29,6 +40,8 @@ from pdserve.kvpool.messages import (
     encode_frame,
 )
 
+OnView: TypeAlias = Callable[[Welcome, View], None]  # which node and incarnation, and its new view
+RESTARTING: Final = frozenset({"upgrading", "stopping"})  # codes of a hang-up that is soon over
 RECEIVE_BYTES: Final = 256 * 1024  # one call takes the answer to a batch of 4,096 keys
 POST_TIMEOUT_S: Final = (
     1.0  # a post has no deadline of its own: a node that drains nothing for this long is stuck
@@ -61,8 +74,10 @@ def parse_address(address: str) -> UnixAddress | TcpAddress:
     raise ConfigError(f'pool address "{address}" is not "unix:/path" or "tcp:host:port"')
 
 
-def make_hello(client: str, host_id: str, data_path: DataPathChoice, token: str = "") -> Hello:
-    """The Hello of this process."""
+def make_hello(
+    client: str, host_id: str, data_path: DataPathChoice, token: str = "", *, views: bool = False
+) -> Hello:
+    """The Hello of this process. `views`: whether the node shall push its view when it changes."""
     return Hello(
         version=PROTOCOL_VERSION,
         client=client,
@@ -70,15 +85,23 @@ def make_hello(client: str, host_id: str, data_path: DataPathChoice, token: str 
         host_id=host_id,
         data_path=data_path,
         token=token,
+        views=views,
     )
+
+
+def hung_up(address: str, fault: Fault) -> PoolUnavailable:
+    """The error for a Fault that concerns the whole connection."""
+    kind = PoolRestarting if fault.code in RESTARTING else PoolUnavailable
+    return kind(f"pool node {address} hung up: {fault.message}")
 
 
 class ControlChannel:
     """An open, greeted control connection. `welcome` is the node's answer to our Hello."""
 
-    def __init__(self, sock: socket.socket, address: str) -> None:
+    def __init__(self, sock: socket.socket, address: str, on_view: OnView | None = None) -> None:
         self._socket = sock
         self._address = address
+        self._on_view = on_view
         self._frames = FrameBuffer()
         self._replies: dict[int, Reply] = {}  # arrived before they were asked for
         self._awaited: set[int] = set()  # ids sent, not yet collected: bounds _replies
@@ -86,16 +109,20 @@ class ControlChannel:
         self.welcome: Welcome
 
     @classmethod
-    def connect(cls, address: str, hello: Hello, deadline: float) -> ControlChannel:
-        """Connect and shake hands.
+    def connect(
+        cls, address: str, hello: Hello, deadline: float, on_view: OnView | None = None
+    ) -> ControlChannel:
+        """Connect and shake hands. `on_view` is told the views that the node pushes, whenever we read.
 
-        Raises PoolUnavailable (nobody there), PoolTimeout, PoolRefused (the node said no), FrameError (it is
-        no pool node), ConfigError (malformed address).
+        Raises PoolUnavailable (nobody there), PoolRestarting, PoolTimeout, PoolRefused (the node said no),
+        FrameError (it is no pool node), ConfigError (malformed address).
         """
-        channel = cls(_open_socket(address, deadline), address)
+        channel = cls(_open_socket(address, deadline), address, on_view)
         try:
             channel._send(encode_frame(hello), deadline)
             answer = channel._next_reply(deadline)
+            if isinstance(answer, Fault) and answer.code in RESTARTING:
+                raise hung_up(address, answer)
             if isinstance(answer, Fault):
                 raise PoolRefused(f"pool node {address} refused the connection: {answer.message}")
             if not isinstance(answer, Welcome):
@@ -121,17 +148,30 @@ class ControlChannel:
     def receive(self, request_id: int, deadline: float) -> Reply:
         """Wait for the reply to a request that was sent. Errors as `call`."""
         while request_id not in self._replies:
-            reply = self._next_reply(deadline)
-            reply_id: int = getattr(reply, "id", 0)
-            if reply_id == 0 and isinstance(reply, Fault):
-                raise self._break(PoolUnavailable(f"pool node {self._address} hung up: {reply.message}"))
-            if reply_id not in self._awaited:
-                raise self._break(
-                    FrameError(f"pool node {self._address} answered request {reply_id}, never sent")
-                )
-            self._replies[reply_id] = reply
+            self._file(self._next_reply(deadline))
         self._awaited.discard(request_id)
         return self._replies.pop(request_id)
+
+    def take_pushed(self) -> None:
+        """Read what has come unasked, without waiting: for who polls `fileno`. Raises PoolUnavailable when
+        the node hung up, FrameError.
+        """
+        self._check_usable()
+        try:
+            for body in self._frames.feed(b""):  # came with what was read before
+                self._file(decode_reply(body))
+            self._socket.setblocking(False)
+            data = self._socket.recv(RECEIVE_BYTES)
+            if not data:
+                raise PoolUnavailable(f"pool node {self._address} closed the connection")
+            for body in self._frames.feed(data):
+                self._file(decode_reply(body))
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            raise self._break(PoolUnavailable(f"pool node {self._address} went away: {error}")) from error
+        except PoolError as error:
+            raise self._break(error) from None
 
     def post(self, message: Abort | Release) -> None:
         """Send a message that has no reply. Raises PoolUnavailable."""
@@ -141,7 +181,7 @@ class ControlChannel:
             raise PoolUnavailable(str(error)) from error
 
     def fileno(self) -> int:
-        """The socket, to be polled beside other descriptors: readable also means that the node hung up."""
+        """The socket, to be polled beside other descriptors; `take_pushed` when it is readable."""
         return self._socket.fileno()
 
     def close(self) -> None:
@@ -157,7 +197,39 @@ class ControlChannel:
         except TimeoutError as error:
             raise self._break(PoolTimeout(f"pool node {self._address} takes no requests")) from error
         except OSError as error:
+            self._last_words()
             raise self._break(PoolUnavailable(f"pool node {self._address} went away: {error}")) from error
+
+    def _last_words(self) -> None:
+        """Nothing can be sent any more; what the node said before it hung up may still be there. Raises the
+        error that it named.
+        """
+        data = b""
+        with contextlib.suppress(OSError):
+            self._socket.setblocking(False)
+            while True:
+                for body in self._frames.feed(data):
+                    reply = decode_reply(body)
+                    if isinstance(reply, Fault) and reply.id == 0:
+                        raise self._break(hung_up(self._address, reply))
+                data = self._socket.recv(RECEIVE_BYTES)
+                if not data:
+                    return
+
+    def _file(self, reply: Reply) -> None:
+        """Keep a reply for who asked. Raises PoolUnavailable, PoolRestarting, FrameError."""
+        reply_id: int = getattr(reply, "id", 0)
+        if reply_id == 0 and isinstance(reply, View):
+            if self._on_view is not None:
+                self._on_view(self.welcome, reply)
+        elif reply_id == 0 and isinstance(reply, Fault):
+            raise self._break(hung_up(self._address, reply))
+        elif reply_id not in self._awaited:
+            raise self._break(
+                FrameError(f"pool node {self._address} answered request {reply_id}, never sent")
+            )
+        else:
+            self._replies[reply_id] = reply
 
     def _next_reply(self, deadline: float) -> Reply:
         self._check_usable()

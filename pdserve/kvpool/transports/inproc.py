@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pdserve.errors import PoolRefused, PoolTimeout, PoolUnavailable
+from pdserve.kvpool.cluster_messages import View
 from pdserve.kvpool.events import (
     Answer,
     AssignSlab,
@@ -49,6 +50,7 @@ from pdserve.kvpool.state import NodeState
 from pdserve.kvpool.store import PageStore
 from pdserve.kvpool.table import RowReader, RowWriter, TableLayout
 from pdserve.kvpool.transports.base import Bytes1D, PageBuffers, PageOutcome
+from pdserve.kvpool.transports.control import OnView
 from pdserve.kvpool.transports.mapped import MappedPages
 
 
@@ -63,6 +65,7 @@ class InprocNode:
         self.table = bytearray(layout.table_bytes)
         self.paused = False
         self.stopped = False
+        self.view = View(0, 0, [])  # what its clients are told; a test sets another
         self._changed = threading.Condition()
         self._last_connection = 0
         self._namespaces = Namespaces()
@@ -181,28 +184,43 @@ class InprocConnector:
         self._client = client
         self._checksum = checksum
 
-    def connect(self, address: str, deadline: float) -> InprocConnection:
+    def connect(self, address: str, deadline: float, on_view: OnView | None = None) -> InprocConnection:
         """Raises PoolUnavailable, PoolRefused."""
         node = self._nodes.get(address)
         if node is None:
             raise PoolRefused(f"there is no node at {address} in this process")
-        return InprocConnection(node, self._client, self._checksum)
+        return InprocConnection(node, self._client, self._checksum, on_view)
 
 
 class InprocConnection:
     """A `Connection` to a node in this process."""
 
-    def __init__(self, node: InprocNode, client: str, checksum: bool) -> None:
+    def __init__(self, node: InprocNode, client: str, checksum: bool, on_view: OnView | None = None) -> None:
         self._node = node
         self._connection = node.connect(client)
         self._pages = MappedPages(node.memory, RowReader(node.table, node.layout), checksum)
+        self._on_view = on_view
+        self._view = view = node.view
         self.welcome = Welcome(
-            PROTOCOL_VERSION, node.name, node.incarnation, "", "inproc", node.limits.lease_s
+            PROTOCOL_VERSION,
+            node.name,
+            node.incarnation,
+            "",
+            "inproc",
+            node.limits.lease_s,
+            epoch=view.epoch,
+            nodes=view.nodes,
+            previous=view.previous,
         )
 
     def call(self, request: Request, deadline: float) -> Reply:
         """See `Connection`."""
-        return self._node.call(self._connection, request, deadline)
+        reply = self._node.call(self._connection, request, deadline)
+        if self._view is not self._node.view:
+            self._view = self._node.view
+            if self._on_view is not None:
+                self._on_view(self.welcome, self._view)
+        return reply
 
     def post(self, message: Abort | Release) -> None:
         """See `Connection`."""

@@ -22,7 +22,7 @@ from pdserve.kvpool.hosts import host_id
 from pdserve.kvpool.messages import Abort, ArenaInfo, Grant, Pin, Release, Reply, Request, Welcome
 from pdserve.kvpool.table import RowReader, TableLayout
 from pdserve.kvpool.transports.base import Bytes1D, PageBuffers, PageOutcome
-from pdserve.kvpool.transports.control import ControlChannel, make_hello
+from pdserve.kvpool.transports.control import ControlChannel, OnView, make_hello
 from pdserve.kvpool.transports.mapped import MappedPages
 from pdserve.kvpool.transports.populate import populate_in_background
 
@@ -37,10 +37,11 @@ class ShmConnector:
         self._checksum = checksum
         self._token = token
 
-    def connect(self, address: str, deadline: float) -> ShmConnection:
+    def connect(self, address: str, deadline: float, on_view: OnView | None = None) -> ShmConnection:
         """Raises PoolUnavailable, PoolTimeout or PoolRefused."""
-        hello = make_hello(self._client, host_id(), "shm", self._token)
-        return ShmConnection.open(ControlChannel.connect(address, hello, deadline), self._checksum, deadline)
+        hello = make_hello(self._client, host_id(), "shm", self._token, views=on_view is not None)
+        channel = ControlChannel.connect(address, hello, deadline, on_view)
+        return ShmConnection.open(channel, self._checksum, deadline)
 
 
 class ShmConnection:

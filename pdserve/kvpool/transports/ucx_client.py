@@ -38,7 +38,7 @@ from pdserve.kvpool.messages import (
     UcxInfo,
 )
 from pdserve.kvpool.transports.base import CORRUPT, OK, Bytes1D, PageBuffers, PageOutcome
-from pdserve.kvpool.transports.control import ControlChannel, TcpAddress, make_hello, parse_address
+from pdserve.kvpool.transports.control import ControlChannel, OnView, TcpAddress, make_hello, parse_address
 from pdserve.kvpool.transports.ucx import (
     GREETED_TAG,
     GREETING_BYTES,
@@ -72,10 +72,11 @@ class UcxConnector:
         self._token = token
         self._data_path = data_path
 
-    def connect(self, address: str, deadline: float) -> UcxConnection:
+    def connect(self, address: str, deadline: float, on_view: OnView | None = None) -> UcxConnection:
         """Raises PoolUnavailable, PoolTimeout, PoolRefused."""
-        hello = make_hello(self._client, self._host_id, self._data_path, self._token)
-        channel = ControlChannel.connect(address, hello, deadline)
+        views = on_view is not None
+        hello = make_hello(self._client, self._host_id, self._data_path, self._token, views=views)
+        channel = ControlChannel.connect(address, hello, deadline, on_view)
         return UcxConnection.open(channel, address, self._options, self._checksum, deadline)
 
 
@@ -245,8 +246,8 @@ class UcxConnection:
             poller.register(self._channel.fileno(), select.POLLIN)
             ready = dict(poller.poll(max(1.0, (deadline - now) * 1000)))
             if self._channel.fileno() in ready:
-                # no request is open while pages move, so only a hang-up can have arrived
-                raise PoolUnavailable(f"pool node {self.welcome.node} hung up during a transfer")
+                # no request is open while pages move: the node hung up, or pushes its view
+                self._channel.take_pushed()
 
 
 class _EndOnError:

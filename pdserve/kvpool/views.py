@@ -1,0 +1,137 @@
+"""Which nodes to ask for a page: the ring that counts, and the one before it while pages move. Pure.
+
+Every node tells its clients its view of the ring: in Welcome, and in a View frame whenever it changes. Nodes
+agree in the end, not at once, so a client has several words to choose from. It keeps the last word of each
+node, and of those the one of the largest epoch counts. A node that cannot be reached any more has no say: so
+a pool that was started anew, with small epochs, is believed as soon as nobody speaks for the old one.
+
+Until a node has spoken (epoch 0: it knows of no membership) the configured list is the ring.
+
+    read     the owner, then whoever else may have it: the owner on the newest ring (it may have changed in
+             between), then the owner on the ring before
+    write    the owner; who answers MOVED has told a newer view before
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdserve.errors import ConfigError
+from pdserve.kvpool.cluster_messages import View
+from pdserve.kvpool.messages import NodeAddress, Welcome
+from pdserve.kvpool.ring import Ring
+
+
+@dataclass(frozen=True, slots=True)
+class Rings:
+    """One view. `previous` is the ring before it, while pages are still moving."""
+
+    epoch: int
+    ring: Ring
+    previous: Ring | None = None
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Every node that may be asked, by name; where both rings name one, the newer address."""
+        nodes = [*(self.previous.nodes if self.previous else ()), *self.ring.nodes]
+        return {node.node: node.address for node in nodes}
+
+    def split(self, keys: Sequence[bytes]) -> dict[str, list[int]]:
+        """The places of `keys` by owner; empty when there are no nodes."""
+        return self.ring.split(keys) if self.ring.nodes else {}
+
+    def others(
+        self, keys: Sequence[bytes], places: Sequence[int], asked: Sequence[str]
+    ) -> dict[str, list[int]]:
+        """Whom to ask next for the keys at `places`: by node, those of which it is the first of owner and
+        previous owner that was not `asked` (one name for each of `keys`). Keys nobody else may have are left
+        out.
+        """
+        found: dict[str, list[int]] = {}
+        left = list(places)
+        for ring in (self.ring, self.previous):
+            if ring is None or not ring.nodes or not left:
+                continue
+            owners = ring.split([keys[place] for place in left])
+            still = []
+            for node, chosen in owners.items():
+                for place in (left[i] for i in chosen):
+                    if asked[place] == node:
+                        still.append(place)
+                    else:
+                        found.setdefault(node, []).append(place)
+            left = sorted(still)
+        return {node: sorted(chosen) for node, chosen in found.items()}
+
+    def earlier(self, keys: Sequence[bytes]) -> dict[str, list[int]]:
+        """The places of keys that another node owned before, by that node."""
+        if self.previous is None or not keys:
+            return {}
+        asked = [""] * len(keys)
+        for node, places in self.split(keys).items():
+            for place in places:
+                asked[place] = node
+        return self.others(keys, range(len(keys)), asked)
+
+
+class ViewBook:
+    """What every node said last, and what counts. `rings` is replaced as a whole, never changed."""
+
+    def __init__(self, seeds: Sequence[NodeAddress]) -> None:
+        """`seeds`: the configured nodes. Raises ConfigError (see `Ring`)."""
+        self.rings = Rings(0, Ring(seeds))
+        self._words: dict[str, tuple[int, Rings]] = {}  # by node: its incarnation, what it said
+        self._retired: dict[str, int] = {}  # by node: the incarnation before, whose words may still arrive
+
+    def hear(self, node: str, incarnation: int, view: View | Welcome) -> bool:
+        """A node told its view; whether another ring counts now. Nonsense is passed over."""
+        if view.epoch <= 0 or not view.nodes or self._retired.get(node) == incarnation:
+            return False
+        before = self._words.get(node)
+        if before is not None and before[0] != incarnation:
+            self._retired[node] = before[0]
+        elif before is not None and not _newer(view, before[1]):
+            return False
+        try:
+            rings = self._known(view)
+        except ConfigError:
+            return False
+        self._words[node] = (incarnation, rings)
+        return self._choose()
+
+    def forget(self, node: str) -> bool:
+        """The node cannot be reached: its word does not count; whether another ring counts now."""
+        return self._words.pop(node, None) is not None and self._choose()
+
+    def _choose(self) -> bool:
+        if not self._words:
+            return False
+        best = max((rings for _, rings in self._words.values()), key=lambda r: (r.epoch, r.previous is None))
+        changed = best is not self.rings
+        self.rings = best
+        return changed
+
+    def _known(self, view: View | Welcome) -> Rings:
+        """The view's rings; the very same object for the same view, since a ring takes a while to build."""
+        nodes, previous = _ordered(view.nodes), _ordered(view.previous)
+        candidates = [self.rings, *(rings for _, rings in self._words.values())]
+        built = {rings.ring.nodes: rings.ring for rings in candidates}
+        built |= {rings.previous.nodes: rings.previous for rings in candidates if rings.previous is not None}
+        ring = built.get(nodes) or Ring(nodes)
+        before = (built.get(previous) or Ring(previous)) if previous and previous != nodes else None
+        for rings in candidates:
+            if (rings.epoch, rings.ring, rings.previous) == (view.epoch, ring, before):
+                return rings
+        return Rings(view.epoch, ring, before)
+
+
+def _newer(view: View | Welcome, than: Rings) -> bool:
+    """Within an epoch a view changes once: when the pages have moved, `previous` goes."""
+    if view.epoch == than.epoch:
+        return than.previous is not None and not view.previous
+    return view.epoch > than.epoch
+
+
+def _ordered(nodes: Sequence[NodeAddress]) -> tuple[NodeAddress, ...]:
+    return tuple(sorted(nodes, key=lambda node: node.node))
