@@ -11,6 +11,7 @@ esac
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$root"
 command -v redis-server >/dev/null || need "redis-server, which the pool is measured against," redis-server
+command -v tc >/dev/null || need "tc, which breaks the networks of tests/netns," iproute2
 selection=()
 if [ "${1:-}" = --fast ]; then
   selection=(-m "not e2e")

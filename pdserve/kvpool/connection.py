@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 5.0  # for a client to read the last replies; afterwards its connection goes without
 MAX_UNREAD_BYTES = 16 * 1024 * 1024  # replies a client has not read: four of the largest frames
+KEEPALIVE_IDLE_S = 6
+KEEPALIVE_INTERVAL_S = 3
+KEEPALIVE_PROBES = 3
 
 
 class Host(Protocol):
@@ -90,7 +93,7 @@ class ClientConnection(asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            _end_when_silent(sock)
         # a connection that is not in use has a time to end by: before its Hello, and after we closed it
         self._end_timer = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._no_handshake)
         if not self._node.opened():
@@ -194,3 +197,15 @@ def _encoded(message: Reply, request_id: int) -> bytes:
         return encode_frame(message)
     except FrameError as error:
         return encode_frame(Fault(request_id, "too_large", f"the answer is too large: {error}"))
+
+
+def _end_when_silent(sock: socket.socket) -> None:
+    """A host that vanished, or its network, sends no end of its connections: without this they would stay for
+    hours. A connection ends after about 15 s in which the peer's kernel acknowledged nothing, asked or not.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+    silent_s = KEEPALIVE_IDLE_S + KEEPALIVE_INTERVAL_S * KEEPALIVE_PROBES
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silent_s * 1000)

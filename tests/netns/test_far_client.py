@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.bench.chaos import pages as p
-from tests.netns.conftest import assert_nothing_is_held
+from tests.netns.conftest import assert_nothing_is_held, until
 from tests.netns.guest import TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.long
 
 LATE_S = TIMEOUT_S + 1.0  # R12
 BACK_WITHIN_S = 15.0
+VANISHED_WITHIN_S = 30.0
 PAGES = [p.number(p.OWNED, 0, which * p.LARGE_EVERY) for which in range(16)]
 PAGE_BYTES = sum(p.segments_of(PAGES[0]))
 
@@ -83,9 +84,14 @@ def test_a_network_that_fails_costs_misses_and_comes_back(field: Field, fault: s
     assert_nothing_is_held(field.node)
 
 
-def test_a_client_host_that_vanishes_leaves_nothing_reserved(field: Field) -> None:
-    field.client.ask("traffic", for_s=20.0)
-    time.sleep(1.0)  # in the midst of it
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_client_host_that_vanishes_leaves_nothing_behind(field: Field, busy: bool) -> None:
+    if busy:
+        field.client.ask("traffic", for_s=20.0)
+        time.sleep(1.0)  # in the midst of it
+    assert field.node.status().connections > 1
     field.network.unplug("near")
     field.client.kill()
     assert_nothing_is_held(field.node)
+    if not busy:  # an idle connection's end is told by nothing but silence
+        until(lambda: field.node.status().connections == 1, VANISHED_WITHIN_S, field.node.log)  # our own
