@@ -73,5 +73,9 @@ class PoolRefused(PoolError):
     """The node answered no: unknown namespace, geometry mismatch, wrong protocol version, bad token."""
 
 
+class StaleView(PoolRefused):
+    """The node has another view of the ring than who asked; one of the two learns of it soon."""
+
+
 class FrameError(PoolError):
     """Bytes on a control connection are not a frame of our protocol."""

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool.cluster_config import ClusterConfig
+from pdserve.kvpool.moving_config import MovingConfig, ReplicasConfig
 from pdserve.kvpool.namespace_config import NamespaceConfig, NamespaceDefaults
 from pdserve.kvpool.sizes import parse_bytes as parse_bytes
 from pdserve.kvpool.transports.control import TcpAddress, parse_address
@@ -103,6 +104,11 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 100
     log_format: Annotated[LogFormat, Meta(description="Lines for people, or one JSON object each.")] = "text"
     log_level: Annotated[LogLevel, Meta(description="Least level that is logged.")] = "info"
+    moving: Annotated[MovingConfig, Meta(description="Pages that change their owner.")] = MovingConfig()
+    replicas: Annotated[ReplicasConfig, Meta(description="Copies of hot pages.")] = ReplicasConfig()
+    stop_when_drained: Annotated[
+        bool, Meta(description="End the process once `pdserve pool drain` has moved its pages away.")
+    ] = False
 
     def __post_init__(self) -> None:
         if self.metrics and not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):\d{1,5}", self.metrics):

@@ -50,6 +50,7 @@ class Gossiper:
         )
         self.moves_pages = False
         self.on_view: list[Callable[[View], None]] = []
+        self.on_change: list[Callable[[], None]] = []  # any change of what is known of the members
         self.on_namespaces: list[Callable[[list[NamespaceRecord]], None]] = []
         self._connections = connections
         self._unaware: set[int] = set()  # connections that have yet to be told the newest view
@@ -83,6 +84,9 @@ class Gossiper:
         if update.namespaces:
             for told in self.on_namespaces:
                 told(list(update.namespaces))
+        if update.members or update.view is not None:
+            for changed in self.on_change:
+                changed()
         if not self.moves_pages and self.cluster.me.settled < self.cluster.epoch:
             self.settle(self.cluster.epoch)
 

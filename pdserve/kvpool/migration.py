@@ -47,7 +47,7 @@ class MigrationLimits:
     batch_pages: int = 64
     list_keys: int = 4096
     max_peers: int = 4  # asked at a time, with one request each
-    attempts: int = 6
+    attempts: int = 5
     retry_s: float = 0.25  # doubled with every failure in a row
     max_retry_s: float = 5.0
     stale_retry_s: float = 0.1  # until a member knows our epoch, or we know its

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import uvloop
+from msgspec.structs import replace
 
 from pdserve.errors import NodeFailed, PdserveError
 from pdserve.kvpool.access import digest, same
@@ -25,11 +26,13 @@ from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.connection import ClientConnection
 from pdserve.kvpool.events import (
     Answer,
+    AskReplicas,
     AssignSlab,
     CancelTransfers,
     Close,
     Connected,
     Disconnected,
+    EndReplicasAt,
     Event,
     FreeRow,
     NamespacesLearned,
@@ -43,7 +46,7 @@ from pdserve.kvpool.events import (
 )
 from pdserve.kvpool.gossip import Gossiper, Handler
 from pdserve.kvpool.hosts import host_id
-from pdserve.kvpool.leases import Limits, Session
+from pdserve.kvpool.leases import Limits, ReplicationLimits, Session
 from pdserve.kvpool.listening import is_remote, listen, remove_socket
 from pdserve.kvpool.local import LocalSession
 from pdserve.kvpool.messages import (
@@ -60,6 +63,7 @@ from pdserve.kvpool.messages import (
 from pdserve.kvpool.meter import LoopLag, Meter
 from pdserve.kvpool.metrics import NodeSnapshot
 from pdserve.kvpool.metrics_server import MetricsServer
+from pdserve.kvpool.mover import Mover
 from pdserve.kvpool.namespace_rules import rules_of
 from pdserve.kvpool.slots import SlotAllocator
 from pdserve.kvpool.state import LOCAL, NodeState
@@ -116,6 +120,7 @@ class PoolNode:
             self._acts = self._make_acts()
             self.meter = Meter(self.state.store.facts.namespace, self.arena.namespaces)
             self.local = LocalSession(self.feed)
+            self.mover = self._make_mover()
             self._schedule()
             for address in self.config.listen:
                 servers.append(await listen(address, self._accept))  # noqa: PERF401 (each is closed below)
@@ -144,6 +149,7 @@ class PoolNode:
                 connection.close("the node stops")
             if served:
                 self.local.close()
+                await self.mover.close()
             if self._timer is not None:
                 self._timer.cancel()
             if self._ucx_loading is not None:
@@ -206,6 +212,17 @@ class PoolNode:
 
     def _learned(self, records: list[NamespaceRecord]) -> None:
         self.feed(NamespacesLearned(records))
+
+    def _make_mover(self) -> Mover:
+        self.gossip.moves_pages = True
+        namespaces = self.arena.namespaces
+        mover = Mover(
+            self.config, self.gossip, self.arena.memory, self.local, namespaces, self.feed, self.stop
+        )
+        self._routes |= mover.routes()
+        self._acts |= {AskReplicas: mover.ask_replicas, EndReplicasAt: mover.end_replicas}
+        mover.start()
+        return mover
 
     def _answer(self, action: Answer) -> None:
         if action.connection == LOCAL:
@@ -285,6 +302,7 @@ class PoolNode:
 
     def _report(self, request_id: int, asker: Session | None = None) -> StatusReport:
         report = self.state.status(request_id, self._loop.time(), asker)
+        report = replace(report, counters={**report.counters, **self.mover.counters()})
         return self.gossip.with_members(report)
 
     def _accept(self) -> ClientConnection:
@@ -405,6 +423,13 @@ class PoolNode:
             quarantine_s=config.quarantine_s,
             max_waiters=config.max_waiters,
             max_reserved_bytes=max(config.slab, int(config.capacity * config.max_reserved_share)),
+            replication=ReplicationLimits(
+                max_replicas=config.replicas.max_replicas,
+                hot_reads_s=config.replicas.hot_reads_s,
+                half_life_s=config.replicas.half_life_s,
+                lease_s=config.replicas.lease_s,
+                max_share=config.replicas.max_share,
+            ),
         )
         store = PageStore(slots, self.arena.first_sequence)
         now_s = self._loop.time()
