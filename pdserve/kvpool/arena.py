@@ -1,6 +1,6 @@
 """The node's memory: the arena and its slot table as files in a tmpfs, so that both outlive the process.
 
-    <arena_dir>/<node name>/arena              the slots
+    <arena_dir>/<node name>/arena              the slots, or a link to them: placement.py
                             table              table.py: header, slab classes, rows
                             namespaces.json    namespaces.py; replaced as a whole
                             lock               held by the node that uses the directory; holds its pid
@@ -28,14 +28,13 @@ from pdserve.errors import FrameError, StartupError
 from pdserve.kvpool.events import AssignSlab, FreeRow, SaveNamespaces, WriteRow
 from pdserve.kvpool.messages import ArenaInfo
 from pdserve.kvpool.namespaces import Namespaces
+from pdserve.kvpool.placement import Placement, does_not_fit
 from pdserve.kvpool.recovery import TableContents, scan
 from pdserve.kvpool.slots import SlotAllocator
 from pdserve.kvpool.table import FREE, TABLE_MAGIC, TABLE_VERSION, RowWriter, TableLayout
 from pdserve.kvpool.transports.base import Bytes1D
 
 logger = logging.getLogger(__name__)
-
-GIB = 1 << 30
 
 
 class Arena:
@@ -44,7 +43,14 @@ class Arena:
     """
 
     def __init__(
-        self, name: str, directory: Path, layout: TableLayout, incarnation: int, *, fresh: bool
+        self,
+        name: str,
+        directory: Path,
+        layout: TableLayout,
+        incarnation: int,
+        *,
+        fresh: bool,
+        placement: Placement = Placement(),  # noqa: B008 (frozen)
     ) -> None:
         """Raises StartupError: the directory cannot be used, is in use, or the arena does not fit
         in memory.
@@ -52,12 +58,15 @@ class Arena:
         self.layout = layout
         self._name = name
         self._directory = directory
+        self._placement = placement
+        self._home = home = placement.home(directory)
         self._lock_fd = _lock(name, directory)
         try:
-            kept = not fresh and self._reusable()
+            kept = not fresh and self._reusable(home)
             if not kept:
-                self._create_files()
-            self._arena_map = _map(directory / "arena", layout.arena_bytes)
+                self._create_files(home)
+            self._arena_map = _map(home, layout.arena_bytes)
+            placement.apply(name, self._arena_map)
             self._table_map = _map(directory / "table", layout.table_bytes)
         except OSError as error:
             self._give_up()
@@ -128,7 +137,8 @@ class Arena:
     def close(self, *, keep: bool) -> None:
         """Unlock; remove the files unless they are to be kept. The mapping lives as long as `memory` does."""
         if not keep:
-            for name in ("table", "arena", "namespaces.json", "namespaces.new", "lock"):
+            _unlink_arena(self._directory / "arena")
+            for name in ("table", "namespaces.json", "namespaces.new", "lock"):
                 (self._directory / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # somebody put something else there
                 self._directory.rmdir()
@@ -136,11 +146,11 @@ class Arena:
 
     # --- starting
 
-    def _reusable(self) -> bool:
+    def _reusable(self, home: Path) -> bool:
         """Whether files of this very layout are there; says why not when there are others."""
         arena, table = self._directory / "arena", self._directory / "table"
         if not arena.exists() and not table.exists():
-            return False
+            return False  # a link may be left whose hugetlbfs a restart of the machine has emptied
         reason = "its files are incomplete"
         if arena.exists() and table.exists():
             with table.open("rb") as file:
@@ -149,6 +159,8 @@ class Arena:
                 reason = "the slot table is truncated, damaged, or of another version"
             elif found != self.layout:
                 reason = "it was made for other sizes"
+            elif _home_of(arena) != home:
+                reason = "its memory is of another kind: huge_pages has changed"
             elif arena.stat().st_size != self.layout.arena_bytes:
                 reason = "the arena file has another size than its table says"
             else:
@@ -162,28 +174,49 @@ class Arena:
         return False
 
     def _give_up(self) -> None:
-        """Unlock; an empty directory goes too."""
+        """Unlock; empty directories go too."""
+        if self._home.parent != self._directory:
+            with contextlib.suppress(OSError):  # there is something in it, or it was never made
+                self._home.parent.rmdir()
         if {path.name for path in self._directory.iterdir()} == {"lock"}:
             (self._directory / "lock").unlink()
             self._directory.rmdir()
         os.close(self._lock_fd)
 
-    def _create_files(self) -> None:
-        needed = self.layout.arena_bytes + self.layout.table_bytes
-        old = [self._directory / name for name in ("table", "arena", "namespaces.json")]
-        old = [path for path in old if path.exists()]
-        _check_fits(self._name, self._directory, needed, sum(path.stat().st_blocks * 512 for path in old))
+    def _create_files(self, home: Path) -> None:
+        arena, table = self._directory / "arena", self._directory / "table"
+        old = [path for path in (table, arena, self._directory / "namespaces.json") if path.exists()]
+        replaced = sum(_allocated_bytes(path) for path in old if _home_of(path).parent == home.parent)
+        needed = self.layout.arena_bytes
+        if not self._placement.huge_page_bytes:
+            needed += self.layout.table_bytes
+        if home != arena:
+            home.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(self._name, home.parent)
+        self._placement.check_fits(self._name, home, needed, replaced)
+        _unlink_arena(arena)
         for path in old:
+            path.unlink(missing_ok=True)
+        try:
+            self._create(home, self.layout.arena_bytes, self._placement)
+            if home != arena:
+                arena.symlink_to(home)
+            self._create(table, self.layout.table_bytes, Placement())
+        except (OSError, StartupError):
+            _unlink_arena(arena)
+            raise
+
+    def _create(self, path: Path, size: int, placement: Placement) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            placement.allocate(self._name, fd, size)
+        except (OSError, StartupError) as error:
             path.unlink()
-        for name, size in (("arena", self.layout.arena_bytes), ("table", self.layout.table_bytes)):
-            fd = os.open(self._directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                os.posix_fallocate(fd, 0, size)
-            except OSError as error:
-                (self._directory / name).unlink()
-                raise _does_not_fit(self._name, self._directory, needed, None) from error
-            finally:
-                os.close(fd)
+            if isinstance(error, StartupError):
+                raise
+            raise does_not_fit(self._name, path.parent, size, None) from error
+        finally:
+            os.close(fd)
 
     def _recover(self, table: memoryview) -> TableContents:
         started_s = time.monotonic()
@@ -266,30 +299,21 @@ def _replace(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def _check_fits(name: str, directory: Path, needed: int, replaced: int) -> None:
-    """`replaced`: bytes of old files that will be gone."""
-    space = os.statvfs(directory)
-    free = space.f_bavail * space.f_frsize + replaced
-    if needed > free:
-        raise _does_not_fit(name, directory, needed, free)
-    available = _available_memory_bytes() + replaced
-    if needed > available:
-        raise StartupError(
-            f"node {name}: arena of {needed / GIB:.2f} GiB does not fit in memory ({available / GIB:.2f} GiB "
-            "available): lower capacity_bytes"
-        )
+def _home_of(path: Path) -> Path:
+    """Where a file of ours really is."""
+    return path.readlink() if path.is_symlink() else path
 
 
-def _does_not_fit(name: str, directory: Path, needed: int, free: int | None) -> StartupError:
-    space = "" if free is None else f" ({free / GIB:.2f} GiB free)"
-    return StartupError(
-        f"node {name}: arena of {needed / GIB:.2f} GiB does not fit in {directory}{space}: lower "
-        "capacity_bytes or choose another arena_dir"
-    )
+def _unlink_arena(arena: Path) -> None:
+    """Remove the arena; where it is a link, what it leads to too, with its directory."""
+    if arena.is_symlink():
+        home = arena.readlink()
+        home.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # somebody put something else there
+            home.parent.rmdir()
+    arena.unlink(missing_ok=True)
 
 
-def _available_memory_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 1 << 62
+def _allocated_bytes(path: Path) -> int:
+    found = path.stat()
+    return found.st_blocks * 512 or found.st_size  # hugetlbfs counts no blocks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -13,6 +13,7 @@ from pdserve.errors import ConfigError
 from pdserve.kvpool.cluster_config import ClusterConfig
 from pdserve.kvpool.moving_config import MovingConfig, ReplicasConfig
 from pdserve.kvpool.namespace_config import NamespaceConfig, NamespaceDefaults
+from pdserve.kvpool.placement import Placement
 from pdserve.kvpool.sizes import parse_bytes as parse_bytes
 from pdserve.kvpool.transports.control import TcpAddress, parse_address
 from pdserve.logs import LogFormat, LogLevel
@@ -61,6 +62,20 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     arena_dir: Annotated[
         Path, Meta(description="Directory in memory (tmpfs, hugetlbfs) for the arena and its slot table.")
     ] = Path("/dev/shm/pdserve")
+    huge_pages: Annotated[
+        Literal["off", "advise", "2MiB", "1GiB"],
+        Meta(
+            description="Pages that the arena is made of: `2MiB` or `1GiB` of a mounted hugetlbfs; `advise`: "
+            "large ones where the kernel finds them, in a tmpfs mounted with huge=advise."
+        ),
+    ] = "off"
+    huge_pages_dir: Annotated[
+        Path | None, Meta(description="Directory in a hugetlbfs; none: the one mounted with such pages.")
+    ] = None
+    numa_node: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="NUMA node whose memory the arena is made of; none: any."),
+    ] = None
     keep: Annotated[bool, Meta(description="Leave the pages in memory at a clean stop.")] = True
     fresh: Annotated[bool, Meta(description="Start empty even if an earlier arena is there.")] = False
     lease_s: Annotated[
@@ -120,6 +135,12 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"min_slot_bytes and slab_bytes must be multiples of {SLOT_ALIGN_BYTES}")
         if not self.min_slot <= self.slab <= capacity:
             raise ValueError("sizes must satisfy min_slot_bytes <= slab_bytes <= capacity_bytes")
+        page = self.placement.huge_page_bytes
+        if page and self.capacity % page:
+            raise ValueError(
+                f"capacity_bytes, in whole slabs, must be a multiple of {self.huge_pages} with huge_pages "
+                f"of that size, it is {self.capacity}"
+            )
         if self.slab > MAX_SLAB_BYTES:
             raise ValueError(f"slab_bytes must be at most {MAX_SLAB_BYTES >> 30}GiB")
         self._check_cluster()
@@ -154,6 +175,17 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def weight(self) -> int:
         """The node's share of the ring."""
         return self.cluster.weight or max(1, round(self.capacity / (1 << 30)))
+
+    @property
+    def placement(self) -> Placement:
+        """What the arena is made of."""
+        hugetlb = self.huge_pages not in ("off", "advise")
+        return Placement(
+            huge_page_bytes=parse_bytes(self.huge_pages) if hugetlb else 0,
+            advise=self.huge_pages == "advise",
+            hugetlbfs=self.huge_pages_dir,
+            numa_node=self.numa_node,
+        )
 
     @property
     def capacity(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import secrets
 import signal
 import time
@@ -75,6 +76,7 @@ from pdserve.kvpool.transports.ucx_server import UcxServer
 logger = logging.getLogger(__name__)
 
 MAX_UNGREETED = 64  # sockets beyond `max_connections` that may still be shaking hands, or be told no
+OTHER_FILES = 64  # that a node has open beside its connections
 
 
 class PoolNode:
@@ -111,7 +113,14 @@ class PoolNode:
         self._loop = asyncio.get_running_loop()
         layout = TableLayout(self.config.capacity, self.config.slab, self.config.min_slot)
         directory = self.config.arena_dir / self.config.name
-        self.arena = Arena(self.config.name, directory, layout, self.incarnation, fresh=self.config.fresh)
+        self.arena = Arena(
+            self.config.name,
+            directory,
+            layout,
+            self.incarnation,
+            fresh=self.config.fresh,
+            placement=self.config.placement,
+        )
         fresh = self.arena.contents is None
         servers: list[asyncio.Server] = []
         clean = served = False
@@ -450,7 +459,25 @@ def run_node(config: PoolNodeConfig) -> None:
     """Run a node in this process until SIGTERM or SIGINT. Raises StartupError, ConfigError."""
     for address in config.listen:
         parse_address(address)
+    raise_open_files(config)
     uvloop.run(_run(config))
+
+
+def raise_open_files(config: PoolNodeConfig) -> None:
+    """Let this process open as many files as it may: a connection is one, over UCX some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    needed = config.max_connections + MAX_UNGREETED + OTHER_FILES
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        logger.warning(
+            "node %s: max_connections = %d needs %d open files, this process may have %d: raise the limit "
+            "(ulimit -Hn, LimitNOFILE=, --ulimit nofile=), or lower max_connections",
+            config.name,
+            config.max_connections,
+            needed,
+            hard,
+        )
 
 
 async def _run(config: PoolNodeConfig) -> None:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -391,6 +392,19 @@ def test_what_is_wrong_at_the_start_is_said_in_one_line(start: Start) -> None:
     assert not (arena_dir() / "second").exists(), "a start that failed leaves no memory behind"
     assert "not a size" in serve_fails("--capacity-bytes", "4GiX")
     assert '"unix:/path" or "tcp:host:port"' in serve_fails("--listen", "7700")
+
+
+def test_open_files_are_raised_to_what_is_allowed_and_too_few_are_said(start: Start) -> None:
+    pool = start()
+    soft, hard = resource.prlimit(pool.pid, resource.RLIMIT_NOFILE)
+    assert soft == hard
+    assert "open files" not in pool.log.read_text()
+    pool.kill()
+    pool._file.write_text(pool._file.read_text() + f"max_connections = {hard}\n")
+    pool.restart()
+    [line] = [line for line in pool.log.read_text().splitlines() if "open files" in line]
+    assert "WARNING" in line
+    assert f"needs {hard + 128} open files, this process may have {hard}" in line
 
 
 def test_a_socket_that_nobody_answers_at_is_replaced(start: Start) -> None:

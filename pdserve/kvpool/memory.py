@@ -1,0 +1,99 @@
+"""How much memory there is for an arena: the machine's, and what the container's cgroups leave of it.
+
+Both versions of cgroups are understood, each with the limits of all its ancestors. The files are the kernel's
+documented interface: Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst, filesystems/proc.rst.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+UNLIMITED: Final = 1 << 62
+
+
+class Mount(NamedTuple):
+    """A line of /proc/self/mounts."""
+
+    fstype: str
+    path: Path
+    options: frozenset[str]
+
+
+def mounts(text: str | None = None) -> list[Mount]:
+    """All that this process sees; later ones lie over earlier ones."""
+    text = Path("/proc/self/mounts").read_text() if text is None else text
+    found = []
+    for line in text.splitlines():
+        _, path, fstype, options, *_ = line.split(" ")
+        unescaped = path.encode().decode("unicode_escape")  # spaces are \040
+        found.append(Mount(fstype, Path(unescaped), frozenset(options.split(","))))
+    return found
+
+
+def mount_of(path: Path) -> Mount:
+    """The mount that an existing path lies on."""
+    path = path.resolve()
+    over = [mount for mount in mounts() if path == mount.path or mount.path in path.parents]
+    return max(enumerate(over), key=lambda each: (len(each[1].path.parts), each[0]))[1]
+
+
+def available_bytes(proc: Path = Path("/proc")) -> int:
+    """What can be allocated now without pushing out what is in use."""
+    machine = UNLIMITED
+    for line in (proc / "meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            machine = int(line.split()[1]) * 1024
+    return min(machine, *_left_in_cgroups(proc), UNLIMITED)
+
+
+def _left_in_cgroups(proc: Path) -> Iterator[int]:
+    try:
+        groups = (proc / "self" / "cgroup").read_text().splitlines()
+        mounted = mounts((proc / "self" / "mounts").read_text())
+    except OSError:
+        return  # a kernel without cgroups
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _left(mounted, "cgroup2", None, path, _left_v2)
+        elif "memory" in controllers.split(","):
+            yield from _left(mounted, "cgroup", "memory", path, _left_v1)
+
+
+def _left(
+    mounted: list[Mount], fstype: str, option: str | None, path: str, left: Callable[[Path], int | None]
+) -> Iterator[int]:
+    """Of the group and its ancestors, as far as they are visible here."""
+    for mount in mounted:
+        if mount.fstype != fstype or (option is not None and option not in mount.options):
+            continue
+        group = mount.path / path.lstrip("/")
+        for directory in (group, *group.parents):
+            if (found := left(directory)) is not None:
+                yield found
+            if directory == mount.path:
+                break
+
+
+def _left_v2(directory: Path) -> int | None:
+    return _left_of(directory, "memory.max", "memory.current", "inactive_file ")
+
+
+def _left_v1(directory: Path) -> int | None:
+    return _left_of(directory, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file ")
+
+
+def _left_of(directory: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
+    """Limit less usage; cached file contents that nobody used lately count as free. None: no limit here."""
+    try:
+        limit = (directory / limit_name).read_text().strip()
+        if limit == "max":
+            return None
+        usage = int((directory / usage_name).read_text())
+        stat = (directory / "memory.stat").read_text().splitlines()
+    except OSError:
+        return None
+    cached = sum(int(line.removeprefix(cache_name)) for line in stat if line.startswith(cache_name))
+    return max(0, int(limit) - usage + cached)
