@@ -123,7 +123,9 @@ class PoolLinks:
     def _follow(self) -> None:
         """Bring the links in line with the view."""
         with self._lock:
-            wanted = self.rings.addresses
+            wanted = set(self.rings.addresses)
+            if len(wanted) == 1:
+                wanted |= self._seeds.keys()  # nobody else would tell us when they are back
             before = self._links
             if not self._closed:
                 self._links = {node: before.get(node) or self._make_link(node) for node in wanted}

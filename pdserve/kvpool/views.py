@@ -5,7 +5,9 @@ agree in the end, not at once, so a client has several words to choose from. It 
 node, and of those the one of the largest epoch counts. A node that cannot be reached any more has no say: so
 a pool that was started anew, with small epochs, is believed as soon as nobody speaks for the old one.
 
-Until a node has spoken (epoch 0: it knows of no membership) the configured list is the ring.
+Until a node has spoken (epoch 0: it knows of no membership) the configured list is the ring. It is, too,
+where several nodes speak of themselves alone: they were not told of each other, and it is the clients that
+make a pool of them. One that speaks so may also be the last of a pool; `_outlived` tells when it is.
 
     read     the owner, then whoever else may have it: the owner on the newest ring (it may have changed in
              between), then the owner on the ring before
@@ -80,7 +82,9 @@ class ViewBook:
 
     def __init__(self, seeds: Sequence[NodeAddress]) -> None:
         """`seeds`: the configured nodes. Raises ConfigError (see `Ring`)."""
-        self.rings = Rings(0, Ring(seeds))
+        self.rings = self._static = Rings(0, Ring(seeds))
+        self._seeds = frozenset(node.node for node in seeds)
+        self._lost: set[str] = set()  # cannot be reached
         self._words: dict[str, tuple[int, Rings]] = {}  # by node: its incarnation, what it said
         self._retired: dict[str, int] = {}  # by node: the incarnation before, whose words may still arrive
 
@@ -88,6 +92,7 @@ class ViewBook:
         """A node told its view; whether another ring counts now. Nonsense is passed over."""
         if view.epoch <= 0 or not view.nodes or self._retired.get(node) == incarnation:
             return False
+        self._lost.discard(node)
         before = self._words.get(node)
         if before is not None and before[0] != incarnation:
             self._retired[node] = before[0]
@@ -102,15 +107,30 @@ class ViewBook:
 
     def forget(self, node: str) -> bool:
         """The node cannot be reached: its word does not count; whether another ring counts now."""
-        return self._words.pop(node, None) is not None and self._choose()
+        self._lost.add(node)
+        self._words.pop(node, None)
+        return self._choose()
 
     def _choose(self) -> bool:
         if not self._words:
             return False
-        best = max((rings for _, rings in self._words.values()), key=lambda r: (r.epoch, r.previous is None))
+        node, (_, best) = max(
+            self._words.items(), key=lambda word: (word[1][1].epoch, word[1][1].previous is None)
+        )
+        if _is_alone(node, best) and not self._outlived(best):
+            best = self._static if len(self._words) > 1 else self.rings
         changed = best is not self.rings
         self.rings = best
         return changed
+
+    def _outlived(self, alone: Rings) -> bool:
+        """Whether a node that speaks of itself alone is what is left of a pool: it knows more than those who
+        speak of several, or nobody else can be reached.
+        """
+        several = [rings for node, (_, rings) in self._words.items() if not _is_alone(node, rings)]
+        if several or (len(self.rings.ring.nodes) > 1 and 0 < self.rings.epoch < alone.epoch):
+            return True
+        return len(self._words) == 1 and self._seeds <= self._lost | self._words.keys()
 
     def _known(self, view: View | Welcome) -> Rings:
         """The view's rings; the very same object for the same view, since a ring takes a while to build."""
@@ -124,6 +144,11 @@ class ViewBook:
             if (rings.epoch, rings.ring, rings.previous) == (view.epoch, ring, before):
                 return rings
         return Rings(view.epoch, ring, before)
+
+
+def _is_alone(node: str, rings: Rings) -> bool:
+    """Whether the node knows of nobody else."""
+    return rings.previous is None and [other.node for other in rings.ring.nodes] == [node]
 
 
 def _newer(view: View | Welcome, than: Rings) -> bool:

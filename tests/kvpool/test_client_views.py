@@ -209,13 +209,32 @@ def test_a_pool_started_anew_with_other_nodes_is_found_through_the_seeds(pool: P
     pool.tell(pool.view(50, [1]))
     client = pool.client(seeds=[0])
     client.exists(keys(1))
-    assert sorted(client._links.links) == ["n1"]
+    assert client.rings.epoch == 50
     pool.tell(pool.view(2, [0, 2]))
     pool.nodes[0].restart()
     pool.nodes[1].stop()
     put(client, keys(3))
     until(lambda: client.rings.epoch == 2)
     assert put(client, keys(COUNT)) == [True] * COUNT
+    client.close()
+
+
+def test_nodes_without_membership_are_a_pool_that_shrinks_to_the_last_and_grows_again(pool: Pool) -> None:
+    for i, node in enumerate(pool.nodes):
+        node.view = pool.view(5 + i, [i])
+    client = pool.client()
+    assert put(client, keys(COUNT)) == [True] * COUNT
+    assert min(held(pool)) > 0
+    pool.nodes[0].stop()
+    pool.nodes[2].stop()
+    client.exists(keys(COUNT))
+    until(lambda: len(client.rings.ring.nodes) == 1)
+    assert put(client, keys(COUNT)) == [True] * COUNT
+    pool.nodes[0].restart()
+    pool.nodes[2].restart()
+    until(lambda: client.nodes_up == 3)
+    until(lambda: len(client.rings.ring.nodes) == 3)
+    assert get(client, keys(COUNT)) == [True] * COUNT
     client.close()
 
 

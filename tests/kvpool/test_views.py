@@ -93,6 +93,46 @@ def test_one_view_told_by_many_is_one_ring() -> None:
     assert book.rings.previous is rings.ring
 
 
+def test_nodes_that_do_not_know_of_each_other_are_the_pool_of_the_configured_list() -> None:
+    book = ViewBook(nodes("a", "b", "c"))
+    assert not book.hear("a", 1, view(7, "a"))
+    assert not book.hear("b", 1, view(8, "b"))
+    assert names(book) == ["a", "b", "c"]
+    assert not book.forget("a")
+    assert names(book) == ["a", "b", "c"]  # c may be there
+    assert book.hear("c", 1, view(9, "a", "b", "c"))
+    assert book.rings.epoch == 9
+
+
+def test_the_last_node_of_a_pool_is_believed_once_the_others_are_gone() -> None:
+    book = ViewBook(nodes("a", "b"))
+    book.hear("a", 1, view(5, "a", "b"))
+    assert book.hear("a", 1, view(6, "a"))  # it knew b, and knows more now
+    assert names(book) == ["a"]
+    assert book.hear("b", 2, view(8, "a", "b"))
+    book = ViewBook(nodes("a", "b"))
+    assert not book.hear("a", 1, view(6, "a"))  # b may be there
+    assert names(book) == ["a", "b"]
+    assert book.forget("b")
+    assert (names(book), book.rings.epoch) == (["a"], 6)
+
+
+def test_a_node_that_starts_anew_and_knows_nobody_yet_changes_nothing() -> None:
+    book = ViewBook(nodes("a", "b"))
+    book.hear("a", 1, view(50, "a", "b"))
+    assert not book.hear("a", 2, view(9, "a"))
+    assert names(book) == ["a", "b"]
+    book.hear("b", 1, view(50, "a", "b"))
+    assert not book.hear("a", 3, view(9, "a"))
+    assert book.rings.epoch == 50
+
+
+def test_one_seed_alone_is_a_pool_of_one() -> None:
+    book = ViewBook(nodes("a"))
+    assert book.hear("a", 1, View(0, 6, [NodeAddress("a", "tcp:elsewhere:1", 4)]))
+    assert book.rings.ring.nodes == (NodeAddress("a", "tcp:elsewhere:1", 4),)
+
+
 def test_nonsense_is_passed_over() -> None:
     book = ViewBook(nodes("a"))
     assert not book.hear("a", 1, view(3, "b", "b"))

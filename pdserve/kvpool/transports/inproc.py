@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pdserve.errors import PoolRefused, PoolTimeout, PoolUnavailable
-from pdserve.kvpool.cluster_messages import View
+from pdserve.kvpool.cluster_messages import GetView, View
 from pdserve.kvpool.events import (
     Answer,
     AssignSlab,
@@ -120,8 +120,11 @@ class InprocNode:
         request_id: int = getattr(request, "id", 0)
         with self._changed:
             self._check(connection)
+            if isinstance(request, GetView) and not self.paused:
+                return View(request.id, self.view.epoch, self.view.nodes, self.view.previous)
             if not self.paused:
                 self._feed(Received(connection, request))
+                self._check(connection)
             while request_id not in self._replies[connection]:
                 now_s = time.monotonic()
                 if now_s >= deadline:
