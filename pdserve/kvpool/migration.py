@@ -24,10 +24,15 @@ request that is still out is waited for, so no member ever has two.
 
 Pages come at `bytes_s` at most, by a bucket of tokens that may go into debt by one batch: a page may be
 larger than any bucket. What a batch turned out not to need is given back.
+
+A cache is full most of the time, and pages are pulled in no order of heat. So what is pulled may take what
+space is free, and displace the coldest pages here, up to `room_bytes` in all: enough for a share of the
+hottest, and never so much that pages that were just pulled displace each other.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -59,10 +64,13 @@ class MigrationLimits:
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """The view changed. `peers`: the other living members, the likeliest to have our pages first."""
+    """The view changed. `peers`: the other living members, the likeliest to have our pages first.
+    `room_bytes`: how much may be pulled in all.
+    """
 
     epoch: int
     peers: tuple[str, ...]
+    room_bytes: float = math.inf
 
 
 class Surveyed(msgspec.Struct, frozen=True):
@@ -175,6 +183,7 @@ class Migration:
         self._out: dict[int, tuple[int, Survey | List | Pull]] = {}  # by ask; its bytes
         self._busy: set[str] = set()  # members with a request out
         self._full: set[str] = set()  # namespaces without room here
+        self._room_bytes = math.inf
         self._last_ask = 0
         self._tokens = 0.0
         self._tokens_at_s: float | None = None
@@ -197,6 +206,7 @@ class Migration:
             self.epoch = event.epoch
             self._peers = {name: _Peer(name, not_before_s=now_s) for name in event.peers}
             self._full.clear()
+            self._room_bytes = event.room_bytes
         elif not isinstance(event, Elapsed):
             self._answered(event, now_s)
         self._advance(now_s, out)
@@ -215,6 +225,7 @@ class Migration:
             self.pages_pulled += event.pages
             self.bytes_pulled += event.moved_bytes
             moved_bytes = event.moved_bytes
+            self._room_bytes -= moved_bytes
         self._tokens += charged_bytes - moved_bytes
         peer = self._peers.get(action.peer)
         if peer is None or action.epoch != self.epoch:
@@ -258,6 +269,8 @@ class Migration:
 
     def _step(self, peer: _Peer, now_s: float) -> None:
         """Leave behind what is done: a namespace, a pass, the member."""
+        if self._room_bytes <= 0:
+            self._full.update(peer.todo)
         while peer.todo and ((peer.listed and not peer.keys) or peer.todo[0] in self._full):
             peer.todo.popleft()
             peer.cursor, peer.listed = 0, False

@@ -8,7 +8,8 @@ namespace for replicas, MAX_PULLS for replicas that others want.
 A page that comes in is a reservation of the node's own session: its slot is filled by the thread, committed
 with the checksum that it was checked by, or given back, after the thread has ended. A thread that is late for
 its lease finds its reservation in quarantine, and its commit refused. Pages that are pulled are inserted as
-if a client had written them: where there is no free space they take the place of the coldest pages here.
+if a client had written them: where there is no free space they take the place of the coldest pages here, for
+DISPLACED_SHARE of the node at most.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ logger = logging.getLogger(__name__)
 MAX_PULLS: Final = 4  # requests of others for replicas that are carried out at a time
 STOP_TIMEOUT_S: Final = 2.0  # for threads to end; slots of those that do not are quarantined by the next node
 LEFT_GRACE_S: Final = 1.0  # from having left until the process stops: the others are told meanwhile
+DISPLACED_SHARE: Final = 0.5  # of the capacity: pages here that pulled ones may displace, beside free space
 SLOWEST_BYTES_S: Final = 20e6  # a batch may take as long as it would at this rate
 
 Space: TypeAlias = tuple[str, Mapping[str, str]]  # a namespace's name and geometry
@@ -60,8 +62,8 @@ T = TypeVar("T")
 
 
 class Mover:
-    """What a node has to do with the pages of others. `memory`: its arena, shape [capacity]. `feed` and
-    `stop` are the node's.
+    """What a node has to do with the pages of others. `memory`: its arena, shape [capacity]. `free_bytes`
+    tells how much of it holds nothing; `feed` and `stop` are the node's.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Mover:
         memory: Bytes1D,
         local: LocalSession,
         namespaces: Namespaces,
+        free_bytes: Callable[[], int],
         feed: Callable[[Event], None],
         stop: Callable[[], None],
     ) -> None:
@@ -79,6 +82,7 @@ class Mover:
         self._memory = memory
         self._local = local
         self._namespaces = namespaces
+        self._free_bytes = free_bytes
         self._feed = feed
         self._stop = stop
         self._loop = asyncio.get_running_loop()
@@ -159,7 +163,8 @@ class Mover:
         if cluster.me.status == ACTIVE:
             first = [name for name in self._ring.sources(before, cluster.name) if name in alive]
             peers = [*first, *sorted(alive.keys() - set(first))]
-        self._move(Begin(self._ring.epoch, tuple(peers)))
+        room_bytes = self._free_bytes() + DISPLACED_SHARE * self._config.capacity
+        self._move(Begin(self._ring.epoch, tuple(peers), room_bytes))
 
     # --- migration
 

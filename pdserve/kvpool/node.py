@@ -68,7 +68,7 @@ from pdserve.kvpool.mover import Mover
 from pdserve.kvpool.namespace_rules import rules_of
 from pdserve.kvpool.slots import SlotAllocator
 from pdserve.kvpool.state import LOCAL, NodeState
-from pdserve.kvpool.store import PageStore
+from pdserve.kvpool.store import FREE, PageStore
 from pdserve.kvpool.table import TableLayout
 from pdserve.kvpool.transports.control import parse_address
 from pdserve.kvpool.transports.ucx_server import UcxServer
@@ -224,9 +224,16 @@ class PoolNode:
 
     def _make_mover(self) -> Mover:
         self.gossip.moves_pages = True
-        namespaces = self.arena.namespaces
+        store = self.state.store
         mover = Mover(
-            self.config, self.gossip, self.arena.memory, self.local, namespaces, self.feed, self.stop
+            self.config,
+            self.gossip,
+            self.arena.memory,
+            self.local,
+            self.arena.namespaces,
+            lambda: store.bytes_in_state[FREE],
+            self.feed,
+            self.stop,
         )
         self._routes |= mover.routes()
         self._acts |= {AskReplicas: mover.ask_replicas, EndReplicasAt: mover.end_replicas}

@@ -62,11 +62,11 @@ class Moving:
         self._due: list[tuple[float, int, str, Callable[[], MoveEvent]]] = []
         self._count = 0
 
-    def begin(self, epoch: int, *, learned: bool = True) -> None:
+    def begin(self, epoch: int, *, learned: bool = True, room_bytes: float = float("inf")) -> None:
         for member in self.members.values():
             if learned:
                 member.epoch = epoch
-        self.handle(Begin(epoch, tuple(self.members)))
+        self.handle(Begin(epoch, tuple(self.members), room_bytes))
 
     def handle(self, event: MoveEvent) -> None:
         for action in self.planner.handle(event, self.now_s):

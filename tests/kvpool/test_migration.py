@@ -139,6 +139,14 @@ def test_a_namespace_without_room_ends_and_the_others_go_on() -> None:
     assert len(moving.mine.get("small", {})) <= 10
 
 
+def test_no_more_is_pulled_than_there_may_be_room_for() -> None:
+    moving = Moving({name: Member({"x": pages(range(n, n + 1000))}) for name, n in (("a", 0), ("b", 1000))})
+    moving.begin(1, room_bytes=100 * KIB)
+    moving.run()
+    assert 100 <= moving.planner.pages_pulled < 100 + 2 * 64
+    assert moving.settled
+
+
 @pytest.mark.parametrize("rate", [1e6, 50e6])
 def test_pages_come_at_the_given_rate_whatever_the_members_could(rate: float) -> None:
     limits = MigrationLimits(bytes_s=rate)

@@ -195,3 +195,31 @@ def test_a_damaged_page_does_not_move(nodes: Nodes) -> None:
     nodes.settle()
     assert nodes.holders(damaged) == []
     check_owned(nodes, [key for key in keys if key != damaged])
+
+
+def test_pages_come_over_ucx_from_a_node_on_another_host(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.kvpool.peer_link.host_id", lambda: "another host")
+    nodes.start("n0")
+    keys = some_keys(300, seed=9)
+    fill(nodes, keys)
+    nodes.start("n1")
+    nodes.settle()
+    assert nodes.counters("n1")["pages_pulled"] > 50
+    check_owned(nodes, keys)
+
+
+def test_a_node_smaller_than_its_share_takes_what_fits(nodes: Nodes) -> None:
+    nodes.start("n0")
+    keys = some_keys(1000, seed=10)
+    fill(nodes, keys)
+    small = nodes.start("n1", capacity_bytes="2MiB", slab_bytes="256KiB")
+    nodes.settle()
+    status = nodes.run(lambda: small.state.status(0, 0.0))
+    assert 0.7 * status.capacity_bytes < status.used_bytes <= status.capacity_bytes
+    assert (status.reserved_bytes, status.quarantined_bytes) == (0, 0)
+    assert nodes.counters("n1")["bytes_pulled"] < 2 * status.capacity_bytes, "it stops when it is full"
+    mine = [key for key in keys if nodes.holders(key) == ["n1"]]
+    with nodes.client("n1") as client:
+        assert client.get(mine) == mine
