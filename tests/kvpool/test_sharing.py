@@ -273,6 +273,15 @@ def test_a_replica_of_a_page_whose_owner_died_is_the_page() -> None:
     assert node.status().counters["replicas"] == 0
 
 
+def test_a_replica_that_comes_late_for_a_page_that_is_owned_here_by_now_stays() -> None:
+    node = holder()
+    mine = next(n for n in range(300, 400) if ring_of(3, 5).owner(key(n)).node == "n0")
+    replica(node, mine)
+    node.pass_time(30.0)
+    assert node.exists(node.connect(), 1, mine) == [1]
+    assert node.status().counters["replicas"] == 0
+
+
 def test_replicas_take_no_more_than_their_share() -> None:
     node = holder()
     room = node.state.store.slots.capacity_bytes // 4 // (4 * KIB)
