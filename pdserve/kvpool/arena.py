@@ -22,10 +22,11 @@ import stat
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from pdserve.errors import FrameError, StartupError
-from pdserve.kvpool.events import AssignSlab, FreeRow, SaveNamespaces, WriteRow
+from pdserve.kvpool.events import AssignSlab, CommitRows, FreeRows, ReserveRows, SaveNamespaces
 from pdserve.kvpool.messages import ArenaInfo
 from pdserve.kvpool.namespaces import Namespaces
 from pdserve.kvpool.placement import Placement, does_not_fit
@@ -96,21 +97,17 @@ class Arena:
 
     # the actions of NodeState that concern the memory
 
-    def write_row(self, action: WriteRow) -> None:
+    def reserve_rows(self, action: ReserveRows) -> None:
         """Carry out the action."""
-        self._rows.write(
-            action.slot,
-            action.state,
-            action.key,
-            action.namespace,
-            action.length_bytes,
-            action.checksum,
-            action.sequence,
-        )
+        self._rows.reserve(action.slots, action.space)
 
-    def free_row(self, action: FreeRow) -> None:
+    def commit_rows(self, action: CommitRows) -> None:
         """Carry out the action."""
-        self._rows.free(action.slot)
+        self._rows.commit(*msgspec.structs.astuple(action))
+
+    def free_rows(self, action: FreeRows) -> None:
+        """Carry out the action."""
+        self._rows.free(action.slots)
 
     def assign_slab(self, action: AssignSlab) -> None:
         """Carry out the action."""
@@ -227,7 +224,7 @@ class Arena:
         except FrameError as error:
             logger.warning("node %s: dropping all pages: %s", self._name, error)
         rows = self.layout.table_rows(table)
-        contents = scan(self.layout, self._slab_class, rows, self.namespaces.numbers)
+        contents = scan(self.layout, self._slab_class, rows, self.namespaces.numbers_of_spaces)
         rows["state"][contents.dropped] = FREE
         if len(contents.slots) or contents.dropped or contents.quarantined:
             logger.info(

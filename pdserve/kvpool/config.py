@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool.cluster_config import ClusterConfig
+from pdserve.kvpool.messages import MAX_SEGMENTS
 from pdserve.kvpool.moving_config import MovingConfig, ReplicasConfig
 from pdserve.kvpool.namespace_config import NamespaceConfig, NamespaceDefaults
 from pdserve.kvpool.placement import Placement
@@ -93,6 +94,18 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_reserved_share: Annotated[
         float, Meta(gt=0, le=1, description="Share of the capacity that one connection may have reserved.")
     ] = 0.25
+    max_pinned_share: Annotated[
+        float,
+        Meta(gt=0, le=1, description="Share that one connection may have pinned; beyond, its reads miss."),
+    ] = 0.5
+    max_messages: Annotated[
+        int,
+        Meta(
+            ge=MAX_SEGMENTS,
+            description="UCX messages (segments of pages) under way per connection; beyond, reads miss and "
+            "writes are refused.",
+        ),
+    ] = 65536
     ucx: Annotated[UcxConfig, Meta(description="The data path to other hosts.")] = UcxConfig()
     cluster: Annotated[ClusterConfig, Meta(description="The other nodes.")] = ClusterConfig()
     namespaces: Annotated[

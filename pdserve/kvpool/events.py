@@ -94,7 +94,7 @@ Event: TypeAlias = (
     Connected | Disconnected | Received | TransferDone | Tick | ViewChanged | ReplicasMade | NamespacesLearned
 )
 
-# --- actions (`gc=False`: they hold no cycles, and there are several per page)
+# --- actions (`gc=False`: they hold no cycles, and there may be several per page)
 
 
 class Answer(msgspec.Struct, frozen=True, gc=False):
@@ -111,22 +111,29 @@ class Close(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
-class WriteRow(msgspec.Struct, frozen=True, gc=False):
-    """Fill a row of the slot table. `state` is table.RESERVED or table.COMMITTED."""
+class ReserveRows(msgspec.Struct, frozen=True, gc=False):
+    """Mark rows of the slot table reserved, for pages whose rows will carry `space`."""
 
-    slot: int
-    state: int
-    key: bytes
-    namespace: int
-    length_bytes: int
-    checksum: int
-    sequence: int
+    slots: list[int]
+    space: int
 
 
-class FreeRow(msgspec.Struct, frozen=True, gc=False):
-    """Mark a row free."""
+class CommitRows(msgspec.Struct, frozen=True, gc=False):
+    """Fill reserved rows of the slot table, and mark them committed: columns of one length."""
 
-    slot: int
+    slots: list[int]
+    keys: list[bytes]
+    spaces: list[int]
+    lengths: list[int]
+    checksums: list[int]
+    sequences: list[int]
+    committed_s: float
+
+
+class FreeRows(msgspec.Struct, frozen=True, gc=False):
+    """Mark rows free."""
+
+    slots: list[int]
 
 
 class AssignSlab(msgspec.Struct, frozen=True, gc=False):
@@ -195,8 +202,9 @@ class EndReplicasAt(msgspec.Struct, frozen=True):
 Action: TypeAlias = (
     Answer
     | Close
-    | WriteRow
-    | FreeRow
+    | ReserveRows
+    | CommitRows
+    | FreeRows
     | AssignSlab
     | SaveNamespaces
     | PublishNamespace
@@ -206,3 +214,11 @@ Action: TypeAlias = (
     | AskReplicas
     | EndReplicasAt
 )
+
+
+def free_row(slot: int, out: list[Action]) -> None:
+    """Mark one more row free: in the action before, if that does the same."""
+    if out and isinstance(out[-1], FreeRows):
+        out[-1].slots.append(slot)
+    else:
+        out.append(FreeRows([slot]))

@@ -9,9 +9,15 @@ here.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Final
 
-NONE = -1
+from pdserve.kvpool.policies import make_policy
+from pdserve.kvpool.policies.base import EvictionPolicy, Links
+from pdserve.kvpool.policies.ttl import Ttl
+
+NONE: Final = -1
+REASONS: Final = ("capacity", "quota", "slab", "ttl", "dropped")  # why a page went
 
 
 class Facts:
@@ -24,35 +30,81 @@ class Facts:
         self.checksum = array("Q", bytes(8 * slots))
         self.sequence = array("Q", bytes(8 * slots))
         self.last_use = array("Q", bytes(8 * slots))  # by the store's counter of uses
+        self.committed_s = array("d", bytes(8 * slots))
 
 
 class NamespacePages:
-    """The pages of one namespace."""
+    """The pages of one namespace, the orders in which they are evicted, and its bounds.
+
+    `slot_bytes` counts all of its slots, whatever their state (RESERVED, QUARANTINED, COMMITTED, DOOMED).
+    """
 
     __slots__ = (
         "committed",
-        "evictions",
+        "expiry",
+        "gone",
         "hits",
         "misses",
+        "number",
         "operations",
+        "orders",
         "page_bytes",
+        "policy",
+        "quota_bytes",
         "read_bytes",
+        "slot_bytes",
+        "space",
         "writing",
         "written",
         "written_bytes",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.space = number  # what its rows in the slot table carry; another after each clear
         self.committed: dict[bytes, int] = {}
         self.writing: dict[bytes, int] = {}
         self.page_bytes = 0  # lengths of the committed ones, added up
+        self.slot_bytes = 0
         self.hits = 0
         self.misses = 0
-        self.evictions = 0
+        self.gone = dict.fromkeys(REASONS, 0)  # pages, by why they went
         self.operations = 0  # requests that name it, refused ones included
         self.read_bytes = 0  # of the hits
         self.written = 0  # pages committed
         self.written_bytes = 0
+        self.policy = "lru"
+        self.quota_bytes: int | None = None
+        self.orders: dict[int, EvictionPolicy] = {}  # by size class
+        self.expiry: Ttl | None = None  # all committed pages, where they end by themselves
+
+    @property
+    def ttl_s(self) -> float | None:
+        return None if self.expiry is None else self.expiry.ttl_s
+
+    @property
+    def evictions(self) -> int:
+        """Pages that went for lack of room."""
+        return self.gone["capacity"] + self.gone["quota"] + self.gone["slab"]
+
+    def lookup(self, now_s: float) -> Callable[[bytes], int | None]:
+        """What finds the slots of committed pages that have not ended; good for one request."""
+        expiry, committed = self.expiry, self.committed
+        if expiry is None:
+            return committed.get
+
+        def find(key: bytes) -> int | None:
+            slot = committed.get(key)
+            return None if slot is None or expiry.has_ended(slot, now_s) else slot
+
+        return find
+
+    def order(self, slot_bytes: int, links: Links) -> EvictionPolicy:
+        """The order of eviction of one size class; made empty at the first call."""
+        order = self.orders.get(slot_bytes)
+        if order is None:
+            order = self.orders[slot_bytes] = make_policy(self.policy, links, self.ttl_s)
+        return order
 
 
 class Index:
@@ -65,8 +117,12 @@ class Index:
         """Its pages; made empty at the first call."""
         pages = self._namespaces.get(number)
         if pages is None:
-            pages = self._namespaces[number] = NamespacePages()
+            pages = self._namespaces[number] = NamespacePages(number)
         return pages
+
+    def get(self, number: int) -> NamespacePages | None:
+        """Its pages; None when there never were any, or it is dropped."""
+        return self._namespaces.get(number)
 
     def forget(self, number: int) -> None:
         """Forget a namespace that has no pages any more."""
@@ -81,5 +137,5 @@ class Index:
     def __len__(self) -> int:
         return sum(len(pages.committed) for pages in self._namespaces.values())
 
-    def __iter__(self) -> Iterator[tuple[int, NamespacePages]]:
-        return iter(self._namespaces.items())
+    def __iter__(self) -> Iterator[NamespacePages]:
+        return iter(self._namespaces.values())

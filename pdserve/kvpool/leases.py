@@ -34,6 +34,8 @@ class Limits:
     quarantine_s: float = 30.0
     max_waiters: int = 256
     max_reserved_bytes: int = 1 << 62  # per connection
+    max_pinned_bytes: int = 1 << 62  # per connection
+    max_messages: int = 1 << 62  # UCX messages (segments) under way per connection
     replication: ReplicationLimits = ReplicationLimits()
 
 
@@ -66,6 +68,7 @@ class Pin:
 
     slot: int
     sequence: int
+    slot_bytes: int
     count: int
     deadline_s: float
 
@@ -97,12 +100,21 @@ class Session:
     quarantined: dict[int, Reservation] = field(default_factory=dict)  # by slot; may never be committed
     pins: dict[int, Pin] = field(default_factory=dict)  # by slot
     waiters: dict[int, Waiter] = field(default_factory=dict)  # by request id
-    transfers: set[int] = field(default_factory=set)  # tags under way (UCX)
+    pinned_bytes: int = 0  # in bytes of slots
+    transfers: dict[int, int] = field(default_factory=dict)  # tag under way (UCX) -> its messages
+    messages: int = 0  # of all transfers under way
 
     @property
     def mapped(self) -> bool:
         """Whether the client moves the bytes itself, so that only it knows when it has stopped."""
         return self.data_path != "ucx"
+
+    def begin_transfer(self, tag: int, messages: int) -> None:
+        self.transfers[tag] = messages
+        self.messages += messages
+
+    def end_transfer(self, tag: int) -> None:
+        self.messages -= self.transfers.pop(tag, 0)
 
     def next_deadline_s(self) -> float:
         """The earliest of all deadlines; infinite when there is none."""

@@ -2,9 +2,9 @@
 
 A namespace says everything about its pages that their keys do not: model, revision, dtypes, page size,
 layout, geometry. Workers may share pages only when they agree on all of it. What all nodes know of namespaces
-is the `registry`; here are those that have been opened on this node, each with a number, which the slot table
-holds instead of the name. Numbers are never reused, not even after a restart: a row of the slot table that
-names a dropped namespace belongs to nobody.
+is the `registry`; here are those that have been opened on this node, each with a number, which clients use
+instead of the name, and a space, which the slot table holds: another after each clear. Neither is ever
+reused, not even after a restart: a row of the slot table that holds a space of before belongs to nobody.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from pdserve.kvpool.registry import Registry
 
 
 class Namespace(msgspec.Struct, frozen=True):
-    """One namespace of this node, as persisted."""
+    """One namespace of this node, as persisted. `space` is the number that its rows in the slot table carry;
+    0 stands for `number`.
+    """
 
     number: int
     name: str
     geometry: dict[str, str]
     generation: int = 1  # of the registry's record whose pages these are
+    space: int = 0
 
 
 class NamespaceFile(msgspec.Struct, frozen=True):
@@ -65,7 +68,7 @@ class Namespaces:
             elif known.dropped or known.generation > namespace.generation:
                 continue
             found._add(namespace)
-        numbers = (namespace.number + 1 for namespace in stored.namespaces)
+        numbers = (max(namespace.number, namespace.space) + 1 for namespace in stored.namespaces)
         found._next_number = max([stored.next_number, *numbers])
         return found
 
@@ -98,6 +101,13 @@ class Namespaces:
         assert record is not None
         return record.settings
 
+    def clear(self, number: int) -> int:
+        """Give the namespace a new space; its number."""
+        space = self._next_number
+        self._next_number += 1
+        self._add(msgspec.structs.replace(self._by_number[number], space=space))
+        return space
+
     def __getitem__(self, number: int) -> Namespace:
         return self._by_number[number]
 
@@ -111,6 +121,11 @@ class Namespaces:
     def numbers(self) -> list[int]:
         """Of all namespaces."""
         return list(self._by_number)
+
+    @property
+    def numbers_of_spaces(self) -> dict[int, int]:
+        """The number of each namespace by the number that its rows carry."""
+        return {namespace.space or number: number for number, namespace in self._by_number.items()}
 
     def _add(self, namespace: Namespace) -> None:
         self._by_name[namespace.name] = namespace

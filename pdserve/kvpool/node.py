@@ -31,19 +31,20 @@ from pdserve.kvpool.events import (
     AssignSlab,
     CancelTransfers,
     Close,
+    CommitRows,
     Connected,
     Disconnected,
     EndReplicasAt,
     Event,
-    FreeRow,
+    FreeRows,
     NamespacesLearned,
     PublishNamespace,
     Received,
+    ReserveRows,
     SaveNamespaces,
     StartReceive,
     StartSend,
     Tick,
-    WriteRow,
 )
 from pdserve.kvpool.gossip import Gossiper, Handler
 from pdserve.kvpool.hosts import host_id
@@ -206,8 +207,9 @@ class PoolNode:
         return {
             Answer: self._answer,
             Close: self._close,
-            WriteRow: self.arena.write_row,
-            FreeRow: self.arena.free_row,
+            ReserveRows: self.arena.reserve_rows,
+            CommitRows: self.arena.commit_rows,
+            FreeRows: self.arena.free_rows,
             AssignSlab: self.arena.assign_slab,
             SaveNamespaces: self.arena.save_namespaces,
             PublishNamespace: self._publish,
@@ -446,6 +448,8 @@ class PoolNode:
                 lease_s=config.replicas.lease_s,
                 max_share=config.replicas.max_share,
             ),
+            max_pinned_bytes=max(config.slab, int(config.capacity * config.max_pinned_share)),
+            max_messages=config.max_messages,
         )
         store = PageStore(slots, self.arena.first_sequence)
         now_s = self._loop.time()

@@ -119,7 +119,7 @@ class Ownership:
             self._cursor, self._skipped = 0, False
 
     def _writes_foreign(self) -> bool:
-        keys = [key for _, pages in self._store.index for key in pages.writing]
+        keys = [key for pages in self._store.index for key in pages.writing]
         return bool(keys) and not self.ours(keys).all()
 
     def _ours_at(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

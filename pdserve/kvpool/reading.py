@@ -1,8 +1,10 @@
 """Gets and their pins. Pure.
 
-A pin is one client's lease on one slot: the page is not evicted until it is released, its lease ends, or the
-client is gone. Reading the same page again before that extends the one lease. Over UCX a send under way holds
-the slot too, by itself, until its transfer is reported done; ending a lease cancels the sends.
+A pin is one client's lease on one slot: the page is not evicted until it is released, its lease ends, or
+the client is gone. What one client may pin, and have under way, is bounded: beyond that its reads are
+misses, for a queue would only keep it waiting for what it holds itself. Reading the same page again before
+that extends the one lease. Over UCX a send under way holds the slot too, by itself, until its transfer is
+reported done; ending a lease cancels the sends.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from typing import Final
 
 from pdserve.kvpool.events import Action, Answer, CancelTransfers, StartSend
 from pdserve.kvpool.heat import Heat
-from pdserve.kvpool.index import NONE
 from pdserve.kvpool.leases import NO_TRANSFER, Limits, Session
 from pdserve.kvpool.leases import Pin as PinLease
 from pdserve.kvpool.messages import HIT, MISS, Get, Got, Pin, Release
@@ -32,6 +33,7 @@ class Reads:
         self._sends: dict[int, int] = {}  # tag -> slot held
         self.leases_expired = 0
         self.sends_failed = 0
+        self.pins_refused = 0
 
     def get(
         self,
@@ -45,32 +47,36 @@ class Reads:
         """`replicas`: how many nodes after this one hold the page of a slot too. A peer that fetches pages
         to keep is no reader: it leaves no trace in recency, heat and hit rate.
         """
-        store, facts, lengths = self._store, self._store.facts, sum(request.segment_bytes)
+        store, facts, length_bytes = self._store, self._store.facts, sum(request.segment_bytes)
         pages = store.index.namespace(request.namespace)
+        find = pages.lookup(now_s)
         deadline_s = now_s + self._limits.lease_s
         segments = tuple(request.segment_bytes)
         pins = []
         for key in request.keys:
-            slot = pages.committed.get(key, NONE)
-            if slot == NONE or facts.length_bytes[slot] != lengths:
+            slot = find(key)
+            if slot is None or facts.length_bytes[slot] != length_bytes:
                 pages.misses += not session.peer
+                pins.append(_MISS)
+                continue
+            sequence = facts.sequence[slot]
+            if not self._pin(session, slot, sequence, deadline_s, len(segments)):
+                self.pins_refused += 1
                 pins.append(_MISS)
                 continue
             if not session.peer:
                 pages.hits += 1
-                pages.read_bytes += lengths
-                store.touch(slot, now_s)
+                pages.read_bytes += length_bytes
+                store.touch(pages, slot, now_s)
                 if heat is not None:
                     heat.read(slot)
-            sequence = facts.sequence[slot]
-            self._pin(session, slot, sequence, deadline_s)
             offset = store.slots.offset(slot)
             tag = NO_TRANSFER
             if not session.mapped:
                 tag = self._tags.take(len(segments))
                 self._sends[tag] = slot
                 store.hold(slot)
-                session.transfers.add(tag)
+                session.begin_transfer(tag, len(segments))
                 out.append(StartSend(session.connection, tag, offset, segments))
             pins.append(Pin(HIT, slot, offset, facts.checksum[slot], sequence, tag, replicas.get(slot, 0)))
         out.append(Answer(session.connection, Got(request.id, pins)))
@@ -91,7 +97,7 @@ class Reads:
         if slot is None:
             return False
         if session is not None:
-            session.transfers.discard(tag)
+            session.end_transfer(tag)
             self.sends_failed += not ok
         self._store.let_go(slot, out)
         return True
@@ -112,17 +118,26 @@ class Reads:
         for pin in list(session.pins.values()):
             self._unpin(session, pin, out)
 
-    def _pin(self, session: Session, slot: int, sequence: int, deadline_s: float) -> None:
+    def _pin(self, session: Session, slot: int, sequence: int, deadline_s: float, segments: int) -> bool:
+        """Whether the client may hold the page: it is told of a miss else, for it holds enough."""
+        if not session.mapped and session.messages + segments > self._limits.max_messages:
+            return False
         pin = session.pins.pop(slot, None)
         if pin is None:
-            pin = PinLease(slot, sequence, 0, deadline_s)
+            slot_bytes = self._store.slots.slot_bytes(slot)
+            if session.pinned_bytes + slot_bytes > self._limits.max_pinned_bytes:
+                return False
+            session.pinned_bytes += slot_bytes
+            pin = PinLease(slot, sequence, slot_bytes, 0, deadline_s)
             self._store.hold(slot)
         pin.count += 1
         pin.deadline_s = deadline_s
         session.pins[slot] = pin  # at the end: the last to expire
+        return True
 
     def _unpin(self, session: Session, pin: PinLease, out: list[Action]) -> None:
         del session.pins[pin.slot]
+        session.pinned_bytes -= pin.slot_bytes
         self._store.let_go(pin.slot, out)
 
 

@@ -8,7 +8,7 @@ other row that is not free is dropped, alone. The pages' bytes are not read: rea
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.kvpool.slots import SLOT_ALIGN_BYTES
-from pdserve.kvpool.table import COMMITTED, FREE, TableLayout, row_guard
+from pdserve.kvpool.table import COMMITTED, FREE, TableLayout, guards_of, row_words
 
 Int64s = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.void]
@@ -35,7 +35,9 @@ class TableContents:
     lengths: npt.NDArray[np.uint64]
     checksums: npt.NDArray[np.uint64]
     sequences: npt.NDArray[np.uint64]
+    committed_s: npt.NDArray[np.float64]
     quarantined: list[int] = field(default_factory=list)
+    quarantined_namespaces: list[int] = field(default_factory=list)  # of each; 0 where unknown
     dropped: list[int] = field(default_factory=list)
 
 
@@ -43,11 +45,14 @@ def scan(
     layout: TableLayout,
     slab_class: npt.NDArray[np.uint64],
     rows: Rows,
-    known_namespaces: Collection[int],
+    namespaces: Mapping[int, int],
 ) -> TableContents:
-    """Read `rows` of shape [layout.rows] and `slab_class` of shape [layout.slabs]."""
+    """Read `rows` of shape [layout.rows] and `slab_class` of shape [layout.slabs]. `namespaces`: the number
+    of the namespace by the number that its rows carry (its space); other rows belong to nobody.
+    """
     classes = _valid_classes(layout, slab_class)
-    known = np.fromiter(known_namespaces, np.uint32, len(known_namespaces))
+    known = np.array(sorted(namespaces), dtype=np.uint32)
+    number_of = np.array([namespaces[space] for space in known.tolist()], dtype=np.uint32)
     blocks = [
         _scan_block(layout, classes, rows[first : first + BLOCK_ROWS], first, known)
         for first in range(0, layout.rows, BLOCK_ROWS)
@@ -58,11 +63,15 @@ def scan(
         slab_class=classes.tolist(),
         slots=slots,
         keys=_keys(rows["key"][slots]),
-        namespaces=rows["namespace"][slots],
+        namespaces=number_of[np.searchsorted(known, rows["namespace"][slots])],
         lengths=rows["length_bytes"][slots],
         checksums=rows["checksum"][slots],
         sequences=rows["sequence"][slots],
+        committed_s=rows["committed_s"][slots],
         quarantined=quarantined.tolist(),
+        quarantined_namespaces=[
+            namespaces.get(space, 0) for space in rows["namespace"][quarantined].tolist()
+        ],
         dropped=[*dropped.tolist(), *older.tolist()],
     )
 
@@ -84,7 +93,7 @@ def _scan_block(
     good = committed & fits & (bounded > 0)
     good &= np.maximum(rounded, layout.min_slot_bytes) == slot_bytes
     good &= np.isin(rows["namespace"][taken], known)
-    good &= (rows["guard"] == row_guard(rows))[taken]
+    good &= (rows["guard"] == guards_of(row_words(rows)))[taken]
     unfinished = ~committed & fits
     return slots[good], slots[~good & ~unfinished], slots[unfinished]
 

@@ -7,7 +7,7 @@
     Tick                              waits                                      (waits.py)
     NamespacesLearned                 namespaces and who may use them            (administration.py)
                                       pages: index, eviction, states of slots    (store.py)
-    Answer, WriteRow, ...       <-
+    Answer, CommitRows, ...     <-
 
 The same events at the same times give the same actions. Whatever a client sends is answered, or ends its own
 connection: nothing it can send harms another's pages, which `check` asserts in the tests.
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
+from pdserve.errors import ConfigError
 from pdserve.kvpool import access
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.administration import Administration, Rules
@@ -31,6 +32,7 @@ from pdserve.kvpool.cluster_messages import (
     PutNamespace,
     ReplaceNamespace,
 )
+from pdserve.kvpool.conservation import check
 from pdserve.kvpool.events import (
     FIRST_TAG,
     Action,
@@ -43,6 +45,7 @@ from pdserve.kvpool.events import (
     NamespacesLearned,
     Received,
     ReplicasMade,
+    SaveNamespaces,
     Tick,
     TransferDone,
     ViewChanged,
@@ -53,8 +56,9 @@ from pdserve.kvpool.listing import list_pages
 from pdserve.kvpool.namespaces import Namespaces
 from pdserve.kvpool.reading import Reads, Tags
 from pdserve.kvpool.recovery import TableContents
+from pdserve.kvpool.restoring import restore
 from pdserve.kvpool.sharing import Sharing
-from pdserve.kvpool.store import FREE, QUARANTINED, RESERVED, PageStore
+from pdserve.kvpool.store import COMMITTED, DOOMED, QUARANTINED, RESERVED, SWEEPING, PageStore
 from pdserve.kvpool.waits import Waits
 from pdserve.kvpool.writing import Writes
 
@@ -85,6 +89,8 @@ class NodeState:
         self._limits = limits
         self._started_s = started_s
         self.namespaces = namespaces or Namespaces()
+        for space, number in self.namespaces.numbers_of_spaces.items():
+            store.index.namespace(number).space = space
         tags = Tags(incarnation, FIRST_TAG)
         self._waits = Waits(store, limits.max_waiters)
         self._reads = Reads(store, limits, tags)
@@ -124,7 +130,7 @@ class NodeState:
 
     def restore(self, contents: TableContents, now_s: float) -> None:
         """Take over an earlier incarnation's pages; before the first event."""
-        self.store.restore(contents, now_s)
+        restore(self.store, contents, now_s)
         self._writes.quarantine_until(contents.quarantined, now_s + self._limits.quarantine_s)
         self._recovered = {"recovered_pages": len(contents.slots), "dropped_rows": len(contents.dropped)}
         self._find_next_deadline()
@@ -154,6 +160,7 @@ class NodeState:
             self.administration.learn(event.records, out)
         else:
             self._disconnected(event, now_s, out)
+        self._expect(self.store.next_work_s)
         return out
 
     # --- events
@@ -196,6 +203,7 @@ class NodeState:
             self._writes.expire(session, now_s, out)
         self._writes.end_quarantine(now_s, out)
         self.sharing.tick(now_s, out)
+        self.store.tick(now_s, out)
         self._find_next_deadline()
 
     def _disconnected(self, event: Disconnected, now_s: float, out: list[Action]) -> None:
@@ -216,7 +224,8 @@ class NodeState:
         self.administration.handle(session, request, out)
 
     def _clear(self, session: Session, request: m.Clear, now_s: float, out: list[Action]) -> None:
-        count = self.store.clear(request.namespace, out)
+        count = self.store.clear(request.namespace, self.namespaces.clear(request.namespace), out)
+        out.append(SaveNamespaces(self.namespaces.dump()))
         out.append(Answer(session.connection, m.Done(request.id, count)))
 
     def _namespace_gone(self, number: int, out: list[Action]) -> int:
@@ -224,18 +233,26 @@ class NodeState:
         for session in self.sessions.values():
             self._writes.drop_namespace(session, number, out)
             self._waits.drop_namespace(session, number, out)
-        count = self.store.clear(number, out)
+        count = self.store.clear(number, number, out)
         self.store.forget(number)
         return count
 
     def _namespace_changed(self, number: int, settings: NamespaceSettings) -> None:
         """It was opened, or has other settings now."""
+        ttl_s, quota_bytes = settings.ttl_s or None, settings.quota_bytes or None
+        try:
+            self.store.configure_namespace(
+                number, policy=settings.policy, ttl_s=ttl_s, quota_bytes=quota_bytes
+            )
+        except ConfigError:  # of a newer node: its bounds hold, whatever order it wants
+            ttl_s = ttl_s if ttl_s is not None and ttl_s > 0 else None
+            self.store.configure_namespace(number, ttl_s=ttl_s, quota_bytes=quota_bytes)
 
     # --- pages
 
     def _exists(self, session: Session, request: m.Exists, now_s: float, out: list[Action]) -> None:
-        committed = self.store.index.namespace(request.namespace).committed
-        mask = bytes([key in committed for key in request.keys])
+        find = self.store.index.namespace(request.namespace).lookup(now_s)
+        mask = bytes([find(key) is not None for key in request.keys])
         out.append(Answer(session.connection, m.Present(request.id, mask)))
 
     def _reserve(self, session: Session, request: m.Reserve, now_s: float, out: list[Action]) -> None:
@@ -253,9 +270,14 @@ class NodeState:
             return
         self._writes.commit(session, request, now_s, out)
 
-    def _on_commit(self, namespace: int, key: bytes, out: list[Action]) -> None:
-        self._waits.committed(namespace, key, self.sessions, out)
-        self.sharing.filled(self.store.find(namespace, key))
+    def _on_commit(self, slots: list[int], now_s: float, out: list[Action]) -> None:
+        facts = self.store.facts
+        for slot in slots:
+            if self._waits.open:
+                key = facts.key[slot]
+                assert key is not None
+                self._waits.committed(facts.namespace[slot], key, self.sessions, now_s, out)
+            self.sharing.filled(slot)
 
     def _get(self, session: Session, request: m.Get, now_s: float, out: list[Action]) -> None:
         sharing = self.sharing
@@ -318,11 +340,8 @@ class NodeState:
             incarnation=self.incarnation,
             uptime_s=now_s - self._started_s,
             capacity_bytes=store.slots.capacity_bytes,
-            free_bytes=in_state[FREE],
-            used_bytes=store.slots.capacity_bytes
-            - in_state[FREE]
-            - in_state[RESERVED]
-            - in_state[QUARANTINED],
+            free_bytes=store.free_bytes,
+            used_bytes=in_state[COMMITTED] + in_state[DOOMED],
             reserved_bytes=in_state[RESERVED],
             quarantined_bytes=in_state[QUARANTINED],
             pages=len(store.index),
@@ -346,11 +365,13 @@ class NodeState:
             misses=pages.misses,
             evictions=pages.evictions,
             settings=access.redacted(self.namespaces.settings(number)),
+            slot_bytes=pages.slot_bytes,
             counters={
                 "operations": pages.operations,
                 "read_bytes": pages.read_bytes,
                 "written_pages": pages.written,
                 "written_bytes": pages.written_bytes,
+                **{f"evicted_{reason}": count for reason, count in pages.gone.items()},
             },
         )
 
@@ -363,10 +384,12 @@ class NodeState:
             "receives_failed": self._writes.receives_failed,
             "sends_failed": self._reads.sends_failed,
             "leases_expired": self._reads.leases_expired,
+            "pins_refused": self._reads.pins_refused,
             "evictions": self.store.evictions,
             "discarded": self._discarded,
             "denied": self.administration.denials,
             "tail_bytes": self.store.slots.tail_bytes,
+            "sweeping_bytes": self.store.bytes_in_state[SWEEPING],
             **self._recovered,
             **self.sharing.counters(),
         }
@@ -378,13 +401,16 @@ class NodeState:
 
     def _find_next_deadline(self) -> None:
         deadlines = [session.next_deadline_s() for session in self.sessions.values()]
-        self.next_deadline_s = min(
-            [*deadlines, self._writes.next_quarantine_end_s(), self.sharing.next_deadline_s]
+        more = (
+            self._writes.next_quarantine_end_s(),
+            self.sharing.next_deadline_s,
+            self.store.next_work_s,
         )
+        self.next_deadline_s = min([*deadlines, *more])
 
     def check(self) -> None:
         """Assert that everything is conserved and nothing is owned by nobody. Slow: for tests."""
-        self.store.check()
+        check(self.store)
         self._waits.check()
         self.sharing.replicas.check()
         reserved = [slot for session in self.sessions.values() for slot in session.reservations]

@@ -7,86 +7,106 @@
     RESERVED      FREE          give_back: aborted, failed, or the writer is gone and nothing writes any more
     RESERVED      QUARANTINED   quarantine: the page can never be committed, but somebody may still be writing
     QUARANTINED   FREE          give_back: now nobody is
-    COMMITTED     FREE          dropped while nobody held it, evicted with all of its slab
+    COMMITTED     FREE          dropped, expired or evicted while nobody held it
+    COMMITTED     SWEEPING      cleared with its whole namespace (sweeping.py)
+    SWEEPING      FREE          swept: by `tick`, or by a reservation that needs the room
     COMMITTED     DOOMED        dropped while held: found by nobody new, bytes stay for those who hold it
     DOOMED        FREE          the last holder let go
 
 Only COMMITTED pages are found by key. `holds` counts who is reading a slot; a held slot is neither evicted
 nor freed. At all times, in bytes of slots: free + used + reserved + quarantined = capacity, where used is
-COMMITTED and DOOMED, and free includes unassigned slabs and tails; `check` recounts it.
+COMMITTED and DOOMED, and free includes SWEEPING, unassigned slabs and tails; `conservation.check` recounts
+it.
 
-Space is found in this order: a free slot of the class; an unassigned slab; the slab of another class that was
-not used for longer than our own best victim (so that classes share the arena by recency); our own best
-victim.
+Space is found in this order: a free slot of the class; an unassigned slab; slots to be swept; the slab of
+another class that was not used for longer than our own best victim (so that classes share the arena by
+recency); our own best victim. A namespace at its quota evicts its own pages first, and gets no slot beyond
+it.
+
+What one request may do to others is bounded: it drops at most `max_drops` pages to make room, then it is told
+that the node is full.
+
+A page of a namespace with a time to live ends that long after its commit, read or not: from then on it is not
+found (`NamespacePages.lookup`); its slot is freed by `tick`, a little later.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from itertools import compress, repeat
-from typing import Any, Final
+from functools import cached_property
+from itertools import islice
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.kvpool.events import Action, AssignSlab, FreeRow, WriteRow
+from pdserve.errors import ConfigError
+from pdserve.kvpool.events import Action, AssignSlab, CommitRows, ReserveRows, free_row
 from pdserve.kvpool.index import NONE, Facts, Index, NamespacePages
-from pdserve.kvpool.policies.base import EvictionPolicy, Links
-from pdserve.kvpool.policies.lru import Lru
-from pdserve.kvpool.recovery import TableContents
+from pdserve.kvpool.ordering import best_victim, reorder
+from pdserve.kvpool.policies import check_policy
+from pdserve.kvpool.policies.base import Links
+from pdserve.kvpool.policies.ttl import Ttl
+from pdserve.kvpool.slabs import SlabUse
 from pdserve.kvpool.slots import SlotAllocator
-from pdserve.kvpool.table import COMMITTED as ROW_COMMITTED
-from pdserve.kvpool.table import RESERVED as ROW_RESERVED
+from pdserve.kvpool.sweeping import CHUNK_SLOTS, Sweep
 
 FREE: Final = 0
 RESERVED: Final = 1
 COMMITTED: Final = 2
 DOOMED: Final = 3
 QUARANTINED: Final = 4
+SWEEPING: Final = 5
+
+MAX_DROPS: Final = 4096  # and a slab
+BETWEEN_CHUNKS_S: Final = 0.002  # for other work
+EXPIRY_SLACK_S: Final = 0.25  # pages that end within this time are freed together
 
 
 class PageStore:
-    """All slots of one arena. `first_sequence` must exceed every sequence that an earlier
-    incarnation used.
+    """All slots of one arena. `first_sequence` must exceed every sequence that an earlier incarnation used.
+
+    `next_work_s`: when `tick` should be called; infinite when there is nothing to do.
     """
 
-    def __init__(
-        self,
-        slots: SlotAllocator,
-        first_sequence: int,
-        make_policy: Callable[[Links], EvictionPolicy] = Lru,
-    ) -> None:
+    def __init__(self, slots: SlotAllocator, first_sequence: int) -> None:
         self.slots = slots
         self.index = Index()
         self.facts = Facts(slots.slots)
-        self.bytes_in_state = [slots.capacity_bytes, 0, 0, 0, 0]
+        self.states = bytearray(slots.slots)
+        self.bytes_in_state = [slots.capacity_bytes, 0, 0, 0, 0, 0]
+        self.held: dict[int, int] = {}
+        self.slab_use = SlabUse(slots)
+        self.sweeps: list[Sweep] = []
+        self.links = Links(slots.slots)
+        self.next_sequence = first_sequence
+        self.uses = 0  # counts insertions and hits: the time scale of last_use
         self.evictions = 0
-        self._state = bytearray(slots.slots)
-        self._holds: dict[int, int] = {}
-        self._next_sequence = first_sequence
-        self._uses = 0  # counts insertions and hits: the time scale of last_use
-        self._slabs: dict[int, OrderedDict[int, int]] = {}  # class -> slab -> last use, coldest first
-        self._links = Links(slots.slots)
-        self._make_policy = make_policy
-        self._policies: dict[int, dict[int, EvictionPolicy]] = {}  # slot_bytes -> namespace -> policy
+        self.next_work_s = float("inf")
+        self.max_drops = MAX_DROPS + slots.slots_per_slab
+        self._drops_left = self.max_drops
+        self._over_quota: set[int] = set()  # namespaces whose quota was lowered below what they have
+
+    @cached_property
+    def expiry_links(self) -> Links:
+        """Links of the lists of pages that end by themselves."""
+        return Links(self.slots.slots)
 
     # --- looking
 
     def find(self, namespace: int, key: bytes) -> int:
-        """The slot of a committed page, or NONE."""
+        """The slot of a committed page, or NONE. It may have ended: see `NamespacePages.lookup`."""
         return self.index.find(namespace, key)
 
     def state(self, slot: int) -> int:
-        return self._state[slot]
+        return self.states[slot]
 
     def holds(self, slot: int) -> int:
         """How many hold the slot."""
-        return self._holds.get(slot, 0)
+        return self.held.get(slot, 0)
 
     def committed_mask(self, start: int, end: int) -> npt.NDArray[np.bool_]:
         """Which of the slots [start, end) are COMMITTED."""
-        mask: npt.NDArray[np.bool_] = np.frombuffer(self._state, np.uint8)[start:end] == COMMITTED
+        mask: npt.NDArray[np.bool_] = np.frombuffer(self.states, np.uint8)[start:end] == COMMITTED
         return mask
 
     def namespace_of(self, slot: int) -> int:
@@ -97,14 +117,15 @@ class PageStore:
         """The first `limit` slots of committed pages from `start` on, ascending; of one namespace, or of
         all. One vectorised look at the states of all slots that follow.
         """
-        found = np.frombuffer(self._state, np.uint8)[start:] == COMMITTED
+        found = np.frombuffer(self.states, np.uint8)[start:] == COMMITTED
         if namespace is not None:
             found &= np.frombuffer(self.facts.namespace, np.uint32)[start:] == namespace
         return np.flatnonzero(found)[:limit] + start
 
     @property
-    def held_slots(self) -> int:
-        return len(self._holds)
+    def free_bytes(self) -> int:
+        """What reservations may take without evicting anything."""
+        return self.bytes_in_state[FREE] + self.bytes_in_state[SWEEPING]
 
     # --- writing
 
@@ -112,328 +133,365 @@ class PageStore:
         self, namespace: int, key: bytes, length_bytes: int, slot_bytes: int, out: list[Action]
     ) -> int | None:
         """A slot of the class `slot_bytes`, which is that of `length_bytes`, for a key that is neither
-        committed nor being written; None when nothing can make room.
+        committed nor being written; None when nothing can make room. A request of its own.
         """
-        slot = self._make_room(slot_bytes, out)
+        self.start_request()
+        pages = self.index.namespace(namespace)
+        slot = self.take(pages, key, length_bytes, slot_bytes, out)
         if slot == NONE:
             return None
+        out.append(ReserveRows([slot], pages.space))
+        return slot
+
+    def start_request(self) -> None:
+        """A request begins: it may drop `max_drops` pages."""
+        self._drops_left = self.max_drops
+
+    def take(
+        self, pages: NamespacePages, key: bytes, length_bytes: int, slot_bytes: int, out: list[Action]
+    ) -> int:
+        """`reserve` without its ReserveRows, which must follow before anybody is told of the slot; or
+        NONE."""
+        if pages.expiry is not None and key in pages.committed:
+            self.drop(pages.committed[key], out, "ttl")
+        quota = pages.quota_bytes
+        if quota is not None and not self._fit_quota(pages, quota - slot_bytes, out):
+            return NONE
+        slot = self.slots.allocate(slot_bytes)
+        if slot == NONE:
+            slot = self._make_room(slot_bytes, out)
+            if slot == NONE:
+                return NONE
         facts = self.facts
         facts.key[slot] = key
-        facts.namespace[slot] = namespace
+        facts.namespace[slot] = pages.number
         facts.length_bytes[slot] = length_bytes
-        facts.checksum[slot] = 0
-        facts.sequence[slot] = sequence = self._next_sequence
-        self._next_sequence += 1
-        self.index.namespace(namespace).writing[key] = slot
-        self._move(slot, RESERVED)
+        facts.sequence[slot] = self.next_sequence
+        self.next_sequence += 1
+        pages.writing[key] = slot
+        pages.slot_bytes += slot_bytes
+        self._move(slot, slot_bytes, RESERVED)
         self._use(slot, slot_bytes)
-        out.append(WriteRow(slot, ROW_RESERVED, key, namespace, length_bytes, 0, sequence))
         return slot
 
     def commit(self, slot: int, checksum: int, now_s: float, out: list[Action]) -> None:
         """Make a RESERVED page readable."""
-        facts = self.facts
-        key, namespace = self._key(slot), facts.namespace[slot]
-        length_bytes, sequence = facts.length_bytes[slot], facts.sequence[slot]
-        pages = self.index.namespace(namespace)
-        del pages.writing[key]
-        pages.committed[key] = slot
-        pages.page_bytes += length_bytes
-        pages.written += 1
-        pages.written_bytes += length_bytes
-        facts.checksum[slot] = checksum
-        slot_bytes = self._move(slot, COMMITTED)
-        self._use(slot, slot_bytes)
-        self._policy(namespace, slot_bytes).on_insert(slot, key, now_s)
-        out.append(WriteRow(slot, ROW_COMMITTED, key, namespace, length_bytes, checksum, sequence))
+        self.commit_many([slot], [checksum], now_s, out)
+
+    def commit_many(self, slots: list[int], checksums: list[int], now_s: float, out: list[Action]) -> None:
+        """Make RESERVED pages readable."""
+        facts, links, namespaces = self.facts, self.links, self.index.namespace
+        keys: list[bytes] = []
+        spaces, lengths, sequences = [], [], []
+        for slot, checksum in zip(slots, checksums, strict=True):
+            pages = namespaces(facts.namespace[slot])
+            key, length_bytes = self._key(slot), facts.length_bytes[slot]
+            del pages.writing[key]
+            pages.committed[key] = slot
+            pages.page_bytes += length_bytes
+            pages.written += 1
+            pages.written_bytes += length_bytes
+            facts.checksum[slot] = checksum
+            facts.committed_s[slot] = now_s
+            slot_bytes = self.slots.slot_bytes(slot)
+            self._move(slot, slot_bytes, COMMITTED)
+            self._use(slot, slot_bytes)
+            pages.order(slot_bytes, links).on_insert(slot, key, now_s)
+            if pages.expiry is not None:
+                pages.expiry.on_insert(slot, key, now_s)
+                self._expect(pages.expiry.next_end_s + EXPIRY_SLACK_S)
+            keys.append(key)
+            spaces.append(pages.space)
+            lengths.append(length_bytes)
+            sequences.append(facts.sequence[slot])
+        out.append(CommitRows(slots, keys, spaces, lengths, checksums, sequences, now_s))
 
     def quarantine(self, slot: int) -> None:
         """A RESERVED page will not be committed; its key is free to be reserved again, its slot is not."""
         del self.index.namespace(self.facts.namespace[slot]).writing[self._key(slot)]
-        self._move(slot, QUARANTINED)
+        self._move(slot, self.slots.slot_bytes(slot), QUARANTINED)
 
     def give_back(self, slot: int, out: list[Action]) -> None:
         """Free a RESERVED or QUARANTINED slot."""
-        if self._state[slot] == RESERVED:
+        if self.states[slot] == RESERVED:
             del self.index.namespace(self.facts.namespace[slot]).writing[self._key(slot)]
         self._free(slot, out)
 
     # --- reading
 
-    def touch(self, slot: int, now_s: float) -> None:
-        """The page was read."""
+    def touch(self, pages: NamespacePages, slot: int, now_s: float) -> None:
+        """The page, of `pages`, was read."""
         slot_bytes = self.slots.slot_bytes(slot)
         self._use(slot, slot_bytes)
-        self._policy(self.facts.namespace[slot], slot_bytes).on_hit(slot, now_s)
+        pages.orders[slot_bytes].on_hit(slot, now_s)
 
     def hold(self, slot: int) -> None:
-        self._holds[slot] = self._holds.get(slot, 0) + 1
+        self.held[slot] = self.held.get(slot, 0) + 1
 
     def let_go(self, slot: int, out: list[Action]) -> None:
         """Undo one `hold`."""
-        left = self._holds[slot] - 1
+        left = self.held[slot] - 1
         if left:
-            self._holds[slot] = left
+            self.held[slot] = left
             return
-        del self._holds[slot]
-        if self._state[slot] == DOOMED:
+        del self.held[slot]
+        if self.states[slot] == DOOMED:
             self._free(slot, out)
 
     # --- dropping
 
-    def drop(self, slot: int, out: list[Action]) -> None:
+    def drop(self, slot: int, out: list[Action], reason: str = "dropped") -> None:
         """A COMMITTED page is found no more, from now on; its slot is freed when nobody holds it."""
-        self._unlink(slot)
-        if slot in self._holds:
-            self._move(slot, DOOMED)
-            out.append(FreeRow(slot))  # not recovered after a crash, and readers' own check fails
+        self._unlink(slot, reason)
+        if slot in self.held:
+            self._move(slot, self.slots.slot_bytes(slot), DOOMED)
+            free_row(slot, out)  # not recovered after a crash, and readers' own check fails
         else:
             self._free(slot, out)
 
-    def _unlink(self, slot: int, *, evicted: bool = False) -> NamespacePages:
-        """Take a COMMITTED page out of index and policy."""
-        namespace, key = self.facts.namespace[slot], self._key(slot)
+    def clear(self, namespace: int, space: int, out: list[Action]) -> int:
+        """Drop every page of the namespace, however many, in one look at all slots' states (1 ms for a
+        million slots); how many. `space` is what its rows carry from now on, used by no row before.
+        """
         pages = self.index.namespace(namespace)
-        del pages.committed[key]
-        pages.page_bytes -= self.facts.length_bytes[slot]
-        policy = self._policy(namespace, self.slots.slot_bytes(slot))
-        if evicted:
-            policy.on_evict(slot, key)
-        else:
-            policy.on_remove(slot)
-        return pages
-
-    def clear(self, namespace: int, out: list[Action]) -> int:
-        """Drop every page of the namespace; how many."""
-        dropped = list(self.index.namespace(namespace).committed.values())
-        for slot in dropped:
-            self.drop(slot, out)
-        return len(dropped)
+        count = len(pages.committed)
+        for slot in [slot for slot in self.held if self.facts.namespace[slot] == namespace]:
+            if self.states[slot] == COMMITTED:
+                self.drop(slot, out)
+        states = np.frombuffer(self.states, np.uint8)
+        owned = np.frombuffer(self.facts.namespace, np.uint32) == namespace
+        states[owned & (states == COMMITTED)] = SWEEPING
+        sweep = Sweep(pages.committed, pages.orders)
+        pages.gone["dropped"] += len(pages.committed)
+        pages.committed, pages.orders, pages.page_bytes, pages.space = {}, {}, 0, space
+        if pages.expiry is not None:
+            pages.expiry = Ttl(self.expiry_links, pages.expiry.ttl_s)
+        swept_bytes = sweep.bytes_left
+        pages.slot_bytes -= swept_bytes
+        self.bytes_in_state[COMMITTED] -= swept_bytes
+        self.bytes_in_state[SWEEPING] += swept_bytes
+        if swept_bytes:
+            self.sweeps.append(sweep)
+            if len(sweep.slot_of) <= CHUNK_SLOTS:
+                while sweep.slot_of:
+                    self._sweep(sweep, None, out)
+            else:
+                self.next_work_s = 0.0
+        return count
 
     def forget(self, namespace: int) -> None:
         """The namespace is dropped, and has neither pages nor reservations left."""
         self.index.forget(namespace)
-        for policies in self._policies.values():
-            policies.pop(namespace, None)
+        self._over_quota.discard(namespace)
 
-    # --- restart
+    # --- bounds of a namespace
 
-    def restore(self, contents: TableContents, now_s: float) -> None:
-        """Take over what recovery kept, into an empty store; quarantined slots have no key any more."""
-        taken = np.sort(np.concatenate([contents.slots, np.array(contents.quarantined, dtype=np.int64)]))
-        self.slots.restore(contents.slab_class, taken)
-        facts, slots = self.facts, contents.slots
-        by_age = slots[np.argsort(contents.sequences, kind="stable")]
-        np.frombuffer(facts.namespace, np.uint32)[slots] = contents.namespaces
-        np.frombuffer(facts.length_bytes, np.uint32)[slots] = contents.lengths
-        np.frombuffer(facts.checksum, np.uint64)[slots] = contents.checksums
-        np.frombuffer(facts.sequence, np.uint64)[slots] = contents.sequences
-        np.frombuffer(facts.last_use, np.uint64)[by_age] = np.arange(1, len(slots) + 1)
-        np.frombuffer(self._state, np.uint8)[slots] = COMMITTED
-        np.frombuffer(self._state, np.uint8)[contents.quarantined] = QUARANTINED
-        self._uses = len(slots)
-        self._restore_slabs(by_age // self.slots.slots_per_slab)
-        self._restore_keys(contents)
-        self._restore_policies(by_age, now_s)
-        quarantined = sum(self.slots.slot_bytes(slot) for slot in contents.quarantined)
-        used = self.slots.allocated_bytes - quarantined
-        self.bytes_in_state = [self.slots.capacity_bytes - used - quarantined, 0, used, 0, quarantined]
-        if len(slots):
-            self._next_sequence = max(self._next_sequence, int(contents.sequences.max()) + 1)
+    def configure_namespace(
+        self,
+        namespace: int,
+        *,
+        policy: str = "lru",
+        ttl_s: float | None = None,
+        quota_bytes: int | None = None,
+    ) -> None:
+        """Set how the namespace's pages are evicted, when they end, and how many bytes of slots it may have
+        in all, reservations included. Pages that are there get their place in a new order at once (0.2 s
+        for a million); what is beyond a lowered quota goes little by little. Raises ConfigError.
+        """
+        check_policy(policy, ttl_s)
+        if quota_bytes is not None and quota_bytes < 0:
+            raise ConfigError(f"quota_bytes is {quota_bytes}: it must be 0 or more, or absent for no quota")
+        pages = self.index.namespace(namespace)
+        changed = (pages.policy, pages.ttl_s) != (policy, ttl_s)
+        pages.policy, pages.quota_bytes = policy, quota_bytes
+        if changed:
+            pages.expiry = None if ttl_s is None else Ttl(self.expiry_links, ttl_s)
+            slots = np.fromiter(pages.committed.values(), np.int64, len(pages.committed))
+            last_use = np.frombuffer(self.facts.last_use, np.uint64)[slots]
+            self.reorder(pages, slots[np.argsort(last_use, kind="stable")])
+        if quota_bytes is not None and pages.slot_bytes > quota_bytes:
+            self._over_quota.add(namespace)
+            self.next_work_s = 0.0
 
-    def _restore_slabs(self, slab_of: npt.NDArray[np.int64]) -> None:
-        """`slab_of`: the slab of each page, oldest page first."""
-        last_use = np.zeros(self.slots.slabs, dtype=np.int64)
-        last_use[slab_of] = np.arange(1, len(slab_of) + 1)  # of several uses of one slab the last stays
-        for slab in np.argsort(last_use, kind="stable").tolist():
-            slot_bytes = self.slots.slab_class[slab]
-            if slot_bytes:
-                self._slabs.setdefault(slot_bytes, OrderedDict())[slab] = int(last_use[slab])
+    def reorder(self, pages: NamespacePages, by_use: npt.NDArray[np.int64]) -> None:
+        """Make the namespace's orders anew; `by_use` are all of its committed pages, unused for longest
+        first.
+        """
+        reorder(pages, by_use, self.facts, self.slots, self.links)
+        if pages.expiry is not None:
+            self._expect(pages.expiry.next_end_s + EXPIRY_SLACK_S)
 
-    def _restore_keys(self, contents: TableContents) -> None:
-        slots = contents.slots.tolist()
-        key_of = np.full(self.slots.slots, None, dtype=object)  # faster than a loop over the list
-        key_of[contents.slots] = contents.keys
-        self.facts.key = key_of.tolist()
-        for namespace in _distinct(contents.namespaces):
-            mine = contents.namespaces == namespace
+    def tick(self, now_s: float, out: list[Action]) -> None:
+        """A little of what can wait: pages that ended, pages beyond a lowered quota, slots to be swept."""
+        self.next_work_s = float("inf")
+        for pages in self.index:
+            if pages.expiry is not None:
+                for slot in list(islice(pages.expiry.ended(now_s), CHUNK_SLOTS)):
+                    self.drop(slot, out, "ttl")
+                self._expect(max(pages.expiry.next_end_s + EXPIRY_SLACK_S, now_s + BETWEEN_CHUNKS_S))
+        for namespace in list(self._over_quota):
             pages = self.index.namespace(namespace)
-            chosen = repeat(True) if mine.all() else mine.tolist()
-            pages.committed = dict(compress(zip(contents.keys, slots, strict=True), chosen))
-            pages.page_bytes = int(contents.lengths[mine].sum())
-
-    def _restore_policies(self, by_age: npt.NDArray[np.int64], now_s: float) -> None:
-        """`by_age`: the slots of all pages, oldest page first."""
-        namespaces = np.frombuffer(self.facts.namespace, np.uint32)[by_age]
-        classes = np.frombuffer(self.slots.slab_class, np.uint64)[by_age // self.slots.slots_per_slab]
-        for slot_bytes in _distinct(classes):
-            of_class = classes == slot_bytes
-            for namespace in _distinct(namespaces[of_class]):
-                mine = by_age[of_class & (namespaces == namespace)]
-                self._policy(namespace, slot_bytes).restore(mine, np.full(len(mine), now_s))
+            self._drops_left = CHUNK_SLOTS
+            quota = pages.quota_bytes
+            if quota is None or self._fit_quota(pages, quota, out) or self._drops_left:
+                self._over_quota.discard(namespace)
+        if self.sweeps:
+            self._sweep(self.sweeps[0], None, out)
+        if self.sweeps or self._over_quota:
+            self._expect(now_s + BETWEEN_CHUNKS_S)
 
     # --- room
 
     def _make_room(self, slot_bytes: int, out: list[Action]) -> int:
+        """A slot where no free one of the class is left, or NONE."""
         slots = self.slots
-        slot = slots.allocate(slot_bytes)
-        if slot != NONE:
-            return slot
+        if self.sweeps and not slots.has_unassigned:
+            slot = self._sweep_for(slot_bytes, out)
+            if slot != NONE:
+                return slot
         if not slots.has_unassigned:
-            victim = self._best_victim(slot_bytes)
-            newer_than = self.facts.last_use[victim] if victim != NONE else self._uses + 1
+            victim = best_victim(
+                (pages.orders.get(slot_bytes) for pages in self.index), self.facts, self.held
+            )
+            newer_than = self.facts.last_use[victim] if victim != NONE else self.uses + 1
             if not self._take_over_slab(slot_bytes, newer_than, out):
                 if victim != NONE:
-                    self._count_eviction(self._unlink(victim, evicted=True))
-                return victim  # its slot as it is: RESERVED will follow COMMITTED, in one row written
+                    self._unlink(victim, "capacity").slot_bytes -= slot_bytes
+                return victim  # its slot as it is: RESERVED will follow COMMITTED in its row
         slab = slots.assign(slot_bytes)
         assert slab != NONE
-        self._slabs.setdefault(slot_bytes, OrderedDict())[slab] = self._uses
+        self.slab_use.add(slot_bytes, slab, self.uses)
         out.append(AssignSlab(slab, slot_bytes))
         return slots.allocate(slot_bytes)
 
-    def _best_victim(self, slot_bytes: int) -> int:
-        """Of each namespace's best victim that nobody holds, the one unused for longest; or NONE."""
-        best = NONE
-        last_use = self.facts.last_use
-        for policy in self._policies.get(slot_bytes, {}).values():
-            for victim in policy.victims():
-                if victim not in self._holds:
-                    if best == NONE or last_use[victim] < last_use[best]:
-                        best = victim
-                    break
-        return best
+    def _fit_quota(self, pages: NamespacePages, quota_bytes: int, out: list[Action]) -> bool:
+        """Evict the namespace's own pages until it has `quota_bytes` at most; whether that is so."""
+        if pages.slot_bytes <= quota_bytes:
+            return True
+        if quota_bytes < 0:
+            return False
+        while pages.slot_bytes > quota_bytes and self._drops_left > 0:
+            victim = best_victim(pages.orders.values(), self.facts, self.held)
+            if victim == NONE:
+                return False
+            self._drops_left -= 1
+            self.drop(victim, out, "quota")
+        return pages.slot_bytes <= quota_bytes
 
     def _take_over_slab(self, slot_bytes: int, newer_than: int, out: list[Action]) -> bool:
         """Empty the slab of another class that was unused for longest, if that is longer than
         `newer_than`.
         """
-        coldest = [
-            found
-            for other, slabs in self._slabs.items()
-            if other != slot_bytes and (found := self._coldest_slab(slabs, newer_than))
-        ]
-        if not coldest:
+        if not self.slab_use.other_classes(slot_bytes) or self._drops_left < self.slots.slots_per_slab:
             return False
-        _, slab = min(coldest)
+        slab = self.slab_use.coldest(slot_bytes, newer_than, self._is_idle)
+        if slab == NONE:
+            return False
         start = slab * self.slots.slots_per_slab
         for slot in range(start, start + self.slots.slots_per_slab):
-            if self._state[slot] == COMMITTED:
-                self._count_eviction(self.index.namespace(self.facts.namespace[slot]))
-                self.drop(slot, out)
+            self._drops_left -= self.states[slot] != FREE
+            if self.states[slot] == COMMITTED:
+                self.drop(slot, out, "slab")
+            elif self.states[slot] == SWEEPING:
+                self._sweep_slot(slot, out)
         return True
 
-    def _coldest_slab(self, slabs: OrderedDict[int, int], newer_than: int) -> tuple[int, int] | None:
-        """Last use and number of the first slab, coldest first, that nobody reads or writes.
+    def _is_idle(self, slab: int) -> bool:
+        """Whether nobody reads or writes in the slab."""
+        start = slab * self.slots.slots_per_slab
+        end = start + self.slots.slots_per_slab
+        states = self.states[start:end]
+        if RESERVED in states or QUARANTINED in states:
+            return False
+        return self.held.keys().isdisjoint(range(start, end))
 
-        Those skipped are few: who holds a page used it a lease ago at most.
-        """
-        for slab, last_use in slabs.items():
-            if last_use >= newer_than:
-                return None
-            start = slab * self.slots.slots_per_slab
-            end = start + self.slots.slots_per_slab
-            states = self._state[start:end]
-            if RESERVED in states or QUARANTINED in states:
-                continue
-            if self._holds.keys().isdisjoint(range(start, end)):
-                return last_use, slab
-        return None
+    # --- sweeping
 
-    def _count_eviction(self, pages: NamespacePages) -> None:
-        self.evictions += 1
-        pages.evictions += 1
+    def _sweep_for(self, slot_bytes: int, out: list[Action]) -> int:
+        """A slot of the class from what is to be swept, or NONE; then a slab may be unassigned."""
+        for sweep in list(self.sweeps):
+            if self._sweep(sweep, slot_bytes, out):
+                return self.slots.allocate(slot_bytes)
+        while self.sweeps and not self.slots.has_unassigned and self._drops_left > 0:
+            self._drops_left -= CHUNK_SLOTS
+            self._sweep(self.sweeps[0], None, out)
+        return NONE
+
+    def _sweep(self, sweep: Sweep, slot_bytes: int | None, out: list[Action]) -> bool:
+        """Free some slots, of a class or of any; whether there were any."""
+        size, slots = sweep.take(slot_bytes)
+        for slot in slots:
+            del sweep.slot_of[self._key(slot)]
+            self._release(slot, size, out)
+        if not sweep.slot_of:
+            self.sweeps.remove(sweep)
+        return bool(slots)
+
+    def _sweep_slot(self, slot: int, out: list[Action]) -> None:
+        """Free one slot that is to be swept."""
+        key, slot_bytes = self._key(slot), self.slots.slot_bytes(slot)
+        sweep = next(sweep for sweep in self.sweeps if sweep.slot_of.get(key) == slot)
+        del sweep.slot_of[key]
+        sweep.orders[slot_bytes].on_remove(slot)
+        if not sweep.slot_of:
+            self.sweeps.remove(sweep)
+        self._release(slot, slot_bytes, out)
 
     # --- states
 
-    def _move(self, slot: int, state: int) -> int:
-        """Account for the change; the slot's size."""
-        slot_bytes = self.slots.slot_bytes(slot)
-        self.bytes_in_state[self._state[slot]] -= slot_bytes
-        self.bytes_in_state[state] += slot_bytes
-        self._state[slot] = state
-        return slot_bytes
+    def _move(self, slot: int, slot_bytes: int, state: int) -> None:
+        in_state, states = self.bytes_in_state, self.states
+        in_state[states[slot]] -= slot_bytes
+        in_state[state] += slot_bytes
+        states[slot] = state
+
+    def _unlink(self, slot: int, reason: str) -> NamespacePages:
+        """Take a COMMITTED page out of index and orders."""
+        pages, key = self.index.namespace(self.facts.namespace[slot]), self._key(slot)
+        del pages.committed[key]
+        pages.page_bytes -= self.facts.length_bytes[slot]
+        pages.gone[reason] += 1
+        order = pages.orders[self.slots.slot_bytes(slot)]
+        if reason in ("ttl", "dropped"):
+            order.on_remove(slot)
+        else:
+            order.on_evict(slot, key)
+            self.evictions += 1
+        if pages.expiry is not None:
+            pages.expiry.on_remove(slot)
+        return pages
 
     def _free(self, slot: int, out: list[Action]) -> None:
-        slot_bytes = self._move(slot, FREE)
+        slot_bytes = self.slots.slot_bytes(slot)
+        pages = self.index.get(self.facts.namespace[slot])
+        if pages is not None:
+            pages.slot_bytes -= slot_bytes
+        self._release(slot, slot_bytes, out)
+
+    def _release(self, slot: int, slot_bytes: int, out: list[Action]) -> None:
+        self._move(slot, slot_bytes, FREE)
         self.facts.key[slot] = None
-        out.append(FreeRow(slot))
+        free_row(slot, out)
         if self.slots.free(slot):
             slab = self.slots.slab_of(slot)
-            del self._slabs[slot_bytes][slab]
+            self.slab_use.remove(slot_bytes, slab)
             out.append(AssignSlab(slab, 0))
 
     def _use(self, slot: int, slot_bytes: int) -> None:
-        self._uses = uses = self._uses + 1
+        self.uses = uses = self.uses + 1
         self.facts.last_use[slot] = uses
-        slabs, slab = self._slabs[slot_bytes], slot // self.slots.slots_per_slab
-        slabs[slab] = uses
-        slabs.move_to_end(slab)
+        self.slab_use.use(slot_bytes, slot // self.slots.slots_per_slab, uses)
 
     def _key(self, slot: int) -> bytes:
         key = self.facts.key[slot]
         assert key is not None
         return key
 
-    def _policy(self, namespace: int, slot_bytes: int) -> EvictionPolicy:
-        by_namespace = self._policies.setdefault(slot_bytes, {})
-        policy = by_namespace.get(namespace)
-        if policy is None:
-            policy = by_namespace[namespace] = self._make_policy(self._links)
-        return policy
+    def _expect(self, work_s: float) -> None:
+        self.next_work_s = min(self.next_work_s, work_s)
 
-    # --- conservation
+    # --- for tests
 
     def slots_in_state(self, state: int) -> list[int]:
-        """Ascending. Slow: for tests."""
-        return [slot for slot, found in enumerate(self._state) if found == state]
-
-    def check(self) -> None:
-        """Assert that every page and every byte is accounted for. Slow: for tests."""
-        taken = [slot for slot, state in enumerate(self._state) if state != FREE]
-        self.slots.check(taken)
-        counted = [0] * 5
-        for slot in taken:
-            counted[self._state[slot]] += self.slots.slot_bytes(slot)
-        counted[FREE] = self.slots.capacity_bytes - sum(counted)
-        assert counted == self.bytes_in_state
-        assert self.slots.allocated_bytes == sum(counted[1:])
-        assert counted[FREE] >= 0
-        indexed = dict(self._indexed())
-        assert len(indexed) == sum(self._state[slot] in (RESERVED, COMMITTED) for slot in taken)
-        for slot, (state, namespace, key) in indexed.items():
-            assert (self._state[slot], self.facts.namespace[slot]) == (state, namespace)
-            assert self.facts.key[slot] == key
-        for slot in self._holds:
-            assert self._state[slot] in (COMMITTED, DOOMED)
-        for slot_bytes, slabs in self._slabs.items():
-            assert list(slabs.values()) == sorted(slabs.values())
-            assert all(self.slots.slab_class[slab] == slot_bytes for slab in slabs)
-        assert sum(map(len, self._slabs.values())) == sum(map(bool, self.slots.slab_class))
-        assert all(slot in self._holds for slot in taken if self._state[slot] == DOOMED)
-        self._check_policies(slot for slot in taken if self._state[slot] == COMMITTED)
-
-    def _check_policies(self, committed: Iterable[int]) -> None:
-        ordered = [
-            slot
-            for by_namespace in self._policies.values()
-            for policy in by_namespace.values()
-            for slot in policy.victims()
-        ]
-        assert sorted(ordered) == sorted(committed)
-
-    def _indexed(self) -> Iterator[tuple[int, tuple[int, int, bytes]]]:
-        for namespace, pages in self.index:
-            assert not pages.committed.keys() & pages.writing.keys()
-            assert pages.page_bytes == sum(self.facts.length_bytes[slot] for slot in pages.committed.values())
-            for state, slots in ((COMMITTED, pages.committed), (RESERVED, pages.writing)):
-                for key, slot in slots.items():
-                    yield slot, (state, namespace, key)
-
-
-def _distinct(values: npt.NDArray[Any]) -> list[int]:
-    """The different values; quick where there is but one."""
-    if len(values) and (values == values[0]).all():
-        return [int(values[0])]
-    found: list[int] = np.unique(values).tolist()
-    return found
+        """Ascending. Slow."""
+        return [slot for slot, found in enumerate(self.states) if found == state]

@@ -6,26 +6,29 @@ holds the same filling (`sequence`), so that a lease that ended during the copy 
 page.
 
 Write order (stores of one thread become visible in program order on x86-64; on other machines the row's
-`guard` covers the difference): a commit writes every other field, then `guard`, then `state = COMMITTED`
-last; freeing writes `state = FREE` first; filling anew the slot of an evicted page overwrites its row from
-start to end, `state = FREE` among it, and then writes `state = RESERVED`. So whatever instant the node dies
-at, a row that says COMMITTED is whole, or its guard is wrong and recovery drops that page alone. Nobody
-writes into a slot before the row that reserves it is complete: only then is the reservation answered.
+`guard` covers the difference): reserving a slot, free or of an evicted page, stores `state = RESERVED`,
+alone; a commit writes every other field, `state = FREE` among them, then `state = COMMITTED` last; freeing
+stores `state = FREE`. So whatever instant the node dies at, a row that says COMMITTED is whole, or its
+guard is wrong and recovery drops that page alone. Nobody writes into a slot before its row says RESERVED:
+only then is the reservation answered.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+_FEW_ROWS = 8  # below, a row at a time is faster
+
 Buffer: TypeAlias = memoryview | bytearray
 
 TABLE_MAGIC = 0x3162_6154_5644_4B50  # "PKDVTab1", little-endian
-TABLE_VERSION = 1
+TABLE_VERSION = 2
 
 FREE = 0
 RESERVED = 1
@@ -55,49 +58,56 @@ ROW_DTYPE = np.dtype(
         ("length_bytes", "<u8"),
         ("checksum", "<u8"),
         ("sequence", "<u8"),
+        ("committed_s", "<f8"),  # CLOCK_MONOTONIC: as long-lived as the memory that holds the table
         ("guard", "<u8"),
-        ("spare", "<u8", (3,)),
+        ("spare", "<u8", (2,)),
     ]
 )
 
-_MIX = np.uint64(0x9E37_79B9_7F4A_7C15)
+_GUARDED_WORDS = 9  # of a row's 12: all that comes before its guard
+_STATE_WORD = 4  # namespace in its lower half, state in its upper one; the guard leaves the state out
+_LOWER_HALF = 0xFFFF_FFFF
+_MASK = (1 << 64) - 1
+_MIX_1, _MIX_2 = 0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB  # of the SplitMix64 finaliser
+_SALTS = tuple((place * 0x9E37_79B9_7F4A_7C15) & _MASK for place in range(1, _GUARDED_WORDS + 1))
+_SALT_WORDS = np.array(_SALTS, dtype=np.uint64)
+
+Words: TypeAlias = npt.NDArray[np.uint64]
 
 
-def row_guard(rows: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
-    """A 64-bit mix of everything a committed row says, for rows of shape [n]; detects torn and flipped rows.
+def row_words(rows: npt.NDArray[np.void]) -> Words:
+    """Rows of shape [n] as words of shape [n, 12]; the same memory."""
+    return rows.view("<u8").reshape(len(rows), ROW_DTYPE.itemsize // 8)
 
-    Not cryptographic: multiply-xor-shift (the SplitMix64 finaliser's constants) over the row's words,
-    vectorised, so that a million rows take milliseconds.
+
+def guards_of(words: Words) -> Words:
+    """The guard of each row of `words`, shape [n, 9 or more]: a 64-bit mix of everything that a committed row
+    says; detects torn and flipped rows.
+
+    Not cryptographic. Each word is salted by its place and goes through the SplitMix64 finaliser, which is
+    one to one: a change of one word always changes the sum, of several almost surely. Vectorised, so that a
+    million rows take milliseconds.
     """
-    words = (
-        rows["key"][:, 0],
-        rows["key"][:, 1],
-        rows["key"][:, 2],
-        rows["key"][:, 3],
-        rows["namespace"].astype(np.uint64),
-        rows["length_bytes"],
-        rows["checksum"],
-        rows["sequence"],
-    )
-    guard = np.full(len(rows), _MIX, dtype=np.uint64)
-    for word in words:
-        guard ^= word
-        guard *= np.uint64(0xBF58_476D_1CE4_E5B9)
-        guard ^= guard >> np.uint64(29)
-    return guard
+    mixed = words[:, :_GUARDED_WORDS] + _SALT_WORDS
+    mixed[:, _STATE_WORD] = (words[:, _STATE_WORD] & _LOWER_HALF) + _SALT_WORDS[_STATE_WORD]
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(_MIX_1)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(_MIX_2)
+    mixed ^= mixed >> np.uint64(31)
+    guards: Words = mixed.sum(axis=1, dtype=np.uint64)
+    return guards
 
 
-_MIX_1, _MASK = 0xBF58_476D_1CE4_E5B9, (1 << 64) - 1
-_KEY_WORDS = struct.Struct("<4Q")
-
-
-def guard_of(key: bytes, namespace: int, length_bytes: int, checksum: int, sequence: int) -> int:
-    """`row_guard` of one row, faster than NumPy for few."""
-    guard = int(_MIX)
-    for word in (*_KEY_WORDS.unpack(key), namespace, length_bytes, checksum, sequence):
-        guard = ((guard ^ word) * _MIX_1) & _MASK
-        guard ^= guard >> 29
-    return guard
+def guard_of(words: Iterable[int]) -> int:
+    """`guards_of` one row of nine words (the fifth is the namespace alone), faster than NumPy for few."""
+    guard = 0
+    for word, salt in zip(words, _SALTS, strict=True):
+        mixed = (word + salt) & _MASK
+        mixed = ((mixed ^ mixed >> 30) * _MIX_1) & _MASK
+        mixed = ((mixed ^ mixed >> 27) * _MIX_2) & _MASK
+        guard += mixed ^ mixed >> 31
+    return guard & _MASK
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,43 +169,77 @@ class TableLayout:
 class RowWriter:
     """Writes rows into a mapped table, in the order that the module's theory asks for."""
 
-    _ROW = struct.Struct("<32sIIQQQQ")  # key, namespace, state, length, checksum, sequence, guard
-    _STATE = struct.Struct("<I")
-    _STATE_AT = 36
+    _STATE = struct.Struct("<II")
+    _ROW = struct.Struct("<32sIIQQQdQ")  # as ROW_DTYPE, without what is spare
+    _WORDS = struct.Struct("<9Q")
 
     def __init__(self, buffer: Buffer, layout: TableLayout) -> None:
         self._buffer = buffer
         self._rows_at = layout.rows_at
+        self._words = row_words(layout.table_rows(buffer))
 
-    def write(
+    def reserve(self, slots: list[int], space: int) -> None:
+        """Mark rows RESERVED: one store each, whatever they said before."""
+        self._words[slots, _STATE_WORD] = space | RESERVED << 32
+
+    def free(self, slots: list[int]) -> None:
+        """Mark rows FREE."""
+        self._words[slots, _STATE_WORD] = FREE << 32
+
+    def commit(
         self,
+        slots: list[int],
+        keys: list[bytes],
+        spaces: list[int],
+        lengths: list[int],
+        checksums: list[int],
+        sequences: list[int],
+        committed_s: float,
+    ) -> None:
+        """Fill reserved rows, columns of one length, and then mark them COMMITTED."""
+        if len(slots) < _FEW_ROWS:
+            for row in zip(slots, keys, spaces, lengths, checksums, sequences, strict=True):
+                self._commit_one(committed_s, *row)
+            return
+        words = np.zeros((len(slots), ROW_DTYPE.itemsize // 8), dtype=np.uint64)
+        words[:, :_STATE_WORD] = np.frombuffer(b"".join(keys), "<u8").reshape(-1, _STATE_WORD)
+        words[:, _STATE_WORD] = spaces  # and the state FREE
+        words[:, 5] = lengths
+        words[:, 6] = checksums
+        words[:, 7] = sequences
+        words[:, 8].view("<f8")[:] = committed_s
+        words[:, 9] = guards_of(words)
+        self._words[slots] = words
+        words[:, _STATE_WORD] |= np.uint64(COMMITTED << 32)
+        self._words[slots, _STATE_WORD] = words[:, _STATE_WORD]
+
+    def _commit_one(
+        self,
+        committed_s: float,
         slot: int,
-        state: int,
         key: bytes,
-        namespace: int,
+        space: int,
         length_bytes: int,
         checksum: int,
         sequence: int,
     ) -> None:
         at = self._rows_at + slot * ROW_DTYPE.itemsize
-        guard = guard_of(key, namespace, length_bytes, checksum, sequence) if state == COMMITTED else 0
-        # FREE in between also when a reservation is committed: its writer has finished
-        self._ROW.pack_into(self._buffer, at, key, namespace, FREE, length_bytes, checksum, sequence, guard)
-        self._STATE.pack_into(self._buffer, at + self._STATE_AT, state)
-
-    def free(self, slot: int) -> None:
-        at = self._rows_at + slot * ROW_DTYPE.itemsize + self._STATE_AT
-        self._STATE.pack_into(self._buffer, at, FREE)
+        row = (key, space, FREE, length_bytes, checksum, sequence, committed_s)
+        self._ROW.pack_into(self._buffer, at, *row, 0)
+        guard = guard_of(self._WORDS.unpack_from(self._buffer, at))
+        self._ROW.pack_into(self._buffer, at, *row, guard)
+        self._STATE.pack_into(self._buffer, at + 8 * _STATE_WORD, space, COMMITTED)
 
 
 class RowReader:
     """Reads rows of a table that another process writes."""
 
     _STATE_AND_SEQUENCE = struct.Struct("<I16xQ")
+    _STATE_AT = 8 * _STATE_WORD + 4
 
     def __init__(self, buffer: Buffer, layout: TableLayout) -> None:
         self._buffer = buffer
-        self._at = layout.rows_at + RowWriter._STATE_AT
+        self._at = layout.rows_at + self._STATE_AT
 
     def still_holds(self, slot: int, sequence: int) -> bool:
         """Whether the slot holds this very filling, committed. Asked after copying the page's bytes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pdserve.kvpool.events import Action, Answer
-from pdserve.kvpool.index import NONE
 from pdserve.kvpool.leases import Session, Waiter
 from pdserve.kvpool.messages import Fault, Present, Wait
 from pdserve.kvpool.store import PageStore
@@ -22,10 +21,11 @@ class Waits:
 
     def begin(self, session: Session, request: Wait, now_s: float, out: list[Action]) -> None:
         """Answer at once when all keys are committed or there is no time to wait."""
-        missing = {key for key in request.keys if self._store.find(request.namespace, key) == NONE}
+        find = self._store.index.namespace(request.namespace).lookup(now_s)
+        missing = {key for key in request.keys if find(key) is None}
         timeout_s = min(request.timeout_s, MAX_WAIT_S)
         if not missing or not timeout_s > 0:  # NaN included
-            out.append(Answer(session.connection, Present(request.id, self._mask(request))))
+            out.append(Answer(session.connection, Present(request.id, self._mask(request, now_s))))
             return
         if len(session.waiters) >= self._max_per_session or request.id in session.waiters:
             message = (
@@ -41,26 +41,29 @@ class Waits:
         for key in missing:
             self._by_key.setdefault((request.namespace, key), []).append(waiter)
 
-    def committed(self, namespace: int, key: bytes, sessions: dict[int, Session], out: list[Action]) -> None:
+    def committed(
+        self, namespace: int, key: bytes, sessions: dict[int, Session], now_s: float, out: list[Action]
+    ) -> None:
         """A page is readable now: answer the waits for which it was the last one."""
         for waiter in self._by_key.pop((namespace, key), ()):
             waiter.missing.discard(key)
             if not waiter.missing:
-                self.answer(sessions[waiter.connection], waiter, out)
+                self.answer(sessions[waiter.connection], waiter, now_s, out)
 
-    def answer(self, session: Session, waiter: Waiter, out: list[Action]) -> None:
+    def answer(self, session: Session, waiter: Waiter, now_s: float, out: list[Action]) -> None:
         """End the wait with what is committed now."""
         self._remove(session, waiter)
-        out.append(Answer(session.connection, Present(waiter.request_id, self._mask(waiter))))
+        out.append(Answer(session.connection, Present(waiter.request_id, self._mask(waiter, now_s))))
 
     def expire(self, session: Session, now_s: float, out: list[Action]) -> None:
         for waiter in [waiter for waiter in session.waiters.values() if waiter.deadline_s <= now_s]:
-            self.answer(session, waiter, out)
+            self.answer(session, waiter, now_s, out)
 
     def drop_namespace(self, session: Session, namespace: int, out: list[Action]) -> None:
         """What they wait for will never come: answer them now."""
         for waiter in [waiter for waiter in session.waiters.values() if waiter.namespace == namespace]:
-            self.answer(session, waiter, out)
+            self._remove(session, waiter)
+            out.append(Answer(session.connection, Present(waiter.request_id, bytes(len(waiter.keys)))))
 
     def disconnected(self, session: Session) -> None:
         for waiter in list(session.waiters.values()):
@@ -75,9 +78,9 @@ class Waits:
             if not others:
                 del self._by_key[waiter.namespace, key]
 
-    def _mask(self, request: Wait | Waiter) -> bytes:
-        find, namespace = self._store.find, request.namespace
-        return bytes([find(namespace, key) != NONE for key in request.keys])
+    def _mask(self, request: Wait | Waiter, now_s: float) -> bytes:
+        find = self._store.index.namespace(request.namespace).lookup(now_s)
+        return bytes([find(key) is not None for key in request.keys])
 
     def check(self) -> None:
         """Assert that nothing is left behind. For tests."""

@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from pdserve.kvpool.events import Action, Answer, CancelTransfers, StartReceive
+from pdserve.kvpool.events import Action, Answer, CancelTransfers, ReserveRows, StartReceive
+from pdserve.kvpool.index import NONE
 from pdserve.kvpool.leases import NO_TRANSFER, Limits, PendingCommit, Reservation, Session
 from pdserve.kvpool.messages import (
     BUSY,
@@ -38,16 +39,14 @@ NONE_REFUSED: Final[Mapping[bytes, Grant]] = {}
 
 
 class Writes:
-    """Reservations of all sessions. `on_commit(namespace, key, out)` is called as each page
-    becomes readable.
-    """
+    """Reservations of all sessions. `on_commit(slots, now_s, out)` is called when pages became readable."""
 
     def __init__(
         self,
         store: PageStore,
         limits: Limits,
         tags: Tags,
-        on_commit: Callable[[int, bytes, list[Action]], None],
+        on_commit: Callable[[list[int], float, list[Action]], None],
     ) -> None:
         self._store = store
         self._limits = limits
@@ -71,61 +70,72 @@ class Writes:
         out: list[Action],
         refused: Mapping[bytes, Grant] = NONE_REFUSED,
     ) -> Reserved:
-        """Answer the request, and return the answer. `refused`: keys that may not be written here."""
+        """Answer with a grant per key, and return the answer. `refused`: keys that may not be written here.
+        When the node is full for one key it is for all that follow.
+        """
+        store = self._store
         segments = tuple(request.segment_bytes)
-        slot_bytes = self._store.slots.class_of(sum(segments))
+        length_bytes = sum(segments)
+        slot_bytes = store.slots.class_of(length_bytes)
         deadline_s = now_s + self._limits.reservation_lease_s
-        pages = self._store.index.namespace(request.namespace)
-        grants = []
+        pages = store.index.namespace(request.namespace)
+        find, writing = pages.lookup(now_s), pages.writing
+        grants: list[Grant] = []
+        granted: list[int] = []
+        receives: list[Action] = []
+        is_full = False
+        store.start_request()
         for key in request.keys:
-            if key in pages.committed:
+            if find(key) is not None:
                 grants.append(_PRESENT)
-            elif key in pages.writing:
+            elif key in writing:
                 grants.append(_BUSY)
             elif key in refused:
                 grants.append(refused[key])
             elif slot_bytes is None:
                 grants.append(_TOO_LARGE)
+            elif is_full or not self._may_reserve(session, slot_bytes, len(segments)):
+                self.full += 1
+                grants.append(_FULL)
+            elif (slot := store.take(pages, key, length_bytes, slot_bytes, out)) == NONE:
+                is_full = True
+                self.full += 1
+                grants.append(_FULL)
             else:
-                grants.append(
-                    self._grant(session, request.namespace, key, segments, slot_bytes, deadline_s, out)
-                )
+                granted.append(slot)
+                reservation = Reservation(slot, store.facts.sequence[slot], slot_bytes, deadline_s)
+                grants.append(self._grant(session, reservation, segments, receives))
+        if granted:
+            out.append(ReserveRows(granted, pages.space))
+        out += receives  # after that: only now may anything be written into the slots
         reserved = Reserved(request.id, grants)
         out.append(Answer(session.connection, reserved))
         return reserved
 
+    def _may_reserve(self, session: Session, slot_bytes: int, segments: int) -> bool:
+        return session.reserved_bytes + slot_bytes <= self._limits.max_reserved_bytes and (
+            session.mapped or session.messages + segments <= self._limits.max_messages
+        )
+
     def _grant(
-        self,
-        session: Session,
-        namespace: int,
-        key: bytes,
-        segments: tuple[int, ...],
-        slot_bytes: int,
-        deadline_s: float,
-        out: list[Action],
+        self, session: Session, reservation: Reservation, segments: tuple[int, ...], receives: list[Action]
     ) -> Grant:
-        store = self._store
-        slot = None
-        if session.reserved_bytes + slot_bytes <= self._limits.max_reserved_bytes:
-            slot = store.reserve(namespace, key, sum(segments), slot_bytes, out)
-        if slot is None:
-            self.full += 1
-            return _FULL
-        sequence, offset = store.facts.sequence[slot], store.slots.offset(slot)
-        reservation = Reservation(slot, sequence, slot_bytes, deadline_s)
+        slot = reservation.slot
+        offset = self._store.slots.offset(slot)
         session.reservations[slot] = reservation
-        session.reserved_bytes += slot_bytes
+        session.reserved_bytes += reservation.slot_bytes
         if not session.mapped:
             reservation.tag = self._tags.take(len(segments))
             self._receives[reservation.tag] = reservation
-            session.transfers.add(reservation.tag)
-            out.append(StartReceive(session.connection, reservation.tag, offset, segments))
-        return Grant(GRANTED, slot, offset, sequence, reservation.tag)
+            session.begin_transfer(reservation.tag, len(segments))
+            receives.append(StartReceive(session.connection, reservation.tag, offset, segments))
+        return Grant(GRANTED, slot, offset, reservation.sequence, reservation.tag)
 
     # --- commit
 
     def commit(self, session: Session, request: Commit, now_s: float, out: list[Action]) -> None:
         pending = PendingCommit(request.id, bytearray(len(request.slots)), 0)
+        slots, checksums = [], []
         for place, (slot, sequence, checksum) in enumerate(
             zip(request.slots, request.sequences, request.checksums, strict=True)
         ):
@@ -137,21 +147,20 @@ class Writes:
                 reservation.checksum, reservation.commit, reservation.place = checksum, pending, place
                 pending.missing += 1
             else:
-                self._commit(session, reservation, checksum, now_s, out)
+                self._forget(session, reservation)
+                slots.append(slot)
+                checksums.append(checksum)
                 pending.mask[place] = 1
+        self._commit(slots, checksums, now_s, out)
         if not pending.missing:
             out.append(Answer(session.connection, Committed(request.id, bytes(pending.mask))))
 
-    def _commit(
-        self, session: Session, reservation: Reservation, checksum: int, now_s: float, out: list[Action]
-    ) -> None:
-        slot = reservation.slot
-        self._forget(session, reservation)
-        self._store.commit(slot, checksum, now_s, out)
-        self.commits += 1
-        key = self._store.facts.key[slot]
-        assert key is not None
-        self._on_commit(self._store.facts.namespace[slot], key, out)
+    def _commit(self, slots: list[int], checksums: list[int], now_s: float, out: list[Action]) -> None:
+        """The reservations of these slots are forgotten."""
+        if slots:
+            self._store.commit_many(slots, checksums, now_s, out)
+            self.commits += len(slots)
+            self._on_commit(slots, now_s, out)
 
     def _resolve(self, session: Session, reservation: Reservation, ok: bool, out: list[Action]) -> None:
         """The commit that waited for this page's receive knows its outcome."""
@@ -180,7 +189,7 @@ class Writes:
             return False
         reservation.tag = NO_TRANSFER
         if session is not None:
-            session.transfers.discard(tag)
+            session.end_transfer(tag)
         if self._store.state(reservation.slot) == QUARANTINED:
             if session is not None:
                 del session.quarantined[reservation.slot]
@@ -192,7 +201,8 @@ class Writes:
             self.receives_failed += 1
             self._end(session, reservation, writer_stopped=True, out=out)
         elif reservation.commit is not None:
-            self._commit(session, reservation, reservation.checksum, now_s, out)
+            self._forget(session, reservation)
+            self._commit([reservation.slot], [reservation.checksum], now_s, out)
             self._resolve(session, reservation, True, out)
         return True
 

@@ -83,7 +83,7 @@ def test_a_million_pages_are_restored_within_a_tenth_of_a_second_of_cpu(name: st
     policy = make(name, Links(len(slots)))
     times_s = np.zeros(len(slots))
     started_s = time.process_time()
-    policy.restore(slots, times_s)  # type: ignore[arg-type]
+    policy.restore(slots, times_s)
     assert time.process_time() - started_s < 0.3, "0.05 s on a quiet machine"
     assert len(policy) == len(slots)
 

@@ -22,10 +22,19 @@ def test_numbers_survive_a_restart_and_are_never_reused() -> None:
     b = opened(first, record("b"))
     first.drop("b")
     again = Namespaces.load(first.dump())
-    assert again.numbers == [a]
+    assert again.numbers_of_spaces == {a: a}
     assert again[a].geometry == {"dtype": "bf16"}
     assert again.add(record("b")).number > b
-    assert Namespaces.load(again.dump()).numbers == again.numbers
+    assert Namespaces.load(again.dump()).numbers_of_spaces == again.numbers_of_spaces
+
+
+def test_a_cleared_namespace_keeps_its_number_and_never_gets_a_space_of_before() -> None:
+    first = Namespaces()
+    a = opened(first, record("a"))
+    spaces = {a, first.clear(a)}
+    again = Namespaces.load(first.dump())
+    assert again.numbers_of_spaces == {max(spaces): a}
+    assert {again.clear(a), opened(again, record("b"))}.isdisjoint(spaces)
 
 
 def test_records_and_what_the_configuration_said_survive_a_restart() -> None:

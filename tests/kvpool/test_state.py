@@ -10,15 +10,15 @@ from pdserve.kvpool.events import (
     AssignSlab,
     CancelTransfers,
     Close,
-    FreeRow,
+    CommitRows,
+    FreeRows,
     Received,
+    ReserveRows,
     SaveNamespaces,
     StartReceive,
     StartSend,
     TransferDone,
-    WriteRow,
 )
-from pdserve.kvpool.table import COMMITTED, RESERVED
 
 from .node_model import KIB, Node, answers, commit, key, statuses
 
@@ -52,14 +52,17 @@ def test_rows_are_written_before_the_replies_that_tell_of_them() -> None:
     [grant] = answers(actions, c)[0].grants  # type: ignore[union-attr]
     assert actions == [
         AssignSlab(0, 4 * KIB),
-        WriteRow(grant.slot, RESERVED, key(1), ns, 300, 0, grant.sequence),
+        ReserveRows([grant.slot], ns),
         Answer(c, m.Reserved(9, [grant])),
     ]
     assert node.send(c, commit(10, grant, checksum=5)) == [
-        WriteRow(grant.slot, COMMITTED, key(1), ns, 300, 5, grant.sequence),
+        CommitRows([grant.slot], [key(1)], [ns], [300], [5], [grant.sequence], node.now_s),
         Answer(c, m.Committed(10, b"\1")),
     ]
-    assert node.send(c, m.Clear(11, ns)) == [FreeRow(0), AssignSlab(0, 0), Answer(c, m.Done(11, 1))]
+    cleared = node.send(c, m.Clear(11, ns))
+    assert cleared[:2] == [FreeRows([0]), AssignSlab(0, 0)]
+    assert isinstance(cleared[2], SaveNamespaces)
+    assert cleared[3:] == [Answer(c, m.Done(11, 1))]
 
 
 def test_present_busy_and_the_same_key_twice() -> None:
@@ -105,7 +108,7 @@ def test_evicts_the_least_recently_used_and_skips_pinned_pages() -> None:
     assert node.exists(c, ns, 1) == [0]
 
 
-def test_the_slot_of_an_evicted_page_is_filled_anew_by_one_row() -> None:
+def test_the_slot_of_an_evicted_page_is_reserved_as_it_is() -> None:
     node = Node(slabs=1, slab_bytes=8 * KIB)
     c = node.connect()
     ns = node.open(c)
@@ -113,7 +116,7 @@ def test_the_slot_of_an_evicted_page_is_filled_anew_by_one_row() -> None:
     actions = node.send(c, m.Reserve(9, ns, [key(3)], [100]))
     [grant] = answers(actions, c)[0].grants  # type: ignore[union-attr]
     assert (grant.slot, grant.sequence > old.sequence) == (old.slot, True)
-    assert actions[:-1] == [WriteRow(grant.slot, RESERVED, key(3), ns, 100, 0, grant.sequence)]
+    assert actions[:-1] == [ReserveRows([grant.slot], ns)]
     assert node.exists(c, ns, 1, 2, 3) == [0, 1, 0]
     assert node.status().counters["evictions"] == node.status().namespaces[0].evictions == 1
 

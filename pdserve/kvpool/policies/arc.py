@@ -14,12 +14,12 @@ Bounds, as in the paper: |T1| + |B1| <= c, |T1| + |T2| + |B1| + |B2| <= 2c.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
 
-from pdserve.kvpool.policies.base import NONE, Links, Times
+from pdserve.kvpool.policies.base import NONE, Links, Slots, Times
 
 _ONCE: Final = 0
 _AGAIN: Final = 1
@@ -76,7 +76,7 @@ class Arc:
                 left_again -= 1
                 yield next(again)
 
-    def restore(self, slots: Sequence[int], inserted_s: Times) -> None:
+    def restore(self, slots: Slots, inserted_s: Times) -> None:
         """What was used again before the restart is not known: all are used once."""
         self._pages[_ONCE].extend(np.asarray(slots, dtype=np.int32))
         np.frombuffer(self._words, np.uint32)[np.asarray(slots, dtype=np.int64)] = _ONCE

@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +22,10 @@ import numpy.typing as npt
 from pdserve.kvpool.policies.ghosts import Ghosts
 from pdserve.kvpool.policies.links import NONE, LinkedList
 
-__all__ = ["NONE", "EvictionPolicy", "LinkedList", "Links", "Times"]
+__all__ = ["NONE", "EvictionPolicy", "LinkedList", "Links", "Slots", "Times"]
 
-Times = npt.NDArray[np.float64]
+Slots: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
+Times: TypeAlias = npt.NDArray[np.float64]
 
 
 class EvictionPolicy(Protocol):
@@ -52,7 +53,7 @@ class EvictionPolicy(Protocol):
         """
         ...
 
-    def restore(self, slots: Sequence[int], inserted_s: Times) -> None:
+    def restore(self, slots: Slots, inserted_s: Times) -> None:
         """Insert many, oldest first, into an empty policy; `inserted_s` of shape [slots], ascending."""
         ...
 

@@ -11,12 +11,12 @@ be visited.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
 
-from pdserve.kvpool.policies.base import LinkedList, Links, Times
+from pdserve.kvpool.policies.base import LinkedList, Links, Slots, Times
 
 MAX_FREQUENCY: Final = 63
 WINDOW: Final = 8  # uses per page held from one halving to the next
@@ -56,7 +56,7 @@ class Lfu:
         for frequency in sorted(self._lists):
             yield from self._lists[frequency]
 
-    def restore(self, slots: Sequence[int], inserted_s: Times) -> None:
+    def restore(self, slots: Slots, inserted_s: Times) -> None:
         self._length = len(slots)
         self._list(1).extend(np.asarray(slots, dtype=np.int32))
         np.frombuffer(self._words, np.uint32)[np.asarray(slots, dtype=np.int64)] = self._word(1)

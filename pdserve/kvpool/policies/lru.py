@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
-from pdserve.kvpool.policies.base import Links, Times
+from pdserve.kvpool.policies.base import Links, Slots, Times
 
 
 class Lru:
@@ -30,7 +30,7 @@ class Lru:
     def victims(self) -> Iterator[int]:
         return iter(self._order)
 
-    def restore(self, slots: Sequence[int], inserted_s: Times) -> None:
+    def restore(self, slots: Slots, inserted_s: Times) -> None:
         self._order.extend(np.asarray(slots, dtype=np.int32))
 
     def close(self) -> None:

@@ -8,11 +8,11 @@ The store also keeps one of these beside any other policy of a namespace whose p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
-from pdserve.kvpool.policies.base import NONE, Links, Times
+from pdserve.kvpool.policies.base import NONE, Links, Slots, Times
 from pdserve.kvpool.policies.fifo import Fifo
 
 
@@ -45,6 +45,6 @@ class Ttl(Fifo):
         head = self._order.head
         return float("inf") if head == NONE else self._end_s[head]
 
-    def restore(self, slots: Sequence[int], inserted_s: Times) -> None:
+    def restore(self, slots: Slots, inserted_s: Times) -> None:
         super().restore(slots, inserted_s)
         np.frombuffer(self._end_s)[np.asarray(slots, dtype=np.int64)] = inserted_s + self.ttl_s

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from pdserve.errors import PoolRefused, PoolTimeout, PoolUnavailable
@@ -22,15 +23,16 @@ from pdserve.kvpool.events import (
     AssignSlab,
     CancelTransfers,
     Close,
+    CommitRows,
     Connected,
     Disconnected,
     Event,
-    FreeRow,
+    FreeRows,
     Received,
+    ReserveRows,
     StartReceive,
     StartSend,
     Tick,
-    WriteRow,
 )
 from pdserve.kvpool.leases import Limits
 from pdserve.kvpool.messages import (
@@ -86,7 +88,7 @@ class InprocNode:
             rows = self.layout.table_rows(self.table)
             classes = self.layout.slab_class(self.table)
             self._namespaces = Namespaces.load(self._namespaces.dump())
-            contents = scan(self.layout, classes, rows, self._namespaces.numbers)
+            contents = scan(self.layout, classes, rows, self._namespaces.numbers_of_spaces)
             self._start(first_sequence=time.time_ns() // 1000)
             self.state.restore(contents, time.monotonic())
             self.stopped = self.paused = False
@@ -159,18 +161,12 @@ class InprocNode:
             if isinstance(action, Answer):
                 if action.connection in self._replies:
                     self._replies[action.connection][getattr(action.message, "id", 0)] = action.message
-            elif isinstance(action, WriteRow):
-                rows.write(
-                    action.slot,
-                    action.state,
-                    action.key,
-                    action.namespace,
-                    action.length_bytes,
-                    action.checksum,
-                    action.sequence,
-                )
-            elif isinstance(action, FreeRow):
-                rows.free(action.slot)
+            elif isinstance(action, ReserveRows):
+                rows.reserve(action.slots, action.space)
+            elif isinstance(action, CommitRows):
+                rows.commit(*msgspec.structs.astuple(action))
+            elif isinstance(action, FreeRows):
+                rows.free(action.slots)
             elif isinstance(action, AssignSlab):
                 self.layout.slab_class(self.table)[action.slab] = action.slot_bytes
             elif isinstance(action, Close):

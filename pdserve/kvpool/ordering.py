@@ -1,0 +1,62 @@
+"""Which page goes first, over all orders of eviction; and orders made anew for pages that are there. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pdserve.kvpool.index import NONE, Facts, NamespacePages
+from pdserve.kvpool.policies.base import EvictionPolicy, Links
+from pdserve.kvpool.slots import SlotAllocator
+
+MAX_SKIPPED: Final = 1024  # held pages passed over in search of one victim
+
+
+def best_victim(orders: Iterable[EvictionPolicy | None], facts: Facts, holds: Collection[int]) -> int:
+    """Of each order's best victim that nobody holds, the one unused for longest; or NONE."""
+    best = NONE
+    last_use = facts.last_use
+    for order in orders:
+        if order is None:
+            continue
+        for skipped, victim in enumerate(order.victims()):
+            if victim not in holds:
+                if best == NONE or last_use[victim] < last_use[best]:
+                    best = victim
+                break
+            if skipped >= MAX_SKIPPED:
+                break
+    return best
+
+
+def reorder(
+    pages: NamespacePages, by_use: npt.NDArray[np.int64], facts: Facts, slots: SlotAllocator, links: Links
+) -> None:
+    """Make the namespace's orders anew; `by_use` are all of its committed pages, unused for longest first."""
+    for order in pages.orders.values():
+        order.close()
+    pages.orders = {}
+    committed_s = np.frombuffer(facts.committed_s)
+    ordered = by_use
+    if pages.policy in ("fifo", "ttl") or pages.expiry is not None:
+        sequence = np.frombuffer(facts.sequence, np.uint64)
+        by_commit = by_use[np.lexsort((sequence[by_use], committed_s[by_use]))]
+        if pages.expiry is not None:
+            pages.expiry.restore(by_commit, committed_s[by_commit])
+        if pages.policy in ("fifo", "ttl"):
+            ordered = by_commit
+    classes = np.frombuffer(slots.slab_class, np.uint64)[ordered // slots.slots_per_slab]
+    for slot_bytes in distinct(classes):
+        mine = ordered[classes == slot_bytes]
+        pages.order(slot_bytes, links).restore(mine, committed_s[mine])
+
+
+def distinct(values: npt.NDArray[Any]) -> list[int]:
+    """The different values; quick where there is but one."""
+    if len(values) and (values == values[0]).all():
+        return [int(values[0])]
+    found: list[int] = np.unique(values).tolist()
+    return found
