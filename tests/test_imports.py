@@ -45,6 +45,7 @@ PURE = (
     "pdserve.kvpool.registry",
     "pdserve.kvpool.administration",
     "pdserve.kvpool.access",
+    "pdserve.kvpool.fairness",
     "pdserve.kvpool.sizes",
     "pdserve.kvpool.leases",
     "pdserve.kvpool.listing",

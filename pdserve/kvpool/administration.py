@@ -67,12 +67,12 @@ class Administration:
         self.namespaces = namespaces
         self.guarded: set[int] = set()  # numbers of namespaces with tokens
         self.denials = 0
+        self.revision = 0  # of all settings: what was derived from them before it changed is derived anew
         self._node = node
         self._capacity_bytes = capacity_bytes
         self._rules = rules
         self._on_gone = on_gone
         self._on_settings = on_settings
-        self._revision = 0  # of all settings: rights found before it changed are found anew
         self._configure()
         for namespace in namespaces:
             self._settings_changed(namespace)
@@ -97,9 +97,9 @@ class Administration:
         if number not in self.guarded or self._is_super(session):
             return access.ALL
         revision, found = session.rights.get(number, (-1, 0))
-        if revision != self._revision:
+        if revision != self.revision:
             found = access.rights_of(session.token, self.namespaces.settings(number))
-            session.rights[number] = self._revision, found
+            session.rights[number] = self.revision, found
         return found
 
     def refusal(self, session: Session, message: m.Request) -> m.Fault | None:
@@ -107,12 +107,11 @@ class Administration:
         judged here.
         """
         kind, request_id = type(message), getattr(message, "id", 0)
-        number = getattr(message, "namespace", None)
-        need = access.NEEDS.get(kind)
         fault = None
-        if need is not None and number is not None:
-            if not self.rights(session, number) & need:
-                fault = access.denied(self.namespaces[number].name, need, request_id)
+        if kind in access.NEEDS:
+            if self.lacks_right(session, message):
+                name = self.namespaces[getattr(message, "namespace", 0)].name
+                fault = access.denied(name, access.NEEDS[kind], request_id)
         elif kind in access.PEER_OPERATIONS:
             if not session.peer:
                 fault = access.denied_peer(self._node, request_id)
@@ -120,6 +119,12 @@ class Administration:
             fault = access.denied_here(self._node, kind.__name__, request_id)
         self.denials += fault is not None
         return fault
+
+    def lacks_right(self, session: Session, message: m.Request) -> bool:
+        """Whether the client has no right to do this in the namespace that the request numbers."""
+        need = access.NEEDS.get(type(message))
+        number = getattr(message, "namespace", 0)
+        return need is not None and not self.rights(session, number) & need
 
     def _is_super(self, session: Session) -> bool:
         return session.peer or access.same(session.token, self._rules.admin_token)
@@ -275,6 +280,7 @@ class Administration:
             other_pages = record.generation > local.generation or record.geometry not in ({}, local.geometry)
             if record.dropped or other_pages:
                 self.namespaces.drop(record.name)
+                self.revision += 1
                 self.guarded.discard(local.number)
                 gone.append(local.number)
             else:
@@ -289,7 +295,7 @@ class Administration:
             self.guarded.add(number)
         else:
             self.guarded.discard(number)
-        self._revision += 1
+        self.revision += 1
         self._on_settings(number, settings)
 
     def _save(self, out: list[Action]) -> None:

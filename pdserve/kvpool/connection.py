@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 5.0  # for a client to read the last replies; afterwards its connection goes without
+FRAMES_A_TURN = 64  # of one connection; others are read before its next
 MAX_UNREAD_BYTES = 16 * 1024 * 1024  # replies a client has not read: four of the largest frames
 KEEPALIVE_IDLE_S = 6
 KEEPALIVE_INTERVAL_S = 3
@@ -85,6 +86,7 @@ class ClientConnection(asyncio.Protocol):
         self.hello: Hello | None = None  # of a client that shook hands
         self._greeting: asyncio.Task[None] | None = None  # while UCX is made ready for the client
         self._closed_by_us = False
+        self._paused = False
         self._gone = False
         self._open: dict[int, Open] = {}  # requests not answered yet, by id
 
@@ -104,12 +106,34 @@ class ClientConnection(asyncio.Protocol):
             return
         since_s = self._node.meter.clock()
         try:
-            for body in self._frames.feed(data):
+            for count, body in enumerate(self._frames.feed(data), 1):
                 self._received(decode_request(body), since_s)
                 if self._closed_by_us:
                     return
+                if self._paused:
+                    return  # the rest stays in `_frames`
+                if count == FRAMES_A_TURN:
+                    self.pause()
+                    self.resume()
+                    return
         except FrameError as error:
             self._refuse(Fault(0, "bad_frame", str(error)))
+
+    def pause(self) -> None:
+        """Read nothing more from the client until `resume`."""
+        if not self._paused and not self._transport.is_closing():
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Go on in the next round of the loop, with what was read before first."""
+        asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if self._paused and not self._gone and not self._transport.is_closing():
+            self._paused = False
+            self._transport.resume_reading()
+            self.data_received(b"")
 
     def connection_lost(self, error: Exception | None) -> None:
         self._gone = True

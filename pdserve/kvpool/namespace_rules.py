@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pdserve.errors import ConfigError
+from pdserve.kvpool.access import digest, same
 from pdserve.kvpool.administration import Rules
 from pdserve.kvpool.config import PoolNodeConfig
+from pdserve.kvpool.messages import Hello
 from pdserve.kvpool.namespace_config import settings_of, token_digest
 from pdserve.kvpool.namespace_settings import check_settings
 from pdserve.kvpool.registry import NamespaceError, check_name
@@ -29,3 +31,12 @@ def rules_of(config: PoolNodeConfig) -> Rules:
         except NamespaceError as error:
             raise ConfigError(f"node {config.name}: {label}: {error}") from None
     return rules
+
+
+def is_peer(hello: Hello, config: PoolNodeConfig, rules: Rules) -> bool:
+    """Whether a client is a node of this pool: where tokens are in use, it must show the cluster's."""
+    if not hello.node:
+        return False
+    if not config.cluster.token:
+        return not rules.admin_token
+    return same(digest(hello.token), digest(config.cluster.token))

@@ -20,7 +20,7 @@ import uvloop
 from msgspec.structs import replace
 
 from pdserve.errors import NodeFailed, PdserveError
-from pdserve.kvpool.access import digest, same
+from pdserve.kvpool.access import digest
 from pdserve.kvpool.arena import Arena
 from pdserve.kvpool.cluster_messages import NamespaceRecord
 from pdserve.kvpool.config import PoolNodeConfig
@@ -66,7 +66,8 @@ from pdserve.kvpool.meter import LoopLag, Meter
 from pdserve.kvpool.metrics import NodeSnapshot
 from pdserve.kvpool.metrics_server import MetricsServer
 from pdserve.kvpool.mover import Mover
-from pdserve.kvpool.namespace_rules import rules_of
+from pdserve.kvpool.namespace_rules import is_peer, rules_of
+from pdserve.kvpool.serving import Serving
 from pdserve.kvpool.slots import SlotAllocator
 from pdserve.kvpool.state import LOCAL, NodeState
 from pdserve.kvpool.store import FREE, PageStore
@@ -131,6 +132,7 @@ class PoolNode:
             self.meter = Meter(self.state.store.facts.namespace, self.arena.namespaces)
             self.local = LocalSession(self.feed)
             self.mover = self._make_mover()
+            self.serving = Serving(self._loop, self.state, self.feed, self.connections)
             self._schedule()
             for address in self.config.listen:
                 servers.append(await listen(address, self._accept))  # noqa: PERF401 (each is closed below)
@@ -160,6 +162,7 @@ class PoolNode:
             if served:
                 self.local.close()
                 await self.mover.close()
+                self.serving.close()
             if self._timer is not None:
                 self._timer.cancel()
             if self._ucx_loading is not None:
@@ -246,6 +249,8 @@ class PoolNode:
         if action.connection == LOCAL:
             self.local.answered(action.message)
             return
+        if self.serving.watched is not None:
+            self.serving.answered(action.connection, action.message)
         connection = self.connections.get(action.connection)
         if connection is not None:
             connection.send(action.message)
@@ -306,7 +311,7 @@ class PoolNode:
         """A request of a client that shook hands."""
         route = self._routes.get(type(message))
         if route is None:
-            self.feed(Received(connection.number, message))
+            self.serving.received(connection, message)
         elif not self._stopped:
             fault = self.state.refusal(connection.number, message)
             if fault is None:
@@ -320,7 +325,8 @@ class PoolNode:
 
     def _report(self, request_id: int, asker: Session | None = None) -> StatusReport:
         report = self.state.status(request_id, self._loop.time(), asker)
-        report = replace(report, counters={**report.counters, **self.mover.counters()})
+        counters = {**report.counters, **self.mover.counters(), **self.serving.counters()}
+        report = replace(report, counters=counters)
         return self.gossip.with_members(report)
 
     def _accept(self) -> ClientConnection:
@@ -414,19 +420,12 @@ class PoolNode:
 
     def connected(self, connection: ClientConnection, hello: Hello, path: DataPathName) -> None:
         self.connections[connection.number] = connection
-        peer, token = self._is_peer(hello), digest(hello.token)
+        peer, token = is_peer(hello, self.config, self._rules), digest(hello.token)
         self.feed(Connected(connection.number, path, hello.client, hello.pid, peer, token))
-
-    def _is_peer(self, hello: Hello) -> bool:
-        """Whether this client is a node of this pool: where tokens are in use, it must show the cluster's."""
-        if not hello.node:
-            return False
-        if not self.config.cluster.token:
-            return not self._rules.admin_token
-        return same(digest(hello.token), digest(self.config.cluster.token))
 
     def disconnected(self, number: int, *, by_peer: bool) -> None:
         if self.connections.pop(number, None) is not None:
+            self.serving.gone(number)
             self.feed(Disconnected(number, by_peer))
         self.close_ucx(number)
 

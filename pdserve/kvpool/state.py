@@ -196,6 +196,10 @@ class NodeState:
         session = self.sessions.get(connection)
         return None if session is None else self.administration.refusal(session, message)
 
+    def may_not(self, session: Session, message: m.Request) -> bool:
+        """Whether `handle` would refuse this for want of a right."""
+        return self.administration.lacks_right(session, message)
+
     def _tick(self, now_s: float, out: list[Action]) -> None:
         for session in self.sessions.values():
             self._waits.expire(session, now_s, out)

@@ -1,0 +1,253 @@
+"""In which order a node serves its clients' requests. asyncio, in the node's loop.
+
+While nothing waits and a namespace is within its rates, a request is served in the very call that read it;
+what this costs is one look at a set. A *turn* is one round of the event loop: all sockets that have something
+to read, then what was called for later. Once a turn has served `TURN_KEYS`, and wherever a rate is exceeded,
+requests wait in the fair queue (fairness.py), from which each turn serves as many again. So a client that
+sends without end delays another by one turn, and not by all that it has sent.
+
+What never waits: requests that free something or end what was granted (Commit, Abort, Release, Discard), that
+the node lives by (Ping, messages between nodes), and what is asked rarely (opening, status, administration).
+They are bounded by what was granted, or by `FRAMES_A_TURN` of each connection.
+
+When a namespace's queue is full, the connection whose request filled it is not read from until half of the
+queue is gone: TCP tells the client's sends to wait. What waits too long is answered with a Fault
+`overloaded`, so that a connection which is not read from, and may be gone, is read from again.
+
+Requests of other nodes are not the tenants': they wait in a flow of their own, without limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Final, Protocol, TypeAlias, cast
+
+from pdserve.kvpool import messages as m
+from pdserve.kvpool.events import Event, Received
+from pdserve.kvpool.fairness import MAX_QUEUED_S, FairQueue
+from pdserve.kvpool.state import NodeState
+
+logger = logging.getLogger(__name__)
+
+TURN_KEYS: Final = 128  # about 1 ms of a node's time
+REQUEST_KEYS: Final = 4  # what a request costs beside its keys, in keys
+PEERS: Final = 0  # the flow of the other nodes; namespaces are numbered from 1
+SWEEP_S: Final = 1.0  # how often requests are looked for that have waited too long
+
+Queueable: TypeAlias = m.Exists | m.Wait | m.Get | m.Reserve
+QUEUEABLE: Final = frozenset((m.Exists, m.Wait, m.Get, m.Reserve))
+Item: TypeAlias = tuple[int, Queueable]  # connection, request
+
+
+class Client(Protocol):
+    """What is asked of a connection."""
+
+    number: int
+
+    def send(self, message: m.Reply) -> None: ...
+
+    def pause(self) -> None:
+        """Read nothing more until `resume`."""
+        ...
+
+    def resume(self) -> None: ...
+
+
+class Serving:
+    """The order of requests. `feed` decides and acts at once."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        state: NodeState,
+        feed: Callable[[Event], None],
+        clients: Mapping[int, Client],
+    ) -> None:
+        self.watched: Item | None = None  # the request being served whose answer `answered` wants
+        self.overloaded = 0  # requests that waited too long
+        self._loop = loop
+        self._state = state
+        self._feed = feed
+        self._clients = clients
+        self._queue: FairQueue[Item] = FairQueue()
+        self._revision = -1
+        self._watched_flow = PEERS
+        self._turn_keys = 0  # served in this turn
+        self._turn: asyncio.Handle | None = None  # the next one
+        self._timer: asyncio.Handle | None = None
+        self._sweeper: asyncio.Handle | None = None
+        self._paused: dict[int, set[int]] = {}  # flow -> connections that wait for room in its queue
+
+    def received(self, client: Client, message: m.Request) -> None:
+        """A request of a client."""
+        if type(message) not in QUEUEABLE:
+            self._feed(Received(client.number, message))
+            if isinstance(message, m.Commit) and self._queue.ready:
+                self._charge(message)
+            return
+        request = cast(Queueable, message)  # an isinstance of four costs as much as all the rest here
+        if self._revision != self._state.administration.revision:
+            self._configure()
+        keys = len(request.keys)
+        if self._turn is None:
+            self._turn_keys = 0
+            self._turn = self._loop.call_soon(self._next_turn)
+        elif self._turn_keys + keys > TURN_KEYS:
+            self._wait(client, request)
+            return
+        queue = self._queue
+        if queue.ready or request.namespace in queue.limited:
+            self._wait(client, request)
+            return
+        self._turn_keys += keys + REQUEST_KEYS
+        self._feed(Received(client.number, request))
+
+    def answered(self, connection: int, reply: m.Reply) -> None:
+        """An answer while a request is watched: what that asked for and was not given does not count."""
+        assert self.watched is not None
+        asker, request = self.watched
+        if connection != asker or not isinstance(request, m.Get | m.Reserve):
+            return
+        if not isinstance(reply, m.Got | m.Reserved | m.Fault) or reply.id != request.id:
+            return
+        self.watched = None
+        given = 0
+        if isinstance(reply, m.Got):
+            given = sum(pin.status == m.HIT for pin in reply.pins)
+        elif isinstance(reply, m.Reserved):
+            given = sum(grant.status == m.GRANTED for grant in reply.grants)
+        self._queue.give_back(self._watched_flow, (len(request.keys) - given) * sum(request.segment_bytes))
+
+    def gone(self, connection: int) -> None:
+        """A client went."""
+        if self._queue.waiting:
+            self._queue.remove(lambda item: item[0] == connection)
+        for paused in self._paused.values():
+            paused.discard(connection)
+
+    def counters(self) -> dict[str, int]:
+        """What happened, for status and metrics."""
+        return {
+            "requests_waiting": self._queue.waiting,
+            "requests_held_back": self._queue.held_back,
+            "requests_overloaded": self.overloaded,
+        }
+
+    def close(self) -> None:
+        """Serve nothing that still waits."""
+        for handle in (self._turn, self._timer, self._sweeper):
+            if handle is not None:
+                handle.cancel()
+
+    # --- waiting
+
+    def _wait(self, client: Client, message: Queueable) -> None:
+        """Serve the request by its flow's rates now, or let it wait."""
+        state = self._state
+        session = state.sessions.get(client.number)
+        if session is None:
+            return  # it was closed
+        flow = PEERS if session.peer else message.namespace
+        if message.namespace not in state.namespaces or state.may_not(session, message):
+            self._feed(Received(client.number, message))  # costs the namespace nothing: it is refused
+            return
+        now_s, keys, size_bytes = self._loop.time(), len(message.keys), _size_bytes(message)
+        fits = self._turn_keys + keys <= TURN_KEYS or not self._turn_keys
+        if fits and self._queue.admit(flow, keys, size_bytes, now_s):
+            self._serve(flow, client.number, message)
+            return
+        if not self._queue.put(flow, (client.number, message), keys, size_bytes, now_s):
+            self._paused.setdefault(flow, set()).add(client.number)
+            client.pause()
+        self._arm()
+
+    def _serve(self, flow: int, connection: int, message: Queueable) -> None:
+        self._turn_keys += len(message.keys) + REQUEST_KEYS
+        self.watched, self._watched_flow = (connection, message), flow
+        self._feed(Received(connection, message))
+        self.watched = None
+
+    def _next_turn(self) -> None:
+        self._turn = None
+        self._turn_keys = 0
+        if self._queue.waiting:
+            self._run()
+
+    def _run(self) -> None:
+        """Serve one turn's worth of what waits."""
+        if self._turn is None:
+            self._turn_keys = 0
+        while self._turn_keys < TURN_KEYS:
+            queued = self._queue.next(self._loop.time())
+            if queued is None:
+                break
+            connection, message = queued.item
+            self._serve(queued.flow, connection, message)
+        for flow in [flow for flow in self._paused if self._queue.has_room(flow)]:
+            for connection in self._paused.pop(flow):
+                if connection in self._clients:
+                    self._clients[connection].resume()
+        self._arm()
+
+    def _arm(self) -> None:
+        """Come back for what waits: in the next turn, or when the first rate allows."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._queue.ready:
+            if self._turn is None:
+                self._turn = self._loop.call_soon(self._next_turn)
+        elif self._queue.waiting:
+            self._timer = self._loop.call_at(self._queue.next_time_s(), self._run)
+        if self._queue.waiting and self._sweeper is None:
+            self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+
+    def _sweep(self) -> None:
+        self._sweeper = None
+        for queued in self._queue.expired(self._loop.time()):
+            self.overloaded += 1
+            connection, message = queued.item
+            client = self._clients.get(connection)
+            if client is not None:
+                client.send(self._overloaded(message))
+        self._run()
+
+    def _overloaded(self, message: Queueable) -> m.Fault:
+        text = f"node {self._state.name}: the request waited for {MAX_QUEUED_S:.0f} s"
+        if message.namespace in self._state.namespaces:
+            name = self._state.namespaces[message.namespace].name
+            text += f": namespace '{name}' asks for more than its rates, or its share of a busy node, allow"
+        return m.Fault(message.id, "overloaded", text)
+
+    # --- settings
+
+    def _configure(self) -> None:
+        administration, queue, now_s = self._state.administration, self._queue, self._loop.time()
+        self._revision = administration.revision
+        known = self._state.namespaces
+        for number in known.numbers:
+            settings = known.settings(number)
+            queue.configure(
+                number,
+                weight=settings.weight,
+                operations_s=settings.operations_s,
+                bytes_s=settings.bytes_s,
+                now_s=now_s,
+            )
+        for number in queue.numbers:
+            if number not in known and number != PEERS:
+                queue.forget(number, now_s)
+
+    def _charge(self, commit: m.Commit) -> None:
+        """A commit never waits, and counts all the same."""
+        if commit.slots and 0 <= commit.slots[0] < self._state.store.slots.slots:
+            flow = self._state.store.facts.namespace[commit.slots[0]]
+            self._queue.charge(flow, len(commit.slots))
+
+
+def _size_bytes(message: Queueable) -> int:
+    if isinstance(message, m.Get | m.Reserve):
+        return len(message.keys) * sum(message.segment_bytes)
+    return 0
