@@ -30,6 +30,7 @@ PURE = (
     "pdserve.kvpool.wire",
     "pdserve.kvpool.ring",
     "pdserve.kvpool.membership",
+    "pdserve.kvpool.detector",
     "pdserve.kvpool.migration",
     "pdserve.kvpool.heat",
     "pdserve.kvpool.replicas",

@@ -27,7 +27,7 @@ WAITERS_RETRY_S = 0.05
 
 
 class AsyncControl:
-    """An open, greeted control connection with the namespace opened on it."""
+    """An open, greeted control connection, with a namespace opened on it if one was named."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, label: str) -> None:
         self._reader = reader
@@ -43,7 +43,11 @@ class AsyncControl:
 
     @classmethod
     async def connect(
-        cls, address: str, hello: m.Hello, namespace: str, geometry: dict[str, str]
+        cls,
+        address: str,
+        hello: m.Hello,
+        namespace: str | None = None,
+        geometry: dict[str, str] | None = None,
     ) -> AsyncControl:
         """Raises PoolUnavailable, PoolRefused or FrameError. The caller bounds the time."""
         where = parse_address(address)
@@ -56,7 +60,9 @@ class AsyncControl:
             raise PoolUnavailable(f"pool node {address} cannot be reached: {error}") from error
         control = cls(reader, writer, address)
         try:
-            await control._greet(hello, namespace, geometry)
+            await control._greet(hello)
+            if namespace is not None:
+                await control._open_namespace(namespace, geometry or {})
         except BaseException:
             control.close()
             raise
@@ -83,7 +89,7 @@ class AsyncControl:
             self._pump.cancel()
         self._writer.close()
 
-    async def _greet(self, hello: m.Hello, namespace: str, geometry: dict[str, str]) -> None:
+    async def _greet(self, hello: m.Hello) -> None:
         self._writer.write(m.encode_frame(hello))
         answer = await self._first_reply()
         if not isinstance(answer, m.Welcome):
@@ -91,6 +97,8 @@ class AsyncControl:
             raise PoolRefused(f"pool node {self._label} refused the connection: {text}")
         self.welcome = answer
         self._pump = asyncio.create_task(self._read())
+
+    async def _open_namespace(self, namespace: str, geometry: dict[str, str]) -> None:
         opened = await self.call(lambda i: m.OpenNamespace(i, namespace, geometry))
         if not isinstance(opened, m.Opened):
             text = opened.message if isinstance(opened, m.Fault) else type(opened).__name__

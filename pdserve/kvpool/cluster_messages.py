@@ -189,16 +189,23 @@ class Upgrade(Message, tag=38, frozen=True):
 
 
 class Gossip(Message, tag=40, frozen=True):
-    """What I know; answered with what you know then. Also the sign of life."""
+    """What I know, or a part of it; answered with what you know then. Also the sign of life.
+
+    `digest` is of all that I know; if it is yours too, neither need say more.
+    """
 
     id: int
     node: str
     state: ClusterState
+    digest: bytes = b""
 
 
 class Gossiped(Message, tag=41, frozen=True):
+    """`state` is empty when the digests were equal."""
+
     id: int
     state: ClusterState
+    digest: bytes = b""
 
 
 class ProbePeer(Message, tag=42, frozen=True):

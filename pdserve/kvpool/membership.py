@@ -37,8 +37,9 @@ nothing can be read from it, and the rest of a consistent-hash ring stays as it 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -152,6 +153,20 @@ def check_state(state: ClusterState) -> None:
         raise FrameError("an impossible stable ring")
 
 
+def parts(state: ClusterState, limit_bytes: int) -> Iterator[ClusterState]:
+    """The state in pieces that fit a frame: each has all members, and namespaces of about `limit_bytes`."""
+    namespaces: list[NamespaceRecord] = []
+    size = 0
+    for record in state.namespaces:
+        record_bytes = len(encoded(record))
+        if namespaces and size + record_bytes > limit_bytes:
+            yield replace(state, namespaces=namespaces)
+            namespaces, size = [], 0
+        namespaces.append(record)
+        size += record_bytes
+    yield replace(state, namespaces=namespaces)
+
+
 @dataclass(frozen=True)
 class Update:
     """What a change of the state amounts to."""
@@ -160,6 +175,7 @@ class Update:
     namespaces: tuple[NamespaceRecord, ...] = ()
     view: View | None = None  # the new one, if it changed
     own: bool = False  # this node changed something by itself: the others must hear of it
+    rival: Member | None = None  # a record of this node's name that is not its own
 
     def __bool__(self) -> bool:
         return bool(self.members or self.namespaces or self.view or self.own)
@@ -213,6 +229,8 @@ class Cluster:
         """
         if other.cluster != self.state.cluster:
             raise FrameError(f"news of cluster '{other.cluster}', this is '{self.state.cluster}'")
+        if not (other.members or other.namespaces or other.stable):
+            return Update()
         check_state(other)
         merged = merge(self.state, other)
         if len(merged.members) > MAX_MEMBERS:
@@ -222,7 +240,10 @@ class Cluster:
         if _member_order(claimed) != _member_order(me) and me.status != LEFT:
             # somebody is wrong about this node
             merged = _replaced(merged, replace(me, version=claimed.version + 1))
-        return self._become(merged, own=False)
+        update = self._become(merged, own=False)
+        if claimed.incarnation != me.incarnation and claimed.status in (ACTIVE, LEAVING):
+            return dataclasses.replace(update, rival=claimed)
+        return update
 
     def declare_dead(self, node: str, version: int) -> Update:
         """Nobody could reach the node. Nothing happens if its record is not of this version any more."""
@@ -243,6 +264,10 @@ class Cluster:
         return self._become(
             _replaced(self.state, replace(self.me, version=self.me.version + 1, status=LEAVING))
         )
+
+    def quit(self) -> Update:
+        """The node stops; the others need not find out."""
+        return self._become(_replaced(self.state, replace(self.me, version=self.me.version + 1, status=LEFT)))
 
     def settle(self, epoch: int) -> Update:
         """This node has all that it owns under the ring of `epoch`."""

@@ -91,7 +91,7 @@ class PoolNode:
         self.host_id = host_id()
         self._rules = rules_of(config)
         self.connections: dict[int, ClientConnection] = {}  # those that shook hands
-        self.gossip = Gossiper(config, self.incarnation, int(time.time()), self.connections)
+        self.gossip = Gossiper(config, self.incarnation, int(time.time()), self.connections, self.fail)
         self._routes: dict[type, Handler] = {  # requests that are not NodeState's to answer
             **self.gossip.routes(),
             Status: self._status,
@@ -103,9 +103,9 @@ class PoolNode:
         self._ucx: UcxServer | None = None
         self._ucx_loading: asyncio.Task[UcxServer] | None = None
         self._stopping = asyncio.Event()
-        self._failed: Exception | None = None
         self._metrics: MetricsServer | None = None
         self._lag = LoopLag()
+        self._failure: PdserveError | None = None
         self._stopped = False  # from then on the memory may be another node's: nothing is decided any more
 
     async def serve(self) -> None:
@@ -134,9 +134,11 @@ class PoolNode:
             self.mover = self._make_mover()
             self.serving = Serving(self._loop, self.state, self.feed, self.connections)
             self._schedule()
+            await self.gossip.join()
             for address in self.config.listen:
                 servers.append(await listen(address, self._accept))  # noqa: PERF401 (each is closed below)
             served = True
+            self.gossip.start()
             self._serve_metrics()
             if self.config.ucx.enabled and any(is_remote(address) for address in self.config.listen):
                 self._load_ucx()
@@ -145,14 +147,12 @@ class PoolNode:
                 "pool node %s is ready at %s: %d MiB", self.config.name, addresses, self.config.capacity >> 20
             )
             await self._stopping.wait()
-            if self._failed is not None:
-                raise NodeFailed(
-                    f"node {self.name} stopped after an unexpected error, {self._failed!r}: its pages stay "
-                    "in memory, start it again; its log says where the error was"
-                )
+            if self._failure is not None:
+                raise self._failure
             clean = True
         finally:
             self._stopped = True
+            await self.gossip.stop()
             if self._metrics is not None:
                 self._metrics.close()
             for server in servers:
@@ -179,6 +179,11 @@ class PoolNode:
         """Let `serve` return."""
         self._stopping.set()
 
+    def fail(self, error: PdserveError) -> None:
+        """Let `serve` raise the error; the pages stay."""
+        self._failure = error
+        self.stop()
+
     # --- events and actions
 
     def feed(self, event: Event) -> None:
@@ -197,9 +202,12 @@ class PoolNode:
             self._fail(event, error)
 
     def _fail(self, event: Event, error: Exception) -> None:
-        self._failed = error
+        message = (
+            f"node {self.name} stopped after an unexpected error, {error!r}: its pages stay in memory, start "
+            "it again; its log says where the error was"
+        )
+        self.fail(NodeFailed(message))
         self._stopped = True
-        self._stopping.set()
         what = type(event.message).__name__ if isinstance(event, Received) else type(event).__name__
         logger.critical(
             "node %s: stopping at once: unexpected error while handling %s", self.name, what, exc_info=error
@@ -341,8 +349,11 @@ class PoolNode:
                 f"{hello.client} version {hello.version}: upgrade the older one"
             )
             return Fault(0, "protocol_version", message)
+        refused = self.gossip.refuse(hello)
+        if refused is not None:
+            return refused
         limit = self.config.max_connections
-        if len(self.connections) >= limit:
+        if len(self.connections) >= limit and not hello.node:
             return Fault(0, "too_many_connections", f"the node holds {limit} connections already")
         if hello.data_path in ("none", "shm"):
             # a client that insists on shm finds out itself whether the files it maps are ours

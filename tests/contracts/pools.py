@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from pdserve.errors import PoolError
+from pdserve.kvpool.cluster_config import ClusterConfig
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.hosts import host_id
 from pdserve.kvpool.leases import Limits
@@ -20,6 +22,7 @@ from pdserve.kvpool.table import TableLayout
 from pdserve.kvpool.transports.base import Connection
 from pdserve.kvpool.transports.inproc import InprocConnector, InprocNode
 from pdserve.kvpool.transports.shm import ShmConnector
+from pdserve.up.toml import to_toml
 
 KIB = 1024
 START_TIMEOUT_S = 30.0
@@ -103,6 +106,9 @@ class ProcessPool:
             f"reservation_lease_s = {config.reservation_lease_s}\nquarantine_s = {config.quarantine_s}\n"
             f"max_waiters = {config.max_waiters}\nmax_reserved_share = {config.max_reserved_share}\n"
         )
+        if config.cluster != ClusterConfig():
+            with self._file.open("a") as file:
+                file.write(to_toml({"cluster": msgspec.to_builtins(config.cluster)}))
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:

@@ -1,0 +1,310 @@
+"""Whom a node talks to, and whom it takes for dead. Pure: events in, actions out, time an argument.
+
+Each node watches its next few members on a circle ordered by a hash of their names, so every member is
+watched by a few, and no two nodes need to agree on who. What follows is SWIM (Das, Gupta, Motivala, 2002)
+with fixed neighbours in place of random ones, so the time to notice a loss has a bound, not only a mean.
+
+    a watched member is pinged every `ping_interval_s`, one ping at a time
+      answered, or anything else is heard of it      ->  it lives
+      refused or hung up                             ->  again at once; the second time it is a suspect
+      nothing heard for `ping_timeout_s`             ->  a suspect
+    a suspect: up to `helpers` others are asked to ping it
+      one of them reached it                         ->  it lives; the way from here to there does not
+      all answered that they did not, or `indirect_timeout_s` is over, or there is none to ask
+                                                     ->  Dead
+
+So a member that died is noticed within ping_interval + ping_timeout + indirect_timeout, 1.8 s as configured;
+one whose process ended within a fraction of that, because its machine refuses the connection.
+
+What this does not do: decide who is right when the network falls in two. Each side takes the other for dead
+and goes on; `Sync` goes to dead members too, so both find together again, and each refutes its own death
+(membership.py). A node that was itself paused, or starved of processor time, has heard of nobody for a while
+and must not blame them: a gap in its own calls clears all suspicion (as in Lifeguard: Dadgar, Phillips,
+Currey, 2018). A member that answers later than `ping_timeout_s` is taken for dead, and refutes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias
+
+Outcome: TypeAlias = Literal["answered", "refused", "silent"]
+FAILURES: Final = 2  # refused so often in a row, it is a suspect
+
+
+@dataclass(frozen=True)
+class Timing:
+    """See ClusterConfig. `watched` and `helpers` are counts."""
+
+    ping_interval_s: float = 0.3
+    ping_timeout_s: float = 1.0
+    indirect_timeout_s: float = 0.5
+    sync_interval_s: float = 1.0
+    watched: int = 3
+    helpers: int = 3
+
+    @property
+    def tick_s(self) -> float:
+        """How often the shell should tick."""
+        return self.ping_interval_s / 3
+
+    @property
+    def pause_s(self) -> float:
+        """Without a call for so long, this node was not running properly."""
+        return max(3 * self.tick_s, self.ping_timeout_s / 2)
+
+
+# --- events
+
+
+@dataclass(frozen=True)
+class Known:
+    """The members changed. Each name with its record's version, this node left out."""
+
+    alive: Mapping[str, int]
+    dead: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class PingEnded:
+    """Of a Ping: there is exactly one for each. "refused" stands for every broken connection."""
+
+    node: str
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A message came from it."""
+
+    node: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The answer to an Ask: whether `helper` reached the node. A helper that does not answer gives none."""
+
+    node: str
+    helper: str
+    reached: bool
+
+
+@dataclass(frozen=True)
+class Suspected:
+    """There is reason to doubt that it lives (its lease in etcd ended, say)."""
+
+    node: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    pass
+
+
+Event: TypeAlias = Known | PingEnded | Heard | Asked | Suspected | Tick
+
+# --- actions
+
+
+@dataclass(frozen=True)
+class Ping:
+    node: str
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Ask `helper` whether it can reach the node."""
+
+    helper: str
+    node: str
+
+
+@dataclass(frozen=True)
+class Dead:
+    """Declare it dead, if its record still has this version."""
+
+    node: str
+    version: int
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Exchange all that is known with it. Nothing is concluded from a failure."""
+
+    node: str
+
+
+Action: TypeAlias = Ping | Ask | Dead | Sync
+
+
+@dataclass
+class _Watched:
+    version: int
+    heard_s: float
+    next_ping_s: float
+    pinging: bool = False
+    refused: int = 0
+    suspect_until_s: float | None = None
+    asked: set[str] = field(default_factory=set)  # helpers that have not answered yet
+
+    def lives(self, now_s: float) -> None:
+        self.heard_s = now_s
+        self.refused = 0
+        self.suspect_until_s = None
+        self.asked.clear()
+
+
+class Detector:
+    """Of one node. Ticked every `timing.tick_s`, and called at every event."""
+
+    def __init__(self, name: str, timing: Timing, now_s: float) -> None:
+        self.name = name
+        self._timing = timing
+        self._alive: dict[str, int] = {}
+        self._dead: dict[str, int] = {}
+        self._watched: dict[str, _Watched] = {}
+        self._last_s = now_s
+        self._next_sync_s = now_s
+        self._round = 0
+        self._handlers: dict[type, Callable[..., None]] = {
+            Known: self._known,
+            PingEnded: self._ping_ended,
+            Heard: self._heard,
+            Asked: self._asked,
+            Suspected: self._suspected,
+            Tick: self._tick,
+        }
+
+    @property
+    def watched(self) -> list[str]:
+        """Whom this node watches."""
+        return list(self._watched)
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """What to do about the event, in order."""
+        if now_s - self._last_s > self._timing.pause_s:
+            for watched in self._watched.values():
+                watched.lives(now_s)
+        self._last_s = now_s
+        out: list[Action] = []
+        self._handlers[type(event)](event, now_s, out)
+        return out
+
+    # --- events
+
+    def _known(self, event: Known, now_s: float, out: list[Action]) -> None:
+        self._alive, self._dead = dict(event.alive), dict(event.dead)
+        chosen = successors(self.name, self._alive)[: self._timing.watched]
+        kept = {}
+        for node in chosen:
+            old = self._watched.get(node)
+            if old is not None and old.version != self._alive[node]:
+                old.version = self._alive[node]  # it spoke for itself
+                old.lives(now_s)
+            kept[node] = old or _Watched(self._alive[node], now_s, now_s)
+        self._watched = kept
+        for watched in kept.values():
+            watched.asked &= self._alive.keys()
+        self._look(now_s, out)
+
+    def _ping_ended(self, event: PingEnded, now_s: float, out: list[Action]) -> None:
+        watched = self._watched.get(event.node)
+        if watched is None:
+            return
+        watched.pinging = False
+        if event.outcome == "answered":
+            watched.lives(now_s)
+        elif event.outcome == "refused":
+            watched.refused += 1
+            if watched.refused < FAILURES:
+                watched.next_ping_s = now_s
+        self._look(now_s, out)
+
+    def _heard(self, event: Heard, now_s: float, out: list[Action]) -> None:
+        watched = self._watched.get(event.node)
+        if watched is not None:
+            watched.lives(now_s)
+
+    def _asked(self, event: Asked, now_s: float, out: list[Action]) -> None:
+        watched = self._watched.get(event.node)
+        if watched is None or event.helper not in watched.asked:
+            return
+        if event.reached:
+            watched.lives(now_s)
+        else:
+            watched.asked.discard(event.helper)
+            self._look(now_s, out)
+
+    def _suspected(self, event: Suspected, now_s: float, out: list[Action]) -> None:
+        watched = self._watched.get(event.node)
+        if watched is not None:
+            watched.next_ping_s = now_s
+            self._look(now_s, out)
+        elif event.node in self._alive:
+            out.append(Sync(event.node))
+
+    def _tick(self, event: Tick, now_s: float, out: list[Action]) -> None:
+        self._look(now_s, out)
+        if now_s >= self._next_sync_s:
+            self._next_sync_s = now_s + self._timing.sync_interval_s
+            self._round += 1
+            groups = [group for group in (self._alive, self._dead) if group]
+            out += [Sync(_drawn(self.name, self._round, group)) for group in groups]
+
+    # --- deciding
+
+    def _look(self, now_s: float, out: list[Action]) -> None:
+        timing = self._timing
+        for node, watched in list(self._watched.items()):
+            if watched.suspect_until_s is not None:
+                if not watched.asked or now_s >= watched.suspect_until_s:
+                    self._dies(node, watched, out)
+                    continue
+            elif watched.refused >= FAILURES or now_s - watched.heard_s >= timing.ping_timeout_s:
+                self._suspect(node, watched, now_s, out)
+                if node not in self._watched:
+                    continue
+            if not watched.pinging and now_s >= watched.next_ping_s:
+                watched.pinging = True
+                watched.next_ping_s = now_s + timing.ping_interval_s
+                out.append(Ping(node))
+
+    def _suspect(self, node: str, watched: _Watched, now_s: float, out: list[Action]) -> None:
+        trusted = [
+            other
+            for other in successors(node, self._alive)
+            if other not in self._watched or self._watched[other].suspect_until_s is None
+        ]
+        helpers = trusted[: self._timing.helpers]
+        watched.suspect_until_s = now_s + self._timing.indirect_timeout_s
+        watched.asked = set(helpers)
+        if helpers:
+            out += [Ask(helper, node) for helper in helpers]
+        else:
+            self._dies(node, watched, out)
+
+    def _dies(self, node: str, watched: _Watched, out: list[Action]) -> None:
+        del self._watched[node]
+        version = self._alive.pop(node)
+        assert version == watched.version
+        out.append(Dead(node, version))
+
+
+def successors(name: str, others: Iterable[str]) -> list[str]:
+    """The others in order of their places on a circle, from the name's own place on."""
+    place = _place(name)
+    return sorted(
+        (other for other in others if other != name),
+        key=lambda other: (_place(other) <= place, _place(other)),
+    )
+
+
+def _place(name: str) -> tuple[bytes, str]:
+    return hashlib.blake2b(name.encode(), digest_size=8).digest(), name
+
+
+def _drawn(name: str, round_: int, group: Iterable[str]) -> str:
+    """One of the group: a rendezvous of this node, this round and each member, as good as random."""
+    return min(group, key=lambda other: _place(f"{name} {round_} {other}"))
