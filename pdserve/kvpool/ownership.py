@@ -23,7 +23,7 @@ from pdserve.kvpool.messages import Fault
 from pdserve.kvpool.ring import Ring, positions_of
 from pdserve.kvpool.store import PageStore
 
-MAX_LOOKED_AT: Final = 16_384  # slots whose keys are looked at in one step
+MAX_LOOKED_AT: Final = 8192  # slots whose keys are looked at in one step
 MAX_DROPPED: Final = 1024  # pages dropped in one step
 STEP_S: Final = 0.005  # between steps: others get their turn
 AGAIN_S: Final = 1.0  # until pinned pages are looked at again
