@@ -70,7 +70,7 @@ from pdserve.kvpool.namespace_rules import is_peer, rules_of
 from pdserve.kvpool.serving import Serving
 from pdserve.kvpool.slots import SlotAllocator
 from pdserve.kvpool.state import LOCAL, NodeState
-from pdserve.kvpool.store import FREE, PageStore
+from pdserve.kvpool.store import PageStore
 from pdserve.kvpool.table import TableLayout
 from pdserve.kvpool.transports.control import parse_address
 from pdserve.kvpool.transports.ucx_server import UcxServer
@@ -244,7 +244,7 @@ class PoolNode:
             self.arena.memory,
             self.local,
             self.arena.namespaces,
-            lambda: store.bytes_in_state[FREE],
+            lambda: store.free_bytes,
             self.feed,
             self.stop,
         )
