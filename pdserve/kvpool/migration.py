@@ -13,7 +13,8 @@ One member is gone through in passes:
 A member answers only once it knows the asker's epoch. From then on it grants no ordinary client a reservation
 of a page that is not its own, so pages of mine can only still come to it from reservations made before: a
 namespace is done after a pass that began when none of these was open (`Listed.writing` of the first answer),
-and gone through again otherwise. Those end with their lease, so there are few passes.
+and gone through again otherwise. Those end with their lease, so there are few passes. Pages that were listed
+and could not be had (late from a tier, say) are worth another pass too, a few times.
 
 The node has settled when every member is done. A member that fails is tried again, later each time, and
 passed over after `attempts` failures in a row: what it had may be missed, which is all that this costs. A
@@ -53,6 +54,7 @@ class MigrationLimits:
     list_keys: int = 4096
     max_peers: int = 4  # asked at a time, with one request each
     attempts: int = 5
+    passes: int = 3  # for pages that were listed and could not be had
     retry_s: float = 0.25  # doubled with every failure in a row
     max_retry_s: float = 5.0
     stale_retry_s: float = 0.1  # until a member knows our epoch, or we know its
@@ -89,15 +91,15 @@ class Listed(msgspec.Struct, frozen=True):
 
 
 class Pulled(msgspec.Struct, frozen=True):
-    """`pages` of `moved_bytes` are ours now; the others were there already, or are not to be had.
-
-    `full`: there was no room for at least one.
+    """`pages` of `moved_bytes` are ours now. `missing` were not to be had this time, the others were here
+    already. `full`: there was no room for at least one.
     """
 
     ask: int
     pages: int
     moved_bytes: int
     full: bool = False
+    missing: Sequence[bytes] = ()
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -162,6 +164,7 @@ class _Peer:
     listed: bool = False  # the current namespace up to its end
     keys: deque[bytes] = field(default_factory=deque)  # lacking here, of the current namespace
     lengths: deque[int] = field(default_factory=deque)
+    passes: int = 0  # done
     failures: int = 0  # in a row
     stale_s: float = 0.0  # waited for it to know our epoch
     not_before_s: float = 0.0
@@ -245,10 +248,20 @@ class Migration:
             peer.lengths.extend(event.lengths)
             peer.cursor = event.cursor
             peer.listed = event.cursor == 0
-        elif event.full:
+        else:
             assert isinstance(action, Pull)
-            self._full.add(action.namespace)
+            self._pulled(peer, event, action)
         self._step(peer, now_s)
+
+    def _pulled(self, peer: _Peer, event: Pulled, action: Pull) -> None:
+        if event.full:
+            self._full.add(action.namespace)
+        elif event.missing and event.pages:  # it gave a part, as much as it pins for one reader, say
+            length_of = dict(zip(action.keys, action.lengths, strict=True))
+            peer.keys.extendleft(reversed(event.missing))
+            peer.lengths.extendleft(length_of[key] for key in reversed(event.missing))
+        elif event.missing and peer.passes < self._limits.passes and action.namespace not in peer.again:
+            peer.again.append(action.namespace)  # they may be gone; then they are not listed again
 
     def _failed(self, peer: _Peer, action: Survey | List | Pull, stale: bool, now_s: float) -> None:
         limits = self._limits
@@ -277,6 +290,7 @@ class Migration:
             peer.keys.clear()
             peer.lengths.clear()
         if peer.surveyed and not peer.todo:
+            peer.passes += 1
             peer.todo.extend(name for name in peer.again if name not in self._full)
             peer.again.clear()
             peer.not_before_s = now_s + self._limits.writing_retry_s

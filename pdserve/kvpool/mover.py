@@ -234,8 +234,7 @@ class Mover:
 
     async def _pull(self, action: Pull) -> Pulled:
         space = (action.namespace, self._spaces[action.peer, action.namespace])
-        pages, moved_bytes, full = await self._fetch(action.peer, "move", space, action.keys, action.lengths)
-        return Pulled(action.ask, len(pages), moved_bytes, full)
+        return await self._fetch(action.peer, "move", space, action.keys, action.lengths, ask=action.ask)
 
     # --- pages
 
@@ -247,17 +246,16 @@ class Mover:
         keys: Sequence[bytes],
         lengths: Sequence[int],
         *,
+        ask: int = 0,
         replica: bool = False,
-    ) -> tuple[list[bytes], int, bool]:
-        """Get pages from a peer into slots of ours: the keys of those that are here now by this, their bytes,
-        and whether there was no room for some. Raises PoolError when the peer failed.
-        """
+    ) -> Pulled:
+        """Get pages from a peer into slots of ours. Raises PoolError when the peer failed."""
         number = await self._open(space)
         by_length: dict[int, list[bytes]] = defaultdict(list)
         for key, length in zip(keys, lengths, strict=True):
             by_length[length].append(key)
-        pages: list[bytes] = []
-        moved_bytes, full = 0, False
+        pages, moved_bytes, full = 0, 0, False
+        missing: list[bytes] = []
         for length, some in by_length.items():
             request = _reserve(number, some, length, replica)
             reserved = await self._local.call(request)
@@ -267,13 +265,14 @@ class Mover:
             mine = [(k, g) for k, g in zip(some, reserved.grants, strict=True) if g.status == m.GRANTED]
             if mine:
                 done = await self._fill(peer, purpose, space, mine, length)
-                pages += done
+                pages += len(done)
                 moved_bytes += len(done) * length
-        return pages, moved_bytes, full
+                missing += [key for key, _ in mine if key not in done]
+        return Pulled(ask, pages, moved_bytes, full, missing)
 
     async def _fill(
         self, peer: str, purpose: str, space: Space, mine: list[tuple[bytes, m.Grant]], length: int
-    ) -> list[bytes]:
+    ) -> set[bytes]:
         """Fill and commit the slots granted to us; the keys of those that were. The others are given back."""
         keys, grants = [key for key, _ in mine], [grant for _, grant in mine]
         slots = [self._memory[grant.offset : grant.offset + length] for grant in grants]
@@ -291,14 +290,14 @@ class Mover:
                 self._local.post(m.Abort([g.slot for g in bad], [g.sequence for g in bad]))
         good = [(k, g, c) for k, g, c in zip(keys, grants, checksums, strict=True) if c is not None]
         if not good:
-            return []
+            return set()
         committed = await self._local.call(
             lambda n: m.Commit(
                 n, [g.slot for _, g, _ in good], [g.sequence for _, g, _ in good], [c for _, _, c in good]
             )
         )
         mask = committed.mask if isinstance(committed, m.Committed) else bytes(len(good))
-        return [key for (key, _, _), ok in zip(good, mask, strict=True) if ok]
+        return {key for (key, _, _), ok in zip(good, mask, strict=True) if ok}
 
     async def _open(self, space: Space) -> int:
         """Our number of a namespace. Raises PoolRefused."""
@@ -357,8 +356,8 @@ class Mover:
         count = 0
         try:
             space = self._space(request.namespace)
-            pages, _, _ = await self._fetch(peer, "fetch", space, request.keys, request.lengths, replica=True)
-            self._replica_pages_pulled += len(pages)
+            pulled = await self._fetch(peer, "fetch", space, request.keys, request.lengths, replica=True)
+            self._replica_pages_pulled += pulled.pages
             here = await self._local.call(lambda n: m.Exists(n, request.namespace, request.keys))
             count = sum(here.mask) if isinstance(here, m.Present) else 0
         except (PdserveError, ValueError) as error:  # ValueError: keys and lengths of two sizes

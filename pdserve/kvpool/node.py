@@ -48,7 +48,8 @@ from pdserve.kvpool.events import (
 )
 from pdserve.kvpool.gossip import Gossiper, Handler
 from pdserve.kvpool.hosts import host_id
-from pdserve.kvpool.leases import Limits, ReplicationLimits, Session
+from pdserve.kvpool.leases import Session
+from pdserve.kvpool.limits import limits_of
 from pdserve.kvpool.listening import is_remote, listen, remove_socket
 from pdserve.kvpool.local import LocalSession
 from pdserve.kvpool.messages import (
@@ -445,22 +446,7 @@ class PoolNode:
     def _make_state(self) -> NodeState:
         config = self.config
         slots = SlotAllocator(config.capacity, config.slab, config.min_slot)
-        limits = Limits(
-            lease_s=config.lease_s,
-            reservation_lease_s=config.reservation_lease_s,
-            quarantine_s=config.quarantine_s,
-            max_waiters=config.max_waiters,
-            max_reserved_bytes=max(config.slab, int(config.capacity * config.max_reserved_share)),
-            replication=ReplicationLimits(
-                max_replicas=config.replicas.max_replicas,
-                hot_reads_s=config.replicas.hot_reads_s,
-                half_life_s=config.replicas.half_life_s,
-                lease_s=config.replicas.lease_s,
-                max_share=config.replicas.max_share,
-            ),
-            max_pinned_bytes=max(config.slab, int(config.capacity * config.max_pinned_share)),
-            max_messages=config.max_messages,
-        )
+        limits = limits_of(config)
         store = PageStore(slots, self.arena.first_sequence)
         now_s = self._loop.time()
         namespaces = self.arena.namespaces

@@ -36,6 +36,8 @@ class Member:
     latency_s: float = 0.001
     silent: bool = False  # every request fails, after `timeout_s`
     timeout_s: float = 5.0
+    at_once: int = 1 << 30  # pages that it gives out per request
+    late: set[bytes] = field(default_factory=set)  # not to be had at the first attempt
     asked: int = 0
     open: int = 0
 
@@ -114,9 +116,13 @@ class Moving:
                 member.writing,
             )
         fits = [k for k in action.keys if k in there and k not in mine]
-        room = [k for k in fits if (self._take(there[k]))]
+        given = [k for k in fits if k not in member.late][: member.at_once]
+        member.late -= set(fits)
+        room = [k for k in given if self._take(there[k])]
         mine.update((key, there[key]) for key in room)
-        return Pulled(action.ask, len(room), sum(there[k] for k in room), full=len(room) < len(fits))
+        missing = [k for k in action.keys if k not in given and k not in mine]
+        moved_bytes = sum(there[k] for k in room)
+        return Pulled(action.ask, len(room), moved_bytes, full=len(room) < len(given), missing=missing)
 
     def _take(self, length: int) -> bool:
         if length > self.room_bytes:

@@ -139,6 +139,31 @@ def test_a_namespace_without_room_ends_and_the_others_go_on() -> None:
     assert len(moving.mine.get("small", {})) <= 10
 
 
+def test_a_member_that_gives_few_pages_at_a_time_gives_them_all() -> None:
+    moving = Moving({"a": Member({"x": pages(range(300))}, at_once=3)})
+    moving.begin(1)
+    moving.run()
+    assert moving.mine["x"] == pages(range(300))
+    assert moving.members["a"].asked < 120
+
+
+def test_pages_that_come_late_are_asked_for_again() -> None:
+    member = Member({"x": pages(range(50))}, late=set(pages(range(50))))
+    moving = Moving({"a": member})
+    moving.begin(1)
+    moving.run()
+    assert moving.mine["x"] == pages(range(50))
+
+
+def test_a_page_that_never_comes_does_not_keep_anybody() -> None:
+    member = Member({"x": pages(range(10))}, at_once=0)
+    moving = Moving({"a": member})
+    moving.begin(1)
+    moving.run()
+    assert moving.settled
+    assert member.asked < 12
+
+
 def test_no_more_is_pulled_than_there_may_be_room_for() -> None:
     moving = Moving({name: Member({"x": pages(range(n, n + 1000))}) for name, n in (("a", 0), ("b", 1000))})
     moving.begin(1, room_bytes=100 * KIB)

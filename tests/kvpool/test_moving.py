@@ -222,4 +222,5 @@ def test_a_node_smaller_than_its_share_takes_what_fits(nodes: Nodes) -> None:
     assert nodes.counters("n1")["bytes_pulled"] < 2 * status.capacity_bytes, "it stops when it is full"
     mine = [key for key in keys if nodes.holders(key) == ["n1"]]
     with nodes.client("n1") as client:
-        assert client.get(mine) == mine
+        found = [key for start in range(0, len(mine), 8) for key in client.get(mine[start : start + 8])]
+    assert found == mine
