@@ -74,7 +74,7 @@ from pdserve.kvpool.state import LOCAL, NodeState
 from pdserve.kvpool.store import PageStore
 from pdserve.kvpool.table import TableLayout
 from pdserve.kvpool.transports.control import parse_address
-from pdserve.kvpool.transports.ucx_server import UcxServer
+from pdserve.kvpool.ucx_path import UcxPath
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +101,6 @@ class PoolNode:
         self._last_connection = 0
         self._timer: asyncio.Handle | None = None  # uvloop's has no `when` if it was due already
         self._timer_at_s = 0.0
-        self._ucx: UcxServer | None = None
-        self._ucx_loading: asyncio.Task[UcxServer] | None = None
         self._stopping = asyncio.Event()
         self._metrics: MetricsServer | None = None
         self._lag = LoopLag()
@@ -127,6 +125,7 @@ class PoolNode:
         fresh = self.arena.contents is None
         servers: list[asyncio.Server] = []
         clean = served = False
+        self._ucx = UcxPath(self.config, self.arena.memory, self.feed, self._ucx_lost)
         try:
             self.state = self._make_state()
             self._acts = self._make_acts()
@@ -142,7 +141,7 @@ class PoolNode:
             self.gossip.start()
             self._serve_metrics()
             if self.config.ucx.enabled and any(is_remote(address) for address in self.config.listen):
-                self._load_ucx()
+                self._ucx.load()
             addresses = ", ".join(self.config.listen)
             logger.info(
                 "pool node %s is ready at %s: %d MiB", self.config.name, addresses, self.config.capacity >> 20
@@ -166,10 +165,7 @@ class PoolNode:
                 self.serving.close()
             if self._timer is not None:
                 self._timer.cancel()
-            if self._ucx_loading is not None:
-                self._ucx_loading.cancel()
-            if self._ucx is not None:
-                self._ucx.stop()
+            self._ucx.stop()
             # before the memory is let go: afterwards they may be the next node's
             for address in self.config.listen[: len(servers)]:
                 remove_socket(address)
@@ -270,7 +266,6 @@ class PoolNode:
             connection.close(action.reason)
 
     def _transfer(self, action: StartSend | StartReceive | CancelTransfers) -> None:
-        assert self._ucx is not None
         self._ucx.perform(action)
 
     def _schedule(self) -> None:
@@ -387,43 +382,10 @@ class PoolNode:
 
     async def open_ucx(self, connection: int, hello: Hello) -> UcxInfo | Fault:
         """Make ready for a client's endpoint. `close_ucx` undoes it."""
-        try:
-            server = await asyncio.shield(self._load_ucx())
-            return await server.open(connection)
-        except PdserveError as error:
-            logger.warning("node %s: no UCX for client %s: %s", self.config.name, hello.client, error)
-            return Fault(0, "data_path", f"node {self.config.name} cannot use UCX: {error}")
+        return await self._ucx.open(connection, hello)
 
     def close_ucx(self, connection: int) -> None:
-        if self._ucx is not None:
-            self._ucx.close(connection)
-
-    def _load_ucx(self) -> asyncio.Task[UcxServer]:
-        """Load UCX unless that was begun. It takes 0.6 s, in a thread: a node that only its own host can
-        reach leaves it to the first client that asks for it.
-        """
-        if self._ucx_loading is None:
-            self._ucx_loading = self._loop.create_task(self._start_ucx())
-            self._ucx_loading.add_done_callback(self._ucx_loaded)
-        return self._ucx_loading
-
-    async def _start_ucx(self) -> UcxServer:
-        self._ucx = UcxServer(
-            self.arena.memory,
-            self.feed,
-            self._ucx_lost,
-            host=self.config.ucx.host,
-            port=self.config.ucx.port,
-            options=self.config.ucx.options,
-            stall_timeout_s=self.config.lease_s,
-        )
-        await self._ucx.start()
-        return self._ucx
-
-    def _ucx_loaded(self, loading: asyncio.Task[UcxServer]) -> None:
-        error = None if loading.cancelled() else loading.exception()
-        if error is not None:
-            logger.warning("node %s: clients on other hosts cannot be served: %s", self.config.name, error)
+        self._ucx.close(connection)
 
     def _ucx_lost(self, connection: int, reason: str) -> None:
         client = self.connections.get(connection)

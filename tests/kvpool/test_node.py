@@ -676,8 +676,8 @@ def test_a_client_that_goes_while_ucx_is_loaded_leaves_nothing(
         assert isinstance(await reply_of(near), m.Welcome)
         ucx_loads_when_told.set()
         assert isinstance(await reply_of(staying), m.Welcome)
-        assert node._ucx is not None
-        assert len(node._ucx._peers) == len(node.connections) - 1 == 1
+        assert node._ucx.server is not None
+        assert len(node._ucx.server._peers) == len(node.connections) - 1 == 1
         writer.close()
         other.close()
 

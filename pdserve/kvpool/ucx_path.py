@@ -1,0 +1,92 @@
+"""A node's UCX data path: loaded when it is first needed, one endpoint per client. asyncio.
+
+UCX takes 0.6 s to load, in a thread: a node that only its own host can reach leaves it to the first client
+that asks for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from pdserve.errors import PdserveError
+from pdserve.kvpool.config import PoolNodeConfig
+from pdserve.kvpool.events import CancelTransfers, Event, StartReceive, StartSend
+from pdserve.kvpool.messages import Fault, Hello, UcxInfo
+from pdserve.kvpool.transports.base import Bytes1D
+from pdserve.kvpool.transports.ucx_server import UcxServer
+
+logger = logging.getLogger(__name__)
+
+
+class UcxPath:
+    """`memory`: the arena. `feed` takes what happened; `lost` the connections whose endpoint broke, and
+    why.
+    """
+
+    def __init__(
+        self,
+        config: PoolNodeConfig,
+        memory: Bytes1D,
+        feed: Callable[[Event], None],
+        lost: Callable[[int, str], None],
+    ) -> None:
+        self._config = config
+        self._memory = memory
+        self._feed = feed
+        self._lost = lost
+        self.server: UcxServer | None = None
+        self._loading: asyncio.Task[UcxServer] | None = None
+
+    def load(self) -> asyncio.Task[UcxServer]:
+        """Load UCX unless that was begun."""
+        if self._loading is None:
+            self._loading = asyncio.get_running_loop().create_task(self._start())
+            self._loading.add_done_callback(self._loaded)
+        return self._loading
+
+    async def open(self, connection: int, hello: Hello) -> UcxInfo | Fault:
+        """Make ready for a client's endpoint. `close` undoes it."""
+        try:
+            server = await asyncio.shield(self.load())
+            return await server.open(connection)
+        except PdserveError as error:
+            logger.warning("node %s: no UCX for client %s: %s", self._config.name, hello.client, error)
+            return Fault(0, "data_path", f"node {self._config.name} cannot use UCX: {error}")
+
+    def close(self, connection: int) -> None:
+        """The client is gone."""
+        if self.server is not None:
+            self.server.close(connection)
+
+    def perform(self, action: StartSend | StartReceive | CancelTransfers) -> None:
+        """Of a client that has an endpoint."""
+        assert self.server is not None
+        self.server.perform(action)
+
+    def stop(self) -> None:
+        """End all of it; idempotent."""
+        if self._loading is not None:
+            self._loading.cancel()
+        if self.server is not None:
+            self.server.stop()
+
+    async def _start(self) -> UcxServer:
+        ucx = self._config.ucx
+        self.server = UcxServer(
+            self._memory,
+            self._feed,
+            self._lost,
+            host=ucx.host,
+            port=ucx.port,
+            options=ucx.options,
+            stall_timeout_s=self._config.lease_s,
+        )
+        await self.server.start()
+        return self.server
+
+    def _loaded(self, loading: asyncio.Task[UcxServer]) -> None:
+        error = None if loading.cancelled() else loading.exception()
+        if error is not None:
+            logger.warning("node %s: clients on other hosts cannot be served: %s", self._config.name, error)
