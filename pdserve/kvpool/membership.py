@@ -94,6 +94,8 @@ def merge(a: ClusterState, b: ClusterState) -> ClusterState:
 
 def newer_member(a: Member, b: Member) -> Member:
     """The newer of two records of one node, with what either knows of its settling."""
+    if a == b:
+        return a
     newer = max(a, b, key=_member_order)
     if (a.version, a.incarnation) == (b.version, b.incarnation):
         settled = max(a.settled, b.settled)
@@ -193,6 +195,7 @@ class Cluster:
         self.state = ClusterState(cluster, [me], [])
         self._members = {me.node: me}
         self._namespaces: dict[str, NamespaceRecord] = {}
+        self._digests: dict[str, tuple[NamespaceRecord, bytes]] = {}
         self._look()
 
     # --- what is known
@@ -322,13 +325,29 @@ class Cluster:
     def _look(self) -> None:
         """Work out what follows from the state."""
         self.epoch = epoch_of(self.state)
-        self.digest = hashlib.blake2b(encoded(self.state), digest_size=16).digest()
+        self.digest = self._digest()
         owners = owners_of(self._members.values())
         previous: list[NodeAddress] = []
         if not self.settled:
             up = {member.node: member for member in self.alive()}
             previous = [replace(n, address=up[n.node].address) for n in self.state.stable if n.node in up]
         self.view = View(0, self.epoch, owners, previous if previous != owners else [])
+
+    def _digest(self) -> bytes:
+        """Of all that is known. Namespaces are large and seldom change: theirs are remembered."""
+        digests = {}
+        for record in self.state.namespaces:
+            known = self._digests.get(record.name)
+            if known is None or known[0] is not record:
+                known = record, _digest_of(encoded(record))
+            digests[record.name] = known
+        self._digests = digests
+        rest = encoded(replace(self.state, namespaces=[]))
+        return _digest_of(rest + b"".join(digest for _, digest in digests.values()))
+
+
+def _digest_of(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
 def _settled(members: Iterable[Member], epoch: int) -> bool:

@@ -41,8 +41,8 @@ from .test_node import small_config
 DETECTED_S = 2.0  # R10
 QUICK = {
     "ping_interval_s": 0.05,
-    "ping_timeout_s": 0.4,
-    "indirect_timeout_s": 0.2,
+    "ping_timeout_s": 1.0,  # all nodes of a test share a process, and that a busy machine
+    "indirect_timeout_s": 0.3,
     "sync_interval_s": 0.1,
     "join_timeout_s": 1.0,
 }
@@ -116,8 +116,15 @@ class Watcher:
                 assert view.id == 0
                 self.views.append((time.monotonic(), view))
 
-    def rings(self) -> list[str]:
-        return ["".join(n.node for n in view.nodes) for _, view in self.views]
+    def told(self, ring: str) -> float:
+        """When it was first told of this ring; it may be a moment away yet."""
+        deadline = soon(5)
+        while True:
+            for at, view in list(self.views):
+                if "".join(n.node for n in view.nodes) == ring:
+                    return at
+            assert time.monotonic() < deadline, self.views
+            time.sleep(0.01)
 
     def close(self) -> None:
         self._channel._socket.shutdown(socket.SHUT_RDWR)
@@ -136,18 +143,18 @@ def test_a_killed_node_is_out_of_all_views_in_time_and_back_after_its_restart(pr
     took_s = processes.until("ab", seconds=DETECTED_S)
     print(f"noticed after {took_s:.2f} s")
     epochs.append(processes.view("a")[0])
-    assert "ab" in watcher.rings()
-    assert next(at for at, v in watcher.views if len(v.nodes) == 2) - killed < DETECTED_S
+    assert watcher.told("ab") - killed < DETECTED_S
+    watcher.views.clear()
 
     processes.nodes["c"].restart()
     processes.until("abc")
     epochs.append(processes.view("a")[0])
     assert epochs == sorted(set(epochs))
-    assert watcher.rings()[-1] == "abc"
+    watcher.told("abc")
 
     processes.start("d")
     processes.until("abcd")
-    assert "abcd" in watcher.rings()
+    watcher.told("abcd")
     watcher.close()
     for node in processes.nodes.values():
         node.close()
@@ -399,12 +406,12 @@ def test_a_namespace_published_at_one_node_is_known_at_all_however_many(tmp_path
             heard: list[NamespaceRecord] = []
             c.gossip.on_namespaces.append(heard.extend)
             geometry = {"layout": "x" * 20_000}
-            for number in range(150):  # 3 MB: more than one message takes
+            for number in range(80):  # 1.6 MB: more than one message takes
                 b.gossip.publish(NamespaceRecord(f"ns{number}", 1, 1, geometry))
-            await until(lambda: len(heard) == 150)
+            await until(lambda: len(heard) == 80)
             await until(lambda: len({n.gossip.cluster.digest for n in (a, b, c)}) == 1)
             async with running(tmp_path, "d", peers="a") as d:
-                await until(lambda: len(d.gossip.cluster.namespaces) == 150)
+                await until(lambda: len(d.gossip.cluster.namespaces) == 80)
 
     asyncio.run(run())
 
