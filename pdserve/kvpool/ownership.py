@@ -7,12 +7,17 @@
 at `MAX_LOOKED_AT` keys per call at most, so a call costs a few milliseconds whatever the size of the arena.
 A page that is committed into a slot behind the cursor comes from a reservation that was open when the listing
 began, or after it under the new view, and then it is the node's own: see migration.py.
+
+Pages in the tiers below memory follow after the slots, in the order of a list of their keys that is made when
+that part begins: cursors from `slots` on are places in it. A page that sinks or rises meanwhile is listed
+twice, or in the asker's next pass.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Container, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +34,56 @@ STEP_S: Final = 0.005  # between steps: others get their turn
 AGAIN_S: Final = 1.0  # until pinned pages are looked at again
 
 
+MAX_KEY_LISTS: Final = 8  # of keys below memory, kept for who is going through them
+
+
+class PagesBelow(Protocol):
+    """The tiers below memory, as far as ownership is concerned."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether all that the tiers hold is known by now."""
+        ...
+
+    def namespaces(self) -> list[int]:
+        """Those that have pages there."""
+        ...
+
+    def keys(self, namespace: int) -> list[bytes]:
+        """Of all pages there, in a list of the caller's own."""
+        ...
+
+    def length(self, namespace: int, key: bytes) -> int:
+        """Of a page there; 0 when there is none."""
+        ...
+
+    def forget(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> None:
+        """Drop pages from all tiers."""
+        ...
+
+
+class NothingBelow:
+    """A node without tiers. Implements PagesBelow."""
+
+    ready = True
+
+    def namespaces(self) -> list[int]:
+        return []
+
+    def keys(self, namespace: int) -> list[bytes]:
+        return []
+
+    def length(self, namespace: int, key: bytes) -> int:
+        return 0
+
+    def forget(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> None:
+        return
+
+
 class Ownership:
     """`ring` None: there is no view, everything is this node's."""
 
-    def __init__(self, name: str, store: PageStore) -> None:
+    def __init__(self, name: str, store: PageStore, below: PagesBelow) -> None:
         self.ring: Ring | None = None
         self.number = -1  # ours in the ring; -1: we own nothing
         self.stable = True
@@ -40,8 +91,12 @@ class Ownership:
         self.next_step_s = float("inf")
         self._name = name
         self._store = store
+        self._below = below
         self._cursor = 0
         self._skipped = False
+        self._in_slots = True  # where dropping is: in the slots, then below
+        self._to_drop_below: list[tuple[int, list[bytes]]] = []
+        self._lists: OrderedDict[tuple[int, str], list[bytes]] = OrderedDict()
 
     @property
     def epoch(self) -> int:
@@ -55,8 +110,18 @@ class Ownership:
     def view_changed(self, ring: Ring, *, stable: bool, now_s: float) -> None:
         self.ring, self.stable = ring, stable
         self.number = ring.number(self._name)
-        self._cursor, self._skipped = 0, False
-        self.next_step_s = now_s if stable and not self.alone else float("inf")
+        self._lists.clear()
+        self._begin_dropping(now_s if stable and not self.alone else float("inf"))
+
+    def below_ready(self, now_s: float) -> None:
+        """The tiers have told all that they hold: there may be foreign pages among it."""
+        if self.stable and not self.alone:
+            self._begin_dropping(now_s)
+
+    def _begin_dropping(self, at_s: float) -> None:
+        self.next_step_s = at_s
+        self._cursor, self._skipped, self._in_slots = 0, False, True
+        self._to_drop_below.clear()
 
     def ours(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Which of the keys are ours, shape [len(keys)]."""
@@ -75,26 +140,81 @@ class Ownership:
         number = ring.number(request.node)
         if number < 0:
             return Owned(request.id, [], [], 0, 0)
+        if request.cursor >= self._store.slots.slots:
+            return self._list_below(request, ring, number)
         writing = 0
         if request.cursor == 0:
+            writing = int(not self._below.ready)  # what a tier has yet to tell is asked for again, too
             keys = list(self._store.index.namespace(request.namespace).writing)
-            writing = int(np.count_nonzero(ring.owners_at(positions_of(keys)) == number)) if keys else 0
+            if keys:
+                writing += int(np.count_nonzero(ring.owners_at(positions_of(keys)) == number))
         slots = self._store.committed_slots(request.cursor, MAX_LOOKED_AT, request.namespace)
         theirs = slots[ring.owners_at(self._positions(slots)) == number]
         found = theirs[: request.limit].tolist()
-        cursor = 0
+        cursor = self._store.slots.slots
         if len(theirs) > request.limit:
             cursor = found[-1] + 1
         elif len(slots) == MAX_LOOKED_AT:
             cursor = int(slots[-1]) + 1
+        if cursor >= self._store.slots.slots and not self._keys_below(request, at=0):
+            cursor = 0
         facts = self._store.facts
         lengths = [facts.length_bytes[slot] for slot in found]
         return Owned(request.id, [facts.key[slot] or b"" for slot in found], lengths, cursor, writing)
+
+    def _list_below(self, request: ListOwned, ring: Ring, number: int) -> Owned:
+        """The part of the answers that concerns the tiers."""
+        start = request.cursor - self._store.slots.slots
+        every = self._keys_below(request, at=start)
+        keys = every[start : start + MAX_LOOKED_AT]
+        found: list[bytes] = []
+        lengths: list[int] = []
+        cursor = request.cursor + len(keys)
+        theirs = np.flatnonzero(ring.owners_at(positions_of(keys)) == number).tolist() if keys else []
+        committed = self._store.index.namespace(request.namespace).committed
+        for place in theirs:
+            if len(found) == request.limit:
+                cursor = request.cursor + place
+                break
+            length = 0 if keys[place] in committed else self._below.length(request.namespace, keys[place])
+            if length:
+                found.append(keys[place])
+                lengths.append(length)
+        if cursor - self._store.slots.slots >= len(every):
+            cursor = 0
+            self._lists.pop((request.namespace, request.node), None)
+        return Owned(request.id, found, lengths, cursor, 0)
+
+    def _keys_below(self, request: ListOwned, *, at: int) -> list[bytes]:
+        """The list that the asker goes through; made anew when it begins, or was forgotten."""
+        name = (request.namespace, request.node)
+        known = self._lists.pop(name, None)
+        if known is None or at == 0:
+            known = self._below.keys(request.namespace)
+        if known:
+            self._lists[name] = known
+            while len(self._lists) > MAX_KEY_LISTS:
+                self._lists.popitem(last=False)
+        return known
 
     def drop_some(self, replicas: Container[int], now_s: float, out: list[Action]) -> None:
         """One step of dropping what is neither ours nor a replica."""
         if self.next_step_s > now_s or self.ring is None:
             return
+        self.next_step_s = now_s + STEP_S
+        if self._in_slots:
+            self._in_slots = not self._drop_slots(replicas, out)
+            if not self._in_slots:
+                self._to_drop_below = [(n, self._below.keys(n)) for n in self._below.namespaces()]
+        elif self._to_drop_below:
+            self._drop_below(out)
+        if not self._in_slots and not self._to_drop_below:
+            # pages that were pinned, or written for who did not know the view yet, go in the next round
+            again = self._skipped or self._writes_foreign()
+            self._begin_dropping(now_s + AGAIN_S if again else float("inf"))
+
+    def _drop_slots(self, replicas: Container[int], out: list[Action]) -> bool:
+        """One step through the slots; whether it was the last."""
         store = self._store
         slots = store.committed_slots(self._cursor, MAX_LOOKED_AT)
         at_end = len(slots) < MAX_LOOKED_AT
@@ -112,11 +232,22 @@ class Ownership:
                 continue
             store.drop(slot, out)
             self.foreign_dropped += 1
-        self.next_step_s = now_s + STEP_S
-        if at_end:
-            # pages that were pinned, or written for who did not know the view yet, go in the next round
-            self.next_step_s = now_s + AGAIN_S if self._skipped or self._writes_foreign() else float("inf")
-            self._cursor, self._skipped = 0, False
+        return at_end
+
+    def _drop_below(self, out: list[Action]) -> None:
+        """One step through the tiers."""
+        namespace, keys = self._to_drop_below[-1]
+        some = keys[-MAX_LOOKED_AT:]
+        del keys[-MAX_LOOKED_AT:]
+        if not keys:
+            self._to_drop_below.pop()
+        if some:
+            ours = self.ours(some).tolist()
+            committed = self._store.index.namespace(namespace).committed
+            # what is still in memory is pinned there, or a replica: its copy below goes when it does
+            foreign = [k for k, mine in zip(some, ours, strict=True) if not mine and k not in committed]
+            self._below.forget(namespace, foreign, out)
+            self.foreign_dropped += len(foreign)
 
     def _writes_foreign(self) -> bool:
         keys = [key for pages in self._store.index for key in pages.writing]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pdserve.kvpool.events import Action
 from pdserve.kvpool.index import NONE
 from pdserve.kvpool.messages import FULL, GRANTED, PRESENT, Grant
+from pdserve.kvpool.ownership import PagesBelow
 from pdserve.kvpool.store import COMMITTED, RESERVED, PageStore
 
 _FULL = Grant(FULL)
@@ -37,11 +38,13 @@ class Replicas:
         max_bytes: int,
         lease_s: float,
         is_ours: Callable[[Sequence[bytes]], Sequence[bool]],
+        below: PagesBelow,
     ) -> None:
         self._store = store
         self._max_bytes = max_bytes
         self._lease_s = lease_s
         self._is_ours = is_ours
+        self._below = below
         self._slots: dict[int, _Replica] = {}
         self.slot_bytes = 0  # of all entries; those whose page is gone count until `expire`
         self.expired = 0
@@ -100,6 +103,8 @@ class Replicas:
         for slot, ours in zip(slots, self._is_ours(self._keys(slots)), strict=True):
             self._forget(slot)
             if not ours and self._store.state(slot) == COMMITTED:
+                namespace = self._store.namespace_of(slot)
+                self._below.forget(namespace, self._keys([slot]), out)
                 self._store.drop(slot, out)
         return len(slots)
 

@@ -14,7 +14,7 @@ from pdserve.kvpool.events import Action, ReplicasMade, ViewChanged
 from pdserve.kvpool.heat import Heat
 from pdserve.kvpool.leases import ReplicationLimits, Session
 from pdserve.kvpool.messages import MOVED, Done, Fault, Grant, Reserve, Reserved
-from pdserve.kvpool.ownership import Ownership
+from pdserve.kvpool.ownership import NothingBelow, Ownership, PagesBelow
 from pdserve.kvpool.replicas import Replicas
 from pdserve.kvpool.replication import Replication
 from pdserve.kvpool.store import PageStore
@@ -27,13 +27,16 @@ _NONE: Final[dict[bytes, Grant]] = {}
 class Sharing:
     """`heat` is None while the node is alone."""
 
-    def __init__(self, name: str, store: PageStore, limits: ReplicationLimits) -> None:
+    def __init__(
+        self, name: str, store: PageStore, limits: ReplicationLimits, below: PagesBelow | None = None
+    ) -> None:
         self.heat: Heat | None = None
-        self.ownership = Ownership(name, store)
+        tiers = below or NothingBelow()
+        self.ownership = Ownership(name, store, tiers)
         self.replication = Replication(store, limits)
         max_bytes = int(store.slots.capacity_bytes * limits.max_share)
         self.replicas = Replicas(
-            store, max_bytes, limits.lease_s, lambda keys: self.ownership.ours(keys).tolist()
+            store, max_bytes, limits.lease_s, lambda keys: self.ownership.ours(keys).tolist(), tiers
         )
         self.moved_answers = 0
         self._store = store

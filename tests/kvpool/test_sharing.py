@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.cluster_messages import EndReplicas, ListOwned, Owned
 from pdserve.kvpool.events import (
+    Action,
     AskReplicas,
     Connected,
     EndReplicasAt,
@@ -18,6 +20,7 @@ from pdserve.kvpool.events import (
 )
 from pdserve.kvpool.leases import ReplicationLimits
 from pdserve.kvpool.ring import Ring
+from pdserve.kvpool.sharing import Sharing
 from pdserve.kvpool.state import LOCAL
 
 from .node_model import KIB, Node, answers, key, statuses
@@ -206,6 +209,91 @@ def test_a_node_that_leaves_refuses_everything_and_drops_it_in_the_end() -> None
     node.do(ViewChanged(rest, True))
     node.pass_time(0.01)
     assert node.status().pages == 0
+
+
+# --- tiers below memory
+
+
+class Below:
+    """Tiers, as far as ownership is concerned: a dictionary of lengths by namespace and key."""
+
+    def __init__(self) -> None:
+        self.ready = True
+        self.pages: dict[int, dict[bytes, int]] = {}
+
+    def namespaces(self) -> list[int]:
+        return list(self.pages)
+
+    def keys(self, namespace: int) -> list[bytes]:
+        return list(self.pages.get(namespace, {}))
+
+    def length(self, namespace: int, key: bytes) -> int:
+        return self.pages.get(namespace, {}).get(key, 0)
+
+    def forget(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> None:
+        for gone in keys:
+            self.pages.get(namespace, {}).pop(gone, None)
+
+
+def node_with_tiers(*, stable: bool = False) -> tuple[Node, Below]:
+    """n0 with ALL in memory, 40 to 60 of them and 60 to 160 below."""
+    node, below = node_of_three(), Below()
+    below.pages = {1: {key(n): 100 + n for n in range(40, 160)}}
+    node.state.sharing = Sharing("n0", node.state.store, ReplicationLimits(), below)
+    node.do(ViewChanged(ring_of(3, 5), stable))
+    return node, below
+
+
+@pytest.mark.parametrize("limit", [1, 7, 4096])
+@pytest.mark.parametrize("looked_at", [5, 8192])
+def test_a_new_owner_is_told_of_pages_below_memory_too(
+    limit: int, looked_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.kvpool.ownership.MAX_LOOKED_AT", looked_at)
+    node, _ = node_with_tiers()
+    parts = list_owned(node, peer(node), "n1", limit=limit)
+    told = {k: length for part in parts for k, length in zip(part.keys, part.lengths, strict=True)}
+    ring = ring_of(3, 5)
+    theirs = [n for n in range(160) if ring.owner(key(n)).node == "n1"]
+    assert told == {key(n): 4 * KIB if n in ALL else 100 + n for n in theirs}
+    assert sum(len(part.keys) for part in parts) == len(theirs)
+    assert not node.state.sharing.ownership._lists
+
+
+def test_while_a_tier_is_still_being_read_the_asker_comes_again() -> None:
+    node, below = node_with_tiers()
+    below.ready = False
+    assert list_owned(node, peer(node), "n1")[0].writing == 1
+    below.ready = True
+    assert list_owned(node, 99, "n1")[0].writing == 0
+
+
+def test_foreign_pages_are_dropped_from_the_tiers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.kvpool.ownership.MAX_LOOKED_AT", 7)
+    node, below = node_with_tiers(stable=True)
+    steps = 0
+    while node.state.sharing.ownership.next_step_s < float("inf"):
+        node.pass_time(0.01)
+        steps += 1
+    ring = ring_of(3, 5)
+    assert set(below.pages[1]) == {key(n) for n in range(40, 160) if ring.owner(key(n)).node == "n0"}
+    assert steps > 120 // 7
+    below.pages[1][key(9999)] = 5
+    foreign = ring.owner(key(9999)).node != "n0"
+    node.state.sharing.ownership.below_ready(node.now_s)
+    for _ in range(60):
+        node.pass_time(0.01)
+    assert (key(9999) not in below.pages[1]) == foreign
+
+
+def test_a_replica_that_sank_ends_below_too() -> None:
+    node, below = node_with_tiers(stable=True)
+    for _ in range(20):
+        node.pass_time(0.01)
+    replica(node, FOREIGN[0])
+    below.pages[1][key(FOREIGN[0])] = 4 * KIB
+    node.send(peer(node), EndReplicas(5, 1, [key(FOREIGN[0])]))
+    assert key(FOREIGN[0]) not in below.pages[1]
 
 
 # --- replicas held here
