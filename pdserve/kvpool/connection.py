@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 5.0  # for a client to read the last replies; afterwards its connection goes without
 FRAMES_A_TURN = 64  # of one connection; others are read before its next
+HALF_FRAME_TIMEOUT_S = 10.0  # for the rest of a frame to come: a client may hold 4 MiB of ours by it
+MAX_CLIENT_CHARS = 64  # of a client's name, in our log
 MAX_UNREAD_BYTES = 16 * 1024 * 1024  # replies a client has not read: four of the largest frames
 KEEPALIVE_IDLE_S = 6
 KEEPALIVE_INTERVAL_S = 3
@@ -87,8 +89,10 @@ class ClientConnection(asyncio.Protocol):
         self._greeting: asyncio.Task[None] | None = None  # while UCX is made ready for the client
         self._closed_by_us = False
         self._paused = False
+        self._paused_since_s = 0.0
         self._gone = False
         self._open: dict[int, Open] = {}  # requests not answered yet, by id
+        self._half_timer: asyncio.TimerHandle | None = None  # while a frame is not whole
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
@@ -104,20 +108,26 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._closed_by_us:
             return
-        since_s = self._node.meter.clock()
+        # frames that waited while we paused were read then
+        since_s = self._paused_since_s or self._node.meter.clock()
+        self._paused_since_s = 0.0
+        whole = False
         try:
             for count, body in enumerate(self._frames.feed(data), 1):
+                whole = True
                 self._received(decode_request(body), since_s)
                 if self._closed_by_us:
                     return
-                if self._paused:
-                    return  # the rest stays in `_frames`
-                if count == FRAMES_A_TURN:
+                if count == FRAMES_A_TURN and not self._paused:
                     self.pause()
                     self.resume()
-                    return
+                if self._paused:
+                    self._paused_since_s = since_s
+                    break  # the rest stays in `_frames`
         except FrameError as error:
             self._refuse(Fault(0, "bad_frame", str(error)))
+            return
+        self._watch_half_frame(whole)
 
     def pause(self) -> None:
         """Read nothing more from the client until `resume`."""
@@ -138,6 +148,8 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._gone = True
         self._end_timer.cancel()
+        if self._half_timer is not None:
+            self._half_timer.cancel()
         self._node.closed()
         self._node.disconnected(self.number, by_peer=not self._closed_by_us)
 
@@ -181,7 +193,8 @@ class ClientConnection(asyncio.Protocol):
         if not isinstance(message, Hello) or self._greeting is not None:
             self._refuse(Fault(0, "no_hello", "the first message of a connection must be Hello"))
             return
-        self._client = f"{message.client} (pid {message.pid})"
+        name = "".join(c if c.isprintable() else "?" for c in message.client[:MAX_CLIENT_CHARS])
+        self._client = f"{name} (pid {message.pid})"
         path = self._node.choose_path(message)
         if path == "ucx":
             self._greeting = asyncio.get_running_loop().create_task(self._greet_ucx(message))
@@ -210,6 +223,19 @@ class ClientConnection(asyncio.Protocol):
     def _refuse(self, fault: Fault) -> None:
         self.send(fault)
         self.close(fault.message)
+
+    def _watch_half_frame(self, whole: bool) -> None:
+        """A frame that began must end in time, however slowly its bytes come. `whole`: one just did."""
+        half = 0 if self._paused else self._frames.held_bytes
+        if self._half_timer is not None and (whole or not half):
+            self._half_timer.cancel()
+            self._half_timer = None
+        if half and self._half_timer is None:
+            loop = asyncio.get_running_loop()
+            self._half_timer = loop.call_later(HALF_FRAME_TIMEOUT_S, self._half_frame)
+
+    def _half_frame(self) -> None:
+        self.close(f"the rest of a frame did not come within {HALF_FRAME_TIMEOUT_S:.0f} s", at_once=True)
 
     def _no_handshake(self) -> None:
         what = "no Hello" if self._greeting is None else "UCX was not ready"

@@ -12,6 +12,7 @@ from pathlib import Path
 from pdserve.errors import StartupError
 from pdserve.kvpool.transports.control import TcpAddress, UnixAddress, parse_address
 
+BACKLOG = 4096  # Linux's own bound; a client that finds a Unix socket's full is refused at once
 UNIX_PATH_BYTES = 107  # sun_path, less its end
 
 
@@ -21,9 +22,9 @@ async def listen(address: str, accept: Callable[[], asyncio.Protocol]) -> asynci
     parsed = parse_address(address)
     try:
         if isinstance(parsed, TcpAddress):
-            return await loop.create_server(accept, parsed.host, parsed.port)
+            return await loop.create_server(accept, parsed.host, parsed.port, backlog=BACKLOG)
         _prepare_socket(address, Path(parsed.path))
-        return await loop.create_unix_server(accept, parsed.path)
+        return await loop.create_unix_server(accept, parsed.path, backlog=BACKLOG)
     except OSError as error:
         hint = (
             "stop the process that uses it, or choose another"

@@ -422,6 +422,11 @@ class FrameBuffer:
         self._buffer = bytearray()
         self._max_frame_bytes = max_frame_bytes
 
+    @property
+    def held_bytes(self) -> int:
+        """Of a frame that is not whole yet."""
+        return len(self._buffer)
+
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield each complete frame body. Raises FrameError on an impossible length (a client of another
         protocol).

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import secrets
 import signal
 import time
@@ -68,6 +67,7 @@ from pdserve.kvpool.metrics import NodeSnapshot
 from pdserve.kvpool.metrics_server import MetricsServer
 from pdserve.kvpool.mover import Mover
 from pdserve.kvpool.namespace_rules import is_peer, rules_of
+from pdserve.kvpool.open_files import raise_open_files
 from pdserve.kvpool.serving import Serving
 from pdserve.kvpool.slots import SlotAllocator
 from pdserve.kvpool.state import LOCAL, NodeState
@@ -79,7 +79,6 @@ from pdserve.kvpool.ucx_path import UcxPath
 logger = logging.getLogger(__name__)
 
 MAX_UNGREETED = 64  # sockets beyond `max_connections` that may still be shaking hands, or be told no
-OTHER_FILES = 64  # that a node has open beside its connections
 
 
 class PoolNode:
@@ -428,25 +427,8 @@ def run_node(config: PoolNodeConfig) -> None:
     """Run a node in this process until SIGTERM or SIGINT. Raises StartupError, ConfigError."""
     for address in config.listen:
         parse_address(address)
-    raise_open_files(config)
+    raise_open_files(config.name, config.max_connections, config.max_connections + MAX_UNGREETED)
     uvloop.run(_run(config))
-
-
-def raise_open_files(config: PoolNodeConfig) -> None:
-    """Let this process open as many files as it may: a connection is one, over UCX some."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    needed = config.max_connections + MAX_UNGREETED + OTHER_FILES
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        logger.warning(
-            "node %s: max_connections = %d needs %d open files, this process may have %d: raise the limit "
-            "(ulimit -Hn, LimitNOFILE=, --ulimit nofile=), or lower max_connections",
-            config.name,
-            config.max_connections,
-            needed,
-            hard,
-        )
 
 
 async def _run(config: PoolNodeConfig) -> None:

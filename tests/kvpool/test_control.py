@@ -268,6 +268,27 @@ def test_nobody_there_is_unavailable(tmp_path: Path) -> None:
         ControlChannel.connect(f"tcp:127.0.0.1:{port}", HELLO, soon())
 
 
+def test_a_full_queue_of_new_connections_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/s"
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as first:
+        listener.bind(f"{tmp_path}/s")
+        listener.listen(0)
+        first.connect(f"{tmp_path}/s")  # fills it
+        with pytest.raises(PoolTimeout, match="does not accept"):
+            ControlChannel.connect(address, HELLO, soon(0.1))
+
+        def answer() -> None:
+            listener.accept()[0].close()
+            sock, _ = listener.accept()
+            sock.sendall(m.encode_frame(WELCOME))
+            sock.close()
+
+        node = threading.Timer(0.05, answer)
+        node.start()
+        assert ControlChannel.connect(address, HELLO, soon()).welcome == WELCOME
+        node.join(5)
+
+
 def test_close_twice_then_use_is_unavailable(peer_for: Callable[..., Peer]) -> None:
     channel = ControlChannel.connect(peer_for(greet).address, HELLO, soon())
     channel.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import re
@@ -24,34 +23,18 @@ from pdserve.kvpool.table import TableLayout
 from pdserve.kvpool.transports.base import Connection
 
 from ..contracts.pools import ProcessPool, arena_dir, remove_arena
+from .mounts import mounted, set_huge_pages
 from .test_node import get, keys, open_namespace, put, serve_fails, small_config
 
 MIB = 1 << 20
 PAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages")
 
 
-@contextlib.contextmanager
-def mounted(directory: Path, fstype: str, options: str) -> Iterator[Path]:
-    """Needs root, as launch/test.sh in a container has."""
-    directory.mkdir()
-    subprocess.run(["mount", "-t", fstype, "-o", options, "none", str(directory)], check=True)
-    try:
-        yield directory
-    finally:
-        subprocess.run(["umount", "-l", str(directory)], check=True)
-
-
 @pytest.fixture
 def hugetlbfs(tmp_path: Path) -> Iterator[Path]:
     """A hugetlbfs with 2 MiB pages of which 12 are reserved."""
-    before = PAGES.read_text()
-    PAGES.write_text(str(int(before) + 12))
-    try:
-        assert int(PAGES.read_text()) == int(before) + 12, "the machine has no memory for huge pages"
-        with mounted(tmp_path / "huge", "hugetlbfs", "pagesize=2M") as directory:
-            yield directory
-    finally:
-        PAGES.write_text(before)
+    with set_huge_pages(PAGES, 12), mounted(tmp_path / "huge", "hugetlbfs", "pagesize=2M") as directory:
+        yield directory
 
 
 class HugePool(ProcessPool):

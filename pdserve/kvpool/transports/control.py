@@ -43,6 +43,7 @@ from pdserve.kvpool.messages import (
 OnView: TypeAlias = Callable[[Welcome, View], None]  # which node and incarnation, and its new view
 RESTARTING: Final = frozenset({"upgrading", "stopping"})  # codes of a hang-up that is soon over
 RECEIVE_BYTES: Final = 256 * 1024  # one call takes the answer to a batch of 4,096 keys
+RETRY_CONNECT_S: Final = 0.002
 POST_TIMEOUT_S: Final = (
     1.0  # a post has no deadline of its own: a node that drains nothing for this long is stuck
 )
@@ -284,7 +285,7 @@ def _open_socket(address: str, deadline: float) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(timeout_s)
-            sock.connect(parsed.path)
+            _connect_unix(sock, parsed.path, deadline)
         except OSError:
             sock.close()
             raise
@@ -293,3 +294,17 @@ def _open_socket(address: str, deadline: float) -> socket.socket:
         raise PoolTimeout(f"pool node {address} does not accept connections") from error
     except OSError as error:
         raise PoolUnavailable(f"pool node {address} cannot be reached: {error.strerror or error}") from error
+
+
+def _connect_unix(sock: socket.socket, path: str, deadline: float) -> None:
+    """Connect, waiting until the node's queue of new connections has room: a Unix socket does not wait
+    itself. Raises OSError; TimeoutError at the deadline.
+    """
+    while True:
+        try:
+            sock.connect(path)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError from None
+            time.sleep(RETRY_CONNECT_S)
