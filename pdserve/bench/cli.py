@@ -14,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.bench import offline
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,6 +31,10 @@ app = typer.Typer(
 BANDWIDTH_PEERS = ("ucx_perftest", "ucx_perftest_tuned")  # with UCX's own settings for TCP, and with ours
 STORE_PEERS = ("mooncake", "redis")
 PEERS = (*STORE_PEERS, *BANDWIDTH_PEERS)
+
+
+app.command()(offline.policies)
+app.command()(offline.index)
 
 
 @app.callback()

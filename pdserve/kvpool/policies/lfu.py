@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from pdserve.kvpool.policies.base import LinkedList, Links, Slots, Times
+from pdserve.kvpool.policies.base import NONE, LinkedList, Links, Slots, Times
 
 MAX_FREQUENCY: Final = 63
 WINDOW: Final = 8  # uses per page held from one halving to the next
@@ -30,8 +30,8 @@ class Lfu:
 
     def __init__(self, links: Links) -> None:
         self._links = links
+        self._lists = self._empty_lists()  # by frequency
         self._words = links.words  # halvings seen (26 bits), frequency then (6 bits)
-        self._lists: dict[int, LinkedList] = {}  # by frequency
         self._halvings = 0
         self._uses = 0  # since the last halving
         self._length = 0
@@ -53,12 +53,13 @@ class Lfu:
         self._lists[self._frequency(slot)].remove(slot)
 
     def victims(self) -> Iterator[int]:
-        for frequency in sorted(self._lists):
-            yield from self._lists[frequency]
+        for pages in self._lists:
+            if pages.head != NONE:
+                yield from pages
 
     def restore(self, slots: Slots, inserted_s: Times) -> None:
         self._length = len(slots)
-        self._list(1).extend(np.asarray(slots, dtype=np.int32))
+        self._lists[1].extend(np.asarray(slots, dtype=np.int32))
         np.frombuffer(self._words, np.uint32)[np.asarray(slots, dtype=np.int64)] = self._word(1)
 
     def close(self) -> None:
@@ -68,17 +69,14 @@ class Lfu:
         return self._length
 
     def _put(self, slot: int, frequency: int) -> None:
-        self._list(frequency).append(slot)
+        self._lists[frequency].append(slot)
         self._words[slot] = self._word(frequency)
         self._uses += 1
         if self._uses >= max(MIN_USES, WINDOW * self._length):
             self._halve()
 
-    def _list(self, frequency: int) -> LinkedList:
-        found = self._lists.get(frequency)
-        if found is None:
-            found = self._lists[frequency] = self._links.new_list()
-        return found
+    def _empty_lists(self) -> list[LinkedList]:
+        return [self._links.new_list() for _ in range(MAX_FREQUENCY + 1)]
 
     def _word(self, frequency: int) -> int:
         return (self._halvings % _EPOCHS) << _BITS | frequency
@@ -88,8 +86,8 @@ class Lfu:
         return (word & MAX_FREQUENCY) >> min((self._halvings - (word >> _BITS)) % _EPOCHS, _BITS)
 
     def _halve(self) -> None:
-        lists, self._lists = self._lists, {}
-        for frequency in sorted(lists):
-            self._list(frequency >> 1).take_all(lists[frequency])
+        lists, self._lists = self._lists, self._empty_lists()
+        for frequency, pages in enumerate(lists):
+            self._lists[frequency >> 1].take_all(pages)
         self._halvings += 1
         self._uses = 0
