@@ -86,6 +86,12 @@ METRICS: Final = (
     Definition("tier_events", "counter", ("tier", "event"), "What happened in a tier, by what."),
     Definition("epoch", "gauge", (), "Epoch of the ring as this node knows it."),
     Definition("members", "gauge", ("status",), "Nodes this one knows, by status."),
+    Definition("moving", "gauge", (), "1: this node pulls pages from others."),
+    Definition(
+        "pages_to_move", "gauge", (), "Pages it knows it has yet to pull; it learns of them by parts."
+    ),
+    Definition("hot_pages", "gauge", (), "Pages of this node that have, or get, replicas on others."),
+    Definition("replica_bytes", "gauge", (), "Memory taken by replicas of other nodes' pages."),
     Definition("settled", "gauge", (), "1: this node has pulled everything that it owns."),
     Definition(
         "event_loop_lag_seconds", "histogram", (), "How late the event loop comes to what is due; sampled."

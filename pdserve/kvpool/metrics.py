@@ -27,7 +27,11 @@ _NODE_COUNTERS: Final = {
     "reservations_expired": "reservations_expired",
     "leases_expired": "leases_expired",
 }
-_NODE_GAUGES: Final = ("tail_bytes", "recovered_pages", "dropped_rows")
+_NODE_GAUGES: Final = (
+    *("tail_bytes", "recovered_pages", "dropped_rows"),
+    *("replica_bytes", "hot_pages", "moving", "pages_to_move"),
+)
+_TOLD_ELSEWHERE: Final = ("replicas", "settled_epoch")
 _SPACE_COUNTERS: Final = ("read_bytes", "written_bytes", "written_pages")
 _EVICTED: Final = "evicted_"  # prefix of a namespace's counters by reason
 _STATUS_NAMES: Final = {ACTIVE: "active", LEAVING: "leaving", LEFT: "left", DEAD: "dead"}
@@ -141,7 +145,7 @@ def _of_node(snapshot: NodeSnapshot) -> Iterator[Sample]:
             yield name, (), count
         elif name in _NODE_COUNTERS:
             yield _NODE_COUNTERS[name], (), count
-        else:
+        elif name not in _TOLD_ELSEWHERE:
             yield "events", (name,), count
     for tier in report.tiers:
         labels = (tier.name, tier.kind)

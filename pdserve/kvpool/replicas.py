@@ -10,6 +10,7 @@ Slots are not watched: an entry is good while its slot still holds the filling (
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ _FULL = Grant(FULL)
 
 @dataclass(slots=True)
 class _Replica:
+    namespace: int
     sequence: int
     slot_bytes: int
     until_s: float
@@ -46,6 +48,7 @@ class Replicas:
         self._is_ours = is_ours
         self._below = below
         self._slots: dict[int, _Replica] = {}
+        self._by_namespace: Counter[int] = Counter()
         self.slot_bytes = 0  # of all entries; those whose page is gone count until `expire`
         self.expired = 0
 
@@ -55,6 +58,10 @@ class Replicas:
     def __contains__(self, slot: object) -> bool:
         replica = self._slots.get(slot) if isinstance(slot, int) else None
         return isinstance(slot, int) and replica is not None and self._holds(slot, replica)
+
+    def count(self, namespace: int) -> int:
+        """Those of one namespace."""
+        return self._by_namespace[namespace]
 
     def refusals(self, keys: Sequence[bytes], slot_bytes: int) -> dict[bytes, Grant]:
         """Those of `keys` that there is no more room for, if all the others are granted."""
@@ -69,8 +76,9 @@ class Replicas:
         for key, grant in zip(keys, grants, strict=True):
             if grant.status == GRANTED:
                 self._forget(grant.slot)
-                self._slots[grant.slot] = _Replica(grant.sequence, slot_bytes, until_s)
+                self._slots[grant.slot] = _Replica(namespace, grant.sequence, slot_bytes, until_s)
                 self.slot_bytes += slot_bytes
+                self._by_namespace[namespace] += 1
             elif grant.status == PRESENT:
                 replica = self._slots.get(self._store.find(namespace, key))
                 if replica is not None:
@@ -119,8 +127,12 @@ class Replicas:
         replica = self._slots.pop(slot, None)
         if replica is not None:
             self.slot_bytes -= replica.slot_bytes
+            self._by_namespace[replica.namespace] -= 1
+            if not self._by_namespace[replica.namespace]:
+                del self._by_namespace[replica.namespace]
 
     def check(self) -> None:
         """For tests."""
         assert self.slot_bytes == sum(replica.slot_bytes for replica in self._slots.values())
         assert self.slot_bytes <= self._max_bytes
+        assert self._by_namespace == Counter(replica.namespace for replica in self._slots.values())

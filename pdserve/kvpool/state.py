@@ -370,6 +370,7 @@ class NodeState:
             evictions=pages.evictions,
             settings=access.redacted(self.namespaces.settings(number)),
             slot_bytes=pages.slot_bytes,
+            replicas=self.sharing.replicas.count(number),
             counters={
                 "operations": pages.operations,
                 "read_bytes": pages.read_bytes,

@@ -326,7 +326,7 @@ def test_a_replica_stays_while_its_owner_renews_it_and_then_goes() -> None:
         node.pass_time(8.0)
         assert statuses(replica(node, *FOREIGN[:2])) == [m.PRESENT] * 2
     assert node.exists(client, 1, *FOREIGN[:4]) == [1, 1, 0, 0]
-    assert node.status().counters["replicas"] == 2
+    assert node.status().counters["replicas"] == node.status().namespaces[0].replicas == 2
     node.pass_time(11.0)
     assert node.exists(client, 1, *FOREIGN[:4]) == [0] * 4
     assert node.status().counters["replica_bytes"] == 0
