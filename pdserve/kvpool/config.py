@@ -39,6 +39,35 @@ class UcxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = {}
 
 
+class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A storage tier below memory."""
+
+    kind: Annotated[str, Meta(description="`ssd`, `directory`, or another kind that is installed.")]
+    path: Annotated[Path, Meta(description="Directory of this tier and this node alone.")]
+    capacity_bytes: Annotated[int | str, Meta(description="Space it may take, in bytes or like `200GiB`.")]
+    write: Annotated[
+        Literal["cold", "all"],
+        Meta(
+            description="What is written in the background: pages that are about to leave memory, or every "
+            "page, so that a reboot loses none. Of the first tier; the others take what leaves the one above."
+        ),
+    ] = "cold"
+    threads: Annotated[int, Meta(ge=1, le=64, description="Threads that read.")] = 4
+    options: Annotated[
+        dict[str, str | int | float | bool],
+        Meta(description="The kind's own options; `ssd`: segment_bytes, direct."),
+    ] = {}
+
+    @property
+    def capacity(self) -> int:
+        """`capacity_bytes` as a number."""
+        return parse_bytes(self.capacity_bytes)
+
+    def __post_init__(self) -> None:
+        if self.capacity <= 0:
+            raise ValueError("tiers: capacity_bytes must be positive")
+
+
 class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One pool node: a host's share of the pool."""
 
@@ -106,6 +135,18 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "writes are refused.",
         ),
     ] = 65536
+    tiers: Annotated[
+        list[TierConfig], Meta(description="Storage below memory, the fastest first; empty: memory only.")
+    ] = []
+    tier_watermark: Annotated[
+        float,
+        Meta(
+            ge=0, le=1, description="Share of memory in use from which on cold pages are written to a tier."
+        ),
+    ] = 0.8
+    promotion_timeout_s: Annotated[
+        float, Meta(gt=0, description="How long a read waits for pages that come up from a tier.")
+    ] = 1.0
     ucx: Annotated[UcxConfig, Meta(description="The data path to other hosts.")] = UcxConfig()
     cluster: Annotated[ClusterConfig, Meta(description="The other nodes.")] = ClusterConfig()
     namespaces: Annotated[
@@ -156,6 +197,8 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         if self.slab > MAX_SLAB_BYTES:
             raise ValueError(f"slab_bytes must be at most {MAX_SLAB_BYTES >> 30}GiB")
+        if len({tier.path for tier in self.tiers}) != len(self.tiers):
+            raise ValueError("tiers must have different paths")
         self._check_cluster()
         if len({namespace.name for namespace in self.namespaces}) != len(self.namespaces):
             raise ValueError("namespaces must have different names")

@@ -6,6 +6,11 @@ hands each to `NodeState.handle(event, now_s)`, and carries out the returned act
 order is part of the contract: table rows are written before the replies that make them known are sent, and a
 transfer is started before the reply that announces its tag.
 
+Tiers. Everything that changes a tier is carried out by that tier's one writer thread in the order of the
+actions, and reported in that order; loads are carried out beside it. For every StorePages and LoadPages the
+shell reports each of its slots exactly once, in any number of PagesStored or PagesLoaded; until then the
+tier's thread may be reading or writing the slot's bytes.
+
 Transfers (UCX only). A page of segments [b0, b1, ...] is one transfer, named by its first segment's `tag`;
 segment i is the UCX message with tag `tag + i` and lies at arena offset `offset + b0 + ... + b(i-1)`. For
 every StartSend and StartReceive the shell reports exactly one TransferDone with the same connection and tag,
@@ -25,6 +30,7 @@ import msgspec
 from pdserve.kvpool.cluster_messages import NamespaceRecord
 from pdserve.kvpool.messages import DataPathName, Reply, Request
 from pdserve.kvpool.ring import Ring
+from pdserve.kvpool.tiers.base import PageName, TierPage
 
 FIRST_TAG = 1 << 32
 
@@ -90,8 +96,57 @@ class NamespacesLearned(msgspec.Struct, frozen=True):
     records: list[NamespaceRecord]
 
 
+class PagesFound(msgspec.Struct, frozen=True):
+    """Pages are in a tier: they survived there, or came down from the tier above. `last`: it has reported
+    all that survived.
+    """
+
+    tier: int
+    pages: tuple[TierPage, ...]
+    used_bytes: int
+    last: bool = False
+
+
+class PagesStored(msgspec.Struct, frozen=True):
+    """Stores ended; `statuses` are those of tiers/base.py. `failed`: the tier cannot write at present."""
+
+    tier: int
+    slots: tuple[int, ...]
+    statuses: tuple[int, ...]
+    used_bytes: int
+    failed: bool = False
+
+
+class PagesGone(msgspec.Struct, frozen=True):
+    """Pages left a tier for lack of room."""
+
+    tier: int
+    names: tuple[PageName, ...]
+    used_bytes: int
+
+
+class PagesLoaded(msgspec.Struct, frozen=True):
+    """Loads ended; the slots' bytes are not touched by the tier any more. `checksums`: the writers'."""
+
+    tier: int
+    slots: tuple[int, ...]
+    statuses: tuple[int, ...]
+    checksums: tuple[int, ...]
+
+
 Event: TypeAlias = (
-    Connected | Disconnected | Received | TransferDone | Tick | ViewChanged | ReplicasMade | NamespacesLearned
+    Connected
+    | Disconnected
+    | Received
+    | TransferDone
+    | Tick
+    | ViewChanged
+    | ReplicasMade
+    | NamespacesLearned
+    | PagesFound
+    | PagesStored
+    | PagesGone
+    | PagesLoaded
 )
 
 # --- actions (`gc=False`: they hold no cycles, and there may be several per page)
@@ -199,6 +254,42 @@ class EndReplicasAt(msgspec.Struct, frozen=True):
     keys: Sequence[bytes]
 
 
+class SlotPage(msgspec.Struct, frozen=True, gc=False):
+    """A page and the slot at byte `offset` of the arena that it is in, or is to be in."""
+
+    slot: int
+    offset: int
+    page: TierPage
+
+
+class StorePages(msgspec.Struct, frozen=True):
+    """Write the slots' pages to the tier."""
+
+    tier: int
+    pages: tuple[SlotPage, ...]
+
+
+class LoadPages(msgspec.Struct, frozen=True):
+    """Read the pages from the tier into the slots, and check them. Checksum and sequence are not theirs."""
+
+    tier: int
+    pages: tuple[SlotPage, ...]
+
+
+class ForgetPages(msgspec.Struct, frozen=True):
+    """The tier shall find these no more."""
+
+    tier: int
+    names: tuple[PageName, ...]
+
+
+class ForgetNamespace(msgspec.Struct, frozen=True):
+    """All tiers: forget the namespace's pages that were put so far, all of smaller sequences than this."""
+
+    namespace: int
+    before_sequence: int
+
+
 Action: TypeAlias = (
     Answer
     | Close
@@ -213,6 +304,10 @@ Action: TypeAlias = (
     | CancelTransfers
     | AskReplicas
     | EndReplicasAt
+    | StorePages
+    | LoadPages
+    | ForgetPages
+    | ForgetNamespace
 )
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdserve.kvpool.messages import DataPathName
+from pdserve.kvpool.messages import DataPathName, Get
+from pdserve.kvpool.messages import Pin as PinReply
 
 NO_TRANSFER: Final = 0
 
@@ -85,6 +86,18 @@ class Waiter:
     deadline_s: float
 
 
+@dataclass(slots=True, eq=False)
+class PendingGet:
+    """A Get that waits for `missing` pages to come up from a tier; `pins` is its answer so far."""
+
+    session: Session
+    request: Get
+    pins: list[PinReply]
+    missing: int
+    deadline_s: float
+    answered: bool = False
+
+
 @dataclass(slots=True)
 class Session:
     """All that one connection holds."""
@@ -100,6 +113,7 @@ class Session:
     quarantined: dict[int, Reservation] = field(default_factory=dict)  # by slot; may never be committed
     pins: dict[int, Pin] = field(default_factory=dict)  # by slot
     waiters: dict[int, Waiter] = field(default_factory=dict)  # by request id
+    gets: dict[int, PendingGet] = field(default_factory=dict)  # by request id
     pinned_bytes: int = 0  # in bytes of slots
     transfers: dict[int, int] = field(default_factory=dict)  # tag under way (UCX) -> its messages
     messages: int = 0  # of all transfers under way
@@ -123,4 +137,6 @@ class Session:
             deadlines.append(next(iter(self.reservations.values())).deadline_s)
         if self.pins:
             deadlines.append(next(iter(self.pins.values())).deadline_s)
+        if self.gets:
+            deadlines.append(next(iter(self.gets.values())).deadline_s)
         return min(deadlines, default=float("inf"))

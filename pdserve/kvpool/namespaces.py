@@ -108,6 +108,15 @@ class Namespaces:
         self._add(msgspec.structs.replace(self._by_number[number], space=space))
         return space
 
+    @property
+    def next_number(self) -> int:
+        """The number of the next new namespace."""
+        return self._next_number
+
+    def never_below(self, number: int) -> None:
+        """Give out no number below this."""
+        self._next_number = max(self._next_number, number)
+
     def __getitem__(self, number: int) -> Namespace:
         return self._by_number[number]
 

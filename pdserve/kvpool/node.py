@@ -73,6 +73,7 @@ from pdserve.kvpool.slots import SlotAllocator
 from pdserve.kvpool.state import LOCAL, NodeState
 from pdserve.kvpool.store import PageStore
 from pdserve.kvpool.table import TableLayout
+from pdserve.kvpool.tiers.shell import NodeTiers
 from pdserve.kvpool.transports.control import parse_address
 from pdserve.kvpool.ucx_path import UcxPath
 
@@ -111,20 +112,9 @@ class PoolNode:
         bug.
         """
         self._loop = asyncio.get_running_loop()
-        layout = TableLayout(self.config.capacity, self.config.slab, self.config.min_slot)
-        directory = self.config.arena_dir / self.config.name
-        self.arena = Arena(
-            self.config.name,
-            directory,
-            layout,
-            self.incarnation,
-            fresh=self.config.fresh,
-            placement=self.config.placement,
-        )
-        fresh = self.arena.contents is None
+        fresh = self._take_memory()
         servers: list[asyncio.Server] = []
         clean = served = False
-        self._ucx = UcxPath(self.config, self.arena.memory, self.feed, self._ucx_lost)
         try:
             self.state = self._make_state()
             self._acts = self._make_acts()
@@ -137,6 +127,7 @@ class PoolNode:
             for address in self.config.listen:
                 servers.append(await listen(address, self._accept))  # noqa: PERF401 (each is closed below)
             served = True
+            self._tiers.start(self._loop, self.feed)
             self.gossip.start()
             self._serve_metrics()
             if self.config.ucx.enabled and any(is_remote(address) for address in self.config.listen):
@@ -168,8 +159,31 @@ class PoolNode:
             # before the memory is let go: afterwards they may be the next node's
             for address in self.config.listen[: len(servers)]:
                 remove_socket(address)
+            self._tiers.stop()
             # a start that failed leaves nothing behind; a node that failed leaves its pages
             self.arena.close(keep=(self.config.keep or not clean) if served else not fresh)
+
+    def _take_memory(self) -> bool:
+        """Arena and tiers; whether the arena is new. Raises StartupError, ConfigError."""
+        layout = TableLayout(self.config.capacity, self.config.slab, self.config.min_slot)
+        directory = self.config.arena_dir / self.config.name
+        self.arena = Arena(
+            self.config.name,
+            directory,
+            layout,
+            self.incarnation,
+            fresh=self.config.fresh,
+            placement=self.config.placement,
+        )
+        fresh = self.arena.contents is None
+        try:
+            self._tiers = NodeTiers(self.config, self.arena.memory, self.arena.namespaces)
+        except PdserveError:
+            self.arena.close(keep=not fresh)
+            raise
+        self.arena.namespaces = self._tiers.namespaces  # others, after a reboot
+        self._ucx = UcxPath(self.config, self.arena.memory, self.feed, self._ucx_lost)
+        return fresh
 
     def stop(self) -> None:
         """Let `serve` return."""
@@ -218,11 +232,12 @@ class PoolNode:
             CommitRows: self.arena.commit_rows,
             FreeRows: self.arena.free_rows,
             AssignSlab: self.arena.assign_slab,
-            SaveNamespaces: self.arena.save_namespaces,
+            SaveNamespaces: self._save_namespaces,
             PublishNamespace: self._publish,
             StartSend: self._transfer,
             StartReceive: self._transfer,
             CancelTransfers: self._transfer,
+            **self._tiers.acts(),
         }
 
     def _publish(self, action: PublishNamespace) -> None:
@@ -263,6 +278,10 @@ class PoolNode:
         connection = self.connections.get(action.connection)
         if connection is not None:
             connection.close(action.reason)
+
+    def _save_namespaces(self, action: SaveNamespaces) -> None:
+        self.arena.save_namespaces(action)
+        self._tiers.save_namespaces(action.text)
 
     def _transfer(self, action: StartSend | StartReceive | CancelTransfers) -> None:
         self._ucx.perform(action)
@@ -410,8 +429,18 @@ class PoolNode:
         limits = limits_of(config)
         store = PageStore(slots, self.arena.first_sequence)
         now_s = self._loop.time()
-        namespaces = self.arena.namespaces
-        state = NodeState(config.name, self.incarnation, store, limits, now_s, namespaces, self._rules)
+        namespaces, tiers = self.arena.namespaces, self._tiers
+        state = NodeState(
+            config.name,
+            self.incarnation,
+            store,
+            limits,
+            now_s,
+            namespaces,
+            self._rules,
+            tiers.specs,
+            tiers.limits,
+        )
         self.arena.save_namespaces(SaveNamespaces(namespaces.dump()))
         for record in namespaces.registry:
             self.gossip.publish(record)

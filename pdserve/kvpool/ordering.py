@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -30,6 +31,15 @@ def best_victim(orders: Iterable[EvictionPolicy | None], facts: Facts, holds: Co
             if skipped >= MAX_SKIPPED:
                 break
     return best
+
+
+def coldest(index: Iterable[NamespacePages], pages: int) -> Iterator[int]:
+    """About so many slots, those that would be evicted first, of each namespace and class its share. Ends
+    with the first change of an order.
+    """
+    orders = [order for namespace in index for order in namespace.orders.values() if len(order)]
+    for order in orders:
+        yield from islice(order.victims(), max(16, pages // len(orders)))
 
 
 def reorder(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from pdserve.kvpool.below import Below
 from pdserve.kvpool.events import Action, Answer, CancelTransfers, StartSend
 from pdserve.kvpool.heat import Heat
 from pdserve.kvpool.leases import NO_TRANSFER, Limits, Session
@@ -41,45 +42,63 @@ class Reads:
         request: Get,
         now_s: float,
         out: list[Action],
+        below: Below,
         heat: Heat | None = None,
         replicas: Mapping[int, int] = NO_REPLICAS,
     ) -> None:
-        """`replicas`: how many nodes after this one hold the page of a slot too. A peer that fetches pages
-        to keep is no reader: it leaves no trace in recency, heat and hit rate.
-        """
-        store, facts, length_bytes = self._store, self._store.facts, sum(request.segment_bytes)
-        pages = store.index.namespace(request.namespace)
+        """`replicas`: how many nodes after this one hold the page of a slot too."""
+        facts, length_bytes = self._store.facts, sum(request.segment_bytes)
+        pages = self._store.index.namespace(request.namespace)
         find = pages.lookup(now_s)
-        deadline_s = now_s + self._limits.lease_s
-        segments = tuple(request.segment_bytes)
-        pins = []
-        for key in request.keys:
+        pins, missing = [], []
+        for place, key in enumerate(request.keys):
             slot = find(key)
             if slot is None or facts.length_bytes[slot] != length_bytes:
-                pages.misses += not session.peer
+                missing.append(place)
                 pins.append(_MISS)
-                continue
-            sequence = facts.sequence[slot]
-            if not self._pin(session, slot, sequence, deadline_s, len(segments)):
-                self.pins_refused += 1
-                pins.append(_MISS)
-                continue
-            if not session.peer:
-                pages.hits += 1
-                pages.read_bytes += length_bytes
-                store.touch(pages, slot, now_s)
-                if heat is not None:
-                    heat.read(slot)
-            offset = store.slots.offset(slot)
-            tag = NO_TRANSFER
-            if not session.mapped:
-                tag = self._tags.take(len(segments))
-                self._sends[tag] = slot
-                store.hold(slot)
-                session.begin_transfer(tag, len(segments))
-                out.append(StartSend(session.connection, tag, offset, segments))
-            pins.append(Pin(HIT, slot, offset, facts.checksum[slot], sequence, tag, replicas.get(slot, 0)))
+            else:
+                pins.append(self.hit(session, slot, request, now_s, out, heat, replicas))
+        # after the hits are pinned: a page that comes up takes another's place
+        if missing and below.get(session, request, pins, missing, now_s, out):
+            return
+        if not session.peer:
+            pages.misses += len(missing)
         out.append(Answer(session.connection, Got(request.id, pins)))
+
+    def hit(
+        self,
+        session: Session,
+        slot: int,
+        request: Get,
+        now_s: float,
+        out: list[Action],
+        heat: Heat | None = None,
+        replicas: Mapping[int, int] = NO_REPLICAS,
+    ) -> Pin:
+        """Pin a page, and start sending it over UCX; a miss if the client holds enough. A peer that fetches
+        pages to keep is no reader: it leaves no trace in recency, heat and hit rate.
+        """
+        store, facts, segments = self._store, self._store.facts, len(request.segment_bytes)
+        sequence = facts.sequence[slot]
+        if not self._pin(session, slot, sequence, now_s + self._limits.lease_s, segments):
+            self.pins_refused += 1
+            return _MISS
+        if not session.peer:
+            pages = store.index.namespace(request.namespace)
+            pages.hits += 1
+            pages.read_bytes += facts.length_bytes[slot]
+            store.touch(pages, slot, now_s)
+            if heat is not None:
+                heat.read(slot)
+        offset = store.slots.offset(slot)
+        tag = NO_TRANSFER
+        if not session.mapped:
+            tag = self._tags.take(segments)
+            self._sends[tag] = slot
+            store.hold(slot)
+            session.begin_transfer(tag, segments)
+            out.append(StartSend(session.connection, tag, offset, tuple(request.segment_bytes)))
+        return Pin(HIT, slot, offset, facts.checksum[slot], sequence, tag, replicas.get(slot, 0))
 
     def release(self, session: Session, request: Release, out: list[Action]) -> None:
         """What is not pinned any more is passed over: its lease has ended."""

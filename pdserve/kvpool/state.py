@@ -15,13 +15,14 @@ connection: nothing it can send harms another's pages, which `check` asserts in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool import access
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.administration import Administration, Rules
+from pdserve.kvpool.below import Below
 from pdserve.kvpool.cluster_messages import (
     EndReplicas,
     ListNamespaces,
@@ -59,8 +60,9 @@ from pdserve.kvpool.recovery import TableContents
 from pdserve.kvpool.restoring import restore
 from pdserve.kvpool.sharing import Sharing
 from pdserve.kvpool.store import COMMITTED, DOOMED, QUARANTINED, RESERVED, SWEEPING, PageStore
+from pdserve.kvpool.tiering import TieringLimits, TierSpec
 from pdserve.kvpool.waits import Waits
-from pdserve.kvpool.writing import Writes
+from pdserve.kvpool.writing import Writes, no_tier
 
 Handler: TypeAlias = Callable[[Session, Any, float, list[Action]], None]
 MAX_U64 = (1 << 64) - 1
@@ -80,6 +82,8 @@ class NodeState:
         started_s: float,
         namespaces: Namespaces | None = None,
         rules: Rules = NO_RULES,
+        tiers: Sequence[TierSpec] = (),
+        tiering: TieringLimits | None = None,
     ) -> None:
         self.name = name
         self.incarnation = incarnation
@@ -92,9 +96,12 @@ class NodeState:
         for space, number in self.namespaces.numbers_of_spaces.items():
             store.index.namespace(number).space = space
         tags = Tags(incarnation, FIRST_TAG)
-        self._waits = Waits(store, limits.max_waiters)
+        bounds = tiering or TieringLimits()
+        self.below = Below(store, tiers, bounds, self._settings, self._pin, self._readable, self._found)
+        self._waits = Waits(store, limits.max_waiters, self.below.has)
         self._reads = Reads(store, limits, tags)
-        self._writes = Writes(store, limits, tags, self._on_commit)
+        in_tier = self.below.has if tiers else no_tier
+        self._writes = Writes(store, limits, tags, self._on_commit, in_tier)
         self.sharing = Sharing(name, store, limits.replication)
         self.administration = Administration(
             name,
@@ -158,9 +165,13 @@ class NodeState:
             self.sharing.replicas_made(event, now_s)
         elif isinstance(event, NamespacesLearned):
             self.administration.learn(event.records, out)
-        else:
+        elif isinstance(event, Disconnected):
             self._disconnected(event, now_s, out)
-        self._expect(self.store.next_work_s)
+        else:
+            self.below.handle(event, now_s, out)
+            self._expect(now_s + self._limits.lease_s)
+        self.below.pump(now_s, out)
+        self._expect(min(self.store.next_work_s, self.below.next_deadline_s))
         return out
 
     # --- events
@@ -203,11 +214,13 @@ class NodeState:
     def _tick(self, now_s: float, out: list[Action]) -> None:
         for session in self.sessions.values():
             self._waits.expire(session, now_s, out)
+            self.below.expire(session, now_s, out)
             self._reads.expire(session, now_s, out)
             self._writes.expire(session, now_s, out)
         self._writes.end_quarantine(now_s, out)
         self.sharing.tick(now_s, out)
         self.store.tick(now_s, out)
+        self.below.pump(now_s, out)
         self._find_next_deadline()
 
     def _disconnected(self, event: Disconnected, now_s: float, out: list[Action]) -> None:
@@ -215,6 +228,7 @@ class NodeState:
         if session is None:
             return
         self._waits.disconnected(session)
+        self.below.disconnected(session)
         self._reads.disconnected(session, out)
         self._writes.disconnected(session, event.by_peer, now_s, out)
         out[:] = [action for action in out if not isinstance(action, CancelTransfers)]
@@ -228,7 +242,8 @@ class NodeState:
         self.administration.handle(session, request, out)
 
     def _clear(self, session: Session, request: m.Clear, now_s: float, out: list[Action]) -> None:
-        count = self.store.clear(request.namespace, self.namespaces.clear(request.namespace), out)
+        count = self.below.clear(request.namespace, dropped=False, out=out)
+        count += self.store.clear(request.namespace, self.namespaces.clear(request.namespace), out)
         out.append(SaveNamespaces(self.namespaces.dump()))
         out.append(Answer(session.connection, m.Done(request.id, count)))
 
@@ -237,12 +252,18 @@ class NodeState:
         for session in self.sessions.values():
             self._writes.drop_namespace(session, number, out)
             self._waits.drop_namespace(session, number, out)
-        count = self.store.clear(number, number, out)
+        count = self.below.clear(number, dropped=True, out=out)
+        count += self.store.clear(number, number, out)
         self.store.forget(number)
         return count
 
+    def _settings(self, namespace: int) -> NamespaceSettings | None:
+        """None when there is no such namespace any more."""
+        return self.namespaces.settings(namespace) if namespace in self.namespaces else None
+
     def _namespace_changed(self, number: int, settings: NamespaceSettings) -> None:
         """It was opened, or has other settings now."""
+        self.below.configured(number)
         ttl_s, quota_bytes = settings.ttl_s or None, settings.quota_bytes or None
         try:
             self.store.configure_namespace(
@@ -256,7 +277,8 @@ class NodeState:
 
     def _exists(self, session: Session, request: m.Exists, now_s: float, out: list[Action]) -> None:
         find = self.store.index.namespace(request.namespace).lookup(now_s)
-        mask = bytes([find(key) is not None for key in request.keys])
+        has, namespace = self.below.has, request.namespace
+        mask = bytes([find(key) is not None or has(namespace, key) for key in request.keys])
         out.append(Answer(session.connection, m.Present(request.id, mask)))
 
     def _reserve(self, session: Session, request: m.Reserve, now_s: float, out: list[Action]) -> None:
@@ -275,18 +297,34 @@ class NodeState:
         self._writes.commit(session, request, now_s, out)
 
     def _on_commit(self, slots: list[int], now_s: float, out: list[Action]) -> None:
+        """Clients wrote these."""
+        if self.below.any:
+            for slot in slots:
+                self.below.committed(slot)
+        self._readable(slots, now_s, out)
+
+    def _readable(self, slots: list[int], now_s: float, out: list[Action]) -> None:
         facts = self.store.facts
         for slot in slots:
             if self._waits.open:
                 key = facts.key[slot]
                 assert key is not None
-                self._waits.committed(facts.namespace[slot], key, self.sessions, now_s, out)
+                self._found(facts.namespace[slot], key, now_s, out)
             self.sharing.filled(slot)
+
+    def _found(self, namespace: int, key: bytes, now_s: float, out: list[Action]) -> None:
+        self._waits.committed(namespace, key, self.sessions, now_s, out)
 
     def _get(self, session: Session, request: m.Get, now_s: float, out: list[Action]) -> None:
         sharing = self.sharing
-        self._reads.get(session, request, now_s, out, sharing.heat, sharing.replication.counts)
-        self._expect(now_s + self._limits.lease_s)
+        heat, replicas = sharing.heat, sharing.replication.counts
+        self._reads.get(session, request, now_s, out, self.below, heat, replicas)
+        self._expect(session.next_deadline_s())
+
+    def _pin(self, session: Session, slot: int, request: m.Get, now_s: float, out: list[Action]) -> m.Pin:
+        """For a page that came up from a tier."""
+        heat, replicas = self.sharing.heat, self.sharing.replication.counts
+        return self._reads.hit(session, slot, request, now_s, out, heat, replicas)
 
     def _wait(self, session: Session, request: m.Wait, now_s: float, out: list[Action]) -> None:
         self._waits.begin(session, request, now_s, out)
@@ -300,6 +338,7 @@ class NodeState:
             slot = self.store.find(request.namespace, key)
             if slot != NONE and self.store.facts.sequence[slot] == sequence:
                 self.store.drop(slot, out)
+                self.below.discard(request.namespace, key, out)
                 count += 1
         self._discarded += count
         out.append(Answer(session.connection, m.Done(request.id, count)))
@@ -355,6 +394,7 @@ class NodeState:
             namespaces=[self._namespace_status(number) for number in shown],
             counters=self._counters(),
             epoch=self.sharing.ownership.epoch,
+            tiers=self.below.status(),
         )
 
     def _namespace_status(self, number: int) -> m.NamespaceStatus:
@@ -397,6 +437,7 @@ class NodeState:
             "sweeping_bytes": self.store.bytes_in_state[SWEEPING],
             **self._recovered,
             **self.sharing.counters(),
+            **self.below.counters(),
         }
 
     # --- time
@@ -410,6 +451,7 @@ class NodeState:
             self._writes.next_quarantine_end_s(),
             self.sharing.next_deadline_s,
             self.store.next_work_s,
+            self.below.next_deadline_s,
         )
         self.next_deadline_s = min([*deadlines, *more])
 
@@ -417,8 +459,10 @@ class NodeState:
         """Assert that everything is conserved and nothing is owned by nobody. Slow: for tests."""
         check(self.store)
         self._waits.check()
+        self.below.check()
         self.sharing.replicas.check()
         reserved = [slot for session in self.sessions.values() for slot in session.reservations]
+        reserved += self.below.reserved_slots()
         assert sorted(reserved) == self.store.slots_in_state(RESERVED)
         for session in self.sessions.values():
             held = [*session.reservations.values(), *session.quarantined.values()]

@@ -32,6 +32,7 @@ found (`NamespacePages.lookup`); its slot is freed by `tick`, a little later.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from itertools import islice
 from typing import Final
@@ -81,6 +82,7 @@ class PageStore:
         self.next_sequence = first_sequence
         self.uses = 0  # counts insertions and hits: the time scale of last_use
         self.evictions = 0
+        self.on_evict: Callable[[int], None] | None = None  # called with the slot of a page that goes
         self.next_work_s = float("inf")
         self.max_drops = MAX_DROPS + slots.slots_per_slab
         self._drops_left = self.max_drops
@@ -150,8 +152,7 @@ class PageStore:
     def take(
         self, pages: NamespacePages, key: bytes, length_bytes: int, slot_bytes: int, out: list[Action]
     ) -> int:
-        """`reserve` without its ReserveRows, which must follow before anybody is told of the slot; or
-        NONE."""
+        """`reserve` without its ReserveRows, which must follow before anybody knows of the slot; or NONE."""
         if pages.expiry is not None and key in pages.committed:
             self.drop(pages.committed[key], out, "ttl")
         quota = pages.quota_bytes
@@ -457,6 +458,8 @@ class PageStore:
         else:
             order.on_evict(slot, key)
             self.evictions += 1
+            if self.on_evict is not None:
+                self.on_evict(slot)
         if pages.expiry is not None:
             pages.expiry.on_remove(slot)
         return pages

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pdserve.kvpool.events import Action, Answer
 from pdserve.kvpool.leases import Session, Waiter
 from pdserve.kvpool.messages import Fault, Present, Wait
@@ -11,21 +13,24 @@ MAX_WAIT_S = 600.0  # longer waits are answered then; nobody has a use for one
 
 
 class Waits:
-    """Open waits by key. A wait is answered once, when nothing is missing or at its deadline."""
+    """Open waits by key. A wait is answered once, when nothing is missing or at its deadline.
+    `in_tier(namespace, key)`: whether the page can be had from a tier.
+    """
 
-    def __init__(self, store: PageStore, max_per_session: int) -> None:
+    def __init__(self, store: PageStore, max_per_session: int, in_tier: Callable[[int, bytes], bool]) -> None:
         self._store = store
+        self._in_tier = in_tier
         self._max_per_session = max_per_session
         self._by_key: dict[tuple[int, bytes], list[Waiter]] = {}
         self.open = 0
 
     def begin(self, session: Session, request: Wait, now_s: float, out: list[Action]) -> None:
         """Answer at once when all keys are committed or there is no time to wait."""
-        find = self._store.index.namespace(request.namespace).lookup(now_s)
-        missing = {key for key in request.keys if find(key) is None}
+        mask = self._mask(request, now_s)
+        missing = {key for key, found in zip(request.keys, mask, strict=True) if not found}
         timeout_s = min(request.timeout_s, MAX_WAIT_S)
         if not missing or not timeout_s > 0:  # NaN included
-            out.append(Answer(session.connection, Present(request.id, self._mask(request, now_s))))
+            out.append(Answer(session.connection, Present(request.id, mask)))
             return
         if len(session.waiters) >= self._max_per_session or request.id in session.waiters:
             message = (
@@ -80,7 +85,8 @@ class Waits:
 
     def _mask(self, request: Wait | Waiter, now_s: float) -> bytes:
         find = self._store.index.namespace(request.namespace).lookup(now_s)
-        return bytes([find(key) is not None for key in request.keys])
+        namespace = request.namespace
+        return bytes([find(key) is not None or self._in_tier(namespace, key) for key in request.keys])
 
     def check(self) -> None:
         """Assert that nothing is left behind. For tests."""

@@ -38,8 +38,15 @@ _PRESENT, _BUSY, _FULL, _TOO_LARGE = Grant(PRESENT), Grant(BUSY), Grant(FULL), G
 NONE_REFUSED: Final[Mapping[bytes, Grant]] = {}
 
 
+def no_tier(namespace: int, key: bytes) -> bool:
+    """For a node without tiers."""
+    return False
+
+
 class Writes:
-    """Reservations of all sessions. `on_commit(slots, now_s, out)` is called when pages became readable."""
+    """Reservations of all sessions. `on_commit(slots, now_s, out)` is called when pages became readable;
+    `in_tier(namespace, key)` says whether a tier has a page, which then needs no writing.
+    """
 
     def __init__(
         self,
@@ -47,11 +54,13 @@ class Writes:
         limits: Limits,
         tags: Tags,
         on_commit: Callable[[list[int], float, list[Action]], None],
+        in_tier: Callable[[int, bytes], bool] = no_tier,
     ) -> None:
         self._store = store
         self._limits = limits
         self._tags = tags
         self._on_commit = on_commit
+        self._in_tier = in_tier
         self._receives: dict[int, Reservation] = {}  # by tag
         self._timed: deque[tuple[float, int]] = deque()  # (until, slot) in quarantine, without a session
         self.commits = 0
@@ -79,14 +88,14 @@ class Writes:
         slot_bytes = store.slots.class_of(length_bytes)
         deadline_s = now_s + self._limits.reservation_lease_s
         pages = store.index.namespace(request.namespace)
-        find, writing = pages.lookup(now_s), pages.writing
+        find, writing, in_tier = pages.lookup(now_s), pages.writing, self._in_tier
         grants: list[Grant] = []
         granted: list[int] = []
         receives: list[Action] = []
         is_full = False
         store.start_request()
         for key in request.keys:
-            if find(key) is not None:
+            if find(key) is not None or in_tier(request.namespace, key):
                 grants.append(_PRESENT)
             elif key in writing:
                 grants.append(_BUSY)

@@ -93,7 +93,8 @@ class InprocPool:
 class ProcessPool:
     """The node is a process; `data_path` is how its clients move pages."""
 
-    def __init__(self, config: PoolNodeConfig, directory: Path, data_path: str) -> None:
+    def __init__(self, config: PoolNodeConfig, directory: Path, data_path: str, extra: str = "") -> None:
+        """`extra`: further lines for the node's configuration."""
         self.config = config
         self.data_path = data_path
         self.address = f"unix:{directory}/{config.name}.sock"
@@ -104,7 +105,7 @@ class ProcessPool:
             f"capacity_bytes = {config.capacity}\nslab_bytes = {config.slab}\nkeep = false\n"
             f"min_slot_bytes = {config.min_slot}\nlease_s = {config.lease_s}\n"
             f"reservation_lease_s = {config.reservation_lease_s}\nquarantine_s = {config.quarantine_s}\n"
-            f"max_waiters = {config.max_waiters}\nmax_reserved_share = {config.max_reserved_share}\n"
+            f"max_waiters = {config.max_waiters}\nmax_reserved_share = {config.max_reserved_share}\n{extra}"
         )
         if config.cluster != ClusterConfig():
             with self._file.open("a") as file:

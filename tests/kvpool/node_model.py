@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from pdserve.kvpool import messages as m
@@ -14,6 +15,7 @@ from pdserve.kvpool.namespaces import Namespaces
 from pdserve.kvpool.slots import SlotAllocator
 from pdserve.kvpool.state import NO_RULES, NodeState
 from pdserve.kvpool.store import PageStore
+from pdserve.kvpool.tiering import TieringLimits, TierSpec
 
 KIB = 1024
 R = TypeVar("R")
@@ -34,6 +36,8 @@ class Node:
         *,
         rules: Rules = NO_RULES,
         namespaces: Namespaces | None = None,
+        tiers: Sequence[TierSpec] = (),
+        tiering: TieringLimits | None = None,
         **limits: Any,
     ) -> None:
         self.now_s = 100.0
@@ -46,6 +50,8 @@ class Node:
             self.now_s,
             namespaces,
             rules,
+            tiers,
+            tiering,
         )
         self.actions: list[Action] = []
         self._connections = 0

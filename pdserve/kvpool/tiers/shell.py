@@ -1,0 +1,122 @@
+"""The tiers of one node: opened in order at its start, one worker each, stopped at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from pdserve.errors import PdserveError
+from pdserve.kvpool.config import PoolNodeConfig
+from pdserve.kvpool.events import Event, ForgetNamespace, ForgetPages, LoadPages, StorePages
+from pdserve.kvpool.namespaces import Namespaces
+from pdserve.kvpool.tiering import TieringLimits, TierSpec
+from pdserve.kvpool.tiers.base import PageName, TierSettings
+from pdserve.kvpool.tiers.names import take_over
+from pdserve.kvpool.tiers.registry import open_tier
+from pdserve.kvpool.tiers.worker import TierWorker
+from pdserve.kvpool.transports.base import Bytes1D
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S: Final = 5.0
+LOAD_SHARE: Final = 0.25  # of the arena may be filling from tiers
+
+
+class NodeTiers:
+    """Opening is quick; what is in the tiers is found in the background, after `start`."""
+
+    def __init__(self, config: PoolNodeConfig, memory: Bytes1D, namespaces: Namespaces) -> None:
+        """Raises ConfigError, StartupError."""
+        self._config = config
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._feed: Callable[[Event], None] = lambda event: None
+        self._workers: list[TierWorker] = []
+        try:
+            for number in range(len(config.tiers)):
+                self._workers.append(self._open(number, memory))
+        except PdserveError:
+            self._close()
+            raise
+        for above, below in zip(self._workers, self._workers[1:], strict=False):
+            above.below = below
+        saved = [worker.tier.namespaces() for worker in self._workers]
+        self.namespaces, self._believed, problems = take_over(namespaces, saved)
+        for problem in problems:
+            logger.warning("node %s: tiers: pages are dropped: %s", config.name, problem)
+        if config.fresh:
+            self._believed = [set() for _ in self._workers]
+
+    def _open(self, number: int, memory: Bytes1D) -> TierWorker:
+        config = self._config.tiers[number]
+
+        def leaving(names: Sequence[PageName]) -> None:
+            self._workers[number].leaving(names)
+
+        settings = TierSettings(self._config.name, config.path, config.capacity, config.options, leaving)
+        tier = open_tier(config.kind, settings)
+        return TierWorker(self._config.name, number, config.kind, tier, memory, self._post)
+
+    @property
+    def specs(self) -> list[TierSpec]:
+        """For NodeState."""
+        return [
+            TierSpec(f"{tier.kind}:{tier.path}", tier.kind, tier.capacity, tier.write)
+            for tier in self._config.tiers
+        ]
+
+    @property
+    def limits(self) -> TieringLimits:
+        """For NodeState."""
+        return TieringLimits(
+            watermark=self._config.tier_watermark,
+            load_bytes=int(self._config.capacity * LOAD_SHARE),
+            promotion_timeout_s=self._config.promotion_timeout_s,
+        )
+
+    def start(self, loop: asyncio.AbstractEventLoop, feed: Callable[[Event], None]) -> None:
+        """Events go to `feed` in the loop."""
+        self._loop, self._feed = loop, feed
+        for worker, believed, config in zip(self._workers, self._believed, self._config.tiers, strict=True):
+            worker.start(believed, config.threads)
+            worker.save_namespaces(self.namespaces.dump())
+
+    def stop(self) -> None:
+        """Within STOP_TIMEOUT_S, all together. Blocks."""
+        if self._loop is None:
+            self._close()
+            return
+        deadline_s = time.monotonic() + STOP_TIMEOUT_S
+        for worker in self._workers:
+            worker.stop(deadline_s)
+
+    def acts(self) -> dict[type, Callable[[Any], None]]:
+        """What carries out the actions that concern tiers."""
+        return {
+            StorePages: lambda action: self._workers[action.tier].store(action),
+            LoadPages: lambda action: self._workers[action.tier].load(action),
+            ForgetPages: lambda action: self._workers[action.tier].forget(action),
+            ForgetNamespace: self._forget_namespace,
+        }
+
+    def save_namespaces(self, text: str) -> None:
+        """Keep the list for a start after a reboot."""
+        for worker in self._workers:
+            worker.save_namespaces(text)
+
+    def _forget_namespace(self, action: ForgetNamespace) -> None:
+        for worker in self._workers:
+            worker.forget_namespace(action)
+
+    def _post(self, event: Event) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(self._feed, event)
+        except RuntimeError:  # the loop is closed: nobody is there to be told
+            logger.debug("node %s: an event came after its end", self._config.name)
+
+    def _close(self) -> None:
+        for worker in self._workers:
+            worker.tier.close()
