@@ -85,10 +85,25 @@ class Below:
         """Load what a tier has of the pages at the places `missing`; whether the Get waits for any."""
         return self.any and self._promotions.begin(session, request, pins, missing, now_s, out)
 
-    def discard(self, namespace: int, key: bytes, out: list[Action]) -> None:
-        """The page is not what it should be."""
-        if self.any:
-            self._tiering.forget(namespace, key, out)
+    # what other nodes may own: see ownership.PagesBelow
+
+    @property
+    def ready(self) -> bool:
+        return self._tiering.ready
+
+    def namespaces(self) -> list[int]:
+        return self._tiering.namespaces()
+
+    def keys(self, namespace: int) -> list[bytes]:
+        return self._tiering.keys(namespace)
+
+    def length(self, namespace: int, key: bytes) -> int:
+        return self._tiering.find(namespace, key)[1]
+
+    def forget(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> None:
+        """Drop pages from all tiers."""
+        if self.any and keys:
+            self._tiering.forget(namespace, keys, out)
 
     def clear(self, namespace: int, *, dropped: bool, out: list[Action]) -> int:
         """Forget all pages of the namespace; how many."""

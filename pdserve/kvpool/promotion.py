@@ -159,7 +159,7 @@ class Promotions:
         """That tier has it no more: the next one, or a miss."""
         name = load.name
         self.failed += status != GONE
-        self._tiering.forget(name.namespace, name.key, out, only=load.tier)
+        self._tiering.forget(name.namespace, [name.key], out, only=load.tier)
         tier, length_bytes = self._tiering.find(name.namespace, name.key)
         if tier != NONE and length_bytes == name.length_bytes:
             load.tier = tier

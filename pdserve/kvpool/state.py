@@ -102,7 +102,7 @@ class NodeState:
         self._reads = Reads(store, limits, tags)
         in_tier = self.below.has if tiers else no_tier
         self._writes = Writes(store, limits, tags, self._on_commit, in_tier)
-        self.sharing = Sharing(name, store, limits.replication)
+        self.sharing = Sharing(name, store, limits.replication, self.below)
         self.administration = Administration(
             name,
             store.slots.capacity_bytes,
@@ -168,7 +168,11 @@ class NodeState:
         elif isinstance(event, Disconnected):
             self._disconnected(event, now_s, out)
         else:
+            was_ready = self.below.ready
             self.below.handle(event, now_s, out)
+            if self.below.ready and not was_ready:
+                self.sharing.ownership.below_ready(now_s)
+                self._expect(self.sharing.next_deadline_s)
             self._expect(now_s + self._limits.lease_s)
         self.below.pump(now_s, out)
         self._expect(min(self.store.next_work_s, self.below.next_deadline_s))
@@ -338,7 +342,7 @@ class NodeState:
             slot = self.store.find(request.namespace, key)
             if slot != NONE and self.store.facts.sequence[slot] == sequence:
                 self.store.drop(slot, out)
-                self.below.discard(request.namespace, key, out)
+                self.below.forget(request.namespace, [key], out)
                 count += 1
         self._discarded += count
         out.append(Answer(session.connection, m.Done(request.id, count)))

@@ -317,17 +317,35 @@ class Tiering:
 
     # --- forgetting
 
-    def forget(self, namespace: int, key: bytes, out: list[Action], only: int | None = None) -> None:
-        """The page is not what it should be: in every tier, or in one."""
+    def forget(
+        self, namespace: int, keys: Sequence[bytes], out: list[Action], only: int | None = None
+    ) -> None:
+        """These pages are not what they should be, or not wanted: in every tier, or in one."""
         for number, tier in enumerate(self.tiers):
             if only is None or number == only:
-                length = tier.pages.get(namespace, {}).get(key, 0)
-                tier.remove(namespace, key)
-                out.append(ForgetPages(number, (PageName(namespace, key, length),)))
+                lengths = tier.pages.get(namespace, {})
+                names = tuple(PageName(namespace, key, lengths.get(key, 0)) for key in keys)
+                for key in keys:
+                    tier.remove(namespace, key)
+                out.append(ForgetPages(number, names))
         if only is None:
+            gone = set(keys)
             for storing in self._stores.values():
-                if (storing.page.namespace, storing.page.key) == (namespace, key):
+                if storing.page.namespace == namespace and storing.page.key in gone:
                     storing.void = True
+
+    @property
+    def ready(self) -> bool:
+        """Whether the tiers have told all that they hold."""
+        return all(tier.ready for tier in self.tiers)
+
+    def namespaces(self) -> list[int]:
+        """Those that have pages in a tier."""
+        return sorted({number for tier in self.tiers for number, pages in tier.pages.items() if pages})
+
+    def keys(self, namespace: int) -> list[bytes]:
+        """Of the namespace's pages in any tier, each once."""
+        return list(dict.fromkeys(key for tier in self.tiers for key in tier.pages.get(namespace, ())))
 
     def unwanted(self, namespace: int) -> bool:
         """Whether there are pages of a namespace that is to have none here."""

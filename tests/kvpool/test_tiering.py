@@ -409,6 +409,25 @@ def test_pages_found_at_a_start_come_up_and_end_waits() -> None:
     assert rig.replies(rig.load()) == [[m.HIT]]
 
 
+def test_other_nodes_can_ask_for_pages_in_tiers() -> None:
+    rig = Rig(SSD, DIRECTORY)
+    below = rig.node.state.below
+    rig.sink(1, 2)
+    page = rig.disks[0][rig.ns, key(1)]
+    rig.node.do(PagesFound(1, (page,), 0))
+    assert below.ready
+    assert below.namespaces() == [rig.ns]
+    assert {key(1), key(2)} <= set(below.keys(rig.ns))
+    assert len(below.keys(rig.ns)) == len(set(below.keys(rig.ns)))
+    assert (below.length(rig.ns, key(1)), below.length(rig.ns, key(99))) == (4 * KIB, 0)
+    out: list[Action] = []
+    below.forget(rig.ns, [key(1)], out)
+    rig.follow(out)
+    rig.drain()
+    assert rig.node.exists(rig.c, rig.ns, 1, 2) == [0, 1]
+    assert (rig.ns, key(1)) not in rig.disks[0]
+
+
 KEYS = st.lists(st.integers(0, 30), min_size=1, max_size=6)
 
 
