@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from pdserve.command import config_command
+from pdserve.kvpool.commands import ns
 from pdserve.kvpool.commands.drain import drain
 from pdserve.kvpool.commands.ls import ls
 from pdserve.kvpool.commands.status import status
@@ -38,3 +39,4 @@ app.command("status")(status)
 app.command("ls")(ls)
 app.command("top")(top)
 app.command("drain")(drain)
+app.add_typer(ns.app, name="ns")

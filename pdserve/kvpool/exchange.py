@@ -15,6 +15,7 @@ from typing import Final, TypeVar
 
 from pdserve.errors import PoolRefused
 from pdserve.kvpool import messages as m
+from pdserve.kvpool.access import ADMIN, WRITE
 from pdserve.kvpool.link import OpenConnection
 from pdserve.kvpool.transports.base import CORRUPT, OK, PageBuffers
 
@@ -107,6 +108,7 @@ def read(
         if corrupt:
             text = "pool node %s: %d of %d pages did not match their checksum; they are recomputed"
             logger.error(text, opened.node, len(corrupt), len(held))
+        if corrupt and opened.rights & WRITE:  # else a client that may will find it out
             bad, sequences = [keys[i] for i in corrupt], [pins[i].sequence for i in corrupt]
             discard = m.Discard(opened.next_id(), opened.namespace, bad, sequences)
             expect(opened, discard, m.Done, deadline)
@@ -117,6 +119,9 @@ def write(
     opened: OpenConnection, keys: list[bytes], pages: list[PageBuffers], deadline: float, tally: Tally
 ) -> list[int]:
     """Write pages; UNSTORED, STORED or MOVED for each. Raises PoolError."""
+    if not opened.rights & WRITE:
+        tally.add(pages_refused=len(keys))
+        return [UNSTORED] * len(keys)
     segment_bytes = [segment.nbytes for segment in pages[0]]
     request = m.Reserve(opened.next_id(), opened.namespace, keys, segment_bytes)
     grants = expect(opened, request, m.Reserved, deadline).grants
@@ -162,6 +167,9 @@ def status(opened: OpenConnection, deadline: float) -> m.StatusReport:
 
 def clear(opened: OpenConnection, deadline: float) -> int:
     """Drop the namespace's pages there; how many went. Raises PoolError."""
+    if not opened.rights & ADMIN:
+        logger.warning("pool node %s: our token may not clear the namespace", opened.node)
+        return 0
     return expect(opened, m.Clear(opened.next_id(), opened.namespace), m.Done, deadline).count
 
 

@@ -33,6 +33,7 @@ from pdserve.errors import (
     PoolTimeout,
     PoolUnavailable,
 )
+from pdserve.kvpool.access import ALL, WRITE
 from pdserve.kvpool.messages import Fault, Opened, OpenNamespace, Reply, Request
 from pdserve.kvpool.transports.base import Connection
 
@@ -53,9 +54,10 @@ class LinkState(enum.Enum):
 class OpenConnection:
     """A connection with the namespace opened on it."""
 
-    def __init__(self, connection: Connection, namespace: int, generation: int) -> None:
+    def __init__(self, connection: Connection, namespace: int, generation: int, rights: int = ALL) -> None:
         self.connection = connection
         self.namespace = namespace
+        self.rights = rights  # of our token in the namespace: access.READ and so on
         self.generation = generation  # of the link when it was opened; an older one is closed, not reused
         self.reused = False  # it was idle before this operation: the node may have gone meanwhile
         self.answered = False  # the node has answered in this operation
@@ -115,6 +117,7 @@ class NodeLink:
         self._generation = 0  # raised at every failure
         self._state = LinkState.UP
         self._closed = threading.Event()
+        self._told_read_only = False
 
     @property
     def up(self) -> bool:
@@ -259,7 +262,14 @@ class NodeLink:
             connection.close()
             text = reply.message if isinstance(reply, Fault) else f"unexpected {type(reply).__name__}"
             raise PoolRefused(f"pool node {self.name}: {text}")
-        return OpenConnection(connection, reply.namespace, generation)
+        if not reply.rights & WRITE and not self._told_read_only:
+            self._told_read_only = True
+            logger.warning(
+                "pool node %s: our token only reads namespace %s: pages are not written",
+                self.name,
+                self._namespace,
+            )
+        return OpenConnection(connection, reply.namespace, generation, reply.rights)
 
     def _give_back(self, opened: OpenConnection) -> None:
         with self._changed:

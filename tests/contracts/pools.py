@@ -105,7 +105,8 @@ class ProcessPool:
             f"capacity_bytes = {config.capacity}\nslab_bytes = {config.slab}\nkeep = false\n"
             f"min_slot_bytes = {config.min_slot}\nlease_s = {config.lease_s}\n"
             f"reservation_lease_s = {config.reservation_lease_s}\nquarantine_s = {config.quarantine_s}\n"
-            f"max_waiters = {config.max_waiters}\nmax_reserved_share = {config.max_reserved_share}\n{extra}"
+            f"max_waiters = {config.max_waiters}\nmax_reserved_share = {config.max_reserved_share}\n"
+            f'admin_token = "{config.admin_token}"\n{extra}'
         )
         if config.cluster != ClusterConfig():
             with self._file.open("a") as file:
