@@ -173,7 +173,7 @@ class Administration:
         record = registry.get(request.name)
         if record is None:
             check_name(request.name)
-            record = NamespaceRecord(request.name, 0, 1, {}, self._rules.defaults)
+            record = NamespaceRecord(request.name, 0, request.generation or 1, {}, self._rules.defaults)
         is_new = record.version == 0 or record.dropped
         self._require(session, record, access.WRITE if is_new else access.READ, request.id)
         if record.replaced_by:
@@ -182,6 +182,9 @@ class Administration:
                 f"namespace '{record.name}' was replaced by '{record.replaced_by}': start the worker with "
                 "that revision (an administrator can bring the old one back: pdserve pool ns create)",
             )
+        if request.generation and (record.dropped or record.generation != request.generation):
+            # a node that has not heard of a drop, or whom we have to hear it from, must not bring pages back
+            raise NamespaceError("unknown_namespace", f"namespace '{record.name}' was dropped meanwhile")
         local = self.namespaces.find(record.name)
         if local is not None or record.geometry:
             known = record.geometry if local is None else local.geometry

@@ -138,6 +138,7 @@ class OpenNamespace(Message, tag=10, frozen=True):
     id: int
     name: str
     geometry: dict[str, str]
+    generation: int = 0  # a node says of which its pages are; pages of another are never mixed with them
 
 
 class Opened(Message, tag=11, frozen=True):
@@ -308,6 +309,7 @@ class NamespaceStatus(Message, tag=95, frozen=True):
     tier_bytes: int = 0
     settings: NamespaceSettings = NamespaceSettings()
     counters: dict[str, int] = {}
+    generation: int = 0
 
 
 class StatusReport(Message, tag=28, frozen=True):

@@ -57,7 +57,7 @@ LEFT_GRACE_S: Final = 1.0  # from having left until the process stops: the other
 DISPLACED_SHARE: Final = 0.5  # of the capacity: pages here that pulled ones may displace, beside free space
 SLOWEST_BYTES_S: Final = 20e6  # a batch may take as long as it would at this rate
 
-Space: TypeAlias = tuple[str, Mapping[str, str]]  # a namespace's name and geometry
+Space: TypeAlias = tuple[str, Mapping[str, str], int]  # a namespace's name, geometry, generation
 T = TypeVar("T")
 
 
@@ -90,7 +90,7 @@ class Mover:
         self._timer: asyncio.TimerHandle | None = None
         self._ring = Ring([])
         self._seen: tuple[int, bool] | None = None  # epoch, stable: what NodeState was told
-        self._spaces: dict[tuple[str, str], Mapping[str, str]] = {}  # (peer, namespace) -> geometry
+        self._spaces: dict[tuple[str, str], Space] = {}  # (peer, namespace) -> geometry
         self._links: dict[tuple[str, str], tuple[asyncio.Lock, PeerLink]] = {}  # by peer and purpose
         self._tasks: set[asyncio.Task[None]] = set()
         self._pulls = 0
@@ -206,11 +206,11 @@ class Mover:
         if report.epoch != action.epoch:
             raise StaleView(f"pool node {action.peer} knows epoch {report.epoch}, not {action.epoch}")
         for space in report.namespaces:
-            self._spaces[action.peer, space.name] = space.geometry
+            self._spaces[action.peer, space.name] = space.name, space.geometry, space.generation
         return Surveyed(action.ask, tuple(space.name for space in report.namespaces))
 
     async def _list(self, action: List) -> Listed:
-        space = (action.namespace, self._spaces[action.peer, action.namespace])
+        space = self._spaces[action.peer, action.namespace]
         try:
             number = await self._open(space)
             owned = await self._ask(
@@ -233,7 +233,7 @@ class Mover:
         return Listed(action.ask, keys, lengths, owned.cursor, owned.writing)
 
     async def _pull(self, action: Pull) -> Pulled:
-        space = (action.namespace, self._spaces[action.peer, action.namespace])
+        space = self._spaces[action.peer, action.namespace]
         return await self._fetch(action.peer, "move", space, action.keys, action.lengths, ask=action.ask)
 
     # --- pages
@@ -301,8 +301,8 @@ class Mover:
 
     async def _open(self, space: Space) -> int:
         """Our number of a namespace. Raises PoolRefused."""
-        name, geometry = space
-        reply = await self._local.call(lambda n: m.OpenNamespace(n, name, dict(geometry)))
+        name, geometry, generation = space
+        reply = await self._local.call(lambda n: m.OpenNamespace(n, name, dict(geometry), generation))
         if isinstance(reply, m.Opened):
             return reply.namespace
         text = reply.message if isinstance(reply, m.Fault) else f"unexpected {type(reply).__name__}"
@@ -371,7 +371,7 @@ class Mover:
         if number not in self._namespaces:
             raise PoolRefused(f"there is no namespace number {number} any more")
         namespace = self._namespaces[number]
-        return namespace.name, namespace.geometry
+        return namespace.name, namespace.geometry, namespace.generation
 
     # --- leaving
 

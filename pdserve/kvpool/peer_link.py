@@ -33,7 +33,7 @@ class PeerLink:
         self.address = address
         self._config = config
         self._connection: Connection | None = None
-        self._numbers: dict[str, int] = {}  # of the namespaces that are open
+        self._numbers: dict[tuple[str, int], int] = {}  # of the namespaces that are open
         self._last_id = 0
 
     def survey(self, deadline: float) -> m.StatusReport:
@@ -41,7 +41,7 @@ class PeerLink:
         return self._ask(m.Status(self._id()), m.StatusReport, deadline)
 
     def list_owned(
-        self, space: tuple[str, Mapping[str, str]], epoch: int, cursor: int, limit: int, deadline: float
+        self, space: tuple[str, Mapping[str, str], int], epoch: int, cursor: int, limit: int, deadline: float
     ) -> Owned:
         """Pages of the peer that are this node's under the ring of `epoch`. Raises StaleView."""
         number = self._open(space, deadline)
@@ -53,7 +53,7 @@ class PeerLink:
 
     def fetch(
         self,
-        space: tuple[str, Mapping[str, str]],
+        space: tuple[str, Mapping[str, str], int],
         keys: Sequence[bytes],
         slots: Sequence[Bytes1D],
         deadline: float,
@@ -86,7 +86,7 @@ class PeerLink:
 
     def ask_replicas(
         self,
-        space: tuple[str, Mapping[str, str]],
+        space: tuple[str, Mapping[str, str], int],
         keys: Sequence[bytes],
         lengths: Sequence[int],
         deadline: float,
@@ -100,7 +100,7 @@ class PeerLink:
         return [byte == 1 for byte in mask]
 
     def end_replicas(
-        self, space: tuple[str, Mapping[str, str]], keys: Sequence[bytes], deadline: float
+        self, space: tuple[str, Mapping[str, str], int], keys: Sequence[bytes], deadline: float
     ) -> None:
         """Tell the peer that these replicas are not wanted any more."""
         number = self._open(space, deadline)
@@ -112,13 +112,13 @@ class PeerLink:
             self._connection.close()
             self._connection = None
 
-    def _open(self, space: tuple[str, Mapping[str, str]], deadline: float) -> int:
+    def _open(self, space: tuple[str, Mapping[str, str], int], deadline: float) -> int:
         """The peer's number of a namespace."""
-        name, geometry = space
-        number = self._numbers.get(name)
+        name, geometry, generation = space
+        number = self._numbers.get((name, generation))
         if number is None:
-            request = m.OpenNamespace(self._id(), name, dict(geometry))
-            number = self._numbers[name] = self._ask(request, m.Opened, deadline).namespace
+            request = m.OpenNamespace(self._id(), name, dict(geometry), generation)
+            number = self._numbers[name, generation] = self._ask(request, m.Opened, deadline).namespace
         return number
 
     def _ask(self, request: m.Request, kind: type[R], deadline: float) -> R:

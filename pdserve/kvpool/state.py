@@ -413,6 +413,7 @@ class NodeState:
             misses=pages.misses,
             evictions=pages.evictions,
             settings=access.redacted(self.namespaces.settings(number)),
+            generation=namespace.generation,
             slot_bytes=pages.slot_bytes,
             replicas=self.sharing.replicas.count(number),
             counters={

@@ -238,6 +238,20 @@ def test_news_of_settings_keeps_pages_and_old_news_changes_nothing() -> None:
     assert node.do(NamespacesLearned([newer, NamespaceRecord("ns", 4, 1, {})])) == []
 
 
+def test_nodes_exchange_no_pages_of_different_generations_and_bring_nothing_back() -> None:
+    node = Node()
+    a, other = node.connect(), node.connect(peer=True)
+    node.open(a, "ns")
+    drop(node, a, "ns")
+    assert "unknown_namespace" in fault(node, other, m.OpenNamespace(1, "ns", {}, 1))
+    assert "unknown_namespace" in fault(node, other, m.OpenNamespace(1, "ns", {}, 2))
+    assert record(node, "ns").dropped
+    number = node.open(a, "ns")
+    assert "unknown_namespace" in fault(node, other, m.OpenNamespace(1, "ns", {}, 1))
+    opened = node.ask(other, m.OpenNamespace(1, "ns", {}, 2), m.Opened)
+    assert opened.namespace == number
+
+
 # --- the configuration
 
 
