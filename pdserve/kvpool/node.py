@@ -8,6 +8,7 @@ handshake, replies it does not read, too many connections) closes that client's 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import signal
@@ -127,7 +128,7 @@ class PoolNode:
             for address in self.config.listen:
                 servers.append(await listen(address, self._accept))  # noqa: PERF401 (each is closed below)
             served = True
-            self._tiers.start(self._loop, self.feed)
+            self._tiers.start(self._feed_from_thread)
             self.gossip.start()
             self._serve_metrics()
             if self.config.ucx.enabled and any(is_remote(address) for address in self.config.listen):
@@ -210,6 +211,10 @@ class PoolNode:
                 self._schedule()
         except Exception as error:  # boundary: of the decisions; ends the process
             self._fail(event, error)
+
+    def _feed_from_thread(self, event: Event) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there to be told
+            self._loop.call_soon_threadsafe(self.feed, event)
 
     def _fail(self, event: Event, error: Exception) -> None:
         message = (

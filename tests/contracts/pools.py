@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -65,7 +66,7 @@ class InprocPool:
             max_waiters=config.max_waiters,
         )
         layout = TableLayout(config.capacity, config.slab, config.min_slot)
-        self.node = InprocNode(config.name, layout, limits)
+        self.node = InprocNode(config.name, layout, limits, config)
 
     def connect(self, *, checksum: bool = True, timeout_s: float = 5.0) -> Connection:
         connector = InprocConnector([self.node], checksum=checksum)
@@ -87,6 +88,7 @@ class InprocPool:
         self.node.restart()
 
     def close(self) -> None:
+        self.node.close()
         self.node.state.check()
 
 
@@ -106,7 +108,9 @@ class ProcessPool:
             f"min_slot_bytes = {config.min_slot}\nlease_s = {config.lease_s}\n"
             f"reservation_lease_s = {config.reservation_lease_s}\nquarantine_s = {config.quarantine_s}\n"
             f"max_waiters = {config.max_waiters}\nmax_reserved_share = {config.max_reserved_share}\n"
-            f'admin_token = "{config.admin_token}"\n{extra}'
+            f'admin_token = "{config.admin_token}"\n'
+            f"promotion_timeout_s = {config.promotion_timeout_s}\n"
+            f"tier_watermark = {config.tier_watermark}\n{extra}{_tier_tables(config)}"
         )
         if config.cluster != ClusterConfig():
             with self._file.open("a") as file:
@@ -173,6 +177,16 @@ class ProcessPool:
             assert self._process.wait(15) == 0, self.log.read_text()
             assert not self.arena_path.parent.exists()
         assert "Traceback" not in self.log.read_text(), self.log.read_text()
+
+
+def _tier_tables(config: PoolNodeConfig) -> str:
+    lines = []
+    for tier in config.tiers:
+        plain = {**msgspec.structs.asdict(tier), "path": str(tier.path)}
+        options = plain.pop("options")
+        lines += ["[[tiers]]", *(f"{name} = {json.dumps(value)}" for name, value in plain.items())]
+        lines += ["[tiers.options]", *(f"{name} = {json.dumps(value)}" for name, value in options.items())]
+    return "\n".join([*lines, ""])
 
 
 def remove_arena(config: PoolNodeConfig) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -31,8 +30,7 @@ class NodeTiers:
     def __init__(self, config: PoolNodeConfig, memory: Bytes1D, namespaces: Namespaces) -> None:
         """Raises ConfigError, StartupError."""
         self._config = config
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._feed: Callable[[Event], None] = lambda event: None
+        self._deliver: Callable[[Event], None] | None = None
         self._workers: list[TierWorker] = []
         try:
             for number in range(len(config.tiers)):
@@ -76,16 +74,16 @@ class NodeTiers:
             promotion_timeout_s=self._config.promotion_timeout_s,
         )
 
-    def start(self, loop: asyncio.AbstractEventLoop, feed: Callable[[Event], None]) -> None:
-        """Events go to `feed` in the loop."""
-        self._loop, self._feed = loop, feed
+    def start(self, deliver: Callable[[Event], None]) -> None:
+        """Begin to work. `deliver` takes events from any thread."""
+        self._deliver = deliver
         for worker, believed, config in zip(self._workers, self._believed, self._config.tiers, strict=True):
             worker.start(believed, config.threads)
             worker.save_namespaces(self.namespaces.dump())
 
     def stop(self) -> None:
         """Within STOP_TIMEOUT_S, all together. Blocks."""
-        if self._loop is None:
+        if self._deliver is None:
             self._close()
             return
         deadline_s = time.monotonic() + STOP_TIMEOUT_S
@@ -111,11 +109,8 @@ class NodeTiers:
             worker.forget_namespace(action)
 
     def _post(self, event: Event) -> None:
-        assert self._loop is not None
-        try:
-            self._loop.call_soon_threadsafe(self._feed, event)
-        except RuntimeError:  # the loop is closed: nobody is there to be told
-            logger.debug("node %s: an event came after its end", self._config.name)
+        assert self._deliver is not None
+        self._deliver(event)
 
     def _close(self) -> None:
         for worker in self._workers:

@@ -8,6 +8,7 @@ on the same memory.
 
 from __future__ import annotations
 
+import mmap
 import secrets
 import threading
 import time
@@ -18,6 +19,7 @@ import numpy as np
 
 from pdserve.errors import PoolRefused, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.cluster_messages import GetView, View
+from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.events import (
     Answer,
     AssignSlab,
@@ -30,6 +32,7 @@ from pdserve.kvpool.events import (
     FreeRows,
     Received,
     ReserveRows,
+    SaveNamespaces,
     StartReceive,
     StartSend,
     Tick,
@@ -51,19 +54,25 @@ from pdserve.kvpool.slots import SlotAllocator
 from pdserve.kvpool.state import NodeState
 from pdserve.kvpool.store import PageStore
 from pdserve.kvpool.table import RowReader, RowWriter, TableLayout
+from pdserve.kvpool.tiers.shell import NodeTiers
 from pdserve.kvpool.transports.base import Bytes1D, PageBuffers, PageOutcome
 from pdserve.kvpool.transports.control import OnView
 from pdserve.kvpool.transports.mapped import MappedPages
 
 
 class InprocNode:
-    """A node; thread-safe. `memory` is its arena, shape [layout.arena_bytes]."""
+    """A node; thread-safe. `memory` is its arena, shape [layout.arena_bytes]. `tiers`: a configuration whose
+    tiers it is to have.
+    """
 
-    def __init__(self, name: str, layout: TableLayout, limits: Limits) -> None:
+    def __init__(
+        self, name: str, layout: TableLayout, limits: Limits, tiers: PoolNodeConfig | None = None
+    ) -> None:
         self.name = name
         self.layout = layout
         self.limits = limits
-        self.memory: Bytes1D = np.zeros(layout.arena_bytes, dtype=np.uint8)
+        # on a memory page, as tiers want it
+        self.memory: Bytes1D = np.frombuffer(mmap.mmap(-1, layout.arena_bytes), dtype=np.uint8)
         self.table = bytearray(layout.table_bytes)
         self.paused = False
         self.stopped = False
@@ -71,6 +80,8 @@ class InprocNode:
         self._changed = threading.Condition()
         self._last_connection = 0
         self._namespaces = Namespaces()
+        self._config = tiers or PoolNodeConfig()
+        self._tiers: NodeTiers | None = None
         self._start(first_sequence=1)
 
     def _start(self, first_sequence: int) -> None:
@@ -78,12 +89,29 @@ class InprocNode:
         self._replies: dict[int, dict[int, Reply]] = {}
         slots = SlotAllocator(self.layout.arena_bytes, self.layout.slab_bytes, self.layout.min_slot_bytes)
         store = PageStore(slots, first_sequence)
+        self._tiers = tiers = NodeTiers(self._config, self.memory, self._namespaces)
+        self._namespaces = tiers.namespaces
+        self._acts = tiers.acts()
         self.state = NodeState(
-            self.name, self.incarnation, store, self.limits, time.monotonic(), self._namespaces
+            self.name,
+            self.incarnation,
+            store,
+            self.limits,
+            time.monotonic(),
+            self._namespaces,
+            tiers=tiers.specs,
+            tiering=tiers.limits,
         )
+        tiers.start(self._deliver)
+
+    def _deliver(self, event: Event) -> None:
+        with self._changed:
+            if not self.stopped:
+                self._feed(event)
 
     def restart(self) -> None:
         """Die without notice and come back on the same memory; every connection is broken."""
+        self.close()
         with self._changed:
             rows = self.layout.table_rows(self.table)
             classes = self.layout.slab_class(self.table)
@@ -93,6 +121,12 @@ class InprocNode:
             self.state.restore(contents, time.monotonic())
             self.stopped = self.paused = False
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """Die, and end all threads."""
+        self.stop()
+        if self._tiers is not None:
+            self._tiers.stop()
 
     def stop(self) -> None:
         """Die."""
@@ -171,6 +205,10 @@ class InprocNode:
                 self.layout.slab_class(self.table)[action.slab] = action.slot_bytes
             elif isinstance(action, Close):
                 self._replies.pop(action.connection, None)
+            elif type(action) in self._acts:
+                self._acts[type(action)](action)
+            elif isinstance(action, SaveNamespaces) and self._tiers is not None:
+                self._tiers.save_namespaces(action.text)
             else:
                 assert not isinstance(action, StartSend | StartReceive | CancelTransfers)
 
