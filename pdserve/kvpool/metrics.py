@@ -26,11 +26,23 @@ _NODE_COUNTERS: Final = {
     "discarded": "checksum_failures",
     "reservations_expired": "reservations_expired",
     "leases_expired": "leases_expired",
+    "pages_pulled": "pulled_pages",
+    "bytes_pulled": "pulled_bytes",
+    "pulls_failed": "pulls_failed",
+    "requests_held_back": "requests_held_back",
+    "requests_overloaded": "requests_overloaded",
 }
-_NODE_GAUGES: Final = (
-    *("tail_bytes", "recovered_pages", "dropped_rows"),
-    *("replica_bytes", "hot_pages", "moving", "pages_to_move"),
-)
+_NODE_GAUGES: Final = {
+    "tail_bytes": "tail_bytes",
+    "sweeping_bytes": "sweeping_bytes",
+    "recovered_pages": "recovered_pages",
+    "dropped_rows": "dropped_rows",
+    "replica_bytes": "replica_bytes",
+    "hot_pages": "hot_pages",
+    "pages_to_move": "pages_to_move",
+    "moving": "moving",
+    "requests_waiting": "requests_waiting",
+}
 _TOLD_ELSEWHERE: Final = ("replicas", "settled_epoch")
 _SPACE_COUNTERS: Final = ("read_bytes", "written_bytes", "written_pages")
 _EVICTED: Final = "evicted_"  # prefix of a namespace's counters by reason
@@ -142,7 +154,7 @@ def _of_node(snapshot: NodeSnapshot) -> Iterator[Sample]:
     yield "sockets", (), snapshot.sockets
     for name, count in report.counters.items():
         if name in _NODE_GAUGES:
-            yield name, (), count
+            yield _NODE_GAUGES[name], (), count
         elif name in _NODE_COUNTERS:
             yield _NODE_COUNTERS[name], (), count
         elif name not in _TOLD_ELSEWHERE:

@@ -81,5 +81,5 @@ def test_a_namespace_that_is_not_there_is_named() -> None:
 def test_a_cursor_from_nowhere_ends_the_listing(cursor: int) -> None:
     node = Node()
     c = node.connect()
-    node.open(c, "a")
+    node.put(c, node.open(c, "a"), *range(64))  # every slot there is
     assert node.ask(c, ListPages(1, "a", cursor, 10), PageList) == PageList(1, [], 0)

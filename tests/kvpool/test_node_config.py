@@ -75,3 +75,10 @@ def test_a_file_sets_every_option(tmp_path: Path) -> None:
 def test_a_nodes_weight_is_its_capacity_unless_given() -> None:
     assert PoolNodeConfig(capacity_bytes="64MiB").weight == 1
     assert PoolNodeConfig(capacity_bytes="96GiB").weight == 96
+
+
+def test_the_example_of_a_node_is_a_configuration() -> None:
+    example = Path(__file__).parents[2] / "launch" / "pool-node.toml"
+    config = load_config(PoolNodeConfig, example, {"cluster.advertise": "tcp:pool-a:7700"})
+    assert config.cluster.peers[0] == "tcp:pool-a:7700"
+    assert config.log_format == "json"

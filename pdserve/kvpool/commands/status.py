@@ -162,7 +162,7 @@ def _counts_table(report: StatusReport) -> Table:
     table = make_table("since its start", "", "", "", "", left=1)
     table.show_header = False
     table.columns[2].justify = "left"
-    counted = [(name, count) for name, count in report.counters.items() if count]
+    counted = [(name, count) for name, count in report.counters.items() if count and name != "settled_epoch"]
     cells = [(name.removesuffix("_bytes").replace("_", " "), _count(name, count)) for name, count in counted]
     half = -(-len(cells) // 2)
     for row in range(half):
