@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.kvpool import listing
@@ -26,6 +26,7 @@ def listed(node: Node, connection: int, name: str, limit: int) -> list[PageEntry
     raise AssertionError("the listing does not end")
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(0, 60)), st.sets(st.integers(0, 60)), st.integers(1, 70), st.integers(1, 9))
 def test_every_page_is_listed_once_whatever_the_limit(
     first: set[int], second: set[int], limit: int, scan: int

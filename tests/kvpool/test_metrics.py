@@ -10,7 +10,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -106,6 +106,7 @@ def test_a_node_that_does_not_answer_says_that_and_no_more() -> None:
     assert values(None) == {("pdserve_pool_responding", frozenset()): 0}
 
 
+@settings(deadline=None)
 @given(st.lists(st.sets(st.sampled_from("abcdef")), min_size=1), st.integers(0, 3))
 def test_labels_are_bounded_and_what_they_count_never_falls(steps: list[set[str]], limit: int) -> None:
     labeller = Labeller(limit)
