@@ -91,6 +91,11 @@ class Below:
     def ready(self) -> bool:
         return self._tiering.ready
 
+    @property
+    def free_bytes(self) -> int:
+        """What the tiers have room for without dropping anything."""
+        return sum(max(0, tier.capacity_bytes - tier.used_bytes) for tier in self.status())
+
     def namespaces(self) -> list[int]:
         return self._tiering.namespaces()
 

@@ -260,7 +260,7 @@ class PoolNode:
             self.arena.memory,
             self.local,
             self.arena.namespaces,
-            lambda: store.free_bytes,
+            lambda: store.free_bytes + self.state.below.free_bytes,
             self.feed,
             self.stop,
         )

@@ -94,6 +94,7 @@ class Sharing:
         """The answer to a Reserve."""
         if request.replica and session.peer and slot_bytes:
             self.replicas.reserved(request.namespace, request.keys, reserved.grants, slot_bytes, now_s)
+            self._advance_at_s = min(self._advance_at_s, now_s + ADVANCE_S)  # also when alone by now
 
     def filled(self, slot: int) -> None:
         """Another page was committed into the slot."""

@@ -290,7 +290,7 @@ class NodeState:
         refused = self.sharing.refusals(session, request, slot_bytes)
         reserved = self._writes.reserve(session, request, now_s, out, refused)
         self.sharing.reserved(session, request, reserved, slot_bytes, now_s)
-        self._expect(now_s + self._limits.reservation_lease_s)
+        self._expect(min(now_s + self._limits.reservation_lease_s, self.sharing.next_deadline_s))
 
     def _commit(self, session: Session, request: m.Commit, now_s: float, out: list[Action]) -> None:
         same_length = len(request.slots) == len(request.sequences) == len(request.checksums)

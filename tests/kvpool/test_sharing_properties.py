@@ -99,4 +99,4 @@ class ClientsOfMany(Clients):
 
 
 TestClientsOfMany = ClientsOfMany.TestCase
-TestClientsOfMany.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+TestClientsOfMany.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
