@@ -77,6 +77,7 @@ PURE = (
     "pdserve.bench.chaos.pages",
     "pdserve.bench.chaos.records",
     "pdserve.bench.chaos.judge",
+    "pdserve.bench.soak.drift",
     "pdserve.router.plan",
     "pdserve.router.policies*",
     "pdserve.router.sessions",

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from pdserve.bench.peers.process import free_ports
 from pdserve.bench.stores import BenchError
 from pdserve.errors import PoolError
+from pdserve.kvpool.cluster_messages import ACTIVE
 from pdserve.kvpool.commands.asking import NodeClient
 from pdserve.kvpool.messages import StatusReport
 from pdserve.up.toml import to_toml
@@ -24,6 +26,7 @@ from pdserve.up.toml import to_toml
 START_TIMEOUT_S: Final = 60.0  # allocating many GiB takes a while
 STOP_TIMEOUT_S: Final = 20.0
 ASK_TIMEOUT_S: Final = 2.0
+SETTLE_TIMEOUT_S: Final = 30.0
 
 
 class NodeProcess:
@@ -40,6 +43,7 @@ class NodeProcess:
         whole["listen"] = [*settings.get("listen", ()), self.address]
         self._file.write_text(to_toml(whole))
         self._process: subprocess.Popen[bytes] | None = None
+        self._killed = False
 
     @property
     def pid(self) -> int:
@@ -58,6 +62,7 @@ class NodeProcess:
     def spawn(self) -> None:
         """Start it."""
         command = [sys.executable, "-m", "pdserve", "pool", "serve", "--config", str(self._file)]
+        self._killed = False
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
@@ -85,6 +90,7 @@ class NodeProcess:
 
     def kill(self) -> None:
         """kill -9."""
+        self._killed = self._running().poll() is None
         self._running().kill()
         self._running().wait()
 
@@ -107,6 +113,12 @@ class NodeProcess:
             self.kill()
             return False
 
+    @property
+    def died(self) -> str:
+        """How it ended if nobody made it, else nothing."""
+        code = None if self._process is None or self._killed else self._process.poll()
+        return f"it died of {signal.Signals(-code).name}" if code is not None and code < 0 else ""
+
     def log(self) -> str:
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
@@ -119,6 +131,63 @@ class NodeProcess:
     def _running(self) -> subprocess.Popen[bytes]:
         assert self._process is not None, "the node was never started"
         return self._process
+
+
+@contextmanager
+def pool_of(
+    count: int,
+    directory: Path,
+    settings: Mapping[str, Any],
+    ports: Sequence[int] = (),
+    advertised: Sequence[str] = (),
+) -> Iterator[list[NodeProcess]]:
+    """`count` nodes that are one pool, named node0 and so on, each listening on a TCP port of the loopback
+    address (`ports`, else free ones). `advertised`: addresses that others reach them by, where not those.
+    Raises BenchError.
+    """
+    chosen = list(ports) or free_ports(count)
+    listening = [f"tcp:127.0.0.1:{port}" for port in chosen]
+    reached = list(advertised) or listening
+    with ExitStack() as stack:
+        nodes = []
+        for index in range(count):
+            own = {"listen": [listening[index]], "cluster": {"peers": reached, "advertise": reached[index]}}
+            nodes.append(NodeProcess(f"node{index}", directory, {**settings, **own}))
+            stack.callback(nodes[-1].close)
+            nodes[-1].spawn()
+        for node in nodes:
+            node.await_ready()
+        await_settled(nodes)
+        yield nodes
+
+
+def await_settled(nodes: Sequence[NodeProcess], within_s: float = SETTLE_TIMEOUT_S) -> float:
+    """Wait until the nodes know each other and nothing moves between them; how long that took, in s. Raises
+    BenchError.
+    """
+    began = time.monotonic()
+    while (problem := _unsettled(nodes)) is not None:
+        if time.monotonic() > began + within_s:
+            raise BenchError(f"the nodes did not become one pool within {within_s:.0f} s: {problem}")
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+def _unsettled(nodes: Sequence[NodeProcess]) -> str | None:
+    names = {node.name for node in nodes}
+    seen = set()
+    for node in nodes:
+        try:
+            report = node.status()
+        except PoolError as error:
+            return str(error)
+        active = {member.node for member in report.members if member.status == ACTIVE}
+        if not names <= active:
+            return f"{node.name} knows {', '.join(sorted(active)) or 'nobody'}"
+        if any(member.settled < report.epoch for member in report.members if member.status == ACTIVE):
+            return f"{node.name} sees pages move"
+        seen.add((report.epoch, *sorted(active)))
+    return None if len(seen) == 1 else f"they see {sorted(seen)}"
 
 
 def memory_dir() -> Path | None:

@@ -10,6 +10,7 @@ from pdserve.bench.stores import BenchError
 
 if TYPE_CHECKING:
     from pdserve.bench.pool import PoolFigures
+    from pdserve.bench.soak.run import Sample
 
 PATH_NAMES: Final = {"shm": "pdserve, same host", "ucx": "pdserve, UCX over TCP"}
 COLOURS: Final = {
@@ -104,3 +105,33 @@ def size_name(size_bytes: int) -> str:
         if size_bytes % unit == 0:
             return f"{size_bytes // unit} {name}"
     return f"{size_bytes} B"
+
+
+def plot_soak(path: Path, samples: Sequence[Sample], title: str) -> None:
+    """Draw each process's private memory, descriptors and threads, and what nodes hold, over the minutes."""
+    plt = pyplot()
+    panels = {
+        "anonymous_bytes": ("private memory, MiB", 2**20),
+        "descriptors": ("open descriptors", 1),
+        "threads": ("threads", 1),
+        "connections": ("connections of a node", 1),
+        "pins": ("pins, load held", 1),
+        "reserved_bytes": ("reserved MiB, load held", 2**20),
+    }
+    figure, axes = plt.subplots(3, 2, figsize=(12, 9), sharex=True, layout="constrained")
+    processes = dict.fromkeys(sample.process for sample in samples)
+    for axis, (what, (label, unit)) in zip(axes.flat, panels.items(), strict=True):
+        for process in processes:
+            mine = [sample for sample in samples if sample.process == process]
+            values = [getattr(sample, what) / unit for sample in mine]
+            if any(values) or what in ("pins", "reserved_bytes"):
+                axis.plot([sample.at_s / 60 for sample in mine], values, label=process, linewidth=1.2)
+        axis.set_title(label, loc="left", fontsize=10)
+        axis.set_ylim(bottom=0, top=max(1.0, axis.get_ylim()[1]))
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes[-1]:
+        axis.set_xlabel("minutes")
+    axes[0][0].legend(frameon=False, fontsize=8)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -17,6 +17,9 @@ from pdserve.bench.chaos.records import (
     Ended,
     Flipped,
     Lost,
+    Moved,
+    Noticed,
+    Overshot,
     Record,
     Restarted,
     Stopped,
@@ -42,6 +45,9 @@ GOOD: list[Record] = [
     Flipped(5.0, "node0", DAMAGED, "detected"),
     Dropped(6.0, 100, 0),
     Abandoned(7.0, 4096, 0, 0.2),
+    Moved(6.0, 8.0, "node3", 3, 250, 1000),
+    Noticed(6.0, "node0", 1.5),
+    Overshot(6.0, 0, 10),
     Ended("node0", True),
 ]
 
@@ -58,7 +64,8 @@ def verdict(number: str, *records: Record, owner: str = "node0") -> str:
 def test_a_good_run_passes() -> None:
     found = rows([*GOOD, Disturbed(40.0, 41.0, "kill", "node0"), asked("get", 50.0, [PAGE], [True])])
     assert {number: row.verdict for number, row in found.items()} == {
-        **dict.fromkeys(("R1", "R2", "R3", "R4", "R5", "R8", "R12", "R14", "-", ""), "pass"),
+        **dict.fromkeys(("R1", "R2", "R3", "R4", "R5", "R6", "R8"), "pass"),
+        **dict.fromkeys(("R10", "R11", "R12", "R14", "-", ""), "pass"),
         **dict.fromkeys(("R7", "R13"), "not run"),
     }
 
@@ -77,6 +84,9 @@ def test_nothing_asked_is_not_a_pass() -> None:
         ("R3", asked("confirmed", 20.0, [PAGE], [False])),
         ("R4", MISS),
         ("R5", Dropped(6.0, 100, 1)),
+        ("R6", Overshot(6.0, 4096, 10)),
+        ("R10", Noticed(6.0, "node0", 2.1)),
+        ("R11", Moved(60.0, 61.0, "node3", 3, 400, 1000)),
         ("R12", Asked("get", "client-shm.0", 20.0, 23.1, 2.0, [], [])),
         ("R12", Ended("client-shm", False)),
         ("R14", Abandoned(7.0, 4096, 4096, 30.0)),
@@ -143,6 +153,16 @@ def test_a_page_lost_by_a_killed_node_counts_for_its_restart() -> None:
 )
 def test_a_page_that_need_not_be_there_is_not_missed(excuse: Callable[[], list[Record]]) -> None:
     assert verdict("R4", *excuse()) == "not run"
+
+
+def test_a_miss_while_pages_move_counts_for_that() -> None:
+    found = rows([PUT, Moved(19.0, 21.0, "node3", 3, 250, 1000), MISS])
+    assert (found["R4"].verdict, found["R11"].verdict) == ("not run", "MISS")
+
+
+def test_a_namespace_dropped_while_a_node_is_away_is_not_judged() -> None:
+    late = Dropped(6.0, 100, 1)
+    assert verdict("R5", late, Disturbed(6.5, 7.0, "pause", "node1")) == "not run"
 
 
 def test_a_page_written_again_after_a_loss_must_be_there() -> None:

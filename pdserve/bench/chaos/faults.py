@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Final
 
 import numpy as np
@@ -20,13 +21,26 @@ from pdserve.bench.chaos import pages as p
 from pdserve.bench.chaos.dice import Dice
 from pdserve.bench.chaos.field import Field
 from pdserve.bench.chaos.plan import Fault, Kind
-from pdserve.bench.chaos.records import Abandoned, Disturbed, Dropped, Flipped, Lost, Restarted, Stopped
+from pdserve.bench.chaos.records import (
+    Abandoned,
+    Disturbed,
+    Dropped,
+    Ended,
+    Flipped,
+    Lost,
+    Moved,
+    Noticed,
+    Overshot,
+    Restarted,
+    Stopped,
+)
 from pdserve.bench.chaos.worker import GEOMETRY, NAMESPACE
-from pdserve.bench.cluster import NodeProcess
+from pdserve.bench.cluster import NodeProcess, await_settled
 from pdserve.bench.stores import BenchError
 from pdserve.errors import PoolError
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.client import PoolClient
+from pdserve.kvpool.cluster_messages import ACTIVE, LEFT, Drain, NamespaceSettings, PutNamespace
 from pdserve.kvpool.commands.asking import NodeClient
 from pdserve.kvpool.hosts import host_id
 from pdserve.kvpool.transports.base import Bytes1D
@@ -44,6 +58,10 @@ ABANDONED_PAGES: Final = 16
 PRESSURE_BATCH: Final = 32
 PAUSE_LEASES: Final = 1.2
 POLL_S: Final = 0.05
+NOTICE_POLL_S: Final = 0.02
+GONE_TIMEOUT_S: Final = 30.0
+QUOTA_BYTES: Final = 2 << 20
+QUOTA_S: Final = 2.0
 
 
 def perform(field: Field, fault: Fault) -> None:
@@ -59,6 +77,7 @@ def _disturbance(field: Field, kind: str, node: str) -> Iterator[None]:
     start_s = time.monotonic()
     try:
         yield
+        field.settle()
     finally:
         field.note(Disturbed(start_s, time.monotonic(), kind, node))
 
@@ -66,10 +85,72 @@ def _disturbance(field: Field, kind: str, node: str) -> Iterator[None]:
 def kill(field: Field, fault: Fault) -> None:
     node = field.nodes[fault.node]
     with _disturbance(field, "kill", node.name):
-        node.kill()
+        _kill(field, node)
         field.stop.wait(fault.for_s)
         after_s = node.start()
         field.note(Restarted(time.monotonic(), node.name, after_s, node.status().pages))
+
+
+def _kill(field: Field, node: NodeProcess) -> None:
+    if node.died:  # before we came
+        field.note(Ended(node.name, False, node.died))
+    node.kill()
+
+
+def lose(field: Field, fault: Fault) -> None:
+    node = field.nodes[fault.node]
+    others = [other for other in field.nodes if other is not node]
+    with _disturbance(field, "kill", node.name):
+        at_s = time.monotonic()
+        _kill(field, node)
+        after_s = _until_all(others, lambda report: _status_of(report, node.name) != ACTIVE)
+        field.note(Noticed(at_s, node.name, after_s))
+        field.stop.wait(fault.for_s)
+        again_s = node.start()
+        field.note(Restarted(time.monotonic(), node.name, again_s, node.status().pages))
+
+
+def visit(field: Field, fault: Fault) -> None:
+    """A fourth node, known to clients only by what the others tell."""
+    node = field.visitor(f"visitor-{fault.draw:08x}")
+    count = len(field.nodes)
+    try:
+        start_s = time.monotonic()
+        node.start()
+        await_settled([*field.nodes, node])
+        moved, left = node.status().pages, sum(other.status().pages for other in field.nodes)
+        field.note(Moved(start_s, time.monotonic(), node.name, count, moved, moved + left))
+        field.stop.wait(fault.for_s)
+        start_s = time.monotonic()
+        _ask(node, Drain)
+        gone_s = _until_all(field.nodes, lambda report: _status_of(report, node.name) == LEFT)
+        field.settle()
+        field.note(Moved(start_s, time.monotonic(), node.name, count))
+        if gone_s >= GONE_TIMEOUT_S or not node.stop():
+            field.note(Ended(node.name, False, f"it did not leave within {gone_s:.0f} s, or not cleanly"))
+    finally:
+        if node.died:
+            field.note(Ended(node.name, False, node.died))
+        node.close()
+
+
+def _until_all(nodes: Sequence[NodeProcess], holds: Callable[[m.StatusReport], bool]) -> float:
+    """Wait until it holds for every node's own report, not for ever; how long that took, in s."""
+    began = time.monotonic()
+    waiting = list(nodes)
+    while waiting and time.monotonic() < began + GONE_TIMEOUT_S:
+        try:
+            if holds(waiting[0].status()):
+                waiting.pop(0)
+                continue
+        except PoolError:
+            logger.debug("%s does not answer", waiting[0].name)  # another fault's doing
+        time.sleep(NOTICE_POLL_S)
+    return time.monotonic() - began
+
+
+def _status_of(report: m.StatusReport, name: str) -> int | None:
+    return next((member.status for member in report.members if member.node == name), None)
 
 
 def pause(field: Field, fault: Fault) -> None:
@@ -208,8 +289,7 @@ def drop(field: Field, fault: Fault) -> None:
     try:
         if not all(client.put(keys, [(page,) for page in whole])):
             return
-        for node in field.nodes:
-            _drop_on(node, name)
+        _ask(field.nodes[fault.node], lambda request_id: m.DropNamespace(request_id, name))
         at_s = time.monotonic()
         reads = hits = 0
         found: list[tuple[Bytes1D]] = [(np.empty_like(page),) for page in whole]
@@ -225,32 +305,79 @@ def drop(field: Field, fault: Fault) -> None:
         client.close()
 
 
-def _drop_on(node: NodeProcess, name: str) -> None:
+def quota(field: Field, fault: Fault) -> None:
+    """Two writers, far beyond what fits; the nodes are asked again and again what the namespace has."""
+    name = f"quota-{fault.draw:08x}"
+    settings = NamespaceSettings(quota_bytes=QUOTA_BYTES)
+    for node in field.nodes:  # each by itself: news take a moment to go around
+        _ask(node, lambda request_id: PutNamespace(request_id, name, settings))
+    at_s, enough = time.monotonic(), threading.Event()
+    writers = [
+        threading.Thread(target=_write_on, args=(field, name, f"{fault.draw}/{index}", enough))
+        for index in range(2)
+    ]
+    for writer in writers:
+        writer.start()
+    over_bytes = samples = 0
+    try:
+        while time.monotonic() < at_s + QUOTA_S:
+            for node in field.nodes:
+                with suppress(PoolError):  # another fault's doing
+                    for namespace in node.status().namespaces:
+                        if namespace.name == name:
+                            over_bytes = max(over_bytes, namespace.slot_bytes - QUOTA_BYTES)
+                            samples += namespace.slot_bytes > 0
+            time.sleep(NOTICE_POLL_S)
+    finally:
+        enough.set()
+        for writer in writers:
+            writer.join()
+    field.note(Overshot(at_s, over_bytes, samples))
+    _ask(field.nodes[fault.node], lambda request_id: m.DropNamespace(request_id, name))
+
+
+def _write_on(field: Field, name: str, seed: str, enough: threading.Event) -> None:
+    dice = Dice("writer", seed)
+    client = PoolClient(field.direct(), name, GEOMETRY, name="chaos-writer")
+    try:
+        while not enough.is_set():
+            keys = [dice.below(2**62).to_bytes(KEY_BYTES, "big") for _ in range(PRESSURE_BATCH)]
+            client.put(keys, [(p.content(key, sum(p.SHAPES[0])),) for key in keys])
+    finally:
+        client.close()
+
+
+def _ask(node: NodeProcess, make: Callable[[int], m.Request]) -> None:
+    """Raises PoolError."""
     asked = NodeClient(node.address, timeout_s=ASK_TIMEOUT_S)
     try:
-        asked.ask(lambda request_id: m.DropNamespace(request_id, name), m.Done)
+        asked.ask(make, m.Done)
     finally:
         asked.close()
 
 
 def pressure(field: Field, fault: Fault) -> None:
     """Write into another namespace until everything that can be evicted was; then make room again."""
-    dice = Dice("pressure", fault.draw)
     client = PoolClient(field.direct(), "pressure", GEOMETRY, name="chaos-pressure")
+    enough = threading.Event()
+    writer = threading.Thread(target=_write_on, args=(field, "pressure", str(fault.draw), enough))
     try:
         with _disturbance(field, "pressure", ""):
-            until = time.monotonic() + fault.for_s
-            while time.monotonic() < until and not field.stop.is_set():
-                keys = [dice.below(2**62).to_bytes(KEY_BYTES, "big") for _ in range(PRESSURE_BATCH)]
-                client.put(keys, [(p.content(key, sum(p.SHAPES[0])),) for key in keys])
+            writer.start()
+            field.stop.wait(fault.for_s)
+            enough.set()
+            writer.join()
             client.clear()
         field.note(Lost(time.monotonic()))
     finally:
+        enough.set()
         client.close()
 
 
 ACTS: Final[dict[Kind, Callable[[Field, Fault], None]]] = {
     "kill": kill,
+    "lose": lose,
+    "visit": visit,
     "pause": pause,
     "hang_up": hang_up,
     "silence": silence,
@@ -258,6 +385,7 @@ ACTS: Final[dict[Kind, Callable[[Field, Fault], None]]] = {
     "pause_client": pause_client,
     "kill_client": kill_client,
     "abandon": abandon,
+    "quota": quota,
     "drop": drop,
     "pressure": pressure,
 }

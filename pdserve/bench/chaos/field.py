@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from pdserve.bench.chaos import pages as p
 from pdserve.bench.chaos.proxy import Relay, relays
 from pdserve.bench.chaos.records import Record, to_line
 from pdserve.bench.chaos.worker import WorkerConfig
-from pdserve.bench.cluster import NodeProcess
+from pdserve.bench.cluster import NodeProcess, await_settled, pool_of
 from pdserve.bench.peers.process import free_ports
 from pdserve.bench.stores import BenchError
 from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
@@ -28,7 +29,7 @@ from pdserve.kvpool.ring import Ring
 from pdserve.kvpool.wire import NodeAddress
 
 TIMEOUTS: Final = {
-    "connect_timeout_s": 1.0,
+    "connect_timeout_s": 3.0,
     "exists_timeout_s": 1.0,
     "get_timeout_s": 2.0,
     "put_timeout_s": 2.0,
@@ -149,7 +150,9 @@ class Field:
         ways: list[Relay],
         workers: list[WorkerProcess],
         output: Path,
+        visitor: Callable[[str], NodeProcess],
     ) -> None:
+        """`visitor(name)` makes another node of the pool, not started yet."""
         self.seed = seed
         self.settings = settings
         self.nodes = nodes
@@ -158,6 +161,7 @@ class Field:
         self.stop = threading.Event()
         self.ring = Ring([NodeAddress(node.name, node.address) for node in nodes])
         self.output = output
+        self.visitor = visitor
         self._lock = threading.Lock()
 
     def note(self, record: Record) -> None:
@@ -168,6 +172,10 @@ class Field:
     def owner(self, page: int) -> str:
         """Name of the node that owned the page when the run began."""
         return self.ring.owner(p.key_of(self.seed, page)).node
+
+    def settle(self) -> None:
+        """Wait until the nodes are one pool again, unless another fault is at work. Raises BenchError."""
+        await_settled(self.nodes)
 
     def direct(self, **changes: Any) -> PoolClientConfig:
         """A client that reaches every node past the relays."""
@@ -189,14 +197,8 @@ def set_up(seed: int, minutes: float, nodes: int, settings: Settings, directory:
             "quarantine_s": settings.lease_s,
             "keep": False,
         }
-        processes = []
-        for index, port in enumerate(ports):
-            listen = {"listen": [f"tcp:127.0.0.1:{port}"]}
-            processes.append(NodeProcess(f"node{index}", directory, {**node_settings, **listen}))
-            stack.callback(processes[-1].close)
-            processes[-1].spawn()
-        for node in processes:
-            node.await_ready()
+        addresses = [way.address for way in ways]
+        processes = stack.enter_context(pool_of(nodes, directory, node_settings, ports, addresses))
         refs = [
             PoolNodeRef(node=node.name, address=way.address)
             for node, way in zip(processes, ways, strict=True)
@@ -207,7 +209,15 @@ def set_up(seed: int, minutes: float, nodes: int, settings: Settings, directory:
             worker.start()
         for worker in workers:
             worker.await_ready()
-        yield Field(seed, settings, processes, ways, workers, directory / "faults.jsonl")
+        visitor = partial(_visitor, directory, node_settings, addresses)
+        yield Field(seed, settings, processes, ways, workers, directory / "faults.jsonl", visitor)
+
+
+def _visitor(directory: Path, settings: dict[str, Any], peers: list[str], name: str) -> NodeProcess:
+    (port,) = free_ports(1)
+    address = f"tcp:127.0.0.1:{port}"
+    own = {"listen": [address], "cluster": {"peers": peers, "advertise": address}}
+    return NodeProcess(name, directory, {**settings, **own})
 
 
 def make_workers(

@@ -26,6 +26,9 @@ from pdserve.bench.chaos.records import (
     Ended,
     Flipped,
     Lost,
+    Moved,
+    Noticed,
+    Overshot,
     Record,
     Restarted,
     Stopped,
@@ -34,6 +37,9 @@ from pdserve.bench.chaos.records import (
 SETTLE_S: Final = 2.0  # a client's breaker: 0.5 s to the next probe, 1 s to connect, and a moment
 FOUND_WITHIN_S: Final = 10.0
 GRACE_S: Final = 1.0  # R12
+NOTICED_WITHIN_S: Final = 2.0  # R10
+MOVED_SHARE: Final = 1.1  # R11, over 1/(N+1)
+MISSED_WHILE_MOVING: Final = 0.01  # R11
 Verdict: TypeAlias = Literal["pass", "MISS", "not run"]
 R = TypeVar("R")
 
@@ -58,11 +64,14 @@ def judge(records: Sequence[Record], owner: Callable[[int], str]) -> list[Row]:
         _torn(asked),
         _confirmed(asked, calm),
         _share("R4", "read after the commit was acknowledged", kept.same, 1.0),
-        _dropped(_of(records, Dropped)),
+        _dropped([one for one in _of(records, Dropped) if not calm.disturbed.touch(one.at_s, one.at_s + 1)]),
+        _overshot(_of(records, Overshot)),
         Row(
             "R7", "p99 of a quiet namespace beside a loud one", "≤ 1.3 ×", "`pdserve bench quiet`", "not run"
         ),
         _share("R8", "pages kept over kill -9 and restart", kept.restarted, 0.999, _restarts(records)),
+        _noticed(_of(records, Noticed)),
+        _moved(_of(records, Moved), kept.moving),
         _late([one for one in asked if calm.ran(one)], _of(records, Ended)),
         Row("R13", "pool dead: time to first token, output", "≤ 1.05 ×", "tests/e2e", "not run"),
         _abandoned(_of(records, Abandoned)),
@@ -128,10 +137,11 @@ class Count:
 
 @dataclass
 class Kept:
-    """Reads of acknowledged pages, by whether the page's node was killed since."""
+    """Reads of acknowledged pages: while pages moved, else by whether the page's node was killed since."""
 
     same: Count = field(default_factory=Count)
     restarted: Count = field(default_factory=Count)
+    moving: Count = field(default_factory=Count)
 
 
 def read_after_ack(
@@ -147,6 +157,7 @@ def read_after_ack(
             moments.append((one.start_s, 1, one))
     moments += [(kill.start_s, 2, kill) for kill in kills]
     moments += [(lost.at_s, 3, lost) for lost in _of(records, Lost)]
+    moving = Spells((one.start_s, one.end_s) for one in _of(records, Moved))
     acknowledged: dict[int, bool] = {}  # page: whether its node was killed since
     kept = Kept()
     for _, _, moment in sorted(moments, key=lambda each: each[:2]):
@@ -162,9 +173,11 @@ def read_after_ack(
                 if ok:
                     acknowledged[page] = owner(page) in under_it
         else:
+            moves = moving.touch(moment.start_s, moment.end_s)
             for page, ok in zip(moment.pages, moment.ok, strict=True):
                 if p.zone_of(page) == p.OWNED and page in acknowledged:
-                    (kept.restarted if acknowledged[page] else kept.same).add(ok)
+                    by_node = kept.restarted if acknowledged[page] else kept.same
+                    (kept.moving if moves else by_node).add(ok)
     return kept
 
 
@@ -229,6 +242,38 @@ def _dropped(drops: Sequence[Dropped]) -> Row:
     if not reads:
         return Row("R5", what, "0", "none was dropped", "not run")
     return Row("R5", what, "0", f"{hits} of {reads:,}, {len(drops)} drops", "MISS" if hits else "pass")
+
+
+def _overshot(probes: Sequence[Overshot]) -> Row:
+    what = "quota overshoot, reservations included"
+    samples = sum(probe.samples for probe in probes)
+    if not samples:
+        return Row("R6", what, "0 bytes", "none had a quota", "not run")
+    over_bytes = max(probe.over_bytes for probe in probes)
+    figure = f"{max(0, over_bytes):,} bytes in {samples:,} samples"
+    return Row("R6", what, "0 bytes", figure, "MISS" if over_bytes > 0 else "pass")
+
+
+def _noticed(losses: Sequence[Noticed]) -> Row:
+    what = "a node is lost: until the others go on without it"
+    if not losses:
+        return Row("R10", what, "≤ 2 s", "none was lost", "not run")
+    slowest_s = max(loss.after_s for loss in losses)
+    figure = f"at most {slowest_s:.2f} s, {len(losses)} losses"
+    return Row("R10", what, "≤ 2 s", figure, "pass" if slowest_s <= NOTICED_WITHIN_S else "MISS")
+
+
+def _moved(moves: Sequence[Moved], reads: Count) -> Row:
+    what, goal = "pages moved when one joins N; extra misses meanwhile", "≤ 1.1/(N+1); ≤ 1 %"
+    joins = [move for move in moves if move.all_pages]
+    if not joins:
+        return Row("R11", what, goal, "none joined", "not run")
+    over = max(move.moved_pages / move.all_pages * (move.nodes + 1) for move in joins)
+    misses = reads.all - reads.good
+    share = misses / reads.all if reads.all else 0.0
+    figure = f"{over:.2f}/(N+1); {share:.2%}, {misses:,} of {reads.all:,}; {len(joins)} joins"
+    good = over <= MOVED_SHARE and share <= MISSED_WHILE_MOVING
+    return Row("R11", what, goal, figure, "pass" if good else "MISS")
 
 
 def _late(asked: Sequence[Asked], ended: Sequence[Ended]) -> Row:

@@ -17,6 +17,8 @@ from pdserve.bench.chaos.dice import Dice
 
 Kind: TypeAlias = Literal[
     "kill",  # kill -9 a node, start it again after `for_s`
+    "lose",  # kill -9 a node, start it again `for_s` after the others have noticed
+    "visit",  # a node joins, stays for `for_s`, drains and leaves
     "pause",  # SIGSTOP a node, SIGCONT after `for_s`
     "hang_up",  # every connection to a node is closed, new ones too, for `for_s`
     "silence",  # connections to a node stay and carry nothing, for `for_s`
@@ -24,11 +26,14 @@ Kind: TypeAlias = Literal[
     "pause_client",  # SIGSTOP a client, SIGCONT when its leases are over
     "kill_client",  # kill -9 a client in whatever it does; another takes its place
     "abandon",  # a client reserves pages, then is killed
+    "quota",  # a namespace with a quota is written beyond it
     "drop",  # a namespace is dropped while clients read it
     "pressure",  # a second namespace is written until memory is full, for `for_s`, and emptied
 ]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
-DISTURBING: Final[frozenset[Kind]] = frozenset({"kill", "pause", "hang_up", "silence", "pressure"})
+DISTURBING: Final[frozenset[Kind]] = frozenset(
+    {"kill", "lose", "visit", "pause", "hang_up", "silence", "pressure"}
+)
 """Kinds after which a read may miss for a while; at most one of these for each node at a time."""
 
 FIRST_AT_S: Final = 2.0

@@ -82,6 +82,35 @@ class Abandoned(msgspec.Struct, frozen=True, tag="abandoned"):
     after_s: float
 
 
+class Moved(msgspec.Struct, frozen=True, tag="moved"):
+    """A node joined or left: from start to end pages moved. `moved_pages` of `all_pages` came to the one that
+    joined `nodes` others; a node that left has 0 of 0.
+    """
+
+    start_s: float
+    end_s: float
+    node: str
+    nodes: int
+    moved_pages: int = 0
+    all_pages: int = 0
+
+
+class Noticed(msgspec.Struct, frozen=True, tag="noticed"):
+    """A node was lost, and `after_s` later all others had a ring without it."""
+
+    at_s: float
+    node: str
+    after_s: float
+
+
+class Overshot(msgspec.Struct, frozen=True, tag="overshot"):
+    """A namespace was written beyond its quota: the most that it had on any node over that, in bytes."""
+
+    at_s: float
+    over_bytes: int
+    samples: int
+
+
 class Restarted(msgspec.Struct, frozen=True, tag="restarted"):
     """A node was started again; it answered `after_s` later, with so many pages."""
 
@@ -99,7 +128,20 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     complaint: str = ""
 
 
-Record: TypeAlias = Asked | Disturbed | Stopped | Lost | Flipped | Dropped | Abandoned | Restarted | Ended
+Record: TypeAlias = (
+    Asked
+    | Disturbed
+    | Stopped
+    | Lost
+    | Flipped
+    | Dropped
+    | Abandoned
+    | Moved
+    | Noticed
+    | Overshot
+    | Restarted
+    | Ended
+)
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)

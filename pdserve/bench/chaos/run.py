@@ -14,7 +14,7 @@ import msgspec
 from pdserve.bench.chaos.faults import abandon_on, perform, until_free
 from pdserve.bench.chaos.field import TIMEOUTS, Field, Settings, save, set_up
 from pdserve.bench.chaos.judge import Row, judge
-from pdserve.bench.chaos.plan import Fault, Plan
+from pdserve.bench.chaos.plan import CALM_S, DISTURBING, Fault, Plan
 from pdserve.bench.chaos.records import Ended, Record, read_lines
 from pdserve.bench.cluster import NodeProcess
 from pdserve.bench.stores import BenchError
@@ -23,7 +23,7 @@ from pdserve.errors import ConfigError, PoolError
 logger = logging.getLogger(__name__)
 
 WORKER_STOP_S: Final = max(TIMEOUTS.values()) * 2 + 5.0  # two operations' limits, and a moment
-FAULT_STOP_S: Final = 60.0  # the longest watches for 30 s
+FAULT_STOP_S: Final = 120.0  # the longest waits three times for 30 s
 
 
 class Replay(msgspec.Struct, frozen=True):
@@ -70,14 +70,32 @@ def run(replay: Replay, directory: Path, say: Callable[[str], None]) -> Outcome:
 
 
 def _faults_in_time(field: Field, plan: Plan, say: Callable[[str], None]) -> None:
+    """An episode begins at its time, or when what the one before disturbed has been well again for a while:
+    then all that follows is later by as much, and the run ends with its minutes all the same.
+    """
     began = time.monotonic()
+    ends_s = began + plan.minutes * 60
+    late_s = 0.0
+    heavy: list[tuple[Fault, threading.Thread]] = []
     threads: list[threading.Thread] = []
     for fault in sorted(plan.faults, key=lambda fault: fault.at_s):
-        field.stop.wait(max(0.0, began + fault.at_s - time.monotonic()))
-        say(_words(fault))
+        if fault.kind in DISTURBING:
+            before = [thread for earlier, thread in heavy if earlier.at_s < fault.at_s]
+            if any(thread.is_alive() for thread in before):
+                for thread in before:
+                    thread.join(max(0.0, ends_s - time.monotonic()))
+                late_s = max(late_s, time.monotonic() + CALM_S[0] - began - fault.at_s)
+        at_s = fault.at_s + late_s
+        if at_s + fault.for_s > plan.minutes * 60:
+            say(f"   left out  {fault.kind} node{fault.node}: no time is left")
+            continue
+        field.stop.wait(max(0.0, began + at_s - time.monotonic()))
+        say(f"{at_s:7.1f} s  {_words(fault)}")
         threads.append(threading.Thread(target=perform, args=(field, fault), name=f"fault-{fault.kind}"))
+        if fault.kind in DISTURBING:
+            heavy.append((fault, threads[-1]))
         threads[-1].start()
-    field.stop.wait(max(0.0, began + plan.minutes * 60 - time.monotonic()))
+    field.stop.wait(max(0.0, ends_s - time.monotonic()))
     field.stop.set()
     deadline = time.monotonic() + FAULT_STOP_S
     for thread in threads:
@@ -88,7 +106,7 @@ def _faults_in_time(field: Field, plan: Plan, say: Callable[[str], None]) -> Non
 
 def _words(fault: Fault) -> str:
     times = f" for {fault.for_s:.1f} s" if fault.for_s else ""
-    return f"{fault.at_s:7.1f} s  {fault.kind} node{fault.node}{times}"
+    return f"{fault.kind} node{fault.node}{times}"
 
 
 def _end(field: Field) -> None:
@@ -102,11 +120,14 @@ def _end(field: Field) -> None:
         clean = worker.ended(deadline)
         field.note(Ended(worker.name, clean, _complaint_in(worker.log_path.read_text(errors="replace"))))
     for index, node in enumerate(field.nodes):
+        if node.died:
+            field.note(Ended(node.name, False, node.died))
+            continue
         field.note(until_free(node, node.status().reserved_bytes))
         abandon_on(field, index, ("shm", "ucx")[index % 2])
         complaint = _miscount(node, field.settings.lease_s)
         clean = node.stop()
-        field.note(Ended(node.name, clean, complaint or _complaint_in(node.log())))
+        field.note(Ended(node.name, clean, complaint or node.died or _complaint_in(node.log())))
 
 
 def _miscount(node: NodeProcess, lease_s: float) -> str:

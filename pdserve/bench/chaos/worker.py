@@ -102,7 +102,7 @@ class Worker:
             self._stop.wait(POLL_S)
 
     def _up(self) -> bool:
-        return self._client.nodes_up == len(self._config.client.nodes)
+        return self._client.nodes_up == len(self._client.rings.addresses)
 
     # --- which pages
 

@@ -1,0 +1,142 @@
+"""R7: how a quiet namespace fares beside a loud one.
+
+One node. The quiet namespace's client gets one page at a time, at a steady rate. The loud namespace has a
+limit in bytes per second; its clients, processes of their own, ask for ten times that. Phases alone and
+phases beside the neighbour take turns, so whatever else the machine does hits both alike. The figure is the
+median of the phases' p99.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from pdserve.bench.cluster import NodeProcess, pool_of
+from pdserve.bench.driver import Board, DriverConfig, driving, fill, make_keys
+from pdserve.bench.stores import BenchError
+from pdserve.kvpool.client import PoolClient
+from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
+from pdserve.kvpool.cluster_messages import NamespaceSettings, PutNamespace
+from pdserve.kvpool.commands.asking import NodeClient
+from pdserve.kvpool.messages import DataPathChoice, Done
+
+GOAL: Final = 1.3
+OVERLOAD: Final = 10.0
+QUIET_PAGE_BYTES: Final = 64 * 1024
+QUIET_PAGES: Final = 512
+QUIET_S: Final = 200.0  # gets a second
+LOUD_PAGE_BYTES: Final = 256 * 1024
+LOUD_PAGES: Final = 512
+LOUD_BATCH: Final = 8
+LOUD_PROCESSES: Final = 2
+LOUD_THREADS: Final = 4
+SETTLE_S: Final = 0.5  # at the start of a phase, not measured
+GEOMETRY: Final = {"quiet": "1"}
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """One stretch of the quiet client's gets, in µs; the neighbour's bytes per second."""
+
+    loud: bool
+    gets: int
+    missed: int
+    p50_us: float
+    p99_us: float
+    loud_bytes_s: float
+
+
+class Quiet(msgspec.Struct, frozen=True):
+    """What was seen. p99 are medians over phases; `ratio` is beside over alone."""
+
+    path: str
+    limit_bytes_s: float
+    offered_bytes_s: float
+    alone_p99_us: float
+    beside_p99_us: float
+    ratio: float
+    phases: list[Phase]
+
+    @property
+    def passed(self) -> bool:
+        return self.ratio <= GOAL and not any(phase.missed for phase in self.phases)
+
+
+def quiet(path: DataPathChoice, limit_bytes_s: float, phases: int, phase_s: float, directory: Path) -> Quiet:
+    """Run it in `directory`. Raises BenchError."""
+    settings = {"capacity_bytes": 512 << 20, "slab_bytes": 4 << 20, "keep": False}
+    with pool_of(1, directory, settings) as (node,):
+        _limit(node, limit_bytes_s)
+        refs = [PoolNodeRef(node=node.name, address=node.address)]
+        config = PoolClientConfig(nodes=refs, data_path=path)
+        rows = LOUD_PROCESSES * LOUD_THREADS
+        board = Board(directory / "board", rows)
+        keys = make_keys("quiet", QUIET_PAGES)
+        operations_s = limit_bytes_s * OVERLOAD / (LOUD_PAGE_BYTES * LOUD_BATCH) / rows
+        loud = [
+            DriverConfig(
+                name=f"loud{index}",
+                client=config,
+                namespace="loud",
+                geometry=GEOMETRY,
+                board=board.path,
+                row=1 + index * LOUD_THREADS,
+                threads=LOUD_THREADS,
+                keys=make_keys("loud", LOUD_PAGES),
+                page_bytes=LOUD_PAGE_BYTES,
+                batch=LOUD_BATCH,
+                put_share=0.3,
+                operations_s=operations_s,
+            )
+            for index in range(LOUD_PROCESSES)
+        ]
+        with (
+            closing(PoolClient(config, "quiet", GEOMETRY, name="quiet")) as client,
+            driving(loud, directory),
+        ):
+            fill(client, keys, QUIET_PAGE_BYTES)
+            found = [_phase(client, keys, board, phase_s, loud=index % 2 == 1) for index in range(2 * phases)]
+            board.go(False)
+    alone, beside = (
+        statistics.median(phase.p99_us for phase in found if phase.loud == loud) for loud in (False, True)
+    )
+    offered_bytes_s = limit_bytes_s * OVERLOAD
+    return Quiet(path, limit_bytes_s, offered_bytes_s, alone, beside, round(beside / alone, 3), found)
+
+
+def _limit(node: NodeProcess, limit_bytes_s: float) -> None:
+    asked = NodeClient(node.address)
+    try:
+        settings = NamespaceSettings(bytes_s=limit_bytes_s)
+        asked.ask(lambda request_id: PutNamespace(request_id, "loud", settings), Done)
+    finally:
+        asked.close()
+
+
+def _phase(client: PoolClient, keys: list[bytes], board: Board, phase_s: float, *, loud: bool) -> Phase:
+    board.go(loud)
+    time.sleep(SETTLE_S)
+    before, began = board.totals(), time.monotonic()
+    page = np.empty(QUIET_PAGE_BYTES, np.uint8)
+    times_s: list[float] = []
+    missed = turn = 0
+    next_s = began
+    while next_s < began + phase_s:
+        next_s += 1 / QUIET_S
+        time.sleep(max(0.0, next_s - time.monotonic()))
+        start_s = time.perf_counter()
+        (ok,) = client.get([keys[turn % len(keys)]], [(page,)])
+        times_s.append(time.perf_counter() - start_s)
+        missed += not ok
+        turn += 1
+    if not times_s:
+        raise BenchError("a phase was too short for one get")
+    took_s = time.monotonic() - began
+    moved = board.totals()["pages"] - before["pages"]
+    p50, p99 = (round(float(np.percentile(times_s, share)) * 1e6, 1) for share in (50, 99))
+    return Phase(loud, len(times_s), missed, p50, p99, round(moved * LOUD_PAGE_BYTES / took_s))

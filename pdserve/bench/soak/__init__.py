@@ -1,0 +1,1 @@
+"""`pdserve bench soak`: steady load for as long as one likes, and what grows under it (R16)."""

@@ -1,0 +1,213 @@
+"""A soak: nodes and clients under steady load, sampled every few seconds.
+
+For a sample the load is held: clients end what they do and wait. So pins and reserved bytes must then be
+none, and memory and descriptors are those of a process at rest.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from pdserve.bench.cluster import NodeProcess, pool_of
+from pdserve.bench.soak import client as c
+from pdserve.bench.soak.drift import Drift, drift
+from pdserve.bench.stores import BenchError
+from pdserve.errors import PoolError
+from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
+from pdserve.kvpool.messages import DataPathChoice
+
+logger = logging.getLogger(__name__)
+
+Board: TypeAlias = npt.NDArray[np.int64]
+Clients: TypeAlias = dict[str, subprocess.Popen[bytes]]
+
+PATHS: Final[tuple[DataPathChoice, ...]] = ("shm", "ucx")  # one client process each
+IDLE_WITHIN_S: Final = 20.0
+REST_S: Final = 0.2  # after the last operation: releases have no reply
+STOP_TIMEOUT_S: Final = 15.0
+OVERCOMMIT: Final = 2.0  # pages written over what fits: something is always evicted
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One process at one time; bytes, numbers. Those of nodes alone are 0 for clients."""
+
+    at_s: float
+    process: str
+    anonymous_bytes: int  # private memory; the arena is shared memory and not in it
+    descriptors: int
+    threads: int
+    pins: int = 0
+    reserved_bytes: int = 0
+    connections: int = 0
+
+
+WATCHED: Final = ("anonymous_bytes", "descriptors", "threads", "pins", "reserved_bytes", "connections")
+
+
+class Watched(msgspec.Struct, frozen=True):
+    """One value of one process over the run."""
+
+    process: str
+    what: str
+    drift: Drift
+    passed: bool
+
+
+class Soaked(msgspec.Struct, frozen=True):
+    """What a soak showed."""
+
+    minutes: float
+    nodes: int
+    operations: int
+    pages_read: int
+    wrong: int
+    failed: int
+    watched: list[Watched]
+
+    @property
+    def passed(self) -> bool:
+        return not self.wrong and all(one.passed for one in self.watched)
+
+
+def soak(
+    minutes: float,
+    nodes: int,
+    capacity_bytes: int,
+    every_s: float,
+    operations_s: float,
+    directory: Path,
+    say: Callable[[str], None],
+) -> tuple[Soaked, list[Sample]]:
+    """Run it in `directory`. Raises BenchError: a process died, too few samples."""
+    with _running(nodes, capacity_bytes, operations_s, directory) as (processes, clients, board):
+        samples: list[Sample] = []
+        began = time.monotonic()
+        told_s = began
+        while time.monotonic() < began + minutes * 60:
+            time.sleep(every_s)
+            with _held(board, clients):
+                samples += _sample(processes, clients, time.monotonic() - began)
+            if time.monotonic() > told_s + 60:
+                told_s = time.monotonic()
+                say(f"{(told_s - began) / 60:.0f} minutes, {board[1:, c.OPERATIONS].sum():,} operations")
+        totals = board[1:].sum(axis=0)
+    outcome = Soaked(
+        minutes=minutes,
+        nodes=nodes,
+        operations=int(totals[c.OPERATIONS]),
+        pages_read=int(totals[c.PAGES_READ]),
+        wrong=int(totals[c.WRONG]),
+        failed=int(board[1 :: c.THREADS, c.FAILED].sum()),
+        watched=watched(samples),
+    )
+    return outcome, samples
+
+
+def watched(samples: Sequence[Sample]) -> list[Watched]:
+    """Each value of each process. Raises BenchError: too few samples."""
+    found = []
+    for process in dict.fromkeys(sample.process for sample in samples):
+        of_process = [sample for sample in samples if sample.process == process]
+        for what in WATCHED:
+            values = [getattr(sample, what) for sample in of_process]
+            if any(values) or what in ("pins", "reserved_bytes"):
+                try:
+                    grown = drift([sample.at_s for sample in of_process], values)
+                except ValueError as error:
+                    raise BenchError(str(error)) from error
+                found.append(Watched(process, what, grown, grown.passed))
+    return found
+
+
+@contextmanager
+def _running(
+    nodes: int, capacity_bytes: int, operations_s: float, directory: Path
+) -> Iterator[tuple[list[NodeProcess], Clients, Board]]:
+    board_path = directory / "board"
+    rows = 1 + len(PATHS) * c.THREADS
+    board_path.write_bytes(np.zeros((rows, c.COLUMNS), np.int64).tobytes())
+    with ExitStack() as stack:
+        settings = {"capacity_bytes": capacity_bytes, "slab_bytes": 4 << 20, "keep": False}
+        processes = stack.enter_context(pool_of(nodes, directory, settings))
+        refs = [PoolNodeRef(node=node.name, address=node.address) for node in processes]
+        clients = {}
+        pages = int(nodes * capacity_bytes * OVERCOMMIT) // (16 * 1024)
+        for index, path in enumerate(PATHS):
+            config = c.SoakClientConfig(
+                name=f"client-{path}",
+                client=PoolClientConfig(nodes=refs, data_path=path),
+                board=str(board_path),
+                row=1 + index * c.THREADS,
+                pages=pages // c.BATCH,
+                operations_s=operations_s,
+            )
+            clients[config.name] = _start_client(config, directory)
+            stack.callback(clients[config.name].wait)
+            stack.callback(clients[config.name].kill)
+        yield processes, clients, c.open_board(str(board_path))
+        for client in clients.values():
+            client.terminate()
+        for name, client in clients.items():
+            if client.wait(STOP_TIMEOUT_S) != 0:
+                raise BenchError(f"{name} ended badly")
+        for node in processes:
+            if not node.stop():
+                raise BenchError(f"{node.name} ended badly: {node.log().strip().splitlines()[-1:]}")
+
+
+def _start_client(config: c.SoakClientConfig, directory: Path) -> subprocess.Popen[bytes]:
+    file = directory / f"{config.name}.json"
+    file.write_bytes(msgspec.json.encode(config))
+    with (directory / f"{config.name}.log").open("ab") as log:
+        command = [sys.executable, "-m", "pdserve.bench.soak.client", str(file)]
+        return subprocess.Popen(command, stdout=log, stderr=log)
+
+
+@contextmanager
+def _held(board: Board, clients: Clients) -> Iterator[None]:
+    """No operation is under way. Raises BenchError."""
+    board[0, c.HOLD] = 1
+    try:
+        deadline = time.monotonic() + IDLE_WITHIN_S
+        while not board[1:, c.IDLE].all():
+            for name, client in clients.items():
+                if client.poll() is not None:
+                    raise BenchError(f"{name} died")
+            if time.monotonic() > deadline:
+                raise BenchError(f"a client did not end its operation within {IDLE_WITHIN_S:.0f} s")
+            time.sleep(0.01)
+        time.sleep(REST_S)
+        yield
+    finally:
+        board[0, c.HOLD] = 0
+
+
+def _sample(nodes: list[NodeProcess], clients: Clients, at_s: float) -> list[Sample]:
+    at_rest = {node.name: _process(node.pid) for node in nodes}  # before we connect to ask
+    samples = [Sample(at_s, name, *_process(client.pid)) for name, client in clients.items()]
+    for node in nodes:
+        try:
+            report = node.status()
+        except PoolError as error:
+            raise BenchError(f"{node.name}: {error}") from error
+        held = report.pins, report.reserved_bytes, report.connections
+        samples.append(Sample(at_s, node.name, *at_rest[node.name], *held))
+    return samples
+
+
+def _process(pid: int) -> tuple[int, int, int]:
+    """Private memory in bytes, descriptors, threads: see proc(5)."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    descriptors = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return int(lines["RssAnon"].split()[0]) * 1024, descriptors, int(lines["Threads"])
