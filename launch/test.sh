@@ -12,6 +12,7 @@ esac
 cd "$root"
 command -v redis-server >/dev/null || need "redis-server, which the pool is measured against," redis-server
 command -v tc >/dev/null || need "tc, which breaks the networks of tests/netns," iproute2
+command -v etcd >/dev/null || need "etcd, by which nodes find each other," etcd-server
 selection=()
 if [ "${1:-}" = --fast ]; then
   selection=(-m "not e2e")

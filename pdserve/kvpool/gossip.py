@@ -15,10 +15,11 @@ member, so a member that hangs delays nobody. Nothing here is kept on disk.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from msgspec.structs import replace
 
@@ -45,6 +46,9 @@ from pdserve.kvpool.membership import Cluster, Update, parts
 from pdserve.kvpool.peers import PeerControls
 from pdserve.kvpool.transports.control import make_hello
 from pdserve.kvpool.wire import NodeAddress
+
+if TYPE_CHECKING:
+    from pdserve.kvpool.etcd import EtcdMembership
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +85,10 @@ class Gossiper:
             config.cluster.sync_interval_s,
         )
         self.name = config.name
+        self.address = NodeAddress(config.name, config.address, config.weight)
         self.cluster = Cluster(
             config.cluster.name,
-            NodeAddress(config.name, config.address, config.weight),
+            self.address,
             incarnation,
             started_s,
         )
@@ -94,8 +99,9 @@ class Gossiper:
         hello = make_hello(f"node {config.name}", "", "none", config.cluster.token)
         self.links = PeerControls(replace(hello, node=config.name))
         here = {config.address, *config.listen}
-        peers = [address for address in config.cluster.peers if address not in here]
-        self.seeds: dict[str, str] = dict.fromkeys(peers, "")  # address -> name, once known
+        self._peers = [address for address in config.cluster.peers if address not in here]
+        self.seeds: dict[str, str] = dict.fromkeys(self._peers, "")  # address -> name, once known
+        self._etcd: EtcdMembership | None = None
         self._connections = connections
         self._fail = fail
         self._unaware: set[int] = set()  # connections that have yet to be told the newest view
@@ -162,11 +168,38 @@ class Gossiper:
         """Learn what the others know; before this node is known to anybody. Raises StartupError: the others
         do not want it, or one of its name lives.
         """
+        await self._look_up()
         if self.seeds and not await self._ask_seeds():
             logger.warning("node %s: no peer answers, it starts alone and goes on trying", self.name)
         self._joined = True
         self.settle(self._settled_epoch)
         self.apply(Update())
+
+    async def _look_up(self) -> None:
+        """Ask etcd who is there, if it is what tells."""
+        config = self.config.cluster
+        if config.membership != "etcd":
+            return
+        from pdserve.kvpool.etcd import EtcdMembership  # and with it an HTTP client, which few nodes need
+
+        self._etcd = EtcdMembership(config.etcd, config.name, self.address, self.found, self.doubt)
+        try:
+            async with asyncio.timeout(config.join_timeout_s):
+                self.found(await self._etcd.nodes())
+        except (PoolError, TimeoutError) as error:
+            logger.warning("node %s: etcd does not tell of other nodes yet: %s", self.name, error)
+
+    def found(self, nodes: list[NodeAddress]) -> None:
+        """These nodes should be there; those that are not known are asked at once."""
+        here = {self.config.address, *self.config.listen}
+        named = {node.address: node.node for node in nodes if node.address not in here}
+        self.seeds = {address: self.seeds.get(address, "") for address in self._peers} | named
+        if self._detector is not None:
+            self._look_for_seeds()
+
+    def _name_seed(self, address: str, node: str) -> None:
+        if address in self.seeds:
+            self.seeds[address] = node
 
     async def _ask_seeds(self) -> bool:
         """Whether one answered."""
@@ -198,6 +231,8 @@ class Gossiper:
             self._spawn(self._sync(address))
         self.exchanges.tell_all({})
         self._spawn(self._run())
+        if self._etcd is not None:
+            self._spawn(self._etcd.run())
 
     async def stop(self) -> None:
         """End all of it; tell the others first, if so configured."""
@@ -214,6 +249,10 @@ class Gossiper:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.links.close()
+        if self._etcd is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await self._etcd.close()
 
     async def _ask_seed(self, address: str) -> ClusterState | None:
         """What the node there knows; None if there is none, or only this one."""
@@ -230,7 +269,7 @@ class Gossiper:
             self._refuse_namesake(address)
         if isinstance(reply, m.Fault):
             raise StartupError(f"node {self.name} cannot join: pool node {address}: {reply.message}")
-        self.seeds[address] = welcome.node
+        self._name_seed(address, welcome.node)
         return reply.state if isinstance(reply, Gossiped) else None
 
     async def _check_name(self, state: ClusterState) -> None:
@@ -402,7 +441,7 @@ class Gossiper:
     async def _sync(self, address: str) -> None:
         try:
             welcome = await self.exchanges.exchange(address, self.timing.ping_timeout_s)
-            self.seeds[address] = welcome.node
+            self._name_seed(address, welcome.node)
         except PdserveError as error:
             logger.debug("node %s: peer %s: %s", self.name, address, error)
 

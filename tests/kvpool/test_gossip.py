@@ -368,6 +368,21 @@ def test_a_node_that_stops_may_say_so(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_a_change_goes_to_all_at_once(tmp_path: Path) -> None:
+    """None of these nodes would ask another by itself within the test."""
+    quiet = {"ping_interval_s": 60.0, "ping_timeout_s": 60.0, "sync_interval_s": 60.0}
+
+    async def run() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            starting = [running(tmp_path, n, peers="a", cluster=quiet) for n in "abc"]
+            a, b, c = [await stack.enter_async_context(one) for one in starting]
+            await until(lambda: ring(a) == ring(b) == ring(c) == "abc")
+            b.gossip.publish(NamespaceRecord("ns", 1, 1, {}))
+            await until(lambda: "ns" in a.gossip.cluster.namespaces and "ns" in c.gossip.cluster.namespaces)
+
+    asyncio.run(run())
+
+
 def test_a_clean_stop_is_a_loss_that_is_noticed_at_once(tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path, "a") as a:
@@ -433,6 +448,7 @@ def test_a_client_that_does_not_read_gets_the_newest_view_when_it_does(tmp_path:
             async with running(tmp_path, "b", peers="a"):
                 await until(lambda: ring(a) == "ab")
                 assert a.gossip.view.epoch > epoch
+                assert a.gossip._unaware == {connection.number}
                 loop = asyncio.get_running_loop()
                 sock.setblocking(False)
                 frames = m.FrameBuffer()
@@ -441,7 +457,7 @@ def test_a_client_that_does_not_read_gets_the_newest_view_when_it_does(tmp_path:
                     data = await asyncio.wait_for(loop.sock_recv(sock, 1 << 20), 10)
                     replies = [m.decode_reply(body) for body in frames.feed(data)]
                     views += [reply for reply in replies if isinstance(reply, View)]
-                assert len(views) == 1
+                assert all(len(view.nodes) == 2 for view in views)
             sock.close()
 
     asyncio.run(run())

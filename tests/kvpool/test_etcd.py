@@ -1,0 +1,184 @@
+"""Nodes and clients that find the pool in a real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pdserve.errors import PoolError, PoolUnavailable
+from pdserve.kvpool.cluster_config import EtcdConfig
+from pdserve.kvpool.cluster_messages import DEAD
+from pdserve.kvpool.etcd import discover
+from pdserve.kvpool.wire import NodeAddress
+
+from .etcd_server import EtcdServer
+from .test_gossip import ring, running, status_of, until
+
+QUIET = {"ping_interval_s": 60.0, "ping_timeout_s": 60.0, "sync_interval_s": 60.0}
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+    server = EtcdServer(tmp_path)
+    yield server
+    server.kill()
+
+
+def settings(etcd: EtcdServer, **options: Any) -> EtcdConfig:
+    options = {"lease_s": 2, "timeout_s": 1.0, "retry_s": 0.1, **options}
+    return EtcdConfig(endpoints=[etcd.url], **options)
+
+
+def in_etcd(etcd: EtcdServer, **options: Any) -> dict[str, Any]:
+    """Of a node's [cluster]."""
+    return {"cluster": {"membership": "etcd", "etcd": settings(etcd), **options}}
+
+
+def names(etcd: EtcdServer) -> list[str]:
+    return [node.node for node in discover(settings(etcd), "pool")]
+
+
+def put(etcd: EtcdServer, key: str, value: str) -> None:
+    body = {
+        "key": base64.b64encode(key.encode()).decode(),
+        "value": base64.b64encode(value.encode()).decode(),
+    }
+    httpx.post(f"{etcd.url}/v3/kv/put", json=body).raise_for_status()
+
+
+def delete(etcd: EtcdServer, key: str) -> None:
+    body = {"key": base64.b64encode(key.encode()).decode()}
+    httpx.post(f"{etcd.url}/v3/kv/deleterange", json=body).raise_for_status()
+
+
+def test_nodes_find_each_other_and_clients_find_them_and_who_stops_is_gone(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    async def run() -> None:
+        async with running(tmp_path, "a", **in_etcd(etcd)) as a:
+            async with (
+                running(tmp_path, "b", **in_etcd(etcd)) as b,
+                running(tmp_path, "c", **in_etcd(etcd)) as c,
+            ):
+                await until(lambda: ring(a) == ring(b) == ring(c) == "abc")
+                await until(lambda: names(etcd) == ["a", "b", "c"])
+                [found, *_] = discover(settings(etcd), "pool")
+                assert found == NodeAddress("a", a.config.address, 1)
+                assert discover(settings(etcd), "other") == []
+            await until(lambda: names(etcd) == ["a"])
+
+    asyncio.run(run())
+    assert names(etcd) == []
+
+
+def test_a_lost_lease_is_a_doubt_that_a_probe_settles(tmp_path: Path, etcd: EtcdServer) -> None:
+    """With no ping of their own within the test, what etcd says is what makes them look."""
+
+    async def run() -> None:
+        async with running(tmp_path, "a", **in_etcd(etcd, **QUIET)) as a:
+            async with running(tmp_path, "b", **in_etcd(etcd, **QUIET)) as b:
+                await until(lambda: ring(a) == ring(b) == "ab")
+                await until(lambda: names(etcd) == ["a", "b"])
+                delete(etcd, "/pdserve/pool/nodes/b")
+                await until(lambda: names(etcd) == ["a", "b"])  # it writes its key anew
+                assert ring(a) == "ab"
+            await until(lambda: status_of(a, "b") == DEAD)
+
+    asyncio.run(run())
+
+
+def test_the_pool_goes_on_while_etcd_is_away_and_is_there_again_after_it(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    async def run() -> None:
+        async with running(tmp_path, "a", **in_etcd(etcd)) as a, running(tmp_path, "b", **in_etcd(etcd)) as b:
+            await until(lambda: ring(a) == ring(b) == "ab")
+            etcd.kill()
+            async with running(tmp_path, "c", **in_etcd(etcd)) as c:  # it knows of nobody
+                await asyncio.sleep(2.5)  # longer than the leases
+                assert ring(a) == ring(b) == "ab"
+                assert ring(c) == "c"
+                etcd.wipe()
+                await asyncio.to_thread(etcd.start)
+                await until(lambda: ring(a) == ring(b) == ring(c) == "abc", 15)
+                await until(lambda: names(etcd) == ["a", "b", "c"])
+
+    asyncio.run(run())
+
+
+def test_an_etcd_that_hangs_keeps_nobody_waiting(tmp_path: Path, etcd: EtcdServer) -> None:
+    async def run() -> None:
+        async with running(tmp_path, "a", **in_etcd(etcd)) as a:
+            await until(lambda: names(etcd) == ["a"])
+            etcd.pause()
+            begun = time.monotonic()
+            with pytest.raises(PoolUnavailable, match="cannot be asked"):
+                await asyncio.to_thread(discover, settings(etcd), "pool")
+            async with running(tmp_path, "b", peers="a", **in_etcd(etcd)) as b:
+                assert time.monotonic() - begun < 8
+                await until(lambda: ring(a) == "ab" == ring(b))
+            etcd.resume()
+            await until(lambda: names(etcd) == ["a"])
+
+    asyncio.run(run())
+
+
+def test_another_endpoint_is_asked_where_one_is_away(tmp_path: Path, etcd: EtcdServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        away = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    two = EtcdConfig(endpoints=[away, etcd.url], lease_s=2, timeout_s=1.0, retry_s=0.1)
+
+    async def run() -> None:
+        async with running(tmp_path, "a", cluster={"membership": "etcd", "etcd": two}):
+            await until(lambda: names(etcd) == ["a"])
+            assert [node.node for node in discover(two, "pool")] == ["a"]
+
+    asyncio.run(run())
+
+
+def test_what_others_wrote_there_is_passed_over(tmp_path: Path, etcd: EtcdServer) -> None:
+    for key, value in (("x", "garbage"), ("y", '{"address": 7}'), ("z", '{"address": "tcp:127.0.0.1:1"}')):
+        put(etcd, f"/pdserve/pool/nodes/{key}", value)
+    put(etcd, "/pdserve/pool/nodesandmore", "{}")
+
+    async def run() -> None:
+        async with running(tmp_path, "a", **in_etcd(etcd)) as a:
+            await until(lambda: names(etcd) == ["a", "z"])
+            put(etcd, "/pdserve/pool/nodes/w", "garbage")
+            async with running(tmp_path, "b", **in_etcd(etcd)) as b:
+                await until(lambda: ring(a) == ring(b) == "ab")
+
+    asyncio.run(run())
+
+
+def test_what_is_no_etcd_is_said_in_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    for endpoints in ([url], ["http://"], ["nonsense"], []):
+        begun = time.monotonic()
+        with pytest.raises(PoolError) as error:
+            discover(EtcdConfig(endpoints=endpoints, timeout_s=0.5), "pool")
+        assert "\n" not in str(error.value)
+        assert time.monotonic() - begun < 5
+
+
+def test_a_restart_of_etcd_that_keeps_its_data_is_not_noticed(tmp_path: Path, etcd: EtcdServer) -> None:
+    async def run() -> None:
+        async with running(tmp_path, "a", **in_etcd(etcd)) as a, running(tmp_path, "b", **in_etcd(etcd)) as b:
+            await until(lambda: ring(a) == ring(b) == "ab")
+            epoch = a.gossip.view.epoch
+            etcd.kill()
+            await asyncio.to_thread(etcd.start)
+            await asyncio.sleep(3)  # the old leases are over then
+            await until(lambda: names(etcd) == ["a", "b"])
+            assert a.gossip.view.epoch == epoch == b.gossip.view.epoch
+
+    asyncio.run(run())
