@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ MIB = KIB * KIB
 class Rig:
     """A node of 4 MiB (64 pages) over an SSD tier of 32 MiB, and a directory of 32 MiB below."""
 
-    def __init__(self, directory: Path, write: str = "cold") -> None:
+    def __init__(self, directory: Path, write: Literal["cold", "all"] = "cold") -> None:
         self.directory = directory
         self.config = PoolNodeConfig(
             name="tiers",
@@ -37,18 +38,23 @@ class Rig:
             slab_bytes=MIB,
             min_slot_bytes=64 * KIB,
             max_reserved_share=1.0,
-        )
-        self.extra = (
-            f"tier_watermark = 0.5\npromotion_timeout_s = 5.0\n"
-            f'[[tiers]]\nkind = "ssd"\npath = "{directory}/ssd"\ncapacity_bytes = "32MiB"\n'
-            f'write = "{write}"\n'
-            f'options = {{ segment_bytes = "2MiB" }}\n'
-            f'[[tiers]]\nkind = "directory"\npath = "{directory}/far"\ncapacity_bytes = "32MiB"\n'
+            tier_watermark=0.5,
+            promotion_timeout_s=5.0,
+            tiers=[
+                TierConfig(
+                    kind="ssd",
+                    path=directory / "ssd",
+                    capacity_bytes=32 * MIB,
+                    write=write,
+                    options={"segment_bytes": "2MiB"},
+                ),
+                TierConfig(kind="directory", path=directory / "far", capacity_bytes=32 * MIB),
+            ],
         )
         self.pool = self.start()
 
     def start(self) -> ProcessPool:
-        return ProcessPool(self.config, self.directory, "shm", extra=self.extra)
+        return ProcessPool(self.config, self.directory, "shm")
 
     def reboot(self) -> None:
         """Everything in memory is gone."""
