@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from pdserve.errors import FrameError, PoolError, PoolRefused, PoolTimeout, PoolUnavailable
+from pdserve.errors import FrameError, PoolError, PoolRefused, PoolRestarting, PoolTimeout, PoolUnavailable
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.client_config import PoolClientConfig
 from pdserve.kvpool.ring import Ring
-from pdserve.kvpool.transports.control import TcpAddress, make_hello, parse_address
+from pdserve.kvpool.transports.control import TcpAddress, hung_up, make_hello, parse_address
 
 logger = logging.getLogger(__name__)
 MakeQuestion: TypeAlias = Callable[[int, int, list[bytes]], m.Exists | m.Wait]  # id, namespace, keys
@@ -40,6 +40,7 @@ class AsyncControl:
         self.namespace = 0
         self.welcome: m.Welcome
         self.broken: PoolError | None = None
+        self.on_fault: Callable[[m.Fault], None] = lambda fault: None  # told what the node hung up with
 
     @classmethod
     async def connect(
@@ -126,7 +127,8 @@ class AsyncControl:
                 for body in self._frames.feed(await self._receive()):
                     reply = m.decode_reply(body)
                     if isinstance(reply, m.Fault) and reply.id == 0:
-                        raise PoolUnavailable(f"pool node {self._label} hung up: {reply.message}")
+                        self.on_fault(reply)
+                        raise hung_up(self._label, reply)
                     future = self._waiting.pop(getattr(reply, "id", 0), None)
                     if future is not None and not future.done():
                         future.set_result(reply)
@@ -136,9 +138,10 @@ class AsyncControl:
 
     def _break(self, error: PoolError) -> None:
         self.broken = self.broken or error
+        kind = PoolRestarting if isinstance(error, PoolRestarting) else PoolUnavailable
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(PoolUnavailable(str(error)))
+                future.set_exception(kind(str(error)))
         self._waiting.clear()
 
 

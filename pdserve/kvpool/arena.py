@@ -52,16 +52,17 @@ class Arena:
         *,
         fresh: bool,
         placement: Placement = Placement(),  # noqa: B008 (frozen)
+        lock_fd: int | None = None,
     ) -> None:
-        """Raises StartupError: the directory cannot be used, is in use, or the arena does not fit
-        in memory.
+        """`lock_fd`: the lock, held already by this process's earlier program. Raises StartupError: the
+        directory cannot be used, is in use, or the arena does not fit in memory.
         """
         self.layout = layout
         self._name = name
         self._directory = directory
         self._placement = placement
         self._home = home = placement.home(directory)
-        self._lock_fd = _lock(name, directory)
+        self._lock_fd = _lock(name, directory, lock_fd)
         try:
             kept = not fresh and self._reusable(home)
             if not kept:
@@ -131,6 +132,10 @@ class Arena:
         """After recovery: write the slab classes that were found right, as the allocator now has them."""
         self._slab_class[:] = np.frombuffer(slots.slab_class, dtype=np.uint64)
 
+    def pass_lock(self) -> int:
+        """A descriptor that keeps the directory locked after `close`."""
+        return os.dup(self._lock_fd)
+
     def close(self, *, keep: bool) -> None:
         """Unlock; remove the files unless they are to be kept. The mapping lives as long as `memory` does."""
         if not keep:
@@ -148,20 +153,9 @@ class Arena:
         arena, table = self._directory / "arena", self._directory / "table"
         if not arena.exists() and not table.exists():
             return False  # a link may be left whose hugetlbfs a restart of the machine has emptied
-        reason = "its files are incomplete"
-        if arena.exists() and table.exists():
-            with table.open("rb") as file:
-                found = TableLayout.from_header(file.read(64), os.fstat(file.fileno()).st_size)
-            if found is None:
-                reason = "the slot table is truncated, damaged, or of another version"
-            elif found != self.layout:
-                reason = "it was made for other sizes"
-            elif _home_of(arena) != home:
-                reason = "its memory is of another kind: huge_pages has changed"
-            elif arena.stat().st_size != self.layout.arena_bytes:
-                reason = "the arena file has another size than its table says"
-            else:
-                return True
+        reason = why_not_reusable(self._directory, home, self.layout)
+        if not reason:
+            return True
         logger.warning(
             "node %s: starting empty: cannot take over the pages in %s: %s",
             self._name,
@@ -247,7 +241,32 @@ class Arena:
         header["magic"] = TABLE_MAGIC  # last: before it, the file is no table
 
 
-def _lock(name: str, directory: Path) -> int:
+def why_not_reusable(directory: Path, home: Path, layout: TableLayout) -> str:
+    """Why a node of this layout, with its arena at `home`, cannot take over the pages in the directory; empty
+    if it can.
+    """
+    arena, table = directory / "arena", directory / "table"
+    if not (arena.exists() and table.exists()):
+        return "its files are incomplete"
+    with table.open("rb") as file:
+        found = TableLayout.from_header(file.read(64), os.fstat(file.fileno()).st_size)
+    if found is None:
+        return "the slot table is truncated, damaged, or of another version"
+    if found != layout:
+        return "it was made for other sizes"
+    if _home_of(arena) != home:
+        return "its memory is of another kind: huge_pages has changed"
+    if arena.stat().st_size != layout.arena_bytes:
+        return "the arena file has another size than its table says"
+    return ""
+
+
+def _lock(name: str, directory: Path, held_fd: int | None) -> int:
+    if held_fd is not None:
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(held_fd), (directory / "lock").stat()):
+                return held_fd
+        os.close(held_fd)  # of another directory: the configuration has changed
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(name, directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import typer
 
 from pdserve.command import config_command
@@ -10,6 +11,7 @@ from pdserve.kvpool.commands.drain import drain
 from pdserve.kvpool.commands.ls import ls
 from pdserve.kvpool.commands.status import status
 from pdserve.kvpool.commands.top import top
+from pdserve.kvpool.commands.upgrade import upgrade
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.logs import configure_logs
 
@@ -22,15 +24,23 @@ app = typer.Typer(
 )
 
 
-def _serve(config: PoolNodeConfig) -> None:
-    from pdserve.kvpool.node import run_node  # the other words need neither event loop nor UCX
+def _serve(config: PoolNodeConfig, *, check: bool) -> None:
+    # the other words need neither event loop nor UCX
+    from pdserve.kvpool.node import run_node
+    from pdserve.kvpool.upgrade import check_start
 
+    if check:
+        typer.echo(msgspec.json.encode(check_start(config)).decode())
+        return
     configure_logs(config.log_format, config.log_level, node=config.name)
     run_node(config)
 
 
 _serve_command = config_command(
-    PoolNodeConfig, _serve, help="Run a pool node until SIGTERM. Pages stay in memory for the next start."
+    PoolNodeConfig,
+    _serve,
+    help="Run a pool node until SIGTERM. Pages stay in memory for the next start.",
+    switches={"check": "Start nothing; say whether the running node's pages could be taken over."},
 ).registered_commands[0]
 _serve_command.name = "serve"
 app.registered_commands.append(_serve_command)
@@ -40,3 +50,4 @@ app.command("ls")(ls)
 app.command("top")(top)
 app.command("drain")(drain)
 app.add_typer(ns.app, name="ns")
+app.command("upgrade")(upgrade)

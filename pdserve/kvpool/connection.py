@@ -45,7 +45,7 @@ class Host(Protocol):
     name: str
     meter: Meter
 
-    def opened(self) -> bool:
+    def opened(self, connection: ClientConnection) -> bool:
         """A socket came; False when there are too many."""
         ...
 
@@ -102,7 +102,7 @@ class ClientConnection(asyncio.Protocol):
             _end_when_silent(sock)
         # a connection that is not in use has a time to end by: before its Hello, and after we closed it
         self._end_timer = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._no_handshake)
-        if not self._node.opened():
+        if not self._node.opened(self):
             self.close("too many connections are open", at_once=True)
 
     def data_received(self, data: bytes) -> None:
@@ -125,7 +125,7 @@ class ClientConnection(asyncio.Protocol):
                     self._paused_since_s = since_s
                     break  # the rest stays in `_frames`
         except FrameError as error:
-            self._refuse(Fault(0, "bad_frame", str(error)))
+            self.refuse(Fault(0, "bad_frame", str(error)))
             return
         self._watch_half_frame(whole)
 
@@ -191,7 +191,7 @@ class ClientConnection(asyncio.Protocol):
             self._node.received(self, message)
             return
         if not isinstance(message, Hello) or self._greeting is not None:
-            self._refuse(Fault(0, "no_hello", "the first message of a connection must be Hello"))
+            self.refuse(Fault(0, "no_hello", "the first message of a connection must be Hello"))
             return
         name = "".join(c if c.isprintable() else "?" for c in message.client[:MAX_CLIENT_CHARS])
         self._client = f"{name} (pid {message.pid})"
@@ -203,7 +203,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _greet(self, hello: Hello, path: DataPathName | Fault, ucx: UcxInfo | None) -> None:
         if isinstance(path, Fault):
-            self._refuse(path)
+            self.refuse(path)
             return
         self._end_timer.cancel()
         self._greeted = True
@@ -216,11 +216,12 @@ class ClientConnection(asyncio.Protocol):
         if self._gone or self._closed_by_us:
             self._node.close_ucx(self.number)
         elif isinstance(ucx, Fault):
-            self._refuse(ucx)
+            self.refuse(ucx)
         else:
             self._greet(hello, self._node.choose_path(hello), ucx)  # others may have come in between
 
-    def _refuse(self, fault: Fault) -> None:
+    def refuse(self, fault: Fault) -> None:
+        """Say why, and close. Idempotent."""
         self.send(fault)
         self.close(fault.message)
 

@@ -8,6 +8,7 @@ with fixed neighbours in place of random ones, so the time to notice a loss has 
       answered, or anything else is heard of it      ->  it lives
       refused or hung up                             ->  again at once; the second time it is a suspect
       nothing heard for `ping_timeout_s`             ->  a suspect
+      it says that it is being upgraded              ->  excused for UPGRADE_S
     a suspect: up to `helpers` others are asked to ping it
       one of them reached it                         ->  it lives; the way from here to there does not
       all answered that they did not, or `indirect_timeout_s` is over, or there is none to ask
@@ -32,6 +33,7 @@ from typing import Final, Literal, TypeAlias
 
 Outcome: TypeAlias = Literal["answered", "refused", "silent"]
 FAILURES: Final = 2  # refused so often in a row, it is a suspect
+UPGRADE_S: Final = 10.0  # several times what a node needs to go on as another version
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,13 @@ class Heard:
 
 
 @dataclass(frozen=True)
+class Upgrading:
+    """It said that it will be silent for a moment."""
+
+    node: str
+
+
+@dataclass(frozen=True)
 class Asked:
     """The answer to an Ask: whether `helper` reached the node. A helper that does not answer gives none."""
 
@@ -103,7 +112,7 @@ class Tick:
     pass
 
 
-Event: TypeAlias = Known | PingEnded | Heard | Asked | Suspected | Tick
+Event: TypeAlias = Known | PingEnded | Heard | Upgrading | Asked | Suspected | Tick
 
 # --- actions
 
@@ -147,6 +156,7 @@ class _Watched:
     pinging: bool = False
     refused: int = 0
     suspect_until_s: float | None = None
+    excused_until_s: float = 0.0  # no suspicion before
     asked: set[str] = field(default_factory=set)  # helpers that have not answered yet
 
     def lives(self, now_s: float) -> None:
@@ -172,6 +182,7 @@ class Detector:
             Known: self._known,
             PingEnded: self._ping_ended,
             Heard: self._heard,
+            Upgrading: self._upgrading,
             Asked: self._asked,
             Suspected: self._suspected,
             Tick: self._tick,
@@ -218,7 +229,7 @@ class Detector:
             watched.lives(now_s)
         elif event.outcome == "refused":
             watched.refused += 1
-            if watched.refused < FAILURES:
+            if watched.refused < FAILURES and now_s >= watched.excused_until_s:
                 watched.next_ping_s = now_s
         self._look(now_s, out)
 
@@ -226,6 +237,12 @@ class Detector:
         watched = self._watched.get(event.node)
         if watched is not None:
             watched.lives(now_s)
+
+    def _upgrading(self, event: Upgrading, now_s: float, out: list[Action]) -> None:
+        watched = self._watched.get(event.node)
+        if watched is not None:
+            watched.lives(now_s)
+            watched.excused_until_s = now_s + UPGRADE_S
 
     def _asked(self, event: Asked, now_s: float, out: list[Action]) -> None:
         watched = self._watched.get(event.node)
@@ -258,7 +275,9 @@ class Detector:
     def _look(self, now_s: float, out: list[Action]) -> None:
         timing = self._timing
         for node, watched in list(self._watched.items()):
-            if watched.suspect_until_s is not None:
+            if now_s < watched.excused_until_s:
+                watched.refused = 0
+            elif watched.suspect_until_s is not None:
                 if not watched.asked or now_s >= watched.suspect_until_s:
                     self._dies(node, watched, out)
                     continue

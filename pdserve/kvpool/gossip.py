@@ -98,6 +98,8 @@ class Gossiper:
         self.on_namespaces: list[Callable[[list[NamespaceRecord]], None]] = []
         hello = make_hello(f"node {config.name}", "", "none", config.cluster.token)
         self.links = PeerControls(replace(hello, node=config.name))
+        self.links.on_upgrading = lambda node: self._feed(d.Upgrading(node))
+        self._upgraded = False
         here = {config.address, *config.listen}
         self._peers = [address for address in config.cluster.peers if address not in here]
         self.seeds: dict[str, str] = dict.fromkeys(self._peers, "")  # address -> name, once known
@@ -164,10 +166,12 @@ class Gossiper:
 
     # --- coming and going
 
-    async def join(self) -> None:
-        """Learn what the others know; before this node is known to anybody. Raises StartupError: the others
-        do not want it, or one of its name lives.
+    async def join(self, *, upgraded: bool = False) -> None:
+        """Learn what the others know; before this node is known to anybody. `upgraded`: it is, and the one of
+        its name that lives is this one. Raises StartupError: the others do not want it, or one of its name
+        lives.
         """
+        self._upgraded = upgraded
         await self._look_up()
         if self.seeds and not await self._ask_seeds():
             logger.warning("node %s: no peer answers, it starts alone and goes on trying", self.name)
@@ -234,10 +238,10 @@ class Gossiper:
         if self._etcd is not None:
             self._spawn(self._etcd.run())
 
-    async def stop(self) -> None:
-        """End all of it; tell the others first, if so configured."""
+    async def stop(self, *, leaving: bool = True) -> None:
+        """End all of it; tell the others first, if so configured and this node is `leaving`."""
         others = [member for member in self.cluster.alive() if member.node != self.name]
-        if self._detector is not None and self.config.cluster.leave_on_stop and others:
+        if self._detector is not None and self.config.cluster.leave_on_stop and others and leaving:
             self._detector = None
             self.apply(self.cluster.quit())
             telling = [
@@ -274,6 +278,8 @@ class Gossiper:
 
     async def _check_name(self, state: ClusterState) -> None:
         """Raises StartupError if a node of this one's name lives."""
+        if self._upgraded:
+            return
         for member in state.members:
             if member.node == self.name and member.status in (ACTIVE, LEAVING) and await self._lives(member):
                 self._refuse_namesake(member.address)

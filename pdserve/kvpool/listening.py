@@ -6,21 +6,71 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pdserve.errors import StartupError
+from pdserve.kvpool.handover import Handover
 from pdserve.kvpool.transports.control import TcpAddress, UnixAddress, parse_address
 
 BACKLOG = 4096  # Linux's own bound; a client that finds a Unix socket's full is refused at once
 UNIX_PATH_BYTES = 107  # sun_path, less its end
 
 
-async def listen(address: str, accept: Callable[[], asyncio.Protocol]) -> asyncio.Server:
-    """Serve at the address. Raises StartupError."""
+class Listeners:
+    """A node's listening sockets."""
+
+    def __init__(self, inherited: Handover | None) -> None:
+        """`inherited`: from this process's earlier program, with sockets that listen already."""
+        self._inherited = dict(inherited.listening) if inherited is not None else {}
+        self._servers: list[tuple[str, asyncio.Server]] = []
+
+    async def open(self, addresses: Sequence[str], accept: Callable[[], asyncio.Protocol]) -> None:
+        """Serve at these addresses, and no more where others were inherited. Raises StartupError; those that
+        were opened are open then.
+        """
+        for address in addresses:
+            inherited: list[int | None] = [*self._inherited.pop(address, [])]
+            for fd in inherited or [None]:
+                server = await listen(address, accept, fd)
+                self._servers.append((address, server))
+        for address, unused in self._inherited.items():  # the configuration has changed
+            for unused_fd in unused:
+                os.close(unused_fd)
+            remove_socket(address)
+
+    def hand_over(self, lock_fd: int, since_s: float) -> Handover:
+        """For this process's next program: copies of the sockets, at which clients queue after `close`."""
+        passed: dict[str, list[int]] = {}
+        for address, server in self._servers:
+            passed.setdefault(address, []).extend(os.dup(sock.fileno()) for sock in server.sockets)
+        return Handover(pid=os.getpid(), lock_fd=lock_fd, listening=passed, since_s=since_s)
+
+    def close(self) -> None:
+        """Accept nobody any more."""
+        for _, server in self._servers:
+            server.close()
+
+    def remove(self) -> None:
+        """Remove the Unix sockets."""
+        for address, _ in self._servers:
+            remove_socket(address)
+
+
+async def listen(
+    address: str, accept: Callable[[], asyncio.Protocol], inherited: int | None = None
+) -> asyncio.Server:
+    """Serve at the address, with the listening socket that is there already if there is. Raises
+    StartupError.
+    """
     loop = asyncio.get_running_loop()
     parsed = parse_address(address)
     try:
+        if inherited is not None:
+            sock = socket.socket(fileno=inherited)
+            if isinstance(parsed, TcpAddress):
+                return await loop.create_server(accept, sock=sock)
+            return await loop.create_unix_server(accept, sock=sock)
         if isinstance(parsed, TcpAddress):
             return await loop.create_server(accept, parsed.host, parsed.port, backlog=BACKLOG)
         _prepare_socket(address, Path(parsed.path))

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from pdserve.errors import NodeFailed, PdserveError
 from pdserve.kvpool.access import digest
 from pdserve.kvpool.arena import Arena
-from pdserve.kvpool.cluster_messages import NamespaceRecord
+from pdserve.kvpool.cluster_messages import NamespaceRecord, Upgrade
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.connection import ClientConnection
 from pdserve.kvpool.events import (
@@ -47,10 +47,11 @@ from pdserve.kvpool.events import (
     Tick,
 )
 from pdserve.kvpool.gossip import Gossiper, Handler
+from pdserve.kvpool.handover import Handover, gap_ms, received, replace_process
 from pdserve.kvpool.hosts import host_id
 from pdserve.kvpool.leases import Session
 from pdserve.kvpool.limits import limits_of
-from pdserve.kvpool.listening import is_remote, listen, remove_socket
+from pdserve.kvpool.listening import Listeners, is_remote
 from pdserve.kvpool.local import LocalSession
 from pdserve.kvpool.messages import (
     PROTOCOL_VERSION,
@@ -77,6 +78,8 @@ from pdserve.kvpool.table import TableLayout
 from pdserve.kvpool.tiers.shell import NodeTiers
 from pdserve.kvpool.transports.control import parse_address
 from pdserve.kvpool.ucx_path import UcxPath
+from pdserve.kvpool.upgrade import Upgrader
+from pdserve.kvpool.visitors import Visitors
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +87,11 @@ MAX_UNGREETED = 64  # sockets beyond `max_connections` that may still be shaking
 
 
 class PoolNode:
-    """One node. `open` takes the memory, `serve` runs until stopped."""
+    """One node. `serve` takes the memory and runs until stopped."""
+
+    arena: Arena
+    _tiers: NodeTiers
+    _ucx: UcxPath
 
     def __init__(self, config: PoolNodeConfig) -> None:
         self.config = config
@@ -94,9 +101,14 @@ class PoolNode:
         self._rules = rules_of(config)
         self.connections: dict[int, ClientConnection] = {}  # those that shook hands
         self.gossip = Gossiper(config, self.incarnation, int(time.time()), self.connections, self.fail)
+        self.visitors = Visitors()
+        self._upgrader = Upgrader(self)
+        self._inherited = received()
+        self.handover: Handover | None = None  # once set, another program is to take this process over
         self._routes: dict[type, Handler] = {  # requests that are not NodeState's to answer
             **self.gossip.routes(),
             Status: self._status,
+            Upgrade: self._upgrader.begin,
         }
         self.sockets = 0  # all
         self._last_connection = 0
@@ -114,7 +126,7 @@ class PoolNode:
         """
         self._loop = asyncio.get_running_loop()
         fresh = self._take_memory()
-        servers: list[asyncio.Server] = []
+        listeners = Listeners(self._inherited)
         clean = served = False
         try:
             self.state = self._make_state()
@@ -124,9 +136,8 @@ class PoolNode:
             self.mover = self._make_mover()
             self.serving = Serving(self._loop, self.state, self.feed, self.connections)
             self._schedule()
-            await self.gossip.join()
-            for address in self.config.listen:
-                servers.append(await listen(address, self._accept))  # noqa: PERF401 (each is closed below)
+            await self.gossip.join(upgraded=self._inherited is not None)
+            await listeners.open(self.config.listen, self._accept)
             served = True
             self._tiers.start(self._feed_from_thread)
             self.gossip.start()
@@ -137,19 +148,24 @@ class PoolNode:
             logger.info(
                 "pool node %s is ready at %s: %d MiB", self.config.name, addresses, self.config.capacity >> 20
             )
+            if self._inherited is not None:
+                gap = gap_ms(self._inherited)
+                logger.info("node %s was upgraded; it did not answer for %.0f ms", self.name, gap)
             await self._stopping.wait()
             if self._failure is not None:
                 raise self._failure
             clean = True
         finally:
             self._stopped = True
-            await self.gossip.stop()
+            await self.gossip.stop(leaving=self._upgrader.since_s is None)
             if self._metrics is not None:
                 self._metrics.close()
-            for server in servers:
-                server.close()
-            for connection in list(self.connections.values()):
-                connection.close("the node stops")
+            if self._upgrader.since_s is not None:
+                self.handover = listeners.hand_over(self.arena.pass_lock(), self._upgrader.since_s)
+            listeners.close()
+            await self.visitors.dismiss(
+                self._upgrader.farewell or Fault(0, "stopping", f"node {self.name} stops")
+            )
             if served:
                 self.local.close()
                 await self.mover.close()
@@ -157,12 +173,12 @@ class PoolNode:
             if self._timer is not None:
                 self._timer.cancel()
             self._ucx.stop()
-            # before the memory is let go: afterwards they may be the next node's
-            for address in self.config.listen[: len(servers)]:
-                remove_socket(address)
+            if self.handover is None:
+                listeners.remove()  # before the memory is let go: afterwards they may be the next node's
             self._tiers.stop()
             # a start that failed leaves nothing behind; a node that failed leaves its pages
-            self.arena.close(keep=(self.config.keep or not clean) if served else not fresh)
+            kept = self.config.keep or not clean or self.handover is not None
+            self.arena.close(keep=kept if served else not fresh)
 
     def _take_memory(self) -> bool:
         """Arena and tiers; whether the arena is new. Raises StartupError, ConfigError."""
@@ -173,8 +189,9 @@ class PoolNode:
             directory,
             layout,
             self.incarnation,
-            fresh=self.config.fresh,
+            fresh=self.config.fresh and self._inherited is None,
             placement=self.config.placement,
+            lock_fd=None if self._inherited is None else self._inherited.lock_fd,
         )
         fresh = self.arena.contents is None
         try:
@@ -325,8 +342,9 @@ class PoolNode:
 
     # --- clients
 
-    def opened(self) -> bool:
+    def opened(self, connection: ClientConnection) -> bool:
         """A socket came; False when there are too many."""
+        self.visitors.came(connection)
         self.sockets += 1
         return self.sockets <= self.config.max_connections + MAX_UNGREETED
 
@@ -337,6 +355,8 @@ class PoolNode:
     def received(self, connection: ClientConnection, message: Request) -> None:
         """A request of a client that shook hands."""
         route = self._routes.get(type(message))
+        if not self._upgrader.admits(message):
+            return
         if route is None:
             self.serving.received(connection, message)
         elif not self._stopped:
@@ -362,6 +382,8 @@ class PoolNode:
 
     def choose_path(self, hello: Hello) -> DataPathName | Fault:
         """How this client will move pages, or why it cannot be served."""
+        if self._upgrader.farewell is not None:
+            return self._upgrader.farewell
         if hello.version != PROTOCOL_VERSION:
             message = (
                 f"node {self.config.name} speaks version {PROTOCOL_VERSION} of the pool protocol, client "
@@ -421,6 +443,7 @@ class PoolNode:
         self.feed(Connected(connection.number, path, hello.client, hello.pid, peer, token))
 
     def disconnected(self, number: int, *, by_peer: bool) -> None:
+        self.visitors.went(number)
         if self.connections.pop(number, None) is not None:
             self.serving.gone(number)
             self.feed(Disconnected(number, by_peer))
@@ -462,12 +485,15 @@ def run_node(config: PoolNodeConfig) -> None:
     for address in config.listen:
         parse_address(address)
     raise_open_files(config.name, config.max_connections, config.max_connections + MAX_UNGREETED)
-    uvloop.run(_run(config))
+    handover = uvloop.run(_run(config))
+    if handover is not None:
+        replace_process(handover)
 
 
-async def _run(config: PoolNodeConfig) -> None:
+async def _run(config: PoolNodeConfig) -> Handover | None:
     node = PoolNode(config)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, node.stop)
     await node.serve()
+    return node.handover

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from pdserve.errors import PoolRefused, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.aclient import AsyncControl
-from pdserve.kvpool.messages import Hello, Reply, Request, Welcome
+from pdserve.kvpool.messages import Fault, Hello, Reply, Request, Welcome
 
 
 @dataclass
@@ -28,6 +29,7 @@ class PeerControls:
     """
 
     def __init__(self, hello: Hello) -> None:
+        self.on_upgrading: Callable[[str], None] = lambda node: None  # a peer says that it will be back
         self._hello = hello
         self._links: dict[str, _Link] = {}
         self._closed = False
@@ -90,8 +92,13 @@ class PeerControls:
                 if self._closed:
                     control.close()
                     raise PoolRefused("the node stops")
+                control.on_fault = partial(self._hung_up, control.welcome.node)
                 link.control = control
             return link.control
+
+    def _hung_up(self, node: str, fault: Fault) -> None:
+        if fault.code == "upgrading":
+            self.on_upgrading(node)
 
     def _drop(self, link: _Link, control: AsyncControl | None) -> None:
         if control is not None:

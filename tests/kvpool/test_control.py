@@ -280,6 +280,7 @@ def test_a_full_queue_of_new_connections_is_waited_for_until_the_deadline(tmp_pa
         def answer() -> None:
             listener.accept()[0].close()
             sock, _ = listener.accept()
+            sock.recv(4096)
             sock.sendall(m.encode_frame(WELCOME))
             sock.close()
 

@@ -62,6 +62,24 @@ def test_a_refusal_between_answers_is_nothing() -> None:
         assert it.handle(d.Suspected("a"), now_s) == [d.Ping("a")]
 
 
+def test_a_member_that_announced_its_silence_is_excused_for_a_while() -> None:
+    it = detector(a=1, b=1)
+    it.handle(d.Upgrading("a"), 0.1)
+    assert it.handle(d.PingEnded("a", "refused"), 0.2) == []
+    found = []
+    for step in range(1, 110):
+        now_s = 0.2 + step / 10
+        it.handle(d.Heard("b"), now_s)
+        for action in it.handle(d.Tick(), now_s):
+            if action == d.Ping("a"):
+                found += it.handle(d.PingEnded("a", "refused"), now_s)
+            found.append(action)
+        if now_s < 0.1 + d.UPGRADE_S - 0.01:
+            assert d.Ask("b", "a") not in found
+    assert d.Ask("b", "a") in found  # it did not come back
+    assert found.count(d.Ping("a")) < 45
+
+
 def test_with_none_to_ask_a_suspect_is_dead() -> None:
     it = detector(a=7)
     it.handle(d.PingEnded("a", "refused"), 0.01)

@@ -31,6 +31,7 @@ from pdserve.kvpool.cluster_messages import (
     View,
 )
 from pdserve.kvpool.commands.asking import fetch_status
+from pdserve.kvpool.commands.upgrade import upgrade
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.node import PoolNode
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
@@ -155,6 +156,20 @@ def test_a_killed_node_is_out_of_all_views_in_time_and_back_after_its_restart(pr
     processes.start("d")
     processes.until("abcd")
     watcher.told("abcd")
+    watcher.close()
+    for node in processes.nodes.values():
+        node.close()
+
+
+def test_a_node_that_is_upgraded_stays_in_all_views(processes: Processes) -> None:
+    processes.start("a", "b", "c", leave_on_stop=True)
+    processes.until("abc")
+    watcher = Watcher(processes.nodes["a"].address)
+    before = fetch_status(processes.nodes["c"].address, soon()).incarnation
+    upgrade(processes.nodes["c"].address, deadline=60.0)
+    processes.until("abc")
+    assert fetch_status(processes.nodes["c"].address, soon()).incarnation != before
+    assert {"".join(n.node for n in view.nodes) for _, view in watcher.views} == {"abc"}
     watcher.close()
     for node in processes.nodes.values():
         node.close()

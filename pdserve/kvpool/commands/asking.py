@@ -63,10 +63,11 @@ class NodeClient:
         """The ring that the node told at the start."""
         return self._channel.welcome.nodes
 
-    def ask(self, make: Callable[[int], Request], kind: type[R]) -> R:
+    def ask(self, make: Callable[[int], Request], kind: type[R], timeout_s: float | None = None) -> R:
         """The answer to `make(id)`. Raises PoolRefused for a Fault, PoolUnavailable, PoolTimeout."""
         self._last_id += 1
-        reply = self._channel.call(make(self._last_id), time.monotonic() + self._timeout_s)
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        reply = self._channel.call(make(self._last_id), deadline)
         if isinstance(reply, kind):
             return reply
         text = reply.message if isinstance(reply, Fault) else f"unexpected {type(reply).__name__}"

@@ -1,0 +1,238 @@
+"""A running node is replaced by a new program in the same process, under load, and nothing is lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdserve.kvpool import messages as m
+from pdserve.kvpool.client import PoolClient
+from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
+from pdserve.kvpool.commands.upgrade import upgrade
+from pdserve.kvpool.config import PoolNodeConfig
+
+from ..contracts.pools import KIB, ProcessPool, arena_dir, remove_arena
+from .node_model import key
+
+PAGE_BYTES = 64 * KIB
+SOON_S = 60.0
+
+
+@pytest.fixture
+def make_node(tmp_path: Path) -> Iterator[Callable[..., ProcessPool]]:
+    made: list[ProcessPool] = []
+
+    def make(data_path: str = "shm", **options: Any) -> ProcessPool:
+        settings = {"capacity_bytes": "64MiB", "slab_bytes": "1MiB", "max_reserved_share": 1.0, **options}
+        config = PoolNodeConfig(name="node", arena_dir=arena_dir(), quarantine_s=0.2, **settings)
+        made.append(ProcessPool(config, tmp_path, data_path))
+        return made[-1]
+
+    yield make
+    for node in made:
+        if node._process.poll() is None:
+            node.kill()
+        remove_arena(node.config)
+    if arena_dir().exists():
+        arena_dir().rmdir()
+
+
+def pdserve(*words: str) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from pdserve.cli import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=SOON_S, check=False)
+
+
+def client_of(node: ProcessPool, **options: Any) -> PoolClient:
+    refs = [PoolNodeRef(node="node", address=node.address)]
+    # generous: this is not about speed, and others use the machine
+    bounds = {f"{what}_timeout_s": SOON_S for what in ("connect", "exists", "get", "put")}
+    config = PoolClientConfig(
+        nodes=refs, data_path=node.data_path, restart_wait_s=SOON_S, **{**bounds, **options}
+    )
+    return PoolClient(config, "ns", {"page_size": "64"})
+
+
+def page_of(n: int) -> list[np.ndarray[Any, Any]]:
+    return [np.frombuffer((key(n) * (PAGE_BYTES // 32))[:PAGE_BYTES], np.uint8)]
+
+
+def empty() -> list[np.ndarray[Any, Any]]:
+    return [np.zeros(PAGE_BYTES, np.uint8)]
+
+
+class Load:
+    """Threads that write new pages and read all that they wrote before, until stopped; any that fails, or has
+    wrong bytes, is noted.
+    """
+
+    def __init__(self, client: PoolClient, threads: int = 3, window: int = 60) -> None:
+        self.client = client
+        self.window = window  # pages of each thread that are kept in mind
+        self.failures: list[str] = []
+        self.rounds = [0] * threads
+        self.written: list[list[int]] = [[] for _ in range(threads)]
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, number: int) -> None:
+        mine = self.written[number]
+        while not self._stop.is_set():
+            fresh = [number * 1_000_000 + len(mine) + i for i in range(2)] if len(mine) < self.window else []
+            if fresh and self.client.put([key(n) for n in fresh], [page_of(n) for n in fresh]) != [True] * 2:
+                self.failures.append(f"put {fresh}")
+            mine += fresh
+            wanted = mine[-8:]
+            if not all(self.client.exists([key(n) for n in wanted])):
+                self.failures.append(f"exists {wanted}")
+            self._read(mine[-8:])
+            self.rounds[number] += 1
+
+    def _read(self, wanted: list[int]) -> None:
+        pages = [empty() for _ in wanted]
+        found = self.client.get([key(n) for n in wanted], pages)
+        for n, hit, page in zip(wanted, found, pages, strict=True):
+            if not hit:
+                self.failures.append(f"get {n}")
+            elif not np.array_equal(page[0], page_of(n)[0]):
+                self.failures.append(f"wrong bytes {n}")
+
+    def progress(self) -> None:
+        """Wait until every thread has made two more rounds."""
+        before, deadline = list(self.rounds), time.monotonic() + SOON_S
+        while any(now < then + 2 for now, then in zip(self.rounds, before, strict=True)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)  # between looks at other threads' work
+
+    def end(self) -> None:
+        """Stop, and read everything once more."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(SOON_S)
+            assert not thread.is_alive()
+        for mine in self.written:
+            self._read(mine)
+
+
+@pytest.mark.parametrize("data_path", ["shm", "ucx"])
+def test_three_upgrades_under_load_fail_no_operation_and_lose_no_page(
+    make_node: Callable[..., ProcessPool], data_path: str
+) -> None:
+    node = make_node(data_path)
+    pid, incarnations = node.pid, set()
+    client = client_of(node)
+    load = Load(client)
+    try:
+        for _ in range(3):
+            load.progress()
+            upgrade(node.address, deadline=SOON_S)
+            report = client.status()["node"]
+            incarnations.add(report.incarnation)
+            assert report.counters["recovered_pages"] > 0
+        load.progress()
+    finally:
+        load.end()
+    assert load.failures == []
+    assert len(incarnations) == 3
+    assert sum(map(len, load.written)) > 20
+    assert client.counters.failures == client.counters.pages_lost == client.counters.pages_corrupt == 0
+    assert (node._process.poll(), node.pid) == (None, pid)
+    assert Path(f"/proc/{pid}/status").read_text().count("Name:") == 1
+    client.close()
+    node.close()
+
+
+def test_a_new_version_that_would_not_start_leaves_the_node_as_it_is(
+    make_node: Callable[..., ProcessPool],
+) -> None:
+    node = make_node()
+    client = client_of(node)
+    assert client.put([key(1)], [page_of(1)]) == [True]
+    before = client.status()["node"].incarnation
+    good = node._file.read_text()
+    for bad, why in (
+        (good + 'nonsense = "x"\n', "nonsense"),
+        (good.replace(f"slab_bytes = {node.config.slab}", "slab_bytes = 2097152"), "made for other sizes"),
+    ):
+        node._file.write_text(bad)
+        done = pdserve("pool", "upgrade", node.address)
+        assert done.returncode == 1
+        assert "is not upgraded" in done.stderr
+        assert why in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+        assert client.get([key(1)], [empty()]) == [True]
+    node._file.write_text(good)
+    assert client.status()["node"].incarnation == before
+    assert client.counters.failures == 0
+    client.close()
+    node.close()
+
+
+def test_a_node_that_starts_fresh_and_leaves_nothing_keeps_its_pages_over_an_upgrade(
+    make_node: Callable[..., ProcessPool],
+) -> None:
+    node = make_node(fresh=True)
+    with node._file.open("a") as file:
+        file.write("fresh = true\n")
+    node.kill()
+    node.restart()
+    client = client_of(node)
+    client.put([key(1)], [page_of(1)])
+    done = pdserve("pool", "upgrade", node.address)
+    assert done.returncode == 0, done.stderr
+    assert "was upgraded in" in done.stdout
+    page = empty()
+    assert client.get([key(1)], [page]) == [True]
+    assert np.array_equal(page[0], page_of(1)[0])
+    client.close()
+    node.close()
+
+
+def test_a_reservation_that_is_never_finished_holds_an_upgrade_up_for_a_moment_only(
+    make_node: Callable[..., ProcessPool],
+) -> None:
+    node = make_node()
+    other = node.connect()
+    opened = other.call(m.OpenNamespace(1, "ns", {"page_size": "64"}), time.monotonic() + 5)
+    assert isinstance(opened, m.Opened)
+    other.call(m.Reserve(2, opened.namespace, [key(1)], [PAGE_BYTES]), time.monotonic() + 5)
+    started_s = time.monotonic()
+    upgrade(node.address, deadline=SOON_S)
+    assert time.monotonic() - started_s < 30
+    client = client_of(node)
+    assert client.exists([key(1)]) == [False]
+    assert client.put([key(1)], [page_of(1)]) == [True]
+    other.close()
+    client.close()
+    node.close()
+
+
+def test_a_client_whose_time_is_short_gets_misses_meanwhile_and_no_more(
+    make_node: Callable[..., ProcessPool],
+) -> None:
+    node = make_node()
+    client = client_of(node, exists_timeout_s=0.05)
+    client.put([key(1)], [page_of(1)])
+    upgrading = threading.Thread(target=upgrade, args=(node.address,), kwargs={"deadline": SOON_S})
+    upgrading.start()
+    longest_s = 0.0
+    while upgrading.is_alive():
+        started_s = time.monotonic()
+        client.exists([key(1)])
+        longest_s = max(longest_s, time.monotonic() - started_s)
+    assert longest_s < 0.05 + 1.0
+    deadline = time.monotonic() + SOON_S
+    while client.exists([key(1)]) != [True]:
+        assert time.monotonic() < deadline
+    client.close()
+    node.close()
