@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from pdserve.engine.args import Storage, served_model_name, server_argv
 from pdserve.engine.server import parse_args, prepare_engine, serve, until_stopped
@@ -22,6 +23,7 @@ from pdserve.engine.worker import (
 from pdserve.errors import ConfigError
 from pdserve.kvpool.aclient import AsyncPoolClient
 from pdserve.kvpool.client_config import PoolClientConfig
+from pdserve.kvpool.discovery import locate_pool
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +33,14 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
 
     Raises ConfigError or StartupError, each one line, before SGLang loads the model where possible.
     """
-    if config.storage == "pool" and not config.pool.nodes:
+    if config.storage == "pool" and not (config.pool.nodes or config.pool.etcd.endpoints):
         raise ConfigError(
-            'pool.nodes is empty: list the nodes of the pool, or set storage = "none" to do without'
+            "pool.nodes is empty: list the nodes of the pool, or set pool.etcd.endpoints to find them, "
+            'or storage = "none" to do without'
         )
     with until_stopped():
+        if config.storage == "pool":
+            config = replace(config, pool=locate_pool(config.pool))
         device = prepare_engine(config.engine)
         # SGLang may be imported from here on
         from pdserve.engine.geometry import kv_identity

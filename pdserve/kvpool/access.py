@@ -56,12 +56,17 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def digest(token: str) -> str:
-    """Of a token as a client presents it, or as a configuration has it (`sha256:...` is a digest already).
-    Empty for none.
-    """
-    if token.startswith("sha256:"):
-        return token.removeprefix("sha256:").lower()
+    """Of a token as a client presents it. Empty for none."""
     return hashlib.sha256(token.encode()).hexdigest() if token else ""
+
+
+def digest_of_setting(text: str) -> str:
+    """Of a token as a configuration has it, where `sha256:...` is a digest already. Never for what a client
+    presents: whoever saw a digest would have the token.
+    """
+    if text.startswith("sha256:"):
+        return text.removeprefix("sha256:").lower()
+    return digest(text)
 
 
 def is_digest(text: str) -> bool:

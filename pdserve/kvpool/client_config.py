@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from pdserve.kvpool.cluster_config import EtcdConfig
 from pdserve.kvpool.messages import DataPathChoice
 
 
@@ -27,6 +28,13 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         list[PoolNodeRef],
         Meta(description="nodes of the pool to begin with, the others are learnt from them; empty: no pool"),
     ] = []
+    etcd: Annotated[
+        EtcdConfig, Meta(description="where to look the nodes up instead, once, when the worker starts")
+    ] = EtcdConfig()
+    cluster: Annotated[str, Meta(min_length=1, description="name of the pool in etcd")] = "pool"
+    etcd_wait_s: Annotated[
+        float, Meta(ge=0, description="how long a worker waits for the pool's first node to be in etcd")
+    ] = 30.0
     data_path: Annotated[
         DataPathChoice, Meta(description="how page bytes travel: shm (same host), ucx, or auto")
     ] = "auto"

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.errors import ConfigError
-from pdserve.kvpool.access import digest, is_digest
+from pdserve.kvpool.access import digest_of_setting, is_digest
 from pdserve.kvpool.cluster_messages import Media, NamespaceSettings
 from pdserve.kvpool.sizes import parse_bytes
 
@@ -94,7 +94,7 @@ def token_digest(name: str, token: str, file: Path | None) -> str:
         raise ConfigError(f"{name} and {name}_file are both set: keep one")
     if file is not None:
         token = read_token(file)
-    found = digest(token)
+    found = digest_of_setting(token)
     if found and not is_digest(found):
         raise ConfigError(f"{name}: after `sha256:` must come 64 hexadecimal digits")
     return found

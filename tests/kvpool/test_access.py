@@ -10,6 +10,7 @@ from pdserve.kvpool.access import (
     READ,
     WRITE,
     digest,
+    digest_of_setting,
     guards,
     is_digest,
     redacted,
@@ -55,8 +56,13 @@ def test_rights_include_those_below_and_nothing_is_more_open_than_what_it_includ
 def test_digests_are_taken_as_they_are_and_plain_tokens_are_hashed() -> None:
     assert digest("") == ""
     assert is_digest(digest("x"))
-    assert digest(f"sha256:{digest('x').upper()}") == digest("x")
-    assert not is_digest(digest("sha256:abc"))
+    assert digest_of_setting("x") == digest("x")
+    assert digest_of_setting(f"sha256:{digest('x').upper()}") == digest("x")
+    assert not is_digest(digest_of_setting("sha256:abc"))
+
+
+def test_whoever_knows_a_digest_does_not_know_the_token() -> None:
+    assert digest(f"sha256:{digest('x')}") != digest("x")
     assert not same("", "")
     assert same(R, R)
     assert not same(R, W)

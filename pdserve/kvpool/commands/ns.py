@@ -10,7 +10,7 @@ import typer
 from msgspec.structs import asdict, replace
 
 from pdserve.errors import ConfigError, PoolError, PoolRefused
-from pdserve.kvpool.access import TOKENS, digest, is_digest
+from pdserve.kvpool.access import TOKENS, digest_of_setting, is_digest
 from pdserve.kvpool.cluster_messages import (
     ListNamespaces,
     NamespaceList,
@@ -295,7 +295,7 @@ def _tokens(*given: str | None) -> dict[str, str]:
     for name, text in zip(TOKENS, given, strict=True):
         if text is None:
             continue
-        found[name] = digest(chosen_token("", Path(text[1:])) if text.startswith("@") else text)
+        found[name] = digest_of_setting(chosen_token("", Path(text[1:])) if text.startswith("@") else text)
         if text and not is_digest(found[name]):
             option = name.replace("_", "-")
             raise ConfigError(
