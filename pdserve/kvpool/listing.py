@@ -13,7 +13,7 @@ import numpy as np
 
 from pdserve.kvpool.cluster_messages import PageEntry
 from pdserve.kvpool.sharing import Sharing
-from pdserve.kvpool.store import PageStore
+from pdserve.kvpool.store import COMMITTED, PageStore
 
 SCAN_SLOTS: Final = 1 << 20  # 2 ms
 
@@ -26,7 +26,8 @@ def list_pages(
     if not 0 <= cursor < end:
         return [], 0
     numbers = np.frombuffer(store.facts.namespace, np.uint32)[cursor:end]
-    found = np.flatnonzero((numbers == namespace) & store.committed_mask(cursor, end)) + cursor
+    committed = np.frombuffer(store.states, np.uint8)[cursor:end] == COMMITTED
+    found = np.flatnonzero((numbers == namespace) & committed) + cursor
     pages = [_entry(store, sharing, slot) for slot in found[:limit].tolist()]
     if len(found) > limit:
         return pages, int(found[limit])

@@ -16,19 +16,15 @@ from pdserve.kvpool.slots import SlotAllocator
 MAX_SKIPPED: Final = 1024  # held pages passed over in search of one victim
 
 
-def best_victim(orders: Iterable[EvictionPolicy | None], facts: Facts, holds: Collection[int]) -> int:
+def best_victim(orders: Iterable[EvictionPolicy], facts: Facts, holds: Collection[int]) -> int:
     """Of each order's best victim that nobody holds, the one unused for longest; or NONE."""
     best = NONE
     last_use = facts.last_use
     for order in orders:
-        if order is None:
-            continue
-        for skipped, victim in enumerate(order.victims()):
+        for victim in islice(order.victims(), MAX_SKIPPED):
             if victim not in holds:
                 if best == NONE or last_use[victim] < last_use[best]:
                     best = victim
-                break
-            if skipped >= MAX_SKIPPED:
                 break
     return best
 

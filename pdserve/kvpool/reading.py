@@ -50,14 +50,19 @@ class Reads:
         facts, length_bytes = self._store.facts, sum(request.segment_bytes)
         pages = self._store.index.namespace(request.namespace)
         find = pages.lookup(now_s)
+        slot_bytes = self._store.slots.class_of(length_bytes) or 0  # of all pages of this length
         pins, missing = [], []
+        read: list[int] = []
         for place, key in enumerate(request.keys):
             slot = find(key)
             if slot is None or facts.length_bytes[slot] != length_bytes:
                 missing.append(place)
                 pins.append(_MISS)
             else:
-                pins.append(self.hit(session, slot, request, now_s, out, heat, replicas))
+                pins.append(self._pinned(session, slot, slot_bytes, request, now_s, out, replicas))
+                if pins[-1].status == HIT:
+                    read.append(slot)
+        self._note(session, request, slot_bytes, read, now_s, heat)
         # after the hits are pinned: a page that comes up takes another's place
         if missing and below.get(session, request, pins, missing, now_s, out):
             return
@@ -75,21 +80,30 @@ class Reads:
         heat: Heat | None = None,
         replicas: Mapping[int, int] = NO_REPLICAS,
     ) -> Pin:
-        """Pin a page, and start sending it over UCX; a miss if the client holds enough. A peer that fetches
-        pages to keep is no reader: it leaves no trace in recency, heat and hit rate.
+        """One page of a request is here: pin it, and start sending it over UCX; a miss if the client holds
+        enough.
         """
+        slot_bytes = self._store.slots.slot_bytes(slot)
+        pin = self._pinned(session, slot, slot_bytes, request, now_s, out, replicas)
+        if pin.status == HIT:
+            self._note(session, request, slot_bytes, [slot], now_s, heat)
+        return pin
+
+    def _pinned(
+        self,
+        session: Session,
+        slot: int,
+        slot_bytes: int,
+        request: Get,
+        now_s: float,
+        out: list[Action],
+        replicas: Mapping[int, int],
+    ) -> Pin:
         store, facts, segments = self._store, self._store.facts, len(request.segment_bytes)
         sequence = facts.sequence[slot]
-        if not self._pin(session, slot, sequence, now_s + self._limits.lease_s, segments):
+        if not self._pin(session, slot, sequence, slot_bytes, now_s + self._limits.lease_s, segments):
             self.pins_refused += 1
             return _MISS
-        if not session.peer:
-            pages = store.index.namespace(request.namespace)
-            pages.hits += 1
-            pages.read_bytes += facts.length_bytes[slot]
-            store.touch(pages, slot, now_s)
-            if heat is not None:
-                heat.read(slot)
         offset = store.slots.offset(slot)
         tag = NO_TRANSFER
         if not session.mapped:
@@ -99,6 +113,28 @@ class Reads:
             session.begin_transfer(tag, segments)
             out.append(StartSend(session.connection, tag, offset, tuple(request.segment_bytes)))
         return Pin(HIT, slot, offset, facts.checksum[slot], sequence, tag, replicas.get(slot, 0))
+
+    def _note(
+        self,
+        session: Session,
+        request: Get,
+        slot_bytes: int,
+        slots: list[int],
+        now_s: float,
+        heat: Heat | None,
+    ) -> None:
+        """These pages were read. A peer that fetches pages to keep is no reader: it leaves no trace in
+        recency, heat and hit rate.
+        """
+        if session.peer or not slots:
+            return
+        pages = self._store.index.namespace(request.namespace)
+        pages.hits += len(slots)
+        pages.read_bytes += len(slots) * sum(request.segment_bytes)
+        self._store.touch(pages, slot_bytes, slots, now_s)
+        if heat is not None:
+            for slot in slots:
+                heat.read(slot)
 
     def release(self, session: Session, request: Release, out: list[Action]) -> None:
         """What is not pinned any more is passed over: its lease has ended."""
@@ -137,13 +173,20 @@ class Reads:
         for pin in list(session.pins.values()):
             self._unpin(session, pin, out)
 
-    def _pin(self, session: Session, slot: int, sequence: int, deadline_s: float, segments: int) -> bool:
+    def _pin(
+        self,
+        session: Session,
+        slot: int,
+        sequence: int,
+        slot_bytes: int,
+        deadline_s: float,
+        messages: int,
+    ) -> bool:
         """Whether the client may hold the page: it is told of a miss else, for it holds enough."""
-        if not session.mapped and session.messages + segments > self._limits.max_messages:
+        if not session.mapped and session.messages + messages > self._limits.max_messages:
             return False
         pin = session.pins.pop(slot, None)
         if pin is None:
-            slot_bytes = self._store.slots.slot_bytes(slot)
             if session.pinned_bytes + slot_bytes > self._limits.max_pinned_bytes:
                 return False
             session.pinned_bytes += slot_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -31,9 +32,24 @@ class SlabUse:
             del self._of_class[slot_bytes]
         self._last_used = NONE
 
-    def use(self, slot_bytes: int, slab: int, use: int) -> None:
-        """A slot of the slab was used."""
-        of_class = self._of_class[slot_bytes]
+    def use(self, slots: list[int], last_use: array[int], uses: int) -> int:
+        """Pages were committed, or read: note when in `last_use`, by slot, and for their slabs. `uses` is the
+        counter before; returns what it is after.
+        """
+        slots_per_slab, slab = self._slots.slots_per_slab, NONE
+        for slot in slots:
+            if slot // slots_per_slab != slab:
+                if slab != NONE:
+                    self._use_slab(slab, uses)
+                slab = slot // slots_per_slab
+            uses += 1
+            last_use[slot] = uses
+        if slots:
+            self._use_slab(slab, uses)
+        return uses
+
+    def _use_slab(self, slab: int, use: int) -> None:
+        of_class = self._of_class[self._slots.slab_class[slab]]
         of_class[slab] = use
         if slab != self._last_used:  # else it is the last already
             of_class.move_to_end(slab)

@@ -106,11 +106,6 @@ class PageStore:
         """How many hold the slot."""
         return self.held.get(slot, 0)
 
-    def committed_mask(self, start: int, end: int) -> npt.NDArray[np.bool_]:
-        """Which of the slots [start, end) are COMMITTED."""
-        mask: npt.NDArray[np.bool_] = np.frombuffer(self.states, np.uint8)[start:end] == COMMITTED
-        return mask
-
     def namespace_of(self, slot: int) -> int:
         """The number of the namespace of a slot that is not free."""
         return self.facts.namespace[slot]
@@ -172,7 +167,6 @@ class PageStore:
         pages.writing[key] = slot
         pages.slot_bytes += slot_bytes
         self._move(slot, slot_bytes, RESERVED)
-        self._use(slot, slot_bytes)
         return slot
 
     def commit(self, slot: int, checksum: int, now_s: float, out: list[Action]) -> None:
@@ -182,11 +176,13 @@ class PageStore:
     def commit_many(self, slots: list[int], checksums: list[int], now_s: float, out: list[Action]) -> None:
         """Make RESERVED pages readable."""
         facts, links, namespaces = self.facts, self.links, self.index.namespace
+        key_of, states, size_of = facts.key, self.states, self.slots.slot_bytes
         keys: list[bytes] = []
         spaces, lengths, sequences = [], [], []
         for slot, checksum in zip(slots, checksums, strict=True):
             pages = namespaces(facts.namespace[slot])
-            key, length_bytes = self._key(slot), facts.length_bytes[slot]
+            key, length_bytes, slot_bytes = key_of[slot], facts.length_bytes[slot], size_of(slot)
+            assert key is not None
             del pages.writing[key]
             pages.committed[key] = slot
             pages.page_bytes += length_bytes
@@ -194,9 +190,9 @@ class PageStore:
             pages.written_bytes += length_bytes
             facts.checksum[slot] = checksum
             facts.committed_s[slot] = now_s
-            slot_bytes = self.slots.slot_bytes(slot)
-            self._move(slot, slot_bytes, COMMITTED)
-            self._use(slot, slot_bytes)
+            self.bytes_in_state[RESERVED] -= slot_bytes
+            self.bytes_in_state[COMMITTED] += slot_bytes
+            states[slot] = COMMITTED
             pages.order(slot_bytes, links).on_insert(slot, key, now_s)
             if pages.expiry is not None:
                 pages.expiry.on_insert(slot, key, now_s)
@@ -205,6 +201,7 @@ class PageStore:
             spaces.append(pages.space)
             lengths.append(length_bytes)
             sequences.append(facts.sequence[slot])
+        self.uses = self.slab_use.use(slots, self.facts.last_use, self.uses)
         out.append(CommitRows(slots, keys, spaces, lengths, checksums, sequences, now_s))
 
     def quarantine(self, slot: int) -> None:
@@ -220,11 +217,12 @@ class PageStore:
 
     # --- reading
 
-    def touch(self, pages: NamespacePages, slot: int, now_s: float) -> None:
-        """The page, of `pages`, was read."""
-        slot_bytes = self.slots.slot_bytes(slot)
-        self._use(slot, slot_bytes)
-        pages.orders[slot_bytes].on_hit(slot, now_s)
+    def touch(self, pages: NamespacePages, slot_bytes: int, slots: list[int], now_s: float) -> None:
+        """Pages of `pages` were read, of one class."""
+        on_hit = pages.orders[slot_bytes].on_hit
+        for slot in slots:
+            on_hit(slot, now_s)
+        self.uses = self.slab_use.use(slots, self.facts.last_use, self.uses)
 
     def hold(self, slot: int) -> None:
         self.held[slot] = self.held.get(slot, 0) + 1
@@ -346,16 +344,12 @@ class PageStore:
     def _make_room(self, slot_bytes: int, out: list[Action]) -> int:
         """A slot where no free one of the class is left, or NONE."""
         slots = self.slots
-        if self.sweeps and not slots.has_unassigned:
-            slot = self._sweep_for(slot_bytes, out)
-            if slot != NONE:
-                return slot
+        if self.sweeps and not slots.has_unassigned and (slot := self._sweep_for(slot_bytes, out)) != NONE:
+            return slot
         if not slots.has_unassigned:
-            victim = best_victim(
-                (pages.orders.get(slot_bytes) for pages in self.index), self.facts, self.held
-            )
-            newer_than = self.facts.last_use[victim] if victim != NONE else self.uses + 1
-            if not self._take_over_slab(slot_bytes, newer_than, out):
+            orders = [order for pages in self.index if (order := pages.orders.get(slot_bytes)) is not None]
+            victim = best_victim(orders, self.facts, self.held)
+            if not self._take_over_slab(slot_bytes, victim, out):
                 if victim != NONE:
                     self._unlink(victim, "capacity").slot_bytes -= slot_bytes
                 return victim  # its slot as it is: RESERVED will follow COMMITTED in its row
@@ -379,12 +373,13 @@ class PageStore:
             self.drop(victim, out, "quota")
         return pages.slot_bytes <= quota_bytes
 
-    def _take_over_slab(self, slot_bytes: int, newer_than: int, out: list[Action]) -> bool:
-        """Empty the slab of another class that was unused for longest, if that is longer than
-        `newer_than`.
+    def _take_over_slab(self, slot_bytes: int, victim: int, out: list[Action]) -> bool:
+        """Empty the slab of another class that was unused for longest, if that is longer than our own best
+        victim was.
         """
         if not self.slab_use.other_classes(slot_bytes) or self._drops_left < self.slots.slots_per_slab:
             return False
+        newer_than = self.facts.last_use[victim] if victim != NONE else self.uses + 1
         slab = self.slab_use.coldest(slot_bytes, newer_than, self._is_idle)
         if slab == NONE:
             return False
@@ -479,11 +474,6 @@ class PageStore:
             slab = self.slots.slab_of(slot)
             self.slab_use.remove(slot_bytes, slab)
             out.append(AssignSlab(slab, 0))
-
-    def _use(self, slot: int, slot_bytes: int) -> None:
-        self.uses = uses = self.uses + 1
-        self.facts.last_use[slot] = uses
-        self.slab_use.use(slot_bytes, slot // self.slots.slots_per_slab, uses)
 
     def _key(self, slot: int) -> bytes:
         key = self.facts.key[slot]

@@ -92,7 +92,7 @@ class Writes:
         grants: list[Grant] = []
         granted: list[int] = []
         receives: list[Action] = []
-        is_full = False
+        allowed = self._may_reserve(session, slot_bytes or 1, len(segments))
         store.start_request()
         for key in request.keys:
             if find(key) is not None or in_tier(request.namespace, key):
@@ -103,11 +103,10 @@ class Writes:
                 grants.append(refused[key])
             elif slot_bytes is None:
                 grants.append(_TOO_LARGE)
-            elif is_full or not self._may_reserve(session, slot_bytes, len(segments)):
-                self.full += 1
-                grants.append(_FULL)
-            elif (slot := store.take(pages, key, length_bytes, slot_bytes, out)) == NONE:
-                is_full = True
+            elif len(granted) == allowed or (
+                (slot := store.take(pages, key, length_bytes, slot_bytes, out)) == NONE
+            ):
+                allowed = len(granted)
                 self.full += 1
                 grants.append(_FULL)
             else:
@@ -121,10 +120,12 @@ class Writes:
         out.append(Answer(session.connection, reserved))
         return reserved
 
-    def _may_reserve(self, session: Session, slot_bytes: int, segments: int) -> bool:
-        return session.reserved_bytes + slot_bytes <= self._limits.max_reserved_bytes and (
-            session.mapped or session.messages + segments <= self._limits.max_messages
-        )
+    def _may_reserve(self, session: Session, slot_bytes: int, segments: int) -> int:
+        """How many more pages the client may have reserved, and, over UCX, under way."""
+        pages = (self._limits.max_reserved_bytes - session.reserved_bytes) // slot_bytes
+        if not session.mapped:
+            pages = min(pages, (self._limits.max_messages - session.messages) // segments)
+        return max(0, pages)
 
     def _grant(
         self, session: Session, reservation: Reservation, segments: tuple[int, ...], receives: list[Action]
