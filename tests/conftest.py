@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
+
+# how long an example takes says more about what else the machine does than about the code
+settings.register_profile("pdserve", deadline=None)
+settings.load_profile("pdserve")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

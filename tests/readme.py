@@ -81,6 +81,26 @@ def bench() -> str:
     return "\n".join(out) + "\n"
 
 
+def policies() -> str:
+    """Hit rates of the eviction policies, from the raw lines of the last kept run."""
+    newest = sorted(RESULTS.glob("policies-*.jsonl"))[-1]
+    run, *rows = [json.loads(line) for line in newest.read_text().splitlines()]
+    names = list(dict.fromkeys(row["policy"] for row in rows))
+    cells: dict[tuple[str, int], dict[str, float]] = {}
+    for row in rows:
+        cells.setdefault((row["trace"], row["capacity_blocks"]), {})[row["policy"]] = row["hit_rate"]
+    out = [
+        f"`{run['command']}`, {run['date'][:10]}: blocks hit by prefix, %. Raw lines: `pdserve/bench/results/`.\n",
+        f"| trace | blocks held | {' | '.join(names)} |",
+        "|---" * (2 + len(names)) + "|",
+    ]
+    for (trace, capacity), rates in cells.items():
+        best = max(rates.values())
+        shown = (f"**{100 * rates[n]:.1f}**" if rates[n] == best else f"{100 * rates[n]:.1f}" for n in names)
+        out.append(f"| {trace} | {capacity:,} | {' | '.join(shown)} |")
+    return "\n".join(out) + "\n"
+
+
 def with_block(text: str, name: str, block: str) -> str:
     """`text` with the lines between the markers of `name` replaced."""
     begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
@@ -90,7 +110,12 @@ def with_block(text: str, name: str, block: str) -> str:
 
 def generated(text: str) -> str:
     """README.md as it should be."""
-    for name, block in (("options", options()), ("bench", bench()), ("metrics", metrics_table())):
+    for name, block in (
+        ("options", options()),
+        ("bench", bench()),
+        ("metrics", metrics_table()),
+        ("policies", policies()),
+    ):
         text = with_block(text, name, block)
     return text
 

@@ -25,6 +25,7 @@ def policies(
     ] = None,
     policy: Annotated[str, typer.Option(help="Policies, separated by commas; all by default.")] = "",
     capacity: Annotated[str, typer.Option(help="Capacities in blocks.")] = "1000,3000,10000,30000",
+    generated: Annotated[bool, typer.Option(help="Replay the generated traces.")] = True,
     seed: Annotated[int, typer.Option(help="Of the generated traces.")] = 1,
     as_json: AsJson = False,
 ) -> None:
@@ -41,7 +42,7 @@ def policies(
     for name in names:
         check_policy(name, 1.0)
     capacities = _numbers("capacity", capacity)
-    traces = [(name, make(seed)) for name, make in GENERATED.items()]
+    traces = [(name, make(seed)) for name, make in GENERATED.items() if generated]
     if trace is not None:
         traces.append((trace.stem.replace("_", " "), read_trace(trace)))
     rates: list[HitRate] = []
