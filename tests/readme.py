@@ -90,7 +90,8 @@ def policies() -> str:
     for row in rows:
         cells.setdefault((row["trace"], row["capacity_blocks"]), {})[row["policy"]] = row["hit_rate"]
     out = [
-        f"`{run['command']}`, {run['date'][:10]}: blocks hit by prefix, %. Raw lines: `pdserve/bench/results/`.\n",
+        f"`{run['command']}`, {run['date'][:10]}: blocks hit by prefix, %. Raw lines:",
+        "`pdserve/bench/results/`.\n",
         f"| trace | blocks held | {' | '.join(names)} |",
         "|---" * (2 + len(names)) + "|",
     ]
