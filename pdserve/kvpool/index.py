@@ -134,6 +134,10 @@ class Index:
         pages = self._namespaces.get(number)
         return NONE if pages is None else pages.committed.get(key, NONE)
 
+    def orders(self, slot_bytes: int) -> list[EvictionPolicy]:
+        """Of all namespaces, for one size class."""
+        return [pages.orders[slot_bytes] for pages in self._namespaces.values() if slot_bytes in pages.orders]
+
     def __len__(self) -> int:
         return sum(len(pages.committed) for pages in self._namespaces.values())
 

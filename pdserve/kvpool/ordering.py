@@ -19,11 +19,10 @@ MAX_SKIPPED: Final = 1024  # held pages passed over in search of one victim
 def best_victim(orders: Iterable[EvictionPolicy], facts: Facts, holds: Collection[int]) -> int:
     """Of each order's best victim that nobody holds, the one unused for longest; or NONE."""
     best = NONE
-    last_use = facts.last_use
     for order in orders:
         for victim in islice(order.victims(), MAX_SKIPPED):
             if victim not in holds:
-                if best == NONE or last_use[victim] < last_use[best]:
+                if best == NONE or facts.last_use[victim] < facts.last_use[best]:
                     best = victim
                 break
     return best

@@ -99,11 +99,21 @@ class Reads:
         out: list[Action],
         replicas: Mapping[int, int],
     ) -> Pin:
-        store, facts, segments = self._store, self._store.facts, len(request.segment_bytes)
+        store, segments = self._store, len(request.segment_bytes)
+        if not session.mapped and session.messages + segments > self._limits.max_messages:
+            return self._refused()
+        facts = store.facts
         sequence = facts.sequence[slot]
-        if not self._pin(session, slot, sequence, slot_bytes, now_s + self._limits.lease_s, segments):
-            self.pins_refused += 1
-            return _MISS
+        lease = session.pins.pop(slot, None)
+        if lease is None:
+            if session.pinned_bytes + slot_bytes > self._limits.max_pinned_bytes:
+                return self._refused()
+            session.pinned_bytes += slot_bytes
+            lease = PinLease(slot, sequence, slot_bytes, 0, 0.0)
+            store.hold(slot)
+        lease.count += 1
+        lease.deadline_s = now_s + self._limits.lease_s
+        session.pins[slot] = lease  # at the end: the last to expire
         offset = store.slots.offset(slot)
         tag = NO_TRANSFER
         if not session.mapped:
@@ -113,6 +123,11 @@ class Reads:
             session.begin_transfer(tag, segments)
             out.append(StartSend(session.connection, tag, offset, tuple(request.segment_bytes)))
         return Pin(HIT, slot, offset, facts.checksum[slot], sequence, tag, replicas.get(slot, 0))
+
+    def _refused(self) -> Pin:
+        """The client holds enough."""
+        self.pins_refused += 1
+        return _MISS
 
     def _note(
         self,
@@ -172,30 +187,6 @@ class Reads:
         """Sends still under way hold their slots until they are reported done."""
         for pin in list(session.pins.values()):
             self._unpin(session, pin, out)
-
-    def _pin(
-        self,
-        session: Session,
-        slot: int,
-        sequence: int,
-        slot_bytes: int,
-        deadline_s: float,
-        messages: int,
-    ) -> bool:
-        """Whether the client may hold the page: it is told of a miss else, for it holds enough."""
-        if not session.mapped and session.messages + messages > self._limits.max_messages:
-            return False
-        pin = session.pins.pop(slot, None)
-        if pin is None:
-            if session.pinned_bytes + slot_bytes > self._limits.max_pinned_bytes:
-                return False
-            session.pinned_bytes += slot_bytes
-            pin = PinLease(slot, sequence, slot_bytes, 0, deadline_s)
-            self._store.hold(slot)
-        pin.count += 1
-        pin.deadline_s = deadline_s
-        session.pins[slot] = pin  # at the end: the last to expire
-        return True
 
     def _unpin(self, session: Session, pin: PinLease, out: list[Action]) -> None:
         del session.pins[pin.slot]

@@ -343,21 +343,25 @@ class PageStore:
 
     def _make_room(self, slot_bytes: int, out: list[Action]) -> int:
         """A slot where no free one of the class is left, or NONE."""
-        slots = self.slots
-        if self.sweeps and not slots.has_unassigned and (slot := self._sweep_for(slot_bytes, out)) != NONE:
-            return slot
-        if not slots.has_unassigned:
-            orders = [order for pages in self.index if (order := pages.orders.get(slot_bytes)) is not None]
-            victim = best_victim(orders, self.facts, self.held)
-            if not self._take_over_slab(slot_bytes, victim, out):
-                if victim != NONE:
-                    self._unlink(victim, "capacity").slot_bytes -= slot_bytes
-                return victim  # its slot as it is: RESERVED will follow COMMITTED in its row
-        slab = slots.assign(slot_bytes)
-        assert slab != NONE
+        if self.sweeps and not self.slots.has_unassigned:
+            slot = self._sweep_for(slot_bytes, out)
+            if slot != NONE:
+                return slot
+        if self.slots.has_unassigned:
+            return self._assign(slot_bytes, out)
+        victim = best_victim(self.index.orders(slot_bytes), self.facts, self.held)
+        if self.slab_use.other_classes(slot_bytes) and self._take_over_slab(slot_bytes, victim, out):
+            return self._assign(slot_bytes, out)
+        if victim != NONE:
+            self._unlink(victim, "capacity").slot_bytes -= slot_bytes
+        return victim  # its slot as it is: RESERVED will follow COMMITTED in its row
+
+    def _assign(self, slot_bytes: int, out: list[Action]) -> int:
+        """A slot of an unassigned slab."""
+        slab = self.slots.assign(slot_bytes)
         self.slab_use.add(slot_bytes, slab, self.uses)
         out.append(AssignSlab(slab, slot_bytes))
-        return slots.allocate(slot_bytes)
+        return self.slots.allocate(slot_bytes)
 
     def _fit_quota(self, pages: NamespacePages, quota_bytes: int, out: list[Action]) -> bool:
         """Evict the namespace's own pages until it has `quota_bytes` at most; whether that is so."""
@@ -377,7 +381,7 @@ class PageStore:
         """Empty the slab of another class that was unused for longest, if that is longer than our own best
         victim was.
         """
-        if not self.slab_use.other_classes(slot_bytes) or self._drops_left < self.slots.slots_per_slab:
+        if self._drops_left < self.slots.slots_per_slab:
             return False
         newer_than = self.facts.last_use[victim] if victim != NONE else self.uses + 1
         slab = self.slab_use.coldest(slot_bytes, newer_than, self._is_idle)
