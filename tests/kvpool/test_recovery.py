@@ -283,6 +283,24 @@ def test_rows_written_one_by_one_and_in_a_batch_are_equal() -> None:
     assert (written["state"] == COMMITTED).all()
 
 
+def test_a_batch_of_commits_writes_whole_rows_before_any_of_them_says_committed() -> None:
+    table, slots = Table(), list(range(3, 15))
+    table.classes[:] = 8 * KIB
+    table.writer.reserve(slots, 1)
+    words, kept = table.writer._words, []
+
+    class Watched:
+        def __setitem__(self, where: object, value: object) -> None:
+            words[where] = value  # type: ignore[index]
+            kept.append(table.rows["state"].copy())
+
+    table.writer._words = Watched()  # type: ignore[assignment]
+    columns = [[n] * len(slots) for n in (1, 5 * KIB, 7)]
+    table.writer.commit(slots, [key(n) for n in slots], *columns, list(range(len(slots))), 1.0)
+    assert [(state[slots] == COMMITTED).all() for state in kept] == [False, True]
+    assert not (kept[0] == COMMITTED).any()
+
+
 @given(data=st.data())
 def test_a_guard_tells_any_change_of_a_row(data: st.DataObject) -> None:
     words = np.frombuffer(data.draw(st.binary(min_size=96, max_size=96)), "<u8").reshape(1, 12).copy()
