@@ -1,7 +1,16 @@
-"""The asyncio pool client of a worker's HTTP process: questions only (exists, wait, status), no page bytes.
+"""The asyncio pool client: the same operations as `PoolClient`, for programs with an event loop.
 
-One connection per node, shared by all tasks, replies matched by id. A node that is away is not asked again
-before `retry_after_s`; its keys count as absent. Every call ends by its deadline.
+Questions (exists, wait, check, status, clear) go over one connection per node, shared by all tasks. Page
+bytes (get, put) are moved by a `PoolClient` in threads, since copying and hashing block: at most
+`connections_per_node` batches per node at a time, others wait for their turn within their deadline. It is
+made when the first page moves. Both follow one view of the pool.
+
+A node that is away is not asked again before `retry_after_s`; its keys count as absent. Every call ends by
+its deadline.
+
+A wait is asked for in slices of WAIT_SLICE_S, not in one request with a message to cancel it: a task that is
+cancelled then leaves nothing at the node for long, whatever became of its connection, and each slice asks
+whoever owns the page by then, which one long request could not.
 """
 
 from __future__ import annotations
@@ -10,239 +19,218 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeAlias, TypeVar
 
 from pdserve.errors import FrameError, PoolError, PoolRefused, PoolRestarting, PoolTimeout, PoolUnavailable
 from pdserve.kvpool import messages as m
+from pdserve.kvpool.acontrol import AsyncControl
+from pdserve.kvpool.client import WAIT_PAUSE_S, WAIT_SLICE_S, PoolClient
 from pdserve.kvpool.client_config import PoolClientConfig
-from pdserve.kvpool.ring import Ring
-from pdserve.kvpool.transports.control import TcpAddress, hung_up, make_hello, parse_address
+from pdserve.kvpool.pool_links import SharedViews
+from pdserve.kvpool.transports.base import Connector, PageBuffers
+from pdserve.kvpool.transports.control import make_hello
+from pdserve.kvpool.views import Rings
 
 logger = logging.getLogger(__name__)
-MakeQuestion: TypeAlias = Callable[[int, int, list[bytes]], m.Exists | m.Wait]  # id, namespace, keys
-READ_BYTES = 256 * 1024
-WAITERS_RETRY_S = 0.05
-
-
-class AsyncControl:
-    """An open, greeted control connection, with a namespace opened on it if one was named."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, label: str) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._label = label
-        self._frames = m.FrameBuffer()
-        self._waiting: dict[int, asyncio.Future[m.Reply]] = {}
-        self._next_id = 0
-        self._pump: asyncio.Task[None] | None = None
-        self.namespace = 0
-        self.welcome: m.Welcome
-        self.broken: PoolError | None = None
-        self.on_fault: Callable[[m.Fault], None] = lambda fault: None  # told what the node hung up with
-
-    @classmethod
-    async def connect(
-        cls,
-        address: str,
-        hello: m.Hello,
-        namespace: str | None = None,
-        geometry: dict[str, str] | None = None,
-    ) -> AsyncControl:
-        """Raises PoolUnavailable, PoolRefused or FrameError. The caller bounds the time."""
-        where = parse_address(address)
-        try:
-            if isinstance(where, TcpAddress):
-                reader, writer = await asyncio.open_connection(where.host, where.port)
-            else:
-                reader, writer = await asyncio.open_unix_connection(where.path)
-        except OSError as error:
-            raise PoolUnavailable(f"pool node {address} cannot be reached: {error}") from error
-        control = cls(reader, writer, address)
-        try:
-            await control._greet(hello)
-            if namespace is not None:
-                await control._open_namespace(namespace, geometry or {})
-        except BaseException:
-            control.close()
-            raise
-        return control
-
-    async def call(self, make: Callable[[int], m.Request]) -> m.Reply:
-        """Send `make(id)`, return its reply. Raises PoolUnavailable. The caller bounds the time."""
-        if self.broken is not None:
-            raise PoolUnavailable(str(self.broken)) from self.broken
-        self._next_id += 1
-        request_id = self._next_id
-        future: asyncio.Future[m.Reply] = asyncio.get_running_loop().create_future()
-        self._waiting[request_id] = future
-        try:
-            self._writer.write(m.encode_frame(make(request_id)))
-            return await future
-        finally:
-            self._waiting.pop(request_id, None)
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._break(PoolUnavailable(f"the connection to pool node {self._label} was closed"))
-        if self._pump is not None:
-            self._pump.cancel()
-        self._writer.close()
-
-    async def _greet(self, hello: m.Hello) -> None:
-        self._writer.write(m.encode_frame(hello))
-        answer = await self._first_reply()
-        if not isinstance(answer, m.Welcome):
-            text = answer.message if isinstance(answer, m.Fault) else type(answer).__name__
-            raise PoolRefused(f"pool node {self._label} refused the connection: {text}")
-        self.welcome = answer
-        self._pump = asyncio.create_task(self._read())
-
-    async def _open_namespace(self, namespace: str, geometry: dict[str, str]) -> None:
-        opened = await self.call(lambda i: m.OpenNamespace(i, namespace, geometry))
-        if not isinstance(opened, m.Opened):
-            text = opened.message if isinstance(opened, m.Fault) else type(opened).__name__
-            raise PoolRefused(f"pool node {self._label}: {text}")
-        self.namespace = opened.namespace
-
-    async def _first_reply(self) -> m.Reply:
-        while True:
-            data = await self._receive()
-            for body in self._frames.feed(data):
-                return m.decode_reply(body)
-
-    async def _receive(self) -> bytes:
-        try:
-            data = await self._reader.read(READ_BYTES)
-        except OSError as error:
-            raise PoolUnavailable(f"pool node {self._label} went away: {error}") from error
-        if not data:
-            raise PoolUnavailable(f"pool node {self._label} closed the connection")
-        return data
-
-    async def _read(self) -> None:
-        try:
-            while True:
-                for body in self._frames.feed(await self._receive()):
-                    reply = m.decode_reply(body)
-                    if isinstance(reply, m.Fault) and reply.id == 0:
-                        self.on_fault(reply)
-                        raise hung_up(self._label, reply)
-                    future = self._waiting.pop(getattr(reply, "id", 0), None)
-                    if future is not None and not future.done():
-                        future.set_result(reply)
-        except PoolError as error:
-            self._break(error)
-            self._writer.close()
-
-    def _break(self, error: PoolError) -> None:
-        self.broken = self.broken or error
-        kind = PoolRestarting if isinstance(error, PoolRestarting) else PoolUnavailable
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(kind(str(error)))
-        self._waiting.clear()
+T = TypeVar("T")
+R = TypeVar("R", bound=m.Reply)
+MakeRequest: TypeAlias = Callable[[int, int], m.Request]  # id, namespace
+MakeQuestion: TypeAlias = Callable[[int, int, list[bytes]], m.Exists | m.Wait]
+WAITERS_RETRY_S: Final = 0.05
+RESTART_RETRY_S: Final = 0.02
+MAX_BATCHES: Final = 64  # page batches under way at a time, however many nodes
 
 
 class AsyncPoolClient:
     """One namespace of the pool over all its nodes; lives in one event loop."""
 
-    def __init__(self, config: PoolClientConfig, namespace: str, geometry: dict[str, str]) -> None:
+    def __init__(
+        self,
+        config: PoolClientConfig,
+        namespace: str,
+        geometry: dict[str, str],
+        *,
+        connector: Connector | None = None,
+    ) -> None:
+        """Connects lazily. `connector` replaces the configured transport of page bytes (tests)."""
         self.config = config
         self.namespace = namespace
         self._geometry = geometry
-        self._addresses = {ref.node: ref.address for ref in config.nodes}
-        self._ring = Ring([m.NodeAddress(ref.node, ref.address, ref.weight) for ref in config.nodes])
+        self._connector = connector
+        self._views = SharedViews(config)
+        self._seeds = {ref.node: ref.address for ref in config.nodes}
         self._open: dict[str, AsyncControl] = {}
-        self._connecting: dict[str, asyncio.Lock] = {node: asyncio.Lock() for node in self._addresses}
+        self._connecting: dict[str, asyncio.Lock] = {}
         self._retry_at_s: dict[str, float] = {}
+        self._restarting_until_s: dict[str, float] = {}
+        batches = min(MAX_BATCHES, max(1, len(config.nodes)) * config.connections_per_node)
+        self._turn = asyncio.Semaphore(batches)
+        self._threads = ThreadPoolExecutor(batches, "pdserve-pages")
+        self._pages: PoolClient | None = None
+        self._closed = False
+
+    @property
+    def rings(self) -> Rings:
+        """The nodes as this client knows them at the moment."""
+        return self._views.rings
+
+    # -- questions
 
     async def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are committed; False where the owner is away."""
-        return await self._ask(keys, self.config.exists_timeout_s, m.Exists)
+        deadline = time.monotonic() + self.config.exists_timeout_s
+        asked = [""] * len(keys)
+        result = await self._ask(self.rings.split(keys), keys, [False] * len(keys), asked, deadline, m.Exists)
+        missed = [i for i, found in enumerate(result) if not found]
+        others = self.rings.others(keys, missed, asked)
+        return await self._ask(others, keys, result, asked, deadline, m.Exists)
 
     async def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
         """Block until all keys are committed, at most `timeout_s`; which are. Ends early for nodes that are
         away.
         """
-
         deadline = time.monotonic() + timeout_s
-
-        def make(request_id: int, namespace: int, part: list[bytes]) -> m.Wait:
-            return m.Wait(request_id, namespace, part, max(0.0, deadline - time.monotonic()))
-
-        # the node answers at the deadline; the answer gets a moment more to travel
-        return await self._ask(keys, timeout_s + self.config.exists_timeout_s, make)
+        result = [False] * len(keys)
+        missing = list(range(len(keys)))
+        while True:
+            left = [keys[i] for i in missing]
+            slice_s = min(WAIT_SLICE_S, max(0.0, deadline - time.monotonic()))
+            for place, found in zip(missing, await self._wait_slice(left, slice_s), strict=True):
+                result[place] = found
+            missing = self._answerable(keys, [i for i in missing if not result[i]])
+            if not missing or time.monotonic() >= deadline or self._closed:
+                return result
+            await asyncio.sleep(WAIT_PAUSE_S)  # should a node answer at once, this is no race
 
     async def check(self) -> dict[str, PoolError | None]:
-        """Connect to every node; per node, None or what went wrong."""
-        outcome: dict[str, PoolError | None] = {}
-        for node in self._addresses:
-            try:
-                await self._control(node)
-                outcome[node] = None
-            except PoolError as error:
-                outcome[node] = error
-        return outcome
+        """Ask every node whether it is there and has the namespace; per node, None or what went wrong."""
+        answers = await self._each_node(lambda i, _: m.Ping(i), m.Done, self.config.connect_timeout_s)
+        return {node: answer if isinstance(answer, PoolError) else None for node, answer in answers.items()}
 
     async def status(self) -> dict[str, m.StatusReport]:
         """Status of every reachable node."""
-        result: dict[str, m.StatusReport] = {}
-        for node in self._addresses:
-            with contextlib.suppress(PoolError):
-                reply = await self._call(node, m.Status, self.config.exists_timeout_s)
-                if isinstance(reply, m.StatusReport):
-                    result[node] = reply
-        return result
+        timeout_s = self.config.exists_timeout_s
+        answers = await self._each_node(lambda i, _: m.Status(i), m.StatusReport, timeout_s)
+        return {node: answer for node, answer in answers.items() if isinstance(answer, m.StatusReport)}
+
+    async def clear(self) -> int:
+        """Drop every page of the namespace on every reachable node; how many went."""
+        answers = await self._each_node(m.Clear, m.Done, self.config.exists_timeout_s)
+        return sum(answer.count for answer in answers.values() if isinstance(answer, m.Done))
+
+    # -- pages
+
+    async def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
+        """As `PoolClient.get`. Nothing writes into the buffers after the return, also when the task is
+        cancelled: then it ends when the read does.
+        """
+        return await self._move(keys, self.config.get_timeout_s, lambda client: client.get(keys, pages))
+
+    async def put(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
+        """As `PoolClient.put`. Nothing reads from the buffers after the return; see `get`."""
+        return await self._move(keys, self.config.put_timeout_s, lambda client: client.put(keys, pages))
+
+    async def _move(
+        self, keys: Sequence[bytes], timeout_s: float, move: Callable[[PoolClient], list[bool]]
+    ) -> list[bool]:
+        """Run `move` in a thread, when it is its turn; all False when that does not come in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._turn.acquire()
+        except TimeoutError:
+            return [False] * len(keys)
+        try:
+            if self._closed:
+                return [False] * len(keys)
+            if self._pages is None:
+                self._pages = PoolClient(
+                    self.config,
+                    self.namespace,
+                    self._geometry,
+                    connector=self._connector,
+                    name="async",
+                    views=self._views,
+                )
+            moving = asyncio.get_running_loop().run_in_executor(self._threads, move, self._pages)
+            return await _to_the_end(moving)
+        finally:
+            self._turn.release()
 
     def close(self) -> None:
-        """Close all connections; idempotent."""
+        """Close all connections; idempotent. Operations under way end with misses."""
+        self._closed = True
         for control in self._open.values():
             control.close()
         self._open.clear()
+        if self._pages is not None:
+            self._pages.close()
+        self._threads.shutdown(wait=False)
+
+    # -- asking
+
+    async def _wait_slice(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+        """Wait a moment at the owners for what the earlier owners do not have."""
+        until = time.monotonic() + timeout_s
+        # the node answers at `until`; the answer gets a moment more to travel
+        deadline = until + self.config.exists_timeout_s
+        asked, result = [""] * len(keys), [False] * len(keys)
+        rings = self.rings
+
+        def make(request_id: int, namespace: int, part: list[bytes]) -> m.Wait:
+            return m.Wait(request_id, namespace, part, max(0.0, until - time.monotonic()))
+
+        if rings.previous is not None:
+            await self._ask(rings.earlier(keys), keys, result, asked, deadline, m.Exists)
+        waiting = {
+            node: left
+            for node, places in rings.split(keys).items()
+            if (left := [place for place in places if not result[place]])
+        }
+        return await self._ask(waiting, keys, result, asked, deadline, make)
+
+    def _answerable(self, keys: Sequence[bytes], missing: list[int]) -> list[int]:
+        """Those whose owner can tell when they come."""
+        owned = self.rings.split([keys[i] for i in missing])
+        return sorted(missing[i] for node, places in owned.items() if not self._away(node) for i in places)
 
     async def _ask(
         self,
+        jobs: Mapping[str, list[int]],
         keys: Sequence[bytes],
-        timeout_s: float,
+        result: list[bool],
+        asked: list[str],
+        deadline: float,
         make: MakeQuestion,
     ) -> list[bool]:
-        result = [False] * len(keys)
+        """Ask each node for the keys at its places; what it answers goes into `result`, its name into
+        `asked`.
+        """
 
         async def part(node: str, places: list[int]) -> None:
+            for place in places:
+                asked[place] = node
             try:
-                mask = await self._present(node, [keys[i] for i in places], timeout_s, make)
+                mask = await self._present(node, [keys[i] for i in places], deadline, make)
             except PoolError as error:
                 logger.debug("pool node %s: %s", node, error)
                 return
             for place, byte in zip(places, mask, strict=True):
                 result[place] = byte == 1
 
-        jobs = [
+        pieces = [
             part(node, places[start : start + m.MAX_KEYS])
-            for node, places in (self._ring.split(keys).items() if self._addresses else ())
+            for node, places in jobs.items()
             for start in range(0, len(places), m.MAX_KEYS)
         ]
-        await asyncio.gather(*jobs)
+        await asyncio.gather(*pieces)
         return result
 
-    async def _present(
-        self,
-        node: str,
-        keys: list[bytes],
-        timeout_s: float,
-        make: MakeQuestion,
-    ) -> bytes:
+    async def _present(self, node: str, keys: list[bytes], deadline: float, make: MakeQuestion) -> bytes:
         """The node's mask of the keys. Raises PoolError."""
-        deadline = time.monotonic() + timeout_s
         while True:
-            control = await self._control(node)
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise PoolTimeout(f"pool node {node}: connecting took all the time")
-            request = partial(_with_id, make, control.namespace, keys)
-            reply = await self._bounded(node, control, request, left_s)
+            reply, control = await self._call(node, lambda i, namespace: make(i, namespace, keys), deadline)
             if isinstance(reply, m.Present) and len(reply.mask) == len(keys):
                 return reply.mask
             if isinstance(reply, m.Fault) and reply.code == "too_many_waiters":
@@ -251,56 +239,145 @@ class AsyncPoolClient:
                     raise PoolTimeout(f"pool node {node}: {reply.message}")
                 await asyncio.sleep(WAITERS_RETRY_S)
                 continue
-            # a namespace that was dropped, say: the next connection opens it again
-            self._drop(node, control)
-            text = reply.message if isinstance(reply, m.Fault) else f"unexpected {type(reply).__name__}"
-            logger.warning("pool node %s: %s", node, text)
-            raise PoolRefused(f"pool node {node}: {text}")
+            raise self._refused(node, control, reply)
 
-    async def _call(self, node: str, make: Callable[[int], m.Request], timeout_s: float) -> m.Reply:
-        return await self._bounded(node, await self._control(node), make, timeout_s)
+    async def _each_node(
+        self, make: MakeRequest, kind: type[R], timeout_s: float
+    ) -> dict[str, R | PoolError]:
+        """Every node's answer, or why there is none; all are asked at once."""
 
-    async def _bounded(
-        self, node: str, control: AsyncControl, make: Callable[[int], m.Request], timeout_s: float
-    ) -> m.Reply:
+        async def one(node: str) -> R | PoolError:
+            try:
+                reply, control = await self._call(node, make, time.monotonic() + timeout_s)
+                return reply if isinstance(reply, kind) else self._refused(node, control, reply)
+            except PoolError as error:
+                return error
+
+        nodes = list(self._addresses())
+        return dict(zip(nodes, await asyncio.gather(*map(one, nodes)), strict=True))
+
+    def _refused(self, node: str, control: AsyncControl, reply: m.Reply) -> PoolRefused:
+        # a namespace that was dropped, say: the next connection opens it again
+        self._drop(node, control)
+        text = reply.message if isinstance(reply, m.Fault) else f"unexpected {type(reply).__name__}"
+        logger.warning("pool node %s: %s", node, text)
+        return PoolRefused(f"pool node {node}: {text}")
+
+    async def _call(self, node: str, make: MakeRequest, deadline: float) -> tuple[m.Reply, AsyncControl]:
+        """The node's reply, and the connection that it came by. A connection that turns out to have been
+        closed is replaced once, an announced restart is waited for; neither counts against the node. Raises
+        PoolError.
+        """
+        excused = True
+        while True:
+            control: AsyncControl | None = None
+            try:
+                control, is_new = await self._control(node, deadline)
+                return await self._bounded(node, control, make, deadline), control
+            except PoolRestarting:
+                self._drop(node, control, leave_alone=False)
+                now_s = time.monotonic()
+                until_s = self._restarting_until_s.setdefault(node, now_s + self.config.restart_wait_s)
+                if now_s >= until_s:
+                    del self._restarting_until_s[node]
+                    self._drop(node, None)
+                if now_s + RESTART_RETRY_S >= min(deadline, until_s):
+                    raise
+                await asyncio.sleep(RESTART_RETRY_S)
+            except PoolUnavailable:
+                if control is None:
+                    raise
+                self._drop(node, control, leave_alone=is_new or not excused)
+                if is_new or not excused:
+                    raise
+                excused = False
+
+    async def _bounded(self, node: str, control: AsyncControl, make: MakeRequest, deadline: float) -> m.Reply:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise PoolTimeout(f"pool node {node}: connecting took all the time")
         try:
-            return await asyncio.wait_for(control.call(make), timeout_s)
+            return await asyncio.wait_for(control.call(lambda i: make(i, control.namespace)), left_s)
         except TimeoutError:
             # A node that does not answer is treated as gone: the next call reconnects or skips it.
             self._drop(node, control)
-            raise PoolTimeout(f"pool node {node} did not answer in {timeout_s} s") from None
-        except PoolUnavailable:
-            self._drop(node, control)
-            raise
+            raise PoolTimeout(f"pool node {node} did not answer in {left_s:.1f} s") from None
 
-    async def _control(self, node: str) -> AsyncControl:
-        control = self._open.get(node)
-        if control is not None and control.broken is None:
-            return control
-        async with self._connecting[node]:
-            control = self._open.get(node)
-            if control is not None and control.broken is None:
-                return control
-            if time.monotonic() < self._retry_at_s.get(node, 0.0):
+    # -- connections
+
+    def _addresses(self) -> dict[str, str]:
+        """Where each node is: as configured, else as the view says."""
+        known = self.rings.addresses
+        if len(known) <= 1:
+            known = {**self._seeds, **known}  # nobody else would tell when the others are back
+        return {node: self._seeds.get(node, address) for node, address in known.items()}
+
+    def _away(self, node: str) -> bool:
+        return time.monotonic() < self._retry_at_s.get(node, 0.0)
+
+    async def _control(self, node: str, deadline: float) -> tuple[AsyncControl, bool]:
+        """The connection to the node, and whether it is new. Raises PoolError."""
+        if (control := self._alive(node)) is not None:
+            return control, False
+        async with self._connecting.setdefault(node, asyncio.Lock()):
+            if (control := self._alive(node)) is not None:
+                return control, False
+            if self._closed:
+                raise PoolUnavailable(f"pool node {node}: the client is closed")
+            if self._away(node):
                 raise PoolUnavailable(f"pool node {node} is down")
-            hello = make_hello("worker", "", "none", self.config.token)
-            connecting = AsyncControl.connect(self._addresses[node], hello, self.namespace, self._geometry)
-            try:
-                control = await asyncio.wait_for(connecting, self.config.connect_timeout_s)
-            except (TimeoutError, PoolError, FrameError) as error:
+            address = self._addresses().get(node)
+            if address is None:
+                raise PoolUnavailable(f"pool node {node} has left the pool")
+            return await self._connect(node, address, deadline), True
+
+    def _alive(self, node: str) -> AsyncControl | None:
+        control = self._open.get(node)
+        return control if control is not None and control.broken is None else None
+
+    async def _connect(self, node: str, address: str, deadline: float) -> AsyncControl:
+        hello = make_hello("worker", "", "none", self.config.token, views=True)
+        timeout_s = min(self.config.connect_timeout_s, max(0.0, deadline - time.monotonic()))
+        # an upgraded node lets us wait in its queue until it is there
+        restarts = time.monotonic() < self._restarting_until_s.get(node, 0.0)
+        if restarts:
+            timeout_s = max(0.0, min(deadline, self._restarting_until_s[node]) - time.monotonic())
+        try:
+            async with asyncio.timeout(timeout_s):
+                control = await AsyncControl.connect(address, hello, self.namespace, self._geometry)
+        except PoolRestarting:
+            raise
+        except (TimeoutError, PoolError, FrameError) as error:
+            if not (restarts and isinstance(error, TimeoutError)):
                 self._retry_at_s[node] = time.monotonic() + self.config.retry_after_s
-                if isinstance(error, TimeoutError):
-                    raise PoolTimeout(f"pool node {node} does not answer") from None
-                raise
-            self._open[node] = control
-            return control
+                self._views.forget(node)
+            if isinstance(error, TimeoutError):
+                raise PoolTimeout(f"pool node {node} does not answer") from None
+            raise
+        control.on_view = self._views.hear
+        self._views.hear(control.welcome, control.welcome)
+        self._restarting_until_s.pop(node, None)
+        self._open[node] = control
+        return control
 
-    def _drop(self, node: str, control: AsyncControl) -> None:
-        control.close()
-        if self._open.get(node) is control:
-            del self._open[node]
-        self._retry_at_s[node] = time.monotonic() + self.config.retry_after_s
+    def _drop(self, node: str, control: AsyncControl | None, *, leave_alone: bool = True) -> None:
+        if control is not None:
+            control.close()
+            if self._open.get(node) is control:
+                del self._open[node]
+        if leave_alone:
+            self._retry_at_s[node] = time.monotonic() + self.config.retry_after_s
+            self._views.forget(node)
 
 
-def _with_id(make: MakeQuestion, namespace: int, keys: list[bytes], request_id: int) -> m.Exists | m.Wait:
-    return make(request_id, namespace, keys)
+async def _to_the_end(moving: asyncio.Future[T]) -> T:
+    """Wait for it even if this task is cancelled meanwhile: a thread uses the caller's buffers, until its
+    deadline at most.
+    """
+    try:
+        return await asyncio.shield(moving)
+    except asyncio.CancelledError:
+        while not moving.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([moving])
+        raise

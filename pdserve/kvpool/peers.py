@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from pdserve.errors import PoolRefused, PoolTimeout, PoolUnavailable
-from pdserve.kvpool.aclient import AsyncControl
+from pdserve.kvpool.acontrol import AsyncControl
 from pdserve.kvpool.messages import Fault, Hello, Reply, Request, Welcome
 
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from pdserve.errors import PdserveError, PoolError, PoolRefused, StartupError
 from pdserve.kvpool import messages as m
-from pdserve.kvpool.aclient import AsyncControl
+from pdserve.kvpool.acontrol import AsyncControl
 from pdserve.kvpool.cluster_config import ClusterConfig
 from pdserve.kvpool.cluster_messages import (
     ACTIVE,
