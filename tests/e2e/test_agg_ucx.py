@@ -117,10 +117,16 @@ def test_the_check_fails_when_a_page_is_wrong(agg: Agg) -> None:
     info = httpx.get(f"{agg.worker.url}/pd/info").json()
     key = page_hashes(prompt, PAGE)[5]
     segments = [2 * 4 * 2 * 32 * PAGE * 2]  # K, V; 4 layers; 2 heads of 32; bfloat16
-    offsets = {}
-    for pool in agg.pools:
-        with contextlib.suppress(AssertionError):
-            offsets[pool.name] = page_offset(pool, info["namespace"], info["kv_geometry"], key, segments)
+    offsets: dict[str, int] = {}
+
+    def one_node_has_it() -> bool:  # the other may have had it while this one was dead
+        offsets.clear()
+        for pool in agg.pools:
+            with contextlib.suppress(AssertionError):
+                offsets[pool.name] = page_offset(pool, info["namespace"], info["kv_geometry"], key, segments)
+        return len(offsets) == 1
+
+    eventually(one_node_has_it, "the page is at its owner and nowhere else", 30.0, 0.2)
     ((name, offset),) = offsets.items()
     arena = agg.pools[0].directory / "arena" / name / "arena"
     flip(arena, offset, sum(segments))
