@@ -136,6 +136,26 @@ def test_ranks_of_an_mha_model_do_not_meet(pool: Pool) -> None:
         rank.close()
 
 
+def test_ranks_of_an_mla_model_share_their_pages_which_are_written_once(pool: Pool) -> None:
+    """SGLang itself lets one rank write; should others come too, the pool takes the page once."""
+    host = HostPool("page_first")
+    host.fill([0, 1, 2], seed=1)
+    ranks = []
+    for rank in range(2):
+        declared = geometry(tp_size="replicated")
+        config = storage_config(pool, declared, tp_rank=rank, tp_size=2, is_mla_model=True)
+        ranks.append(hicache.PdserveHiCache(config, {}))
+        ranks[-1].register_mem_pool_host(host)
+    for rank in ranks:
+        assert rank.batch_set_v1(names(3), indices([0, 1, 2])) == [True] * 3
+    assert [rank._client.counters.pages_written for rank in ranks] == [3, 0]
+    assert ranks[1].batch_get_v1(names(3), indices([5, 6, 7])) == [True] * 3
+    for source, target in zip(host.segments(1), host.segments(6), strict=True):
+        assert np.array_equal(source, target)
+    for rank in ranks:
+        rank.close()
+
+
 @pytest.mark.parametrize("error", [PoolUnavailable("gone"), RuntimeError("bug"), OSError("io")], ids=repr)
 @pytest.mark.parametrize("step", ["connect", "call", "post", "read_pages", "write_pages"])
 def test_nothing_raises_and_every_list_is_whole(pool: Pool, step: str, error: Exception) -> None:

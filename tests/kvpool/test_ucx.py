@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from pdserve.errors import PoolTimeout, PoolUnavailable
+from pdserve.errors import PoolTimeout, PoolUnavailable, StartupError
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.checksum import checksum_page
 from pdserve.kvpool.transports.base import CORRUPT, OK, PageBuffers
@@ -379,6 +379,23 @@ def test_destroy_ends_the_worker_itself() -> None:
     with pytest.raises(OSError):
         os.fstat(descriptor)
     link.destroy([])
+
+
+def test_options_reach_ucx() -> None:
+    """Several rails, say; of both ends: each makes its contexts here."""
+    options = {"MAX_EAGER_RAILS": "2", "MAX_RNDV_RAILS": "3", "NET_DEVICES": "lo"}
+    config = UcxLibrary().context(options).config
+    assert {name: config[name] for name in options} == options
+
+
+@pytest.mark.parametrize("wrong", [{"NO_SUCH": "1"}, {"MAX_RNDV_RAILS": "many"}], ids=str)
+def test_an_option_that_ucx_does_not_take_is_named_in_one_line(wrong: dict[str, str]) -> None:
+    with pytest.raises(StartupError) as caught:
+        UcxLibrary().context({"NET_DEVICES": "lo", **wrong})
+    text, (name, value) = str(caught.value), *wrong.items()
+    assert f"{name} = '{value}'" in text
+    assert "NET_DEVICES" not in text
+    assert len(text.splitlines()) == 1
 
 
 def test_options_prefer_configuration_then_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,9 +90,20 @@ class UcxLibrary:
         try:
             return self.api.UCXContext(ucx_options(options), features)
         except (self.api.UCXError, RuntimeError) as error:
+            wrong = [name for name in options if not self._takes({name: options[name]})]
+            text = ", ".join(f"{name} = {options[name]!r}" for name in wrong or options) or "its defaults"
             raise StartupError(
-                f"UCX data path: UCX does not start with {ucx_options(options)}: {error}"
+                f"UCX data path: UCX does not start with {text} ({error}); `ucx_info -cf` lists all names "
+                "and values, here they stand without UCX_"
             ) from error
+
+    def _takes(self, options: Mapping[str, str]) -> bool:
+        """Whether UCX starts with these alone."""
+        try:
+            self.api.UCXContext(ucx_options(options), (self.api.Feature.TAG, self.api.Feature.WAKEUP))
+        except (self.api.UCXError, RuntimeError):
+            return False
+        return True
 
 
 def _load_ucs() -> None:
