@@ -1,0 +1,105 @@
+"""Clients of a real pool that changes under them: a node joins, another is drained, one is killed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pdserve.kvpool.client import PoolClient
+from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
+from pdserve.kvpool.cluster_messages import Drain
+from pdserve.kvpool.commands.asking import ask
+from pdserve.kvpool.messages import Done
+
+from ..contracts.pools import KIB, arena_dir
+from .faulty import keys
+from .test_gossip import Processes
+
+PAGE_BYTES = 16 * KIB
+COUNT = 200
+SOON_S = 60.0
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    made = Processes(tmp_path)
+    yield made
+    made.close()
+    if arena_dir().exists():
+        arena_dir().rmdir()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)  # between looks at other processes' work
+
+
+def page_of(key: bytes) -> list[np.ndarray]:
+    return [np.frombuffer(key * (PAGE_BYTES // 32), np.uint8)]
+
+
+class Reader(threading.Thread):
+    """Reads all pages again and again."""
+
+    def __init__(self, client: PoolClient) -> None:
+        super().__init__()
+        self.client = client
+        self.rounds = self.missed = 0
+        self.stopping = threading.Event()
+
+    def run(self) -> None:
+        wanted = keys(COUNT)
+        while not self.stopping.is_set():
+            pages = [[np.zeros(PAGE_BYTES, np.uint8)] for _ in wanted]
+            found = self.client.get(wanted, pages)
+            self.missed += found.count(False)
+            for key, hit, page in zip(wanted, found, pages, strict=True):
+                assert not hit or np.array_equal(page[0], page_of(key)[0])
+            self.rounds += 1
+
+    def progress(self) -> None:
+        before = self.rounds
+        until(lambda: self.rounds >= before + 3)
+
+
+def test_a_client_of_one_seed_follows_a_join_a_drain_and_a_death(processes: Processes) -> None:
+    processes.start("a", "b")
+    processes.until("ab")
+    refs = [PoolNodeRef(node="a", address=processes.nodes["a"].address)]
+    config = PoolClientConfig(nodes=refs, get_timeout_s=SOON_S, put_timeout_s=SOON_S, exists_timeout_s=10.0)
+    client = PoolClient(config, "ns", {"page_size": "64"})
+    client.exists(keys(1))
+    assert client.put(keys(COUNT), [page_of(key) for key in keys(COUNT)]) == [True] * COUNT
+    reader = Reader(client)
+    reader.start()
+    try:
+        reader.progress()
+        processes.start("c")
+        processes.until("abc")
+        until(lambda: {n.node for n in client.rings.ring.nodes} == set("abc"))
+        until(lambda: client.rings.previous is None)
+        reader.progress()
+        assert reader.missed == 0
+        ask(processes.nodes["a"].address, Drain, Done)  # the seed itself
+        until(lambda: {n.node for n in client.rings.ring.nodes} == set("bc"))
+        until(lambda: client.rings.previous is None)
+        reader.progress()
+        assert reader.missed == 0
+        processes.nodes["a"].kill()
+        reader.progress()
+        assert reader.missed == 0
+        processes.nodes["c"].kill()
+        until(lambda: {n.node for n in client.rings.ring.nodes} == {"b"})
+        assert client.put(keys(COUNT), [page_of(key) for key in keys(COUNT)]) == [True] * COUNT
+    finally:
+        reader.stopping.set()
+        reader.join(SOON_S)
+    assert client.exists(keys(COUNT)) == [True] * COUNT
+    client.close()
