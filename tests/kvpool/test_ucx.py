@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -292,6 +293,79 @@ def test_killed_client_fails_its_transfers(node: Node, line: bytes) -> None:
     node.wait_for("receive_failed", 1)
     counters = node.counters()
     assert counters["received"] + counters["receive_failed"] == 2
+
+
+# `connect` of the node, loaded before libc's. It stops the client, so that it cannot accept, kills it as soon
+# as its kernel has answered, and returns when the reset is there.
+KILL_ON_CONNECT = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+int connect(int fd, const struct sockaddr *address, socklen_t length) {
+    int (*next)(int, const struct sockaddr *, socklen_t) = dlsym(RTLD_NEXT, "connect");
+    FILE *file = address->sa_family == AF_INET ? fopen(getenv("VICTIM_FILE"), "r") : NULL;
+    int pid = 0, result, error;
+    char stat[32] = "/proc/self/stat", state = 0;
+    if (file != NULL) {
+        if (fscanf(file, "%d", &pid) != 1) abort();
+        fclose(file);
+        unlink(getenv("VICTIM_FILE"));
+        snprintf(stat, sizeof stat, "/proc/%d/stat", pid);
+        kill(pid, SIGSTOP);
+        while (state != 'T') {
+            file = fopen(stat, "r");
+            if (file == NULL || fscanf(file, "%*d %*s %c", &state) != 1) abort();
+            fclose(file);
+        }
+    }
+    result = next(fd, address, length);
+    error = errno;
+    if (pid != 0) {
+        struct pollfd reset = {fd, POLLRDHUP, 0};
+        kill(pid, SIGKILL);
+        poll(&reset, 1, 5000);
+    }
+    errno = error;
+    return result;
+}
+"""
+GREETER = """
+import sys, time
+from pdserve.kvpool.transports.ucx_client import UcxConnector
+sys.stdin.readline()
+UcxConnector("victim", "host").connect(sys.argv[1], time.monotonic() + 20)
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_client_killed_while_the_node_connects_to_it_leaves_the_node_alive(
+    start_node: Callable[..., Node], tmp_path: Path
+) -> None:
+    library, victim_file = tmp_path / "connect.so", tmp_path / "victim"
+    compile_it = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library), "-ldl"]
+    subprocess.run(compile_it, input=KILL_ON_CONNECT, text=True, check=True)
+    node = start_node(
+        LD_PRELOAD=str(library),
+        VICTIM_FILE=str(victim_file),
+        UCX_TCP_PORT_RANGE="10000-20000",  # lower than any client's: then it is the node that connects
+    )
+    for _ in range(3):
+        command = [sys.executable, "-c", GREETER, node.address]
+        client = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+        victim_file.write_text(str(client.pid))
+        client.communicate("go\n", timeout=30)
+        assert client.returncode == -signal.SIGKILL, "the node was to connect to the client"
+        connection = node.connect()
+        assert put(connection, [key(client.pid)], [random_page([MIB], 1)]) == b"\1"
+        connection.close()
+    assert node.process.poll() is None
 
 
 def test_aborted_reservations_end_and_the_connection_goes_on(node: Node) -> None:

@@ -47,6 +47,13 @@ CLOSE_WAIT_S: Final = 0.2  # forced closing is local work; what is not done by t
 
 # UCX's default TCP segments (8 KiB) cap it at 1.6 GB/s on loopback; with these it reaches 8.
 _TCP_SEGMENTS: Final = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "1m"}
+# Of two peers the one with the lower address connects to the other's interface, while its endpoint is made.
+# UCX 1.21 dies (SIGSEGV in ucp_is_uct_ep_failed) where a blocking connect succeeds there, is reset before the
+# first send (the peer was killed, or gave up on a busy machine), and the retry is refused: the failure
+# frees a transport endpoint that its owner still uses, as the flag that tells it from an unowned one is set
+# only afterwards. A connect that does not block is completed in `progress`, where errors are handled, and a
+# peer that does not answer cannot stop the node's event loop.
+_CONNECT_IN_PROGRESS: Final = {"TCP_CONN_NB": "y"}
 # TCP alone does without rendezvous: pages stream one after the other instead of all at once, and nobody waits
 # for a handshake (+20 % on batches, -20 µs on one page). Receivers post their receives before they progress,
 # so nothing is buffered on the way. InfiniBand keeps rendezvous, which makes its transfers zero-copy.
@@ -61,7 +68,11 @@ def ucx_options(overrides: Mapping[str, str]) -> dict[str, str]:
     """
     infiniband = Path("/sys/class/infiniband")
     has_infiniband = infiniband.is_dir() and any(infiniband.iterdir())
-    options = {"TLS": "tcp,self,ib" if has_infiniband else "tcp,self", **_TCP_SEGMENTS}
+    options = {
+        "TLS": "tcp,self,ib" if has_infiniband else "tcp,self",
+        **_TCP_SEGMENTS,
+        **_CONNECT_IN_PROGRESS,
+    }
     if not has_infiniband:
         options |= _NO_RENDEZVOUS
     options = {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
