@@ -13,6 +13,7 @@ cd "$root"
 command -v redis-server >/dev/null || need "redis-server, which the pool is measured against," redis-server
 command -v tc >/dev/null || need "tc, which breaks the networks of tests/netns," iproute2
 command -v etcd >/dev/null || need "etcd, by which nodes find each other," etcd-server
+command -v cc >/dev/null || need "a C compiler, which a test of broken connects needs," gcc
 selection=()
 if [ "${1:-}" = --fast ]; then
   selection=(-m "not e2e")

@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -72,11 +73,10 @@ class Gossiper:
         self,
         config: PoolNodeConfig,
         incarnation: int,
-        started_s: int,
         connections: Mapping[int, ClientConnection],
         fail: Callable[[PdserveError], None],
     ) -> None:
-        """`started_s`: the clock's second. `connections`: the node's clients. `fail` ends the node."""
+        """`connections`: the node's clients. `fail` ends the node."""
         self.config = config
         self.timing = d.Timing(
             config.cluster.ping_interval_s,
@@ -90,7 +90,7 @@ class Gossiper:
             config.cluster.name,
             self.address,
             incarnation,
-            started_s,
+            time.time_ns() // 1_000_000,
         )
         self.moves_pages = False
         self.on_view: list[Callable[[View], None]] = []

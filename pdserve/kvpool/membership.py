@@ -19,8 +19,10 @@ never forgotten, so that old news of it stay old; a pool may know MAX_MEMBERS na
     DEAD      as it was itself     it hears that it is dead, and is not
     any       ACTIVE    itself     it starts anew
 
-**Versions** start at the clock's second, so that a node that starts is newer than its own past even where
-nobody is left to tell; and a node that hears of a record of itself that is not its own goes one above that.
+**Versions** start at the clock's millisecond, so that a node that starts is newer than its own past even
+where nobody is left to tell; and a node that hears of a record of itself that is not its own goes one above
+that. Seconds would not do: a node that is found dead and starts again within one could take the very version
+that its death had, and two different states would have one epoch.
 So nothing of this needs a file: what a node forgets, the others know.
 
 **Epoch** of a state is the sum of its members' versions. It grows with every change, is equal for equal
@@ -186,7 +188,7 @@ class Update:
 class Cluster:
     """What one node knows, and its own record, which nobody else may decide.
 
-    `first_version` is the clock's second at the node's start. Every change returns an Update.
+    `first_version` is the clock's millisecond at the node's start. Every change returns an Update.
     """
 
     def __init__(self, cluster: str, node: NodeAddress, incarnation: int, first_version: int) -> None:

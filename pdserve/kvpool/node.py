@@ -12,7 +12,6 @@ import contextlib
 import logging
 import secrets
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -100,7 +99,7 @@ class PoolNode:
         self.host_id = host_id()
         self._rules = rules_of(config)
         self.connections: dict[int, ClientConnection] = {}  # those that shook hands
-        self.gossip = Gossiper(config, self.incarnation, int(time.time()), self.connections, self.fail)
+        self.gossip = Gossiper(config, self.incarnation, self.connections, self.fail)
         self.visitors = Visitors()
         self._upgrader = Upgrader(self)
         self._inherited = received()

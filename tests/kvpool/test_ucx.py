@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -344,7 +343,6 @@ UcxConnector("victim", "host").connect(sys.argv[1], time.monotonic() + 20)
 """
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_client_killed_while_the_node_connects_to_it_leaves_the_node_alive(
     start_node: Callable[..., Node], tmp_path: Path
 ) -> None:
