@@ -38,7 +38,10 @@ class Agg:
 
 @pytest.fixture(scope="module")
 def agg(model: Path, run_dir: Path) -> Iterator[Agg]:
-    pools = [PoolNode(run_dir, f"ucxpool{i}", "128MiB") for i in range(2)]
+    peers = [f"unix:{run_dir}/ucxpool{i}.sock" for i in range(2)]
+    pools = [
+        PoolNode(run_dir, f"ucxpool{i}", "128MiB", extra={"cluster": {"peers": peers}}) for i in range(2)
+    ]
     worker = Worker(
         "agg",
         "agg-ucx",
