@@ -31,7 +31,7 @@ from pdserve.kvpool.client_config import PoolClientConfig
 from pdserve.kvpool.pool_links import SharedViews
 from pdserve.kvpool.transports.base import Connector, PageBuffers
 from pdserve.kvpool.transports.control import make_hello
-from pdserve.kvpool.views import Rings
+from pdserve.kvpool.views import Rings, Search
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -82,10 +82,15 @@ class AsyncPoolClient:
         """Which keys are committed; False where the owner is away."""
         deadline = time.monotonic() + self.config.exists_timeout_s
         asked = [""] * len(keys)
-        result = await self._ask(self.rings.split(keys), keys, [False] * len(keys), asked, deadline, m.Exists)
-        missed = [i for i, found in enumerate(result) if not found]
-        others = self.rings.others(keys, missed, asked)
-        return await self._ask(others, keys, result, asked, deadline, m.Exists)
+        rings = self.rings
+        search = Search(keys, rings)
+        result = await self._ask(rings.split(keys), keys, [False] * len(keys), asked, deadline, m.Exists)
+        while missed := [i for i, found in enumerate(result) if not found]:
+            others = search.further(missed, asked, self.rings)
+            if not others:
+                break
+            await self._ask(others, keys, result, asked, deadline, m.Exists)
+        return result
 
     async def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
         """Block until all keys are committed, at most `timeout_s`; which are. Ends early for nodes that are

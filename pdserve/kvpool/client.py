@@ -2,8 +2,8 @@
 threads.
 
 A batch is split by owner on the ring and the parts run in parallel. What the first round did not bring is
-asked for once more where it may be instead (views.py says where): at the earlier owner while pages move, at
-the owner when a hot page's replica did not have it, at the new owner when a write came to the wrong node.
+asked for where it may be instead (views.py says where): at the earlier owner while pages move, at the owner
+when a hot page's replica did not have it, at the new owner when a write came to the wrong node.
 
 Operations never raise for what the pool may do: a node that is away, late or full makes its keys misses
 (reads) or unstored (writes), and is counted. Every call is bounded by the time-outs of its configuration,
@@ -31,7 +31,7 @@ from pdserve.kvpool.hints import HotPages, choose
 from pdserve.kvpool.link import OpenConnection
 from pdserve.kvpool.pool_links import PoolLinks, SharedViews
 from pdserve.kvpool.transports.base import Connector, PageBuffers
-from pdserve.kvpool.views import Rings
+from pdserve.kvpool.views import Rings, Search
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -112,8 +112,7 @@ class PoolClient:
         jobs = self._plan_reads(keys, rings, page_bytes)
         result = self._run(jobs, [False] * len(keys), asked, deadline, part, page_bytes=page_bytes)
         first_asked = list(asked)
-        others = self._elsewhere(keys, result, asked)
-        self._run(others, result, asked, deadline, part, page_bytes=page_bytes)
+        self._search_on(keys, rings, result, asked, deadline, part, page_bytes=page_bytes)
         self._remember(keys, rings, result, asked, first_asked, replicas)
         read = [i for i, found in enumerate(result) if found]
         self._tally.add(
@@ -211,8 +210,10 @@ class PoolClient:
         def part(opened: OpenConnection, places: list[int]) -> list[bool]:
             return exchange.exists(opened, [keys[i] for i in places], deadline)
 
-        result = self._run(self._links.rings.split(keys), [False] * len(keys), asked, deadline, part)
-        return self._run(self._elsewhere(keys, result, asked), result, asked, deadline, part)
+        rings = self._links.rings
+        result = self._run(rings.split(keys), [False] * len(keys), asked, deadline, part)
+        self._search_on(keys, rings, result, asked, deadline, part)
+        return result
 
     def _wait_slice(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
         """Wait a moment at the owners for what the earlier owners do not have."""
@@ -243,12 +244,24 @@ class PoolClient:
         owned = self._reachable(self._links.rings.split([keys[i] for i in missing]))
         return sorted(missing[i] for places in owned.values() for i in places)
 
-    def _elsewhere(
-        self, keys: Sequence[bytes], result: Sequence[bool], asked: Sequence[str]
-    ) -> dict[str, list[int]]:
-        """Whom to ask next for what was not found, by node."""
-        missed = [i for i, found in enumerate(result) if not found]
-        return self._reachable(self._links.rings.others(keys, missed, asked))
+    def _search_on(
+        self,
+        keys: Sequence[bytes],
+        rings: Rings,
+        result: list[bool],
+        asked: list[str],
+        deadline: float,
+        part: Callable[[OpenConnection, list[int]], list[bool]],
+        *,
+        page_bytes: int = 0,
+    ) -> None:
+        """Look for what the nodes chosen by `rings` did not have, wherever else it may be."""
+        search = Search(keys, rings)
+        while missed := [i for i, found in enumerate(result) if not found]:
+            others = self._reachable(search.further(missed, asked, self._links.rings))
+            if not others:
+                return
+            self._run(others, result, asked, deadline, part, page_bytes=page_bytes)
 
     def _reachable(self, jobs: Mapping[str, list[int]]) -> dict[str, list[int]]:
         """Without nodes that are down: a second look is not worth waiting for."""

@@ -9,20 +9,27 @@ Until a node has spoken (epoch 0: it knows of no membership) the configured list
 where several nodes speak of themselves alone: they were not told of each other, and it is the clients that
 make a pool of them. One that speaks so may also be the last of a pool; `_outlived` tells when it is.
 
-    read     the owner, then whoever else may have it: the owner on the newest ring (it may have changed in
-             between), then the owner on the ring before
+    read     the owner, then the owner on the ring before (`Search`)
     write    the owner; who answers MOVED has told a newer view before
+
+That neither has a page is true only of one view. The new owner may be asked just before it pulls the page,
+and by the time that its "no" is here the pages have moved: the view says that nobody else has any, or the
+earlier owner has dropped what it gave away. So a search that ends under another view than it began under
+starts again. A node tells its clients a view before it acts on it, which is what makes this enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool.cluster_messages import View
 from pdserve.kvpool.messages import NodeAddress, Welcome
 from pdserve.kvpool.ring import Ring
+
+MAX_VIEWS: Final = 4  # that one search follows: a pool that changes faster costs misses
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +51,10 @@ class Rings:
         return self.ring.split(keys) if self.ring.nodes else {}
 
     def others(
-        self, keys: Sequence[bytes], places: Sequence[int], asked: Sequence[str]
+        self, keys: Sequence[bytes], places: Sequence[int], asked: Mapping[int, Collection[str]]
     ) -> dict[str, list[int]]:
         """Whom to ask next for the keys at `places`: by node, those of which it is the first of owner and
-        previous owner that was not `asked` (one name for each of `keys`). Keys nobody else may have are left
-        out.
+        previous owner that was not `asked` for that place. Keys nobody else may have are left out.
         """
         found: dict[str, list[int]] = {}
         left = list(places)
@@ -59,7 +65,7 @@ class Rings:
             still = []
             for node, chosen in owners.items():
                 for place in (left[i] for i in chosen):
-                    if asked[place] == node:
+                    if node in asked.get(place, ()):
                         still.append(place)
                     else:
                         found.setdefault(node, []).append(place)
@@ -70,11 +76,35 @@ class Rings:
         """The places of keys that another node owned before, by that node."""
         if self.previous is None or not keys:
             return {}
-        asked = [""] * len(keys)
-        for node, places in self.split(keys).items():
-            for place in places:
-                asked[place] = node
-        return self.others(keys, range(len(keys)), asked)
+        owners = {place: (node,) for node, places in self.split(keys).items() for place in places}
+        return self.others(keys, range(len(keys)), owners)
+
+
+class Search:
+    """Whom to ask for keys until each is found, or nobody is left who may have it."""
+
+    def __init__(self, keys: Sequence[bytes], rings: Rings) -> None:
+        """`rings`: by which the first nodes were chosen."""
+        self._keys = keys
+        self._rings = rings
+        self._views = 1
+        self._asked: dict[int, set[str]] = {}
+
+    def further(self, missed: Sequence[int], asked: Sequence[str], rings: Rings) -> dict[str, list[int]]:
+        """Whom to ask next for the places that were `missed`, by node; empty at the end.
+
+        `asked`: by place, the node asked last. `rings`: those that count now.
+        """
+        if rings is not self._rings:
+            if self._views == MAX_VIEWS:
+                return {}
+            self._views += 1
+            self._rings = rings
+            self._asked.clear()
+        else:
+            for place in missed:
+                self._asked.setdefault(place, set()).add(asked[place])
+        return rings.others(self._keys, missed, self._asked)
 
 
 class ViewBook:

@@ -91,6 +91,41 @@ def test_a_node_that_joined_is_used_and_what_has_not_moved_is_read_where_it_was(
     client.close()
 
 
+@pytest.mark.parametrize("kind", [m.Exists, m.Get])
+def test_pages_that_move_between_two_questions_are_found(pool: Pool, kind: type[m.Exists | m.Get]) -> None:
+    """The new owner is asked just before it has them, the earlier owner just after it dropped them."""
+    pool.tell(pool.view(2, [0, 1]))
+    client = pool.client(seeds=[0, 1])
+    put(client, keys(COUNT))
+    pool.tell(pool.view(3, [0, 1, 2], previous=[0, 1]))
+    client.exists(keys(1))
+    moved = []
+
+    def answer(node: str, request: m.Request) -> m.Reply | None:
+        if node != "n2" or not isinstance(request, kind) or moved:
+            return None
+        moved.extend(request.keys)
+        pool.connector.answer = lambda node, request: None
+        new_owner = pool.client(seeds=[2])
+        assert all(put(new_owner, moved))
+        new_owner.close()
+        pool.tell(pool.view(3, [0, 1, 2]))
+        for i in (0, 1):
+            earlier_owner = pool.client(seeds=[i], namespace="ns")
+            earlier_owner.clear()
+            put(earlier_owner, [key for key in keys(COUNT) if key not in moved])
+            earlier_owner.close()
+        if kind is m.Exists:
+            return m.Present(request.id, bytes(len(request.keys)))
+        return m.Got(request.id, [m.Pin(m.MISS)] * len(request.keys))
+
+    pool.connector.answer = answer
+    look = client.exists if kind is m.Exists else lambda wanted: get(client, wanted)
+    assert look(keys(COUNT)) == [True] * COUNT
+    assert len(moved) > 0
+    client.close()
+
+
 def test_without_an_earlier_ring_nothing_is_asked_twice(pool: Pool) -> None:
     client = pool.client()
     calls: list[str] = []

@@ -12,7 +12,7 @@ from pdserve.kvpool.cluster_messages import View
 from pdserve.kvpool.hints import HotPages, choose
 from pdserve.kvpool.messages import NodeAddress
 from pdserve.kvpool.ring import Ring
-from pdserve.kvpool.views import Rings, ViewBook
+from pdserve.kvpool.views import MAX_VIEWS, Rings, Search, ViewBook
 
 
 def nodes(*names: str) -> list[NodeAddress]:
@@ -157,7 +157,7 @@ def test_the_view_that_counts_is_the_largest_of_the_last_words(words: list[tuple
 )
 def test_whom_to_ask_next(now: set[str], before: set[str], asked: list[str], places: list[int]) -> None:
     rings = Rings(1, Ring(nodes(*now)), Ring(nodes(*before)) if before else None)
-    found = rings.others(KEYS, places, asked)
+    found = rings.others(KEYS, places, {place: {node} for place, node in enumerate(asked)})
     by_place = {place: node for node, chosen in found.items() for place in chosen}
     for place in places:
         owners = [rings.ring.owner(KEYS[place]).node]
@@ -177,7 +177,38 @@ def test_only_pages_with_another_earlier_owner_are_looked_for_there() -> None:
 
 def test_an_empty_pool_has_nobody_to_ask() -> None:
     rings = Rings(0, Ring([]))
-    assert rings.split(KEYS) == rings.others(KEYS, range(3), [""] * 200) == rings.earlier(KEYS) == {}
+    assert rings.split(KEYS) == rings.others(KEYS, range(3), {}) == rings.earlier(KEYS) == {}
+
+
+def test_a_search_asks_owner_and_earlier_owner_and_ends() -> None:
+    rings = Rings(2, Ring(nodes("a", "b")), Ring(nodes("a")))
+    search, asked = Search(KEYS, rings), [""] * len(KEYS)
+    missed = range(len(KEYS))
+    for node, places in rings.split(KEYS).items():
+        for place in places:
+            asked[place] = node
+    moving = rings.split(KEYS)["b"]
+    assert search.further(missed, asked, rings) == {"a": moving}
+    for place in moving:
+        asked[place] = "a"
+    assert search.further(missed, asked, rings) == {}
+
+
+def test_a_no_of_before_the_view_changed_is_worth_nothing() -> None:
+    """The new owner said no, then the pages moved: now it has them, and nobody else."""
+    moving, moved = Rings(2, Ring(nodes("b")), Ring(nodes("a"))), Rings(2, Ring(nodes("b")))
+    for asked in ("b", "a"):  # the change came after the owner's answer, or after the earlier owner's
+        search = Search(KEYS, moving)
+        if asked == "a":
+            assert search.further([7], ["b"] * len(KEYS), moving) == {"a": [7]}
+        assert search.further([7], [asked] * len(KEYS), moved) == {"b": [7]}
+        assert search.further([7], ["b"] * len(KEYS), moved) == {}
+
+
+def test_a_search_ends_however_fast_the_view_changes() -> None:
+    search = Search(KEYS, Rings(1, Ring(nodes("a"))))
+    asked = [len(search.further([0], ["a"] * len(KEYS), Rings(n, Ring(nodes("a"))))) for n in range(2, 30)]
+    assert sum(asked) == MAX_VIEWS - 1
 
 
 # --- hot pages
