@@ -6,7 +6,7 @@ bytes (get, put) are moved by a `PoolClient` in threads, since copying and hashi
 made when the first page moves. Both follow one view of the pool.
 
 A node that is away is not asked again before `retry_after_s`; its keys count as absent. Every call ends by
-its deadline.
+its deadline, which a node that is being upgraded puts off, as in `PoolClient` (deadline.py).
 
 A wait is asked for in slices of WAIT_SLICE_S, not in one request with a message to cancel it: a task that is
 cancelled then leaves nothing at the node for long, whatever became of its connection, and each slice asks
@@ -28,6 +28,7 @@ from pdserve.kvpool import messages as m
 from pdserve.kvpool.acontrol import AsyncControl
 from pdserve.kvpool.client import WAIT_PAUSE_S, WAIT_SLICE_S, PoolClient
 from pdserve.kvpool.client_config import PoolClientConfig
+from pdserve.kvpool.deadline import Deadline
 from pdserve.kvpool.pool_links import SharedViews
 from pdserve.kvpool.transports.base import Connector, PageBuffers
 from pdserve.kvpool.transports.control import make_hello
@@ -80,7 +81,7 @@ class AsyncPoolClient:
 
     async def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are committed; False where the owner is away."""
-        deadline = time.monotonic() + self.config.exists_timeout_s
+        deadline = self._within(self.config.exists_timeout_s)
         asked = [""] * len(keys)
         rings = self.rings
         search = Search(keys, rings)
@@ -124,6 +125,9 @@ class AsyncPoolClient:
         """Drop every page of the namespace on every reachable node; how many went."""
         answers = await self._each_node(m.Clear, m.Done, self.config.exists_timeout_s)
         return sum(answer.count for answer in answers.values() if isinstance(answer, m.Done))
+
+    def _within(self, timeout_s: float) -> Deadline:
+        return Deadline(time.monotonic() + timeout_s, self.config.restart_wait_s)
 
     # -- pages
 
@@ -179,7 +183,7 @@ class AsyncPoolClient:
         """Wait a moment at the owners for what the earlier owners do not have."""
         until = time.monotonic() + timeout_s
         # the node answers at `until`; the answer gets a moment more to travel
-        deadline = until + self.config.exists_timeout_s
+        deadline = Deadline(until + self.config.exists_timeout_s)
         asked, result = [""] * len(keys), [False] * len(keys)
         rings = self.rings
 
@@ -206,7 +210,7 @@ class AsyncPoolClient:
         keys: Sequence[bytes],
         result: list[bool],
         asked: list[str],
-        deadline: float,
+        deadline: Deadline,
         make: MakeQuestion,
     ) -> list[bool]:
         """Ask each node for the keys at its places; what it answers goes into `result`, its name into
@@ -232,7 +236,7 @@ class AsyncPoolClient:
         await asyncio.gather(*pieces)
         return result
 
-    async def _present(self, node: str, keys: list[bytes], deadline: float, make: MakeQuestion) -> bytes:
+    async def _present(self, node: str, keys: list[bytes], deadline: Deadline, make: MakeQuestion) -> bytes:
         """The node's mask of the keys. Raises PoolError."""
         while True:
             reply, control = await self._call(node, lambda i, namespace: make(i, namespace, keys), deadline)
@@ -240,7 +244,7 @@ class AsyncPoolClient:
                 return reply.mask
             if isinstance(reply, m.Fault) and reply.code == "too_many_waiters":
                 # others wait on this connection, some perhaps for nobody any more: their place comes free
-                if time.monotonic() + WAITERS_RETRY_S >= deadline:
+                if time.monotonic() + WAITERS_RETRY_S >= deadline.at_s:
                     raise PoolTimeout(f"pool node {node}: {reply.message}")
                 await asyncio.sleep(WAITERS_RETRY_S)
                 continue
@@ -253,7 +257,7 @@ class AsyncPoolClient:
 
         async def one(node: str) -> R | PoolError:
             try:
-                reply, control = await self._call(node, make, time.monotonic() + timeout_s)
+                reply, control = await self._call(node, make, self._within(timeout_s))
                 return reply if isinstance(reply, kind) else self._refused(node, control, reply)
             except PoolError as error:
                 return error
@@ -268,7 +272,7 @@ class AsyncPoolClient:
         logger.warning("pool node %s: %s", node, text)
         return PoolRefused(f"pool node {node}: {text}")
 
-    async def _call(self, node: str, make: MakeRequest, deadline: float) -> tuple[m.Reply, AsyncControl]:
+    async def _call(self, node: str, make: MakeRequest, deadline: Deadline) -> tuple[m.Reply, AsyncControl]:
         """The node's reply, and the connection that it came by. A connection that turns out to have been
         closed is replaced once, an announced restart is waited for; neither counts against the node. Raises
         PoolError.
@@ -278,15 +282,16 @@ class AsyncPoolClient:
             control: AsyncControl | None = None
             try:
                 control, is_new = await self._control(node, deadline)
-                return await self._bounded(node, control, make, deadline), control
+                return await self._bounded(node, control, make, deadline.at_s), control
             except PoolRestarting:
                 self._drop(node, control, leave_alone=False)
+                deadline.put_off()
                 now_s = time.monotonic()
                 until_s = self._restarting_until_s.setdefault(node, now_s + self.config.restart_wait_s)
                 if now_s >= until_s:
                     del self._restarting_until_s[node]
                     self._drop(node, None)
-                if now_s + RESTART_RETRY_S >= min(deadline, until_s):
+                if now_s + RESTART_RETRY_S >= min(deadline.at_s, until_s):
                     raise
                 await asyncio.sleep(RESTART_RETRY_S)
             except PoolUnavailable:
@@ -320,7 +325,7 @@ class AsyncPoolClient:
     def _away(self, node: str) -> bool:
         return time.monotonic() < self._retry_at_s.get(node, 0.0)
 
-    async def _control(self, node: str, deadline: float) -> tuple[AsyncControl, bool]:
+    async def _control(self, node: str, deadline: Deadline) -> tuple[AsyncControl, bool]:
         """The connection to the node, and whether it is new. Raises PoolError."""
         if (control := self._alive(node)) is not None:
             return control, False
@@ -334,18 +339,22 @@ class AsyncPoolClient:
             address = self._addresses().get(node)
             if address is None:
                 raise PoolUnavailable(f"pool node {node} has left the pool")
-            return await self._connect(node, address, deadline), True
+            restarts = time.monotonic() < self._restarting_until_s.get(node, 0.0)
+            if restarts:
+                deadline.put_off()
+            if time.monotonic() >= deadline.at_s:
+                # others took it, connecting: that says nothing of the node
+                raise PoolTimeout(f"pool node {node}: no time was left to ask it")
+            return await self._connect(node, address, deadline.at_s, restarts), True
 
     def _alive(self, node: str) -> AsyncControl | None:
         control = self._open.get(node)
         return control if control is not None and control.broken is None else None
 
-    async def _connect(self, node: str, address: str, deadline: float) -> AsyncControl:
+    async def _connect(self, node: str, address: str, deadline: float, restarts: bool) -> AsyncControl:
         hello = make_hello("worker", "", "none", self.config.token, views=True)
         timeout_s = min(self.config.connect_timeout_s, max(0.0, deadline - time.monotonic()))
-        # an upgraded node lets us wait in its queue until it is there
-        restarts = time.monotonic() < self._restarting_until_s.get(node, 0.0)
-        if restarts:
+        if restarts:  # an upgraded node lets us wait in its queue until it is there
             timeout_s = max(0.0, min(deadline, self._restarting_until_s[node]) - time.monotonic())
         try:
             async with asyncio.timeout(timeout_s):

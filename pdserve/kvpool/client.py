@@ -7,7 +7,7 @@ when a hot page's replica did not have it, at the new owner when a write came to
 
 Operations never raise for what the pool may do: a node that is away, late or full makes its keys misses
 (reads) or unstored (writes), and is counted. Every call is bounded by the time-outs of its configuration,
-whatever the pool does.
+whatever the pool does: its own, and `restart_wait_s` more while a node is being upgraded (deadline.py).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pdserve.kvpool import exchange
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.client_config import PoolClientConfig
 from pdserve.kvpool.connectors import connector_for
+from pdserve.kvpool.deadline import Deadline
 from pdserve.kvpool.exchange import MOVED, STORED, UNSTORED, ClientCounters, Tally
 from pdserve.kvpool.hints import HotPages, choose
 from pdserve.kvpool.link import OpenConnection
@@ -85,8 +86,7 @@ class PoolClient:
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are committed."""
-        deadline = time.monotonic() + self.config.exists_timeout_s
-        return self._look(keys, deadline)
+        return self._look(keys, self._within(self.config.exists_timeout_s))
 
     def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
         """Read pages into the caller's buffers; True where the buffers now hold the page, checked.
@@ -94,7 +94,7 @@ class PoolClient:
         A buffer whose page is reported False may hold anything. Nothing writes into the buffers after the
         return.
         """
-        deadline = time.monotonic() + self.config.get_timeout_s
+        deadline = self._within(self.config.get_timeout_s)
         asked = [""] * len(keys)
         replicas: dict[int, int] = {}
 
@@ -102,7 +102,7 @@ class PoolClient:
 
         def part(opened: OpenConnection, places: list[int]) -> list[bool]:
             chosen = [keys[i] for i in places], [pages[i] for i in places]
-            found, copies = exchange.read(opened, *chosen, deadline, self._tally)
+            found, copies = exchange.read(opened, *chosen, deadline.at_s, self._tally)
             replicas.update(
                 (place, count) for place, hit, count in zip(places, found, copies, strict=True) if hit
             )
@@ -142,14 +142,14 @@ class PoolClient:
 
     def put(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
         """Write pages; True where the page is in the pool, or on its way there by another writer."""
-        deadline = time.monotonic() + self.config.put_timeout_s
+        deadline = self._within(self.config.put_timeout_s)
         asked = [""] * len(keys)
 
         def part(opened: OpenConnection, places: list[int]) -> list[int]:
             chosen = [keys[i] for i in places], [pages[i] for i in places]
-            stored = exchange.write(opened, *chosen, deadline, self._tally)
+            stored = exchange.write(opened, *chosen, deadline.at_s, self._tally)
             if MOVED in stored:
-                self._links.ask_view(opened, deadline)
+                self._links.ask_view(opened, deadline.at_s)
             return stored
 
         jobs = self._links.rings.split(keys)
@@ -173,9 +173,9 @@ class PoolClient:
         """Ask every node whether it is there and has the namespace; per node, None or what went wrong."""
         outcome: dict[str, PoolError | None] = {}
         for name, link in self._links.links.items():
-            deadline = time.monotonic() + self.config.connect_timeout_s
+            deadline = self._within(self.config.connect_timeout_s)
             try:
-                link.use(deadline, lambda opened, until=deadline: exchange.ping(opened, until))  # type: ignore[misc]
+                link.use(deadline, lambda opened, until=deadline: exchange.ping(opened, until.at_s))  # type: ignore[misc]
                 outcome[name] = None
             except PoolError as error:
                 outcome[name] = error
@@ -203,12 +203,15 @@ class PoolClient:
 
     # -- looking
 
-    def _look(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+    def _within(self, timeout_s: float) -> Deadline:
+        return Deadline(time.monotonic() + timeout_s, self.config.restart_wait_s)
+
+    def _look(self, keys: Sequence[bytes], deadline: Deadline) -> list[bool]:
         """Which keys the owners have, or those who owned them before."""
         asked = [""] * len(keys)
 
         def part(opened: OpenConnection, places: list[int]) -> list[bool]:
-            return exchange.exists(opened, [keys[i] for i in places], deadline)
+            return exchange.exists(opened, [keys[i] for i in places], deadline.at_s)
 
         rings = self._links.rings
         result = self._run(rings.split(keys), [False] * len(keys), asked, deadline, part)
@@ -219,16 +222,16 @@ class PoolClient:
         """Wait a moment at the owners for what the earlier owners do not have."""
         until = time.monotonic() + timeout_s
         # the node answers at `until`; the reply gets a moment more
-        deadline = until + self.config.exists_timeout_s
+        deadline = Deadline(until + self.config.exists_timeout_s)
         asked = [""] * len(keys)
         result = [False] * len(keys)
 
         def look(opened: OpenConnection, places: list[int]) -> list[bool]:
-            return exchange.exists(opened, [keys[i] for i in places], deadline)
+            return exchange.exists(opened, [keys[i] for i in places], deadline.at_s)
 
         def part(opened: OpenConnection, places: list[int]) -> list[bool]:
             chosen = [keys[i] for i in places]
-            return exchange.wait(opened, chosen, exchange.remaining_s(until), deadline)
+            return exchange.wait(opened, chosen, exchange.remaining_s(until), deadline.at_s)
 
         rings = self._links.rings
         self._run(self._reachable(rings.earlier(keys)), result, asked, deadline, look)
@@ -250,7 +253,7 @@ class PoolClient:
         rings: Rings,
         result: list[bool],
         asked: list[str],
-        deadline: float,
+        deadline: Deadline,
         part: Callable[[OpenConnection, list[int]], list[bool]],
         *,
         page_bytes: int = 0,
@@ -327,7 +330,7 @@ class PoolClient:
         jobs: Mapping[str, list[int]],
         result: list[T],
         asked: list[str],
-        deadline: float,
+        deadline: Deadline,
         part: Callable[[OpenConnection, list[int]], list[T]],
         *,
         repeatable: bool = True,
@@ -399,9 +402,9 @@ class PoolClient:
     def _each_node(self, part: Callable[[OpenConnection, float], T]) -> dict[str, T]:
         result: dict[str, T] = {}
         for name, link in self._links.links.items():
-            deadline = time.monotonic() + self.config.exists_timeout_s
+            deadline = self._within(self.config.exists_timeout_s)
             try:
-                result[name] = link.use(deadline, lambda opened, until=deadline: part(opened, until))  # type: ignore[misc]
+                result[name] = link.use(deadline, lambda opened, until=deadline: part(opened, until.at_s))  # type: ignore[misc]
             except PoolError as error:
                 logger.debug("pool node %s: %s", name, error)
                 self._tally.add(failures=1)

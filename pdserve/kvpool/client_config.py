@@ -20,8 +20,8 @@ class PoolNodeRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a worker reaches the pool. Every time-out is far below the 10 s that SGLang grants a storage
-    backend.
+    """How a worker reaches the pool. Every time-out, with `restart_wait_s` on top, is below the 10 s that
+    SGLang grants a storage backend.
     """
 
     nodes: Annotated[
@@ -54,7 +54,7 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Meta(gt=0, description="a node that failed is left alone this long, then probed in the background"),
     ] = 0.5
     restart_wait_s: Annotated[
-        float, Meta(ge=0, description="how long operations wait for a node that is being upgraded")
+        float, Meta(ge=0, description="how much longer an operation may take while a node is being upgraded")
     ] = 3.0
     connections_per_node: Annotated[
         int, Meta(ge=1, description="concurrent operations per node and process")

@@ -2,8 +2,8 @@
 
     UP          operations borrow a connection, at most `limit` at once; who finds none free waits for one,
                 until its deadline
-    RESTARTING  the node said that it would be back in a moment (an upgrade): operations wait for it, until
-                their deadline and no longer than `restart_wait_s` in all, while a thread connects anew
+    RESTARTING  the node said that it would be back in a moment (an upgrade): operations wait for it, their
+                deadline put off by `restart_wait_s` (deadline.py), while a thread connects anew for that long
     DOWN        after one failure every operation is refused at once, without touching the network, and a
                 thread tries the node every `retry_after_s` until a connection succeeds
 
@@ -34,6 +34,7 @@ from pdserve.errors import (
     PoolUnavailable,
 )
 from pdserve.kvpool.access import ALL, WRITE
+from pdserve.kvpool.deadline import Deadline
 from pdserve.kvpool.messages import Fault, Opened, OpenNamespace, Reply, Request
 from pdserve.kvpool.transports.base import Connection
 
@@ -128,9 +129,11 @@ class NodeLink:
         """Up, or back in a moment."""
         return self._state is not LinkState.DOWN and not self._closed.is_set()
 
-    def use(self, deadline: float, operation: Callable[[OpenConnection], T], *, repeatable: bool = True) -> T:
+    def use(
+        self, deadline: Deadline, operation: Callable[[OpenConnection], T], *, repeatable: bool = True
+    ) -> T:
         """Run the operation with a connection; once more if the connection turns out to have been closed,
-        and again after an announced restart.
+        and again after an announced restart, which puts the deadline off.
 
         `repeatable`: it may be repeated after the node has answered part of it. A restarting node has let go
         of all that was unfinished, so then it is repeated in any case. Raises what `borrow` raises.
@@ -143,12 +146,13 @@ class NodeLink:
             except StaleConnection:
                 last = True
             except PoolRestarting:
-                if time.monotonic() >= deadline:
+                deadline.put_off()
+                if time.monotonic() >= deadline.at_s:
                     raise
 
     @contextmanager
     def borrow(
-        self, deadline: float, *, last: bool = True, repeatable: bool = True
+        self, deadline: Deadline, *, last: bool = True, repeatable: bool = True
     ) -> Iterator[OpenConnection]:
         """A connection for one operation. A PoolUnavailable or PoolTimeout inside closes it and opens the
         breaker, but for two: PoolRestarting, and, unless this is the `last` attempt, a closed connection that
@@ -158,14 +162,14 @@ class NodeLink:
         time.
         """
         self._check_usable(deadline)
-        if not self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        if not self._free.acquire(timeout=max(0.0, deadline.at_s - time.monotonic())):
             raise PoolTimeout(f"pool node {self.name}: no connection came free in time")
         try:
             self._check_usable(deadline)  # it may have failed while we waited
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline.at_s:
                 # our own doing: must not count against the node
                 raise PoolTimeout(f"pool node {self.name}: no time was left to ask it")
-            with self._lend(deadline, last, repeatable) as opened:
+            with self._lend(deadline.at_s, last, repeatable) as opened:
                 yield opened
         finally:
             self._free.release()
@@ -214,7 +218,7 @@ class NodeLink:
             with self._changed:
                 self.outstanding_bytes -= size_bytes
 
-    def check(self, deadline: float) -> None:
+    def check(self, deadline: Deadline) -> None:
         """Connect and open the namespace now. Raises PoolUnavailable, PoolTimeout or PoolRefused (geometry
         mismatch).
         """
@@ -231,12 +235,13 @@ class NodeLink:
         for opened in idle:
             opened.connection.close()
 
-    def _check_usable(self, deadline: float) -> None:
+    def _check_usable(self, deadline: Deadline) -> None:
         """Wait while the node restarts. Raises PoolUnavailable when it is down, PoolTimeout."""
         if self._state is LinkState.RESTARTING:
+            deadline.put_off()
             with self._changed:
                 while self._state is LinkState.RESTARTING and not self._closed.is_set():
-                    if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    if not self._changed.wait(max(0.0, deadline.at_s - time.monotonic())):
                         raise PoolTimeout(f"pool node {self.name} is restarting")
         if self._closed.is_set():
             raise PoolUnavailable(f"pool node {self.name}: the client is closed")

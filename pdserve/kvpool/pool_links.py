@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pdserve.errors import PoolError, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.client_config import PoolClientConfig
 from pdserve.kvpool.cluster_messages import GetView, View
+from pdserve.kvpool.deadline import Deadline
 from pdserve.kvpool.link import NodeLink, OpenConnection
 from pdserve.kvpool.messages import NodeAddress, Welcome
 from pdserve.kvpool.transports.base import Connection, Connector
@@ -183,9 +184,9 @@ class PoolLinks:
         timeout_s = self._config.exists_timeout_s
         for node, link in self._links.items():
             if node != lost and link.up:
-                deadline = time.monotonic() + timeout_s
+                deadline = Deadline(time.monotonic() + timeout_s)
                 try:
-                    link.use(deadline, lambda opened, until=deadline: self.ask_view(opened, until))  # type: ignore[misc]
+                    link.use(deadline, lambda opened, until=deadline: self.ask_view(opened, until.at_s))  # type: ignore[misc]
                     return
                 except PoolError as error:
                     logger.debug("pool node %s: %s", node, error)

@@ -62,29 +62,26 @@ class Router:
 
     def readiness(self) -> dict[str, Any]:
         """Whether requests can be answered, and by whom."""
-        workers = self.fleet.workers
-        usable = [w for w in workers if w.ready and w.refused is None and not w.draining]
+        usable = [worker for worker in self.fleet.workers if worker.ready and worker.refused is None]
         roles = {worker.role for worker in usable}
-        listed = {worker.role for worker in workers}
         degraded = [
             f"no {role} worker is ready"
-            for role in ("prefill", "decode")
-            if role in listed and role not in roles
+            for role, listed in (("prefill", self.config.prefill), ("decode", self.config.decode))
+            if listed and role not in roles
         ]
         return {
             "ready": bool(roles & {"decode", "agg"}),
             "degraded": degraded,
-            "mode": self.fleet.mode,
+            "mode": self.config.mode,
             "workers": [
                 {
                     "id": worker.id,
                     "role": worker.role,
-                    "ready": worker.ready and worker.refused is None,
+                    "ready": worker in usable,
                     "refused": worker.refused,
-                    "draining": worker.draining,
                     "in_flight": worker.in_flight,
                 }
-                for worker in workers
+                for worker in self.fleet.workers
             ],
         }
 

@@ -11,6 +11,7 @@ import pytest
 
 from pdserve.errors import PoolRefused, PoolRestarting, PoolTimeout, PoolUnavailable, StartupError
 from pdserve.kvpool import messages as m
+from pdserve.kvpool.deadline import Deadline
 from pdserve.kvpool.link import NodeLink, OpenConnection
 
 SOON_S = 10.0
@@ -78,12 +79,16 @@ def make(node: Node, limit: int = 2, retry_after_s: float = 0.01, restart_wait_s
     )
 
 
-def soon() -> float:
-    return time.monotonic() + SOON_S
+def soon() -> Deadline:
+    return within(SOON_S)
+
+
+def within(timeout_s: float, restart_wait_s: float = 0.0) -> Deadline:
+    return Deadline(time.monotonic() + timeout_s, restart_wait_s)
 
 
 def wait_for(condition: Any, conditions: Sequence[threading.Condition]) -> None:
-    deadline = soon()
+    deadline = time.monotonic() + SOON_S
     while not condition():
         assert time.monotonic() < deadline
         with conditions[0]:
@@ -142,7 +147,7 @@ def test_at_most_limit_operations_run_and_others_wait_for_their_deadline_only() 
     link = make(node, limit=1)
     with link.borrow(soon()):
         started_s = time.monotonic()
-        with pytest.raises(PoolTimeout), link.borrow(time.monotonic() + 0.05):
+        with pytest.raises(PoolTimeout), link.borrow(within(0.05)):
             raise AssertionError("not reached")
         assert time.monotonic() - started_s < SOON_S
     assert link.up  # a full link is no failed node
@@ -226,7 +231,7 @@ def test_who_waited_for_a_connection_of_a_node_that_failed_does_not_try_it() -> 
 def test_a_deadline_that_is_over_is_not_held_against_the_node() -> None:
     node = Node()
     link = make(node)
-    with pytest.raises(PoolTimeout), link.borrow(time.monotonic() - 1):
+    with pytest.raises(PoolTimeout), link.borrow(within(-1.0)):
         raise AssertionError("not reached")
     assert link.up
     assert node.attempts == 0
@@ -377,7 +382,7 @@ def test_an_announced_restart_is_waited_for_by_all_operations_and_is_no_failure(
     assert link.up
 
 
-def test_waiting_for_a_restart_ends_at_the_deadline_and_leaves_the_node_alone() -> None:
+def test_waiting_for_a_restart_ends_at_the_deadline_that_it_put_off_and_leaves_the_node_alone() -> None:
     node = Node()
     link = make(node, retry_after_s=60.0)
     link.check(soon())
@@ -385,12 +390,34 @@ def test_waiting_for_a_restart_ends_at_the_deadline_and_leaves_the_node_alone() 
     operation, _ = fails_first(1, PoolRestarting("upgrading"))
     started_s = time.monotonic()
     with pytest.raises(PoolTimeout, match="restarting"):
-        link.use(time.monotonic() + 0.1, operation)
-    assert time.monotonic() - started_s < 1.1
+        link.use(within(0.1, restart_wait_s=0.2), operation)
+    assert 0.3 <= time.monotonic() - started_s < 1.3
     assert link.reachable
     node.restarting = False
     wait_for(lambda: link.up, [node.attempted])
     assert link.use(soon(), operation) == 7
+
+
+def test_operations_begun_before_and_during_a_restart_outlast_their_own_time_out() -> None:
+    node = Node()
+    link = make(node)
+    link.check(soon())
+    node.restarting = True
+    operation, _ = fails_first(1, PoolRestarting("upgrading"))
+    deadlines = [within(0.01, restart_wait_s=SOON_S) for _ in range(3)]
+    found: list[int] = []
+    threads = [
+        threading.Thread(target=lambda d=deadline: found.append(link.use(d, operation)))  # type: ignore[misc]
+        for deadline in deadlines
+    ]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: all(time.monotonic() > d.at_s - SOON_S for d in deadlines), [node.attempted])
+    assert found == []
+    node.restarting = False
+    for thread in threads:
+        thread.join(SOON_S)
+    assert found == [7] * 3
 
 
 def test_a_restart_that_never_ends_costs_its_time_once() -> None:

@@ -13,6 +13,7 @@ from pdserve.errors import PoolUnavailable
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.client import PoolClient
 from pdserve.kvpool.cluster_messages import GetView, View
+from pdserve.kvpool.deadline import Deadline
 
 from .faulty import PAGE_BYTES, Pool, empty_page, holds, keys, page_of
 
@@ -389,7 +390,7 @@ def test_a_replica_holder_that_is_down_is_not_asked(pool: Pool) -> None:
 
     pool.connector.before = fail
     with pytest.raises(PoolUnavailable):
-        client._links.link(other.name).check(time.monotonic() + 1)
+        client._links.link(other.name).check(Deadline(time.monotonic() + 1))
     del asked[:]
     for _ in range(40):
         assert get(client, one) == [True]
