@@ -83,6 +83,7 @@ PURE = (
     "pdserve.router.policies*",
     "pdserve.router.sessions",
     "pdserve.router.fleet",
+    "pdserve.router.workers",
     "pdserve.router.schema",
     "pdserve.up.restart",
     "pdserve.up.toml",

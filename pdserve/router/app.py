@@ -62,26 +62,29 @@ class Router:
 
     def readiness(self) -> dict[str, Any]:
         """Whether requests can be answered, and by whom."""
-        usable = [worker for worker in self.fleet.workers if worker.ready and worker.refused is None]
+        workers = self.fleet.workers
+        usable = [w for w in workers if w.ready and w.refused is None and not w.draining]
         roles = {worker.role for worker in usable}
+        listed = {worker.role for worker in workers}
         degraded = [
             f"no {role} worker is ready"
-            for role, listed in (("prefill", self.config.prefill), ("decode", self.config.decode))
-            if listed and role not in roles
+            for role in ("prefill", "decode")
+            if role in listed and role not in roles
         ]
         return {
             "ready": bool(roles & {"decode", "agg"}),
             "degraded": degraded,
-            "mode": self.config.mode,
+            "mode": self.fleet.mode,
             "workers": [
                 {
                     "id": worker.id,
                     "role": worker.role,
-                    "ready": worker in usable,
+                    "ready": worker.ready and worker.refused is None,
                     "refused": worker.refused,
+                    "draining": worker.draining,
                     "in_flight": worker.in_flight,
                 }
-                for worker in self.fleet.workers
+                for worker in workers
             ],
         }
 

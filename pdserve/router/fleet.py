@@ -1,7 +1,12 @@
 """The worker table: who is there, who may be given work, and how loaded each is.
 
 Pure: probes and request outcomes come in as method calls with `now_s`; `snapshot` says who is eligible. A
-worker is eligible when its last probe said ready, it was not refused at join, and its circuit is not open.
+worker is eligible when its last probe said ready, it was not refused at join, is not draining, and its
+circuit is not open.
+
+Workers join and leave at run time, each on the word of one or more sources (the configuration, the admin API,
+etcd). One that leaves is out of the table at once and finishes what it has: a `Worker` lives as long as its
+requests.
 
 The circuit, fed by the outcome of requests:
 
@@ -17,71 +22,23 @@ more to the client than a 503. Prefill workers are not, since the decode worker 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from pdserve.router.config import RouterConfig, parse_base_url
+from pdserve.errors import PdserveError
+from pdserve.router.config import Mode, RouterConfig
+from pdserve.router.workers import ROLES, Role, Source, Worker, WorkerInfo, find_mismatch
 
-Role = Literal["prefill", "decode", "agg"]
-
-
-class WorkerInfo(msgspec.Struct, frozen=True):
-    """A worker's answer to `GET /pd/info`; fields that it has beyond these are not looked at."""
-
-    role: Role
-    model: str
-    context_length: int = 0
-    page_size: int = 0
-    namespace: str = ""
-    kv_geometry: dict[str, Any] = {}
-    model_path: str = ""
-    pdserve_version: str = ""
-    sglang_version: str = ""
+__all__ = ["Fleet", "FleetError", "Role", "Snapshot", "Source", "Worker", "WorkerInfo", "find_mismatch"]
 
 
-class Worker:
-    """One worker as the router sees it. `in_flight` is counted up at selection and down when the request
-    ends.
-    """
+class FleetError(PdserveError):
+    """A worker cannot join or be drained as asked; `code` is `bad_url`, `unknown_worker` or `other_role`."""
 
-    __slots__ = (
-        "circuit_failures",
-        "host",
-        "id",
-        "id_header",
-        "in_flight",
-        "info",
-        "port",
-        "probe_failures",
-        "ready",
-        "refused",
-        "retry_at_s",
-        "role",
-    )
-
-    def __init__(self, role: Role, url: str) -> None:
-        self.host, self.port = parse_base_url(url)
-        self.role = role
-        self.id = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-        self.id_header = self.id.encode("ascii", "replace")
-        self.in_flight = 0
-        self.ready = False
-        self.info: WorkerInfo | None = None
-        self.refused: str | None = None
-        self.probe_failures = 0
-        self.circuit_failures = 0
-        self.retry_at_s = 0.0
-        """0: the circuit is closed. Otherwise it is open until this time, and half-open after it."""
-
-    def __repr__(self) -> str:
-        return f"Worker({self.role} {self.id})"
-
-    @property
-    def url(self) -> str:
-        """Base URL."""
-        return f"http://{self.id}"
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -91,17 +48,19 @@ class Snapshot(msgspec.Struct, frozen=True):
     prefill: tuple[Worker, ...] = ()
     decode: tuple[Worker, ...] = ()
     """Decode workers, or aggregated ones where no decode worker is eligible."""
+    draining: tuple[Worker, ...] = ()
+    """Decode and aggregated workers that get no new request, but can still be asked about earlier ones."""
     valid_until_s: float = math.inf
 
 
 class Fleet:
-    """All workers that the configuration lists."""
+    """All workers."""
 
     def __init__(
         self, workers: Iterable[Worker], *, circuit_failures: int = 3, circuit_open_s: float = 5.0
     ) -> None:
-        self.workers = tuple(workers)
-        self.by_id = {worker.id: worker for worker in self.workers}
+        self.by_id = {worker.id: worker for worker in workers}
+        self.workers = tuple(self.by_id.values())
         self._circuit_failures = circuit_failures
         self._circuit_open_s = circuit_open_s
         self._snapshots: dict[str, Snapshot] = {}
@@ -110,16 +69,111 @@ class Fleet:
     @classmethod
     def from_config(cls, config: RouterConfig) -> Fleet:
         """A fleet of the listed workers, none of them ready yet."""
-        roles: tuple[tuple[Role, tuple[str, ...]], ...] = (
-            ("prefill", config.prefill),
-            ("decode", config.decode),
-            ("agg", config.agg),
-        )
-        return cls(
-            (Worker(role, url) for role, urls in roles for url in urls),
+        fleet = cls(
+            (),
             circuit_failures=config.probe.circuit_failures,
             circuit_open_s=config.probe.circuit_open_s,
         )
+        fleet.sync("config", listed_workers(config))
+        return fleet
+
+    # --- membership
+
+    def join(self, url: str, role: Role, source: Source = "admin") -> Worker:
+        """A worker is there; it gets requests once a probe has found it ready and fitting. Again is a no-op.
+
+        Raises FleetError for what is no base URL, and for a worker that is there in another role.
+        """
+        try:
+            worker = Worker(role, url)
+        except ValueError as error:
+            raise FleetError("bad_url", str(error)) from None
+        known = self.by_id.get(worker.id)
+        if known is not None and known.role != role:
+            raise FleetError(
+                "other_role", f"worker {worker.id} is there as '{known.role}'; let it leave first"
+            )
+        if known is None:
+            self.by_id[worker.id] = worker
+            self._members_changed()
+        joined = known or worker
+        joined.sources.add(source)
+        return joined
+
+    def leave(self, worker_id: str) -> Worker:
+        """A worker is gone, whoever named it; its running requests may finish. Raises FleetError."""
+        worker = self._get(worker_id)
+        del self.by_id[worker.id]
+        self._members_changed()
+        return worker
+
+    def drain(self, worker_id: str, draining: bool) -> Worker:
+        """Give a worker no new requests, or new ones again. Raises FleetError when it is not there."""
+        worker = self._get(worker_id)
+        worker.draining = draining
+        self._snapshots.clear()
+        return worker
+
+    def sync(self, source: Source, urls: Mapping[str, Role]) -> tuple[list[Worker], list[Worker]]:
+        """Exactly `urls` are what `source` names from now on. Returns (joined, left).
+
+        A worker whose role `source` changes leaves and joins anew. Raises FleetError, and changes nothing
+        then, for what is no base URL and for a worker that another source has in another role.
+        """
+        wanted = {worker.id: worker for worker in self._made(source, urls)}
+        left, joined = [], []
+        for worker in self.workers:
+            new = wanted.get(worker.id)
+            if source in worker.sources and (new is None or new.role != worker.role):
+                worker.sources.discard(source)
+                if not worker.sources:
+                    del self.by_id[worker.id]
+                    left.append(worker)
+        for worker in wanted.values():
+            known = self.by_id.setdefault(worker.id, worker)
+            known.sources.add(source)
+            if known is worker:
+                joined.append(worker)
+        if left or joined:
+            self._members_changed()
+        return joined, left
+
+    def _made(self, source: Source, urls: Mapping[str, Role]) -> Iterable[Worker]:
+        for url, role in urls.items():
+            try:
+                worker = Worker(role, url)
+            except ValueError as error:
+                raise FleetError("bad_url", str(error)) from None
+            known = self.by_id.get(worker.id)
+            if known is not None and known.role != role and known.sources - {source}:
+                named = ", ".join(sorted(known.sources - {source}))
+                raise FleetError(
+                    "other_role", f"worker {worker.id} cannot be '{role}': {named} has it as '{known.role}'"
+                )
+            yield worker
+
+    def _get(self, worker_id: str) -> Worker:
+        worker = self.by_id.get(worker_id)
+        if worker is None:
+            known = ", ".join(self.by_id) or "none"
+            raise FleetError("unknown_worker", f"there is no worker {worker_id[:200]!r}; there are: {known}")
+        return worker
+
+    def _members_changed(self) -> None:
+        self.workers = tuple(self.by_id.values())
+        self._facts_changed()
+
+    def _facts_changed(self) -> None:
+        models = (w.info.model for w in self.workers if w.info and not w.refused)
+        self._models = tuple(dict.fromkeys(models))
+        self._snapshots.clear()
+
+    # --- questions
+
+    @property
+    def mode(self) -> Mode:
+        """`disagg` if there are decode workers, healthy or not."""
+        return "disagg" if any(worker.role == "decode" for worker in self.workers) else "agg"
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -140,21 +194,21 @@ class Fleet:
         lengths = [w.info.context_length for w in self._of(model) if w.info and w.info.context_length > 0]
         return min(lengths, default=0)
 
-    def _of(self, model: str, roles: Sequence[Role] = ("prefill", "decode", "agg")) -> list[Worker]:
+    def _of(self, model: str, roles: Sequence[Role] = ROLES) -> list[Worker]:
         return [
             w for w in self.workers if w.role in roles and w.info and w.info.model == model and not w.refused
         ]
 
     def _take_snapshot(self, model: str, now_s: float) -> Snapshot:
-        ready = {
-            role: [w for w in self._of(model, (role,)) if w.ready] for role in ("prefill", "decode", "agg")
-        }
+        there = {role: [w for w in self._of(model, (role,)) if w.ready] for role in ROLES}
+        ready = {role: [w for w in ws if not w.draining] for role, ws in there.items()}
         closed = {role: tuple(w for w in ws if now_s >= w.retry_at_s) for role, ws in ready.items()}
         openings = [w.retry_at_s for ws in ready.values() for w in ws if w.retry_at_s > now_s]
         return Snapshot(
             models=self._models,
             prefill=closed["prefill"],
             decode=closed["decode"] or closed["agg"] or tuple(ready["decode"]) or tuple(ready["agg"]),
+            draining=tuple(w for role in ("decode", "agg") for w in there[role] if w.draining),
             valid_until_s=min(openings, default=math.inf),
         )
 
@@ -207,9 +261,7 @@ class Fleet:
         """The worker described itself. Returns why it is refused, or None if it may join."""
         worker.info = info
         worker.refused = find_mismatch(worker, self.workers)
-        models = (w.info.model for w in self.workers if w.info and not w.refused)
-        self._models = tuple(dict.fromkeys(models))
-        self._snapshots.clear()
+        self._facts_changed()
         return worker.refused
 
     def _set_ready(self, worker: Worker, ready: bool) -> bool:
@@ -222,38 +274,11 @@ class Fleet:
         return True
 
 
-def find_mismatch(worker: Worker, others: Iterable[Worker]) -> str | None:
-    """Why `worker` cannot serve beside those of `others` that have joined: one line, or None if it can.
-
-    Workers of one model exchange KV pages, and workers of one namespace must have pages that mean the same.
-    """
-    info = worker.info
-    if info is None:
-        return None
-    if info.role not in (worker.role, "agg"):
-        return f"worker {worker.id} is listed under '{worker.role}' but says its role is '{info.role}'"
-    for other in others:
-        if other is worker or other.info is None or other.refused:
-            continue
-        field = _differing_field(info, other.info)
-        if field is not None:
-            name, mine, theirs = field
-            return (
-                f"{worker.role} worker {worker.id} and {other.role} worker {other.id} differ in {name} "
-                f"({mine!r} and {theirs!r}) and cannot share KV pages; start them with the same settings"
-            )
-    return None
-
-
-def _differing_field(mine: WorkerInfo, theirs: WorkerInfo) -> tuple[str, Any, Any] | None:
-    if mine.model != theirs.model and mine.namespace != theirs.namespace:
-        return None
-    for name in ("model", "page_size"):
-        if getattr(mine, name) != getattr(theirs, name):
-            return name, getattr(mine, name), getattr(theirs, name)
-    for key in sorted(mine.kv_geometry.keys() | theirs.kv_geometry.keys()):
-        if mine.kv_geometry.get(key) != theirs.kv_geometry.get(key):
-            return f"kv_geometry.{key}", mine.kv_geometry.get(key), theirs.kv_geometry.get(key)
-    if mine.namespace != theirs.namespace:
-        return "namespace", mine.namespace, theirs.namespace
-    return None
+def listed_workers(config: RouterConfig) -> dict[str, Role]:
+    """The workers that the configuration lists: base URL → role."""
+    lists: tuple[tuple[Role, tuple[str, ...]], ...] = (
+        ("prefill", config.prefill),
+        ("decode", config.decode),
+        ("agg", config.agg),
+    )
+    return {url: role for role, urls in lists for url in urls}

@@ -72,7 +72,8 @@ class Planner(msgspec.Struct, frozen=True):
         prefill, why_prefill = self._choose_prefill(facts, snapshot, decode)
         settle = None
         if last is not None and (prefill is not None or decode.id != last.decode_id):
-            holder = next((w for w in snapshot.decode if w.id == last.decode_id), None)
+            there = (*snapshot.decode, *snapshot.draining)
+            holder = next((w for w in there if w.id == last.decode_id), None)
             if holder is not None:
                 settle = Settle(holder, last.request_id)
         return Plan(

@@ -70,9 +70,13 @@ class Prober:
     async def round(self) -> None:
         """Probe all workers at once; takes at most a few times `timeout_s`."""
         self._rounds += 1
-        await asyncio.gather(*(self._probe(worker) for worker in self._fleet.workers))
+        workers = self._fleet.workers
+        await asyncio.gather(*(self.probe(worker) for worker in workers))
+        for gone in self._said.keys() - self._fleet.by_id.keys():
+            del self._said[gone]
 
-    async def _probe(self, worker: Worker) -> None:
+    async def probe(self, worker: Worker) -> None:
+        """Ask one worker how it is, and tell the fleet."""
         try:
             response = await self._client.get(f"{worker.url}/pd/ready")
             if response.status_code != 200:
@@ -115,7 +119,7 @@ class Prober:
                 worker, went, f"does not describe itself on /pd/info ({error}); is it a pdserve worker?"
             )
             return
-        if info == worker.info and worker.refused is None:
+        if info == worker.info and worker.refused is None and worker.ready:
             return
         was_refused = worker.refused
         refused = self._fleet.on_info(worker, info)

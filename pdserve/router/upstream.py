@@ -54,6 +54,11 @@ class WorkerPool(ConnectionOwner):
         """Open connections that no request uses."""
         return len(self._idle)
 
+    @property
+    def is_empty(self) -> bool:
+        """No connection is open or being opened."""
+        return not self._open and not self._connecting
+
     def take_idle(self, now_s: float) -> Connection | None:
         """A connection that is likely still open on the other side."""
         while self._idle:
@@ -208,6 +213,8 @@ class Upstream:
 
     def _drop_aged(self) -> None:
         now_s = self._loop.time()
-        for pool in self._pools.values():
+        for worker_id, pool in list(self._pools.items()):
             pool.drop_aged(now_s)
+            if pool.is_empty:  # its worker may have left; if not, it is made anew
+                del self._pools[worker_id]
         self._timer = self._loop.call_later(IDLE_CHECK_S, self._drop_aged)

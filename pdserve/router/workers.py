@@ -1,0 +1,121 @@
+"""A worker as the router knows it, and whether it fits beside the others.
+
+Pure. Workers of one model exchange KV pages; a worker whose pages would not mean the same as the others' is
+refused when it joins, and used as soon as it, or they, have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+
+from pdserve.router.config import parse_base_url
+
+Role = Literal["prefill", "decode", "agg"]
+ROLES: tuple[Role, ...] = ("prefill", "decode", "agg")
+Source = Literal["config", "admin", "etcd"]
+"""Who said that a worker is there."""
+
+
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """A worker's answer to `GET /pd/info`; fields that it has beyond these are not looked at."""
+
+    role: Role
+    model: str
+    context_length: int = 0
+    page_size: int = 0
+    namespace: str = ""
+    kv_geometry: dict[str, Any] = {}
+    model_path: str = ""
+    pdserve_version: str = ""
+    sglang_version: str = ""
+
+
+class Worker:
+    """One worker as the router sees it. `in_flight` is counted up at selection and down when the request
+    ends.
+    """
+
+    __slots__ = (
+        "circuit_failures",
+        "draining",
+        "host",
+        "id",
+        "id_header",
+        "in_flight",
+        "info",
+        "port",
+        "probe_failures",
+        "ready",
+        "refused",
+        "retry_at_s",
+        "role",
+        "sources",
+    )
+
+    def __init__(self, role: Role, url: str) -> None:
+        self.host, self.port = parse_base_url(url)
+        self.role = role
+        self.id = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        self.id_header = self.id.encode("ascii", "replace")
+        self.in_flight = 0
+        self.sources: set[Source] = set()
+        """It leaves when the last of them no longer names it."""
+        self.ready = False
+        self.draining = False
+        """It finishes what it has and is given nothing new."""
+        self.info: WorkerInfo | None = None
+        self.refused: str | None = None
+        self.probe_failures = 0
+        self.circuit_failures = 0
+        self.retry_at_s = 0.0
+        """0: the circuit is closed. Otherwise it is open until this time, and half-open after it."""
+
+    def __repr__(self) -> str:
+        return f"Worker({self.role} {self.id})"
+
+    @property
+    def url(self) -> str:
+        """Base URL."""
+        return f"http://{self.id}"
+
+
+def find_mismatch(worker: Worker, others: Iterable[Worker]) -> str | None:
+    """Why `worker` cannot serve beside those of `others` that have joined: one line, or None if it can.
+
+    Workers of one model exchange KV pages, and workers of one namespace must have pages that mean the same.
+    A worker that no longer answers does not keep others out: it is compared anew when it comes back.
+    """
+    info = worker.info
+    if info is None:
+        return None
+    if info.role not in (worker.role, "agg"):
+        return f"worker {worker.id} is listed under '{worker.role}' but says its role is '{info.role}'"
+    for other in others:
+        is_away = other.probe_failures and not other.ready
+        if other is worker or other.info is None or other.refused or is_away:
+            continue
+        field = _differing_field(info, other.info)
+        if field is not None:
+            name, mine, theirs = field
+            return (
+                f"{worker.role} worker {worker.id} and {other.role} worker {other.id} differ in {name} "
+                f"({mine!r} and {theirs!r}) and cannot share KV pages; start them with the same settings"
+            )
+    return None
+
+
+def _differing_field(mine: WorkerInfo, theirs: WorkerInfo) -> tuple[str, Any, Any] | None:
+    if mine.model != theirs.model and mine.namespace != theirs.namespace:
+        return None
+    for name in ("model", "page_size"):
+        if getattr(mine, name) != getattr(theirs, name):
+            return name, getattr(mine, name), getattr(theirs, name)
+    for key in sorted(mine.kv_geometry.keys() | theirs.kv_geometry.keys()):
+        if mine.kv_geometry.get(key) != theirs.kv_geometry.get(key):
+            return f"kv_geometry.{key}", mine.kv_geometry.get(key), theirs.kv_geometry.get(key)
+    if mine.namespace != theirs.namespace:
+        return "namespace", mine.namespace, theirs.namespace
+    return None
