@@ -268,7 +268,7 @@ class AsyncPoolClient:
     def _refused(self, node: str, control: AsyncControl, reply: m.Reply) -> PoolRefused:
         # a namespace that was dropped, say: the next connection opens it again
         self._drop(node, control)
-        text = reply.message if isinstance(reply, m.Fault) else f"unexpected {type(reply).__name__}"
+        text = m.refusal(reply)
         logger.warning("pool node %s: %s", node, text)
         return PoolRefused(f"pool node {node}: {text}")
 

@@ -23,11 +23,16 @@ def checksum_page(segments: Sequence[Bytes1D]) -> int:
     released while a large segment is hashed.
     """
     if len(segments) == 1:
-        return int(xxhash.xxh3_64_intdigest(segments[0].data)) or 1
+        return checksum_bytes(segments[0].data)
     digest = xxhash.xxh3_64()
     for segment in segments:
         digest.update(segment.data)
     return finish(digest)
+
+
+def checksum_bytes(data: bytes | bytearray | memoryview) -> int:
+    """The same of a page in one piece."""
+    return int(xxhash.xxh3_64_intdigest(data)) or 1
 
 
 def start() -> xxhash.xxh3_64:

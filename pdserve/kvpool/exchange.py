@@ -63,13 +63,7 @@ class Tally:
 
 def expect(opened: OpenConnection, request: m.Request, kind: type[R], deadline: float) -> R:
     """The reply of the wanted kind. Raises PoolRefused for a Fault, and what `Connection.call` raises."""
-    reply = opened.call(request, deadline)
-    if isinstance(reply, kind):
-        return reply
-    text = f"unexpected {type(reply).__name__}"
-    if isinstance(reply, m.Fault):
-        text = f"{reply.code}: {reply.message}"
-    raise PoolRefused(f"pool node {opened.node}: {text}")
+    return m.expected(opened.call(request, deadline), kind, opened.node)
 
 
 def exists(opened: OpenConnection, keys: list[bytes], deadline: float) -> list[bool]:

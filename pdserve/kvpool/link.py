@@ -28,14 +28,13 @@ from typing import Final, TypeVar
 from pdserve.errors import (
     PdserveError,
     PoolError,
-    PoolRefused,
     PoolRestarting,
     PoolTimeout,
     PoolUnavailable,
 )
 from pdserve.kvpool.access import ALL, WRITE
 from pdserve.kvpool.deadline import Deadline
-from pdserve.kvpool.messages import Fault, Opened, OpenNamespace, Reply, Request
+from pdserve.kvpool.messages import Opened, OpenNamespace, Reply, Request, expected
 from pdserve.kvpool.transports.base import Connection
 
 logger = logging.getLogger(__name__)
@@ -259,14 +258,11 @@ class NodeLink:
         generation = self._generation
         connection = self._connect(min(deadline, time.monotonic() + self._connect_timeout_s))
         try:
-            reply = connection.call(OpenNamespace(1, self._namespace, self._geometry), deadline)
+            request = OpenNamespace(1, self._namespace, self._geometry)
+            reply = expected(connection.call(request, deadline), Opened, self.name)
         except BaseException:
             connection.close()
             raise
-        if not isinstance(reply, Opened):
-            connection.close()
-            text = reply.message if isinstance(reply, Fault) else f"unexpected {type(reply).__name__}"
-            raise PoolRefused(f"pool node {self.name}: {text}")
         if not reply.rights & WRITE and not self._told_read_only:
             self._told_read_only = True
             logger.warning(

@@ -21,11 +21,11 @@ name. tests/kvpool/test_messages.py pins the bytes of every message.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from pdserve.errors import FrameError
+from pdserve.errors import FrameError, PoolRefused
 from pdserve.kvpool.cluster_messages import (
     ClusterReply,
     ClusterRequest,
@@ -37,6 +37,8 @@ from pdserve.kvpool.cluster_messages import (
 )
 from pdserve.kvpool.wire import KEY_BYTES, Message
 from pdserve.kvpool.wire import NodeAddress as NodeAddress
+
+R = TypeVar("R", bound=Message)
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 4 * 1024 * 1024  # 4,096 grants take ~200 KB; the rest is room for status reports
@@ -389,6 +391,18 @@ def decode_reply(body: bytes | memoryview) -> Reply:
         return _reply_decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise FrameError(f"not a pool reply: {error}") from error
+
+
+def expected(reply: Reply, kind: type[R], node: str) -> R:
+    """The reply, if it is of the wanted kind. Raises PoolRefused: what `node` said instead."""
+    if isinstance(reply, kind):
+        return reply
+    raise PoolRefused(f"pool node {node}: {refusal(reply)}")
+
+
+def refusal(reply: Reply) -> str:
+    """For people: why a reply is not the one that was asked for."""
+    return reply.message if isinstance(reply, Fault) else f"unexpected {type(reply).__name__}"
 
 
 def _check_bounds(message: Request) -> None:

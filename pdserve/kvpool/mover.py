@@ -303,10 +303,7 @@ class Mover:
         """Our number of a namespace. Raises PoolRefused."""
         name, geometry, generation = space
         reply = await self._local.call(lambda n: m.OpenNamespace(n, name, dict(geometry), generation))
-        if isinstance(reply, m.Opened):
-            return reply.namespace
-        text = reply.message if isinstance(reply, m.Fault) else f"unexpected {type(reply).__name__}"
-        raise PoolRefused(text)
+        return m.expected(reply, m.Opened, self._config.name).namespace
 
     # --- replicas
 

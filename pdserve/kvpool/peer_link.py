@@ -125,14 +125,9 @@ class PeerLink:
         if self._connection is None:
             self._connection = self._connect(deadline)
         reply = self._connection.call(request, deadline)
-        if isinstance(reply, kind):
-            return reply
-        text = f"unexpected {type(reply).__name__}"
-        if isinstance(reply, m.Fault):
-            text = f"{reply.code}: {reply.message}"
-            if reply.code == "stale_view":
-                raise StaleView(f"pool node {self.peer}: {text}")
-        raise PoolRefused(f"pool node {self.peer}: {text}")
+        if isinstance(reply, m.Fault) and reply.code == "stale_view":
+            raise StaleView(f"pool node {self.peer}: {reply.message}")
+        return m.expected(reply, kind, self.peer)
 
     def _connect(self, deadline: float) -> Connection:
         config = self._config

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.kvpool.checksum import checksum_bytes
 from pdserve.kvpool.tiers.base import TierPage, padded
 from pdserve.kvpool.tiers.segment_format import (
     BLOCK_BYTES,
     Record,
-    digest_of,
     encode_footer,
     encode_record_header,
     encode_segment_header,
@@ -31,7 +31,7 @@ def segment(lengths: list[int], *, sealed: bool, spare_blocks: int = 0) -> tuple
         data = contents(n, length).tobytes()
         header = bytearray(BLOCK_BYTES)
         block = len(file) // BLOCK_BYTES
-        encode_record_header(header, 0, NONCE, block, found, digest_of(data))
+        encode_record_header(header, 0, NONCE, block, found, checksum_bytes(data))
         file += header + data + bytes(padded(length) - length)
         records.append(Record(block, found))
     if sealed:
@@ -111,7 +111,7 @@ def test_a_page_that_imitates_a_record_is_none() -> None:
     copied = inner[BLOCK_BYTES:]  # two records of a segment with our very nonce, at other blocks
     found = TierPage(1, key(1), len(copied), 0, 1)
     header = bytearray(BLOCK_BYTES)
-    encode_record_header(header, 0, NONCE, 3, found, digest_of(copied))
+    encode_record_header(header, 0, NONCE, 3, found, checksum_bytes(copied))
     head = encode_segment_header(7, NONCE)
     file = head + bytes(2 * BLOCK_BYTES) + bytes(header) + copied
     assert index(file) == ([(3, found)], False)

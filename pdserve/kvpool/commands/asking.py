@@ -13,9 +13,9 @@ from typing import Annotated, Final, TypeAlias, TypeVar
 
 import typer
 
-from pdserve.errors import ConfigError, PoolError, PoolRefused
+from pdserve.errors import ConfigError, PoolError
 from pdserve.kvpool.cluster_messages import LEFT
-from pdserve.kvpool.messages import Fault, NodeAddress, Reply, Request, Status, StatusReport
+from pdserve.kvpool.messages import NodeAddress, Reply, Request, Status, StatusReport, expected
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 
 R = TypeVar("R", bound=Reply)
@@ -67,11 +67,7 @@ class NodeClient:
         """The answer to `make(id)`. Raises PoolRefused for a Fault, PoolUnavailable, PoolTimeout."""
         self._last_id += 1
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        reply = self._channel.call(make(self._last_id), deadline)
-        if isinstance(reply, kind):
-            return reply
-        text = reply.message if isinstance(reply, Fault) else f"unexpected {type(reply).__name__}"
-        raise PoolRefused(f"pool node {self.address}: {text}")
+        return expected(self._channel.call(make(self._last_id), deadline), kind, self.address)
 
     def status(self) -> StatusReport:
         """How the node is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -63,6 +64,7 @@ ReadToken: TypeAlias = Annotated[
 ]
 WriteToken: TypeAlias = Annotated[str | None, typer.Option(help="Token to write, and read.")]
 AdminToken: TypeAlias = Annotated[str | None, typer.Option(help="Token to change, clear and drop.")]
+Command: TypeAlias = Callable[..., None]
 
 app = typer.Typer(
     add_completion=False,
@@ -111,62 +113,54 @@ def list_(
     make_console().print(table if records else "no namespaces")
 
 
-@app.command()
-def create(
-    address: Address,
-    name: Name,
-    media: Media = None,
-    policy: Policy = None,
-    ttl: Ttl = None,
-    quota: Quota = None,
-    tier_quota: TierQuota = None,
-    operations: Operations = None,
-    bytes_: Bytes = None,
-    weight: Weight = None,
-    read_token: ReadToken = None,
-    write_token: WriteToken = None,
-    admin_token: AdminToken = None,
-    token: Token = "",
-    token_file: TokenFile = None,
-    timeout: Timeout = TIMEOUT_S,
-) -> None:
-    """Make a namespace, or bring a dropped or replaced one back, empty."""
-    given = _given(media, policy, ttl, quota, tier_quota, operations, bytes_, weight)
-    given |= _tokens(read_token, write_token, admin_token)
-    with NodeClient(address, chosen_token(token, token_file), timeout) as node:
-        known = _find(node, name)
-        if known is not None and not known.dropped:
-            raise PoolRefused(f"namespace '{name}' is there already: `pdserve pool ns set` changes it")
-        _put(node, name, NamespaceSettings() if known is None else known.settings, given)
+def _settings_command(start_from: Callable[[str, NamespaceRecord | None], NamespaceSettings]) -> Command:
+    """A command that puts a namespace with the settings given over those of `start_from`, which is given the
+    name and what is known of it, and may refuse.
+    """
+
+    def command(
+        address: Address,
+        name: Name,
+        media: Media = None,
+        policy: Policy = None,
+        ttl: Ttl = None,
+        quota: Quota = None,
+        tier_quota: TierQuota = None,
+        operations: Operations = None,
+        bytes_: Bytes = None,
+        weight: Weight = None,
+        read_token: ReadToken = None,
+        write_token: WriteToken = None,
+        admin_token: AdminToken = None,
+        token: Token = "",
+        token_file: TokenFile = None,
+        timeout: Timeout = TIMEOUT_S,
+    ) -> None:
+        given = _given(media, policy, ttl, quota, tier_quota, operations, bytes_, weight)
+        given |= _tokens(read_token, write_token, admin_token)
+        with NodeClient(address, chosen_token(token, token_file), timeout) as node:
+            settings = replace(start_from(name, _find(node, name)), **given)
+            node.ask(lambda i: PutNamespace(i, name, settings), Done)
+
+    return command
 
 
-@app.command("set")
-def set_(
-    address: Address,
-    name: Name,
-    media: Media = None,
-    policy: Policy = None,
-    ttl: Ttl = None,
-    quota: Quota = None,
-    tier_quota: TierQuota = None,
-    operations: Operations = None,
-    bytes_: Bytes = None,
-    weight: Weight = None,
-    read_token: ReadToken = None,
-    write_token: WriteToken = None,
-    admin_token: AdminToken = None,
-    token: Token = "",
-    token_file: TokenFile = None,
-    timeout: Timeout = TIMEOUT_S,
-) -> None:
-    """Change what is given, and leave the rest."""
-    given = _given(media, policy, ttl, quota, tier_quota, operations, bytes_, weight)
-    given |= _tokens(read_token, write_token, admin_token)
-    with NodeClient(address, chosen_token(token, token_file), timeout) as node:
-        known = _find(node, name)
-        if known is None or known.dropped:
-            raise PoolRefused(f"no namespace '{name}' is there: `pdserve pool ns create` makes it")
-        _put(node, name, known.settings, given)
+def _create(name: str, known: NamespaceRecord | None) -> NamespaceSettings:
+    if known is not None and not known.dropped:
+        raise PoolRefused(f"namespace '{name}' is there already: `pdserve pool ns set` changes it")
+    return NamespaceSettings() if known is None else known.settings
+
+
+def _change(name: str, known: NamespaceRecord | None) -> NamespaceSettings:
+    if known is None or known.dropped:
+        raise PoolRefused(f"no namespace '{name}' is there: `pdserve pool ns create` makes it")
+    return known.settings
+
+
+app.command("create", help="Make a namespace, or bring a dropped or replaced one back, empty.")(
+    _settings_command(_create)
+)
+app.command("set", help="Change what is given, and leave the rest.")(_settings_command(_change))
 
 
 @app.command()
@@ -217,10 +211,6 @@ def _records(node: NodeClient) -> list[NamespaceRecord]:
 
 def _find(node: NodeClient, name: str) -> NamespaceRecord | None:
     return next((record for record in _records(node) if record.name == name), None)
-
-
-def _put(node: NodeClient, name: str, settings: NamespaceSettings, given: dict[str, Any]) -> None:
-    node.ask(lambda i: PutNamespace(i, name, replace(settings, **given)), Done)
 
 
 def _tell(

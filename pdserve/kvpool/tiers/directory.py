@@ -29,6 +29,7 @@ from typing import Final
 
 import msgspec
 
+from pdserve.kvpool.checksum import checksum_bytes
 from pdserve.kvpool.tiers.base import (
     CORRUPT,
     GONE,
@@ -49,7 +50,6 @@ from pdserve.kvpool.tiers.segment_format import (
     BLOCK_BYTES,
     MAX_PAGE_BYTES,
     decode_record_header,
-    digest_of,
     encode_record_header,
 )
 
@@ -160,7 +160,7 @@ class DirectoryTier:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         head = bytearray(BLOCK_BYTES)
         data = memory[: page.length_bytes].data
-        encode_record_header(head, 0, 0, 0, page, page.checksum or digest_of(data))
+        encode_record_header(head, 0, 0, 0, page, page.checksum or checksum_bytes(data))
         temporary = path.with_suffix(".tmp")
         try:
             with temporary.open("wb", buffering=0) as file:
@@ -218,7 +218,7 @@ class DirectoryTier:
         page = record.page
         if (page.namespace, page.key, page.length_bytes) != (name.namespace, name.key, name.length_bytes):
             return ReadResult(CORRUPT)
-        if digest_of(data) != record.digest:
+        if checksum_bytes(data) != record.digest:
             return ReadResult(CORRUPT)
         return ReadResult(LOADED, page)
 

@@ -31,6 +31,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from pdserve.kvpool.checksum import checksum_bytes
 from pdserve.kvpool.tiers.base import TIER_ALIGN_BYTES, TierPage, padded
 
 BLOCK_BYTES: Final = TIER_ALIGN_BYTES
@@ -92,11 +93,6 @@ def record_blocks(length_bytes: int) -> int:
 def footer_blocks(count: int) -> int:
     """Of the footer and trailer of a segment of so many records."""
     return 1 + padded(count * ENTRY_DTYPE.itemsize) // BLOCK_BYTES
-
-
-def digest_of(data: Bytes) -> int:
-    """XXH3-64, never 0, as pdserve.kvpool.checksum has it."""
-    return int(xxhash.xxh3_64_intdigest(data)) or 1
 
 
 # --- blocks
@@ -236,7 +232,7 @@ def scan_records(read: ReadAt, file_bytes: int, nonce: int) -> Iterator[Record]:
             continue
         length = record.page.length_bytes
         data = read((block + 1) * BLOCK_BYTES, length)
-        if len(data) == length and digest_of(data) == record.digest:
+        if len(data) == length and checksum_bytes(data) == record.digest:
             yield record
         block = record.end_block
 

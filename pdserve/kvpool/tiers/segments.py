@@ -33,6 +33,7 @@ import numpy as np
 from msgspec import Meta
 
 from pdserve.errors import ConfigError, StartupError
+from pdserve.kvpool.checksum import checksum_bytes
 from pdserve.kvpool.config import parse_bytes
 from pdserve.kvpool.tiers.base import (
     CORRUPT,
@@ -58,7 +59,7 @@ from pdserve.kvpool.tiers.files import (
     write_durably,
 )
 from pdserve.kvpool.tiers.segment_file import MAX_BATCH_PAGES, SegmentFile
-from pdserve.kvpool.tiers.segment_format import BLOCK_BYTES, digest_of, footer_blocks, record_blocks
+from pdserve.kvpool.tiers.segment_format import BLOCK_BYTES, footer_blocks, record_blocks
 from pdserve.kvpool.tiers.segment_index import SegmentIndex
 from pdserve.kvpool.tiers.segment_plan import Compact, Drop, Plan, make_room
 
@@ -189,7 +190,7 @@ class SegmentTier:
         self, pages: Sequence[TierPage], data: Sequence[PageMemory], batch: list[int], statuses: list[int]
     ) -> str:
         digests = [
-            pages[place].checksum or digest_of(data[place][: pages[place].length_bytes].data)
+            pages[place].checksum or checksum_bytes(data[place][: pages[place].length_bytes].data)
             for place in batch
         ]
         done = 0
@@ -285,7 +286,7 @@ class SegmentTier:
             return ReadResult(READ_FAILED)
         if record is None or record.page.namespace != name.namespace:
             return ReadResult(CORRUPT)
-        if digest_of(into[: name.length_bytes].data) != record.digest:
+        if checksum_bytes(into[: name.length_bytes].data) != record.digest:
             return ReadResult(CORRUPT)
         return ReadResult(LOADED, record.page)
 
@@ -359,7 +360,7 @@ class SegmentTier:
                 pages = [page for page, _ in found[done : done + fitting]]
                 data = [memory for _, memory in found[done : done + fitting]]
                 digests = [
-                    page.checksum or digest_of(bytes_[: page.length_bytes].data)
+                    page.checksum or checksum_bytes(bytes_[: page.length_bytes].data)
                     for page, bytes_ in zip(pages, data, strict=True)
                 ]
                 self._append(current, pages, digests, data)
