@@ -85,6 +85,13 @@ PURE = (
     "pdserve.router.fleet",
     "pdserve.router.workers",
     "pdserve.router.schema",
+    "pdserve.router.answer_tail",
+    "pdserve.router.cost",
+    "pdserve.router.facts",
+    "pdserve.router.placer",
+    "pdserve.router.placement_config",
+    "pdserve.router.prefixes",
+    "pdserve.router.session_keys",
     "pdserve.up.restart",
     "pdserve.up.toml",
 )

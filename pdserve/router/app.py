@@ -50,7 +50,7 @@ class Router:
         self.created_s = int(time.time())
         self._hot = HotRoutes(config, dispatcher, upstream.deadlines, stats)
         self._hot_paths = frozenset(HOT_PATHS)
-        collector = RouterCollector(stats, fleet, upstream, lambda: len(dispatcher.sessions))
+        collector = RouterCollector(stats, fleet, upstream, lambda: len(dispatcher.placer.sessions))
         self.app = make_app(self, make_registry(collector), self._hot)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

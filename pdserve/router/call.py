@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Literal
 
 from pdserve.errors import RequestError
+from pdserve.router.facts import Facts
 from pdserve.router.openai_errors import convert_error, error_event, error_of, error_type
-from pdserve.router.schema import Facts
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -46,6 +46,7 @@ class Call:
         "path",
         "phase",
         "plan_words",
+        "queued_tokens",
         "request_id",
         "send",
         "started_s",
@@ -83,6 +84,8 @@ class Call:
         """When the status was sent, on the loop's clock; 0 before that."""
         self.status = 0
         self.plan_words = b""
+        self.queued_tokens = 0
+        """Prompt tokens that count as waiting at the decode worker."""
         self.workers: list[tuple[bytes, bytes]] = []
         """Response headers that name the workers."""
 

@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from pdserve.router.placement_config import PlacementSettings, Session
+
 Mode = Literal["disagg", "agg"]
 
 
@@ -40,29 +42,6 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     total_s: Annotated[
         float, Meta(gt=0, description="The whole request, reading by the client included.")
     ] = 3600.0
-
-
-class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a request's session key comes from, and how closely a session keeps to its worker."""
-
-    sources: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Where the session key is looked for, in this order: `header:NAME`, `user` (the "
-            "body's field), `body:PATH` (dotted path into the body)."
-        ),
-    ] = ("header:x-session-id", "user")
-    ttl_s: Annotated[float, Meta(gt=0, description="A session unseen for this long is forgotten.")] = 3600.0
-    capacity: Annotated[
-        int, Meta(ge=1, description="Sessions remembered; the longest unseen is forgotten first.")
-    ] = 100_000
-    overload_factor: Annotated[
-        float,
-        Meta(ge=1, description="A session leaves a worker with more than this times the mean of requests."),
-    ] = 1.5
-    overload_min_requests: Annotated[
-        int, Meta(ge=1, description="A worker with at most this many requests is never called overloaded.")
-    ] = 8
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,10 +93,14 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(description="Base URLs of aggregated workers; beside decode workers they are the fallback."),
     ] = ()
     prefill_policy: Annotated[
-        str, Meta(description="Picks the prefill worker: affinity, least_loaded or round_robin.")
+        str,
+        Meta(
+            description="Picks the prefill worker: affinity, cache_aware, load_aware, power_of_two, "
+            "least_loaded, round_robin, or one added by entry point."
+        ),
     ] = "least_loaded"
     decode_policy: Annotated[
-        str, Meta(description="Picks the decode or aggregated worker: affinity, least_loaded or round_robin.")
+        str, Meta(description="Picks the decode or aggregated worker; the same policies.")
     ] = "affinity"
     prefill_endpoints: Annotated[
         tuple[str, ...], Meta(description="Endpoints whose requests go through the prefill stage.")
@@ -126,7 +109,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(
             ge=0,
-            description="Prompts estimated shorter skip the prefill stage; 0 sends every one through it.",
+            description="Prompts whose uncached part is estimated shorter skip the prefill stage; 0 sends "
+            "every one through it. Adapts to queues, see placement.queue_share.",
         ),
     ] = 0
     client_keepalive_s: Annotated[
@@ -140,6 +124,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "info"
     deadlines: Deadlines = Deadlines()
     session: Session = Session()
+    placement: PlacementSettings = PlacementSettings()
     limits: Limits = Limits()
     probe: Probe = Probe()
 

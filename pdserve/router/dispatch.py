@@ -28,10 +28,9 @@ from pdserve.router.exchange import UpstreamError
 from pdserve.router.fleet import Fleet, Worker
 from pdserve.router.metrics import Stats
 from pdserve.router.openai_errors import error_type
-from pdserve.router.plan import Plan, Planner, Settle, choose_alternate, resolve_model
-from pdserve.router.policies import make_policy
+from pdserve.router.placer import Placer
+from pdserve.router.plan import Plan, Settle, choose_alternate, resolve_model
 from pdserve.router.relay import is_event_stream, relay_events, relay_whole
-from pdserve.router.sessions import SessionTable
 from pdserve.router.throttle import ThrottledLog
 from pdserve.router.upstream import Upstream
 
@@ -89,39 +88,38 @@ class Dispatcher:
         self._stats = stats
         self._loop = asyncio.get_running_loop()
         self._failures = ThrottledLog(logger)
-        self.sessions = SessionTable(config.session.capacity, config.session.ttl_s)
-        self._planner = Planner(
-            prefill_policy=make_policy(config.prefill_policy, config.session),
-            decode_policy=make_policy(config.decode_policy, config.session),
-            prefill_endpoints=frozenset(config.prefill_endpoints),
-            min_prefill_tokens=config.min_prefill_tokens,
-        )
+        self.placer = Placer(config, fleet)
 
     async def serve(self, call: Call) -> None:
         """Answer the call. Raises RequestError with nothing sent; on cancellation everything is released."""
         now_s = self._loop.time()
         facts = call.facts
         model = resolve_model(facts.model, self._fleet.models)
-        last = None if facts.session_key is None else self.sessions.get(facts.session_key, now_s)
-        plan = self._planner.plan(facts, self._fleet.snapshot(model, now_s), last)
+        last = self.placer.last_turn(facts, now_s)
+        plan = self.placer.plan(facts, self._fleet.snapshot(model, now_s), last, now_s)
         self._fleet.on_selected(plan.decode, now_s)
         decode = plan.decode
         try:
             words = list(plan.reasons)
             if plan.prefill is not None:
                 self._fleet.on_selected(plan.prefill, now_s)
+                self._fleet.on_queued(plan.prefill, plan.uncached_tokens)
                 try:
                     if plan.settle is not None:
                         words.append(await self._settle(call, plan.settle))
-                    words.append(await self._prefill(call, plan.prefill))
+                    words.append(await self._prefill(call, plan, plan.prefill))
                 finally:
+                    self._fleet.on_queued(plan.prefill, -plan.uncached_tokens)
                     self._fleet.on_released(plan.prefill)
-            elif plan.settle is not None:
-                words.append(await self._settle(call, plan.settle))
+            else:
+                self._fleet.on_queued(decode, plan.uncached_tokens)
+                call.queued_tokens = plan.uncached_tokens
+                if plan.settle is not None:
+                    words.append(await self._settle(call, plan.settle))
             call.phase = "decode"
             tried: list[str] = []
             while True:
-                error = await self._decode(call, decode, words)
+                error = await self._decode(call, plan, decode, words)
                 if error is None:
                     return
                 tried.append(decode.id)
@@ -130,13 +128,22 @@ class Dispatcher:
                     await self._give_up(call, decode, error)
                     return
                 self._fleet.on_selected(alternate, self._loop.time())
-                self._fleet.on_released(decode)
+                self._release(call, decode)
                 decode = alternate
                 words.append("retried")
         except WorkerAnswerError as answer:  # from prefill, and final
             await call.answer_worker_error(answer.status, answer.body)
         finally:
-            self._fleet.on_released(decode)
+            self._release(call, decode)
+
+    def _release(self, call: Call, decode: Worker) -> None:
+        self._computed(call, decode)
+        self._fleet.on_released(decode)
+
+    def _computed(self, call: Call, decode: Worker) -> None:
+        """The call's prompt no longer waits to be computed by its decode worker. May be called again."""
+        self._fleet.on_queued(decode, -call.queued_tokens)
+        call.queued_tokens = 0
 
     # --- settle
 
@@ -162,7 +169,7 @@ class Dispatcher:
 
     # --- prefill
 
-    async def _prefill(self, call: Call, worker: Worker) -> str:
+    async def _prefill(self, call: Call, plan: Plan, worker: Worker) -> str:
         """Have the prompt computed and published. Raises WorkerAnswerError when the request itself is at
         fault.
         """
@@ -186,6 +193,15 @@ class Dispatcher:
             outcome, what = "garbage", f"its answer is no prefill report: {error}"
         else:
             self._fleet.on_success(worker)
+            self.placer.on_prefilled(
+                call.facts,
+                plan,
+                worker,
+                report.cached,
+                report.published_pages,
+                report.missing_pages,
+                self._loop.time(),
+            )
             call.workers.append((b"x-pdserve-prefill", worker.id_header))
             return f"stage={self._count_prefill(report)}"
         self._stats.prefill[outcome] += 1
@@ -225,7 +241,7 @@ class Dispatcher:
     # --- decode
 
     async def _decode(
-        self, call: Call, worker: Worker, words: list[str]
+        self, call: Call, plan: Plan, worker: Worker, words: list[str]
     ) -> UpstreamError | WorkerAnswerError | None:
         """Have `worker` answer the call. Returns None when it is answered, or what went wrong with nothing
         sent.
@@ -247,6 +263,7 @@ class Dispatcher:
                 head_s=first_s,
             )
             first_s = max(0.0, end_s - self._loop.time())
+            self._computed(call, worker)
             call.workers.append(decode_header)
             if exchange.status >= 400:
                 body = await exchange.read_all(first_s, MAX_ERROR_BYTES)
@@ -255,12 +272,20 @@ class Dispatcher:
                     return self._failed(worker, WorkerAnswerError(exchange.status, body))
                 await call.answer_worker_error(exchange.status, body)
             else:
-                if call.facts.session_key is not None:
-                    self.sessions.record(
-                        call.facts.session_key, call.request_id.decode(), worker.id, self._loop.time()
-                    )
+                turn = self.placer.on_answering(
+                    call.facts, plan, worker, call.request_id.decode(), self._loop.time()
+                )
                 relay = relay_events if is_event_stream(exchange) else relay_whole
                 await relay(call, exchange, first_s, self._deadlines.between_chunks_s)
+                self.placer.on_answered(
+                    call.facts,
+                    plan,
+                    worker,
+                    turn,
+                    exchange.tail(),
+                    exchange.received_bytes,
+                    self._loop.time(),
+                )
             self._fleet.on_success(worker)
             return None
         except UpstreamError as error:

@@ -28,7 +28,7 @@ import msgspec
 
 from pdserve.errors import PdserveError
 from pdserve.router.config import Mode, RouterConfig
-from pdserve.router.workers import ROLES, Role, Source, Worker, WorkerInfo, find_mismatch
+from pdserve.router.workers import ROLES, Role, Source, Worker, WorkerInfo, WorkerLoad, find_mismatch
 
 __all__ = ["Fleet", "FleetError", "Role", "Snapshot", "Source", "Worker", "WorkerInfo", "find_mismatch"]
 
@@ -50,6 +50,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Decode workers, or aggregated ones where no decode worker is eligible."""
     draining: tuple[Worker, ...] = ()
     """Decode and aggregated workers that get no new request, but can still be asked about earlier ones."""
+    members: frozenset[str] = frozenset()
+    """Ids of all workers, healthy or not, that are not draining."""
     valid_until_s: float = math.inf
 
 
@@ -65,6 +67,7 @@ class Fleet:
         self._circuit_open_s = circuit_open_s
         self._snapshots: dict[str, Snapshot] = {}
         self._models: tuple[str, ...] = ()
+        self._next_incarnation = 0
 
     @classmethod
     def from_config(cls, config: RouterConfig) -> Fleet:
@@ -209,6 +212,7 @@ class Fleet:
             prefill=closed["prefill"],
             decode=closed["decode"] or closed["agg"] or tuple(ready["decode"]) or tuple(ready["agg"]),
             draining=tuple(w for role in ("decode", "agg") for w in there[role] if w.draining),
+            members=frozenset(w.id for w in self.workers if not w.draining),
             valid_until_s=min(openings, default=math.inf),
         )
 
@@ -224,6 +228,16 @@ class Fleet:
     def on_released(self, worker: Worker) -> None:
         """The request counted by `on_selected` is over."""
         worker.in_flight -= 1
+
+    def on_queued(self, worker: Worker, tokens: int) -> None:
+        """So many prompt tokens were sent to be computed there; negative: they are, or will not be."""
+        worker.queued_tokens = max(0, worker.queued_tokens + tokens)
+
+    def on_load(self, worker: Worker, load: WorkerLoad) -> None:
+        """The worker said how busy it is: believed, except about our own requests."""
+        worker.elsewhere = max(0, load.running_requests + load.waiting_requests - worker.in_flight)
+        worker.queued_tokens = load.queued_tokens
+        worker.free_kv_tokens = load.free_kv_tokens
 
     def on_success(self, worker: Worker) -> None:
         """The worker answered as it should."""
@@ -270,6 +284,8 @@ class Fleet:
         worker.ready = ready
         if ready:  # what failed before it went away says nothing about it now
             worker.circuit_failures, worker.retry_at_s = 0, 0.0
+            worker.incarnation = f"{worker.id}#{self._next_incarnation}"
+            self._next_incarnation += 1
         self._snapshots.clear()
         return True
 

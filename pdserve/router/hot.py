@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 
 from pdserve.errors import RequestError
 from pdserve.router.call import JSON, Call, Receive, Scope, Send
 from pdserve.router.config import RouterConfig
 from pdserve.router.deadlines import Deadlines
 from pdserve.router.dispatch import Dispatcher
+from pdserve.router.facts import Facts
 from pdserve.router.metrics import Stats
 from pdserve.router.openai_errors import error_of
-from pdserve.router.schema import (
-    Facts,
-    estimate_prompt_tokens,
-    find_session_key,
-    parse_request,
-    parse_sources,
-)
+from pdserve.router.prefixes import prefix_of
+from pdserve.router.schema import estimate_prompt_tokens, parse_request
+from pdserve.router.session_keys import find_session_key, parse_sources
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +44,7 @@ class HotRoutes:
         self._dispatcher = dispatcher
         self._deadlines = deadlines
         self._stats = stats
+        self._needs_prefix = dispatcher.placer.needs_prefix
         self._sources = parse_sources(config.session.sources)
         self._body_limit_bytes = config.limits.body_bytes
         self._total_s = config.deadlines.total_s
@@ -103,9 +102,11 @@ class HotRoutes:
         call.facts = Facts(
             endpoint=call.path,
             model=view.model,
-            session_key=find_session_key(self._sources, call.header, view, body),
+            session=find_session_key(self._sources, call.header, view, body),
             prompt_tokens_estimate=estimate_prompt_tokens(view),
             turn=self._turn,
+            draw=random.getrandbits(32),
+            prefix=prefix_of(view, view.model or "") if self._needs_prefix else None,
         )
 
     async def _read_body(self, call: Call, receive: Receive) -> bytes | None:

@@ -3,12 +3,15 @@
 Rules, in order:
 1. The model decides which workers count: unknown 404, none given and several served 400.
 2. A decode (or aggregated) worker is chosen by the decode policy. None eligible: 503.
-3. A prefill worker is chosen by the prefill policy, unless the endpoint has no prefill stage, the prompt
-is estimated
-   shorter than `min_prefill_tokens`, or none is eligible: then the decode worker does it alone.
-4. If the session had a turn before and its pages are needed by someone other than the worker that has them
-(a prefill
-   stage, another decode worker), that worker is asked first whether they are settled in the pool.
+3. A prefill worker is chosen by the prefill policy, unless the endpoint has no prefill stage or none is
+   eligible: then the decode worker does it alone.
+4. The decode worker does it alone, too, when the part of the prompt that neither it nor the pool is thought
+   to have is short. What is short depends on the queues (`direct_threshold`). A session's next turn at its
+   decode worker normally goes this way.
+5. A session keeps to its workers only as long as they are there and not draining: one that has left, or is
+   about to, moves its sessions however sticky they are.
+6. If the session had a turn before and its pages are needed by someone other than the worker that has them
+   (a prefill stage, another decode worker), that worker is asked first whether they are settled in the pool.
 """
 
 from __future__ import annotations
@@ -18,22 +21,27 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from pdserve.errors import RequestError
+from pdserve.router.facts import Facts
 from pdserve.router.fleet import Snapshot, Worker
-from pdserve.router.policies.base import Policy
-from pdserve.router.schema import Facts
+from pdserve.router.placement_config import PlacementSettings
+from pdserve.router.policies.base import Ask, NoWorkerError, Policy
+from pdserve.router.prefixes import Places
 from pdserve.router.sessions import SessionEntry
+
+__all__ = [
+    "NoWorkerError",
+    "Plan",
+    "Planner",
+    "Settle",
+    "choose_alternate",
+    "direct_threshold",
+    "resolve_model",
+]
 
 RETRY_AFTER_S = 1
 """Said to clients with a 503: workers are probed every second or so."""
 DEFAULT_MODEL = "default"
 """SGLang's own name for whatever it serves; its documentation's examples send it."""
-
-
-class NoWorkerError(RequestError):
-    """No worker is eligible for the request now (503, `Retry-After`)."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(503, message, type_="service_unavailable_error", code="no_healthy_worker")
 
 
 class Settle(msgspec.Struct, frozen=True, gc=False):
@@ -53,6 +61,10 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     """All workers that `decode` was chosen from; the others are its alternates."""
     reasons: tuple[str, ...] = ()
     """Words for the log line and the `x-pdserve-plan` header."""
+    uncached_tokens: int = 0
+    """Estimated prompt tokens to be computed, by the prefill worker if there is one."""
+    places: Places | None = None
+    """Where the prompt's beginning was thought to be when this was planned."""
 
 
 class Planner(msgspec.Struct, frozen=True):
@@ -62,14 +74,25 @@ class Planner(msgspec.Struct, frozen=True):
     decode_policy: Policy
     prefill_endpoints: frozenset[str]
     min_prefill_tokens: int = 0
+    weights: PlacementSettings = PlacementSettings()
 
-    def plan(self, facts: Facts, snapshot: Snapshot, last: SessionEntry | None) -> Plan:
+    @property
+    def needs_places(self) -> bool:
+        """Whether plans depend on where prompts' beginnings live."""
+        return (
+            self.min_prefill_tokens > 0 or self.prefill_policy.needs_places or self.decode_policy.needs_places
+        )
+
+    def plan(
+        self, facts: Facts, snapshot: Snapshot, last: SessionEntry | None, places: Places | None = None
+    ) -> Plan:
         """The plan of one request. Raises NoWorkerError."""
         if not snapshot.decode:
             raise NoWorkerError("No worker is ready to serve this model; try again shortly.")
-        last_id = None if last is None else last.decode_id
-        decode, why_decode = self.decode_policy.choose(facts, snapshot.decode, last_id)
-        prefill, why_prefill = self._choose_prefill(facts, snapshot, decode)
+        last_id = None if last is None or last.decode_id not in snapshot.members else last.decode_id
+        choice = self.decode_policy.choose(_ask(facts, last_id, places), snapshot.decode)
+        decode = choice.worker
+        prefill, why_prefill = self._choose_prefill(facts, snapshot, decode, last, places)
         settle = None
         if last is not None and (prefill is not None or decode.id != last.decode_id):
             there = (*snapshot.decode, *snapshot.draining)
@@ -77,19 +100,60 @@ class Planner(msgspec.Struct, frozen=True):
             if holder is not None:
                 settle = Settle(holder, last.request_id)
         return Plan(
-            decode, prefill, settle, snapshot.decode, (f"decode={why_decode}", f"prefill={why_prefill}")
+            decode,
+            prefill,
+            settle,
+            snapshot.decode,
+            (f"decode={choice}", f"prefill={why_prefill}"),
+            _uncached(facts, prefill or decode, places),
+            places,
         )
 
-    def _choose_prefill(self, facts: Facts, snapshot: Snapshot, decode: Worker) -> tuple[Worker | None, str]:
+    def _choose_prefill(
+        self,
+        facts: Facts,
+        snapshot: Snapshot,
+        decode: Worker,
+        last: SessionEntry | None,
+        places: Places | None,
+    ) -> tuple[Worker | None, str]:
         if decode.role == "agg":
             return None, "agg"
         if facts.endpoint not in self.prefill_endpoints:
             return None, "no-stage"
-        if facts.prompt_tokens_estimate < self.min_prefill_tokens:
-            return None, "short-prompt"
         if not snapshot.prefill:
             return None, "none-ready"
-        return self.prefill_policy.choose(facts, snapshot.prefill, None)
+        last_id = None if last is None or last.prefill_id not in snapshot.members else last.prefill_id
+        try:
+            choice = self.prefill_policy.choose(_ask(facts, last_id, places), snapshot.prefill)
+        except NoWorkerError:
+            return None, "session-worker-gone"
+        if self.min_prefill_tokens:
+            threshold = direct_threshold(self.min_prefill_tokens, self.weights, choice.worker, decode)
+            uncached = _uncached(facts, decode, places)
+            if uncached < threshold:
+                return None, f"direct(uncached={uncached}<{threshold})"
+        return choice.worker, str(choice)
+
+
+def direct_threshold(least: int, weights: PlacementSettings, prefill: Worker, decode: Worker) -> int:
+    """Uncached tokens from which on a prompt goes through the prefill stage.
+
+    `least` where both queues are as long; more where the prefill worker's is longer, up to
+    `max_direct_tokens`, and less where the decode worker's is.
+    """
+    longer = prefill.queued_tokens - decode.queued_tokens
+    return max(0, min(int(least + weights.queue_share * longer), max(least, weights.max_direct_tokens)))
+
+
+def _ask(facts: Facts, last_id: str | None, places: Places | None) -> Ask:
+    session = None if facts.session is None else facts.session.name
+    return Ask(facts.prompt_tokens_estimate, session, last_id, facts.turn, facts.draw, places)
+
+
+def _uncached(facts: Facts, worker: Worker, places: Places | None) -> int:
+    cached = 0.0 if places is None else places.cached(worker).total
+    return max(0, int(facts.prompt_tokens_estimate - cached))
 
 
 def resolve_model(requested: str | None, served: Sequence[str]) -> str:
@@ -122,4 +186,4 @@ def resolve_model(requested: str | None, served: Sequence[str]) -> str:
 def choose_alternate(candidates: Iterable[Worker], tried: Iterable[str]) -> Worker | None:
     """The least loaded of the candidates that were not tried, for a request whose worker failed."""
     tried = set(tried)
-    return min((w for w in candidates if w.id not in tried), key=lambda w: w.in_flight, default=None)
+    return min((w for w in candidates if w.id not in tried), key=lambda w: w.load, default=None)

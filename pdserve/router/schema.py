@@ -7,19 +7,16 @@ byte, so a parameter that the router has never heard of works.
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Callable, Sequence
-from typing import Literal
 
 import msgspec
 
-from pdserve.errors import ConfigError, RequestError
+from pdserve.errors import RequestError
 
 BYTES_PER_TOKEN = 4
 """Rule of thumb for natural-language text under the usual tokenizers; an estimate only ever moves work."""
-MAX_SESSION_KEY_CHARS = 256
-"""A longer session key is replaced by its digest, so that the session table's memory is bounded."""
+BYTES_PER_TOKEN_ID = 6
+"""A token id of a vocabulary of some 100,000, its comma and perhaps a blank."""
 _EMPTY = msgspec.Raw(b"")
 
 
@@ -31,21 +28,19 @@ class RequestView(msgspec.Struct, gc=False):
     user: str | None = None
     messages: msgspec.Raw = _EMPTY
     prompt: msgspec.Raw = _EMPTY
+    text: msgspec.Raw = _EMPTY
+    input_ids: msgspec.Raw = _EMPTY
+    tools: msgspec.Raw = _EMPTY
+    cache_salt: msgspec.Raw = _EMPTY
 
-
-class Facts(msgspec.Struct, frozen=True, gc=False):
-    """What the plan is made from."""
-
-    endpoint: str
-    model: str | None = None
-    session_key: str | None = None
-    prompt_tokens_estimate: int = 0
-    turn: int = 0
-    """Number of the request at this router; breaks ties between equally good workers."""
+    @property
+    def prompt_json(self) -> msgspec.Raw:
+        """The prompt as it stands in the body: messages, text, token ids, or a list of prompts."""
+        return self.messages or self.prompt or self.text or self.input_ids
 
 
 _decoder = msgspec.json.Decoder(RequestView)
-_object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_TOKEN_IDS = re.compile(rb"[\[\s]+\d")
 _FIELD = re.compile(r" - at `\$\.(?P<field>[A-Za-z_]+)[^`]*`$")
 
 
@@ -67,64 +62,12 @@ def parse_request(body: bytes) -> RequestView:
         raise RequestError(400, "The request body is nested too deeply.") from None
 
 
+def bytes_per_token(prompt_json: bytes) -> int:
+    """How many bytes of the prompt's JSON make a token, roughly: less for text than for token ids."""
+    return BYTES_PER_TOKEN_ID if _TOKEN_IDS.match(prompt_json) else BYTES_PER_TOKEN
+
+
 def estimate_prompt_tokens(view: RequestView) -> int:
     """Roughly how many tokens the prompt has, from the length of its JSON."""
-    return (len(view.messages) + len(view.prompt)) // BYTES_PER_TOKEN
-
-
-# --- session keys
-
-
-class SessionSource(msgspec.Struct, frozen=True):
-    """One place where a session key may be."""
-
-    kind: Literal["header", "user", "body"]
-    name: str = ""
-    """Header name (lower case) or dotted path."""
-
-
-def parse_sources(texts: Sequence[str]) -> tuple[SessionSource, ...]:
-    """`session.sources` of the configuration. Raises ConfigError naming the one that is no source."""
-    sources = []
-    for text in texts:
-        kind, _, name = text.partition(":")
-        if kind == "user" and not name:
-            sources.append(SessionSource("user"))
-        elif kind == "header" and re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
-            sources.append(SessionSource("header", name.lower()))
-        elif kind == "body" and name and all(name.split(".")):
-            sources.append(SessionSource("body", name))
-        else:
-            raise ConfigError(
-                f"session.sources: {text!r} is not `header:NAME`, `user` or `body:PATH` (a dotted path)"
-            )
-    return tuple(sources)
-
-
-def find_session_key(
-    sources: Sequence[SessionSource], header: Callable[[str], str | None], view: RequestView, body: bytes
-) -> str | None:
-    """The first non-empty key that the sources give, bounded in length; None when there is none."""
-    for source in sources:
-        if source.kind == "header":
-            key = header(source.name)
-        elif source.kind == "user":
-            key = view.user
-        else:
-            key = _at_path(body, source.name.split("."))
-        if key:
-            if len(key) <= MAX_SESSION_KEY_CHARS:
-                return key
-            return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
-    return None
-
-
-def _at_path(body: bytes | msgspec.Raw, path: Sequence[str]) -> str | None:
-    """The string or number at a path of object keys; None where there is none."""
-    try:
-        for step in path:
-            body = _object_decoder.decode(body)[step]
-        value = msgspec.json.decode(body, type=str | int | None)
-    except (msgspec.DecodeError, KeyError, RecursionError):
-        return None
-    return None if value is None else str(value)
+    prompt = view.prompt_json
+    return len(prompt) // bytes_per_token(prompt)

@@ -1,4 +1,4 @@
-"""The session table: which decode worker answered a session last, and with which request.
+"""The session table: which workers answered a session last, and with which request.
 
 Bounded in size (the longest unseen session goes first) and in time (TTL). It holds no truth that cannot be
 lost: without an entry the rendezvous hash of the key finds the same worker at every router, and the
@@ -11,6 +11,8 @@ from collections import OrderedDict
 
 import msgspec
 
+from pdserve.router.session_keys import SessionKey
+
 
 class SessionEntry(msgspec.Struct, frozen=True, gc=False):
     """The last turn of one session."""
@@ -18,6 +20,12 @@ class SessionEntry(msgspec.Struct, frozen=True, gc=False):
     request_id: str
     decode_id: str
     seen_s: float
+    prefill_id: str = ""
+    """The prefill worker of its last turn that had one."""
+    tokens: int = 0
+    """What the decode worker has of the conversation, prompt and answer, in tokens; 0: not known."""
+    incarnation: str = ""
+    """Of the decode worker: another one has lost what it had."""
 
 
 class SessionTable:
@@ -32,22 +40,27 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, key: str, now_s: float) -> SessionEntry | None:
-        """The session's last turn, unless it is older than the TTL."""
-        entry = self._entries.get(key)
-        if entry is not None and now_s - entry.seen_s > self.ttl_s:
-            del self._entries[key]
-            return None
-        return entry
-
-    def record(self, key: str, request_id: str, decode_id: str, now_s: float) -> None:
-        """The session's turn `request_id` is being answered by `decode_id`."""
+    def get(self, key: SessionKey, now_s: float) -> SessionEntry | None:
+        """The session's last turn, by its last link that is known, unless it is older than the TTL."""
         entries = self._entries
-        entries[key] = SessionEntry(request_id, decode_id, now_s)
-        entries.move_to_end(key)
+        for link in reversed(key.links):
+            entry = entries.get(link)
+            if entry is not None:
+                if now_s - entry.seen_s <= self.ttl_s:
+                    return entry
+                del entries[link]
+        return None
+
+    def record(self, key: SessionKey, entry: SessionEntry) -> None:
+        """The session's turn is being answered, or was. `entry.seen_s` is now."""
+        entries, last = self._entries, key.links[-1]
+        entries[last] = entry
+        entries.move_to_end(last)
+        for link in key.links[:-1]:  # the turn before: it is not asked for again
+            entries.pop(link, None)
         if len(entries) > self.capacity:
             entries.popitem(last=False)
-        self.expire(now_s, limit=2)
+        self.expire(entry.seen_s, limit=2)
 
     def expire(self, now_s: float, limit: int) -> None:
         """Forget up to `limit` sessions that are past their TTL; two per new record keep the table clean."""

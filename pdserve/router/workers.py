@@ -33,6 +33,16 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     sglang_version: str = ""
 
 
+class WorkerLoad(msgspec.Struct, frozen=True):
+    """A worker's own word on how busy it is: `load` in its answer to `GET /pd/ready`."""
+
+    running_requests: int = 0
+    waiting_requests: int = 0
+    queued_tokens: int = 0
+    """Uncached prompt tokens of the waiting requests."""
+    free_kv_tokens: int | None = None
+
+
 class Worker:
     """One worker as the router sees it. `in_flight` is counted up at selection and down when the request
     ends.
@@ -41,13 +51,17 @@ class Worker:
     __slots__ = (
         "circuit_failures",
         "draining",
+        "elsewhere",
+        "free_kv_tokens",
         "host",
         "id",
         "id_header",
         "in_flight",
+        "incarnation",
         "info",
         "port",
         "probe_failures",
+        "queued_tokens",
         "ready",
         "refused",
         "retry_at_s",
@@ -60,7 +74,15 @@ class Worker:
         self.role = role
         self.id = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
         self.id_header = self.id.encode("ascii", "replace")
+        self.incarnation = self.id
+        """Another one whenever the worker comes back: what its memory held is lost then."""
         self.in_flight = 0
+        self.elsewhere = 0
+        """Requests that it has, by its own word, beyond this router's: those of other routers."""
+        self.queued_tokens = 0
+        """Prompt tokens that wait to be computed: its own word, and what was sent there since."""
+        self.free_kv_tokens: int | None = None
+        """Room in its KV memory in tokens; None: it does not say."""
         self.sources: set[Source] = set()
         """It leaves when the last of them no longer names it."""
         self.ready = False
@@ -75,6 +97,11 @@ class Worker:
 
     def __repr__(self) -> str:
         return f"Worker({self.role} {self.id})"
+
+    @property
+    def load(self) -> int:
+        """Requests it has, from all routers as far as known."""
+        return self.in_flight + self.elsewhere
 
     @property
     def url(self) -> str:

@@ -8,7 +8,6 @@ import pytest
 from pdserve.config import load_config, options
 from pdserve.errors import ConfigError
 from pdserve.router.config import RouterConfig, parse_base_url
-from pdserve.router.schema import parse_sources
 
 EXAMPLE = Path(__file__).parents[2] / "launch" / "router.toml"
 
@@ -53,9 +52,3 @@ def test_what_cannot_be_used_is_refused_in_one_line(overrides: dict[str, object]
 def test_base_urls() -> None:
     assert parse_base_url("http://h:8") == ("h", 8)
     assert parse_base_url("http://[::1]:8/") == ("::1", 8)
-
-
-@pytest.mark.parametrize("text", ["header:", "cookie:x", "user:x", "body:", "body:a..b", "header:a b", ""])
-def test_unknown_session_sources_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"session\.sources"):
-        parse_sources([text])

@@ -506,6 +506,6 @@ def test_a_failed_turn_leaves_no_trace_in_the_session_table() -> None:
         async with disagg(session=Session(sources=("user",))) as (harness, _, [decode]):
             decode.script(CHAT, answer(400, {"message": "no"}))
             await harness.chat(user="u")
-            assert len(harness.router.dispatcher.sessions) == 0
+            assert len(harness.router.dispatcher.placer.sessions) == 0
 
     run(main())

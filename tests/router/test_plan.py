@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from pdserve.errors import RequestError
-from pdserve.router.config import Session
+from pdserve.router.facts import Facts
 from pdserve.router.fleet import Snapshot, Worker
 from pdserve.router.plan import NoWorkerError, Plan, Planner, Settle, choose_alternate, resolve_model
-from pdserve.router.policies import make_policy
-from pdserve.router.schema import Facts
+from pdserve.router.policies import PolicySettings, make_policy
+from pdserve.router.session_keys import named
 from pdserve.router.sessions import SessionEntry
 
 PREFILL = Worker("prefill", "http://p:1")
@@ -23,12 +23,21 @@ def plan(
 ) -> Plan:
     last = more.pop("last", None)
     planner = Planner(
-        prefill_policy=make_policy("least_loaded", Session()),
-        decode_policy=make_policy("affinity", Session()),
+        prefill_policy=make_policy("least_loaded", PolicySettings()),
+        decode_policy=make_policy("affinity", PolicySettings()),
         prefill_endpoints=frozenset([CHAT]),
         **more,
     )
-    return planner.plan(facts, Snapshot(models=("m",), prefill=prefill, decode=decode), last)
+    return planner.plan(
+        facts,
+        Snapshot(
+            models=("m",),
+            prefill=prefill,
+            decode=decode,
+            members=frozenset(w.id for w in (*prefill, *decode)),
+        ),
+        last,
+    )
 
 
 def test_a_prompt_is_prefilled_by_one_worker_and_decoded_by_another() -> None:
@@ -45,7 +54,7 @@ def test_a_prompt_is_prefilled_by_one_worker_and_decoded_by_another() -> None:
     [
         (Facts(CHAT), {"prefill": ()}, "prefill=none-ready"),
         (Facts("/generate"), {}, "prefill=no-stage"),
-        (Facts(CHAT, prompt_tokens_estimate=9), {"min_prefill_tokens": 10}, "prefill=short-prompt"),
+        (Facts(CHAT, prompt_tokens_estimate=9), {"min_prefill_tokens": 10}, "prefill=direct(uncached=9<10)"),
         (Facts(CHAT), {"decode": (AGG,)}, "prefill=agg"),
     ],
 )
@@ -62,7 +71,7 @@ def test_no_worker_is_a_503() -> None:
 
 
 LAST = SessionEntry("r1", D2.id, 0.0)
-TURN = Facts(CHAT, session_key="s")
+TURN = Facts(CHAT, session=named("s"))
 
 
 def test_a_sessions_next_turn_goes_back_and_waits_for_its_pages_before_prefill() -> None:

@@ -7,15 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import RequestError
-from pdserve.router.schema import (
-    MAX_SESSION_KEY_CHARS,
-    estimate_prompt_tokens,
-    find_session_key,
-    parse_request,
-    parse_sources,
-)
+from pdserve.router.schema import RequestView, estimate_prompt_tokens, parse_request
 
-KNOWN = {"model", "stream", "user", "messages", "prompt"}
+KNOWN = set(RequestView.__struct_fields__)
 JSON_VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -75,27 +69,3 @@ def test_the_estimate_grows_with_the_prompt() -> None:
     long = parse_request(json.dumps({"prompt": "word " * 1000}).encode())
     assert estimate_prompt_tokens(short) == 0
     assert 1000 <= estimate_prompt_tokens(long) <= 1500
-
-
-def find(body: dict[str, object], *sources: str, **headers: str) -> str | None:
-    data = json.dumps(body).encode()
-    return find_session_key(parse_sources(sources), headers.get, parse_request(data), data)
-
-
-def test_session_key_sources_are_tried_in_order() -> None:
-    body: dict[str, object] = {"user": "u", "metadata": {"session": {"id": 7}}}
-    sources = ("header:Sid", "body:metadata.session.id", "user")
-    assert find(body, *sources, sid="s") == "s"
-    assert find(body, *sources) == "7"
-    assert find({"user": "u"}, *sources) == "u"
-    assert find({}, *sources) is None
-    assert find({"metadata": ["x"], "user": ""}, *sources) is None
-
-
-def test_a_long_session_key_is_digested_and_still_exact() -> None:
-    long = "k" * (MAX_SESSION_KEY_CHARS + 1)
-    first, second = find({"user": long}, "user"), find({"user": long + "x"}, "user")
-    assert first is not None
-    assert second is not None
-    assert first != second
-    assert len(first) <= MAX_SESSION_KEY_CHARS

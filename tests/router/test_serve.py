@@ -111,7 +111,7 @@ def test_a_stream_that_outlasts_the_grace_ends_in_an_error_event() -> None:
     [
         ([], 2, "no workers"),
         (["--decode", "nonsense"], 2, "http://HOST:PORT"),
-        (["--decode", "http://127.0.0.1:1", "--session.sources", "cookie:x"], 2, "cookie:x"),
+        (["--decode", "http://127.0.0.1:1", "--session.sources", "kooky:x"], 2, "kooky:x"),
         (["--config", "missing.toml"], 2, "missing.toml"),
     ],
 )

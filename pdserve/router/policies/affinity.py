@@ -1,11 +1,12 @@
-"""Session affinity: soft stickiness by session table, else rendezvous hashing, both with bounded load.
+"""Session affinity: the worker of the session's last turn, else rendezvous hashing with bounded load.
 
-Rendezvous (highest random weight) hashing: every router scores each worker by hash(session key, worker id)
-and takes the best score, so replicas agree without shared state, and a worker that leaves moves only its
-own sessions. Bounded load: a worker is overloaded when it has more than `overload_factor` times the mean
-requests in flight (and more than `overload_min_requests`); then the next best score is taken. At least one
-worker is at or below the mean, so one is always found. Source: Thaler & Ravishankar 1998; Mirrokni, Thorup
-& Zadimoghaddam, "Consistent hashing with bounded loads", 2016.
+Rendezvous (highest random weight) hashing: every router scores each worker by hash(session name, worker id)
+and takes the best score, so replicas agree without shared state, also after a restart, and a worker that
+leaves moves only its own sessions. Bounded load (mode soft): a worker is overloaded when it has more than
+`overload_factor` times the mean of requests (and more than `overload_min_requests`); then the next best
+score is taken. At least one worker is at or below the mean, so one is always found. In mode hard load does
+not count. Source: Thaler & Ravishankar 1998; Mirrokni, Thorup & Zadimoghaddam, "Consistent hashing with
+bounded loads", 2016.
 """
 
 from __future__ import annotations
@@ -14,46 +15,54 @@ from collections.abc import Sequence
 
 import xxhash
 
-from pdserve.router.fleet import Worker
-from pdserve.router.policies.base import Choice, Policy
-from pdserve.router.schema import Facts
+from pdserve.router.placement_config import Stickiness
+from pdserve.router.policies.base import Ask, Choice, NoWorkerError, Policy
+from pdserve.router.workers import Worker
 
 
 class Affinity:
-    """Prefers the session's last worker, then its rendezvous order; without a session key, asks
-    `fallback`.
-    """
+    """Keeps sessions together; requests that belong to none go where `fallback` says."""
 
-    def __init__(self, fallback: Policy, *, overload_factor: float, overload_min_requests: int) -> None:
+    def __init__(self, stickiness: Stickiness, fallback: Policy) -> None:
+        self._stickiness = stickiness
         self._fallback = fallback
-        self._overload_factor = overload_factor
-        self._overload_min_requests = overload_min_requests
+        self.needs_places = fallback.needs_places
 
-    def choose(self, facts: Facts, workers: Sequence[Worker], last_id: str | None) -> Choice:
-        """The session's worker unless it is gone or overloaded."""
-        key = facts.session_key
-        if key is None:
-            return self._fallback.choose(facts, workers, last_id)
+    def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
+        """The session's worker unless it is gone or overloaded. Raises NoWorkerError if it is gone and
+        `when_gone` is refuse.
+        """
+        if ask.session is None:
+            return self._fallback.choose(ask, workers)
         limit = self.load_limit(workers)
-        if last_id is not None:
-            for worker in workers:
-                if worker.id == last_id and worker.in_flight < limit:
-                    return Choice(worker, "session")
-        ranked = rendezvous_order(key, workers)
+        why = "rendezvous"
+        if ask.last_id is not None:
+            last = next((worker for worker in workers if worker.id == ask.last_id), None)
+            if last is not None and last.load < limit:
+                return Choice(last, "session")
+            if last is not None:
+                why = "overloaded"
+            elif self._stickiness.when_gone == "refuse":
+                raise NoWorkerError(f"The worker of this session, {ask.last_id}, is gone; try again shortly.")
+            else:
+                why = "gone"
+        ranked = rendezvous_order(ask.session, workers)
         for worker in ranked:
-            if worker.in_flight < limit:
-                return Choice(worker, "rendezvous")
-        return Choice(ranked[0], "rendezvous")
+            if worker.load < limit:
+                return Choice(worker, why)
+        return Choice(ranked[0], why)
 
     def load_limit(self, workers: Sequence[Worker]) -> float:
-        """Requests in flight at which a worker is overloaded, the one to be placed counted into the mean."""
-        mean = (sum(worker.in_flight for worker in workers) + 1) / len(workers)
-        return max(self._overload_factor * mean, self._overload_min_requests)
+        """Requests at which a worker is overloaded, the one to be placed counted into the mean."""
+        if self._stickiness.mode == "hard":
+            return float("inf")
+        mean = (sum(worker.load for worker in workers) + 1) / len(workers)
+        return max(self._stickiness.overload_factor * mean, self._stickiness.overload_min_requests)
 
 
-def rendezvous_order(key: str, workers: Sequence[Worker]) -> list[Worker]:
-    """`workers`, best score for `key` first; the order does not depend on the order given."""
-    prefix = key.encode("utf-8", "surrogatepass") + b"\0"
+def rendezvous_order(session: str, workers: Sequence[Worker]) -> list[Worker]:
+    """`workers`, best score for the session first; the order does not depend on the order given."""
+    prefix = session.encode("utf-8", "surrogatepass") + b"\0"
     return sorted(
         workers, key=lambda w: (xxhash.xxh3_64_intdigest(prefix + w.id.encode()), w.id), reverse=True
     )

@@ -1,8 +1,14 @@
 """What a placement policy is: a pure choice among eligible workers. It suggests; the planner disposes.
 
 A policy is given workers that may all be used, in a fixed order, never none, and returns one of them with
-the reason as one word. It holds no lock, clock or random source: `Facts.turn` counts requests and serves
-to break ties.
+the reason. It holds no lock, clock or random source: what is random comes in with the question (`Ask.draw`),
+and so does everything that is known about time.
+
+Policies of other packages are found by name through the entry point group `pdserve.router.policies`; such
+an entry point is called with `PolicySettings` and returns a `Policy`:
+
+    [project.entry-points."pdserve.router.policies"]
+    nearest = "my_package.nearest:Nearest"
 """
 
 from __future__ import annotations
@@ -10,20 +16,62 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from pdserve.router.fleet import Worker
-from pdserve.router.schema import Facts
+import msgspec
+
+from pdserve.errors import RequestError
+from pdserve.router.placement_config import PlacementSettings, Stickiness
+from pdserve.router.prefixes import Places
+from pdserve.router.workers import Worker
+
+
+class NoWorkerError(RequestError):
+    """No worker may be given the request now (503, `Retry-After`)."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(503, message, type_="service_unavailable_error", code="no_healthy_worker")
+
+
+class Ask(msgspec.Struct, frozen=True, gc=False):
+    """What a policy is asked: where should this request go?"""
+
+    prompt_tokens: int = 0
+    """Estimated."""
+    session: str | None = None
+    """The session's name, the same at every router; None: the request belongs to none."""
+    last_id: str | None = None
+    """The worker of the session's last turn, if known."""
+    turn: int = 0
+    """Number of the request at this router: lets equals take turns."""
+    draw: int = 0
+    """A random number of 32 bits."""
+    places: Places | None = None
+    """Where the prompt's beginning lives; None: nothing is known, or no policy asks."""
 
 
 class Choice(NamedTuple):
-    """A worker and why, in one word for the log line and the `x-pdserve-plan` header."""
+    """A worker and why: a word, and figures where there are any, for log line and `x-pdserve-plan`."""
 
     worker: Worker
     reason: str
+    figures: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason}({self.figures})" if self.figures else self.reason
 
 
 class Policy(Protocol):
     """Chooses one of the eligible workers."""
 
-    def choose(self, facts: Facts, workers: Sequence[Worker], last_id: str | None) -> Choice:
-        """One of `workers` (never empty). `last_id` is the worker of the session's last turn, if known."""
+    needs_places: bool
+    """Whether it looks at `Ask.places`, which costs some microseconds to make."""
+
+    def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
+        """One of `workers` (never empty). Raises NoWorkerError if the request must rather wait."""
         ...
+
+
+class PolicySettings(msgspec.Struct, frozen=True):
+    """What a policy is made from."""
+
+    stickiness: Stickiness = Stickiness()
+    weights: PlacementSettings = PlacementSettings()

@@ -1,24 +1,29 @@
-"""The worker with the fewest requests in flight; equals take turns."""
+"""The worker with the fewest requests; equals take turns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdserve.router.fleet import Worker
-from pdserve.router.policies.base import Choice
-from pdserve.router.schema import Facts
+from pdserve.router.policies.base import Ask, Choice, PolicySettings
+from pdserve.router.workers import Worker
 
 
 class LeastLoaded:
-    """Fewest requests in flight from this router."""
+    """Fewest requests, from this router and, as far as the workers say, from others."""
 
-    def choose(self, facts: Facts, workers: Sequence[Worker], last_id: str | None) -> Choice:
+    needs_places = False
+
+    def __init__(self, settings: PolicySettings) -> None:
+        pass
+
+    def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
         """The least loaded worker, searched from `turn` on so that equals take turns."""
         count = len(workers)
-        best = workers[facts.turn % count]
+        best = workers[ask.turn % count]
         if count > 1:
-            for i in range(facts.turn + 1, facts.turn + count):
+            least = best.load
+            for i in range(ask.turn + 1, ask.turn + count):
                 worker = workers[i % count]
-                if worker.in_flight < best.in_flight:
-                    best = worker
+                if worker.load < least:
+                    best, least = worker, worker.load
         return Choice(best, "least-loaded")

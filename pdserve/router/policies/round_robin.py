@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdserve.router.fleet import Worker
-from pdserve.router.policies.base import Choice
-from pdserve.router.schema import Facts
+from pdserve.router.policies.base import Ask, Choice, PolicySettings
+from pdserve.router.workers import Worker
 
 
 class RoundRobin:
     """Request n goes to worker n mod count."""
 
-    def choose(self, facts: Facts, workers: Sequence[Worker], last_id: str | None) -> Choice:
+    needs_places = False
+
+    def __init__(self, settings: PolicySettings) -> None:
+        pass
+
+    def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
         """The worker whose turn it is."""
-        return Choice(workers[facts.turn % len(workers)], "round-robin")
+        return Choice(workers[ask.turn % len(workers)], "round-robin")

@@ -1,0 +1,23 @@
+"""What the plan of a request is made from."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdserve.router.prefixes import Prefix
+from pdserve.router.session_keys import SessionKey
+
+
+class Facts(msgspec.Struct, frozen=True, gc=False):
+    """One request as planning sees it."""
+
+    endpoint: str
+    model: str | None = None
+    session: SessionKey | None = None
+    prompt_tokens_estimate: int = 0
+    turn: int = 0
+    """Number of the request at this router; lets equally good workers take turns."""
+    draw: int = 0
+    """A random number of 32 bits."""
+    prefix: Prefix | None = None
+    """The prompt's blocks; None where no policy asks for them."""
