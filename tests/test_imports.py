@@ -84,6 +84,8 @@ PURE = (
     "pdserve.router.sessions",
     "pdserve.router.fleet",
     "pdserve.router.workers",
+    "pdserve.router.trail",
+    "pdserve.router.budget",
     "pdserve.router.schema",
     "pdserve.router.answer_tail",
     "pdserve.router.cost",

@@ -33,7 +33,10 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 REQUEST_ID_HEADER = b"x-request-id"
-GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/generate", "/pd/prefill"})
+CONTINUE_PATH = "/pd/continue"
+GENERATING_PATHS = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/generate", "/pd/prefill", CONTINUE_PATH}
+)
 _BODY_QUEUE_MESSAGES = 8  # the server's own flow control does the rest
 
 

@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from pdserve import __version__
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.continuing import Continuing
 from pdserve.engine.fixed_weights import FixedWeights
 from pdserve.engine.requests import HttpRequest, PageNames, RequestTracking
 from pdserve.errors import PoolRefused, StartupError
@@ -126,6 +127,7 @@ def install(app: Any, worker: Worker, parts: RoleParts) -> None:
     """Add middleware and routes to SGLang's FastAPI app, before it serves."""
     if worker.config.storage != "none":
         app.add_middleware(FixedWeights)
+    app.add_middleware(Continuing, tokenizer_manager=lambda: worker.engine.tokenizer_manager)
     app.add_middleware(
         RequestTracking,
         tokenizer_manager=lambda: worker.engine.tokenizer_manager,

@@ -33,6 +33,14 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         float,
         Meta(ge=0, description="Added to prefill_s for the prefill worker to publish the prompt's pages."),
     ] = 5.0
+    hedge_prefill_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="A prefill not done by then is asked of a second worker too, the faster one wins; "
+            "0: never.",
+        ),
+    ] = 0.0
     first_byte_s: Annotated[
         float, Meta(gt=0, description="Decode worker's first byte; later, the client gets a 504.")
     ] = 300.0
@@ -57,8 +65,16 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         int, Meta(ge=0, description="Idle keep-alive connections kept to one worker.")
     ] = 256
     decode_attempts: Annotated[
-        int, Meta(ge=1, description="Decode workers tried for one request before its first byte is sent.")
+        int,
+        Meta(ge=1, description="Decode workers tried for one request, for the rest of a stream included."),
     ] = 2
+    retry_ratio: Annotated[
+        float,
+        Meta(ge=0, le=1, description="Second tries (and hedges) for each request, beside retries_per_s."),
+    ] = 0.2
+    retries_per_s: Annotated[
+        float, Meta(ge=0, description="Second tries allowed in each second, however few the requests.")
+    ] = 10.0
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -113,6 +129,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "every one through it. Adapts to queues, see placement.queue_share.",
         ),
     ] = 0
+    continue_streams: Annotated[
+        Literal["deterministic", "always", "never"],
+        Meta(
+            description="Streams that another decode worker continues when theirs is lost; deterministic: "
+            "greedy or seeded ones without grammar, always: sampled ones too."
+        ),
+    ] = "deterministic"
     client_keepalive_s: Annotated[
         float, Meta(gt=0, description="An idle client connection is closed after this long.")
     ] = 75.0

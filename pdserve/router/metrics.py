@@ -59,6 +59,9 @@ class Stats:
         self.client_aborts: defaultdict[str, int] = defaultdict(int)
         """By the phase the request was in: body, settle, prefill, decode, stream."""
         self.stream_errors: defaultdict[str, int] = defaultdict(int)
+        self.continued: defaultdict[str, int] = defaultdict(int)
+        self.retries_refused = 0
+        self.hedges = 0
         self.joins_refused = 0
         self.prompt_tokens = 0
         self.cached_tokens: defaultdict[str, int] = defaultdict(int)
@@ -127,6 +130,18 @@ class RouterCollector(Collector):
         yield _counter("settle", "Waits for a previous turn's pages, by outcome.", "outcome", stats.settle)
         yield _counter(
             "decode_retries", "Requests tried on another worker, by reason.", "reason", stats.decode_retries
+        )
+        yield _counter(
+            "streams_continued",
+            "Streams gone on with by another worker, by reason.",
+            "reason",
+            stats.continued,
+        )
+        yield CounterMetricFamily(
+            PREFIX + "retries_refused", "Retries that the budget refused.", value=stats.retries_refused
+        )
+        yield CounterMetricFamily(
+            PREFIX + "prefill_hedges", "Prefills asked of a second worker.", value=stats.hedges
         )
         yield CounterMetricFamily(
             PREFIX + "prompt_tokens", "Prompt tokens that prefill workers saw.", value=stats.prompt_tokens

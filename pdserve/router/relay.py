@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from pdserve.router.call import Call
 from pdserve.router.exchange import Exchange
+from pdserve.router.trail import Trail
 
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
-MAX_HELD_BYTES = 1024 * 1024
-"""An event longer than this is passed on in pieces."""
-_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _OWN_HEADERS = frozenset(
     (
         b"connection",
@@ -27,20 +25,11 @@ _OWN_HEADERS = frozenset(
         b"trailer",
         b"transfer-encoding",
         b"upgrade",
+        b"x-pdserve-marks",
         b"x-request-id",
     )
 )
 """Headers that belong to one connection or that the router sets itself."""
-
-
-def split_events(data: bytes) -> tuple[bytes, bytes]:
-    """(whole events, the beginning of the next one)."""
-    if data.endswith(_EVENT_ENDS):
-        return data, b""
-    end = max(data.rfind(mark) + len(mark) if mark in data else 0 for mark in _EVENT_ENDS)
-    if end == 0 and len(data) > MAX_HELD_BYTES:
-        return data, b""
-    return data[:end], data[end:]
 
 
 def is_event_stream(exchange: Exchange) -> bool:
@@ -67,7 +56,9 @@ async def relay_whole(call: Call, exchange: Exchange, first_byte_s: float, betwe
     await call.write(body, more=False)
 
 
-async def relay_events(call: Call, exchange: Exchange, first_byte_s: float, between_s: float) -> None:
+async def relay_events(
+    call: Call, exchange: Exchange, trail: Trail, first_byte_s: float, between_s: float
+) -> None:
     """Pass on a stream. Raises UpstreamError when the worker breaks off; `call.is_started` says if
     anything was sent.
     """
@@ -75,7 +66,7 @@ async def relay_events(call: Call, exchange: Exchange, first_byte_s: float, betw
     data = await exchange.read_some(first_byte_s)
     while True:
         at_end = exchange.at_end
-        ready, held = (data, b"") if at_end else split_events(data)
+        ready, held = trail.take(data, at_end)
         if ready or at_end:
             if not call.is_started:
                 await call.start(exchange.status, passed_headers(exchange))

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from pdserve.router.dispatch import SettledReport
 from pdserve.router.fleet import WorkerInfo
+from pdserve.router.stages import SettledReport
 
 Check = Callable[[httpx.AsyncClient, str], Awaitable[None]]
 HEADERS = {"x-request-id": "contract-1"}

@@ -1,0 +1,224 @@
+"""The stages before decode: waiting for the previous turn's pages, and having the prompt computed.
+
+Neither fails a request: what a stage could not do, the decode worker does itself. Only what a prefill worker
+says is the client's own fault ends the request here.
+
+A prefill may be hedged: when the first worker has not answered within `hedge_prefill_s`, a second one is
+asked the same, within the retry budget; who answers well first wins, the other is cut. Off by default: it
+computes some prompts twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from pdserve.errors import PdserveError
+from pdserve.router.budget import RetryBudget
+from pdserve.router.call import Call
+from pdserve.router.config import Deadlines
+from pdserve.router.exchange import UpstreamError
+from pdserve.router.fleet import Fleet, Worker
+from pdserve.router.metrics import Stats
+from pdserve.router.placer import Placer
+from pdserve.router.plan import Plan, Settle, choose_alternate
+from pdserve.router.throttle import ThrottledLog
+from pdserve.router.upstream import Upstream
+
+logger = logging.getLogger(__name__)
+
+SETTLE_SLACK_S = 0.25
+"""On top of the time that the worker itself was given to wait."""
+MAX_ERROR_BYTES = 1024 * 1024
+CLIENT_FAULTS = frozenset((400, 413, 422))
+"""Prefill's answers that are final. Others, like 404 or 429, may be the worker's own trouble; if they are
+not, the decode worker will say the same."""
+GOOD = frozenset(("ok", "partial"))
+"""Outcomes of a prefill that need no better one."""
+
+
+class PrefillReport(msgspec.Struct):
+    """A prefill worker's 200 answer."""
+
+    prompt_tokens: int
+    published_pages: int
+    missing_pages: int
+    cached: dict[str, int] = {}
+    prefill_ms: float = 0.0
+    publish_ms: float = 0.0
+
+
+class SettledReport(msgspec.Struct):
+    """A decode worker's answer to `/pd/settled`."""
+
+    known: bool
+    settled: bool
+
+
+class WorkerAnswerError(PdserveError):
+    """A worker answered with an error status."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+        self.body = body
+
+
+_report_decoder = msgspec.json.Decoder(PrefillReport)
+_settled_decoder = msgspec.json.Decoder(SettledReport)
+
+
+class Stages:
+    """Settle and prefill."""
+
+    def __init__(
+        self,
+        deadlines: Deadlines,
+        fleet: Fleet,
+        upstream: Upstream,
+        stats: Stats,
+        placer: Placer,
+        budget: RetryBudget,
+        failures: ThrottledLog,
+    ) -> None:
+        self._deadlines = deadlines
+        self._fleet = fleet
+        self._upstream = upstream
+        self._stats = stats
+        self._placer = placer
+        self._budget = budget
+        self._failures = failures
+        self._loop = asyncio.get_running_loop()
+
+    async def settle(self, call: Call, settle: Settle) -> str:
+        """Wait, bounded, until the previous turn's pages are in the pool. Never fails."""
+        wait_s = self._deadlines.settle_s
+        if wait_s <= 0:
+            return "settle=off"
+        call.phase = "settle"
+        body = msgspec.json.encode({"request_id": settle.request_id, "timeout_s": wait_s})
+        try:
+            answer = await self._post_json(call, settle.worker, "/pd/settled", body, wait_s + SETTLE_SLACK_S)
+            report = _settled_decoder.decode(answer)
+            outcome: str = "unknown" if not report.known else "settled" if report.settled else "unsettled"
+        except UpstreamError as error:
+            outcome = error.kind
+        except WorkerAnswerError as error:
+            outcome = f"status-{error.status}"
+        except msgspec.MsgspecError:
+            outcome = "garbage"
+        self._stats.settle[outcome] += 1
+        return f"settle={outcome}"
+
+    # --- prefill
+
+    async def prefill(self, call: Call, plan: Plan, worker: Worker, candidates: Sequence[Worker]) -> str:
+        """Have the prompt computed and published; `candidates` are the prefill workers that a hedge may take.
+        Raises WorkerAnswerError when the request itself is at fault.
+        """
+        call.phase = "prefill"
+        hedge_s = self._deadlines.hedge_prefill_s
+        if hedge_s > 0:
+            return f"stage={await self._hedged(call, plan, worker, candidates, hedge_s)}"
+        return f"stage={await self._prefill_at(call, plan, worker)}"
+
+    async def _hedged(
+        self, call: Call, plan: Plan, worker: Worker, candidates: Sequence[Worker], hedge_s: float
+    ) -> str:
+        """The better of two outcomes, the second asked for only if the first is slow."""
+        asked = [self._loop.create_task(self._prefill_at(call, plan, worker))]
+        try:
+            done, running = await asyncio.wait(asked, timeout=hedge_s)
+            other = None if done else choose_alternate(candidates, (worker.id,))
+            if other is None or not self._budget.take(self._loop.time()):
+                return await asked[0]
+            self._stats.hedges += 1
+            asked.append(self._loop.create_task(self._counted(call, plan, other)))
+            running.add(asked[1])
+            outcome = ""
+            while running:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                outcome = min((task.result() for task in done), key=lambda word: word not in GOOD)
+                if outcome in GOOD:
+                    break
+            return outcome
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    async def _counted(self, call: Call, plan: Plan, worker: Worker) -> str:
+        self._fleet.on_selected(worker, self._loop.time())
+        try:
+            return await self._prefill_at(call, plan, worker)
+        finally:
+            self._fleet.on_released(worker)
+
+    async def _prefill_at(self, call: Call, plan: Plan, worker: Worker) -> str:
+        """The outcome at one worker, in one word."""
+        limit_s = self._deadlines.prefill_s + self._deadlines.publish_s
+        outcome: str
+        try:
+            answer = await self._post_json(
+                call, worker, f"/pd/prefill?endpoint={call.path}", call.body, limit_s
+            )
+            report = _report_decoder.decode(answer)
+        except UpstreamError as error:
+            outcome, what = error.kind, str(error)
+        except WorkerAnswerError as error:
+            if error.status in CLIENT_FAULTS:
+                self._stats.prefill["client-error"] += 1
+                self._fleet.on_success(worker)
+                raise
+            outcome, what = f"status-{error.status}", str(error)
+        except msgspec.MsgspecError as error:
+            outcome, what = "garbage", f"its answer is no prefill report: {error}"
+        else:
+            self._fleet.on_success(worker)
+            self._placer.on_prefilled(
+                call.facts,
+                plan,
+                worker,
+                report.cached,
+                report.published_pages,
+                report.missing_pages,
+                self._loop.time(),
+            )
+            call.workers[:] = [(b"x-pdserve-prefill", worker.id_header)]
+            return self._count_prefill(report)
+        self._stats.prefill[outcome] += 1
+        opened = self._fleet.on_failure(worker, self._loop.time())
+        self._failures.warning(
+            worker.id, "prefill worker %s: %s; the decode worker does it alone", worker.id, what
+        )
+        if opened:
+            logger.warning("prefill worker %s: circuit opened", worker.id)
+        return outcome
+
+    def _count_prefill(self, report: PrefillReport) -> str:
+        stats = self._stats
+        outcome = "partial" if report.missing_pages else "ok"
+        stats.prefill[outcome] += 1
+        stats.prompt_tokens += report.prompt_tokens
+        stats.missing_pages += report.missing_pages
+        for source, tokens in report.cached.items():
+            if source in ("device", "host", "pool"):
+                stats.cached_tokens[source] += tokens
+        return outcome
+
+    async def _post_json(self, call: Call, worker: Worker, target: str, body: bytes, limit_s: float) -> bytes:
+        """A 200 answer's body. Raises UpstreamError, or WorkerAnswerError for another status."""
+        end_s = self._loop.time() + limit_s
+        exchange = await self._upstream.post(
+            worker, target, call.upstream_headers, body, connect_s=self._deadlines.connect_s, head_s=limit_s
+        )
+        try:
+            answer = await exchange.read_all(max(0.0, end_s - self._loop.time()), MAX_ERROR_BYTES)
+            if exchange.status != 200:
+                raise WorkerAnswerError(exchange.status, answer)
+            return answer
+        finally:
+            exchange.release()
