@@ -20,10 +20,17 @@ PROMPT = [72, 105, 33]
 
 
 class Tokenizer:
-    """Tokens are bytes of UTF-8: most characters of the answers below take several."""
+    """Tokens are one byte of UTF-8 or two: characters begin and end within them."""
 
     def decode(self, ids: Any, **_: Any) -> str:
-        return bytes(ids).decode("utf-8", "replace")
+        return b"".join(i.to_bytes(1 + (i > 255), "big") for i in ids).decode("utf-8", "replace")
+
+
+def tokens(text: str, is_wide: bool = False) -> list[int]:
+    data = text.encode()
+    if not is_wide:
+        return list(data)
+    return [int.from_bytes(data[i : i + 2], "big") for i in range(0, len(data), 2)]
 
 
 @dataclass
@@ -194,11 +201,12 @@ TEXT = st.text(st.sampled_from("ab \"'\\é漢🙂\n:"), min_size=1, max_size=12)
     st.integers(1, 4),
     st.none() | st.integers(1, 30),
     st.lists(st.integers(0, 4000), min_size=1),
+    st.booleans(),
 )
 def test_the_client_cannot_tell(
-    text: str, step: int, other_step: int, limit: int | None, cuts: list[int]
+    text: str, step: int, other_step: int, limit: int | None, cuts: list[int], is_wide: bool
 ) -> None:
-    answer = list(text.encode())
+    answer = tokens(text, is_wide)
     body = json.dumps({"max_tokens": limit}).encode()
     whole = chat(Engine(answer, step), body, marks=False)
     marked = chat(Engine(answer, step), body)
