@@ -104,6 +104,8 @@ class WorkerPool(ConnectionOwner):
     def forget(self, connection: Connection) -> None:
         """Closed."""
         self._open.discard(connection)
+        if connection in self._idle:  # closed by the worker
+            self._idle.remove(connection)
 
     def drop_aged(self, now_s: float) -> None:
         """Close idle connections that are too old to be used again."""
