@@ -40,12 +40,15 @@ class RequestError(PdserveError):
         type_: str = "invalid_request_error",
         code: str | None = None,
         param: str | None = None,
+        retry_after_s: int = 1,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.type_ = type_
         self.code = code
         self.param = param
+        self.retry_after_s = retry_after_s
+        """Said in `Retry-After` where the status is 429 or 503."""
 
     def body(self) -> dict[str, dict[str, str | None]]:
         """The answer's body, in OpenAI's form."""

@@ -94,6 +94,10 @@ PURE = (
     "pdserve.router.placement_config",
     "pdserve.router.prefixes",
     "pdserve.router.session_keys",
+    "pdserve.router.tenants",
+    "pdserve.router.admission",
+    "pdserve.router.isolation",
+    "pdserve.router.usage",
     "pdserve.up.restart",
     "pdserve.up.toml",
 )
@@ -115,7 +119,14 @@ class Rule(NamedTuple):
 
 RULES = (
     Rule(
-        ("pdserve.errors", "pdserve.pages", "pdserve.config", "pdserve.command", "pdserve.logs"),
+        (
+            "pdserve.errors",
+            "pdserve.pages",
+            "pdserve.config",
+            "pdserve.command",
+            "pdserve.logs",
+            "pdserve.tokens",
+        ),
         ("pdserve.kvpool*", "pdserve.router*", *ENGINE, *WORKERS, "pdserve.up*", "pdserve.bench*"),
         "the foundation imports no part",
     ),

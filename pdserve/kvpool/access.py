@@ -12,9 +12,6 @@ reads everything. Nodes show the `cluster_token` to each other.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import re
 from typing import Final
 
 import msgspec
@@ -31,6 +28,7 @@ from pdserve.kvpool.cluster_messages import (
     PullPages,
     Upgrade,
 )
+from pdserve.tokens import same
 
 READ: Final = 1
 WRITE: Final = 2
@@ -51,31 +49,6 @@ NEEDS: Final[dict[type, int]] = {  # of requests that name a namespace by its nu
 }
 NODE_OPERATIONS: Final = (Drain, Upgrade, ListPages)
 PEER_OPERATIONS: Final = (Gossip, ProbePeer, ListOwned, PullPages, EndReplicas)
-
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-def digest(token: str) -> str:
-    """Of a token as a client presents it. Empty for none."""
-    return hashlib.sha256(token.encode()).hexdigest() if token else ""
-
-
-def digest_of_setting(text: str) -> str:
-    """Of a token as a configuration has it, where `sha256:...` is a digest already. Never for what a client
-    presents: whoever saw a digest would have the token.
-    """
-    if text.startswith("sha256:"):
-        return text.removeprefix("sha256:").lower()
-    return digest(text)
-
-
-def is_digest(text: str) -> bool:
-    return _DIGEST.fullmatch(text) is not None
-
-
-def same(one: str, other: str) -> bool:
-    """Whether two digests are equal, in a time that does not tell where they differ. Empty ones never are."""
-    return bool(one) and hmac.compare_digest(one.encode(), other.encode())
 
 
 def guards(settings: NamespaceSettings) -> tuple[str, str, str]:

@@ -36,6 +36,7 @@ from pdserve.kvpool.leases import Session
 from pdserve.kvpool.namespace_settings import check_settings
 from pdserve.kvpool.namespaces import Namespace, Namespaces
 from pdserve.kvpool.registry import NamespaceError, check_geometry, check_name
+from pdserve.tokens import same
 
 OnGone: TypeAlias = Callable[[int, list[Action]], int]
 OnSettings: TypeAlias = Callable[[int, NamespaceSettings], None]
@@ -127,7 +128,7 @@ class Administration:
         return need is not None and not self.rights(session, number) & need
 
     def _is_super(self, session: Session) -> bool:
-        return session.peer or access.same(session.token, self._rules.admin_token)
+        return session.peer or same(session.token, self._rules.admin_token)
 
     def _is_operator(self, session: Session) -> bool:
         return not self._rules.admin_token or self._is_super(session)

@@ -9,9 +9,9 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.errors import ConfigError
-from pdserve.kvpool.access import digest_of_setting, is_digest
 from pdserve.kvpool.cluster_messages import Media, NamespaceSettings
 from pdserve.kvpool.sizes import parse_bytes
+from pdserve.tokens import digest_of_setting, is_digest, read_token
 
 
 class NamespaceDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,14 +98,3 @@ def token_digest(name: str, token: str, file: Path | None) -> str:
     if found and not is_digest(found):
         raise ConfigError(f"{name}: after `sha256:` must come 64 hexadecimal digits")
     return found
-
-
-def read_token(file: Path) -> str:
-    """The token in a file, without the line's end. Raises ConfigError."""
-    try:
-        token = file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the token file {file} cannot be read: {error}") from None
-    if not token:
-        raise ConfigError(f"the token file {file} is empty")
-    return token

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pdserve.errors import ConfigError
-from pdserve.kvpool.access import digest, same
 from pdserve.kvpool.administration import Rules
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.messages import Hello
 from pdserve.kvpool.namespace_config import settings_of, token_digest
 from pdserve.kvpool.namespace_settings import check_settings
 from pdserve.kvpool.registry import NamespaceError, check_name
+from pdserve.tokens import digest, same
 
 
 def rules_of(config: PoolNodeConfig) -> Rules:

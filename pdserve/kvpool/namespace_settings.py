@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 from pdserve.errors import ConfigError
-from pdserve.kvpool import access
+from pdserve.kvpool.access import TOKENS
 from pdserve.kvpool.cluster_messages import NamespaceSettings
 from pdserve.kvpool.policies import check_policy
 from pdserve.kvpool.registry import NamespaceError
+from pdserve.tokens import is_digest
 
 MAX_WEIGHT = 1e6
 MIN_WEIGHT = 1e-3
@@ -28,9 +29,9 @@ def check_settings(settings: NamespaceSettings, capacity_bytes: int, *, tokens_a
     if not MIN_WEIGHT <= settings.weight <= MAX_WEIGHT:
         raise _bad(f"weight is {settings.weight}: it must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:,.0f}")
     _check_policy(settings)
-    for name in access.TOKENS:
+    for name in TOKENS:
         token = getattr(settings, name)
-        if token and not access.is_digest(token):
+        if token and not is_digest(token):
             raise _bad(f"{name} must be the SHA-256 digest of the token, 64 hexadecimal digits")
         if token and not tokens_allowed:
             raise _bad(

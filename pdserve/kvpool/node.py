@@ -19,7 +19,6 @@ import uvloop
 from msgspec.structs import replace
 
 from pdserve.errors import NodeFailed, PdserveError
-from pdserve.kvpool.access import digest
 from pdserve.kvpool.arena import Arena
 from pdserve.kvpool.cluster_messages import NamespaceRecord, Upgrade
 from pdserve.kvpool.config import PoolNodeConfig
@@ -79,6 +78,7 @@ from pdserve.kvpool.transports.control import parse_address
 from pdserve.kvpool.ucx_path import UcxPath
 from pdserve.kvpool.upgrade import Upgrader
 from pdserve.kvpool.visitors import Visitors
+from pdserve.tokens import digest
 
 logger = logging.getLogger(__name__)
 

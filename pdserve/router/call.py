@@ -156,7 +156,7 @@ class Call:
 
     async def answer_error(self, error: RequestError) -> None:
         """Send an error that the router found itself, in OpenAI's form."""
-        more = ((b"retry-after", b"1"),) if error.status in (429, 503) else ()
+        more = ((b"retry-after", b"%d" % error.retry_after_s),) if error.status in (429, 503) else ()
         await self.answer(error.status, error_of(error), more_headers=more)
 
     async def answer_worker_error(self, status: int, body: bytes) -> None:

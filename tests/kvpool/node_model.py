@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from pdserve.kvpool import messages as m
-from pdserve.kvpool.access import digest
 from pdserve.kvpool.administration import Rules
 from pdserve.kvpool.events import Action, Answer, Connected, Disconnected, Received, Tick
 from pdserve.kvpool.leases import Limits
@@ -16,6 +15,7 @@ from pdserve.kvpool.slots import SlotAllocator
 from pdserve.kvpool.state import NO_RULES, NodeState
 from pdserve.kvpool.store import PageStore
 from pdserve.kvpool.tiering import TieringLimits, TierSpec
+from pdserve.tokens import digest
 
 KIB = 1024
 R = TypeVar("R")

@@ -9,15 +9,12 @@ from pdserve.kvpool.access import (
     KEPT,
     READ,
     WRITE,
-    digest,
-    digest_of_setting,
     guards,
-    is_digest,
     redacted,
     rights_of,
-    same,
 )
 from pdserve.kvpool.cluster_messages import NamespaceSettings
+from pdserve.tokens import digest, digest_of_setting, is_digest, same
 
 R, W, A = digest("r"), digest("w"), digest("a")
 

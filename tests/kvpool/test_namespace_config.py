@@ -9,9 +9,9 @@ import pytest
 
 from pdserve.config import load_config
 from pdserve.errors import ConfigError
-from pdserve.kvpool.access import digest
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.namespace_rules import rules_of
+from pdserve.tokens import digest
 
 SIZES = {"capacity_bytes": "1GiB", "admin_token": "root"}
 

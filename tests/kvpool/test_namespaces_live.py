@@ -13,12 +13,12 @@ import pytest
 from pdserve.cli import main
 from pdserve.errors import PoolRefused
 from pdserve.kvpool import messages as m
-from pdserve.kvpool.access import digest
 from pdserve.kvpool.client import PoolClient
 from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.cluster_messages import ClusterState, Gossip, NamespaceSettings, PutNamespace
 from pdserve.kvpool.commands.asking import fetch_status
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
+from pdserve.tokens import digest
 
 from ..contracts.pools import ProcessPool, arena_dir, remove_arena
 from .test_gossip import Processes

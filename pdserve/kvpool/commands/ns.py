@@ -11,7 +11,7 @@ import typer
 from msgspec.structs import asdict, replace
 
 from pdserve.errors import ConfigError, PoolError, PoolRefused
-from pdserve.kvpool.access import TOKENS, digest_of_setting, is_digest
+from pdserve.kvpool.access import TOKENS
 from pdserve.kvpool.cluster_messages import (
     ListNamespaces,
     NamespaceList,
@@ -34,6 +34,7 @@ from pdserve.kvpool.commands.asking import (
 from pdserve.kvpool.commands.tables import as_json, make_console, make_table, rate, size
 from pdserve.kvpool.messages import Done, DropNamespace, NamespaceStatus
 from pdserve.kvpool.sizes import parse_bytes
+from pdserve.tokens import digest_of_setting, is_digest
 
 POLL_S: Final = 0.05
 

@@ -1,0 +1,73 @@
+"""Secrets that prove who somebody is: API keys, the cluster's token, tokens of namespaces.
+
+What is kept is their SHA-256 digest; they are long and random, so that no slow hash is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from pdserve.errors import ConfigError
+
+MIN_CHARS = 16
+"""A shorter secret could be guessed; `pdserve key` makes one of 43 characters."""
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_PRINTABLE = re.compile(r"[\x21-\x7e]+")
+
+
+def digest(token: str) -> str:
+    """Of a token as a client presents it, SHA-256 in hex. Empty for none."""
+    return hashlib.sha256(token.encode()).hexdigest() if token else ""
+
+
+def digest_of_setting(text: str) -> str:
+    """Of a token as a configuration has it, where `sha256:...` is a digest already. Never for what a client
+    presents: whoever saw a digest would have the token.
+    """
+    if text.startswith("sha256:"):
+        return text.removeprefix("sha256:").lower()
+    return digest(text)
+
+
+def is_digest(text: str) -> bool:
+    """Whether `text` is a SHA-256 in lower-case hex."""
+    return _DIGEST.fullmatch(text) is not None
+
+
+def same(one: str, other: str) -> bool:
+    """Whether two digests are equal, in a time that does not tell where they differ. Empty ones never are."""
+    return bool(one) and hmac.compare_digest(one.encode(), other.encode())
+
+
+def bearer(authorization: bytes | None) -> str:
+    """The token of an `Authorization: Bearer` header; empty for another scheme or none."""
+    if authorization is None or authorization[:7].lower() != b"bearer ":
+        return ""
+    return authorization[7:].strip().decode("latin-1")
+
+
+def read_token(file: Path) -> str:
+    """The token in a file, without the line's end. Raises ConfigError."""
+    try:
+        token = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the token file {file} cannot be read: {error}") from None
+    if not token:
+        raise ConfigError(f"the token file {file} is empty")
+    return token
+
+
+def secret_of(name: str, text: str, file: Path | None, variable: str, environ: Mapping[str, str]) -> str:
+    """A secret given as text, in a file or in an environment variable, in this order; empty for none. Raises
+    ConfigError for one that is short, or that no header can carry.
+    """
+    if text and file is not None:
+        raise ConfigError(f"{name} and {name}_file are both set: keep one")
+    secret = text or (read_token(file) if file is not None else environ.get(variable, ""))
+    if secret and (len(secret) < MIN_CHARS or not _PRINTABLE.fullmatch(secret)):
+        raise ConfigError(f"{name} must be {MIN_CHARS} characters or more, printable ASCII without spaces")
+    return secret
