@@ -14,22 +14,28 @@ from typing import Any
 import fastapi
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from pdserve import __version__
+from pdserve.errors import RequestError
 from pdserve.router.call import JSON, Receive, Scope, Send
 from pdserve.router.config import RouterConfig
 from pdserve.router.dispatch import Dispatcher
+from pdserve.router.entrance import Entrance
 from pdserve.router.fleet import Fleet
 from pdserve.router.hot import HOT_PATHS, HotRoutes
+from pdserve.router.keys import cluster_token
 from pdserve.router.metrics import RouterCollector, Stats, make_registry
-from pdserve.router.openai_errors import error_body, error_type
+from pdserve.router.openai_errors import error_body, error_of, error_type
 from pdserve.router.probe import Prober
+from pdserve.router.tenant_metrics import EntranceCollector
 from pdserve.router.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
+OPEN_PATHS = frozenset(("/health", "/ready", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"))
+"""Ordinary routes that need no API key where others do."""
 _BODY = {
     "content": {"application/json": {"schema": {"type": "object", "additionalProperties": True}}},
     "required": True,
@@ -40,25 +46,51 @@ class Router:
     """The ASGI application, and the parts it is made of (for tests and for the process around it)."""
 
     def __init__(
-        self, config: RouterConfig, fleet: Fleet, upstream: Upstream, dispatcher: Dispatcher, stats: Stats
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        entrance: Entrance,
+        upstream: Upstream,
+        dispatcher: Dispatcher,
+        stats: Stats,
     ) -> None:
         self.config = config
         self.fleet = fleet
+        self.entrance = entrance
         self.upstream = upstream
         self.dispatcher = dispatcher
         self.stats = stats
         self.created_s = int(time.time())
-        self._hot = HotRoutes(config, dispatcher, upstream.deadlines, stats)
+        self._hot = HotRoutes(config, entrance, dispatcher, upstream.deadlines, stats)
         self._hot_paths = frozenset(HOT_PATHS)
         collector = RouterCollector(stats, fleet, upstream, lambda: len(dispatcher.placer.sessions))
-        self.app = make_app(self, make_registry(collector), self._hot)
+        self.registry = make_registry(collector, EntranceCollector(entrance))
+        self.app = make_app(self, self._hot)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hot paths go past FastAPI; everything else goes to it."""
         if scope["type"] == "http" and scope["path"] in self._hot_paths:
             await self._hot(scope, receive, send)
+        elif scope["type"] == "http" and (error := self._refusal(scope)) is not None:
+            headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
+            await Response(error_of(error), error.status, headers, JSON.decode())(scope, receive, send)
         else:
             await self.app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> RequestError | None:
+        """Why an ordinary route is not for this client: with API keys, what is not open to all needs one, and
+        metrics, which tell tenants of each other, the administrators' key.
+        """
+        if not self.entrance.tenants.has_keys or scope["path"] in OPEN_PATHS:
+            return None
+        try:
+            if scope["path"] == "/metrics":
+                self.entrance.authenticate_admin(dict(scope["headers"]))
+            else:
+                self.entrance.authenticate(dict(scope["headers"]))
+        except RequestError as error:
+            return error
+        return None
 
     def readiness(self) -> dict[str, Any]:
         """Whether requests can be answered, and by whom."""
@@ -105,11 +137,14 @@ class Router:
 async def open_router(config: RouterConfig) -> AsyncIterator[Router]:
     """A running router: connections, probes, application. Raises ConfigError, StartupError."""
     fleet, stats = Fleet.from_config(config), Stats()
-    upstream = Upstream(config.limits)
-    prober = Prober(config.probe, fleet, upstream, stats)
+    token = cluster_token(config.access)
+    entrance = Entrance(config, fleet)
+    upstream = Upstream(config.limits, token)
+    prober = Prober(config.probe, fleet, upstream, stats, token=token)
     probing: asyncio.Task[None] | None = None
     try:
-        router = Router(config, fleet, upstream, Dispatcher(config, fleet, upstream, stats), stats)
+        dispatcher = Dispatcher(config, fleet, upstream, stats)
+        router = Router(config, fleet, entrance, upstream, dispatcher, stats)
         await prober.first_round()
         probing = asyncio.create_task(prober.run(), name="router-probes")
         probing.add_done_callback(_report_end)
@@ -119,6 +154,7 @@ async def open_router(config: RouterConfig) -> AsyncIterator[Router]:
             probing.cancel()
             await asyncio.gather(probing, return_exceptions=True)
         await prober.close()
+        entrance.close()
         upstream.close()
 
 
@@ -127,7 +163,7 @@ def _report_end(probing: asyncio.Task[None]) -> None:
         logger.critical("probes have ended, workers' health is no longer known", exc_info=error)
 
 
-def make_app(router: Router, registry: CollectorRegistry, hot: HotRoutes) -> fastapi.FastAPI:
+def make_app(router: Router, hot: HotRoutes) -> fastapi.FastAPI:
     """The FastAPI application."""
     app = fastapi.FastAPI(
         title="pdserve", version=__version__, summary="One OpenAI endpoint before many SGLang workers."
@@ -156,12 +192,14 @@ def make_app(router: Router, registry: CollectorRegistry, hot: HotRoutes) -> fas
     async def ready() -> JSONResponse:
         """200 when requests can be answered; `degraded` says what is missing."""
         state = router.readiness()
+        if router.entrance.tenants.has_keys:  # open to all, and where the workers are is not for all
+            del state["workers"]
         return JSONResponse(state, 200 if state["ready"] else 503)
 
     @app.get("/metrics", tags=["operations"], response_class=Response)
     async def metrics() -> Response:
         """Prometheus metrics."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(router.registry), media_type=CONTENT_TYPE_LATEST)
 
     return app
 

@@ -17,12 +17,14 @@ from typing import Any, Literal
 from pdserve.errors import RequestError
 from pdserve.router.facts import Facts
 from pdserve.router.openai_errors import convert_error, error_event, error_of, error_type
+from pdserve.router.tenants import TenantState
+from pdserve.router.usage import Meter
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Phase = Literal["body", "plan", "settle", "prefill", "decode", "stream"]
+Phase = Literal["body", "plan", "queue", "settle", "prefill", "decode", "stream"]
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 _FIELD_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]{1,1024}")
@@ -43,6 +45,7 @@ class Call:
         "is_complete",
         "is_sse",
         "is_started",
+        "meter",
         "path",
         "phase",
         "plan_words",
@@ -52,6 +55,7 @@ class Call:
         "started_s",
         "status",
         "task",
+        "tenant",
         "upstream_headers",
         "workers",
     )
@@ -72,6 +76,9 @@ class Call:
         self.upstream_headers = self._headers_for_workers()
         self.body = b""
         self.facts = Facts(self.path)
+        self.tenant: TenantState
+        self.meter: Meter | None = None
+        """Counts the tokens of the answer, once the call was let in."""
         self.phase: Phase = "body"
         self.end: Literal["client", "deadline"] | None = None
         """Who cancelled the call, if not the server."""
@@ -138,6 +145,8 @@ class Call:
 
     async def write(self, body: bytes, more: bool) -> None:
         """Send a piece of the body; waits while the client is slow to read."""
+        if self.meter is not None:
+            self.meter.count(body)
         await self.send({"type": "http.response.body", "body": body, "more_body": more})
         self.is_complete = not more
 

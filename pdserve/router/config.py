@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.router.placement_config import PlacementSettings, Session
+from pdserve.router.tenant_config import SHARED, Access, Admin, Admission, Tenant, TenantLimits
 
 Mode = Literal["disagg", "agg"]
 
@@ -150,6 +151,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     placement: PlacementSettings = PlacementSettings()
     limits: Limits = Limits()
     probe: Probe = Probe()
+    access: Access = Access()
+    admission: Admission = Admission()
+    tenant_defaults: TenantLimits = TenantLimits()
+    tenants: tuple[Tenant, ...] = ()
+    admin: Admin = Admin()
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no field alone can tell; the loader adds the file's name."""
@@ -160,6 +166,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for url, place in zip(urls, seen, strict=True):
             if seen.count(place) > 1:
                 raise ValueError(f"worker {url} is listed twice")
+        if any(tenant.name == SHARED for tenant in self.tenants):
+            raise ValueError(f"no tenant can be called {SHARED!r}: it names the shared cache namespace")
+        if (self.access.tls_cert_file is None) != (self.access.tls_key_file is None):
+            raise ValueError("access.tls_cert_file and access.tls_key_file go together: set both, or none")
         if self.prefill and not self.decode:
             raise ValueError(
                 "'prefill' lists workers but 'decode' is empty; list a decode worker, or use 'agg'"

@@ -11,7 +11,9 @@ from pdserve.router.call import JSON, Call, Receive, Scope, Send
 from pdserve.router.config import RouterConfig
 from pdserve.router.deadlines import Deadlines
 from pdserve.router.dispatch import Dispatcher
+from pdserve.router.entrance import Entrance
 from pdserve.router.facts import Facts
+from pdserve.router.isolation import SALTED_PATHS, isolated
 from pdserve.router.metrics import Stats
 from pdserve.router.openai_errors import error_of
 from pdserve.router.prefixes import prefix_of
@@ -39,8 +41,14 @@ class HotRoutes:
     """ASGI application of the hot paths."""
 
     def __init__(
-        self, config: RouterConfig, dispatcher: Dispatcher, deadlines: Deadlines, stats: Stats
+        self,
+        config: RouterConfig,
+        entrance: Entrance,
+        dispatcher: Dispatcher,
+        deadlines: Deadlines,
+        stats: Stats,
     ) -> None:
+        self._entrance = entrance
         self._dispatcher = dispatcher
         self._deadlines = deadlines
         self._stats = stats
@@ -75,6 +83,7 @@ class HotRoutes:
 
     async def _serve(self, call: Call, receive: Receive) -> None:
         try:
+            call.tenant = self._entrance.authenticate(call.headers)
             body = await self._read_body(call, receive)
         except RequestError as error:
             await self._refuse_body(call, receive, error)
@@ -87,7 +96,11 @@ class HotRoutes:
         watcher = self._loop.create_task(call.watch_client(receive))
         try:
             self._understand(call, body)
-            await self._dispatcher.serve(call)
+            ticket = await self._entrance.enter(call)
+            try:
+                await self._dispatcher.serve(call)
+            finally:
+                self._entrance.leave(call, ticket)
         except RequestError as error:
             await call.answer_error(error)
         finally:
@@ -99,14 +112,21 @@ class HotRoutes:
         call.body = body
         view = parse_request(body)
         self._turn += 1
+        session, scope = find_session_key(self._sources, call.header, view, body), view.model or ""
+        if self._entrance.tenants.has_keys:  # tenants share neither caches nor sessions
+            if call.path in SALTED_PATHS:
+                call.body = isolated(body, view.cache_salt, call.tenant.cache)
+            if session is not None:
+                session = session.within(call.tenant.name)
+            scope = f"{call.tenant.cache}/{scope}"
         call.facts = Facts(
             endpoint=call.path,
             model=view.model,
-            session=find_session_key(self._sources, call.header, view, body),
+            session=session,
             prompt_tokens_estimate=estimate_prompt_tokens(view),
             turn=self._turn,
             draw=random.getrandbits(32),
-            prefix=prefix_of(view, view.model or "") if self._needs_prefix else None,
+            prefix=prefix_of(view, scope) if self._needs_prefix else None,
         )
 
     async def _read_body(self, call: Call, receive: Receive) -> bytes | None:
@@ -138,6 +158,8 @@ class HotRoutes:
         """Answer while the client still sends: take in, bounded, what it sends until it reads, then close."""
         body = error_of(error)
         headers = [(b"content-type", JSON), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+        if error.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
         await call.start(error.status, headers)
         await call.write(body, more=True)
         left = self._body_limit_bytes

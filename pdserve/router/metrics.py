@@ -205,10 +205,11 @@ class RouterCollector(Collector):
         )
 
 
-def make_registry(collector: RouterCollector) -> CollectorRegistry:
+def make_registry(*collectors: Collector) -> CollectorRegistry:
     """A registry of this router alone."""
     registry = CollectorRegistry()
-    registry.register(collector)
+    for collector in collectors:
+        registry.register(collector)
     return registry
 
 

@@ -38,12 +38,18 @@ class Prober:
         upstream: Upstream,
         stats: Stats,
         transport: httpx.AsyncBaseTransport | None = None,
+        token: str = "",
     ) -> None:
         self._config = config
         self._fleet = fleet
         self._upstream = upstream
         self._stats = stats
-        self._client = httpx.AsyncClient(timeout=config.timeout_s, trust_env=False, transport=transport)
+        self._client = httpx.AsyncClient(
+            timeout=config.timeout_s,
+            trust_env=False,
+            transport=transport,
+            headers={"authorization": f"Bearer {token}"} if token else None,
+        )
         self._rounds = 0
         self._said: dict[str, str] = {}
         """Worker id → the last complaint logged, so that a lasting one is logged once."""

@@ -50,6 +50,10 @@ class SessionKey(msgspec.Struct, frozen=True, gc=False):
     name: str
     links: tuple[str, ...]
 
+    def within(self, tenant: str) -> SessionKey:
+        """The key apart from those of other tenants."""
+        return SessionKey(f"{tenant}/{self.name}", tuple(f"{tenant}/{link}" for link in self.links))
+
 
 def named(name: str) -> SessionKey:
     """The key of a session that its client names."""

@@ -188,6 +188,8 @@ class Stages:
                 self._loop.time(),
             )
             call.workers[:] = [(b"x-pdserve-prefill", worker.id_header)]
+            if call.meter is not None:
+                call.meter.prompt_tokens = report.prompt_tokens
             return self._count_prefill(report)
         self._stats.prefill[outcome] += 1
         opened = self._fleet.on_failure(worker, self._loop.time())

@@ -70,8 +70,8 @@ class Admin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     host: Annotated[str, Meta(description="Address that the admin API listens on.")] = "127.0.0.1"
     port: Annotated[
-        int | None,
-        Meta(ge=0, le=65535, description="Port of the admin API; 0: a free one; none: no API."),
+        Annotated[int, Meta(ge=0, le=65535)] | None,
+        Meta(description="Port of the admin API; 0: a free one; none: no API."),
     ] = None
     key: Annotated[
         str, Meta(description="Key of the admin API, which is needed; also from PDSERVE_ADMIN_KEY.")

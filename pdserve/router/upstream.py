@@ -52,7 +52,7 @@ class WorkerPool(ConnectionOwner):
     @property
     def idle_count(self) -> int:
         """Open connections that no request uses."""
-        return len(self._idle)
+        return sum(connection.is_usable for connection in self._idle)
 
     @property
     def is_empty(self) -> bool:
@@ -127,8 +127,10 @@ class WorkerPool(ConnectionOwner):
 class Upstream:
     """All pools, with the requests that go over them. Make it inside the running loop."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, token: str = "") -> None:
+        """`token`: the cluster's, shown to the workers."""
         self._limits = limits
+        self._authorization = b"authorization: Bearer %b\r\n" % token.encode("ascii") if token else b""
         self._loop = asyncio.get_running_loop()
         self._pools: dict[str, WorkerPool] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -160,10 +162,11 @@ class Upstream:
         must `release()` the exchange. Raises UpstreamError; then, as on cancellation, nothing is left open.
         """
         pool = self.pool(worker)
-        head = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-length: %d\r\n%b\r\n" % (
+        head = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-length: %d\r\n%b%b\r\n" % (
             target.encode("ascii"),
             worker.id_header,
             len(body),
+            self._authorization,
             headers,
         )
         connection = pool.take_idle(self._loop.time())

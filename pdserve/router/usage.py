@@ -25,8 +25,8 @@ class Meter:
     def __init__(self, charged_tokens: int) -> None:
         self.charged_tokens = charged_tokens
         """Taken from the tenant's bucket when the request was let in."""
-        self.prompt_tokens = 0
-        """What the prompt was estimated or found to have; 0 until a worker has seen it."""
+        self.prompt_tokens = charged_tokens
+        """What the prompt has as far as is known."""
         self.events = 0
         self._said = b""
 

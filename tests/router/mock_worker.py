@@ -144,6 +144,8 @@ class MockWorker:
             "sglang_version": "0.5.23",
         } | info
         self.ready = True
+        self.token = ""
+        """What it asks for on every path but `/pd/ready`, as a worker with a cluster's token does."""
         self.requests: list[Received] = []
         self.disconnected = 0
         self.connections = 0
@@ -213,6 +215,9 @@ class MockWorker:
         """Run the script for the request, and end it when the client goes away, as SGLang's abort does."""
         queue = self.scripts.get(request.path)
         script = queue.popleft() if queue else self._default
+        shown = request.headers.get("authorization")
+        if self.token and request.path != "/pd/ready" and shown != f"Bearer {self.token}":
+            script = answer(401, {"error": {"message": "no token"}})
         answering = asyncio.create_task(script(Wire(writer), request))
         leaving = asyncio.create_task(_until_gone(reader))
         try:

@@ -45,5 +45,5 @@ def test_no_text_of_an_answer_passes_for_its_usage() -> None:
     assert meter.total(streamed=False) == (30, 12)
 
 
-def test_nothing_answered_is_nothing_used() -> None:
-    assert Meter(100).total(streamed=False) == (0, 0)
+def test_nothing_answered_is_no_output() -> None:
+    assert Meter(100).total(streamed=False) == (100, 0)

@@ -1,0 +1,162 @@
+"""The entrance of the router: whose request is it, may it come in now, and what has it used when it is over.
+
+`Tenants` and `Admission` decide; here are the clock, the futures of who waits, and the timer that looks after
+them while anybody does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from pdserve.errors import RequestError
+from pdserve.router.admission import Admission, State, Ticket
+from pdserve.router.call import Call
+from pdserve.router.config import RouterConfig
+from pdserve.router.fleet import Fleet
+from pdserve.router.keys import admin_key_digest, load_keys
+from pdserve.router.metrics import Histogram
+from pdserve.router.plan import NoWorkerError, resolve_model
+from pdserve.router.tenants import Tenants, TenantState, TooManyError
+from pdserve.router.throttle import ThrottledLog
+from pdserve.router.usage import Meter
+from pdserve.tokens import bearer, digest, same
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.1
+"""How late a waiting request may be refused, or hear of a worker that came."""
+
+
+class Entrance:
+    """Lets requests in. Make it inside the running loop."""
+
+    def __init__(self, config: RouterConfig, fleet: Fleet) -> None:
+        """Raises ConfigError for keys or tenants that cannot be used."""
+        self._fleet = fleet
+        self._loop = asyncio.get_running_loop()
+        self._queue_s = config.admission.queue_s
+        self._running_per_worker = config.admission.running_per_worker
+        self._waiters: dict[Ticket, asyncio.Future[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._log = ThrottledLog(logger)
+        self.admission = Admission(config.admission.queue_length)
+        self.tenants = Tenants()
+        self.queue_wait = Histogram()
+        self.unknown_keys = 0
+        """Requests refused for their key, or for having none."""
+        self._admin_key = admin_key_digest(config.admin)
+        self.configure(config)
+
+    def configure(self, config: RouterConfig) -> None:
+        """Read the keys again and take over tenants and their limits. Raises ConfigError, and changes
+        nothing then.
+        """
+        keys = load_keys(config.access)
+        self.tenants.configure(keys, config.tenants, config.tenant_defaults, self._loop.time())
+        self._queue_s = config.admission.queue_s
+        self._running_per_worker = config.admission.running_per_worker
+        self.admission.queue_length = config.admission.queue_length
+
+    def authenticate(self, headers: dict[bytes, bytes]) -> TenantState:
+        """Whose request it is. Raises RequestError (401)."""
+        if not self.tenants.has_keys:
+            return self.tenants.anonymous
+        key = bearer(headers.get(b"authorization"))
+        tenant = self.tenants.find(digest(key)) if key else None
+        if tenant is None:
+            raise self._unknown(key)
+        return tenant
+
+    def authenticate_admin(self, headers: dict[bytes, bytes]) -> None:
+        """Let administrators pass. Raises RequestError (401)."""
+        key = bearer(headers.get(b"authorization"))
+        if not same(digest(key), self._admin_key):
+            raise self._unknown(key)
+
+    def _unknown(self, key: str) -> RequestError:
+        self.unknown_keys += 1
+        self._log.warning(
+            "key", "a request was refused: %s", "its key is unknown" if key else "it has no key"
+        )
+        said = "Incorrect API key provided." if key else "A key is needed: `Authorization: Bearer KEY`."
+        return RequestError(401, said, type_="authentication_error", code="invalid_api_key")
+
+    async def enter(self, call: Call) -> Ticket:
+        """Wait until the call may be served; who entered must `leave`. Raises RequestError: 429 for who is
+        over a limit or waits too long, and what `resolve_model` raises.
+        """
+        tenant, now_s = call.tenant, self._loop.time()
+        model = resolve_model(call.facts.model, self._fleet.models)
+        slots = self._slots(model, now_s)
+        if not slots:
+            raise NoWorkerError("No worker is ready to serve this model; try again shortly.")
+        estimate = call.facts.prompt_tokens_estimate
+        tenant.take(estimate, now_s)
+        ticket = Ticket(tenant, model, now_s, now_s + self._queue_s)
+        self._wake(self.admission.arrive(ticket, slots, now_s))
+        try:
+            if ticket.state is State.WAITING:
+                call.phase = "queue"
+                await self._wait(ticket)
+            if ticket.state is State.REFUSED:
+                tenant.use.refused += 1
+                self._refuse(ticket)
+        except BaseException:  # refused, or its client left
+            tenant.settle(estimate, 0, 0)
+            self._wake(self.admission.leave(ticket, self._loop.time()))
+            raise
+        tenant.use.requests += 1
+        call.meter = Meter(estimate)
+        return ticket
+
+    def leave(self, call: Call, ticket: Ticket) -> None:
+        """A call that entered is over, in whatever way."""
+        meter = call.meter
+        assert meter is not None
+        ticket.tenant.settle(meter.charged_tokens, *meter.total(call.is_sse))
+        self._wake(self.admission.leave(ticket, self._loop.time()))
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _slots(self, model: str, now_s: float) -> int:
+        return self._running_per_worker * len(self._fleet.snapshot(model, now_s).decode)
+
+    async def _wait(self, ticket: Ticket) -> None:
+        self._waiters[ticket] = waiter = self._loop.create_future()
+        if self._timer is None:
+            self._timer = self._loop.call_later(TICK_S, self._tick)
+        try:
+            await waiter
+        finally:
+            self._waiters.pop(ticket, None)
+            self.queue_wait.observe(self._loop.time() - ticket.arrived_s)
+
+    def _refuse(self, ticket: Ticket) -> None:
+        waited_s = self._loop.time() - ticket.arrived_s
+        self._log.warning(
+            ticket.tenant.name,
+            "tenant %s: a request was refused after %.1f s in the queue; %d wait",
+            ticket.tenant.name,
+            waited_s,
+            self.admission.waiting,
+        )
+        raise TooManyError("The server is busy.", self.admission.retry_after_s(ticket.lane), "overloaded")
+
+    def _wake(self, changed: Iterable[Ticket]) -> None:
+        for ticket in changed:
+            waiter = self._waiters.get(ticket)
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
+
+    def _tick(self) -> None:
+        now_s = self._loop.time()
+        self._wake(self.admission.expire(now_s))
+        for model in self.admission.busy_lanes:
+            self._wake(self.admission.resize(model, self._slots(model, now_s), now_s))
+        self._timer = self._loop.call_later(TICK_S, self._tick) if self._waiters else None
