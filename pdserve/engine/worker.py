@@ -22,6 +22,7 @@ from pdserve import __version__
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.continuing import Continuing
 from pdserve.engine.fixed_weights import FixedWeights
+from pdserve.engine.load import load_of
 from pdserve.engine.requests import HttpRequest, PageNames, RequestTracking
 from pdserve.errors import PoolRefused, StartupError
 from pdserve.kvpool.aclient import AsyncPoolClient
@@ -165,7 +166,8 @@ def _info_router(worker: Worker) -> APIRouter:
         up = manager is not None and str(manager.server_status.value) == "Up"
         reachable = [error is None for error in (await worker.pool.check()).values()]
         pool = "up" if reachable and all(reachable) else "down"
-        return JSONResponse({"ready": up, "pool": pool}, status_code=200 if up else 503)
+        load = load_of(manager) if up else None
+        return JSONResponse({"ready": up, "pool": pool, "load": load}, status_code=200 if up else 503)
 
     router.add_api_route("/pd/info", info, methods=["GET"], response_model=None)
     router.add_api_route("/pd/ready", ready, methods=["GET"], response_model=None)

@@ -233,8 +233,11 @@ class Fleet:
         """So many prompt tokens were sent to be computed there; negative: they are, or will not be."""
         worker.queued_tokens = max(0, worker.queued_tokens + tokens)
 
-    def on_load(self, worker: Worker, load: WorkerLoad) -> None:
-        """The worker said how busy it is: believed, except about our own requests."""
+    def on_load(self, worker: Worker, load: WorkerLoad | None) -> None:
+        """The worker said how busy it is, or that it does not know: then our own requests are what counts."""
+        if load is None:
+            worker.elsewhere, worker.free_kv_tokens = 0, None
+            return
         worker.elsewhere = max(0, load.running_requests + load.waiting_requests - worker.in_flight)
         worker.queued_tokens = load.queued_tokens
         worker.free_kv_tokens = load.free_kv_tokens

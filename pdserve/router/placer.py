@@ -73,7 +73,7 @@ class Placer:
         if facts.prefix is not None:
             in_pool = published_pages > 0 and not missing_pages
             self.prefixes.record(facts.prefix, worker, now_s, in_pool=in_pool)
-            if plan.places is not None:
+            if plan.places is not None and cached:
                 found = cached.get("device", 0) + cached.get("host", 0)
                 self.prefixes.learn(worker, plan.places.believed(worker), found)
 

@@ -57,8 +57,6 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     decode: Worker
     prefill: Worker | None = None
     settle: Settle | None = None
-    candidates: tuple[Worker, ...] = ()
-    """All workers that `decode` was chosen from; the others are its alternates."""
     reasons: tuple[str, ...] = ()
     """Words for the log line and the `x-pdserve-plan` header."""
     uncached_tokens: int = 0
@@ -103,7 +101,6 @@ class Planner(msgspec.Struct, frozen=True):
             decode,
             prefill,
             settle,
-            snapshot.decode,
             (f"decode={choice}", f"prefill={why_prefill}"),
             _uncached(facts, prefill or decode, places),
             places,

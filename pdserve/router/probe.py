@@ -18,6 +18,7 @@ from pdserve.router.config import Probe
 from pdserve.router.fleet import Fleet, Worker, WorkerInfo
 from pdserve.router.metrics import Stats
 from pdserve.router.upstream import Upstream
+from pdserve.router.workers import WorkerLoad
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,23 @@ INFO_EVERY = 10
 between.
 """
 _info_decoder = msgspec.json.Decoder(WorkerInfo)
+
+
+class _Ready(msgspec.Struct):
+    """What is looked at of a worker's answer to `/pd/ready`."""
+
+    load: WorkerLoad | None = None
+
+
+_ready_decoder = msgspec.json.Decoder(_Ready)
+
+
+def _load_in(answer: bytes) -> WorkerLoad | None:
+    """How busy the worker says it is; None from one that does not say."""
+    try:
+        return _ready_decoder.decode(answer).load
+    except msgspec.MsgspecError:
+        return None
 
 
 class Prober:
@@ -88,6 +106,7 @@ class Prober:
             if response.status_code != 200:
                 self._lost(worker, self._fleet.on_probe_not_ready(worker), "is not ready")
                 return
+            self._fleet.on_load(worker, _load_in(response.content))
             if not worker.ready or worker.refused or self._rounds % INFO_EVERY == 0:
                 await self._ask_info(worker)
         except httpx.ConnectError as error:

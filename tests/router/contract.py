@@ -13,6 +13,7 @@ import msgspec
 
 from pdserve.router.fleet import WorkerInfo
 from pdserve.router.stages import SettledReport
+from pdserve.router.workers import WorkerLoad
 
 Check = Callable[[httpx.AsyncClient, str], Awaitable[None]]
 HEADERS = {"x-request-id": "contract-1"}
@@ -59,8 +60,13 @@ async def a_worker_tells_whether_a_request_is_settled(client: httpx.AsyncClient,
     assert report.known
 
 
+async def a_workers_load_is_of_the_form_the_router_reads(client: httpx.AsyncClient, model: str) -> None:
+    msgspec.convert((await client.get("/pd/ready")).json()["load"], WorkerLoad | None)
+
+
 CHECKS: list[Check] = [
     a_worker_describes_itself,
+    a_workers_load_is_of_the_form_the_router_reads,
     an_answer_is_json,
     a_stream_is_whole_events_that_end_in_done,
     a_worker_tells_whether_a_request_is_settled,

@@ -146,6 +146,7 @@ class MockWorker:
         self.ready = True
         self.token = ""
         """What it asks for on every path but `/pd/ready`, as a worker with a cluster's token does."""
+        self.load: dict[str, int] | None = None
         self.requests: list[Received] = []
         self.disconnected = 0
         self.connections = 0
@@ -235,7 +236,9 @@ class MockWorker:
 
     async def _default(self, wire: Wire, request: Received) -> None:
         if request.path == "/pd/ready":
-            await wire.json(200 if self.ready else 503, {"ready": self.ready, "pool": "up"})
+            await wire.json(
+                200 if self.ready else 503, {"ready": self.ready, "pool": "up", "load": self.load}
+            )
         elif request.path == "/pd/info":
             await wire.json(200, self.info)
         elif request.path == "/pd/prefill":

@@ -1,0 +1,82 @@
+"""Placement over real connections: what was learnt from one request decides the next."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pdserve.router.config import Probe
+
+from .harness import disagg, run
+from .mock_worker import answer
+
+LONG = "word " * 1000
+PREFILLED = {
+    "prompt_tokens": 1000,
+    "published_pages": 60,
+    "missing_pages": 0,
+    "cached": {"device": 0, "host": 0},
+}
+
+
+def conversation(*contents: str) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def test_the_next_turn_of_a_session_goes_straight_to_its_decode_worker() -> None:
+    async def main() -> None:
+        async with disagg(decode=3, min_prefill_tokens=300) as (harness, [prefill], decodes):
+            session = {"x-session-id": "s"}
+            prefill.script("/pd/prefill", answer(200, PREFILLED))
+            first = await harness.chat(headers=session, messages=conversation(LONG))
+            assert len(prefill.got("/pd/prefill")) == 1
+            second = await harness.chat(headers=session, messages=conversation(LONG, "hello", "more"))
+            assert second.headers["x-pdserve-decode"] == first.headers["x-pdserve-decode"]
+            assert "prefill=direct(uncached=" in second.headers["x-pdserve-plan"]
+            assert len(prefill.got("/pd/prefill")) == 1
+            assert not [worker for worker in decodes if worker.got("/pd/settled")]
+            await harness.chat(headers=session, messages=conversation(LONG, "hello", LONG * 2))
+            assert len(prefill.got("/pd/prefill")) == 2
+
+    run(main())
+
+
+def test_a_prompt_that_begins_alike_goes_to_the_worker_that_has_it() -> None:
+    async def main() -> None:
+        async with disagg(prefill=3, prefill_policy="cache_aware") as (harness, prefills, _):
+            for worker in prefills:
+                worker.script("/pd/prefill", *[answer(200, PREFILLED | {"missing_pages": 1})] * 4)
+            homes = set()
+            for i in range(4):
+                response = await harness.chat(messages=conversation(LONG + str(i)))
+                homes.add(response.headers["x-pdserve-prefill"])
+            assert len(homes) == 1
+
+    run(main())
+
+
+def test_workers_that_say_how_busy_they_are_get_less() -> None:
+    async def main() -> None:
+        probe = Probe(interval_s=0.02)
+        async with disagg(decode=2, decode_policy="load_aware", probe=probe) as (harness, _, [busy, free]):
+            free.load = {"running_requests": 1}
+            busy.load = {"running_requests": 9, "waiting_requests": 4, "queued_tokens": 5000}
+            known = harness.router.fleet.by_id
+            while not (known[busy.id].queued_tokens and known[free.id].elsewhere):  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.01)
+            for _ in range(4):
+                assert (await harness.chat()).headers["x-pdserve-decode"] == free.id
+
+    run(main())
+
+
+def test_prompts_that_wait_are_counted_and_not_forgotten() -> None:
+    async def main() -> None:
+        async with disagg(min_prefill_tokens=10_000) as (harness, _, [decode]):
+            decode.script("/v1/chat/completions", answer(200, {}), answer(500, {}), answer(400, {}))
+            for _ in range(3):
+                await harness.chat(messages=conversation(LONG))
+            await harness.settle()
+            assert [worker.queued_tokens for worker in harness.router.fleet.workers] == [0, 0]
+
+    run(main())
