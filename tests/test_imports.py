@@ -29,6 +29,7 @@ PURE = (
     "pdserve.kvpool.cluster_messages",
     "pdserve.kvpool.wire",
     "pdserve.kvpool.ring",
+    "pdserve.kvpool.forgetting",
     "pdserve.kvpool.membership",
     "pdserve.kvpool.detector",
     "pdserve.kvpool.migration",

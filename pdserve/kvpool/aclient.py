@@ -124,6 +124,9 @@ class AsyncPoolClient:
     async def clear(self) -> int:
         """Drop every page of the namespace on every reachable node; how many went."""
         answers = await self._each_node(m.Clear, m.Done, self.config.exists_timeout_s)
+        for node, answer in answers.items():
+            if isinstance(answer, PoolRefused):
+                logger.warning("pool node %s: clearing the namespace: %s", node, answer)
         return sum(answer.count for answer in answers.values() if isinstance(answer, m.Done))
 
     def _within(self, timeout_s: float) -> Deadline:

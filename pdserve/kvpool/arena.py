@@ -116,11 +116,14 @@ class Arena:
 
     def save_namespaces(self, action: SaveNamespaces) -> None:
         """Carry out the action, or say why not (the memory is full, say): then a restart keeps fewer pages,
-        and the clients are served all the same. A row of a namespace that was not saved is dropped then.
+        and the clients are served all the same. A row of a namespace that was not saved is dropped then; one
+        of a namespace that is dropped or cleared now, and not so in the file, is freed at once, which needs
+        no memory: no restart may bring its page back.
         """
         try:
             _replace(self._directory / "namespaces.json", action.text)
         except OSError as error:
+            self._rows.free_all_but(Namespaces.load(action.text).numbers_of_spaces)
             logger.warning(
                 "node %s: the list of namespaces is not saved, their pages are lost at a restart: %s: %s",
                 self._name,
@@ -311,8 +314,13 @@ def _map(path: Path, size: int) -> mmap.mmap:
 
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_suffix(".new")
-    temporary.write_text(text)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # what was written of it takes memory that there is too little of
+        raise
 
 
 def _home_of(path: Path) -> Path:

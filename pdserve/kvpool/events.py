@@ -134,6 +134,15 @@ class PagesLoaded(msgspec.Struct, frozen=True):
     checksums: tuple[int, ...]
 
 
+class NamespaceForgotten(msgspec.Struct, frozen=True):
+    """A tier has carried out ForgetNamespace. `problem`: why it may not last through a restart; or empty."""
+
+    tier: int
+    namespace: int
+    before_sequence: int
+    problem: str = ""
+
+
 Event: TypeAlias = (
     Connected
     | Disconnected
@@ -147,6 +156,7 @@ Event: TypeAlias = (
     | PagesStored
     | PagesGone
     | PagesLoaded
+    | NamespaceForgotten
 )
 
 # --- actions (`gc=False`: they hold no cycles, and there may be several per page)
@@ -284,7 +294,9 @@ class ForgetPages(msgspec.Struct, frozen=True):
 
 
 class ForgetNamespace(msgspec.Struct, frozen=True):
-    """All tiers: forget the namespace's pages that were put so far, all of smaller sequences than this."""
+    """All tiers: forget the namespace's pages that were put so far, all of smaller sequences than this. Each
+    reports one NamespaceForgotten.
+    """
 
     namespace: int
     before_sequence: int

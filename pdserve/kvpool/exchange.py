@@ -164,7 +164,11 @@ def clear(opened: OpenConnection, deadline: float) -> int:
     if not opened.rights & ADMIN:
         logger.warning("pool node %s: our token may not clear the namespace", opened.node)
         return 0
-    return expect(opened, m.Clear(opened.next_id(), opened.namespace), m.Done, deadline).count
+    try:
+        return expect(opened, m.Clear(opened.next_id(), opened.namespace), m.Done, deadline).count
+    except PoolRefused as error:
+        logger.warning("pool node %s: clearing the namespace: %s", opened.node, error)
+        raise
 
 
 def remaining_s(deadline: float) -> float:

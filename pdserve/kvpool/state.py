@@ -43,6 +43,7 @@ from pdserve.kvpool.events import (
     Connected,
     Disconnected,
     Event,
+    NamespaceForgotten,
     NamespacesLearned,
     Received,
     ReplicasMade,
@@ -51,6 +52,7 @@ from pdserve.kvpool.events import (
     TransferDone,
     ViewChanged,
 )
+from pdserve.kvpool.forgetting import DurableAnswers
 from pdserve.kvpool.index import NONE
 from pdserve.kvpool.leases import Limits, Session
 from pdserve.kvpool.listing import list_pages
@@ -98,6 +100,7 @@ class NodeState:
         tags = Tags(incarnation, FIRST_TAG)
         bounds = tiering or TieringLimits()
         self.below = Below(store, tiers, bounds, self._settings, self._pin, self._readable, self._found)
+        self._durable = DurableAnswers(name, len(tiers))
         self._waits = Waits(store, limits.max_waiters, self.below.has)
         self._reads = Reads(store, limits, tags)
         in_tier = self.below.has if tiers else no_tier
@@ -165,6 +168,8 @@ class NodeState:
             self.sharing.replicas_made(event, now_s)
         elif isinstance(event, NamespacesLearned):
             self.administration.learn(event.records, out)
+        elif isinstance(event, NamespaceForgotten):
+            self._durable.forgotten(event, out)
         elif isinstance(event, Disconnected):
             self._disconnected(event, now_s, out)
         else:
@@ -222,6 +227,7 @@ class NodeState:
             self._reads.expire(session, now_s, out)
             self._writes.expire(session, now_s, out)
         self._writes.end_quarantine(now_s, out)
+        self._durable.expire(now_s, out)
         self.sharing.tick(now_s, out)
         self.store.tick(now_s, out)
         self.below.pump(now_s, out)
@@ -244,12 +250,19 @@ class NodeState:
 
     def _administer(self, session: Session, request: m.Request, now_s: float, out: list[Action]) -> None:
         self.administration.handle(session, request, out)
+        self._hold(now_s, out)
 
     def _clear(self, session: Session, request: m.Clear, now_s: float, out: list[Action]) -> None:
         count = self.below.clear(request.namespace, dropped=False, out=out)
         count += self.store.clear(request.namespace, self.namespaces.clear(request.namespace), out)
         out.append(SaveNamespaces(self.namespaces.dump()))
         out.append(Answer(session.connection, m.Done(request.id, count)))
+        self._hold(now_s, out)
+
+    def _hold(self, now_s: float, out: list[Action]) -> None:
+        """Let the answer wait for the tiers, where it must."""
+        self._durable.hold(now_s, out)
+        self._expect(self._durable.next_deadline_s)
 
     def _namespace_gone(self, number: int, out: list[Action]) -> int:
         """Free all that a namespace had; how many pages. Its number is unknown already."""
@@ -454,6 +467,7 @@ class NodeState:
         deadlines = [session.next_deadline_s() for session in self.sessions.values()]
         more = (
             self._writes.next_quarantine_end_s(),
+            self._durable.next_deadline_s,
             self.sharing.next_deadline_s,
             self.store.next_work_s,
             self.below.next_deadline_s,

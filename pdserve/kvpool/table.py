@@ -16,7 +16,7 @@ only then is the reservation answered.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -185,6 +185,13 @@ class RowWriter:
     def free(self, slots: list[int]) -> None:
         """Mark rows FREE."""
         self._words[slots, _STATE_WORD] = FREE << 32
+
+    def free_all_but(self, spaces: Collection[int]) -> None:
+        """Mark all COMMITTED rows FREE that carry none of these."""
+        words = self._words[:, _STATE_WORD]
+        committed = words >> np.uint64(32) == COMMITTED
+        foreign = ~np.isin(words & np.uint64(_LOWER_HALF), np.array(list(spaces), np.uint64))
+        words[committed & foreign] = FREE << 32
 
     def commit(
         self,

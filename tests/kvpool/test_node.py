@@ -25,10 +25,12 @@ from pdserve.errors import NodeFailed, PoolError, StartupError
 from pdserve.kvpool import connection as connection_module
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.arena import Arena
+from pdserve.kvpool.cluster_messages import NamespaceRecord
 from pdserve.kvpool.commands.asking import fetch_status
 from pdserve.kvpool.config import PoolNodeConfig
-from pdserve.kvpool.events import SaveNamespaces
+from pdserve.kvpool.events import AssignSlab, CommitRows, ReserveRows, SaveNamespaces
 from pdserve.kvpool.listening import is_remote
+from pdserve.kvpool.namespaces import Namespaces
 from pdserve.kvpool.node import PoolNode
 from pdserve.kvpool.state import LOCAL
 from pdserve.kvpool.table import ROW_DTYPE, TableLayout
@@ -459,12 +461,39 @@ def test_namespaces_that_cannot_be_saved_are_served_all_the_same(
 ) -> None:
     arena = Arena("x", tmp_path / "x", TableLayout(1 << 20, 1 << 20, 1 << 13), 1, fresh=False)
     (tmp_path / "x" / "namespaces.new").mkdir()  # stands for a full tmpfs
-    arena.save_namespaces(SaveNamespaces("{}"))
+    arena.save_namespaces(SaveNamespaces(Namespaces().dump()))
     assert "not saved" in caplog.text
     (tmp_path / "x" / "namespaces.new").rmdir()
     (tmp_path / "x" / "notes").write_text("not ours")
     arena.close(keep=False)
     assert [path.name for path in (tmp_path / "x").iterdir()] == ["notes"]
+
+
+@pytest.mark.parametrize("how", ["clear", "drop"])
+def test_pages_that_were_dropped_while_the_list_could_not_be_saved_do_not_come_back(
+    tmp_path: Path, how: str
+) -> None:
+    layout = TableLayout(1 << 20, 1 << 20, 1 << 13)
+    arena = Arena("x", tmp_path / "x", layout, 1, fresh=False)
+    spaces = Namespaces()
+    gone, other = (spaces.add(NamespaceRecord(name, 1, 1, {})).number for name in ("gone", "other"))
+    arena.save_namespaces(SaveNamespaces(spaces.dump()))
+    arena.assign_slab(AssignSlab(0, 1 << 13))
+    arena.reserve_rows(ReserveRows([0, 1, 2], gone))
+    arena.commit_rows(CommitRows([0, 1], [bytes(32)] * 2, [gone, other], [4096] * 2, [7] * 2, [8, 9], 1.0))
+    (tmp_path / "x" / "namespaces.new").mkdir()  # stands for a full tmpfs
+    if how == "clear":
+        spaces.clear(gone)
+    else:
+        spaces.drop("gone")
+    arena.save_namespaces(SaveNamespaces(spaces.dump()))
+    arena.close(keep=True)  # as a crash leaves it
+    (tmp_path / "x" / "namespaces.new").rmdir()
+    again = Arena("x", tmp_path / "x", layout, 2, fresh=False)
+    assert again.contents is not None
+    assert again.contents.slots.tolist() == [1]
+    assert again.contents.quarantined == [2], "somebody may be writing there"
+    again.close(keep=False)
 
 
 # --- bad clients

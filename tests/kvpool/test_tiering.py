@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -14,6 +15,7 @@ from pdserve.kvpool.events import (
     ForgetNamespace,
     ForgetPages,
     LoadPages,
+    NamespaceForgotten,
     PagesFound,
     PagesGone,
     PagesLoaded,
@@ -21,6 +23,7 @@ from pdserve.kvpool.events import (
     SlotPage,
     StorePages,
 )
+from pdserve.kvpool.forgetting import FORGET_TIMEOUT_S
 from pdserve.kvpool.store import QUARANTINED, RESERVED
 from pdserve.kvpool.tiering import TieringLimits, TierSpec
 from pdserve.kvpool.tiers.base import (
@@ -105,6 +108,8 @@ class Rig:
         elif isinstance(action, ForgetNamespace):
             for where in [where for where in disk if where[0] == action.namespace]:
                 assert disk.pop(where).sequence < action.before_sequence
+            problem = "" if status == STORED else "the disk is full"
+            self.node.do(NamespaceForgotten(tier, action.namespace, action.before_sequence, problem))
 
     def load(self, at: int = 0, status: int | None = None) -> list[Action]:
         """Carry out one of the loads."""
@@ -125,9 +130,10 @@ class Rig:
         self.contents[one.slot] = where if status is None else JUNK
         return (LOADED, page.checksum) if status is None else (status, 0)
 
-    def drain(self) -> None:
-        for tier, writes in enumerate(self.writes):
-            while writes:
+    def drain(self, *tiers: int) -> None:
+        """Carry out all writes of these tiers, or of all."""
+        for tier in tiers or range(len(self.writes)):
+            while self.writes[tier]:
                 self.write(tier)
 
     def lose_from(self, tier: int, *keys: int) -> None:
@@ -301,7 +307,7 @@ def test_a_namespace_cleared_or_dropped_has_no_pages_in_tiers_either() -> None:
         slot = rig.loads[0].pages[0].slot
         request = m.DropNamespace(77, "ns") if drop else m.Clear(77, rig.ns)
         replies = answers(rig.node.send(rig.c, request), rig.c)
-        assert [type(reply) for reply in replies] == [m.Got, m.Done]
+        assert [type(reply) for reply in replies] == [m.Got]
         assert rig.node.status().quarantined_bytes == 4 * KIB, "the tier may be writing there"
         ns = rig.node.open(rig.c)
         assert (ns == rig.ns) == (not drop)
@@ -312,6 +318,41 @@ def test_a_namespace_cleared_or_dropped_has_no_pages_in_tiers_either() -> None:
         rig.drain()
         assert rig.disks == [{}]
         assert rig.node.exists(rig.c, ns, 1, 2) == [0, 0]
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_clear_or_drop_is_answered_once_every_tier_has_made_it_durable(drop: bool) -> None:
+    rig = Rig(SSD, DIRECTORY)
+    rig.sink(1, 2)
+    request = m.DropNamespace(77, "ns") if drop else m.Clear(77, rig.ns)
+    assert answers(rig.node.send(rig.c, request), rig.c) == []
+    rig.drain(0)
+    assert answers(rig.node.actions, rig.c) == []
+    rig.drain(1)
+    [done] = answers(rig.node.actions, rig.c)
+    assert isinstance(done, m.Done)
+    assert done.id == 77
+    assert done.count >= 2
+    assert rig.node.pass_time(FORGET_TIMEOUT_S) == []
+
+
+@pytest.mark.parametrize("why", ["failed", "late"])
+def test_a_clear_that_a_tier_could_not_make_durable_is_an_error(why: str) -> None:
+    rig = Rig(SSD, DIRECTORY)
+    rig.sink(1)
+    rig.node.send(rig.c, m.Clear(77, rig.ns))
+    rig.drain(0)
+    if why == "failed":
+        rig.write(1, WRITE_FAILED)
+    else:
+        assert rig.node.state.next_deadline_s <= rig.node.now_s + FORGET_TIMEOUT_S
+        rig.node.pass_time(FORGET_TIMEOUT_S)
+    [fault] = answers(rig.node.actions, rig.c)
+    assert isinstance(fault, m.Fault)
+    assert (fault.id, fault.code) == (77, "not_durable")
+    assert ("the disk is full" if why == "failed" else "did not answer") in fault.message
+    assert rig.node.exists(rig.c, rig.ns, 1) == [0]
+    rig.drain()  # an answer that comes now is none
 
 
 def test_pages_stored_before_a_clear_and_reported_after_it_are_not_found() -> None:

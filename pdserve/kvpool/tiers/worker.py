@@ -24,6 +24,7 @@ from pdserve.kvpool.events import (
     ForgetNamespace,
     ForgetPages,
     LoadPages,
+    NamespaceForgotten,
     PagesFound,
     PagesGone,
     PagesLoaded,
@@ -114,9 +115,7 @@ class TierWorker:
         self._writes.put(lambda: self.tier.forget(action.names))
 
     def forget_namespace(self, action: ForgetNamespace) -> None:
-        self._writes.put(
-            lambda: self._say(self.tier.forget_namespace(action.namespace, action.before_sequence))
-        )
+        self._writes.put(lambda: self._forget_namespace(action.namespace, action.before_sequence))
 
     def save_namespaces(self, text: str) -> None:
         self._writes.put(lambda: self._say(self.tier.save_namespaces(text)))
@@ -177,6 +176,15 @@ class TierWorker:
             logger.info("%s: can write again", self._where)
         self._failing = failing
         return result
+
+    def _forget_namespace(self, namespace: int, before_sequence: int) -> None:
+        try:
+            problem = self.tier.forget_namespace(namespace, before_sequence)
+        except Exception as error:  # boundary: each must be reported
+            logger.exception("%s: forget_namespace", self._where)
+            problem = repr(error)
+        self._say(problem)
+        self._post(NamespaceForgotten(self._number, namespace, before_sequence, problem))
 
     def _say(self, problem: str) -> None:
         if problem:
