@@ -33,9 +33,9 @@ from pdserve.kvpool.cluster_messages import (
 )
 from pdserve.kvpool.events import Action, Answer, PublishNamespace, SaveNamespaces
 from pdserve.kvpool.leases import Session
-from pdserve.kvpool.namespace_settings import check_settings
+from pdserve.kvpool.namespace_settings import check_record, check_settings
 from pdserve.kvpool.namespaces import Namespace, Namespaces
-from pdserve.kvpool.registry import NamespaceError, check_geometry, check_name
+from pdserve.kvpool.registry import NamespaceError, check_geometry
 from pdserve.tokens import same
 
 OnGone: TypeAlias = Callable[[int, list[Action]], int]
@@ -172,9 +172,9 @@ class Administration:
     def _open(self, session: Session, request: m.OpenNamespace, out: list[Action]) -> m.Opened:
         registry = self.namespaces.registry
         record = registry.get(request.name)
+        generation = request.generation if session.peer else 0  # no client knows any
         if record is None:
-            check_name(request.name)
-            record = NamespaceRecord(request.name, 0, request.generation or 1, {}, self._rules.defaults)
+            record = NamespaceRecord(request.name, 0, generation or 1, {}, self._rules.defaults)
         is_new = record.version == 0 or record.dropped
         self._require(session, record, access.WRITE if is_new else access.READ, request.id)
         if record.replaced_by:
@@ -183,7 +183,7 @@ class Administration:
                 f"namespace '{record.name}' was replaced by '{record.replaced_by}': start the worker with "
                 "that revision (an administrator can bring the old one back: pdserve pool ns create)",
             )
-        if request.generation and (record.dropped or record.generation != request.generation):
+        if generation and (record.dropped or record.generation != generation):
             # a node that has not heard of a drop, or whom we have to hear it from, must not bring pages back
             raise NamespaceError("unknown_namespace", f"namespace '{record.name}' was dropped meanwhile")
         local = self.namespaces.find(record.name)
@@ -192,6 +192,7 @@ class Administration:
             check_geometry(request.name, known, request.geometry)
         if is_new or request.geometry != record.geometry:
             record = _changed(record, geometry=dict(request.geometry), dropped=False)
+            check_record(record)
             registry.change(record)
             out.append(PublishNamespace(record))
         if local is None:
@@ -204,7 +205,6 @@ class Administration:
         known = self.namespaces.registry.get(request.name)
         if known is None:
             self._require_operator(session, "a new namespace", request.id)
-            check_name(request.name)
             known = NamespaceRecord(request.name, 0, 1, {}, NamespaceSettings())
         else:
             self._require(session, known, access.ADMIN, request.id)
@@ -216,7 +216,6 @@ class Administration:
     def _replace(self, session: Session, request: ReplaceNamespace, out: list[Action]) -> m.Done:
         old, new = self._known(request.old), self.namespaces.registry.get(request.new)
         self._require(session, old, access.ADMIN, request.id)
-        check_name(request.new)
         if request.old == request.new:
             raise NamespaceError("bad_request", f"namespace '{request.old}' cannot replace itself")
         if new is None:
@@ -269,6 +268,7 @@ class Administration:
 
     def _change(self, record: NamespaceRecord, out: list[Action]) -> int:
         """This node's change; how many pages went. Raises NamespaceError."""
+        check_record(record)
         self.namespaces.registry.change(record)
         count = self._carry_out([record], out)
         out.append(PublishNamespace(record))

@@ -118,7 +118,7 @@ class PagesStored(msgspec.Struct, frozen=True):
 
 
 class PagesGone(msgspec.Struct, frozen=True):
-    """Pages left a tier for lack of room."""
+    """Pages left a tier: for lack of room, or because they were forgotten (ForgetPages)."""
 
     tier: int
     names: tuple[PageName, ...]
@@ -287,7 +287,7 @@ class LoadPages(msgspec.Struct, frozen=True):
 
 
 class ForgetPages(msgspec.Struct, frozen=True):
-    """The tier shall find these no more."""
+    """The tier shall find these no more. It reports one PagesGone of them."""
 
     tier: int
     names: tuple[PageName, ...]

@@ -370,7 +370,8 @@ class Gossiper:
             )
             connection.send(m.Fault(request.id, "other_cluster", message))
             return
-        self._feed(d.Heard(request.node))
+        sender = "" if connection.hello is None else connection.hello.node
+        self._feed(d.Heard(sender))
         try:
             self.apply(self.cluster.receive(request.state))
         except FrameError as error:
@@ -383,9 +384,7 @@ class Gossiper:
         first, *more = parts(known, PART_BYTES)
         connection.send(Gossiped(request.id, first, digest))
         if more:
-            self.exchanges.tell(
-                request.node, {record.name: record for part in more for record in part.namespaces}
-            )
+            self.exchanges.tell(sender, {record.name: record for part in more for record in part.namespaces})
 
     def _probe_peer(self, connection: ClientConnection, request: ProbePeer) -> None:
         if self._probes >= MAX_PROBES or request.node not in self.cluster.members:

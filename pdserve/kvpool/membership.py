@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -59,12 +60,17 @@ from pdserve.kvpool.cluster_messages import (
     NamespaceRecord,
     View,
 )
-from pdserve.kvpool.registry import join
+from pdserve.kvpool.namespace_settings import check_record
+from pdserve.kvpool.registry import MAX_REGISTRY_BYTES, NamespaceError, join
 from pdserve.kvpool.ring import MAX_WEIGHT_SUM
 from pdserve.kvpool.wire import Message, NodeAddress
 
 MAX_MEMBERS: Final = 1024  # ever known; at 100 bytes each they fit a frame many times
 MAX_VERSION: Final = 1 << 52  # leaves room for the sum of all in 63 bits
+MAX_ADDRESS_CHARS: Final = 256
+MAX_NAMESPACE_BYTES: Final = 2 * MAX_REGISTRY_BYTES  # encoded; several nodes may have added some at once
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # as in PoolNodeConfig
 
 _encoder = msgspec.msgpack.Encoder(order="sorted")
 
@@ -136,25 +142,45 @@ def owners_of(members: Iterable[Member]) -> list[NodeAddress]:
 
 
 def check_state(state: ClusterState) -> None:
-    """Raises FrameError when another node's state would do harm: numbers out of bounds, too many members."""
+    """Raises FrameError when another node's state would do harm: nothing in it that no node could have said.
+
+    Whoever sent a member sent all others that he knew of, so no epoch in it is above its own.
+    """
     if len(state.members) > MAX_MEMBERS:
         raise FrameError(f"a state of {len(state.members)} members, at most {MAX_MEMBERS} are allowed")
+    epoch = epoch_of(state)
     for member in state.members:
         good = (
-            member.node
-            and 1 <= member.weight <= MAX_WEIGHT_SUM
+            _good_node(member)
             and 0 <= member.version <= MAX_VERSION
             and 0 <= member.incarnation < 1 << 63
-            and 0 <= member.settled < 1 << 63
+            and 0 <= member.settled <= epoch
             and ACTIVE <= member.status <= DEAD
         )
         if not good:
             raise FrameError(f"an impossible member of the pool: {member}")
     for record in state.namespaces:
-        if not 0 <= record.version < 1 << 63 or not 0 <= record.generation < 1 << 63:
-            raise FrameError(f"an impossible record of namespace '{record.name}'")
-    if not 0 <= state.stable_epoch < 1 << 63 or any(node.weight < 1 for node in state.stable):
+        try:
+            check_record(record)
+        except NamespaceError as error:
+            raise FrameError(f"an impossible namespace: {error}") from error
+    ring = state.stable
+    good = 0 <= state.stable_epoch <= epoch and all(map(_good_node, ring))
+    if (
+        not good
+        or len({node.node for node in ring}) < len(ring)
+        or sum(n.weight for n in ring) > MAX_WEIGHT_SUM
+    ):
         raise FrameError("an impossible stable ring")
+
+
+def _good_node(node: Member | NodeAddress) -> bool:
+    return (
+        _NAME.fullmatch(node.node) is not None
+        and 0 < len(node.address) <= MAX_ADDRESS_CHARS
+        and node.address.isprintable()
+        and 1 <= node.weight <= MAX_WEIGHT_SUM
+    )
 
 
 def parts(state: ClusterState, limit_bytes: int) -> Iterator[ClusterState]:
@@ -197,7 +223,8 @@ class Cluster:
         self.state = ClusterState(cluster, [me], [])
         self._members = {me.node: me}
         self._namespaces: dict[str, NamespaceRecord] = {}
-        self._digests: dict[str, tuple[NamespaceRecord, bytes]] = {}
+        self._digests: dict[str, tuple[NamespaceRecord, bytes, int]] = {}  # and how long it is encoded
+        self._namespace_bytes = 0
         self._look()
 
     # --- what is known
@@ -240,6 +267,8 @@ class Cluster:
         merged = merge(self.state, other)
         if len(merged.members) > MAX_MEMBERS:
             raise FrameError(f"more than {MAX_MEMBERS} nodes were ever in the pool: give nodes fixed names")
+        if self._added_bytes(merged) + self._namespace_bytes > MAX_NAMESPACE_BYTES:
+            raise FrameError(f"namespaces of more than {MAX_NAMESPACE_BYTES >> 20} MiB")
         me = self.me
         claimed = next(member for member in merged.members if member.node == self.name)
         if _member_order(claimed) != _member_order(me) and me.status != LEFT:
@@ -341,11 +370,19 @@ class Cluster:
         for record in self.state.namespaces:
             known = self._digests.get(record.name)
             if known is None or known[0] is not record:
-                known = record, _digest_of(encoded(record))
+                text = encoded(record)
+                known = record, _digest_of(text), len(text)
             digests[record.name] = known
         self._digests = digests
+        self._namespace_bytes = sum(size for _, _, size in digests.values())
         rest = encoded(replace(self.state, namespaces=[]))
-        return _digest_of(rest + b"".join(digest for _, digest in digests.values()))
+        return _digest_of(rest + b"".join(digest for _, digest, _ in digests.values()))
+
+    def _added_bytes(self, state: ClusterState) -> int:
+        """By how much its namespaces are longer than those known now."""
+        new = [record for record in state.namespaces if self._namespaces.get(record.name) is not record]
+        old = [self._digests[record.name][2] for record in new if record.name in self._digests]
+        return sum(len(encoded(record)) for record in new) - sum(old)
 
 
 def _digest_of(text: bytes) -> bytes:

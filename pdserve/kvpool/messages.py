@@ -33,6 +33,7 @@ from pdserve.kvpool.cluster_messages import (
     ListPages,
     Member,
     NamespaceSettings,
+    PullPages,
     TierStatus,
 )
 from pdserve.kvpool.wire import KEY_BYTES, Message
@@ -425,6 +426,9 @@ def _check_bounds(message: Request) -> None:
     elif isinstance(message, ListOwned | ListPages):
         if not 1 <= message.limit <= MAX_KEYS:
             raise FrameError(f"a limit of {message.limit}, allowed are 1 to {MAX_KEYS}")
+    elif isinstance(message, PullPages):
+        if min(message.lengths, default=1) <= 0:
+            raise FrameError("pull: lengths must be positive")
     elif isinstance(message, Discard) and len(message.keys) != len(message.sequences):
         raise FrameError("discard: keys and sequences differ in length")
 

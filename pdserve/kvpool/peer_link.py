@@ -19,6 +19,7 @@ from pdserve.kvpool.hosts import host_id
 from pdserve.kvpool.transports.base import CORRUPT, OK, Bytes1D, Connection
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.shm import ShmConnection
+from pdserve.kvpool.wire import KEY_BYTES
 
 R = TypeVar("R", bound=m.Reply)
 
@@ -47,8 +48,9 @@ class PeerLink:
         number = self._open(space, deadline)
         request = ListOwned(self._id(), number, self._config.name, epoch, cursor, limit)
         owned = self._ask(request, Owned, deadline)
-        if len(owned.keys) != len(owned.lengths):
-            raise PoolRefused(f"pool node {self.peer}: its list of pages has keys and lengths of two sizes")
+        good = len(owned.keys) == len(owned.lengths) and min(owned.lengths, default=1) > 0
+        if not good or not all(len(key) == KEY_BYTES for key in owned.keys):
+            raise PoolRefused(f"pool node {self.peer}: its list of pages is none")
         return owned
 
     def fetch(

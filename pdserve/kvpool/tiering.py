@@ -306,7 +306,9 @@ class Tiering:
             self._scan = True
 
     def gone(self, event: PagesGone) -> None:
-        """Pages that left the tier for lack of room."""
+        """Pages that left the tier. One that was forgotten while it came in from above is known again until
+        then.
+        """
         tier = self.tiers[event.tier]
         tier.used_bytes = event.used_bytes
         for name in event.names:

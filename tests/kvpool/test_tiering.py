@@ -105,6 +105,7 @@ class Rig:
         elif isinstance(action, ForgetPages):
             for name in action.names:
                 disk.pop((name.namespace, name.key), None)
+            self.node.do(PagesGone(tier, action.names, len(disk)))
         elif isinstance(action, ForgetNamespace):
             for where in [where for where in disk if where[0] == action.namespace]:
                 assert disk.pop(where).sequence < action.before_sequence

@@ -112,7 +112,7 @@ class TierWorker:
             self._reads.put(lambda piece=piece: self._load(piece))  # type: ignore[misc]
 
     def forget(self, action: ForgetPages) -> None:
-        self._writes.put(lambda: self.tier.forget(action.names))
+        self._writes.put(lambda: self._forget(action.names))
 
     def forget_namespace(self, action: ForgetNamespace) -> None:
         self._writes.put(lambda: self._forget_namespace(action.namespace, action.before_sequence))
@@ -176,6 +176,11 @@ class TierWorker:
             logger.info("%s: can write again", self._where)
         self._failing = failing
         return result
+
+    def _forget(self, names: Sequence[PageName]) -> None:
+        self.tier.forget(names)
+        # also where a page came in from above, or was found by the scan, after it was forgotten
+        self._post(PagesGone(self._number, tuple(names), self.tier.used_bytes))
 
     def _forget_namespace(self, namespace: int, before_sequence: int) -> None:
         try:
