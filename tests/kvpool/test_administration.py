@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from pdserve.kvpool import cluster_messages as c
 from pdserve.kvpool import messages as m
-from pdserve.kvpool.access import ADMIN, ALL, KEPT, READ, WRITE, digest
+from pdserve.kvpool.access import ADMIN, ALL, KEPT, READ, WRITE
 from pdserve.kvpool.administration import Rules
 from pdserve.kvpool.cluster_messages import NamespaceRecord, NamespaceSettings
 from pdserve.kvpool.events import Answer, NamespacesLearned, PublishNamespace, SaveNamespaces
 from pdserve.kvpool.namespaces import Namespaces
+from pdserve.tokens import digest
 
 from .node_model import KIB, Node, key
 
