@@ -26,7 +26,7 @@ app = typer.Typer(
 
 def _serve(config: PoolNodeConfig, *, check: bool) -> None:
     # the other words need neither event loop nor UCX
-    from pdserve.kvpool.node import run_node
+    from pdserve.kvpool.process import run_node
     from pdserve.kvpool.upgrade import check_start
 
     if check:

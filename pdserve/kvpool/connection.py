@@ -53,8 +53,8 @@ class Host(Protocol):
         """A socket went."""
         ...
 
-    def choose_path(self, hello: Hello) -> DataPathName | Fault:
-        """How this client will move pages, or why it cannot be served."""
+    def choose_path(self, hello: Hello) -> DataPathName | Fault | None:
+        """How this client will move pages, or why it cannot be served. None: it will be told in a moment."""
         ...
 
     async def open_ucx(self, connection: int, hello: Hello) -> UcxInfo | Fault:
@@ -196,6 +196,8 @@ class ClientConnection(asyncio.Protocol):
         name = "".join(c if c.isprintable() else "?" for c in message.client[:MAX_CLIENT_CHARS])
         self._client = f"{name} (pid {message.pid})"
         path = self._node.choose_path(message)
+        if path is None:
+            return
         if path == "ucx":
             self._greeting = asyncio.get_running_loop().create_task(self._greet_ucx(message))
         else:
@@ -218,7 +220,9 @@ class ClientConnection(asyncio.Protocol):
         elif isinstance(ucx, Fault):
             self.refuse(ucx)
         else:
-            self._greet(hello, self._node.choose_path(hello), ucx)  # others may have come in between
+            path = self._node.choose_path(hello)  # others may have come in between
+            if path is not None:
+                self._greet(hello, path, ucx)
 
     def refuse(self, fault: Fault) -> None:
         """Say why, and close. Idempotent."""

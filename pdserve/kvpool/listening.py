@@ -24,6 +24,7 @@ class Listeners:
         """`inherited`: from this process's earlier program, with sockets that listen already."""
         self._inherited = dict(inherited.listening) if inherited is not None else {}
         self._servers: list[tuple[str, asyncio.Server]] = []
+        self._own: list[asyncio.Server] = []  # those that were not inherited
 
     async def open(self, addresses: Sequence[str], accept: Callable[[], asyncio.Protocol]) -> None:
         """Serve at these addresses, and no more where others were inherited. Raises StartupError; those that
@@ -34,17 +35,24 @@ class Listeners:
             for fd in inherited or [None]:
                 server = await listen(address, accept, fd)
                 self._servers.append((address, server))
+                if fd is None:
+                    self._own.append(server)
         for address, unused in self._inherited.items():  # the configuration has changed
             for unused_fd in unused:
                 os.close(unused_fd)
             remove_socket(address)
 
-    def hand_over(self, lock_fd: int, since_s: float) -> Handover:
-        """For this process's next program: copies of the sockets, at which clients queue after `close`."""
+    def hand_over(self) -> dict[str, list[int]]:
+        """Copies of the sockets, by address: for the next program."""
         passed: dict[str, list[int]] = {}
         for address, server in self._servers:
             passed.setdefault(address, []).extend(os.dup(sock.fileno()) for sock in server.sockets)
-        return Handover(pid=os.getpid(), lock_fd=lock_fd, listening=passed, since_s=since_s)
+        return passed
+
+    def withdraw(self) -> None:
+        """Close what was not inherited: the next program has no copies, and opens it anew."""
+        for server in self._own:
+            server.close()
 
     def close(self) -> None:
         """Accept nobody any more."""

@@ -5,6 +5,8 @@ event loop for each scrape.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -92,8 +94,10 @@ class MetricsServer:
         self._timer = loop.call_later(LAG_INTERVAL_S, self._tick)
 
     def close(self) -> None:
-        """Stop serving. The server's thread ends by itself soon."""
+        """Stop serving: at once nobody listens there any more. The server's thread ends by itself soon."""
         self._timer.cancel()
+        with contextlib.suppress(OSError):
+            self._server.socket.shutdown(socket.SHUT_RDWR)
         # in a thread, because `shutdown` waits for the server's own poll, half a second
         threading.Thread(target=self._stop, name="pdserve-metrics-stop", daemon=True).start()
 

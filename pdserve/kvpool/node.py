@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
-import signal
 from collections.abc import Callable
 from typing import Any
 
-import uvloop
 from msgspec.structs import replace
 
 from pdserve.errors import NodeFailed, PdserveError
@@ -45,7 +44,7 @@ from pdserve.kvpool.events import (
     Tick,
 )
 from pdserve.kvpool.gossip import Gossiper, Handler
-from pdserve.kvpool.handover import Handover, gap_ms, received, replace_process
+from pdserve.kvpool.handover import STAND_IN, Handover, Succession
 from pdserve.kvpool.hosts import host_id
 from pdserve.kvpool.leases import Session
 from pdserve.kvpool.limits import limits_of
@@ -67,14 +66,12 @@ from pdserve.kvpool.metrics import NodeSnapshot
 from pdserve.kvpool.metrics_server import MetricsServer
 from pdserve.kvpool.mover import Mover
 from pdserve.kvpool.namespace_rules import is_peer, rules_of
-from pdserve.kvpool.open_files import raise_open_files
 from pdserve.kvpool.serving import Serving
 from pdserve.kvpool.slots import SlotAllocator
 from pdserve.kvpool.state import LOCAL, NodeState
 from pdserve.kvpool.store import PageStore
 from pdserve.kvpool.table import TableLayout
 from pdserve.kvpool.tiers.shell import NodeTiers
-from pdserve.kvpool.transports.control import parse_address
 from pdserve.kvpool.ucx_path import UcxPath
 from pdserve.kvpool.upgrade import Upgrader
 from pdserve.kvpool.visitors import Visitors
@@ -92,7 +89,7 @@ class PoolNode:
     _tiers: NodeTiers
     _ucx: UcxPath
 
-    def __init__(self, config: PoolNodeConfig) -> None:
+    def __init__(self, config: PoolNodeConfig, succession: Succession | None = None) -> None:
         self.config = config
         self.name = config.name
         self.incarnation = secrets.randbits(62) + 1
@@ -101,9 +98,10 @@ class PoolNode:
         self.connections: dict[int, ClientConnection] = {}  # those that shook hands
         self.gossip = Gossiper(config, self.incarnation, self.connections, self.fail)
         self.visitors = Visitors()
-        self._upgrader = Upgrader(self)
-        self._inherited = received()
+        self._upgrader = Upgrader(self, succession)
+        self._inherited = succession.handover if succession is not None else None
         self.handover: Handover | None = None  # once set, another program is to take this process over
+        self.listeners = Listeners(self._inherited)
         self._routes: dict[type, Handler] = {  # requests that are not NodeState's to answer
             **self.gossip.routes(),
             Status: self._status,
@@ -125,7 +123,6 @@ class PoolNode:
         """
         self._loop = asyncio.get_running_loop()
         fresh = self._take_memory()
-        listeners = Listeners(self._inherited)
         clean = served = False
         try:
             self.state = self._make_state()
@@ -136,32 +133,30 @@ class PoolNode:
             self.serving = Serving(self._loop, self.state, self.feed, self.connections)
             self._schedule()
             await self.gossip.join(upgraded=self._inherited is not None)
-            await listeners.open(self.config.listen, self._accept)
+            await self.listeners.open(self.config.listen, self._accept)
             served = True
             self._tiers.start(self._feed_from_thread)
             self.gossip.start()
+            self._upgrader.took_over()
             self._serve_metrics()
-            if self.config.ucx.enabled and any(is_remote(address) for address in self.config.listen):
+            if self.config.ucx.enabled and self._is_remote():
                 self._ucx.load()
             addresses = ", ".join(self.config.listen)
             logger.info(
                 "pool node %s is ready at %s: %d MiB", self.config.name, addresses, self.config.capacity >> 20
             )
-            if self._inherited is not None:
-                gap = gap_ms(self._inherited)
-                logger.info("node %s was upgraded; it did not answer for %.0f ms", self.name, gap)
             await self._stopping.wait()
             if self._failure is not None:
                 raise self._failure
             clean = True
         finally:
             self._stopped = True
-            await self.gossip.stop(leaving=self._upgrader.since_s is None)
+            passing_on = self._upgrader.since_s is not None
+            await self.gossip.stop(leaving=not passing_on)
             if self._metrics is not None:
                 self._metrics.close()
-            if self._upgrader.since_s is not None:
-                self.handover = listeners.hand_over(self.arena.pass_lock(), self._upgrader.since_s)
-            listeners.close()
+            if not passing_on:
+                self.listeners.close()
             await self.visitors.dismiss(
                 self._upgrader.farewell or Fault(0, "stopping", f"node {self.name} stops")
             )
@@ -172,12 +167,14 @@ class PoolNode:
             if self._timer is not None:
                 self._timer.cancel()
             self._ucx.stop()
-            if self.handover is None:
-                listeners.remove()  # before the memory is let go: afterwards they may be the next node's
+            if not passing_on:
+                self.listeners.remove()  # before the memory is let go: afterwards they may be the next node's
             self._tiers.stop()
             # a start that failed leaves nothing behind; a node that failed leaves its pages
-            kept = self.config.keep or not clean or self.handover is not None
+            kept = self.config.keep or not clean or passing_on
             self.arena.close(keep=kept if served else not fresh)
+            if passing_on:
+                self.handover = await self._upgrader.pass_on()
 
     def _take_memory(self) -> bool:
         """Arena and tiers; whether the arena is new. Raises StartupError, ConfigError."""
@@ -201,6 +198,18 @@ class PoolNode:
         self.arena.namespaces = self._tiers.namespaces  # others, after a reboot
         self._ucx = UcxPath(self.config, self.arena.memory, self.feed, self._ucx_lost)
         return fresh
+
+    def passed_on(self) -> Handover:
+        """Copies of all that the next program needs."""
+        return Handover(
+            pid=os.getpid(),
+            lock_fd=self.arena.pass_lock(),
+            listening=self.listeners.hand_over(),
+            ucx=self._ucx.server is not None,
+        )
+
+    def _is_remote(self) -> bool:
+        return any(is_remote(address) for address in self.config.listen)
 
     def stop(self) -> None:
         """Let `serve` return."""
@@ -372,6 +381,8 @@ class PoolNode:
     def _report(self, request_id: int, asker: Session | None = None) -> StatusReport:
         report = self.state.status(request_id, self._loop.time(), asker)
         counters = {**report.counters, **self.mover.counters(), **self.serving.counters()}
+        if self._upgrader.stands_in:
+            counters[STAND_IN] = 1
         report = replace(report, counters=counters)
         return self.gossip.with_members(report)
 
@@ -379,8 +390,10 @@ class PoolNode:
         self._last_connection += 1
         return ClientConnection(self, self._last_connection)
 
-    def choose_path(self, hello: Hello) -> DataPathName | Fault:
-        """How this client will move pages, or why it cannot be served."""
+    def choose_path(self, hello: Hello) -> DataPathName | Fault | None:
+        """How this client will move pages, or why it cannot be served. None: it will be told in a moment."""
+        if self._upgrader.at_door:
+            return None
         if self._upgrader.farewell is not None:
             return self._upgrader.farewell
         if hello.version != PROTOCOL_VERSION:
@@ -477,22 +490,3 @@ class PoolNode:
             self.arena.contents = None  # a copy of the whole index
         self.arena.adopt(slots)
         return state
-
-
-def run_node(config: PoolNodeConfig) -> None:
-    """Run a node in this process until SIGTERM or SIGINT. Raises StartupError, ConfigError."""
-    for address in config.listen:
-        parse_address(address)
-    raise_open_files(config.name, config.max_connections, config.max_connections + MAX_UNGREETED)
-    handover = uvloop.run(_run(config))
-    if handover is not None:
-        replace_process(handover)
-
-
-async def _run(config: PoolNodeConfig) -> Handover | None:
-    node = PoolNode(config)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, node.stop)
-    await node.serve()
-    return node.handover

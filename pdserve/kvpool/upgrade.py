@@ -5,7 +5,9 @@
     2. quiesce     each client is told "upgrading" as soon as nothing of its is unfinished: it connects anew
                    and waits. Reservations, transfers and pins have QUIESCE_S to end; what has not is treated
                    as after a crash (quarantined, or a miss for its reader).
-    3. exec        handover.py. Clients that connect meanwhile wait in the listening sockets' queues.
+    3. hand over   handover.py: to a stand-in that has loaded the new version already, and from it to this
+                   process, which has executed the new version meanwhile: 2 again, on the stand-in's side.
+                   Those who come while nobody serves are told "upgrading" too.
 
 After 1 nothing can be taken back: should the exec itself fail, the process ends with its pages in memory.
 """
@@ -14,18 +16,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import subprocess
 import time
 from typing import Final, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
-from pdserve.errors import PdserveError
+from pdserve.errors import NodeFailed, PdserveError
 from pdserve.kvpool.arena import why_not_reusable
 from pdserve.kvpool.cluster_messages import Upgrade
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.connection import ClientConnection
-from pdserve.kvpool.handover import command
+from pdserve.kvpool.handover import (
+    GO,
+    READY,
+    SERVING,
+    TURN_S,
+    Baton,
+    Handover,
+    Succession,
+    command,
+    gap_ms,
+    hold_signals,
+    start_stand_in,
+)
 from pdserve.kvpool.leases import Session
+from pdserve.kvpool.listening import Listeners
 from pdserve.kvpool.messages import Abort, Commit, Done, Fault, Release, Request
 from pdserve.kvpool.mover import Mover
 from pdserve.kvpool.state import NodeState
@@ -37,6 +55,7 @@ logger = logging.getLogger(__name__)
 PREFLIGHT_TIMEOUT_S: Final = 60.0
 QUIESCE_S: Final = 2.0
 POLL_S: Final = 0.002
+DOOR_S: Final = 0.2  # who comes to the door is told after so long at most: it will come back at once
 CONCLUDING: Final = (Commit, Abort, Release)  # they end what is unfinished
 
 
@@ -58,6 +77,15 @@ class Host(Protocol):
     visitors: Visitors
     state: NodeState
     mover: Mover
+    listeners: Listeners
+
+    def passed_on(self) -> Handover:
+        """Copies of all that the next program needs."""
+        ...
+
+    def fail(self, error: PdserveError) -> None:
+        """End the event loop with an error; the pages stay."""
+        ...
 
     def stop(self) -> None:
         """End the event loop."""
@@ -67,15 +95,21 @@ class Host(Protocol):
 class Upgrader:
     """One upgrade at a time; lives in the node's loop."""
 
-    def __init__(self, node: Host) -> None:
+    def __init__(self, node: Host, succession: Succession | None) -> None:
         self._node = node
+        self._succession = succession
+        self.stands_in = succession is not None and succession.stands_in
+        self._baton = succession.baton if succession is not None else None
+        self._next: Handover | None = None  # for this process's next program
+        self._child: subprocess.Popen[bytes] | None = None
         self._task: asyncio.Task[None] | None = None
+        self.at_door = False  # all that is left to do is to tell people to wait
         self.farewell: Fault | None = None  # what clients are told from now on; None: nothing, we serve
         self.since_s: float | None = None  # once set, the node ends for another program to take over
 
     def begin(self, connection: ClientConnection, request: Upgrade) -> None:
         """Somebody who may asks for it."""
-        if self._task is not None and not self._task.done():
+        if self.stands_in or (self._task is not None and not self._task.done()):
             connection.send(Fault(request.id, "upgrade_failed", "an upgrade is under way already"))
             return
         self._task = asyncio.get_running_loop().create_task(self._run(connection, request))
@@ -88,17 +122,93 @@ class Upgrader:
         name = self._node.config.name
         try:
             await preflight(self._node.config)
+            await self._load_stand_in()
         except UpgradeError as error:
             logger.warning("node %s is not upgraded: %s", name, error)
             connection.send(Fault(request.id, "upgrade_failed", f"node {name} is not upgraded: {error}"))
             return
         logger.info("node %s: upgrading", name)
         connection.send(Done(request.id))
+        await self._leave()
+
+    async def _load_stand_in(self) -> None:
+        """Raises UpgradeError; then there is none."""
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        passed = self._node.passed_on()
+        baton = Baton(mine)
+        try:
+            with theirs:
+                self._child = start_stand_in(replace(passed, baton_fd=theirs.fileno()))
+            if await baton.heard(PREFLIGHT_TIMEOUT_S) == READY:
+                self._baton = baton
+                self._next = replace(passed, baton_fd=baton.fileno(), stand_in=self._child.pid)
+                return
+            self._end_child()
+        except OSError as error:
+            logger.warning("node %s: %s", self._node.config.name, error)
+        baton.close()
+        passed.close()
+        raise UpgradeError("the new version does not load: see the node's log")
+
+    def _end_child(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+
+    async def _leave(self) -> None:
         await self._node.mover.close()
         since_s = time.monotonic()
         await self._quiesce()
         self.since_s = since_s
         self._node.stop()
+
+    def took_over(self) -> None:
+        """The node serves, whoever did before."""
+        succession, name = self._succession, self._node.config.name
+        if succession is None:
+            return
+        who = "its stand-in serves" if self.stands_in else "it was upgraded"
+        logger.info("node %s: %s; nobody answered for %.0f ms", name, who, gap_ms(succession.since_s))
+        if self._baton is not None:
+            self._baton.say(SERVING)
+        if self.stands_in:
+            self._task = asyncio.get_running_loop().create_task(self._stand_in())
+        else:
+            self._baton = None
+            succession.end()
+
+    async def _stand_in(self) -> None:
+        assert self._baton is not None
+        if await self._baton.heard() == READY:
+            await self._leave()
+        else:
+            name = self._node.config.name
+            self._node.fail(NodeFailed(f"node {name} was lost while it was upgraded: start it again"))
+
+    async def pass_on(self) -> Handover | None:
+        """The memory is let go: stay at the door until the other serves. What this process's next program is
+        passed; None in a stand-in, whose end this is.
+        """
+        assert self._baton is not None
+        assert self.farewell is not None
+        node = self._node
+        if self.stands_in:
+            node.listeners.withdraw()
+        else:
+            hold_signals(hold=True)
+        self._baton.say(f"{GO} {self.since_s}")
+        self.at_door = True
+        hearing = asyncio.ensure_future(self._baton.heard(TURN_S))
+        while not hearing.done():
+            await asyncio.wait({hearing}, timeout=DOOR_S)
+            node.visitors.refuse(self.farewell)
+        node.listeners.close()
+        await node.visitors.dismiss(self.farewell)
+        if self._next is not None and hearing.result() != SERVING:
+            self._end_child()
+            self._baton.close()
+            return replace(self._next, baton_fd=-1, stand_in=0)
+        return self._next
 
     async def _quiesce(self) -> None:
         self.farewell = Fault(0, "upgrading", f"node {self._node.config.name} is being upgraded")

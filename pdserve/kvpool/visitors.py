@@ -26,13 +26,19 @@ class Visitors:
         self.all.pop(number, None)
         self._changed.set()
 
-    async def dismiss(self, farewell: Fault) -> None:
-        """Tell all of them why and close their connections; returns when they are closed, or soon after."""
-        await asyncio.sleep(0)  # those that were just accepted become connections
-        for connection in list(self.all.values()):
+    def refuse(self, farewell: Fault) -> set[int]:
+        """Tell all of them why and close their connections; whose numbers these were."""
+        present = dict(self.all)
+        for connection in present.values():
             connection.refuse(farewell)
+        return set(present)
+
+    async def dismiss(self, farewell: Fault) -> None:
+        """Refuse all that are here; returns when their connections are closed, or soon after."""
+        await asyncio.sleep(0)  # those that were just accepted become connections
+        present = self.refuse(farewell)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_S):
-                while self.all:
+                while present & self.all.keys():
                     self._changed.clear()
                     await self._changed.wait()

@@ -26,7 +26,7 @@ from pdserve.kvpool import connection as connection_module
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.commands.asking import fetch_status
 from pdserve.kvpool.config import PoolNodeConfig
-from pdserve.kvpool.node import run_node
+from pdserve.kvpool.process import run_node
 from pdserve.kvpool.transports.control import make_hello
 
 from ..contracts.pools import ProcessPool, arena_dir

@@ -20,6 +20,7 @@ from pdserve.kvpool.commands.asking import (
     chosen_token,
 )
 from pdserve.kvpool.commands.tables import as_json, make_console
+from pdserve.kvpool.handover import STAND_IN
 from pdserve.kvpool.messages import Done, StatusReport
 
 PREFLIGHT_S: Final = 65.0  # a node gives its new version 60
@@ -62,7 +63,7 @@ def _until_back(
         try:
             with NodeClient(address, token, timeout_s) as node:
                 report = node.status()
-            if report.incarnation != before.incarnation:
+            if report.incarnation != before.incarnation and STAND_IN not in report.counters:
                 return report
         except (PoolRestarting, PoolUnavailable, PoolTimeout):
             pass

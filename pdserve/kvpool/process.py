@@ -1,0 +1,49 @@
+"""A pool node as a process: its signals, its open files, and the program before it, if there was one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import uvloop
+
+from pdserve.errors import StartupError
+from pdserve.kvpool.config import PoolNodeConfig
+from pdserve.kvpool.handover import ENDING, Handover, Succession, hold_signals, received, replace_process
+from pdserve.kvpool.node import MAX_UNGREETED, PoolNode
+from pdserve.kvpool.open_files import raise_open_files
+from pdserve.kvpool.transports.control import parse_address
+
+
+def run_node(config: PoolNodeConfig) -> None:
+    """Run a node in this process until SIGTERM or SIGINT. Raises StartupError, ConfigError."""
+    for address in config.listen:
+        parse_address(address)
+    raise_open_files(config.name, config.max_connections, config.max_connections + MAX_UNGREETED)
+    succession = received()
+    if succession is not None:
+        _load(succession)
+        if not succession.await_turn():
+            return
+    handover = uvloop.run(_run(config, succession))
+    if handover is not None:
+        replace_process(handover)
+
+
+def _load(succession: Succession) -> None:
+    """What the node will need at once, and is loaded late otherwise."""
+    if succession.handover.ucx:
+        from pdserve.kvpool.transports.ucx import UcxLibrary
+
+        with contextlib.suppress(StartupError):  # the node will say so
+            UcxLibrary()
+
+
+async def _run(config: PoolNodeConfig, succession: Succession | None) -> Handover | None:
+    node = PoolNode(config, succession)
+    loop = asyncio.get_running_loop()
+    for number in ENDING:
+        loop.add_signal_handler(number, node.stop)
+    hold_signals(hold=False)
+    await node.serve()
+    return node.handover
