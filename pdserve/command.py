@@ -9,9 +9,8 @@ Flags win over the file.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -29,13 +28,11 @@ def config_command(
     *,
     help: str,
     extra_args_key: str | None = None,
-    switches: Mapping[str, str] = MappingProxyType({}),
 ) -> typer.Typer:
     """A Typer app of one command that builds a `type_` from `--config` and flags and calls `run` with it.
 
     `run` may return an exit status. With `extra_args_key` (dotted key of a `list[str]` option) the words
     after `--` are appended to that option's list in the file; without it, words after the flags are refused.
-    `switches`: flags that are no options, by name, each with its help; `run` gets them as keyword arguments.
     """
     by_parameter = {
         option.key.replace(".", "__"): option
@@ -46,18 +43,16 @@ def config_command(
     def command(**given: Any) -> None:
         path: Path | None = given.pop("config")
         extra: list[str] = given.pop("extra", None) or []
-        switched = {name: given.pop(name) for name in switches}
         overrides = {
             by_parameter[name].key: _parsed(by_parameter[name], value) for name, value in given.items()
         }
         if extra_args_key is not None and extra:
             overrides[extra_args_key] = _from_file(path, extra_args_key) + extra
-        status = run(load_config(type_, path, overrides), **switched)
+        status = run(load_config(type_, path, overrides))
         if status:
             raise typer.Exit(status)
 
     parameters = [_config_parameter(), *(_parameter(name, option) for name, option in by_parameter.items())]
-    parameters += [_switch_parameter(name, text) for name, text in switches.items()]
     if extra_args_key is not None:
         parameters.append(_extra_parameter())
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -72,12 +67,6 @@ def _config_parameter() -> inspect.Parameter:
         Path | None, typer.Option("--config", metavar="FILE", help="TOML file; flags win over it.")
     ]
     return inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-
-def _switch_parameter(name: str, help_text: str) -> inspect.Parameter:
-    flag = "--" + name.replace("_", "-")
-    annotation = Annotated[bool, typer.Option(flag, help=help_text, show_default=False)]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
 
 
 def _extra_parameter() -> inspect.Parameter:

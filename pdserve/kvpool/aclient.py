@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -70,6 +71,7 @@ class AsyncPoolClient:
         self._turn = asyncio.Semaphore(batches)
         self._threads = ThreadPoolExecutor(batches, "pdserve-pages")
         self._pages: PoolClient | None = None
+        self._making = threading.Lock()
         self._closed = False
 
     @property
@@ -156,6 +158,14 @@ class AsyncPoolClient:
         try:
             if self._closed:
                 return [False] * len(keys)
+            moving = asyncio.get_running_loop().run_in_executor(self._threads, self._with_pages, move)
+            return await _to_the_end(moving)
+        finally:
+            self._turn.release()
+
+    def _with_pages(self, move: Callable[[PoolClient], list[bool]]) -> list[bool]:
+        """In a thread: making a `PoolClient` may load UCX."""
+        with self._making:
             if self._pages is None:
                 self._pages = PoolClient(
                     self.config,
@@ -165,10 +175,7 @@ class AsyncPoolClient:
                     name="async",
                     views=self._views,
                 )
-            moving = asyncio.get_running_loop().run_in_executor(self._threads, move, self._pages)
-            return await _to_the_end(moving)
-        finally:
-            self._turn.release()
+        return move(self._pages)
 
     def close(self) -> None:
         """Close all connections; idempotent. Operations under way end with misses."""
@@ -176,8 +183,9 @@ class AsyncPoolClient:
         for control in self._open.values():
             control.close()
         self._open.clear()
-        if self._pages is not None:
-            self._pages.close()
+        with self._making:
+            if self._pages is not None:
+                self._pages.close()
         self._threads.shutdown(wait=False)
 
     # -- asking

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import typer
 
 from pdserve.command import config_command
@@ -24,14 +23,10 @@ app = typer.Typer(
 )
 
 
-def _serve(config: PoolNodeConfig, *, check: bool) -> None:
+def _serve(config: PoolNodeConfig) -> None:
     # the other words need neither event loop nor UCX
     from pdserve.kvpool.process import run_node
-    from pdserve.kvpool.upgrade import check_start
 
-    if check:
-        typer.echo(msgspec.json.encode(check_start(config)).decode())
-        return
     configure_logs(config.log_format, config.log_level, node=config.name)
     run_node(config)
 
@@ -40,7 +35,6 @@ _serve_command = config_command(
     PoolNodeConfig,
     _serve,
     help="Run a pool node until SIGTERM. Pages stay in memory for the next start.",
-    switches={"check": "Start nothing; say whether the running node's pages could be taken over."},
 ).registered_commands[0]
 _serve_command.name = "serve"
 app.registered_commands.append(_serve_command)

@@ -4,8 +4,12 @@ it.
 
 from __future__ import annotations
 
+import contextlib
+
+from pdserve.errors import StartupError
 from pdserve.kvpool.client_config import PoolClientConfig
 from pdserve.kvpool.hosts import host_id
+from pdserve.kvpool.listening import is_remote
 from pdserve.kvpool.transports.base import Connection
 from pdserve.kvpool.transports.control import ControlChannel, OnView, make_hello
 from pdserve.kvpool.transports.shm import ShmConnection
@@ -20,6 +24,8 @@ class ConfiguredConnector:
         self._config = config
         self._name = name
         self._host_id = host_id()
+        if _takes_ucx(config):  # now, because an operation's time-out may be shorter than loading takes
+            _load_ucx()
 
     def connect(self, address: str, deadline: float, on_view: OnView | None = None) -> Connection:
         """Raises PoolUnavailable, PoolTimeout or PoolRefused."""
@@ -29,10 +35,24 @@ class ConfiguredConnector:
         channel = ControlChannel.connect(address, hello, deadline, on_view)
         if channel.welcome.data_path == "shm":
             return ShmConnection.open(channel, self._config.checksum, deadline)
-        # imported only where it is used: loading UCX costs a second and 170 MB
         from pdserve.kvpool.transports.ucx_client import UcxConnection
 
         return UcxConnection.open(channel, address, self._config.ucx, self._config.checksum, deadline)
+
+
+def _takes_ucx(config: PoolClientConfig) -> bool:
+    """Whether this client moves pages by UCX, as far as can be told before a node has answered."""
+    if config.data_path != "auto":
+        return config.data_path == "ucx"
+    return any(is_remote(ref.address) for ref in config.nodes)
+
+
+def _load_ucx() -> None:
+    """Only where it is used: it costs a second of CPU and 170 MB."""
+    from pdserve.kvpool.transports.ucx import UcxLibrary
+
+    with contextlib.suppress(StartupError):  # who connects is told
+        UcxLibrary()
 
 
 def connector_for(config: PoolClientConfig, name: str) -> ConfiguredConnector:

@@ -37,9 +37,10 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import IO, Final, NoReturn
 
 import msgspec
+from msgspec.structs import replace
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ READY: Final = "ready"
 GO: Final = "go"
 SERVING: Final = "serving"
 TURN_S: Final = 60.0  # for the other to let go: it has a few seconds' work at most
-WORD_BYTES: Final = 64
+WORD_BYTES: Final = 8192
 STAND_IN: Final = "stand_in"  # counter in the status that a stand-in reports
 ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 
@@ -64,13 +65,14 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     since_s: float = 0.0
     baton_fd: int = -1  # none: nobody serves meanwhile
     stand_in: int = 0  # the child's pid, for the process itself
+    stderr_fd: int = -1  # a stand-in's, from the moment it serves
     ucx: bool = False
 
     @property
     def fds(self) -> set[int]:
         """All of them."""
         fds = {self.lock_fd, *(fd for fds in self.listening.values() for fd in fds)}
-        return fds | ({self.baton_fd} if self.baton_fd >= 0 else set())
+        return fds | {fd for fd in (self.baton_fd, self.stderr_fd) if fd >= 0}
 
     def close(self) -> None:
         """It was for nothing."""
@@ -124,16 +126,19 @@ class Succession:
         self.since_s = handover.since_s
         self.baton = None if handover.baton_fd < 0 else Baton(socket.socket(fileno=handover.baton_fd))
 
-    def await_turn(self) -> bool:
+    def await_turn(self, found: str = "") -> bool:
         """Once everything is loaded, wait until the other has let go; False: there is nothing to take over
-        any more. Blocks.
+        any more. `found` is for the other to judge. Blocks.
         """
         if self.baton is None:
             return True
-        self.baton.say(READY)
+        self.baton.say(f"{READY} {found}")
         word, _, since = self.baton.hear(TURN_S).partition(" ")
         if word == GO:
             self.since_s = float(since)
+            if self.handover.stderr_fd >= 0:
+                os.dup2(self.handover.stderr_fd, sys.stderr.fileno())
+                os.close(self.handover.stderr_fd)
             return True
         if not self.stands_in:
             with contextlib.suppress(ProcessLookupError):  # it is dead, most likely
@@ -164,12 +169,22 @@ def received() -> Succession | None:
     return Succession(handover)
 
 
-def start_stand_in(handover: Handover) -> subprocess.Popen[bytes]:
-    """Start this process's command, from whatever is installed now, as its child. Raises OSError."""
-    environment = {**os.environ, ENVIRONMENT: msgspec.json.encode(handover).decode()}
-    return subprocess.Popen(
-        command(), stdin=subprocess.DEVNULL, env=environment, pass_fds=sorted(handover.fds)
-    )
+def start_stand_in(handover: Handover, errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start this process's command, from whatever is installed now, as its child. What it says until it
+    serves goes to `errors`. Raises OSError.
+    """
+    stderr_fd = os.dup(sys.stderr.fileno())
+    try:
+        passed = replace(handover, stderr_fd=stderr_fd)
+        return subprocess.Popen(
+            command(),
+            stdin=subprocess.DEVNULL,
+            stderr=errors,
+            env={**os.environ, ENVIRONMENT: msgspec.json.encode(passed).decode()},
+            pass_fds=sorted(passed.fds),
+        )
+    finally:
+        os.close(stderr_fd)
 
 
 def replace_process(handover: Handover) -> NoReturn:

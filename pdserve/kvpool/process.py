@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import msgspec
 import uvloop
 
 from pdserve.errors import StartupError
@@ -13,6 +14,7 @@ from pdserve.kvpool.handover import ENDING, Handover, Succession, hold_signals, 
 from pdserve.kvpool.node import MAX_UNGREETED, PoolNode
 from pdserve.kvpool.open_files import raise_open_files
 from pdserve.kvpool.transports.control import parse_address
+from pdserve.kvpool.upgrade import check_start
 
 
 def run_node(config: PoolNodeConfig) -> None:
@@ -22,8 +24,9 @@ def run_node(config: PoolNodeConfig) -> None:
     raise_open_files(config.name, config.max_connections, config.max_connections + MAX_UNGREETED)
     succession = received()
     if succession is not None:
+        found = check_start(config) if succession.stands_in else None
         _load(succession)
-        if not succession.await_turn():
+        if not succession.await_turn(msgspec.json.encode(found).decode()):
             return
     handover = uvloop.run(_run(config, succession))
     if handover is not None:

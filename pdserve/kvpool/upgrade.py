@@ -1,13 +1,13 @@
 """Replacing a running node by its new version (`pdserve pool upgrade`), without a failed operation.
 
-    1. preflight   a child process runs the node's own command with `--check`: does the configuration parse,
-                   do all modules load, will the pages be taken over? If not, the node goes on and says why.
+    1. load        a stand-in, a child process, runs the node's own command: does the configuration parse, do
+                   all modules load, will the pages be taken over? If not, the node goes on and says why.
     2. quiesce     each client is told "upgrading" as soon as nothing of its is unfinished: it connects anew
                    and waits. Reservations, transfers and pins have QUIESCE_S to end; what has not is treated
                    as after a crash (quarantined, or a miss for its reader).
-    3. hand over   handover.py: to a stand-in that has loaded the new version already, and from it to this
-                   process, which has executed the new version meanwhile: 2 again, on the stand-in's side.
-                   Those who come while nobody serves are told "upgrading" too.
+    3. hand over   handover.py: to the stand-in, and from it to this process, which has executed the new
+                   version meanwhile: 2 again, on the stand-in's side. Those who come while nobody serves are
+                   told "upgrading" too.
 
 After 1 nothing can be taken back: should the exec itself fail, the process ends with its pages in memory.
 """
@@ -19,7 +19,8 @@ import logging
 import socket
 import subprocess
 import time
-from typing import Final, Protocol
+from tempfile import TemporaryFile
+from typing import IO, Final, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -52,7 +53,8 @@ from pdserve.kvpool.visitors import Visitors
 
 logger = logging.getLogger(__name__)
 
-PREFLIGHT_TIMEOUT_S: Final = 60.0
+LOAD_S: Final = 60.0  # for a stand-in to load
+ENDING_S: Final = 1.0
 QUIESCE_S: Final = 2.0
 POLL_S: Final = 0.002
 DOOR_S: Final = 0.2  # who comes to the door is told after so long at most: it will come back at once
@@ -64,7 +66,7 @@ class UpgradeError(PdserveError):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """What `pool serve --check` found: which node would start."""
+    """What a stand-in found: which node would start."""
 
     name: str
     arena_dir: str
@@ -121,7 +123,6 @@ class Upgrader:
     async def _run(self, connection: ClientConnection, request: Upgrade) -> None:
         name = self._node.config.name
         try:
-            await preflight(self._node.config)
             await self._load_stand_in()
         except UpgradeError as error:
             logger.warning("node %s is not upgraded: %s", name, error)
@@ -134,21 +135,35 @@ class Upgrader:
     async def _load_stand_in(self) -> None:
         """Raises UpgradeError; then there is none."""
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        passed = self._node.passed_on()
-        baton = Baton(mine)
+        baton, passed = Baton(mine), self._node.passed_on()
         try:
-            with theirs:
-                self._child = start_stand_in(replace(passed, baton_fd=theirs.fileno()))
-            if await baton.heard(PREFLIGHT_TIMEOUT_S) == READY:
-                self._baton = baton
-                self._next = replace(passed, baton_fd=baton.fileno(), stand_in=self._child.pid)
-                return
+            with theirs, TemporaryFile() as errors:
+                try:
+                    self._child = start_stand_in(replace(passed, baton_fd=theirs.fileno()), errors)
+                except OSError as error:
+                    raise UpgradeError(f"{command()[0]} cannot be run: {error.strerror}") from None
+                theirs.close()  # so that its end is heard
+                word, _, found = (await baton.heard(LOAD_S)).partition(" ")
+                if word != READY:
+                    raise UpgradeError(self._why_not_loaded(errors))
+            _check_same(msgspec.json.decode(found, type=Start), start_of(self._node.config))
+        except UpgradeError:
             self._end_child()
-        except OSError as error:
-            logger.warning("node %s: %s", self._node.config.name, error)
-        baton.close()
-        passed.close()
-        raise UpgradeError("the new version does not load: see the node's log")
+            baton.close()
+            passed.close()
+            raise
+        self._baton = baton
+        self._next = replace(passed, baton_fd=baton.fileno(), stand_in=self._child.pid)
+
+    def _why_not_loaded(self, errors: IO[bytes]) -> str:
+        assert self._child is not None
+        try:
+            status = self._child.wait(ENDING_S)  # it has ended, or said nothing for long
+        except subprocess.TimeoutExpired:
+            return f"the new version made no start within {LOAD_S:.0f} s"
+        errors.seek(0)
+        lines = errors.read().decode(errors="replace").strip().splitlines() or [f"exit status {status}"]
+        return f"the new version would not start: {lines[-1]}"
 
     def _end_child(self) -> None:
         if self._child is not None:
@@ -156,6 +171,8 @@ class Upgrader:
             self._child.wait()
 
     async def _leave(self) -> None:
+        if not self.stands_in:
+            hold_signals(hold=True)
         await self._node.mover.close()
         since_s = time.monotonic()
         await self._quiesce()
@@ -179,7 +196,7 @@ class Upgrader:
 
     async def _stand_in(self) -> None:
         assert self._baton is not None
-        if await self._baton.heard() == READY:
+        if (await self._baton.heard()).startswith(READY):
             await self._leave()
         else:
             name = self._node.config.name
@@ -194,8 +211,6 @@ class Upgrader:
         node = self._node
         if self.stands_in:
             node.listeners.withdraw()
-        else:
-            hold_signals(hold=True)
         self._baton.say(f"{GO} {self.since_s}")
         self.at_door = True
         hearing = asyncio.ensure_future(self._baton.heard(TURN_S))
@@ -230,40 +245,17 @@ def _unfinished(session: Session) -> bool:
     return bool(session.reservations or session.transfers or session.pins)
 
 
-async def preflight(config: PoolNodeConfig) -> None:
-    """Raises UpgradeError: the command that this process runs would not start this node now."""
-    words = [*command(), "--check"]
-    try:
-        child = await asyncio.create_subprocess_exec(
-            *words,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-    except OSError as error:
-        raise UpgradeError(f"{words[0]} cannot be run: {error.strerror}") from None
-    try:
-        async with asyncio.timeout(PREFLIGHT_TIMEOUT_S):
-            out, err = await child.communicate()
-    except TimeoutError:
-        child.kill()
-        await child.wait()
-        raise UpgradeError(f"the new version made no start within {PREFLIGHT_TIMEOUT_S:.0f} s") from None
-    if child.returncode:
-        lines = err.decode(errors="replace").strip().splitlines() or [f"exit status {child.returncode}"]
-        raise UpgradeError(f"the new version would not start: {lines[-1]}")
-    try:
-        found = msgspec.json.decode(out, type=Start)
-    except msgspec.MsgspecError:
-        raise UpgradeError("the new version does not know --check") from None
-    if found != start_of(config):
+def _check_same(found: Start, ours: Start) -> None:
+    if found != ours:
         raise UpgradeError(
             f"its command starts node {found.name} in {found.arena_dir} by now: put the configuration right"
         )
 
 
 def check_start(config: PoolNodeConfig) -> Start:
-    """What `--check` does, beyond parsing the configuration and importing the node. Raises StartupError."""
+    """What a stand-in does first, its configuration parsed and its modules loaded. Raises UpgradeError,
+    StartupError.
+    """
     directory = config.arena_dir / config.name
     layout = TableLayout(config.capacity, config.slab, config.min_slot)
     home = config.placement.home(directory)

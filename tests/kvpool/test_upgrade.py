@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,8 +17,11 @@ import numpy as np
 import pytest
 
 from pdserve.kvpool import messages as m
+from pdserve.kvpool.aclient import AsyncPoolClient
 from pdserve.kvpool.client import PoolClient
 from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
+from pdserve.kvpool.cluster_config import ClusterConfig
+from pdserve.kvpool.cluster_messages import Upgrade
 from pdserve.kvpool.commands.upgrade import upgrade
 from pdserve.kvpool.config import PoolNodeConfig
 
@@ -32,7 +38,8 @@ def make_node(tmp_path: Path) -> Iterator[Callable[..., ProcessPool]]:
 
     def make(data_path: str = "shm", **options: Any) -> ProcessPool:
         settings = {"capacity_bytes": "64MiB", "slab_bytes": "1MiB", "max_reserved_share": 1.0, **options}
-        config = PoolNodeConfig(name="node", arena_dir=arena_dir(), quarantine_s=0.2, **settings)
+        settings = {"name": "node", "quarantine_s": 0.2, **settings}
+        config = PoolNodeConfig(arena_dir=arena_dir(), **settings)
         made.append(ProcessPool(config, tmp_path, data_path))
         return made[-1]
 
@@ -149,6 +156,164 @@ def test_three_upgrades_under_load_fail_no_operation_and_lose_no_page(
     assert Path(f"/proc/{pid}/status").read_text().count("Name:") == 1
     client.close()
     node.close()
+
+
+class Strangers:
+    """Clients that come, look for pages that are there, and go: until stopped."""
+
+    def __init__(self, config: PoolClientConfig, keys: list[bytes]) -> None:
+        self.failures: list[str] = []
+        self.rounds = 0
+        self._config = config
+        self._keys = keys
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=one) for one in (self._run, self._run_async)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            client = PoolClient(self._config, "ns", {"page_size": "64"})
+            self._judge("a new client", client.exists(self._keys))
+            client.close()
+
+    def _run_async(self) -> None:
+        async def look() -> None:
+            steady = AsyncPoolClient(self._config, "ns", {"page_size": "64"})
+            while not self._stop.is_set():
+                new = AsyncPoolClient(self._config, "ns", {"page_size": "64"})
+                self._judge("a new asyncio client", await new.exists(self._keys))
+                new.close()
+                self._judge("the asyncio client", await steady.exists(self._keys))
+            steady.close()
+
+        asyncio.run(look())
+
+    def _judge(self, who: str, found: list[bool]) -> None:
+        self.rounds += 1
+        if not all(found):
+            self.failures.append(f"{who} missed {found.count(False)}")
+
+    def end(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(SOON_S)
+            assert not thread.is_alive()
+
+
+def test_upgrading_the_nodes_of_a_pool_in_turn_costs_clients_with_the_default_configuration_nothing(
+    make_node: Callable[..., ProcessPool], tmp_path: Path
+) -> None:
+    names = ["a", "b", "c"]
+    cluster = ClusterConfig(peers=[f"unix:{tmp_path}/{name}.sock" for name in names])
+    nodes = [make_node(name=name, cluster=cluster) for name in names]
+    config = PoolClientConfig(
+        nodes=[PoolNodeRef(node=node.config.name, address=node.address) for node in nodes]
+    )
+    client = PoolClient(config, "ns", {"page_size": "64"})
+    deadline = time.monotonic() + SOON_S
+    while len(client.status()) < 3 or len(client.rings.ring.nodes) < 3:
+        assert time.monotonic() < deadline
+    known = [9_000_000 + n for n in range(60)]
+    assert all(client.put([key(n) for n in known], [page_of(n) for n in known]))
+    load, strangers = Load(client, threads=2), Strangers(config, [key(n) for n in known])
+    try:
+        for node in nodes:
+            load.progress()
+            upgrade(node.address, deadline=SOON_S)
+        load.progress()
+    finally:
+        strangers.end()
+        load.end()
+    assert load.failures == strangers.failures == []
+    assert client.counters.failures == client.counters.pages_lost == client.counters.pages_corrupt == 0
+    assert strangers.rounds > 3
+    for node in nodes:
+        assert node.log.read_text().count("nobody answered for") == 2
+    client.close()
+    for node in nodes:
+        node.close()
+
+
+def stand_in_of(node: ProcessPool) -> int:
+    """Wait for it to serve; its pid."""
+    deadline = time.monotonic() + SOON_S
+    while "its stand-in serves" not in node.log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    (found,) = (
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdecimal() and f"PPid:\t{node.pid}\n" in _status_of(entry)
+    )
+    return found
+
+
+def _status_of(entry: Path) -> str:
+    try:
+        return (entry / "status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def begin_upgrade(node: ProcessPool) -> None:
+    channel = node.connect()
+    assert isinstance(channel.call(Upgrade(1), time.monotonic() + SOON_S), m.Done)
+    channel.close()
+
+
+def until_gone(pid: int) -> None:
+    deadline = time.monotonic() + SOON_S
+    while "State:" in (status := _status_of(Path(f"/proc/{pid}"))) and "State:\tZ" not in status:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_process_that_dies_while_its_stand_in_serves_leaves_its_pages_to_the_next_start(
+    make_node: Callable[..., ProcessPool],
+) -> None:
+    node = make_node()
+    client = client_of(node)
+    client.put([key(1)], [page_of(1)])
+    begin_upgrade(node)
+    stand_in = stand_in_of(node)
+    node.kill()
+    until_gone(stand_in)
+    node.restart()
+    deadline = time.monotonic() + SOON_S
+    while client.exists([key(1)]) != [True]:  # the client took the node for dead meanwhile
+        assert time.monotonic() < deadline
+    client.close()
+    node.close()
+
+
+def test_a_stand_in_that_dies_is_replaced_as_soon_as_the_process_has_loaded(
+    make_node: Callable[..., ProcessPool],
+) -> None:
+    node = make_node()
+    client = client_of(node)
+    client.put([key(1)], [page_of(1)])
+    begin_upgrade(node)
+    os.kill(stand_in_of(node), signal.SIGKILL)
+    deadline = time.monotonic() + SOON_S
+    while client.exists([key(1)]) != [True]:
+        assert time.monotonic() < deadline
+    assert node._process.poll() is None
+    client.close()
+    node.close()
+
+
+def test_a_node_that_is_told_to_stop_while_it_is_upgraded_stops_afterwards_and_leaves_nothing(
+    make_node: Callable[..., ProcessPool],
+) -> None:
+    node = make_node()
+    begin_upgrade(node)
+    stand_in = stand_in_of(node)
+    node._process.terminate()
+    assert node._process.wait(SOON_S) == 0, node.log.read_text()
+    until_gone(stand_in)
+    node.close()
+    assert not node.arena_path.parent.exists()
 
 
 def test_a_new_version_that_would_not_start_leaves_the_node_as_it_is(

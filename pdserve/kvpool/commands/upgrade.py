@@ -23,7 +23,7 @@ from pdserve.kvpool.commands.tables import as_json, make_console
 from pdserve.kvpool.handover import STAND_IN
 from pdserve.kvpool.messages import Done, StatusReport
 
-PREFLIGHT_S: Final = 65.0  # a node gives its new version 60
+LOAD_S: Final = 65.0  # a node gives its new version 60
 POLL_S: Final = 0.05
 
 
@@ -45,7 +45,7 @@ def upgrade(
     started_s = time.monotonic()
     with NodeClient(address, secret, timeout) as node:
         before = node.status()
-        node.ask(Upgrade, Done, timeout_s=PREFLIGHT_S)
+        node.ask(Upgrade, Done, timeout_s=LOAD_S)
     after = _until_back(before, address, secret, timeout, time.monotonic() + deadline)
     seconds = time.monotonic() - started_s
     recovered = after.counters.get("recovered_pages", 0)
