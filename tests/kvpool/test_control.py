@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from pdserve.errors import ConfigError, FrameError, PoolRefused, PoolRestarting, PoolTimeout, PoolUnavailable
 from pdserve.kvpool import messages as m
@@ -21,6 +22,7 @@ from pdserve.kvpool.transports.control import (
     make_hello,
     parse_address,
 )
+from pdserve.kvpool.transports.shm import ShmConnector
 
 WELCOME = m.Welcome(m.PROTOCOL_VERSION, "node", 1, "host", "shm", 30.0)
 HELLO = make_hello("test", "host", "auto")
@@ -257,6 +259,18 @@ def test_a_node_that_restarts_says_so_to_a_hello(peer_for: Callable[..., Peer]) 
 
     with pytest.raises(PoolRestarting):
         ControlChannel.connect(peer_for(script).address, HELLO, soon())
+
+
+def test_a_node_that_lets_its_memory_go_before_it_is_mapped_says_so(peer_for: Callable[..., Peer]) -> None:
+    arena = m.ArenaInfo("/nowhere/arena", 1, "/nowhere/table", 1)
+
+    def script(peer: Peer) -> None:
+        peer.request()
+        peer.send(replace(WELCOME, arena=arena), m.Fault(0, "upgrading", "wait"))
+
+    peer = peer_for(script)
+    with pytest.raises(PoolRestarting):
+        ShmConnector("test").connect(peer.address, soon())
 
 
 def test_nobody_there_is_unavailable(tmp_path: Path) -> None:

@@ -54,13 +54,16 @@ class ShmConnection:
 
     @classmethod
     def open(cls, channel: ControlChannel, checksum: bool, deadline: float) -> ShmConnection:
-        """Take over a greeted channel. Raises PoolRefused when the node's memory cannot be mapped here; then
-        the channel is closed.
+        """Take over a greeted channel. Raises PoolRefused when the node's memory cannot be mapped here, or
+        PoolUnavailable when the node has let it go since; then the channel is closed.
         """
         try:
             return cls(channel, Mapping.of(channel.welcome), checksum)
         except PoolRefused:
-            channel.close()
+            try:
+                channel.take_pushed()  # it hung up before
+            finally:
+                channel.close()
             raise
 
     def call(self, request: Request, deadline: float) -> Reply:
