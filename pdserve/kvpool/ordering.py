@@ -59,6 +59,19 @@ def reorder(
         pages.order(slot_bytes, links).restore(mine, committed_s[mine])
 
 
+def sorted_by(values: npt.NDArray[np.uint64], slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """`slots` by ascending `values`, of one length; slots are not negative. Where a value and a slot fit one
+    word, words are sorted, which takes a fifth of the time of `argsort`.
+    """
+    if not len(slots):
+        return slots
+    above, bits = values - values.min(), int(slots.max()).bit_length()
+    if int(above.max()).bit_length() + bits > 64:
+        return slots[np.argsort(values, kind="stable")]
+    words = np.sort(above << np.uint64(bits) | slots.astype(np.uint64))
+    return (words & np.uint64((1 << bits) - 1)).astype(np.int64)
+
+
 def distinct(values: npt.NDArray[Any]) -> list[int]:
     """The different values; quick where there is but one."""
     if len(values) and (values == values[0]).all():

@@ -8,7 +8,7 @@ other row that is not free is dropped, alone. The pages' bytes are not read: rea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -16,12 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.kvpool.slots import SLOT_ALIGN_BYTES
-from pdserve.kvpool.table import COMMITTED, FREE, TableLayout, guards_of, row_words
+from pdserve.kvpool.table import COMMITTED, FREE, ROW_DTYPE, TableLayout, guards_of, row_words
 
 Int64s = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.void]
 
-BLOCK_ROWS: Final = 8192  # scanned at a time: with all temporaries they fit the CPU's cache
+BLOCK_ROWS: Final = 4096  # scanned at a time: with all temporaries they fit the CPU's cache
+_KEY_DTYPE: Final = np.dtype(
+    {"names": ["key"], "formats": ["V32"], "offsets": [0], "itemsize": ROW_DTYPE.itemsize}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +57,16 @@ def scan(
     known = np.array(sorted(namespaces), dtype=np.uint32)
     number_of = np.array([namespaces[space] for space in known.tolist()], dtype=np.uint32)
     blocks = [
-        _scan_block(layout, classes, rows[first : first + BLOCK_ROWS], first, known)
+        _scan_block(layout, classes, rows[first : first + BLOCK_ROWS], first)
         for first in range(0, layout.rows, BLOCK_ROWS)
     ]
     good, dropped, quarantined = (np.concatenate(found) for found in zip(*blocks, strict=True))
-    slots, older = _without_duplicates(rows, good)
+    owned = np.isin(rows["namespace"][good], known)
+    slots, older = _without_duplicates(rows, good[owned])
     return TableContents(
         slab_class=classes.tolist(),
         slots=slots,
-        keys=_keys(rows["key"][slots]),
+        keys=_keys(rows, slots),
         namespaces=number_of[np.searchsorted(known, rows["namespace"][slots])],
         lengths=rows["length_bytes"][slots],
         checksums=rows["checksum"][slots],
@@ -72,30 +76,31 @@ def scan(
         quarantined_namespaces=[
             namespaces.get(space, 0) for space in rows["namespace"][quarantined].tolist()
         ],
-        dropped=[*dropped.tolist(), *older.tolist()],
+        dropped=[*dropped.tolist(), *good[~owned].tolist(), *older.tolist()],
     )
 
 
 def _scan_block(
-    layout: TableLayout, classes: Int64s, rows: Rows, first: int, known: npt.NDArray[np.uint32]
+    layout: TableLayout, classes: Int64s, rows: Rows, first: int
 ) -> tuple[Int64s, Int64s, Int64s]:
-    """The slots to keep, to drop, to quarantine among `rows`, which begin at slot `first`."""
-    state = rows["state"]
-    taken = np.flatnonzero(state != FREE)
-    slots = taken + first
+    """The slots to keep, whoever's they are, to drop, to quarantine among `rows`, which begin at slot
+    `first`.
+    """
+    state = rows["state"].copy()
+    slots = np.arange(first, first + len(rows))
     slab = slots // layout.slots_per_slab
     slot_bytes = classes[slab]
-    position = slots - slab * layout.slots_per_slab
-    fits = (slot_bytes > 0) & (position < layout.slab_bytes // np.maximum(slot_bytes, 1))
-    committed = state[taken] == COMMITTED
-    bounded = np.minimum(rows["length_bytes"][taken], np.uint64(layout.slab_bytes + 1)).astype(np.int64)
-    rounded = -(-bounded // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
-    good = committed & fits & (bounded > 0)
+    fits = slots - slab * layout.slots_per_slab < (layout.slab_bytes // np.maximum(classes, 1))[slab]
+    fits &= slot_bytes > 0
+    committed = state == COMMITTED
+    length = np.minimum(rows["length_bytes"], np.uint64(layout.slab_bytes + 1)).astype(np.int64)
+    rounded = (length + (SLOT_ALIGN_BYTES - 1)) // SLOT_ALIGN_BYTES * SLOT_ALIGN_BYTES
+    good = committed & fits & (length > 0)
     good &= np.maximum(rounded, layout.min_slot_bytes) == slot_bytes
-    good &= np.isin(rows["namespace"][taken], known)
-    good &= (rows["guard"] == guards_of(row_words(rows)))[taken]
-    unfinished = ~committed & fits
-    return slots[good], slots[~good & ~unfinished], slots[unfinished]
+    good &= rows["guard"] == guards_of(row_words(rows))
+    unfinished = fits & ~committed & (state != FREE)
+    bad = (state != FREE) & ~good & ~unfinished
+    return slots[good], slots[bad], slots[unfinished]
 
 
 def _valid_classes(layout: TableLayout, slab_class: npt.NDArray[np.uint64]) -> Int64s:
@@ -109,17 +114,17 @@ def _without_duplicates(rows: Rows, slots: Int64s) -> tuple[Int64s, Int64s]:
     """`slots` without those whose key a newer one has, and those. Sorting one word of the keys finds whether
     there can be any; almost always there is none.
     """
-    words = np.sort(rows["key"][:, 0][slots])
+    words = np.sort(row_words(rows)[:, 0][slots])
     if not (words[1:] == words[:-1]).any():
         return slots, slots[:0]
     by_age = slots[np.argsort(rows["sequence"][slots], kind="stable")]
-    names = zip(rows["namespace"][by_age].tolist(), _keys(rows["key"][by_age]), strict=True)
+    names = zip(rows["namespace"][by_age].tolist(), _keys(rows, by_age), strict=True)
     newest = dict(zip(names, by_age.tolist(), strict=True))
     kept = np.sort(np.fromiter(newest.values(), np.int64, len(newest)))
     return kept, np.setdiff1d(slots, kept, assume_unique=True)
 
 
-def _keys(words: npt.NDArray[np.uint64]) -> list[bytes]:
-    """Key words of shape [n, 4] as bytes."""
-    keys: Sequence[bytes] = np.ascontiguousarray(words).view("V32").ravel().tolist()
-    return list(keys)
+def _keys(rows: Rows, slots: Int64s) -> list[bytes]:
+    """The keys of these slots."""
+    keys: list[bytes] = rows.view(_KEY_DTYPE)["key"][slots].tolist()
+    return keys

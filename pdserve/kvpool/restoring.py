@@ -7,7 +7,7 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.kvpool.ordering import distinct
+from pdserve.kvpool.ordering import distinct, sorted_by
 from pdserve.kvpool.recovery import TableContents
 from pdserve.kvpool.store import COMMITTED, QUARANTINED, PageStore
 
@@ -19,7 +19,7 @@ def restore(store: PageStore, contents: TableContents, now_s: float) -> None:
     taken = np.sort(np.concatenate([contents.slots, np.array(contents.quarantined, dtype=np.int64)]))
     store.slots.restore(contents.slab_class, taken)
     facts, slots = store.facts, contents.slots
-    by_age = slots[np.argsort(contents.sequences, kind="stable")]
+    by_age = sorted_by(contents.sequences, slots)
     np.frombuffer(facts.namespace, np.uint32)[slots] = contents.namespaces
     np.frombuffer(facts.namespace, np.uint32)[contents.quarantined] = contents.quarantined_namespaces
     np.frombuffer(facts.length_bytes, np.uint32)[slots] = contents.lengths
