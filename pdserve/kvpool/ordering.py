@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from heapq import merge
 from itertools import islice
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.kvpool.index import NONE, Facts, NamespacePages
+from pdserve.kvpool.index import Facts, NamespacePages
 from pdserve.kvpool.policies.base import EvictionPolicy, Links
 from pdserve.kvpool.slots import SlotAllocator
 
-MAX_SKIPPED: Final = 1024  # held pages passed over in search of one victim
+MAX_SKIPPED: Final = 1024  # held pages passed over in search of victims
 
 
-def best_victim(orders: Iterable[EvictionPolicy], facts: Facts, holds: Collection[int]) -> int:
-    """Of each order's best victim that nobody holds, the one unused for longest; or NONE."""
-    best = NONE
+def best_victims(
+    orders: Iterable[EvictionPolicy], facts: Facts, holds: Collection[int], count: int
+) -> list[int]:
+    """Up to `count` slots that nobody holds: again and again, of each order's best victim, the one unused for
+    longest.
+    """
+    each = []
     for order in orders:
-        for victim in islice(order.victims(), MAX_SKIPPED):
-            if victim not in holds:
-                if best == NONE or facts.last_use[victim] < facts.last_use[best]:
-                    best = victim
-                break
-    return best
+        near = islice(order.victims(), MAX_SKIPPED + count)
+        each.append(list(islice((victim for victim in near if victim not in holds), count)))
+    if len(each) == 1:
+        return each[0]
+    return list(islice(merge(*each, key=facts.last_use.__getitem__), count))
 
 
 def coldest(index: Iterable[NamespacePages], pages: int) -> Iterator[int]:

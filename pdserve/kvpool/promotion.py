@@ -117,10 +117,11 @@ class Promotions:
         if self._load_bytes and self._load_bytes + slot_bytes > self._limits.load_bytes:
             self.refused += 1
             return None
-        slot = self._store.take(pages, key, length_bytes, slot_bytes, out)
-        if slot == NONE:
+        slots = self._store.take(pages, [key], length_bytes, slot_bytes, out)
+        if not slots:
             self.refused += 1
             return None
+        slot = slots[0]
         load = Load(slot, PageName(namespace, key, length_bytes), self._store.facts.sequence[slot], tier)
         self._loads[slot] = self._by_name[namespace, key] = load
         self._load_bytes += slot_bytes
@@ -148,7 +149,7 @@ class Promotions:
                 self._store.give_back(slot, out)
             elif status == LOADED:
                 self._end(load)
-                self._store.commit(slot, checksum, now_s, out)
+                self._store.commit([slot], [checksum], now_s, out)
                 self.promoted += 1
                 self._on_commit([slot], now_s, out)
                 self._resolve(load, slot, now_s, out)

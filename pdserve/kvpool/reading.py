@@ -47,22 +47,22 @@ class Reads:
         replicas: Mapping[int, int] = NO_REPLICAS,
     ) -> None:
         """`replicas`: how many nodes after this one hold the page of a slot too."""
-        facts, length_bytes = self._store.facts, sum(request.segment_bytes)
+        length_of, length_bytes = self._store.facts.length_bytes, sum(request.segment_bytes)
         pages = self._store.index.namespace(request.namespace)
         find = pages.lookup(now_s)
         slot_bytes = self._store.slots.class_of(length_bytes) or 0  # of all pages of this length
-        pins, missing = [], []
-        read: list[int] = []
+        slots, missing = [], []
         for place, key in enumerate(request.keys):
             slot = find(key)
-            if slot is None or facts.length_bytes[slot] != length_bytes:
+            if slot is None or length_of[slot] != length_bytes:
                 missing.append(place)
-                pins.append(_MISS)
             else:
-                pins.append(self._pinned(session, slot, slot_bytes, request, now_s, out, replicas))
-                if pins[-1].status == HIT:
-                    read.append(slot)
-        self._note(session, request, slot_bytes, read, now_s, heat)
+                slots.append(slot)
+        pins = self._pin(session, slots, slot_bytes, request, now_s, out, replicas)
+        self._note(session, request, slot_bytes, slots, pins, now_s, heat)
+        if missing:
+            found, absent = iter(pins), set(missing)
+            pins = [_MISS if place in absent else next(found) for place in range(len(request.keys))]
         # after the hits are pinned: a page that comes up takes another's place
         if missing and below.get(session, request, pins, missing, now_s, out):
             return
@@ -84,50 +84,51 @@ class Reads:
         enough.
         """
         slot_bytes = self._store.slots.slot_bytes(slot)
-        pin = self._pinned(session, slot, slot_bytes, request, now_s, out, replicas)
-        if pin.status == HIT:
-            self._note(session, request, slot_bytes, [slot], now_s, heat)
-        return pin
+        pins = self._pin(session, [slot], slot_bytes, request, now_s, out, replicas)
+        self._note(session, request, slot_bytes, [slot], pins, now_s, heat)
+        return pins[0]
 
-    def _pinned(
+    def _pin(
         self,
         session: Session,
-        slot: int,
+        slots: list[int],
         slot_bytes: int,
         request: Get,
         now_s: float,
         out: list[Action],
         replicas: Mapping[int, int],
-    ) -> Pin:
-        store, segments = self._store, len(request.segment_bytes)
-        if not session.mapped and session.messages + segments > self._limits.max_messages:
-            return self._refused()
-        facts = store.facts
-        sequence = facts.sequence[slot]
-        lease = session.pins.pop(slot, None)
-        if lease is None:
-            if session.pinned_bytes + slot_bytes > self._limits.max_pinned_bytes:
-                return self._refused()
-            session.pinned_bytes += slot_bytes
-            lease = PinLease(slot, sequence, slot_bytes, 0, 0.0)
-            store.hold(slot)
-        lease.count += 1
-        lease.deadline_s = now_s + self._limits.lease_s
-        session.pins[slot] = lease  # at the end: the last to expire
-        offset = store.slots.offset(slot)
-        tag = NO_TRANSFER
-        if not session.mapped:
-            tag = self._tags.take(segments)
-            self._sends[tag] = slot
-            store.hold(slot)
-            session.begin_transfer(tag, segments)
-            out.append(StartSend(session.connection, tag, offset, tuple(request.segment_bytes)))
-        return Pin(HIT, slot, offset, facts.checksum[slot], sequence, tag, replicas.get(slot, 0))
-
-    def _refused(self) -> Pin:
-        """The client holds enough."""
-        self.pins_refused += 1
-        return _MISS
+    ) -> list[Pin]:
+        """A pin for each slot, all of one class; a miss where the client holds enough."""
+        store, leases, mapped, tag = self._store, session.pins, session.mapped, NO_TRANSFER
+        checksum_of, sequence_of, offset_of = store.facts.checksum, store.facts.sequence, store.slots.offset
+        limits, segments = self._limits, len(request.segment_bytes)
+        deadline_s = now_s + limits.lease_s
+        pins = []
+        for slot in slots:
+            lease = leases.get(slot)
+            too_many = not mapped and session.messages + segments > limits.max_messages
+            if too_many or (lease is None and session.pinned_bytes + slot_bytes > limits.max_pinned_bytes):
+                self.pins_refused += 1
+                pins.append(_MISS)
+                continue
+            sequence, offset = sequence_of[slot], offset_of(slot)
+            if lease is None:
+                session.pinned_bytes += slot_bytes
+                lease = PinLease(slot, sequence, slot_bytes, 0, 0.0)
+                store.hold(slot)
+            else:
+                del leases[slot]
+            lease.count += 1
+            lease.deadline_s = deadline_s
+            leases[slot] = lease  # at the end: the last to expire
+            if not mapped:
+                tag = self._tags.take(segments)
+                self._sends[tag] = slot
+                store.hold(slot)
+                session.begin_transfer(tag, segments)
+                out.append(StartSend(session.connection, tag, offset, tuple(request.segment_bytes)))
+            pins.append(Pin(HIT, slot, offset, checksum_of[slot], sequence, tag, replicas.get(slot, 0)))
+        return pins
 
     def _note(
         self,
@@ -135,20 +136,22 @@ class Reads:
         request: Get,
         slot_bytes: int,
         slots: list[int],
+        pins: list[Pin],
         now_s: float,
         heat: Heat | None,
     ) -> None:
-        """These pages were read. A peer that fetches pages to keep is no reader: it leaves no trace in
-        recency, heat and hit rate.
+        """Those of these pages that got a pin were read. A peer that fetches pages to keep is no reader: it
+        leaves no trace in recency, heat and hit rate.
         """
-        if session.peer or not slots:
+        read = [slot for slot, pin in zip(slots, pins, strict=True) if pin.status == HIT]
+        if session.peer or not read:
             return
         pages = self._store.index.namespace(request.namespace)
-        pages.hits += len(slots)
-        pages.read_bytes += len(slots) * sum(request.segment_bytes)
-        self._store.touch(pages, slot_bytes, slots, now_s)
+        pages.hits += len(read)
+        pages.read_bytes += len(read) * sum(request.segment_bytes)
+        self._store.touch(pages, slot_bytes, read, now_s)
         if heat is not None:
-            for slot in slots:
+            for slot in read:
                 heat.read(slot)
 
     def release(self, session: Session, request: Release, out: list[Action]) -> None:

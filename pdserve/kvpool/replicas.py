@@ -111,7 +111,7 @@ class Replicas:
         for slot, ours in zip(slots, self._is_ours(self._keys(slots)), strict=True):
             self._forget(slot)
             if not ours and self._store.state(slot) == COMMITTED:
-                namespace = self._store.namespace_of(slot)
+                namespace = self._store.facts.namespace[slot]
                 self._below.forget(namespace, self._keys([slot]), out)
                 self._store.drop(slot, out)
         return len(slots)

@@ -105,7 +105,7 @@ class Replication:
                 assert key is not None
                 chain = [node.node for node in ring.successors(key, 1 + self._limits.max_replicas)]
                 if mine >= 0 and chain[0] == ring.nodes[mine].node:
-                    number = self._store.namespace_of(slot)
+                    number = self._store.facts.namespace[slot]
                     self._pages[slot] = _HotPage(slot, facts.sequence[slot], number, key, chain[1:])
 
     def _renew(self, now_s: float, out: list[Action]) -> None:

@@ -96,11 +96,12 @@ class Sharing:
             self.replicas.reserved(request.namespace, request.keys, reserved.grants, slot_bytes, now_s)
             self._advance_at_s = min(self._advance_at_s, now_s + ADVANCE_S)  # also when alone by now
 
-    def filled(self, slot: int) -> None:
-        """Another page was committed into the slot."""
+    def filled(self, slots: Sequence[int]) -> None:
+        """Other pages were committed into the slots."""
         if self.heat is not None:
-            self.heat.filled(slot)
-            self.replication.filled(slot)
+            for slot in slots:
+                self.heat.filled(slot)
+                self.replication.filled(slot)
 
     # --- requests of other nodes
 

@@ -59,21 +59,21 @@ class SlabUse:
         """Whether another class has slabs."""
         return len(self._of_class) > (slot_bytes in self._of_class)
 
-    def coldest(self, slot_bytes: int, before: int, is_idle: Callable[[int], bool]) -> int:
-        """Of the idle slabs of other classes the one unused for longest, if it was last used before `before`;
-        or NONE. Those skipped are few: who holds a page used it a lease ago at most.
+    def coldest(self, slot_bytes: int, is_idle: Callable[[int], bool]) -> tuple[int, int]:
+        """Of the idle slabs of other classes the one unused for longest, and its last use; NONE if there is
+        none. Those skipped are few: who holds a page used it a lease ago at most.
         """
-        best = NONE
+        best = best_use = NONE
         for other, of_class in self._of_class.items():
             if other == slot_bytes:
                 continue
             for slab, use in of_class.items():
-                if use >= before:
+                if best != NONE and use >= best_use:
                     break
                 if is_idle(slab):
-                    best, before = slab, use
+                    best, best_use = slab, use
                     break
-        return best
+        return best, best_use
 
     def restore(self, slab_of: npt.NDArray[np.int64]) -> None:
         """`slab_of`: the slab of each page, oldest page first; the uses are 1, 2, ..."""

@@ -74,23 +74,28 @@ class SlotAllocator:
     def assigned_bytes(self) -> int:
         return (self.slabs - len(self._unassigned)) * self.slab_bytes
 
-    def allocate(self, slot_bytes: int) -> int:
-        """A free slot in a slab of this class, or NONE."""
+    def allocate(self, slot_bytes: int, count: int) -> list[int]:
+        """Free slots in slabs of this class, up to `count`."""
         partial = self._partial.get(slot_bytes)
-        if not partial:
-            return NONE
-        slab = next(reversed(partial))
-        slot = self._free_head[slab]
-        if slot != NONE:
-            self._free_head[slab] = self._next_free[slot]
-        else:
-            slot = slab * self.slots_per_slab + self._bump[slab]
-            self._bump[slab] += 1
-        self._live[slab] += 1
-        self.allocated_bytes += slot_bytes
-        if self._live[slab] == self.slots_in(slot_bytes):
-            del partial[slab]
-        return slot
+        slots: list[int] = []
+        while partial and len(slots) < count:
+            slab = next(reversed(partial))
+            free = self.slots_in(slot_bytes) - self._live[slab]
+            taken = min(free, count - len(slots))
+            self._live[slab] += taken
+            if taken == free:
+                del partial[slab]
+            slot = self._free_head[slab]
+            while taken and slot != NONE:
+                slots.append(slot)
+                slot = self._next_free[slot]
+                taken -= 1
+            self._free_head[slab] = slot
+            fresh = slab * self.slots_per_slab + self._bump[slab]
+            slots += range(fresh, fresh + taken)
+            self._bump[slab] += taken
+        self.allocated_bytes += slot_bytes * len(slots)
+        return slots
 
     def assign(self, slot_bytes: int) -> int:
         """Give the class an unassigned slab; its number, or NONE when all are assigned."""

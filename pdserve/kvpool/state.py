@@ -307,7 +307,8 @@ class NodeState:
 
     def _commit(self, session: Session, request: m.Commit, now_s: float, out: list[Action]) -> None:
         same_length = len(request.slots) == len(request.sequences) == len(request.checksums)
-        if not same_length or not all(0 <= checksum <= MAX_U64 for checksum in request.checksums):
+        checksums = request.checksums or [0]
+        if not same_length or min(checksums) < 0 or max(checksums) > MAX_U64:
             message = "slots, sequences and checksums must be of one length, checksums of 64 bits"
             out.append(Answer(session.connection, m.Fault(request.id, "bad_request", message)))
             return
@@ -322,12 +323,11 @@ class NodeState:
 
     def _readable(self, slots: list[int], now_s: float, out: list[Action]) -> None:
         facts = self.store.facts
-        for slot in slots:
-            if self._waits.open:
-                key = facts.key[slot]
-                assert key is not None
-                self._found(facts.namespace[slot], key, now_s, out)
-            self.sharing.filled(slot)
+        for slot in slots if self._waits.open else ():
+            key = facts.key[slot]
+            assert key is not None
+            self._found(facts.namespace[slot], key, now_s, out)
+        self.sharing.filled(slots)
 
     def _found(self, namespace: int, key: bytes, now_s: float, out: list[Action]) -> None:
         self._waits.committed(namespace, key, self.sessions, now_s, out)

@@ -32,18 +32,18 @@ found (`NamespacePages.lookup`); its slot is freed by `tick`, a little later.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from pdserve.errors import ConfigError
-from pdserve.kvpool.events import Action, AssignSlab, CommitRows, ReserveRows, free_row
+from pdserve.kvpool.events import Action, AssignSlab, CommitRows, free_row
 from pdserve.kvpool.index import NONE, Facts, Index, NamespacePages
-from pdserve.kvpool.ordering import best_victim, reorder
+from pdserve.kvpool.ordering import best_victims, reorder
 from pdserve.kvpool.policies import check_policy
 from pdserve.kvpool.policies.base import Links
 from pdserve.kvpool.policies.ttl import Ttl
@@ -106,10 +106,6 @@ class PageStore:
         """How many hold the slot."""
         return self.held.get(slot, 0)
 
-    def namespace_of(self, slot: int) -> int:
-        """The number of the namespace of a slot that is not free."""
-        return self.facts.namespace[slot]
-
     def committed_slots(self, start: int, limit: int, namespace: int | None = None) -> npt.NDArray[np.int64]:
         """The first `limit` slots of committed pages from `start` on, ascending; of one namespace, or of
         all. One vectorised look at the states of all slots that follow.
@@ -126,82 +122,76 @@ class PageStore:
 
     # --- writing
 
-    def reserve(
-        self, namespace: int, key: bytes, length_bytes: int, slot_bytes: int, out: list[Action]
-    ) -> int | None:
-        """A slot of the class `slot_bytes`, which is that of `length_bytes`, for a key that is neither
-        committed nor being written; None when nothing can make room. A request of its own.
-        """
-        self.start_request()
-        pages = self.index.namespace(namespace)
-        slot = self.take(pages, key, length_bytes, slot_bytes, out)
-        if slot == NONE:
-            return None
-        out.append(ReserveRows([slot], pages.space))
-        return slot
-
     def start_request(self) -> None:
         """A request begins: it may drop `max_drops` pages."""
         self._drops_left = self.max_drops
 
     def take(
-        self, pages: NamespacePages, key: bytes, length_bytes: int, slot_bytes: int, out: list[Action]
-    ) -> int:
-        """`reserve` without its ReserveRows, which must follow before anybody knows of the slot; or NONE."""
-        if pages.expiry is not None and key in pages.committed:
-            self.drop(pages.committed[key], out, "ttl")
-        quota = pages.quota_bytes
-        if quota is not None and not self._fit_quota(pages, quota - slot_bytes, out):
-            return NONE
-        slot = self.slots.allocate(slot_bytes)
-        if slot == NONE:
-            slot = self._make_room(slot_bytes, out)
-            if slot == NONE:
-                return NONE
-        facts = self.facts
-        facts.key[slot] = key
-        facts.namespace[slot] = pages.number
-        facts.length_bytes[slot] = length_bytes
-        facts.sequence[slot] = self.next_sequence
-        self.next_sequence += 1
-        pages.writing[key] = slot
-        pages.slot_bytes += slot_bytes
-        self._move(slot, slot_bytes, RESERVED)
-        return slot
+        self,
+        pages: NamespacePages,
+        keys: Sequence[bytes],
+        length_bytes: int,
+        slot_bytes: int,
+        out: list[Action],
+    ) -> list[int]:
+        """Reserve slots of the class `slot_bytes`, which is that of `length_bytes`, for different keys that
+        are neither committed nor being written; when there is no room for all, for the first ones. Their
+        ReserveRows must follow before anybody knows of the slots.
+        """
+        if pages.expiry is not None:
+            for key in pages.committed.keys() & keys:
+                self.drop(pages.committed[key], out, "ttl")
+        slots = self._find_room(slot_bytes, self._within_quota(pages, slot_bytes, len(keys), out), out)
+        facts, states, in_state, sequence = self.facts, self.states, self.bytes_in_state, self.next_sequence
+        key_of, namespace_of, length_of = facts.key, facts.namespace, facts.length_bytes
+        sequence_of, number, writing = facts.sequence, pages.number, pages.writing
+        for slot, key in zip(slots, keys, strict=False):
+            key_of[slot] = key
+            namespace_of[slot] = number
+            length_of[slot] = length_bytes
+            sequence_of[slot] = sequence
+            sequence += 1
+            writing[key] = slot
+            in_state[states[slot]] -= slot_bytes
+            states[slot] = RESERVED
+        self.next_sequence = sequence
+        in_state[RESERVED] += slot_bytes * len(slots)
+        pages.slot_bytes += slot_bytes * len(slots)
+        return slots
 
-    def commit(self, slot: int, checksum: int, now_s: float, out: list[Action]) -> None:
-        """Make a RESERVED page readable."""
-        self.commit_many([slot], [checksum], now_s, out)
-
-    def commit_many(self, slots: list[int], checksums: list[int], now_s: float, out: list[Action]) -> None:
+    def commit(self, slots: list[int], checksums: list[int], now_s: float, out: list[Action]) -> None:
         """Make RESERVED pages readable."""
-        facts, links, namespaces = self.facts, self.links, self.index.namespace
-        key_of, states, size_of = facts.key, self.states, self.slots.slot_bytes
-        keys: list[bytes] = []
-        spaces, lengths, sequences = [], [], []
-        for slot, checksum in zip(slots, checksums, strict=True):
-            pages = namespaces(facts.namespace[slot])
-            key, length_bytes, slot_bytes = key_of[slot], facts.length_bytes[slot], size_of(slot)
-            assert key is not None
+        facts, states, slots_per_slab = self.facts, self.states, self.slots.slots_per_slab
+        namespace_of, slab_class = facts.namespace, self.slots.slab_class
+        checksum_of, committed_s = facts.checksum, facts.committed_s
+        keys = [self._key(slot) for slot in slots]
+        lengths = [facts.length_bytes[slot] for slot in slots]
+        spaces = []
+        namespace = slot_bytes = NONE
+        committed_bytes = 0
+        for slot, key, length_bytes, checksum in zip(slots, keys, lengths, checksums, strict=True):
+            if namespace_of[slot] != namespace or slab_class[slot // slots_per_slab] != slot_bytes:
+                namespace, slot_bytes = namespace_of[slot], slab_class[slot // slots_per_slab]
+                pages = self.index.namespace(namespace)
+                on_insert = pages.order(slot_bytes, self.links).on_insert
             del pages.writing[key]
             pages.committed[key] = slot
             pages.page_bytes += length_bytes
             pages.written += 1
             pages.written_bytes += length_bytes
-            facts.checksum[slot] = checksum
-            facts.committed_s[slot] = now_s
-            self.bytes_in_state[RESERVED] -= slot_bytes
-            self.bytes_in_state[COMMITTED] += slot_bytes
+            checksum_of[slot] = checksum
+            committed_s[slot] = now_s
+            committed_bytes += slot_bytes
             states[slot] = COMMITTED
-            pages.order(slot_bytes, links).on_insert(slot, key, now_s)
+            on_insert(slot, key, now_s)
             if pages.expiry is not None:
                 pages.expiry.on_insert(slot, key, now_s)
                 self._expect(pages.expiry.next_end_s + EXPIRY_SLACK_S)
-            keys.append(key)
             spaces.append(pages.space)
-            lengths.append(length_bytes)
-            sequences.append(facts.sequence[slot])
-        self.uses = self.slab_use.use(slots, self.facts.last_use, self.uses)
+        self.bytes_in_state[RESERVED] -= committed_bytes
+        self.bytes_in_state[COMMITTED] += committed_bytes
+        self.uses = self.slab_use.use(slots, facts.last_use, self.uses)
+        sequences = [facts.sequence[slot] for slot in slots]
         out.append(CommitRows(slots, keys, spaces, lengths, checksums, sequences, now_s))
 
     def quarantine(self, slot: int) -> None:
@@ -341,52 +331,66 @@ class PageStore:
 
     # --- room
 
-    def _make_room(self, slot_bytes: int, out: list[Action]) -> int:
-        """A slot where no free one of the class is left, or NONE."""
-        if self.sweeps and not self.slots.has_unassigned:
-            slot = self._sweep_for(slot_bytes, out)
-            if slot != NONE:
-                return slot
-        if self.slots.has_unassigned:
-            return self._assign(slot_bytes, out)
-        victim = best_victim(self.index.orders(slot_bytes), self.facts, self.held)
-        if self.slab_use.other_classes(slot_bytes) and self._take_over_slab(slot_bytes, victim, out):
-            return self._assign(slot_bytes, out)
-        if victim != NONE:
-            self._unlink(victim, "capacity").slot_bytes -= slot_bytes
-        return victim  # its slot as it is: RESERVED will follow COMMITTED in its row
+    def _find_room(self, slot_bytes: int, count: int, out: list[Action]) -> list[int]:
+        """Up to `count` slots of a class; some as they were when their pages were evicted: RESERVED will
+        follow COMMITTED in their rows.
+        """
+        slots = self.slots.allocate(slot_bytes, count)
+        while len(slots) < count:
+            if self.sweeps and not self.slots.has_unassigned and self._sweep_for(slot_bytes, out):
+                pass
+            elif self.slots.has_unassigned:
+                slab = self.slots.assign(slot_bytes)
+                self.slab_use.add(slot_bytes, slab, self.uses)
+                out.append(AssignSlab(slab, slot_bytes))
+            else:
+                evicted = self._evict(slot_bytes, count - len(slots), out)
+                slots += evicted
+                if not evicted and not self.slots.has_unassigned:
+                    break
+            slots += self.slots.allocate(slot_bytes, count - len(slots))
+        return slots
 
-    def _assign(self, slot_bytes: int, out: list[Action]) -> int:
-        """A slot of an unassigned slab."""
-        slab = self.slots.assign(slot_bytes)
-        self.slab_use.add(slot_bytes, slab, self.uses)
-        out.append(AssignSlab(slab, slot_bytes))
-        return self.slots.allocate(slot_bytes)
+    def _evict(self, slot_bytes: int, count: int, out: list[Action]) -> list[int]:
+        """Evict up to `count` pages of the class and return their slots; none where a slab of another class,
+        unused for longer than the first of them, is emptied instead, or where nothing can go.
+        """
+        victims = best_victims(self.index.orders(slot_bytes), self.facts, self.held, count)
+        if self.slab_use.other_classes(slot_bytes) and self._drops_left >= self.slots.slots_per_slab:
+            slab, use = self.slab_use.coldest(slot_bytes, self._is_idle)
+            if slab != NONE:
+                last_use = self.facts.last_use
+                victims = list(takewhile(lambda victim: last_use[victim] <= use, victims))
+                if not victims:
+                    self._empty(slab, out)
+        for victim in victims:
+            self._unlink(victim, "capacity").slot_bytes -= slot_bytes
+        return victims
+
+    def _within_quota(self, pages: NamespacePages, slot_bytes: int, count: int, out: list[Action]) -> int:
+        """How many more slots, up to `count`, the namespace may have; it evicts its own pages for them."""
+        if pages.quota_bytes is None:
+            return count
+        count = min(count, pages.quota_bytes // slot_bytes)
+        if count:
+            self._fit_quota(pages, pages.quota_bytes - count * slot_bytes, out)
+        return max(0, min(count, (pages.quota_bytes - pages.slot_bytes) // slot_bytes))
 
     def _fit_quota(self, pages: NamespacePages, quota_bytes: int, out: list[Action]) -> bool:
         """Evict the namespace's own pages until it has `quota_bytes` at most; whether that is so."""
-        if pages.slot_bytes <= quota_bytes:
-            return True
-        if quota_bytes < 0:
-            return False
         while pages.slot_bytes > quota_bytes and self._drops_left > 0:
-            victim = best_victim(pages.orders.values(), self.facts, self.held)
-            if victim == NONE:
+            # never more than needed, should all be of the largest class
+            count = -(-(pages.slot_bytes - quota_bytes) // max(pages.orders, default=1))
+            victims = best_victims(pages.orders.values(), self.facts, self.held, min(count, self._drops_left))
+            if not victims:
                 return False
-            self._drops_left -= 1
-            self.drop(victim, out, "quota")
+            self._drops_left -= len(victims)
+            for victim in victims:
+                self.drop(victim, out, "quota")
         return pages.slot_bytes <= quota_bytes
 
-    def _take_over_slab(self, slot_bytes: int, victim: int, out: list[Action]) -> bool:
-        """Empty the slab of another class that was unused for longest, if that is longer than our own best
-        victim was.
-        """
-        if self._drops_left < self.slots.slots_per_slab:
-            return False
-        newer_than = self.facts.last_use[victim] if victim != NONE else self.uses + 1
-        slab = self.slab_use.coldest(slot_bytes, newer_than, self._is_idle)
-        if slab == NONE:
-            return False
+    def _empty(self, slab: int, out: list[Action]) -> None:
+        """Free all slots of an idle slab, which is unassigned then."""
         start = slab * self.slots.slots_per_slab
         for slot in range(start, start + self.slots.slots_per_slab):
             self._drops_left -= self.states[slot] != FREE
@@ -394,7 +398,6 @@ class PageStore:
                 self.drop(slot, out, "slab")
             elif self.states[slot] == SWEEPING:
                 self._sweep_slot(slot, out)
-        return True
 
     def _is_idle(self, slab: int) -> bool:
         """Whether nobody reads or writes in the slab."""
@@ -407,15 +410,17 @@ class PageStore:
 
     # --- sweeping
 
-    def _sweep_for(self, slot_bytes: int, out: list[Action]) -> int:
-        """A slot of the class from what is to be swept, or NONE; then a slab may be unassigned."""
+    def _sweep_for(self, slot_bytes: int, out: list[Action]) -> bool:
+        """Free slots of the class from what is to be swept; False when there are none: then a slab may be
+        unassigned.
+        """
         for sweep in list(self.sweeps):
             if self._sweep(sweep, slot_bytes, out):
-                return self.slots.allocate(slot_bytes)
+                return True
         while self.sweeps and not self.slots.has_unassigned and self._drops_left > 0:
             self._drops_left -= CHUNK_SLOTS
             self._sweep(self.sweeps[0], None, out)
-        return NONE
+        return False
 
     def _sweep(self, sweep: Sweep, slot_bytes: int | None, out: list[Action]) -> bool:
         """Free some slots, of a class or of any; whether there were any."""

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from pdserve.kvpool.events import Action, Answer, CancelTransfers, ReserveRows, StartReceive
-from pdserve.kvpool.index import NONE
 from pdserve.kvpool.leases import NO_TRANSFER, Limits, PendingCommit, Reservation, Session
 from pdserve.kvpool.messages import (
     BUSY,
@@ -82,40 +81,25 @@ class Writes:
         """Answer with a grant per key, and return the answer. `refused`: keys that may not be written here.
         When the node is full for one key it is for all that follow.
         """
-        store = self._store
-        segments = tuple(request.segment_bytes)
-        length_bytes = sum(segments)
-        slot_bytes = store.slots.class_of(length_bytes)
-        deadline_s = now_s + self._limits.reservation_lease_s
-        pages = store.index.namespace(request.namespace)
+        pages = self._store.index.namespace(request.namespace)
+        slot_bytes = self._store.slots.class_of(sum(request.segment_bytes))
         find, writing, in_tier = pages.lookup(now_s), pages.writing, self._in_tier
         grants: list[Grant] = []
-        granted: list[int] = []
-        receives: list[Action] = []
-        allowed = self._may_reserve(session, slot_bytes or 1, len(segments))
-        store.start_request()
-        for key in request.keys:
+        wanted: dict[bytes, int] = {}  # place in the answer
+        for place, key in enumerate(request.keys):
             if find(key) is not None or in_tier(request.namespace, key):
                 grants.append(_PRESENT)
-            elif key in writing:
+            elif key in writing or key in wanted:
                 grants.append(_BUSY)
             elif key in refused:
                 grants.append(refused[key])
             elif slot_bytes is None:
                 grants.append(_TOO_LARGE)
-            elif len(granted) == allowed or (
-                (slot := store.take(pages, key, length_bytes, slot_bytes, out)) == NONE
-            ):
-                allowed = len(granted)
-                self.full += 1
-                grants.append(_FULL)
             else:
-                granted.append(slot)
-                reservation = Reservation(slot, store.facts.sequence[slot], slot_bytes, deadline_s)
-                grants.append(self._grant(session, reservation, segments, receives))
-        if granted:
-            out.append(ReserveRows(granted, pages.space))
-        out += receives  # after that: only now may anything be written into the slots
+                wanted[key] = place
+                grants.append(_FULL)
+        if wanted and slot_bytes is not None:
+            self._grant(session, request, slot_bytes, wanted, grants, now_s, out)
         reserved = Reserved(request.id, grants)
         out.append(Answer(session.connection, reserved))
         return reserved
@@ -128,18 +112,41 @@ class Writes:
         return max(0, pages)
 
     def _grant(
-        self, session: Session, reservation: Reservation, segments: tuple[int, ...], receives: list[Action]
-    ) -> Grant:
-        slot = reservation.slot
-        offset = self._store.slots.offset(slot)
-        session.reservations[slot] = reservation
-        session.reserved_bytes += reservation.slot_bytes
-        if not session.mapped:
-            reservation.tag = self._tags.take(len(segments))
-            self._receives[reservation.tag] = reservation
-            session.begin_transfer(reservation.tag, len(segments))
-            receives.append(StartReceive(session.connection, reservation.tag, offset, segments))
-        return Grant(GRANTED, slot, offset, reservation.sequence, reservation.tag)
+        self,
+        session: Session,
+        request: Reserve,
+        slot_bytes: int,
+        wanted: Mapping[bytes, int],
+        grants: list[Grant],
+        now_s: float,
+        out: list[Action],
+    ) -> None:
+        """Give slots to the first of these keys, as many as there is room for."""
+        store, segments = self._store, tuple(request.segment_bytes)
+        pages = store.index.namespace(request.namespace)
+        keys = list(wanted)[: self._may_reserve(session, slot_bytes, len(segments))]
+        store.start_request()
+        slots = store.take(pages, keys, sum(segments), slot_bytes, out)
+        if len(slots) < len(wanted):
+            self.full += len(wanted) - len(slots)
+            without = set(list(wanted)[len(slots) :])
+            for place, key in enumerate(request.keys):
+                if key in without:
+                    grants[place] = _FULL  # also where a key is asked for twice
+        sequences, offset_of, reservations = store.facts.sequence, store.slots.offset, session.reservations
+        deadline_s = now_s + self._limits.reservation_lease_s
+        session.reserved_bytes += slot_bytes * len(slots)
+        if slots:
+            out.append(ReserveRows(slots, pages.space))
+        for slot, place in zip(slots, wanted.values(), strict=False):
+            sequence, offset = sequences[slot], offset_of(slot)
+            reservation = reservations[slot] = Reservation(slot, sequence, slot_bytes, deadline_s)
+            if not session.mapped:
+                reservation.tag = self._tags.take(len(segments))
+                self._receives[reservation.tag] = reservation
+                session.begin_transfer(reservation.tag, len(segments))
+                out.append(StartReceive(session.connection, reservation.tag, offset, segments))
+            grants[place] = Grant(GRANTED, slot, offset, sequence, reservation.tag)
 
     # --- commit
 
@@ -168,7 +175,7 @@ class Writes:
     def _commit(self, slots: list[int], checksums: list[int], now_s: float, out: list[Action]) -> None:
         """The reservations of these slots are forgotten."""
         if slots:
-            self._store.commit_many(slots, checksums, now_s, out)
+            self._store.commit(slots, checksums, now_s, out)
             self.commits += len(slots)
             self._on_commit(slots, now_s, out)
 

@@ -318,7 +318,7 @@ def test_an_unexpected_error_stops_the_node_and_the_next_start_has_its_pages(
         task = asyncio.create_task(node.serve())
         await asyncio.to_thread(wait_for_socket, tmp_path / "n.sock")
         if break_it:
-            commit, commits = node.state.store.commit_many, []
+            commit, commits = node.state.store.commit, []
 
             def broken(
                 slots: list[int], checksums: list[int], *rest: Any
@@ -328,7 +328,7 @@ def test_an_unexpected_error_stops_the_node_and_the_next_start_has_its_pages(
                     raise KeyError("a bug")
                 commit(slots[2:], checksums[2:], *rest)
 
-            node.state.store.commit_many = broken  # type: ignore[method-assign]
+            node.state.store.commit = broken  # type: ignore[method-assign]
         try:
             return await asyncio.to_thread(work, config.listen[0])
         finally:

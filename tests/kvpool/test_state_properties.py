@@ -256,10 +256,10 @@ def test_memory_per_page_is_bounded() -> None:
         c = node.connect()
         ns = node.open(c)
         store, out = node.state.store, []  # type: ignore[var-annotated]
-        for n in range(pages):
-            slot = store.reserve(ns, key(n), 4 * KIB, 4 * KIB, out)
-            assert slot is not None
-            store.commit(slot, 1, 0.0, out)
+        for first in range(0, pages, 100):
+            keys = [key(n) for n in range(first, first + 100)]
+            slots = store.take(store.index.namespace(ns), keys, 4 * KIB, 4 * KIB, out)
+            store.commit(slots, [1] * 100, 0.0, out)
             out.clear()
         after, _ = tracemalloc.get_traced_memory()
     finally:

@@ -44,9 +44,8 @@ def fill(node: Node, ns: int, pages: int) -> None:
     store = node.state.store
     for n in range(pages):
         out: list[object] = []
-        slot = store.reserve(ns, key(n), 4 * KIB, 4 * KIB, out)  # type: ignore[arg-type]
-        assert slot is not None
-        store.commit(slot, 0, node.now_s, out)  # type: ignore[arg-type]
+        [slot] = store.take(store.index.namespace(ns), [key(n)], 4 * KIB, 4 * KIB, out)  # type: ignore[arg-type]
+        store.commit([slot], [0], node.now_s, out)  # type: ignore[arg-type]
 
 
 def clear(node: Node, c: int, ns: int) -> None:
