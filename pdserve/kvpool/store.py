@@ -139,8 +139,8 @@ class PageStore:
         ReserveRows must follow before anybody knows of the slots.
         """
         if pages.expiry is not None:
-            for key in pages.committed.keys() & keys:
-                self.drop(pages.committed[key], out, "ttl")
+            for ended in [pages.committed[key] for key in keys if key in pages.committed]:
+                self.drop(ended, out, "ttl")
         slots = self._find_room(slot_bytes, self._within_quota(pages, slot_bytes, len(keys), out), out)
         facts, states, in_state, sequence = self.facts, self.states, self.bytes_in_state, self.next_sequence
         key_of, namespace_of, length_of = facts.key, facts.namespace, facts.length_bytes
