@@ -29,6 +29,7 @@ from pdserve.router.keys import cluster_token
 from pdserve.router.metrics import RouterCollector, Stats, make_registry
 from pdserve.router.openai_errors import error_body, error_of, error_type
 from pdserve.router.probe import Prober
+from pdserve.router.shared_sessions import SharedSessions
 from pdserve.router.tenant_metrics import EntranceCollector
 from pdserve.router.upstream import Upstream
 
@@ -141,9 +142,10 @@ async def open_router(config: RouterConfig) -> AsyncIterator[Router]:
     entrance = Entrance(config, fleet)
     upstream = Upstream(config.limits, token)
     prober = Prober(config.probe, fleet, upstream, stats, token=token)
+    shared = SharedSessions(config.session) if config.session.redis.url else None
     probing: asyncio.Task[None] | None = None
     try:
-        dispatcher = Dispatcher(config, fleet, upstream, stats)
+        dispatcher = Dispatcher(config, fleet, upstream, stats, shared)
         router = Router(config, fleet, entrance, upstream, dispatcher, stats)
         await prober.first_round()
         probing = asyncio.create_task(prober.run(), name="router-probes")
@@ -156,6 +158,8 @@ async def open_router(config: RouterConfig) -> AsyncIterator[Router]:
         await prober.close()
         entrance.close()
         upstream.close()
+        if shared is not None:
+            await shared.close()
 
 
 def _report_end(probing: asyncio.Task[None]) -> None:

@@ -33,6 +33,8 @@ from pdserve.router.openai_errors import error_type
 from pdserve.router.placer import Placer
 from pdserve.router.plan import Plan, choose_alternate, resolve_model
 from pdserve.router.relay import is_event_stream, relay_events, relay_whole
+from pdserve.router.sessions import SessionEntry
+from pdserve.router.shared_sessions import SharedSessions
 from pdserve.router.stages import MAX_ERROR_BYTES, Stages, WorkerAnswerError
 from pdserve.router.throttle import ThrottledLog
 from pdserve.router.trail import ASK, CONTINUED_PATHS, HEADER, Trail, may_continue
@@ -47,7 +49,14 @@ UNFIT = frozenset((502, 503, 504))
 class Dispatcher:
     """Serves calls with the fleet's workers."""
 
-    def __init__(self, config: RouterConfig, fleet: Fleet, upstream: Upstream, stats: Stats) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        upstream: Upstream,
+        stats: Stats,
+        shared: SharedSessions | None = None,
+    ) -> None:
         self._deadlines = config.deadlines
         self._decode_attempts = config.limits.decode_attempts
         self._fleet = fleet
@@ -58,6 +67,7 @@ class Dispatcher:
         self._continue = config.continue_streams
         self._budget = RetryBudget(config.limits.retry_ratio, config.limits.retries_per_s, self._loop.time())
         self.placer = Placer(config, fleet)
+        self._shared = shared
         self._stages = Stages(
             config.deadlines, fleet, upstream, stats, self.placer, self._budget, self._failures
         )
@@ -68,6 +78,8 @@ class Dispatcher:
         facts = call.facts
         model = resolve_model(facts.model, self._fleet.models)
         last = self.placer.last_turn(facts, now_s)
+        if self._shared is not None and facts.session is not None:
+            last = await self._shared.get(facts.session) or last
         snapshot = self._fleet.snapshot(model, now_s)
         plan = self.placer.plan(facts, snapshot, last, now_s)
         self._budget.on_request()
@@ -119,6 +131,10 @@ class Dispatcher:
         self._fleet.on_queued(decode, -call.queued_tokens)
         call.queued_tokens = 0
 
+    def _share(self, call: Call, turn: SessionEntry | None) -> None:
+        if self._shared is not None and turn is not None and call.facts.session is not None:
+            self._shared.record(call.facts.session, turn)
+
     # --- decode
 
     async def _decode(
@@ -149,6 +165,7 @@ class Dispatcher:
                 turn = self.placer.on_answering(
                     call.facts, plan, worker, call.request_id.decode(), self._loop.time()
                 )
+                self._share(call, turn)
                 if is_event_stream(exchange):
                     trail.begin(any(name == HEADER for name, _ in exchange.headers))
                     await relay_events(call, exchange, trail, first_s, self._deadlines.between_chunks_s)
@@ -156,15 +173,9 @@ class Dispatcher:
                     raise UpstreamError("protocol", "the rest of a stream is no stream")
                 else:
                     await relay_whole(call, exchange, first_s, self._deadlines.between_chunks_s)
-                self.placer.on_answered(
-                    call.facts,
-                    plan,
-                    worker,
-                    turn,
-                    exchange.tail(),
-                    exchange.received_bytes,
-                    self._loop.time(),
-                )
+                tail, size = exchange.tail(), exchange.received_bytes
+                turn = self.placer.on_answered(call.facts, plan, worker, turn, tail, size, self._loop.time())
+                self._share(call, turn)
             self._fleet.on_success(worker)
             return None
         except UpstreamError as error:

@@ -53,7 +53,7 @@ class Placer:
         if facts.prefix is not None:
             places = self.prefixes.places(facts.prefix, now_s)
             worker = None if last is None else self._fleet.by_id.get(last.decode_id)
-            if last is not None and worker is not None and last.incarnation == worker.incarnation:
+            if last is not None and worker is not None and last.incarnation in (worker.incarnation, ""):
                 places.add(worker, last.tokens, now_s - last.seen_s)
         return self._planner.plan(facts, snapshot, last, places)
 
@@ -102,10 +102,12 @@ class Placer:
         tail: bytes,
         answer_bytes: int,
         now_s: float,
-    ) -> None:
-        """The answer is whole, and ends with `tail`: the worker's memory holds it too."""
+    ) -> SessionEntry | None:
+        """The answer is whole, and ends with `tail`: the worker's memory holds it too. Returns the session's
+        last turn with that, if it changed.
+        """
         if plan.places is None:
-            return
+            return None
         said = read_tail(tail)
         if said.cached is not None:
             self.prefixes.learn(worker, plan.places.believed(worker), said.cached.device + said.cached.host)
@@ -115,4 +117,7 @@ class Placer:
         ):  # and not a later one
             answer = said.completion_tokens
             tokens = turn.tokens + (answer_bytes // BYTES_PER_EVENT if answer is None else answer)
-            self.sessions.record(key, msgspec.structs.replace(turn, tokens=tokens, seen_s=now_s))
+            turn = msgspec.structs.replace(turn, tokens=tokens, seen_s=now_s)
+            self.sessions.record(key, turn)
+            return turn
+        return None

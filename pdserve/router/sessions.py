@@ -25,7 +25,7 @@ class SessionEntry(msgspec.Struct, frozen=True, gc=False):
     tokens: int = 0
     """What the decode worker has of the conversation, prompt and answer, in tokens; 0: not known."""
     incarnation: str = ""
-    """Of the decode worker: another one has lost what it had."""
+    """Of the decode worker: another one has lost what it had. Empty: another router's word, not known."""
 
 
 class SessionTable:
