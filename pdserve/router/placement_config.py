@@ -25,8 +25,8 @@ class Stickiness(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     when_gone: Annotated[
         Literal["move", "refuse"],
         Meta(
-            description="The session's worker is gone: move to another, or refuse with 503 (a prefill worker: "
-            "skip the stage) until it is back or the session is forgotten."
+            description="The session's worker is gone: move to another, or refuse with 503 (a prefill "
+            "worker: skip the stage) until it is back or the session is forgotten."
         ),
     ] = "move"
     without_key: Annotated[

@@ -65,6 +65,9 @@ class Cached(msgspec.Struct, frozen=True, gc=False):
         return self.device + self.host + self.pool
 
 
+NOTHING = Cached()
+
+
 def _block_ends() -> Iterator[int]:
     end, size = 0, FIRST_BLOCK_BYTES
     for number in range(MAX_BLOCKS):
@@ -189,6 +192,8 @@ class Places:
         A share 2^(-age/half life) is still there; what the device has lost the host may have, and what both
         have lost, or never had, the pool.
         """
+        if self._pool is None and worker.incarnation not in self._workers:
+            return NOTHING
         own = device = pool = 0.0
         found = self._workers.get(worker.incarnation)
         if found is not None:

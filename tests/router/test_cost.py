@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.router.cost import cost_of
+from pdserve.router.cost import cost_ms, cost_words
 from pdserve.router.fleet import Worker
 from pdserve.router.placement_config import PlacementSettings
 from pdserve.router.prefixes import Cached
@@ -31,13 +31,14 @@ def worker(queued: int = 0, requests: int = 0, elsewhere: int = 0, free: int | N
 
 def test_the_cost_is_the_sum_of_its_parts() -> None:
     cached = Cached(device=100, host=40, pool=20)
-    cost = cost_of(WEIGHTS, worker(queued=5, requests=1, elsewhere=2, free=50), 300, cached, leaves=True)
-    assert cost.total_ms == 1.0 * (5 + 140) + 0.25 * 40 + 0.5 * 20 + 10.0 * 3 + 2.0 * (200 - 50) + 7.0
-    assert cost.words() == f"{cost.total_ms:.1f}ms uncached=140 queued=5 requests=3"
+    at = worker(queued=5, requests=1, elsewhere=2, free=50)
+    cost = cost_ms(WEIGHTS, at, 300, cached, leaves=True)
+    assert cost == 1.0 * (5 + 140) + 0.25 * 40 + 0.5 * 20 + 10.0 * 3 + 2.0 * (200 - 50) + 7.0
+    assert cost_words(cost, at, 300, cached) == f"{cost:.1f}ms uncached=140 queued=5 requests=3"
 
 
 def test_device_memory_costs_nothing_and_more_cached_than_asked_is_no_gain() -> None:
-    assert cost_of(WEIGHTS, worker(), 100, Cached(device=500)).total_ms == 0
+    assert cost_ms(WEIGHTS, worker(), 100, Cached(device=500)) == 0
 
 
 TOKENS, COUNT = st.floats(0, 1e5), st.integers(0, 10_000)
@@ -48,11 +49,11 @@ def test_more_load_is_never_cheaper_and_more_cached_never_dearer(
     prompt: int, queued: int, requests: int, free: int | None, device: float, host: float, pool: float
 ) -> None:
     cached = Cached(device, host, pool)
-    cost = cost_of(WEIGHTS, worker(queued, requests, free=free), prompt, cached).total_ms
+    cost = cost_ms(WEIGHTS, worker(queued, requests, free=free), prompt, cached)
     assert cost >= 0
-    assert cost_of(WEIGHTS, worker(queued + 1, requests, free=free), prompt, cached).total_ms >= cost
-    assert cost_of(WEIGHTS, worker(queued, requests + 1, free=free), prompt, cached).total_ms >= cost
-    assert cost_of(WEIGHTS, worker(queued, requests, free=0), prompt, cached).total_ms >= cost
+    assert cost_ms(WEIGHTS, worker(queued + 1, requests, free=free), prompt, cached) >= cost
+    assert cost_ms(WEIGHTS, worker(queued, requests + 1, free=free), prompt, cached) >= cost
+    assert cost_ms(WEIGHTS, worker(queued, requests, free=0), prompt, cached) >= cost
     if device + host + pool + 1 <= prompt:
         more = Cached(device + 1, host, pool)
-        assert cost_of(WEIGHTS, worker(queued, requests, free=free), prompt, more).total_ms <= cost
+        assert cost_ms(WEIGHTS, worker(queued, requests, free=free), prompt, more) <= cost

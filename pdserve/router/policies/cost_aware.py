@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from pdserve.router.cost import Cost, cost_of
+from pdserve.router.cost import cost_ms, cost_words
 from pdserve.router.policies.base import Ask, Choice, PolicySettings
-from pdserve.router.prefixes import Cached
+from pdserve.router.prefixes import NOTHING, Cached
 from pdserve.router.workers import Worker
-
-_NOTHING = Cached()
 
 
 class CacheAware:
@@ -23,20 +22,19 @@ class CacheAware:
 
     def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
         """The cheapest worker; equals take turns."""
-        count = len(workers)
-        best = workers[ask.turn % count]
-        least = self._cost(ask, best)
-        for i in range(ask.turn + 1, ask.turn + count):
+        count, last_id, weights = len(workers), ask.last_id, self._weights
+        best, best_cached, least_ms = workers[0], NOTHING, math.inf
+        for i in range(ask.turn, ask.turn + count):
             worker = workers[i % count]
-            cost = self._cost(ask, worker)
-            if cost.total_ms < least.total_ms:
-                best, least = worker, cost
-        return Choice(best, self.reason, least.words())
+            cached = self._cached(ask, worker)
+            leaves = last_id is not None and last_id != worker.id
+            total_ms = cost_ms(weights, worker, ask.prompt_tokens, cached, leaves=leaves)
+            if total_ms < least_ms:
+                best, best_cached, least_ms = worker, cached, total_ms
+        return Choice(best, self.reason, cost_words(least_ms, best, ask.prompt_tokens, best_cached))
 
-    def _cost(self, ask: Ask, worker: Worker) -> Cost:
-        cached = ask.places.cached(worker) if ask.places is not None and self.needs_places else _NOTHING
-        leaves = ask.last_id is not None and ask.last_id != worker.id
-        return cost_of(self._weights, worker, ask.prompt_tokens, cached, leaves=leaves)
+    def _cached(self, ask: Ask, worker: Worker) -> Cached:
+        return NOTHING if ask.places is None else ask.places.cached(worker)
 
 
 class LoadAware(CacheAware):
@@ -44,6 +42,9 @@ class LoadAware(CacheAware):
 
     needs_places = False
     reason = "load-aware"
+
+    def _cached(self, ask: Ask, worker: Worker) -> Cached:
+        return NOTHING
 
 
 class PowerOfTwo(LoadAware):
