@@ -88,7 +88,12 @@ class Placer:
         before = self.sessions.get(facts.session, now_s)
         prefill_id = plan.prefill.id if plan.prefill else before.prefill_id if before else ""
         entry = SessionEntry(
-            request_id, worker.id, now_s, prefill_id, facts.prompt_tokens_estimate, worker.incarnation
+            request_id,
+            worker.id,
+            now_s,
+            prefill_id,
+            facts.prompt_tokens_estimate,
+            incarnation=worker.incarnation,
         )
         self.sessions.record(facts.session, entry)
         return entry
@@ -104,20 +109,19 @@ class Placer:
         now_s: float,
     ) -> SessionEntry | None:
         """The answer is whole, and ends with `tail`: the worker's memory holds it too. Returns the session's
-        last turn with that, if it changed.
+        last turn with that, unless a later one has begun.
         """
-        if plan.places is None:
-            return None
-        said = read_tail(tail)
-        if said.cached is not None:
-            self.prefixes.learn(worker, plan.places.believed(worker), said.cached.device + said.cached.host)
-        key = facts.session
-        if (
-            key is not None and turn is not None and self.sessions.get(key, now_s) is turn
-        ):  # and not a later one
+        tokens = 0 if turn is None else turn.tokens
+        if plan.places is not None:
+            said = read_tail(tail)
             answer = said.completion_tokens
-            tokens = turn.tokens + (answer_bytes // BYTES_PER_EVENT if answer is None else answer)
-            turn = msgspec.structs.replace(turn, tokens=tokens, seen_s=now_s)
-            self.sessions.record(key, turn)
-            return turn
-        return None
+            tokens += answer_bytes // BYTES_PER_EVENT if answer is None else answer
+            if said.cached is not None:
+                found = said.cached.device + said.cached.host
+                self.prefixes.learn(worker, plan.places.believed(worker), found)
+        key = facts.session
+        if key is None or turn is None or self.sessions.get(key, now_s) is not turn:
+            return None
+        turn = msgspec.structs.replace(turn, tokens=tokens, seen_s=now_s, answered=True)
+        self.sessions.record(key, turn)
+        return turn

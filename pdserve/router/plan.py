@@ -12,6 +12,7 @@ Rules, in order:
    about to, moves its sessions however sticky they are.
 6. If the session had a turn before and its pages are needed by someone other than the worker that has them
    (a prefill stage, another decode worker), that worker is asked first whether they are settled in the pool.
+   Not while that turn is still being answered: a request that comes then is another one beside it.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Planner(msgspec.Struct, frozen=True):
         decode = choice.worker
         prefill, why_prefill = self._choose_prefill(facts, snapshot, decode, last, places)
         settle = None
-        if last is not None and (prefill is not None or decode.id != last.decode_id):
+        if last is not None and last.answered and (prefill is not None or decode.id != last.decode_id):
             there = (*snapshot.decode, *snapshot.draining)
             holder = next((w for w in there if w.id == last.decode_id), None)
             if holder is not None:

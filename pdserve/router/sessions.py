@@ -24,6 +24,8 @@ class SessionEntry(msgspec.Struct, frozen=True, gc=False):
     """The prefill worker of its last turn that had one."""
     tokens: int = 0
     """What the decode worker has of the conversation, prompt and answer, in tokens; 0: not known."""
+    answered: bool = False
+    """The answer is whole. Until then there is nothing to wait for: who did not see its end cannot go on."""
     incarnation: str = ""
     """Of the decode worker: another one has lost what it had. Empty: another router's word, not known."""
 

@@ -40,6 +40,7 @@ class _Stored(msgspec.Struct, array_like=True):
     decode_id: str
     prefill_id: str = ""
     tokens: int = 0
+    answered: bool = False
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -87,7 +88,12 @@ class SharedSessions:
         if found is None:
             return None
         return SessionEntry(
-            found.request_id, found.decode_id, self._loop.time(), found.prefill_id, found.tokens
+            found.request_id,
+            found.decode_id,
+            self._loop.time(),
+            found.prefill_id,
+            found.tokens,
+            found.answered,
         )
 
     def record(self, key: SessionKey, entry: SessionEntry) -> None:
@@ -116,7 +122,9 @@ class SharedSessions:
             async with asyncio.timeout(self._settings.timeout_s * 10):
                 pipeline = self._redis.pipeline(transaction=False)
                 for link, (entry, replaced) in batch.items():
-                    value = _Stored(entry.request_id, entry.decode_id, entry.prefill_id, entry.tokens)
+                    value = _Stored(
+                        entry.request_id, entry.decode_id, entry.prefill_id, entry.tokens, entry.answered
+                    )
                     pipeline.set(self._name(link), _encoder.encode(value), ex=self._ttl_s)
                     if replaced:
                         pipeline.delete(*map(self._name, replaced))

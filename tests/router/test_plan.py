@@ -69,7 +69,7 @@ def test_no_worker_is_a_503() -> None:
     assert caught.value.status == 503
 
 
-LAST = SessionEntry("r1", D2.id, 0.0)
+LAST = SessionEntry("r1", D2.id, 0.0, answered=True)
 TURN = Facts(CHAT, session=named("s"))
 
 
@@ -81,6 +81,12 @@ def test_a_sessions_next_turn_goes_back_and_waits_for_its_pages_before_prefill()
 
 def test_no_wait_when_the_worker_that_has_the_pages_does_it_alone() -> None:
     made = plan(TURN, prefill=(), last=LAST)
+    assert made.decode is D2
+    assert made.settle is None
+
+
+def test_no_wait_for_a_turn_that_is_still_being_answered() -> None:
+    made = plan(TURN, last=SessionEntry("r1", D2.id, 0.0))
     assert made.decode is D2
     assert made.settle is None
 

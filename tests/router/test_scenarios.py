@@ -115,10 +115,11 @@ class Scenario:
             missing = 1 if "unpublished" in words else 0
             self.placer.on_prefilled(facts, plan, plan.prefill, cached, 1, missing, self.now_s)
         begun = self.placer.on_answering(facts, plan, plan.decode, f"r{self.turns}", self.now_s)
-        tail = b'"completion_tokens":%d' % answer
-        self.placer.on_answered(facts, plan, plan.decode, begun, tail, 0, self.now_s)
         if "held" in words:
             self.fleet.on_selected(plan.decode, self.now_s)
+            return
+        tail = b'"completion_tokens":%d' % answer
+        self.placer.on_answered(facts, plan, plan.decode, begun, tail, 0, self.now_s)
 
 
 def describe(plan: Plan) -> str:
