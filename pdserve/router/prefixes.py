@@ -35,6 +35,9 @@ FIRST_BLOCK_BYTES = 1024
 BLOCKS_PER_SIZE = 64
 """After so many blocks of a size, blocks are twice as long: 64 KiB in 64 blocks, 32 MiB in 576."""
 MAX_BLOCKS = 576
+MAX_PLACES = 64
+"""Workers that a block is remembered at, those last seen."""
+MAX_TRUSTED = 1024
 TRUST_GAIN = 0.1
 """Weight of one answer in a worker's `trust`."""
 MIN_TRUST_TOKENS = 256
@@ -124,7 +127,7 @@ class PrefixTable:
             else:
                 blocks.move_to_end(digest)
             if worker is not None:
-                block.seen_s[worker.incarnation] = now_s
+                _renew(block.seen_s, worker.incarnation, now_s, MAX_PLACES)
             if in_pool:
                 block.pool_s = now_s
         while len(blocks) > self._settings.capacity_blocks:
@@ -150,12 +153,8 @@ class PrefixTable:
         if believed_tokens >= MIN_TRUST_TOKENS:
             trust = self._trust.get(worker.incarnation, 1.0)
             found = min(1.0, found_tokens / believed_tokens)
-            self._trust[worker.incarnation] = trust + TRUST_GAIN * (found - trust)
-
-    def retain(self, incarnations: set[str]) -> None:
-        """Forget how far workers can be trusted that are no longer there."""
-        for gone in self._trust.keys() - incarnations:
-            del self._trust[gone]
+            trust += TRUST_GAIN * (found - trust)
+            _renew(self._trust, worker.incarnation, trust, MAX_TRUSTED)
 
 
 class Places:
@@ -204,6 +203,14 @@ class Places:
             tokens, age_s = self._pool
             pool = max(0.0, tokens - own) * _left(age_s, self._settings.pool_half_life_s)
         return Cached(device, own - device, pool)
+
+
+def _renew(values: dict[str, float], key: str, value: float, limit: int) -> None:
+    """Set the value; beyond `limit` the key set longest ago is dropped."""
+    values.pop(key, None)
+    values[key] = value
+    if len(values) > limit:
+        del values[next(iter(values))]
 
 
 def _left(age_s: float, half_life_s: float) -> float:

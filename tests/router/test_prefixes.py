@@ -12,6 +12,7 @@ from pdserve.router.prefixes import (
     BLOCK_ENDS,
     FIRST_BLOCK_BYTES,
     MAX_BLOCKS,
+    MAX_PLACES,
     Cached,
     Prefix,
     PrefixTable,
@@ -114,6 +115,16 @@ def test_a_worker_that_comes_back_has_lost_its_memory() -> None:
     fleet.on_probe_not_ready(worker)
     fleet.on_probe_ready(worker)
     assert table.places(prefix("ab"), 0.0).cached(worker) == Cached()
+
+
+def test_a_block_remembers_the_workers_it_was_last_at() -> None:
+    table, passing = PrefixTable(SETTINGS), [Worker("decode", f"http://w{i}:1") for i in range(MAX_PLACES)]
+    table.record(prefix("a"), B, 0.0, in_pool=False)
+    for worker in (A, *passing[1:], A, passing[0]):
+        table.record(prefix("a"), worker, 0.0, in_pool=False)
+    places = table.places(prefix("a"), 0.0)
+    assert places.believed(A) == places.believed(passing[0]) == tokens(1)
+    assert places.believed(B) == 0
 
 
 PROMPTS = st.text("ab", min_size=1, max_size=6)
