@@ -58,6 +58,8 @@ _REFUSED: dict[str, str] = {
     "--enable-unified-cache-external-linker": _OURS,
     "--disaggregation-mode": "pages are handed over through the pool, not by SGLang itself",
     "--speculative-algorithm": "the pool does not store the state of draft models yet",
+    "--api-key": "set cluster_token",
+    "--admin-api-key": "set cluster_token",
     "--tokenizer-worker-num": "a worker tracks its requests in one process",
     "--skip-tokenizer-init": "a worker tokenises the clients' requests",
     "--enable-http2": "a worker's routes run in SGLang's uvicorn server",

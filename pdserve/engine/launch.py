@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from pdserve.engine.args import Storage, served_model_name, server_argv
+from pdserve.engine.guard import Starting
 from pdserve.engine.server import parse_args, prepare_engine, serve, until_stopped
 from pdserve.engine.worker import (
     Engine,
@@ -22,8 +24,9 @@ from pdserve.engine.worker import (
 )
 from pdserve.errors import ConfigError
 from pdserve.kvpool.aclient import AsyncPoolClient
-from pdserve.kvpool.client_config import PoolClientConfig
+from pdserve.kvpool.client_config import POOL_TOKEN_VARIABLE, PoolClientConfig
 from pdserve.kvpool.discovery import locate_pool
+from pdserve.tokens import secret_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,9 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
             "pool.nodes is empty: list the nodes of the pool, or set pool.etcd.endpoints to find them, "
             'or storage = "none" to do without'
         )
+    token = secret_of(
+        "cluster_token", config.cluster_token, config.cluster_token_file, "PDSERVE_CLUSTER_TOKEN", os.environ
+    )
     with until_stopped():
         if config.storage == "pool":
             config = replace(config, pool=locate_pool(config.pool))
@@ -55,15 +61,18 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         reached = config.pool if config.storage == "pool" else PoolClientConfig()
         pool = AsyncPoolClient(reached, namespace, identity.geometry.as_dict())
 
+        starting = Starting()
+
         def configure(app: Any) -> None:
             worker = Worker(role, config, namespace, identity, Engine(app), pool)
-            install(app, worker, parts(worker))
+            install(app, worker, parts(worker), token, starting)
 
         argv = server_argv(
             config.engine, role, device, _storage(config, namespace, identity.geometry.as_dict())
         )
         logger.info("worker %s of %s, namespace %s", role, label, namespace)
-        serve(argv, configure_app=configure)
+        os.environ[POOL_TOKEN_VARIABLE] = config.pool.token  # SGLang logs and shows what its arguments hold
+        serve(argv, configure_app=configure, on_ready=starting.end)
     return 0
 
 
@@ -77,9 +86,9 @@ def _storage(config: WorkerConfig, namespace: str, geometry: dict[str, str]) -> 
         "module_path": "pdserve.kvpool.hicache",
         "class_name": "PdserveHiCache",
         "interface_v1": 1,
-        # read by hicache.BackendSettings
+        # read by hicache.BackendSettings; without secrets
         "pdserve": {
-            "pool": msgspec.to_builtins(config.pool),
+            "pool": msgspec.to_builtins(replace(config.pool, token="")),
             "namespace": namespace,
             "geometry": geometry,
         },

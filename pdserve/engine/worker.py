@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -22,6 +23,7 @@ from pdserve import __version__
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.continuing import Continuing
 from pdserve.engine.fixed_weights import FixedWeights
+from pdserve.engine.guard import Guard, Starting
 from pdserve.engine.load import load_of
 from pdserve.engine.requests import HttpRequest, PageNames, RequestTracking
 from pdserve.errors import PoolRefused, StartupError
@@ -56,6 +58,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     followed_requests: Annotated[
         int, Meta(ge=1, description="Requests whose write-back is remembered for /pd/settled.")
     ] = 4096
+    cluster_token: Annotated[
+        str,
+        Meta(
+            description="Token asked for on every route but health and metrics; also from "
+            "PDSERVE_CLUSTER_TOKEN. Empty: none, and routes that control SGLang answer this host alone."
+        ),
+    ] = ""
+    cluster_token_file: Annotated[Path | None, Meta(description="File that holds it instead.")] = None
 
 
 class Engine:
@@ -124,8 +134,10 @@ def check_namespace(pool: PoolClientConfig, namespace: str, identity: KvIdentity
     asyncio.run(check())
 
 
-def install(app: Any, worker: Worker, parts: RoleParts) -> None:
-    """Add middleware and routes to SGLang's FastAPI app, before it serves."""
+def install(app: Any, worker: Worker, parts: RoleParts, token: str, starting: Starting) -> None:
+    """Add middleware and routes to SGLang's FastAPI app, before it serves. `token`: the cluster's; empty:
+    none.
+    """
     if worker.config.storage != "none":
         app.add_middleware(FixedWeights)
     app.add_middleware(Continuing, tokenizer_manager=lambda: worker.engine.tokenizer_manager)
@@ -134,6 +146,7 @@ def install(app: Any, worker: Worker, parts: RoleParts) -> None:
         tokenizer_manager=lambda: worker.engine.tokenizer_manager,
         on_start=parts.on_start,
     )
+    app.add_middleware(Guard, token=token, starting=starting)
     app.include_router(_info_router(worker))
     for router in parts.routers:
         app.include_router(router)

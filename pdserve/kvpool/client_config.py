@@ -10,6 +10,9 @@ from msgspec import Meta
 from pdserve.kvpool.cluster_config import EtcdConfig
 from pdserve.kvpool.messages import DataPathChoice
 
+POOL_TOKEN_VARIABLE = "PDSERVE_HICACHE_POOL_TOKEN"
+"""How a worker hands `pool.token` to SGLang's processes, whose arguments are logged."""
+
 
 class PoolNodeRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One pool node, as clients find it."""

@@ -22,17 +22,19 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import time
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
 from pdserve.errors import ConfigError, PoolRefused, StartupError
 from pdserve.kvpool.client import PoolClient
-from pdserve.kvpool.client_config import PoolClientConfig
+from pdserve.kvpool.client_config import POOL_TOKEN_VARIABLE, PoolClientConfig
 from pdserve.kvpool.client_metrics import ClientMetrics
 from pdserve.kvpool.transports.base import Bytes1D, PageBuffers
 from pdserve.pages import KvGeometry, pool_key, rank_suffix
@@ -240,6 +242,8 @@ def _check_ranks(config: HiCacheStorageConfig, declared: KvGeometry) -> None:
 def _read_settings(storage_config: HiCacheStorageConfig) -> BackendSettings:
     extra = storage_config.extra_config or {}
     try:
-        return msgspec.convert(extra.get("pdserve"), BackendSettings)
+        settings = msgspec.convert(extra.get("pdserve"), BackendSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"HiCache extra config of pdserve: {error}") from error
+    token = settings.pool.token or os.environ.get(POOL_TOKEN_VARIABLE, "")
+    return replace(settings, pool=replace(settings.pool, token=token))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import importlib
 import io
+import os
 import random
+import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -88,6 +90,7 @@ def up(
         run_dir=cluster.cluster.run_dir.resolve(),
         ports=free_ports(cluster.cluster.host, random.SystemRandom()),
         extra_args=extra or (),
+        cluster_token=os.environ.get("PDSERVE_CLUSTER_TOKEN") or secrets.token_urlsafe(32),
     )
     check_tables(plan, str(file), SCHEMAS)
     raise typer.Exit(run_plan(plan))

@@ -83,11 +83,13 @@ def make_plan(
     run_dir: Path,
     ports: Iterator[int],
     extra_args: Sequence[str] = (),
+    cluster_token: str = "",
 ) -> Plan:
     """The plan of a cluster file.
 
     `program` runs pdserve (`python -m pdserve`); `run_dir` is absolute; `ports` yields free ones;
-    `extra_args` go to SGLang in every worker. Raises ConfigError: two processes of one name, one port for
+    `extra_args` go to SGLang in every worker; `cluster_token`, where not empty, to workers and router, unless
+    the file gives one. Raises ConfigError: two processes of one name, one port for
     two, a bad supervisor key.
     """
     drafts = list(_drafts(file))
@@ -105,6 +107,8 @@ def make_plan(
             engine = _sub_table(draft, "engine")
             engine["extra_args"] = [*engine.get("extra_args", []), *extra_args]
     router = drafts[-1]
+    if cluster_token:
+        _share_token(cluster_token, [draft.config for draft in workers], _sub_table(router, "access"))
     for draft in workers:
         router.config[draft.role] = [*router.config.get(draft.role, []), _url(draft)]
     stages = (pool, workers, [router])
@@ -193,6 +197,14 @@ def _wire_pool_node(draft: _Draft, settings: ClusterSettings, run_dir: Path) -> 
     return {"node": draft.name, "address": listen[0]}
 
 
+def _share_token(token: str, workers: Sequence[Table], access: Table) -> None:
+    """Give the token to all of a cluster, or to none where the file gives one to any."""
+    tables = [*workers, access]
+    if not any(key in table for table in tables for key in ("cluster_token", "cluster_token_file")):
+        for table in tables:
+            table["cluster_token"] = token
+
+
 def _listening(draft: _Draft, address: str) -> Listening:
     host, _, port = address.removeprefix("tcp:").rpartition(":")
     if not host or not port.isdecimal():
@@ -233,7 +245,9 @@ def _sub_table(draft: _Draft, key: str) -> Table:
 def _url(draft: _Draft) -> str:
     place = draft.listening[0]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(place.host, place.host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{place.port}"
+    access = draft.config.get("access")
+    is_tls = draft.role == "router" and isinstance(access, dict) and access.get("tls_cert_file")
+    return f"{'https' if is_tls else 'http'}://{f'[{host}]' if ':' in host else host}:{place.port}"
 
 
 def _refuse_repeats(what: str, values: Iterable[object]) -> None:

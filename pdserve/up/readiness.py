@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -41,7 +42,11 @@ async def http_get(url: str) -> tuple[int, bytes]:
     Raises OSError, or ValueError for what is not an HTTP answer.
     """
     parts = urlsplit(url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    tls = None
+    if parts.scheme == "https":  # our own process on this host: its certificate names another one
+        tls = ssl.create_default_context()
+        tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, ssl=tls)
     try:
         writer.write(f"GET {parts.path or '/'} HTTP/1.0\r\nhost: {parts.netloc}\r\n\r\n".encode())
         answer = await reader.read(MAX_ANSWER_BYTES)

@@ -191,3 +191,33 @@ def test_refuses_a_cluster_file_that_makes_no_sense(tmp_path: Path, text: str, m
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, text)
     assert message in str(caught.value)
+
+
+def test_a_cluster_gets_one_token_for_its_workers_and_router() -> None:
+    file = ClusterFile(pool=[{}], prefill=[{}], decode=[{}], router={"access": {"keys_file": "k"}})
+    plan = make_plan(
+        file, program=("pdserve",), run_dir=RUN, ports=iter(range(20_000, 20_100)), cluster_token="t"
+    )
+    made = configs(plan)
+    assert made["prefill0"]["cluster_token"] == made["decode0"]["cluster_token"] == "t"
+    assert made["router"]["access"] == {"keys_file": "k", "cluster_token": "t"}
+    assert "cluster_token" not in made["pool0"]
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        ClusterFile(agg=[{"cluster_token": ""}, {}]),
+        ClusterFile(agg=[{}], router={"access": {"cluster_token_file": "f"}}),
+    ],
+)
+def test_a_token_of_the_file_is_not_overruled(file: ClusterFile) -> None:
+    plan = make_plan(
+        file, program=("pdserve",), run_dir=RUN, ports=iter(range(20_000, 20_100)), cluster_token="t"
+    )
+    assert "'t'" not in str(configs(plan))
+
+
+def test_a_router_with_a_certificate_is_asked_over_tls() -> None:
+    plan = plan_of(ClusterFile(agg=[{}], router={"port": 8000, "access": {"tls_cert_file": "c"}}))
+    assert plan.router_url == "https://127.0.0.1:8000"
