@@ -121,6 +121,10 @@ class Router:
             ],
         }
 
+    def reload(self) -> None:
+        """Read the API keys anew. Raises ConfigError, and changes nothing then."""
+        self.entrance.configure(self.config)
+
     def model_card(self, model: str) -> dict[str, Any]:
         """OpenAI's model object, with SGLang's `max_model_len`."""
         return {
@@ -172,7 +176,7 @@ def make_app(router: Router, hot: HotRoutes) -> fastapi.FastAPI:
     app = fastapi.FastAPI(
         title="pdserve", version=__version__, summary="One OpenAI endpoint before many SGLang workers."
     )
-    _add_error_handlers(app)
+    add_error_handlers(app)
     _add_hot_routes(app, hot)
 
     @app.get("/v1/models", tags=["OpenAI"])
@@ -238,7 +242,7 @@ def _add_hot_routes(app: fastapi.FastAPI, hot: HotRoutes) -> None:
         )
 
 
-def _add_error_handlers(app: fastapi.FastAPI) -> None:
+def add_error_handlers(app: fastapi.FastAPI) -> None:
     """Errors of the ordinary routes in OpenAI's form."""
 
     async def on_http(request: fastapi.Request, error: Exception) -> Response:

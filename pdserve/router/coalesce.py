@@ -12,6 +12,9 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+MAX_HEAD_BYTES = 64 * 1024
+"""Longest request line and headers; httptools has no bound of its own."""
+_TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _HEAD = b"HTTP/1.1 "
 
 
@@ -65,8 +68,30 @@ class CoalescingTransport:
 
 
 class CoalescingProtocol(HttpToolsProtocol):
-    """uvicorn's httptools protocol on a `CoalescingTransport`."""
+    """uvicorn's httptools protocol on a `CoalescingTransport`, with a bound on a request's head."""
+
+    _head_bytes = 0
+    _in_head = True
 
     def connection_made(self, transport: Any) -> None:
         """The client's connection stands."""
         super().connection_made(CoalescingTransport(transport, self.loop))  # type: ignore[arg-type]
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes from the client. A head of more than `MAX_HEAD_BYTES` ends the connection."""
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.transport.write(_TOO_LONG)
+                self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        """The head is whole."""
+        self._in_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The request is whole; what comes next is another head."""
+        self._in_head, self._head_bytes = True, 0
+        super().on_message_complete()

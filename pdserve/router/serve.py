@@ -9,16 +9,18 @@ import logging
 import math
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import uvicorn
 import uvloop
 
 from pdserve.errors import ConfigError, StartupError
-from pdserve.router.app import open_router
+from pdserve.router.admin import AdminApp
+from pdserve.router.app import Router, open_router
 from pdserve.router.coalesce import CoalescingProtocol
 from pdserve.router.config import RouterConfig
 from pdserve.router.hot import LAST_WORD_S
+from pdserve.router.tenant_config import Access
 
 logger = logging.getLogger(__name__)
 
@@ -39,17 +41,18 @@ def run(config: RouterConfig) -> int:
 
 
 async def _serve(config: RouterConfig) -> None:
-    if not (config.decode or config.agg):
+    if not (config.decode or config.agg) and config.admin.port is None:
         raise ConfigError("no workers: list 'decode' (and 'prefill') workers, or 'agg' workers")
     loop = asyncio.get_running_loop()
     with bind(config.host, config.port) as listening:
         async with open_router(config) as router:
             host, port = listening.getsockname()[:2]
-            server = make_server(router, config)
+            server = make_server(router, config, config.access)
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, server.handle_exit, number, None)
             logger.info(
-                "listening on http://%s:%d (%s; prefill %d, decode %d, agg %d workers)",
+                "listening on %s://%s:%d (%s; prefill %d, decode %d, agg %d workers)",
+                "https" if server.config.is_ssl else "http",
                 f"[{host}]" if ":" in host else host,
                 port,
                 config.mode,
@@ -59,7 +62,8 @@ async def _serve(config: RouterConfig) -> None:
             )
             gc.freeze()  # what was made until now stays: the collector need not look at it again
             gc.set_threshold(*GC_THRESHOLD)
-            await serve_until_stopped(server, listening)
+            async with administered(router, config):
+                await serve_until_stopped(server, listening)
     logger.info("stopped")
 
 
@@ -72,8 +76,28 @@ class _Server(uvicorn.Server):
         yield
 
 
-def make_server(application: object, config: RouterConfig) -> uvicorn.Server:
-    """uvicorn for this router: httptools, no access log, headers of our own only."""
+@contextlib.asynccontextmanager
+async def administered(router: Router, config: RouterConfig) -> AsyncIterator[None]:
+    """The admin API, where there is one, as long as the block runs. Raises StartupError."""
+    if config.admin.port is None:
+        yield
+        return
+    with bind(config.admin.host, config.admin.port) as listening:
+        server = make_server(AdminApp(router), config)
+        logger.info("admin API on port %d of %s", listening.getsockname()[1], config.admin.host)
+        serving = asyncio.create_task(server.serve(sockets=[listening]), name="router-admin")
+        try:
+            yield
+        finally:
+            server.should_exit = server.force_exit = True
+            await serving
+
+
+def make_server(application: object, config: RouterConfig, access: Access | None = None) -> uvicorn.Server:
+    """uvicorn for this router: httptools, no access log, headers of our own only; TLS as `access` says.
+    Raises ConfigError for a certificate that cannot be used.
+    """
+    access = access or Access()
     settings = uvicorn.Config(
         application,  # type: ignore[arg-type]  # our own, looser ASGI types
         http=CoalescingProtocol,
@@ -87,7 +111,14 @@ def make_server(application: object, config: RouterConfig) -> uvicorn.Server:
         backlog=BACKLOG,
         timeout_keep_alive=math.ceil(config.client_keepalive_s),
         timeout_graceful_shutdown=math.ceil(config.stop_grace_s),
+        ssl_certfile=access.tls_cert_file,
+        ssl_keyfile=access.tls_key_file,
     )
+    try:
+        settings.load()
+    except OSError as error:  # ssl.SSLError too
+        files = f"{access.tls_cert_file} and {access.tls_key_file}"
+        raise ConfigError(f"access: no certificate and key can be had from {files}: {error}") from None
     return _Server(settings)
 
 
