@@ -154,8 +154,8 @@ class ClientConnection(asyncio.Protocol):
         self._node.disconnected(self.number, by_peer=not self._closed_by_us)
 
     def send(self, message: Reply) -> None:
-        """Send, or close a client that does not read."""
-        if self._closed_by_us:
+        """Send, or close a client that does not read. Nothing is sent to one that is gone."""
+        if self._closed_by_us or self._transport.is_closing():
             return
         request_id: int = getattr(message, "id", 0)
         self._transport.write(_encoded(message, request_id))

@@ -210,7 +210,7 @@ class Mover:
         return Surveyed(action.ask, tuple(space.name for space in report.namespaces))
 
     async def _list(self, action: List) -> Listed:
-        space = self._spaces[action.peer, action.namespace]
+        space = self._surveyed(action)
         try:
             number = await self._open(space)
             owned = await self._ask(
@@ -232,8 +232,15 @@ class Mover:
         keys, lengths = [owned.keys[i] for i in lacking], [owned.lengths[i] for i in lacking]
         return Listed(action.ask, keys, lengths, owned.cursor, owned.writing)
 
+    def _surveyed(self, action: List | Pull) -> Space:
+        """As surveyed. Raises StaleView: the peer was away since."""
+        space = self._spaces.get((action.peer, action.namespace))
+        if space is None:
+            raise StaleView(f"node {action.peer} was lost meanwhile")
+        return space
+
     async def _pull(self, action: Pull) -> Pulled:
-        space = self._spaces[action.peer, action.namespace]
+        space = self._surveyed(action)
         return await self._fetch(action.peer, "move", space, action.keys, action.lengths, ask=action.ask)
 
     # --- pages

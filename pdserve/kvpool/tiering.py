@@ -182,8 +182,11 @@ class Tiering:
             return
         self._commits += 1
         self._committed_bytes += self._store.facts.length_bytes[slot]
-        namespace = self._store.facts.namespace[slot]
-        settings = self._settings(namespace)
+        self._store_at_once(slot)
+
+    def _store_at_once(self, slot: int) -> None:
+        """Where the namespace or the node wants every page stored, and not cold ones only."""
+        settings = self._settings(self._store.facts.namespace[slot])
         if settings is not None and (self.tiers[0].spec.write == "all" or settings.media == "ssd"):
             self._at_once[slot] = self._store.facts.sequence[slot]
 
@@ -275,6 +278,8 @@ class Tiering:
                 tier.largest_bytes = min(tier.largest_bytes, page.length_bytes)
             else:
                 tier.store_failed += 1
+                if in_use:
+                    self._store_at_once(slot)
         if event.failed:
             tier.failures += 1
             tier.retry_at_s = now_s + min(RETRY_MAX_S, RETRY_FIRST_S * 2 ** (tier.failures - 1))

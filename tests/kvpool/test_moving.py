@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from pdserve.errors import StaleView
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.cluster_messages import LEFT, Drain
+from pdserve.kvpool.migration import List, Pull
+from pdserve.kvpool.mover import Mover
 from pdserve.kvpool.moving_config import MovingConfig
 from pdserve.kvpool.ring import Ring
 from pdserve.kvpool.wire import NodeAddress
@@ -22,6 +26,17 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     found = Nodes(tmp_path, moving=MovingConfig(timeout_s=2.0))
     yield found
     found.close()
+
+
+def test_what_was_to_be_had_from_a_node_that_was_lost_meanwhile_is_asked_for_again() -> None:
+    mover = object.__new__(Mover)
+    mover._spaces = {}  # as after a view without the node
+    for action, work in (
+        (List(1, 7, "b", "ns", 0, 10), mover._list),
+        (Pull(1, 7, "b", "ns", [], []), mover._pull),
+    ):
+        with pytest.raises(StaleView, match="b was lost"):
+            asyncio.run(work(action))  # type: ignore[arg-type, operator]
 
 
 def fill(nodes: Nodes, keys: list[bytes]) -> None:

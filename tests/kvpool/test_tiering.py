@@ -401,6 +401,15 @@ def test_a_tier_that_cannot_write_is_left_alone_for_a_while() -> None:
     assert tier.writable
 
 
+def test_with_write_all_a_page_that_could_not_be_written_is_written_later() -> None:
+    rig = Rig(TierSpec("ssd:/a", "ssd", 1 << 30, write="all"), watermark=1.0)
+    rig.put(1, 2)
+    rig.write(status=WRITE_FAILED)
+    rig.node.pass_time(1.0)
+    rig.drain()
+    assert {k for _, k in rig.disks[0]} == {key(1), key(2)}
+
+
 def test_a_page_that_no_tier_takes_is_offered_once() -> None:
     rig = Rig(TierSpec("ssd:/a", "ssd", 1 << 30, write="all"))
     rig.put(1, length=8 * KIB)
