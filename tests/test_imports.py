@@ -78,6 +78,7 @@ PURE = (
     "pdserve.bench.chaos.plan",
     "pdserve.bench.chaos.pages",
     "pdserve.bench.chaos.records",
+    "pdserve.bench.chaos.kept",
     "pdserve.bench.chaos.judge",
     "pdserve.bench.soak.drift",
     "pdserve.router.plan",

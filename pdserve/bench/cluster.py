@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -80,6 +80,10 @@ class NodeProcess:
                 raise BenchError(f"the benchmark's pool node {self.name} did not start: {last[0]}")
             time.sleep(0.02)
 
+    def forget_memory(self) -> None:
+        """What a reboot does to the arena. The node must not run."""
+        shutil.rmtree(self._arena / self.name, ignore_errors=True)
+
     def status(self) -> StatusReport:
         """Raises PoolUnavailable, PoolTimeout, PoolRefused."""
         node = NodeClient(self.address, timeout_s=ASK_TIMEOUT_S)
@@ -140,10 +144,11 @@ def pool_of(
     settings: Mapping[str, Any],
     ports: Sequence[int] = (),
     advertised: Sequence[str] = (),
+    own_settings: Callable[[str], Mapping[str, Any]] = lambda name: {},
 ) -> Iterator[list[NodeProcess]]:
     """`count` nodes that are one pool, named node0 and so on, each listening on a TCP port of the loopback
     address (`ports`, else free ones). `advertised`: addresses that others reach them by, where not those.
-    Raises BenchError.
+    `own_settings(name)`: of one node. Raises BenchError.
     """
     chosen = list(ports) or free_ports(count)
     listening = [f"tcp:127.0.0.1:{port}" for port in chosen]
@@ -151,8 +156,10 @@ def pool_of(
     with ExitStack() as stack:
         nodes = []
         for index in range(count):
-            own = {"listen": [listening[index]], "cluster": {"peers": reached, "advertise": reached[index]}}
-            nodes.append(NodeProcess(f"node{index}", directory, {**settings, **own}))
+            name = f"node{index}"
+            cluster = {**settings.get("cluster", {}), "peers": reached, "advertise": reached[index]}
+            own = {**own_settings(name), "listen": [listening[index]], "cluster": cluster}
+            nodes.append(NodeProcess(name, directory, {**settings, **own}))
             stack.callback(nodes[-1].close)
             nodes[-1].spawn()
         for node in nodes:

@@ -18,9 +18,10 @@ import msgspec
 import numpy as np
 
 from pdserve.bench.chaos import pages as p
+from pdserve.bench.chaos.disk import Disk, small_disk
 from pdserve.bench.chaos.proxy import Relay, relays
-from pdserve.bench.chaos.records import Record, to_line
-from pdserve.bench.chaos.worker import WorkerConfig
+from pdserve.bench.chaos.records import Ended, Record, to_line
+from pdserve.bench.chaos.worker import NAMESPACE, READ_TOKEN, WRITE_TOKEN, WorkerConfig
 from pdserve.bench.cluster import NodeProcess, await_settled, pool_of
 from pdserve.bench.peers.process import free_ports
 from pdserve.bench.stores import BenchError
@@ -28,12 +29,19 @@ from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.ring import Ring
 from pdserve.kvpool.wire import NodeAddress
 
+ADMIN_TOKEN: Final = "chaos may do all"
+CLUSTER_TOKEN: Final = "chaos is one pool"
+SEGMENT_BYTES: Final = 2 << 20
+TIER_SHARE: Final = 2  # times the memory: nothing leaves it unless a fault wants it so
+DISK_MORE_BYTES: Final = 16 << 20
+REPLICAS: Final = {"hot_reads_s": 10.0, "half_life_s": 2.0, "max_share": 0.2}
 TIMEOUTS: Final = {
     "connect_timeout_s": 3.0,
     "exists_timeout_s": 1.0,
     "get_timeout_s": 2.0,
     "put_timeout_s": 2.0,
 }
+RESTART_WAIT_S: Final = 15.0  # an upgrade takes long while nodes and clients share two cores
 READY_TIMEOUT_S: Final = 60.0
 OWNED_SHARE: Final = 0.4  # of the memory: nothing is evicted unless a fault wants it so
 OWNED_S: Final = 50.0  # pages a second that a writer writes at most
@@ -151,8 +159,9 @@ class Field:
         workers: list[WorkerProcess],
         output: Path,
         visitor: Callable[[str], NodeProcess],
+        disks: list[Disk],
     ) -> None:
-        """`visitor(name)` makes another node of the pool, not started yet."""
+        """`visitor(name)` makes another node of the pool, not started yet. `disks`: one for each node."""
         self.seed = seed
         self.settings = settings
         self.nodes = nodes
@@ -162,12 +171,23 @@ class Field:
         self.ring = Ring([NodeAddress(node.name, node.address) for node in nodes])
         self.output = output
         self.visitor = visitor
+        self.disks = disks
         self._lock = threading.Lock()
 
     def note(self, record: Record) -> None:
         """Thread-safe."""
         with self._lock, self.output.open("ab") as file:
             file.write(to_line(record))
+
+    @property
+    def shared(self) -> int:
+        """Pages in each zone that all write."""
+        return SHARED
+
+    def killed(self, node: NodeProcess) -> None:
+        """It is about to be: if it died by itself before, that is noted."""
+        if node.died:
+            self.note(Ended(node.name, False, node.died))
 
     def owner(self, page: int) -> str:
         """Name of the node that owned the page when the run began."""
@@ -180,7 +200,8 @@ class Field:
     def direct(self, **changes: Any) -> PoolClientConfig:
         """A client that reaches every node past the relays."""
         refs = [PoolNodeRef(node=node.name, address=node.address) for node in self.nodes]
-        return PoolClientConfig(**{"nodes": refs, "checksum": self.settings.checksum, **TIMEOUTS, **changes})
+        own = {"nodes": refs, "checksum": self.settings.checksum, "token": WRITE_TOKEN}
+        return PoolClientConfig(**{**own, **TIMEOUTS, **changes})
 
 
 @contextmanager
@@ -189,16 +210,21 @@ def set_up(seed: int, minutes: float, nodes: int, settings: Settings, directory:
     ports = free_ports(nodes)
     with ExitStack() as stack:
         ways = stack.enter_context(relays([("127.0.0.1", port) for port in ports]))
-        node_settings = {
-            "capacity_bytes": settings.capacity_bytes,
-            "slab_bytes": 4 << 20,
-            "lease_s": settings.lease_s,
-            "reservation_lease_s": settings.lease_s,
-            "quarantine_s": settings.lease_s,
-            "keep": False,
-        }
         addresses = [way.address for way in ways]
-        processes = stack.enter_context(pool_of(nodes, directory, node_settings, ports, addresses))
+        tier_bytes = settings.capacity_bytes * TIER_SHARE
+        names = [f"node{index}" for index in range(nodes)]
+        disks = {
+            name: stack.enter_context(small_disk(directory / "disks" / name, tier_bytes + DISK_MORE_BYTES))
+            for name in names
+        }
+
+        def own_settings(name: str) -> dict[str, Any]:
+            return _with_tier(disks[name].path / "tier", tier_bytes)
+
+        node_settings = _node_settings(settings)
+        processes = stack.enter_context(
+            pool_of(nodes, directory, node_settings, ports, addresses, own_settings)
+        )
         refs = [
             PoolNodeRef(node=node.name, address=way.address)
             for node, way in zip(processes, ways, strict=True)
@@ -209,14 +235,41 @@ def set_up(seed: int, minutes: float, nodes: int, settings: Settings, directory:
             worker.start()
         for worker in workers:
             worker.await_ready()
-        visitor = partial(_visitor, directory, node_settings, addresses)
-        yield Field(seed, settings, processes, ways, workers, directory / "faults.jsonl", visitor)
+        visitor_settings = {**node_settings, **_with_tier(directory / "visitors", tier_bytes)}
+        visitor = partial(_visitor, directory, visitor_settings, addresses)
+        output = directory / "faults.jsonl"
+        yield Field(seed, settings, processes, ways, workers, output, visitor, list(disks.values()))
+
+
+def _node_settings(settings: Settings) -> dict[str, Any]:
+    """Of every node."""
+    return {
+        "capacity_bytes": settings.capacity_bytes,
+        "slab_bytes": 4 << 20,
+        "lease_s": settings.lease_s,
+        "reservation_lease_s": settings.lease_s,
+        "quarantine_s": settings.lease_s,
+        "keep": False,
+        "replicas": REPLICAS,
+        "admin_token": ADMIN_TOKEN,
+        "cluster": {"token": CLUSTER_TOKEN},
+        "namespaces": [{"name": NAMESPACE, "read_token": READ_TOKEN, "write_token": WRITE_TOKEN}],
+    }
+
+
+def _with_tier(path: Path, capacity_bytes: int) -> dict[str, Any]:
+    options = {"segment_bytes": SEGMENT_BYTES}
+    tier = {"kind": "ssd", "path": path, "capacity_bytes": capacity_bytes, "write": "all", "options": options}
+    return {"tiers": [tier]}
 
 
 def _visitor(directory: Path, settings: dict[str, Any], peers: list[str], name: str) -> NodeProcess:
     (port,) = free_ports(1)
     address = f"tcp:127.0.0.1:{port}"
-    own = {"listen": [address], "cluster": {"peers": peers, "advertise": address}}
+    cluster = {**settings["cluster"], "peers": peers, "advertise": address}
+    (tier,) = settings["tiers"]
+    tiers = [{**tier, "path": tier["path"] / name}]
+    own = {"listen": [address], "cluster": cluster, "tiers": tiers}
     return NodeProcess(name, directory, {**settings, **own})
 
 
@@ -235,7 +288,9 @@ def make_workers(
             "nodes": [msgspec.structs.asdict(ref) for ref in nodes],
             "data_path": line.data_path,
             "checksum": line.checksum and settings.checksum,
+            "restart_wait_s": RESTART_WAIT_S,
             "connections_per_node": 1,
+            "token": WRITE_TOKEN,
         }
         config = WorkerConfig(
             name=line.name,

@@ -17,7 +17,10 @@ from pdserve.bench.chaos.dice import Dice
 
 Kind: TypeAlias = Literal[
     "kill",  # kill -9 a node, start it again after `for_s`
-    "lose",  # kill -9 a node, start it again `for_s` after the others have noticed
+    "lose",  # make pages hot, kill -9 their node, start it again `for_s` after the others have noticed
+    "reboot",  # kill -9 a node, its memory gone, bits of its SSD flipped, start it again after `for_s`
+    "upgrade",  # every node in turn, as `pdserve pool upgrade` does
+    "fill_disk",  # no space is left where a node's SSD tier lies, for `for_s`
     "visit",  # a node joins, stays for `for_s`, drains and leaves
     "pause",  # SIGSTOP a node, SIGCONT after `for_s`
     "hang_up",  # every connection to a node is closed, new ones too, for `for_s`
@@ -26,15 +29,18 @@ Kind: TypeAlias = Literal[
     "pause_client",  # SIGSTOP a client, SIGCONT when its leases are over
     "kill_client",  # kill -9 a client in whatever it does; another takes its place
     "abandon",  # a client reserves pages, then is killed
-    "quota",  # a namespace with a quota is written beyond it
+    "quota",  # a namespace with a quota is written and reserved beyond it
+    "intrude",  # requests without a token, with a wrong one, and with one that gives less
     "drop",  # a namespace is dropped while clients read it
     "pressure",  # a second namespace is written until memory is full, for `for_s`, and emptied
 ]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 DISTURBING: Final[frozenset[Kind]] = frozenset(
-    {"kill", "lose", "visit", "pause", "hang_up", "silence", "pressure"}
+    ("kill", "lose", "reboot", "upgrade", "fill_disk", "visit", "pause", "hang_up", "silence", "pressure")
 )
-"""Kinds after which a read may miss for a while; at most one of these for each node at a time."""
+"""Kinds that open an episode; at most one of these for each node at a time."""
+ALONE: Final[frozenset[Kind]] = frozenset({"upgrade", "fill_disk"})
+"""Those that must cost no client anything: no other node is disturbed meanwhile, or it would not show."""
 
 FIRST_AT_S: Final = 2.0
 FOR_S: Final = (0.5, 2.5)
@@ -78,8 +84,9 @@ def make_plan(seed: int, minutes: float, nodes: int = 3, kinds: Sequence[Kind] =
             return Plan(seed, minutes, nodes, faults)
         first, second, third = (dice.shuffled(range(nodes)) * 3)[:3]
         if heavy.kinds:
-            faults.append(Fault(round(at_s, 3), heavy.draw(), first, for_s, dice.below(2**32)))
-            if nodes > 1 and dice.chance(SECOND_NODE):
+            kind = heavy.draw()
+            faults.append(Fault(round(at_s, 3), kind, first, for_s, dice.below(2**32)))
+            if nodes > 1 and dice.chance(SECOND_NODE) and not ALONE & {kind, heavy.next}:
                 faults.append(Fault(round(at_s, 3), heavy.draw(), second, for_s, dice.below(2**32)))
         if light.kinds:
             light_at_s = round(at_s + dice.between(0.0, for_s + CALM_S[0]), 3)
@@ -95,7 +102,14 @@ class _Bag:
         self._dice = dice
         self._left: list[Kind] = []
 
-    def draw(self) -> Kind:
+    @property
+    def next(self) -> Kind:
+        """What `draw` will give."""
         if not self._left:
             self._left = self._dice.shuffled(self.kinds)
-        return self._left.pop()
+        return self._left[-1]
+
+    def draw(self) -> Kind:
+        kind = self.next
+        self._left.pop()
+        return kind

@@ -42,7 +42,16 @@ class Disturbed(msgspec.Struct, frozen=True, tag="disturbed"):
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
-    """A client itself did not run from start to end."""
+    """A client itself did not run from start to end. `killed`: another took its place, else it went on."""
+
+    start_s: float
+    end_s: float
+    client: str
+    killed: bool = False
+
+
+class Starved(msgspec.Struct, frozen=True, tag="starved"):
+    """From start to end the machine gave a client no processor."""
 
     start_s: float
     end_s: float
@@ -63,6 +72,7 @@ class Flipped(msgspec.Struct, frozen=True, tag="flipped"):
     node: str
     page: int
     outcome: Literal["detected", "delivered", "replaced"]
+    where: Literal["memory", "ssd"] = "memory"
 
 
 class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
@@ -103,21 +113,75 @@ class Noticed(msgspec.Struct, frozen=True, tag="noticed"):
     after_s: float
 
 
+class KeptHot(msgspec.Struct, frozen=True, tag="kept_hot"):
+    """A node was lost that owned hot pages with copies elsewhere: how many of them nobody had any more."""
+
+    start_s: float
+    end_s: float
+    node: str
+    pages: int
+    lost: int
+
+
 class Overshot(msgspec.Struct, frozen=True, tag="overshot"):
-    """A namespace was written beyond its quota: the most that it had on any node over that, in bytes."""
+    """A namespace was written beyond its quota: the most that it had on any node over that, in bytes, of
+    which `reserved_bytes` were reservations that one client held open.
+    """
 
     at_s: float
     over_bytes: int
     samples: int
+    reserved_bytes: int = 0
 
 
 class Restarted(msgspec.Struct, frozen=True, tag="restarted"):
-    """A node was started again; it answered `after_s` later, with so many pages."""
+    """A node was started again; it answered `after_s` later, with so many pages, and gave a page that it had
+    before `hit_s` after its start (none: it had none that was looked for).
+    """
 
     at_s: float
     node: str
     after_s: float
     pages: int
+    hit_s: float | None = None
+
+
+class Upgraded(msgspec.Struct, frozen=True, tag="upgraded"):
+    """A node was told to upgrade at `start_s`; at `end_s` the pool was whole again. `error`: why it was not
+    the same process on the same pages. `lost` of `pages` that it listed before are not there any more.
+    """
+
+    start_s: float
+    end_s: float
+    node: str
+    pages: int
+    lost: int
+    error: str = ""
+
+
+class Filled(msgspec.Struct, frozen=True, tag="filled"):
+    """A node's disk was full from start to end. `refused`: pages that could not be written to it meanwhile;
+    `again_s`: how long after the end one could (none: it never could). `missed` of the `read` pages that
+    were written in this time could not be read.
+    """
+
+    start_s: float
+    end_s: float
+    node: str
+    refused: int
+    again_s: float | None
+    read: int
+    missed: int
+
+
+class Intruded(msgspec.Struct, frozen=True, tag="intruded"):
+    """Requests without the token that they need, and which of them were let in; `admitted`: with it."""
+
+    at_s: float
+    node: str
+    refused: int
+    let_in: list[str]
+    admitted: int
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
@@ -132,14 +196,19 @@ Record: TypeAlias = (
     Asked
     | Disturbed
     | Stopped
+    | Starved
     | Lost
     | Flipped
     | Dropped
     | Abandoned
     | Moved
     | Noticed
+    | KeptHot
     | Overshot
     | Restarted
+    | Upgraded
+    | Filled
+    | Intruded
     | Ended
 )
 

@@ -17,6 +17,8 @@ def table(outcome: Outcome) -> Table:
         f"Chaos: seed {plan.seed}, {plan.minutes:g} minutes, {plan.nodes} nodes, {len(plan.faults)} faults"
     )
     drawn = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    if outcome.starved_s:
+        drawn.caption = f"Not judged: {outcome.starved_s:.0f} s in which a node waited for a processor."
     for name in ("", "figure", "goal", "seen", ""):
         drawn.add_column(name)
     for row in outcome.rows:

@@ -12,17 +12,18 @@ from typing import Final
 import msgspec
 
 from pdserve.bench.chaos.faults import abandon_on, perform, until_free
-from pdserve.bench.chaos.field import TIMEOUTS, Field, Settings, save, set_up
-from pdserve.bench.chaos.judge import Row, judge
+from pdserve.bench.chaos.field import RESTART_WAIT_S, TIMEOUTS, Field, Settings, save, set_up
+from pdserve.bench.chaos.judge import Row, judge, starved_s
 from pdserve.bench.chaos.plan import CALM_S, DISTURBING, Fault, Plan
 from pdserve.bench.chaos.records import Ended, Record, read_lines
+from pdserve.bench.chaos.starving import watching
 from pdserve.bench.cluster import NodeProcess
 from pdserve.bench.stores import BenchError
 from pdserve.errors import ConfigError, PoolError
 
 logger = logging.getLogger(__name__)
 
-WORKER_STOP_S: Final = max(TIMEOUTS.values()) * 2 + 5.0  # two operations' limits, and a moment
+WORKER_STOP_S: Final = max(TIMEOUTS.values()) * 2 + RESTART_WAIT_S + 5.0  # two operations, and a moment
 FAULT_STOP_S: Final = 120.0  # the longest waits three times for 30 s
 
 
@@ -34,10 +35,11 @@ class Replay(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What a run showed."""
+    """What a run showed. `starved_s`: for so long some node got no processor, and nothing was judged."""
 
     replay: Replay
     rows: list[Row]
+    starved_s: float = 0.0
 
     @property
     def passed(self) -> bool:
@@ -58,13 +60,14 @@ def run(replay: Replay, directory: Path, say: Callable[[str], None]) -> Outcome:
     directory.mkdir(parents=True, exist_ok=True)
     save(directory / "plan.json", replay)
     with set_up(plan.seed, plan.minutes, plan.nodes, settings, directory) as field:
-        try:
-            _faults_in_time(field, plan, say)
-        finally:
-            field.stop.set()
+        with watching(field):
+            try:
+                _faults_in_time(field, plan, say)
+            finally:
+                field.stop.set()
         _end(field)
         records = _records(field)
-        outcome = Outcome(replay, judge(records, field.owner))
+        outcome = Outcome(replay, judge(records, field.owner, RESTART_WAIT_S), starved_s(records))
     save(directory / "figures.json", outcome)
     return outcome
 
@@ -110,7 +113,10 @@ def _words(fault: Fault) -> str:
 
 
 def _end(field: Field) -> None:
-    """The last worker is killed as it works, the others end by themselves; then nodes, after a count."""
+    """A quota is overrun; the last worker is killed as it works, the others end by themselves; then nodes,
+    after a count.
+    """
+    perform(field, Fault(0.0, "quota", 0, 0.0, 0))
     *others, last = field.workers
     last.kill()
     for worker in others:

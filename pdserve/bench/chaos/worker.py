@@ -21,18 +21,22 @@ import numpy as np
 
 from pdserve.bench.chaos import pages as p
 from pdserve.bench.chaos.dice import Dice
-from pdserve.bench.chaos.records import Asked, to_line
+from pdserve.bench.chaos.records import Asked, Starved, to_line
 from pdserve.kvpool.client import PoolClient
 from pdserve.kvpool.client_config import PoolClientConfig
 
 NAMESPACE: Final = "chaos"
 GEOMETRY: Final = {"chaos": "1"}
+READ_TOKEN: Final = "chaos may read"
+WRITE_TOKEN: Final = "chaos may write"
 MAX_BATCH: Final = 12
 RECENT: Final = 200  # half of the reads of owned pages go to the latest
 WAIT_S: Final = 0.3
 POISON: Final = 0xEE  # in a buffer before a read: bytes that were not written are wrong ones
 POLL_S: Final = 0.1
 CONNECT_S: Final = 15.0
+BEAT_S: Final = 0.05
+STARVED_S: Final = 0.5
 
 Kind = Literal["put", "get", "confirmed", "wait"]
 
@@ -220,6 +224,18 @@ class Worker:
         self._output.write(to_line(record))  # one write of an unbuffered file: whole, or cut short by a kill
 
 
+def watch(name: str, output: BinaryIO, stop: threading.Event) -> None:
+    """Write down when this process got no processor: it slept far too long and used hardly any time. A thread
+    that kept the interpreter to itself would have used it.
+    """
+    while not stop.is_set():
+        start_s, used_s = time.monotonic(), time.process_time()
+        time.sleep(BEAT_S)
+        end_s, used_s = time.monotonic(), time.process_time() - used_s
+        if end_s - start_s > STARVED_S and used_s < (end_s - start_s) / 4:
+            output.write(to_line(Starved(start_s, end_s, name)))
+
+
 def main(config_path: str) -> None:
     config = msgspec.json.decode(Path(config_path).read_bytes(), type=WorkerConfig)
     stop = threading.Event()
@@ -230,6 +246,7 @@ def main(config_path: str) -> None:
             worker.connect()
         Path(config.ready).touch()
         threads = [threading.Thread(target=worker.run) for worker in workers]
+        threading.Thread(target=watch, args=(config.name, output, stop), daemon=True).start()
         for thread in threads:
             thread.start()
         for thread in threads:
