@@ -233,8 +233,9 @@ class Fleet:
         """So many prompt tokens were sent to be computed there; negative: they are, or will not be."""
         worker.queued_tokens = max(0, worker.queued_tokens + tokens)
 
-    def on_load(self, worker: Worker, load: WorkerLoad | None) -> None:
+    def on_load(self, worker: Worker, load: WorkerLoad | None, *, pool_up: bool = False) -> None:
         """The worker said how busy it is, or that it does not know: then our own requests are what counts."""
+        worker.pool_up = pool_up
         if load is None:
             worker.elsewhere, worker.free_kv_tokens = 0, None
             return

@@ -82,7 +82,7 @@ class Placer:
     ) -> SessionEntry | None:
         """`worker` has begun to answer. Returns the session's new last turn."""
         if facts.prefix is not None:
-            self.prefixes.record(facts.prefix, worker, now_s, in_pool=False)
+            self.prefixes.record(facts.prefix, worker, now_s, in_pool=worker.pool_up)
         if facts.session is None:
             return None
         before = self.sessions.get(facts.session, now_s)

@@ -33,17 +33,18 @@ class _Ready(msgspec.Struct):
     """What is looked at of a worker's answer to `/pd/ready`."""
 
     load: WorkerLoad | None = None
+    pool: str = "down"
 
 
 _ready_decoder = msgspec.json.Decoder(_Ready)
 
 
-def _load_in(answer: bytes) -> WorkerLoad | None:
-    """How busy the worker says it is; None from one that does not say."""
+def _ready_in(answer: bytes) -> _Ready:
+    """What a ready worker says of itself; nothing, if it is no pdserve worker."""
     try:
-        return _ready_decoder.decode(answer).load
+        return _ready_decoder.decode(answer)
     except msgspec.MsgspecError:
-        return None
+        return _Ready()
 
 
 class Prober:
@@ -106,7 +107,8 @@ class Prober:
             if response.status_code != 200:
                 self._lost(worker, self._fleet.on_probe_not_ready(worker), "is not ready")
                 return
-            self._fleet.on_load(worker, _load_in(response.content))
+            said = _ready_in(response.content)
+            self._fleet.on_load(worker, said.load, pool_up=said.pool == "up")
             if not worker.ready or worker.refused or self._rounds % INFO_EVERY == 0:
                 await self._ask_info(worker)
         except httpx.ConnectError as error:

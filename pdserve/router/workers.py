@@ -59,6 +59,7 @@ class Worker:
         "in_flight",
         "incarnation",
         "info",
+        "pool_up",
         "port",
         "probe_failures",
         "queued_tokens",
@@ -81,6 +82,8 @@ class Worker:
         """Requests that it has, by its own word, beyond this router's: those of other routers."""
         self.queued_tokens = 0
         """Prompt tokens that wait to be computed: its own word, and what was sent there since."""
+        self.pool_up = False
+        """It reaches the pool, so what it computes will be there."""
         self.free_kv_tokens: int | None = None
         """Room in its KV memory in tokens; None: it does not say."""
         self.sources: set[Source] = set()

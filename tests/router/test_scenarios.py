@@ -3,6 +3,7 @@
     > router KEY=VALUE ...            the configuration, keys as in launch/router.toml, values as in TOML
     > workers prefill=p1,p2 decode=d1 workers that are ready
     > load WORKER running=3 waiting=1 queued=5000 free=800     the worker says how busy it is
+    > pool WORKER ...                                        these reach the pool
     > down | up | drain | leave WORKER
     > wait SECONDS
     > turn [SESSION] prompt=abc ...  a request; each letter is a block of 256 tokens, prompts with the same
@@ -68,11 +69,16 @@ class Scenario:
         self.fleet.on_info(worker, WorkerInfo(role, "m"))
         self.fleet.on_probe_ready(worker)
 
+    def pool(self, *names: str) -> None:
+        for name in names:
+            self.fleet.on_load(self.fleet.by_id[f"{name}:1"], None, pool_up=True)
+
     def load(
         self, name: str, running: str = "0", waiting: str = "0", queued: str = "0", free: str = ""
     ) -> None:
         load = WorkerLoad(int(running), int(waiting), int(queued), int(free) if free else None)
-        self.fleet.on_load(self.fleet.by_id[f"{name}:1"], load)
+        worker = self.fleet.by_id[f"{name}:1"]
+        self.fleet.on_load(worker, load, pool_up=worker.pool_up)
 
     def down(self, name: str) -> None:
         self.fleet.on_probe_not_ready(self.fleet.by_id[f"{name}:1"])
