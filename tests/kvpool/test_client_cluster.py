@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,15 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pdserve.kvpool.aclient import AsyncPoolClient
 from pdserve.kvpool.client import PoolClient
 from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.cluster_messages import Drain
 from pdserve.kvpool.commands.asking import ask
 from pdserve.kvpool.messages import Done
 
-from ..contracts.pools import KIB, arena_dir
+from ..contracts.pools import KIB, ProcessPool, arena_dir, remove_arena
 from .faulty import keys
 from .test_gossip import Processes
+from .test_node import small_config
 
 PAGE_BYTES = 16 * KIB
 COUNT = 200
@@ -102,4 +105,52 @@ def test_a_client_of_one_seed_follows_a_join_a_drain_and_a_death(processes: Proc
         reader.stopping.set()
         reader.join(SOON_S)
     assert client.exists(keys(COUNT)) == [True] * COUNT
+    client.close()
+
+
+@pytest.mark.parametrize("left", ["a", "b"])
+def test_clients_of_a_pool_that_was_started_anew_with_fewer_nodes_and_less_memory_follow(
+    processes: Processes, left: str
+) -> None:
+    processes.start("a", "b")
+    processes.until("ab")
+    refs = [PoolNodeRef(node=name, address=node.address) for name, node in processes.nodes.items()]
+    config = PoolClientConfig(nodes=refs)
+    client = PoolClient(config, "ns", {"page_size": "64"})
+    wanted = keys(COUNT)
+
+    def put() -> list[bool]:
+        return client.put(wanted, [page_of(key) for key in wanted])
+
+    async def follow() -> None:
+        """An asyncio client, from before to after."""
+        other = AsyncPoolClient(config, "ns", {"page_size": "64"})
+        assert all(await other.exists(wanted))
+        await asyncio.to_thread(restart)
+        deadline = time.monotonic() + SOON_S
+        while not all(await other.exists(wanted)):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        pages = [[np.zeros(PAGE_BYTES, np.uint8)] for _ in wanted]
+        while not all(await other.get(wanted, pages)):
+            assert time.monotonic() < deadline
+        other.close()
+
+    def restart() -> None:
+        for node in processes.nodes.values():
+            node.kill()
+        (gone,) = processes.nodes.keys() - {left}
+        remove_arena(processes.nodes.pop(gone).config)
+        cluster = processes.nodes[left].config.cluster
+        smaller = small_config(name=left, capacity_bytes="8MiB", cluster=cluster)
+        processes.nodes[left] = ProcessPool(smaller, processes.directory, "shm")
+        until(lambda: all(put()))
+
+    until(lambda: all(put()))
+    asyncio.run(follow())
+    pages = [[np.zeros(PAGE_BYTES, np.uint8)] for _ in wanted]
+    assert client.get(wanted, pages) == [True] * COUNT
+    for key, page in zip(wanted, pages, strict=True):
+        assert np.array_equal(page[0], page_of(key)[0])
+    assert client.counters.pages_lost == client.counters.pages_corrupt == 0
     client.close()
