@@ -482,3 +482,18 @@ def test_importing_the_transport_loads_no_ucx() -> None:
     code = "import sys, pdserve.kvpool.transports.ucx_client, pdserve.kvpool.transports.ucx_server as s; "
     code += "sys.exit('ucxx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_client_loads_ucx_when_it_is_made_and_only_if_a_node_may_be_elsewhere() -> None:
+    code = """
+import sys
+from pdserve.kvpool.client import PoolClient
+from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
+for address in ("unix:/run/pool.sock", "tcp:127.0.0.1:7700", "tcp:pool-a:7700"):
+    config = PoolClientConfig(nodes=[PoolNodeRef(node="node", address=address)])
+    PoolClient(config, "ns", {}).close()
+    print("ucxx._lib.libucxx" in sys.modules)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["False", "False", "True"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pdserve.errors import PoolRestarting, PoolUnavailable
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.aclient import AsyncPoolClient
 from pdserve.kvpool.client import PoolClient
@@ -24,8 +26,11 @@ from pdserve.kvpool.cluster_config import ClusterConfig
 from pdserve.kvpool.cluster_messages import Upgrade
 from pdserve.kvpool.commands.upgrade import upgrade
 from pdserve.kvpool.config import PoolNodeConfig
+from pdserve.kvpool.handover import SERVING, Baton
+from pdserve.kvpool.transports.control import ControlChannel, make_hello
 
 from ..contracts.pools import KIB, ProcessPool, arena_dir, remove_arena
+from .moving_nodes import Nodes
 from .node_model import key
 
 PAGE_BYTES = 64 * KIB
@@ -240,6 +245,32 @@ def test_upgrading_the_nodes_of_a_pool_in_turn_costs_clients_with_the_default_co
     client.close()
     for node in nodes:
         node.close()
+
+
+def test_who_comes_while_nobody_serves_is_told_to_wait(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    node = nodes.start("a")
+    mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    upgrader = node._upgrader
+    upgrader._baton, upgrader.since_s = Baton(mine), 1.5
+    upgrader.farewell = m.Fault(0, "upgrading", "wait")
+    passing = asyncio.run_coroutine_threadsafe(upgrader.pass_on(), nodes._loop)
+    assert other.recv(100) == b"go 1.5"
+    for _ in range(3):
+        with pytest.raises(PoolRestarting, match="wait"):  # within the default time to connect
+            ControlChannel.connect(f"unix:{tmp_path}/a.sock", make_hello("test", "", "none"), soon(1.0))
+    assert not passing.done()
+    other.send(SERVING.encode())
+    assert passing.result(SOON_S) is None
+    with pytest.raises(PoolUnavailable):
+        ControlChannel.connect(f"unix:{tmp_path}/a.sock", make_hello("test", "", "none"), soon(1.0))
+    other.close()
+    upgrader.since_s = None
+    nodes.close()
+
+
+def soon(seconds: float) -> float:
+    return time.monotonic() + seconds
 
 
 def stand_in_of(node: ProcessPool) -> int:
