@@ -26,7 +26,7 @@ from typing import Final, TypeAlias, TypeVar
 
 from pdserve.errors import FrameError, PoolError, PoolRefused, PoolRestarting, PoolTimeout, PoolUnavailable
 from pdserve.kvpool import messages as m
-from pdserve.kvpool.acontrol import AsyncControl
+from pdserve.kvpool.acontrol import AsyncControl, LastWordsLost
 from pdserve.kvpool.client import WAIT_PAUSE_S, WAIT_SLICE_S, PoolClient
 from pdserve.kvpool.client_config import PoolClientConfig
 from pdserve.kvpool.deadline import Deadline
@@ -305,11 +305,12 @@ class AsyncPoolClient:
                 if now_s + RESTART_RETRY_S >= min(deadline.at_s, until_s):
                     raise
                 await asyncio.sleep(RESTART_RETRY_S)
-            except PoolUnavailable:
+            except PoolUnavailable as error:
                 if control is None:
                     raise
-                self._drop(node, control, leave_alone=is_new or not excused)
-                if is_new or not excused:
+                final = not excused or (is_new and not isinstance(error, LastWordsLost))
+                self._drop(node, control, leave_alone=final)
+                if final:
                     raise
                 excused = False
 
@@ -369,7 +370,7 @@ class AsyncPoolClient:
             timeout_s = max(0.0, min(deadline, self._restarting_until_s[node]) - time.monotonic())
         try:
             async with asyncio.timeout(timeout_s):
-                control = await AsyncControl.connect(address, hello, self.namespace, self._geometry)
+                control = await self._greeted(address, hello)
         except PoolRestarting:
             raise
         except (TimeoutError, PoolError, FrameError) as error:
@@ -384,6 +385,13 @@ class AsyncPoolClient:
         self._restarting_until_s.pop(node, None)
         self._open[node] = control
         return control
+
+    async def _greeted(self, address: str, hello: m.Hello) -> AsyncControl:
+        try:
+            return await AsyncControl.connect(address, hello, self.namespace, self._geometry)
+        except LastWordsLost:
+            await asyncio.sleep(RESTART_RETRY_S)
+            return await AsyncControl.connect(address, hello, self.namespace, self._geometry)
 
     def _drop(self, node: str, control: AsyncControl | None, *, leave_alone: bool = True) -> None:
         if control is not None:

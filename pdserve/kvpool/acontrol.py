@@ -8,12 +8,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from pdserve.errors import PoolError, PoolRefused, PoolRestarting, PoolUnavailable
+from pdserve.errors import PoolError, PoolRefused, PoolUnavailable
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.cluster_messages import View
 from pdserve.kvpool.transports.control import RESTARTING, OnView, TcpAddress, hung_up, parse_address
 
 READ_BYTES = 256 * 1024
+
+
+class LastWordsLost(PoolUnavailable):
+    """The node hung up before it read all that we said. asyncio drops what it may have said last: that it is
+    being upgraded, say. So it is worth asking once more.
+    """
 
 
 class AsyncControl:
@@ -111,7 +117,7 @@ class AsyncControl:
         try:
             data = await self._reader.read(READ_BYTES)
         except OSError as error:
-            raise PoolUnavailable(f"pool node {self._label} went away: {error}") from error
+            raise LastWordsLost(f"pool node {self._label} went away: {error}") from error
         if not data:
             raise PoolUnavailable(f"pool node {self._label} closed the connection")
         return data
@@ -149,5 +155,5 @@ class AsyncControl:
         self._waiting.clear()
 
     def _gone(self, error: PoolError) -> PoolUnavailable:
-        kind = PoolRestarting if isinstance(error, PoolRestarting) else PoolUnavailable
+        kind = type(error) if isinstance(error, PoolUnavailable) else PoolUnavailable
         return kind(str(error))

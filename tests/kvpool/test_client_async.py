@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import select
+import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -246,3 +249,38 @@ def test_close_ends_waits_under_way(node: ProcessPool) -> None:
         assert await waiting == [False]
 
     run(test)
+
+
+def test_a_node_that_hangs_up_on_a_new_connection_before_reading_is_asked_once_more(tmp_path: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{tmp_path}/n.sock")
+    listener.listen()
+
+    def node() -> None:
+        first, _ = listener.accept()
+        select.select([first], [], [], 10)  # its Hello is there
+        first.close()  # and was not read: the client gets a reset
+        second, _ = listener.accept()
+        frames = m.FrameBuffer()
+        with second:
+            for answer in (
+                m.Welcome(m.PROTOCOL_VERSION, "node", 1, "host", "none", 30.0),
+                m.Opened(1, 7),
+                m.Present(2, b"\1"),
+            ):
+                while not list(frames.feed(second.recv(65536))):
+                    pass
+                second.sendall(m.encode_frame(answer))
+
+    async def look() -> list[bool]:
+        refs = [PoolNodeRef(node="node", address=f"unix:{tmp_path}/n.sock")]
+        client = AsyncPoolClient(PoolClientConfig(nodes=refs, exists_timeout_s=10.0), "ns", {})
+        found = await client.exists([bytes(32)])
+        client.close()
+        return found
+
+    thread = threading.Thread(target=node, daemon=True)
+    thread.start()
+    assert asyncio.run(look()) == [True]
+    thread.join(10)
+    listener.close()
