@@ -72,6 +72,8 @@ class CoalescingProtocol(HttpToolsProtocol):
 
     _head_bytes = 0
     _in_head = True
+    _has_ended = False
+    """A request ended in what was received last; the rest of that does not count to the next head."""
 
     def connection_made(self, transport: Any) -> None:
         """The client's connection stands."""
@@ -79,9 +81,10 @@ class CoalescingProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client. A head of more than `MAX_HEAD_BYTES` ends the connection."""
+        self._has_ended = False
         super().data_received(data)
         if self._in_head:
-            self._head_bytes += len(data)
+            self._head_bytes = 0 if self._has_ended else self._head_bytes + len(data)
             if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
                 self.transport.write(_TOO_LONG)
                 self.transport.close()
@@ -93,5 +96,5 @@ class CoalescingProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is whole; what comes next is another head."""
-        self._in_head, self._head_bytes = True, 0
+        self._in_head = self._has_ended = True
         super().on_message_complete()
