@@ -86,8 +86,12 @@ class Writes:
         find, writing, in_tier = pages.lookup(now_s), pages.writing, self._in_tier
         grants: list[Grant] = []
         wanted: dict[bytes, int] = {}  # place in the answer
+        present: list[int] = []
         for place, key in enumerate(request.keys):
-            if find(key) is not None or in_tier(request.namespace, key):
+            if (slot := find(key)) is not None:
+                present.append(slot)
+                grants.append(_PRESENT)
+            elif in_tier(request.namespace, key):
                 grants.append(_PRESENT)
             elif key in writing or key in wanted:
                 grants.append(_BUSY)
@@ -99,7 +103,11 @@ class Writes:
                 wanted[key] = place
                 grants.append(_FULL)
         if wanted and slot_bytes is not None:
+            for slot in present:  # a page that is said to be here does not go for the others
+                self._store.hold(slot)
             self._grant(session, request, slot_bytes, wanted, grants, now_s, out)
+            for slot in present:
+                self._store.let_go(slot, out)
         reserved = Reserved(request.id, grants)
         out.append(Answer(session.connection, reserved))
         return reserved

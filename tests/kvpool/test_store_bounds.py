@@ -261,6 +261,16 @@ def test_ucx_messages_under_way_are_bounded_per_connection() -> None:
     assert answers(node.send(c, again), c)[0].pins[0].status == HIT  # type: ignore[union-attr]
 
 
+def test_a_page_that_a_request_is_told_to_be_present_does_not_go_for_its_other_pages() -> None:
+    node = Node(slabs=1, slab_bytes=8 * KIB)
+    c = node.connect()
+    ns = node.open(c)
+    node.put(c, ns, 1, 2)
+    assert statuses(node.reserve(c, ns, 3, 1, 4)) == [GRANTED, PRESENT, FULL]
+    assert node.exists(c, ns, 1, 2) == [1, 0]
+    node.state.check()
+
+
 def test_a_request_for_more_than_there_is_room_for_gets_what_there_is() -> None:
     node = Node(slabs=1, slab_bytes=16 * KIB)
     c = node.connect()
