@@ -145,7 +145,7 @@ def test_a_fault_that_showed_nothing_is_no_evidence(row: str, idle: Record) -> N
         ("R9", Upgraded(24.0, 26.0, "node0", 100, 0, "it did not come back")),
         ("R10", Noticed(6.0, "node0", 2.1)),
         ("R10/2", KeptHot(6.0, 8.0, "node0", 12, 1)),
-        ("R11", Moved(60.0, 61.0, "node3", 3, 400, 1000)),
+        ("R11", Moved(60.0, 61.0, "node3", 3, 350, 1000)),
         ("R12", Asked("get", "client-shm.0", 20.0, 23.1, 2.0, [], [])),
         ("R12", Ended("client-shm", False)),
         ("R14", Abandoned(7.0, 4096, 4096, 30.0)),

@@ -25,7 +25,6 @@ from pdserve.kvpool import messages as m
 from pdserve.kvpool.client import PoolClient
 from pdserve.kvpool.cluster_messages import TierStatus
 from pdserve.kvpool.tiers.segment_format import BLOCK_BYTES, Record, read_index
-from pdserve.kvpool.wire import KEY_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +190,7 @@ def _write_until_refused(
 
 
 def _write(client: PoolClient, dice: Dice) -> list[bytes]:
-    keys = [dice.below(2**62).to_bytes(KEY_BYTES, "little") for _ in range(FILL_BATCH)]
+    keys = [p.any_key(dice) for _ in range(FILL_BATCH)]
     stored = client.put(keys, [(p.content(key, sum(p.SHAPES[0])),) for key in keys])
     return [key for key, ok in zip(keys, stored, strict=True) if ok]
 

@@ -15,7 +15,6 @@ from pdserve.bench.chaos.records import KeptHot
 from pdserve.bench.chaos.worker import GEOMETRY
 from pdserve.bench.cluster import NodeProcess
 from pdserve.kvpool.client import PoolClient
-from pdserve.kvpool.wire import KEY_BYTES
 
 PAGES: Final = 12
 HEAT_S: Final = 8.0
@@ -33,7 +32,7 @@ class Hot:
         dice = Dice("hot", draw)
         self._keys: list[bytes] = []
         while len(self._keys) < PAGES:
-            key = dice.below(2**62).to_bytes(KEY_BYTES, "little")
+            key = p.any_key(dice)
             if field.ring.owner(key).node == node.name:
                 self._keys.append(key)
         self._client = PoolClient(field.direct(), self._namespace, GEOMETRY, name="chaos-hot")

@@ -253,8 +253,10 @@ def _moved(moves: Sequence[Moved]) -> Row:
     joins = [move for move in moves if move.all_pages]
     if not joins:
         return _not("R11", what, goal, "none joined")
-    over = max(move.moved_pages / move.all_pages * (move.nodes + 1) for move in joins)
-    return _row("R11", what, goal, f"at most {over:.2f}/(N+1), {len(joins)} joins", over <= MOVED_SHARE)
+    fair = sum(move.all_pages / (move.nodes + 1) for move in joins)
+    over = sum(move.moved_pages for move in joins) / fair
+    figure = f"{over:.2f}/(N+1) of {sum(move.all_pages for move in joins):,}, {len(joins)} joins"
+    return _row("R11", what, goal, figure, over <= MOVED_SHARE)
 
 
 def _missed_while_moving(reads: Count) -> Row:

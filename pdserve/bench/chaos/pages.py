@@ -18,6 +18,7 @@ from typing import Final
 
 import numpy as np
 
+from pdserve.bench.chaos.dice import Dice
 from pdserve.kvpool.transports.base import Bytes1D, PageBuffers
 from pdserve.kvpool.wire import KEY_BYTES
 
@@ -51,6 +52,11 @@ def segments_of(page: int) -> tuple[int, ...]:
 def key_of(seed: int, page: int) -> bytes:
     """32 bytes, different in different runs."""
     return hashlib.blake2b(page.to_bytes(8, "little"), key=str(seed).encode(), digest_size=KEY_BYTES).digest()
+
+
+def any_key(dice: Dice) -> bytes:
+    """32 bytes that are nobody else's, everywhere on the ring alike."""
+    return hashlib.blake2b(dice.below(2**64).to_bytes(8, "little"), digest_size=KEY_BYTES).digest()
 
 
 def content(key: bytes, page_bytes: int) -> Bytes1D:

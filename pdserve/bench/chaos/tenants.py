@@ -26,7 +26,6 @@ from pdserve.kvpool.cluster_messages import Drain, ListOwned, ListPages, Namespa
 from pdserve.kvpool.hosts import host_id
 from pdserve.kvpool.transports.base import Bytes1D
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
-from pdserve.kvpool.wire import KEY_BYTES
 from pdserve.tokens import digest
 
 GONE_WITHIN_S: Final = 1.0  # R5
@@ -45,7 +44,7 @@ def drop(field: Field, fault: Fault) -> None:
     """Fill a namespace, drop it, and go on reading with the client that filled it."""
     name = f"dropped-{fault.draw:08x}"
     dice = Dice(name)
-    keys = [dice.below(2**62).to_bytes(KEY_BYTES, "little") for _ in range(DROPPED_PAGES)]
+    keys = [p.any_key(dice) for _ in range(DROPPED_PAGES)]
     whole = [p.content(key, sum(p.SHAPES[0])) for key in keys]
     client = PoolClient(field.direct(), name, GEOMETRY, name="chaos-drop")
     try:
@@ -99,7 +98,7 @@ def quota(field: Field, fault: Fault) -> None:
 
 def _reserve(own: Direct, dice: Dice) -> int:
     """Reserve pages that are never written; how many bytes were granted."""
-    keys = [dice.below(2**62).to_bytes(KEY_BYTES, "little") for _ in range(WRITE_BATCH)]
+    keys = [p.any_key(dice) for _ in range(WRITE_BATCH)]
     reserved = own.ask(lambda request_id: m.Reserve(request_id, own.namespace, keys, list(p.SHAPES[0])))
     if not isinstance(reserved, m.Reserved):
         return 0
@@ -136,7 +135,7 @@ def _write_on(field: Field, name: str, seed: str, enough: threading.Event) -> No
     client = PoolClient(field.direct(), name, GEOMETRY, name="chaos-writer")
     try:
         while not enough.is_set():
-            keys = [dice.below(2**62).to_bytes(KEY_BYTES, "little") for _ in range(WRITE_BATCH)]
+            keys = [p.any_key(dice) for _ in range(WRITE_BATCH)]
             client.put(keys, [(p.content(key, sum(p.SHAPES[0])),) for key in keys])
     finally:
         client.close()
@@ -195,7 +194,7 @@ def _answer(node: NodeProcess, token: str, make: Callable[[int], m.Request]) -> 
 
 def _requests(number: int, dice: Dice) -> list[Callable[[int], m.Request]]:
     """One of each kind that needs a right in the namespace, or on the node."""
-    keys, segments = [dice.below(2**62).to_bytes(KEY_BYTES, "little")], list(p.SHAPES[0])
+    keys, segments = [p.any_key(dice)], list(p.SHAPES[0])
     return [
         lambda request_id: m.OpenNamespace(request_id, NAMESPACE, GEOMETRY),
         lambda request_id: m.Exists(request_id, number, keys),

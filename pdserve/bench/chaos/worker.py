@@ -36,7 +36,7 @@ POISON: Final = 0xEE  # in a buffer before a read: bytes that were not written a
 POLL_S: Final = 0.1
 CONNECT_S: Final = 15.0
 BEAT_S: Final = 0.05
-STARVED_S: Final = 0.5
+STARVED_S: Final = 0.25
 
 Kind = Literal["put", "get", "confirmed", "wait"]
 
