@@ -77,9 +77,10 @@ class Exchanges:
             while True:
                 told.again = False
                 news, told.namespaces = told.namespaces, {}
-                await self.exchange(
-                    self._cluster.members[node].address, self._timeout_s, node=node, push=news
-                )
+                member = self._cluster.members.get(node)
+                if member is None:
+                    return  # it is forgotten
+                await self.exchange(member.address, self._timeout_s, node=node, push=news)
                 if not told.again:
                     return
         except PdserveError as error:

@@ -61,7 +61,8 @@ class Member(Message, tag=98, frozen=True):
     """A node as the others know it. Of two records the one with the larger `version` is newer, whatever the
     incarnations (membership.py says more).
 
-    `settled`: the epoch for which this node has pulled everything that it owns.
+    `settled`: the epoch for which this node has pulled everything that it owns. `renewed`: when it last said
+    that it is still there, on the scale of versions; 0: not since its version.
     """
 
     node: str
@@ -71,16 +72,21 @@ class Member(Message, tag=98, frozen=True):
     version: int
     status: int = ACTIVE
     settled: int = 0
+    renewed: int = 0
 
 
 class ClusterState(Message, tag=99, frozen=True):
-    """All that nodes tell each other. `stable` is the last ring for which every owner had settled."""
+    """All that nodes tell each other. `stable` is the last ring for which every owner had settled. Members
+    older than `horizon` are forgotten; their versions are in `folded`.
+    """
 
     cluster: str
     members: list[Member]
     namespaces: list[NamespaceRecord]
     stable_epoch: int = 0
     stable: list[NodeAddress] = []
+    horizon: int = 0
+    folded: int = 0
 
 
 class TierStatus(Message, tag=100, frozen=True):

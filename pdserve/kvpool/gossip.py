@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -44,6 +43,7 @@ from pdserve.kvpool.cluster_messages import (
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.connection import ClientConnection
 from pdserve.kvpool.membership import Cluster, Update, parts
+from pdserve.kvpool.namespace_rules import shows_token
 from pdserve.kvpool.peers import PeerControls
 from pdserve.kvpool.transports.control import make_hello
 from pdserve.kvpool.wire import NodeAddress
@@ -129,7 +129,7 @@ class Gossiper:
 
     def refuse(self, hello: m.Hello) -> m.Fault | None:
         """Why a client that says it is a node is none of ours."""
-        if not hello.node or hmac.compare_digest(hello.token.encode(), self.config.cluster.token.encode()):
+        if not hello.node or shows_token(hello, self.config):
             return None
         return m.Fault(
             0, "bad_token", f"node {self.name} has another cluster.token than node {hello.node}: give all one"
@@ -429,6 +429,7 @@ class Gossiper:
                 continue
             next_sync_s = loop.time() + self.timing.sync_interval_s
             self._round += 1
+            self.apply(self.cluster.tidy(time.time_ns() // 1_000_000))
             self.push_views()
             self._look_for_seeds()
             if self._round % IDLE_ROUNDS == 0:

@@ -7,8 +7,7 @@ arrives, and a part of a state is as good as a whole one.
 
 **Members.** Each node has one record. Of two, the one with the larger `version` is newer. A node changes its
 own record by raising the version; others change it in one way only: they declare it dead. Equal versions
-(a node leaves while another declares it dead) are ordered by incarnation, status, and encoding. A record is
-never forgotten, so that old news of it stay old; a pool may know MAX_MEMBERS names in its life.
+(a node leaves while another declares it dead) are ordered by incarnation, status, and encoding.
 
     from      to        by         when
     -         ACTIVE    itself     it starts
@@ -28,6 +27,18 @@ So nothing of this needs a file: what a node forgets, the others know.
 **Epoch** of a state is the sum of its members' versions. It grows with every change, is equal for equal
 states, and of two states one of which includes the other the larger epoch is the newer.
 
+**Forgetting.** Names would pile up where every new node has a new one. The *stamp* of a record is its
+version, or `renewed` if that is later: living members renew theirs now and then, which changes nothing else.
+A state has a `horizon`, of which merging takes the larger, and no record whose stamp is below it: "older than
+that and not here" means gone for good. So late news of a forgotten node are older than the horizon, and no
+news.
+Whoever raises the horizon keeps it below the stamps of all members that live as far as it knows. One that
+lives all the same, cut off for longer than nodes are remembered, finds itself forgotten when it hears of the
+others, and says anew that it is there, as after a false death.
+The versions of what is forgotten go into `folded`, so that the epoch never falls: each state of a merge
+first folds what it must forget, then the larger sum counts. Two states that forgot different nodes thus
+agree, on an epoch that is at least that of either.
+
 **Settling.** A change of the ring moves pages: a new owner pulls what it lacks. It says so by `settled`, the
 epoch for which it has everything. `settled` is no change of the record, only grows, and raises no epoch. Once
 all ACTIVE members have settled, their ring is the `stable` one; until then the view names the stable ring's
@@ -42,7 +53,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -65,7 +76,12 @@ from pdserve.kvpool.registry import MAX_REGISTRY_BYTES, NamespaceError, join
 from pdserve.kvpool.ring import MAX_WEIGHT_SUM
 from pdserve.kvpool.wire import Message, NodeAddress
 
-MAX_MEMBERS: Final = 1024  # ever known; at 100 bytes each they fit a frame many times
+MAX_MEMBERS: Final = 1024  # known at a time; at 100 bytes each they fit a frame many times
+MAX_GONE: Final = 256  # members that are gone; when there are more, they are forgotten sooner
+FORGET_MS: Final = 24 * 3600 * 1000
+FORGET_SOONER_MS: Final = 600 * 1000
+RENEWALS: Final = 4  # in the time after which members are forgotten
+MAX_HORIZON: Final = 1 << 42  # the clock's milliseconds in the year 2109
 MAX_VERSION: Final = 1 << 52  # leaves room for the sum of all in 63 bits
 MAX_ADDRESS_CHARS: Final = 256
 MAX_NAMESPACE_BYTES: Final = 2 * MAX_REGISTRY_BYTES  # encoded; several nodes may have added some at once
@@ -80,9 +96,12 @@ def merge(a: ClusterState, b: ClusterState) -> ClusterState:
     if a.cluster != b.cluster:
         raise ValueError(f"states of two clusters, '{a.cluster}' and '{b.cluster}'")
     members: dict[str, Member] = {}
+    horizon = max(a.horizon, b.horizon)
     for member in (*a.members, *b.members):
         known = members.get(member.node)
         members[member.node] = member if known is None else newer_member(known, member)
+    for name in [name for name, member in members.items() if _stamp(member) < horizon]:
+        del members[name]
     namespaces: dict[str, NamespaceRecord] = {}
     for record in (*a.namespaces, *b.namespaces):
         other = namespaces.get(record.name)
@@ -97,7 +116,21 @@ def merge(a: ClusterState, b: ClusterState) -> ClusterState:
         [namespaces[name] for name in sorted(namespaces)],
         stable_epoch,
         stable,
+        horizon,
+        max(_folded(a, members), _folded(b, members)),
     )
+
+
+def _folded(state: ClusterState, kept: Container[str]) -> int:
+    """The state's `folded` once it has forgotten all but these. One that it takes for living counts as if it
+    had died, because the ring changes.
+    """
+    gone = [member for member in state.members if member.node not in kept]
+    return state.folded + sum(member.version + (member.status < LEFT) for member in gone)
+
+
+def _stamp(member: Member) -> int:
+    return max(member.version, member.renewed)
 
 
 def newer_member(a: Member, b: Member) -> Member:
@@ -105,15 +138,19 @@ def newer_member(a: Member, b: Member) -> Member:
     if a == b:
         return a
     newer = max(a, b, key=_member_order)
+    settled = newer.settled
     if (a.version, a.incarnation) == (b.version, b.incarnation):
         settled = max(a.settled, b.settled)
-        if settled != newer.settled:
-            return replace(newer, settled=settled)
-    return newer
+    renewed = max(a.renewed, b.renewed)
+    if renewed <= newer.version:
+        renewed = 0  # one way to say it
+    if (settled, renewed) == (newer.settled, newer.renewed):
+        return newer
+    return replace(newer, settled=settled, renewed=renewed)
 
 
 def _member_order(member: Member) -> tuple[int, int, int, str, int]:
-    """All of the record but `settled`, which has an order of its own."""
+    """All of the record but `settled` and `renewed`, which have an order of their own."""
     return (member.version, member.incarnation, member.status, member.address, member.weight)
 
 
@@ -124,7 +161,7 @@ def encoded(value: Message | Iterable[Message]) -> bytes:
 
 def epoch_of(state: ClusterState) -> int:
     """The larger of two states' is the newer state's."""
-    return sum(member.version for member in state.members)
+    return state.folded + sum(member.version for member in state.members)
 
 
 def owners_of(members: Iterable[Member]) -> list[NodeAddress]:
@@ -155,10 +192,14 @@ def check_state(state: ClusterState) -> None:
             and 0 <= member.version <= MAX_VERSION
             and 0 <= member.incarnation < 1 << 63
             and 0 <= member.settled <= epoch
+            and 0 <= member.renewed <= MAX_VERSION
+            and _stamp(member) >= state.horizon
             and ACTIVE <= member.status <= DEAD
         )
         if not good:
             raise FrameError(f"an impossible member of the pool: {member}")
+    if not 0 <= state.horizon <= MAX_HORIZON or not 0 <= state.folded < 1 << 62:
+        raise FrameError("an impossible horizon")
     for record in state.namespaces:
         try:
             check_record(record)
@@ -236,7 +277,7 @@ class Cluster:
 
     @property
     def members(self) -> dict[str, Member]:
-        """All that were ever known, by name. Not to be changed."""
+        """All that are remembered, by name. Not to be changed."""
         return self._members
 
     @property
@@ -266,11 +307,15 @@ class Cluster:
         check_state(other)
         merged = merge(self.state, other)
         if len(merged.members) > MAX_MEMBERS:
-            raise FrameError(f"more than {MAX_MEMBERS} nodes were ever in the pool: give nodes fixed names")
+            raise FrameError(f"more than {MAX_MEMBERS} nodes were in the pool lately: give nodes fixed names")
         if self._added_bytes(merged) + self._namespace_bytes > MAX_NAMESPACE_BYTES:
             raise FrameError(f"namespaces of more than {MAX_NAMESPACE_BYTES >> 20} MiB")
         me = self.me
-        claimed = next(member for member in merged.members if member.node == self.name)
+        claimed = next((member for member in merged.members if member.node == self.name), None)
+        if claimed is None:  # cut off for so long that it is forgotten
+            claimed = replace(me, version=max(me.version, merged.horizon) + 1, renewed=0)
+            members = sorted([*merged.members, claimed], key=lambda member: member.node)
+            return self._become(replace(merged, members=members))
         if _member_order(claimed) != _member_order(me) and me.status != LEFT:
             # somebody is wrong about this node
             merged = _replaced(merged, replace(me, version=claimed.version + 1))
@@ -308,6 +353,23 @@ class Cluster:
         if not self.me.settled < epoch <= self.epoch:
             return Update()
         return self._become(_replaced(self.state, replace(self.me, settled=epoch)))
+
+    def tidy(self, now_ms: int) -> Update:
+        """Forget members that have been gone for long; where there are any, renew this node's own record, so
+        that others can. To be called now and then.
+        """
+        state, me = self.state, self.me
+        gone = [member for member in state.members if member.status in (LEFT, DEAD)]
+        if not gone or me.status not in (ACTIVE, LEAVING):
+            return Update()
+        after_ms = FORGET_MS if len(gone) <= MAX_GONE else FORGET_SOONER_MS
+        if now_ms - _stamp(me) >= after_ms // RENEWALS:
+            state = _replaced(state, replace(me, renewed=now_ms))
+        living = min(_stamp(member) for member in state.members if member.status in (ACTIVE, LEAVING))
+        horizon = min(now_ms - after_ms, living, MAX_HORIZON)
+        if any(_stamp(member) < horizon for member in gone):
+            state = merge(state, ClusterState(state.cluster, [], [], horizon=horizon))
+        return self._become(state)
 
     def publish(self, record: NamespaceRecord) -> Update:
         """Make a namespace's record known; an older one than what is known changes nothing."""
@@ -350,8 +412,7 @@ class Cluster:
 
     def _same_owners(self, state: ClusterState) -> bool:
         """Whether the ACTIVE members are the same, and none of them was away in between."""
-        now = [replace(m, settled=0) for m in state.members if m.status == ACTIVE]
-        return now == [replace(m, settled=0) for m in self.state.members if m.status == ACTIVE]
+        return _owners(state) == _owners(self.state)
 
     def _look(self) -> None:
         """Work out what follows from the state."""
@@ -383,6 +444,11 @@ class Cluster:
         new = [record for record in state.namespaces if self._namespaces.get(record.name) is not record]
         old = [self._digests[record.name][2] for record in new if record.name in self._digests]
         return sum(len(encoded(record)) for record in new) - sum(old)
+
+
+def _owners(state: ClusterState) -> list[Member]:
+    """Without what says nothing of who owns what."""
+    return [replace(m, settled=0, renewed=0) for m in state.members if m.status == ACTIVE]
 
 
 def _digest_of(text: bytes) -> bytes:

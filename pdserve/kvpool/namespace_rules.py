@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+
 from pdserve.errors import ConfigError
 from pdserve.kvpool.administration import Rules
 from pdserve.kvpool.config import PoolNodeConfig
@@ -9,7 +11,6 @@ from pdserve.kvpool.messages import Hello
 from pdserve.kvpool.namespace_config import settings_of, token_digest
 from pdserve.kvpool.namespace_settings import check_settings
 from pdserve.kvpool.registry import NamespaceError, check_name
-from pdserve.tokens import digest, same
 
 
 def rules_of(config: PoolNodeConfig) -> Rules:
@@ -33,10 +34,12 @@ def rules_of(config: PoolNodeConfig) -> Rules:
     return rules
 
 
+def shows_token(hello: Hello, config: PoolNodeConfig) -> bool:
+    """Whether a client presents the cluster's token, or none where the cluster has none."""
+    return hmac.compare_digest(hello.token.encode(), config.cluster.token.encode())
+
+
 def is_peer(hello: Hello, config: PoolNodeConfig, rules: Rules) -> bool:
     """Whether a client is a node of this pool: where tokens are in use, it must show the cluster's."""
-    if not hello.node:
-        return False
-    if not config.cluster.token:
-        return not rules.admin_token
-    return same(digest(hello.token), digest(config.cluster.token))
+    proves_it = bool(config.cluster.token) or not rules.admin_token
+    return bool(hello.node) and proves_it and shows_token(hello, config)

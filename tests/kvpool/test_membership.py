@@ -18,6 +18,7 @@ from pdserve.kvpool.cluster_messages import (
     NamespaceRecord,
 )
 from pdserve.kvpool.membership import (
+    FORGET_MS,
     MAX_MEMBERS,
     Cluster,
     Update,
@@ -404,3 +405,156 @@ def test_whatever_happens_nodes_that_talk_end_up_with_one_view_of_all(
 
 def test_the_statuses_are_those_of_the_protocol() -> None:
     assert (ACTIVE, LEAVING, LEFT, DEAD) == (0, 1, 2, 3)
+
+
+# --- forgetting
+
+DAY = FORGET_MS
+
+
+def gone_for_long() -> tuple[Cluster, Cluster, Cluster]:
+    """Three nodes; c died, and a and b have remembered it for as long as they must."""
+    a, b, c = three()
+    a.declare_dead("c", 100)
+    exchange(a, b)
+    settle(a, b)
+    for cluster in (a, b):
+        cluster.tidy(2 * DAY)
+    exchange(a, b)
+    return a, b, c
+
+
+def test_a_dead_node_is_forgotten_in_time_by_all_and_the_epoch_stays() -> None:
+    a, b, _ = three()
+    a.declare_dead("c", 100)
+    exchange(a, b)
+    settle(a, b)
+    epoch, view = a.epoch, a.view
+    assert not a.tidy(1000)
+    a.tidy(2 * DAY)
+    assert "c" in a.members, "b has not said yet that it is still there"
+    b.receive(a.state)
+    b.tidy(2 * DAY)
+    assert "c" not in b.members
+    a.receive(b.state)
+    assert sorted(a.members) == ["a", "b"]
+    assert a.digest == b.digest
+    assert (a.epoch, a.view, b.epoch) == (epoch, view, epoch)
+    assert a.settled
+    check_state(a.state)
+
+
+@pytest.mark.parametrize("what", ["alive", "dead"])
+def test_late_news_of_a_forgotten_node_are_no_news(what: str) -> None:
+    a, _, c = gone_for_long()
+    before = a.state
+    member = replace(c.me, status=DEAD, version=101) if what == "dead" else c.me
+    a.receive(ClusterState("pool", [replace(member, settled=0)], []))
+    assert a.state == before
+
+
+def test_a_forgotten_node_that_comes_back_says_anew_that_it_is_there() -> None:
+    a, b, c = gone_for_long()
+    epoch = max(a.epoch, c.epoch)
+    exchange(a, b, c)
+    assert {seen(n)[0] for n in (a, b, c)} == {"abc"}
+    assert a.epoch > epoch
+    assert c.me.version > a.state.horizon
+    again = Cluster("pool", NodeAddress("c", "tcp:c:2", 1), 999, 3)  # and so does one that starts anew
+    exchange(a, b, again)
+    assert a.members["c"].incarnation == 999
+
+
+def test_more_names_than_a_pool_may_know_at_a_time_come_and_go() -> None:
+    a = node("a")
+    for i in range(4 * MAX_MEMBERS):
+        now_ms = 1000 + i * 5_000  # a new node every five seconds
+        a.receive(ClusterState("pool", [Member(f"pod-{i}", "tcp:h:1", 1, i, now_ms)], []))
+        epoch = a.epoch
+        a.declare_dead(f"pod-{i}", now_ms)
+        a.tidy(now_ms)
+        assert a.epoch > epoch
+    assert len(a.members) < MAX_MEMBERS / 2
+
+
+class Aging(Pool):
+    """Nodes that also forget, and old news that come late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_ms = 1000
+        self.letters: list[ClusterState] = []
+
+    def step(self, what: int, x: str, y: str) -> None:
+        if what == 5:
+            self.now_ms += DAY // 3
+        elif what == 6:
+            self.clusters[x].tidy(self.now_ms)
+        elif what == 7:
+            self.letters.append(self.clusters[x].state)
+        elif what == 8 and self.letters:
+            self.clusters[x].receive(self.letters[ord(y) % len(self.letters)])
+        elif what == 9:
+            name = f"pod{len(self.letters)}{y}"
+            self.clusters[x].receive(ClusterState("pool", [Member(name, "tcp:h:1", 1, 1, self.now_ms)], []))
+            self.clusters[x].declare_dead(name, self.now_ms)
+        else:
+            super().step(what, x, y)
+        self.check(x)
+        check_state(self.clusters[x].state)
+        assert all(stamp >= self.clusters[x].state.horizon for stamp in stamps(self.clusters[x].state))
+
+
+def stamps(state: ClusterState) -> list[int]:
+    return [max(member.version, member.renewed) for member in state.members]
+
+
+aging_steps = st.tuples(st.integers(0, 9), st.sampled_from("abc"), st.sampled_from("abc"))
+
+
+@given(st.lists(aging_steps, max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_nodes_that_forget_end_up_with_one_view_and_no_epoch_ever_falls(
+    happened: list[tuple[int, str, str]],
+) -> None:
+    pool = Aging()
+    for what, x, y in happened:
+        pool.step(what, x, y)
+    clusters = tuple(pool.clusters.values())
+    for _ in range(6):  # who talks to each other long enough forgets what is gone
+        pool.now_ms += DAY // 2
+        for cluster in clusters:
+            cluster.tidy(pool.now_ms)
+        exchange(*clusters)
+    assert {seen(cluster)[0] for cluster in clusters} == {"abc"}
+    settle(*clusters)
+    assert {tuple(cluster.members) for cluster in clusters} == {("a", "b", "c")}
+    assert len({cluster.epoch for cluster in clusters}) == 1
+    for x in "abc":
+        pool.check(x)
+
+
+aged = st.builds(
+    lambda state, horizon, folded: merge(
+        replace(state, folded=folded), ClusterState("pool", [], [], horizon=horizon)
+    ),
+    states,
+    small,
+    small,
+)
+
+
+@given(aged, aged, aged)
+@settings(max_examples=200)
+def test_what_two_states_forgot_is_forgotten_by_both_and_no_epoch_falls(
+    a: ClusterState, b: ClusterState, c: ClusterState
+) -> None:
+    both = merge(a, b)
+    assert both == merge(b, a)
+    assert merge(both, a) == merge(both, b) == both
+    assert epoch_of(both) >= max(epoch_of(a), epoch_of(b))
+    assert all(stamp >= both.horizon for stamp in stamps(both))
+    left = {member.node for member in both.members}
+    if any(member.status < LEFT and member.node not in left for member in a.members):
+        assert epoch_of(both) > epoch_of(a), "the ring changed"
+    assert epoch_of(merge(both, c)) >= epoch_of(both)
