@@ -40,6 +40,8 @@ class Meter:
         """(prompt tokens, output tokens). A stream's numbers grow, so the last of them count; an answer in
         one piece has one, or one for each prompt.
         """
+        if not self._said:
+            return self.prompt_tokens, self.events if streamed else 0
         prompt = [int(number) for number in _PROMPT.findall(self._said)]
         output = [int(number) for number in _OUTPUT.findall(self._said)]
         if not streamed:
