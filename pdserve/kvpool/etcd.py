@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 import httpx
 import msgspec
 
-from pdserve.errors import PoolError, PoolRefused, PoolUnavailable
+from pdserve.errors import ConfigError, PoolError, PoolRefused, PoolUnavailable
 from pdserve.kvpool.cluster_config import EtcdConfig
 from pdserve.kvpool.wire import NodeAddress
 
@@ -87,7 +87,7 @@ def discover(config: EtcdConfig, cluster: str) -> list[NodeAddress]:
     """The nodes of a pool that etcd knows of now, by name. For clients; blocks for at most `timeout_s` per
     endpoint.
 
-    Raises PoolUnavailable: no endpoint answers; PoolRefused: etcd says no.
+    Raises PoolUnavailable: no endpoint answers; PoolRefused: etcd says no; ConfigError: no certificates.
     """
     body = _range_body(_prefix(config, cluster))
     problem = "cluster.etcd.endpoints is empty"
@@ -297,7 +297,11 @@ def _credentials(config: EtcdConfig) -> dict[str, str]:
 
 
 def _verify(config: EtcdConfig) -> ssl.SSLContext | bool:
-    return ssl.create_default_context(cafile=config.ca_file) if config.ca_file else True
+    """Raises ConfigError."""
+    try:
+        return ssl.create_default_context(cafile=config.ca_file) if config.ca_file else True
+    except OSError as error:  # ssl.SSLError too
+        raise ConfigError(f"etcd.ca_file {config.ca_file} holds no certificates: {error}") from error
 
 
 def _decoded(answer: httpx.Response, type_: type[T]) -> T:

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.errors import PoolError, PoolUnavailable
+from pdserve.errors import ConfigError, PoolError, PoolUnavailable
 from pdserve.kvpool.cluster_config import EtcdConfig
 from pdserve.kvpool.cluster_messages import DEAD
 from pdserve.kvpool.etcd import discover
@@ -157,6 +157,15 @@ def test_what_others_wrote_there_is_passed_over(tmp_path: Path, etcd: EtcdServer
                 await until(lambda: ring(a) == ring(b) == "ab")
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("text", [None, "no certificate"])
+def test_a_file_that_holds_no_certificates_is_said_in_one_line(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "ca.pem"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=r"etcd\.ca_file .*ca\.pem holds no certificates"):
+        discover(EtcdConfig(endpoints=["https://127.0.0.1:1"], ca_file=str(file)), "pool")
 
 
 def test_what_is_no_etcd_is_said_in_one_line() -> None:
