@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 import typer
@@ -22,17 +23,28 @@ from pdserve.errors import ConfigError
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class ConfigSource(Generic[T]):
+    """Where a configuration came from, to read it again."""
+
+    path: Path | None
+    load: Callable[[], T]
+    """The configuration as the file is now, the flags still over it. Raises ConfigError."""
+
+
 def config_command(
     type_: type[T],
     run: Callable[..., int | None],
     *,
     help: str,
     extra_args_key: str | None = None,
+    reloadable: bool = False,
 ) -> typer.Typer:
     """A Typer app of one command that builds a `type_` from `--config` and flags and calls `run` with it.
 
     `run` may return an exit status. With `extra_args_key` (dotted key of a `list[str]` option) the words
     after `--` are appended to that option's list in the file; without it, words after the flags are refused.
+    `reloadable`: `run` gets a `ConfigSource` as its keyword argument `source`.
     """
     by_parameter = {
         option.key.replace(".", "__"): option
@@ -48,7 +60,8 @@ def config_command(
         }
         if extra_args_key is not None and extra:
             overrides[extra_args_key] = _from_file(path, extra_args_key) + extra
-        status = run(load_config(type_, path, overrides))
+        source = ConfigSource(path, lambda: load_config(type_, path, overrides))
+        status = run(source.load(), source=source) if reloadable else run(source.load())
         if status:
             raise typer.Exit(status)
 

@@ -18,7 +18,7 @@ from typing import Any
 import fastapi
 import msgspec
 from fastapi.responses import Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from pdserve import __version__
 from pdserve.errors import ConfigError, RequestError
@@ -105,7 +105,7 @@ def _make_app(router: Router) -> fastapi.FastAPI:
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """Prometheus metrics."""
-        return Response(generate_latest(router.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(await router.exposition(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/health")
     async def health() -> dict[str, str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -66,6 +66,8 @@ class Router:
         self._hot_paths = frozenset(HOT_PATHS)
         collector = RouterCollector(stats, fleet, upstream, lambda: len(dispatcher.placer.sessions))
         self.registry = make_registry(collector, EntranceCollector(entrance))
+        self.exposition: Callable[[], Awaitable[bytes]] = self.own_exposition
+        """The metrics of all of the router's processes, in Prometheus' text form."""
         self.app = make_app(self, self._hot)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,6 +94,10 @@ class Router:
         except RequestError as error:
             return error
         return None
+
+    async def own_exposition(self) -> bytes:
+        """The metrics of this process."""
+        return generate_latest(self.registry)
 
     def readiness(self) -> dict[str, Any]:
         """Whether requests can be answered, and by whom."""
@@ -207,7 +213,7 @@ def make_app(router: Router, hot: HotRoutes) -> fastapi.FastAPI:
     @app.get("/metrics", tags=["operations"], response_class=Response)
     async def metrics() -> Response:
         """Prometheus metrics."""
-        return Response(generate_latest(router.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(await router.exposition(), media_type=CONTENT_TYPE_LATEST)
 
     return app
 

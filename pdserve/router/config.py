@@ -137,6 +137,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "greedy or seeded ones without grammar, always: sampled ones too."
         ),
     ] = "deterministic"
+    processes: Annotated[
+        int, Meta(ge=1, le=64, description="Router processes that share the port; metrics are added up.")
+    ] = 1
+    watch_config_s: Annotated[
+        float,
+        Meta(ge=0, description="How often the configuration file is looked at for a change; 0: SIGHUP only."),
+    ] = 0.0
     client_keepalive_s: Annotated[
         float, Meta(gt=0, description="An idle client connection is closed after this long.")
     ] = 75.0

@@ -22,7 +22,8 @@ more to the client than a 503. Prefill workers are not, since the decode worker 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -31,6 +32,9 @@ from pdserve.router.config import Mode, RouterConfig
 from pdserve.router.workers import ROLES, Role, Source, Worker, WorkerInfo, WorkerLoad, find_mismatch
 
 __all__ = ["Fleet", "FleetError", "Role", "Snapshot", "Source", "Worker", "WorkerInfo", "find_mismatch"]
+
+
+Act = Literal["join", "leave", "drain", "undrain"]
 
 
 class FleetError(PdserveError):
@@ -68,6 +72,8 @@ class Fleet:
         self._snapshots: dict[str, Snapshot] = {}
         self._models: tuple[str, ...] = ()
         self._next_incarnation = 0
+        self.told: Callable[[Act, str, Role], None] | None = None
+        """Is told what the admin API does here, to tell the router's other processes."""
 
     @classmethod
     def from_config(cls, config: RouterConfig) -> Fleet:
@@ -101,6 +107,8 @@ class Fleet:
             self._members_changed()
         joined = known or worker
         joined.sources.add(source)
+        if self.told is not None and source == "admin":
+            self.told("join", url, role)
         return joined
 
     def leave(self, worker_id: str) -> Worker:
@@ -108,6 +116,8 @@ class Fleet:
         worker = self._get(worker_id)
         del self.by_id[worker.id]
         self._members_changed()
+        if self.told is not None:
+            self.told("leave", worker.id, worker.role)
         return worker
 
     def drain(self, worker_id: str, draining: bool) -> Worker:
@@ -115,6 +125,8 @@ class Fleet:
         worker = self._get(worker_id)
         worker.draining = draining
         self._snapshots.clear()
+        if self.told is not None:
+            self.told("drain" if draining else "undrain", worker.id, worker.role)
         return worker
 
     def sync(self, source: Source, urls: Mapping[str, Role]) -> tuple[list[Worker], list[Worker]]:

@@ -14,12 +14,14 @@ from collections.abc import AsyncIterator, Iterator
 import uvicorn
 import uvloop
 
+from pdserve.command import ConfigSource
 from pdserve.errors import ConfigError, StartupError
 from pdserve.router.admin import AdminApp
 from pdserve.router.app import Router, open_router
 from pdserve.router.coalesce import CoalescingProtocol
 from pdserve.router.config import RouterConfig
 from pdserve.router.hot import LAST_WORD_S
+from pdserve.router.reload import take_over, watch_file
 from pdserve.router.tenant_config import Access
 
 logger = logging.getLogger(__name__)
@@ -29,27 +31,48 @@ GC_THRESHOLD = (10_000, 20, 50)
 """A request makes some 200 objects and hardly a cycle: Python's own 700 would look for garbage every few."""
 
 
-def run(config: RouterConfig) -> int:
+def run(config: RouterConfig, source: ConfigSource[RouterConfig] | None = None) -> int:
     """Serve until SIGINT or SIGTERM. Returns the exit status; raises ConfigError, StartupError."""
+    configure_logging(config)
+    if not (config.decode or config.agg) and config.admin.port is None:
+        raise ConfigError("no workers: list 'decode' (and 'prefill') workers, or 'agg' workers")
+    if config.processes > 1:
+        from pdserve.router.processes import run_processes
+
+        run_processes(config, source)
+    else:
+        uvloop.run(_serve_alone(config, source))
+    return 0
+
+
+def configure_logging(config: RouterConfig) -> None:
+    """The log of a router's process."""
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"
     )
     for noisy in ("httpx", "httpcore", "uvicorn.error", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    uvloop.run(_serve(config))
-    return 0
 
 
-async def _serve(config: RouterConfig) -> None:
-    if not (config.decode or config.agg) and config.admin.port is None:
-        raise ConfigError("no workers: list 'decode' (and 'prefill') workers, or 'agg' workers")
+async def _serve_alone(config: RouterConfig, source: ConfigSource[RouterConfig] | None) -> None:
     loop = asyncio.get_running_loop()
     with bind(config.host, config.port) as listening:
-        async with open_router(config) as router:
+        async with _server(config) as (router, server):
             host, port = listening.getsockname()[:2]
-            server = make_server(router, config, config.access)
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, server.handle_exit, number, None)
+            watching = None
+            if source is not None:
+                load = source.load
+
+                def reload() -> None:
+                    router.config = take_over(router.config, load, router.fleet)
+                    try:
+                        router.reload()
+                    except ConfigError as error:
+                        logger.error("the API keys are not changed: %s", error)  # noqa: TRY400 - one line
+
+                loop.add_signal_handler(signal.SIGHUP, reload)
+                if config.watch_config_s > 0:
+                    watching = asyncio.create_task(watch_file(source.path, config.watch_config_s, reload))
             logger.info(
                 "listening on %s://%s:%d (%s; prefill %d, decode %d, agg %d workers)",
                 "https" if server.config.is_ssl else "http",
@@ -60,11 +83,40 @@ async def _serve(config: RouterConfig) -> None:
                 len(config.decode),
                 len(config.agg),
             )
-            gc.freeze()  # what was made until now stays: the collector need not look at it again
-            gc.set_threshold(*GC_THRESHOLD)
             async with administered(router, config):
                 await serve_until_stopped(server, listening)
+            if watching is not None:
+                watching.cancel()
     logger.info("stopped")
+
+
+def serve_child(
+    config: RouterConfig, listening: socket.socket, channel: socket.socket, admin: socket.socket | None
+) -> None:
+    """Serve as one of several processes, until SIGTERM or until the parent is gone. Raises StartupError."""
+    from pdserve.router.peers import Peers
+
+    async def main() -> None:
+        async with _server(config) as (router, server):
+            talking = asyncio.create_task(Peers(router, server).run(channel))
+            async with administered(router, config, admin) if admin else contextlib.nullcontext():
+                await serve_until_stopped(server, listening)
+            talking.cancel()
+
+    uvloop.run(main())
+
+
+@contextlib.asynccontextmanager
+async def _server(config: RouterConfig) -> AsyncIterator[tuple[Router, uvicorn.Server]]:
+    """A router and its server, to be stopped by SIGTERM or SIGINT."""
+    loop = asyncio.get_running_loop()
+    async with open_router(config) as router:
+        server = make_server(router, config, config.access)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, server.handle_exit, number, None)
+        gc.freeze()  # what was made until now stays: the collector need not look at it again
+        gc.set_threshold(*GC_THRESHOLD)
+        yield router, server
 
 
 class _Server(uvicorn.Server):
@@ -77,12 +129,16 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def administered(router: Router, config: RouterConfig) -> AsyncIterator[None]:
-    """The admin API, where there is one, as long as the block runs. Raises StartupError."""
+async def administered(
+    router: Router, config: RouterConfig, given: socket.socket | None = None
+) -> AsyncIterator[None]:
+    """The admin API, where there is one, as long as the block runs; on a socket of its own, or on the `given`
+    one. Raises StartupError.
+    """
     if config.admin.port is None:
         yield
         return
-    with bind(config.admin.host, config.admin.port) as listening:
+    with given or bind(config.admin.host, config.admin.port) as listening:
         server = make_server(AdminApp(router), config)
         logger.info("admin API on port %d of %s", listening.getsockname()[1], config.admin.host)
         serving = asyncio.create_task(server.serve(sockets=[listening]), name="router-admin")
@@ -130,8 +186,10 @@ async def serve_until_stopped(server: uvicorn.Server, listening: socket.socket) 
         await asyncio.wait(server.server_state.tasks, timeout=LAST_WORD_S + 1.0)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises StartupError when the address cannot be had."""
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A listening socket; `shared`: one of several on the port. Raises StartupError when the address cannot
+    be had.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -141,6 +199,8 @@ def bind(host: str, port: int) -> socket.socket:
         raise StartupError(f"cannot listen on {host}:{port}: {error}") from None
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listening.bind(address)
         listening.listen(BACKLOG)
     except OSError as error:

@@ -28,6 +28,10 @@ class HttpReady:
     url: str
 
 
+ROUTER_STOP_SLACK_S = 5.0
+"""What a router takes beyond its own `stop_grace_s`: last words, and the end of its processes."""
+
+
 @dataclass(frozen=True)
 class ConnectReady:
     """Ready when the control address (`unix:/path` or `tcp:host:port`) accepts a connection."""
@@ -111,6 +115,8 @@ def make_plan(
         _share_token(cluster_token, [draft.config for draft in workers], _sub_table(router, "access"))
     for draft in workers:
         router.config[draft.role] = [*router.config.get(draft.role, []), _url(draft)]
+    # it has to end on its own before the supervisor ends it
+    router.config.setdefault("stop_grace_s", max(0.0, file.cluster.stop_grace_s - ROUTER_STOP_SLACK_S))
     stages = (pool, workers, [router])
     return Plan(
         settings=file.cluster,

@@ -221,3 +221,11 @@ def test_a_token_of_the_file_is_not_overruled(file: ClusterFile) -> None:
 def test_a_router_with_a_certificate_is_asked_over_tls() -> None:
     plan = plan_of(ClusterFile(agg=[{}], router={"port": 8000, "access": {"tls_cert_file": "c"}}))
     assert plan.router_url == "https://127.0.0.1:8000"
+
+
+def test_a_router_ends_on_its_own_before_the_supervisor_ends_it() -> None:
+    cluster = ClusterSettings(stop_grace_s=12.0)
+    made = configs(plan_of(ClusterFile(cluster=cluster, agg=[{}])))
+    assert made["router"]["stop_grace_s"] == 7.0
+    given = configs(plan_of(ClusterFile(cluster=cluster, agg=[{}], router={"stop_grace_s": 60.0})))
+    assert given["router"]["stop_grace_s"] == 60.0

@@ -1,0 +1,104 @@
+"""What the processes of a router tell each other: lines of JSON between parent and child."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Callable
+
+import msgspec
+
+from pdserve.errors import PdserveError
+from pdserve.router.fleet import Act, Role
+
+MAX_LINE_BYTES = 64 * 1024 * 1024
+COLLECT_TIMEOUT_S = 2.0
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    """Child to parent: it serves."""
+
+
+class Collect(msgspec.Struct, tag="collect", frozen=True):
+    """To a child: its metrics, please. To the parent: everybody's."""
+
+    number: int
+
+
+class Collected(msgspec.Struct, tag="collected", frozen=True):
+    """The answer."""
+
+    number: int
+    text: str
+
+
+class FleetChange(msgspec.Struct, tag="fleet", frozen=True):
+    """A worker joined, left or is drained by somebody's word to one process: the others shall do the same."""
+
+    act: Act
+    worker: str
+    """Base URL to join, id otherwise."""
+    role: Role = "decode"
+
+
+Message = Ready | Collect | Collected | FleetChange
+_decoder = msgspec.json.Decoder(Message)
+_encoder = msgspec.json.Encoder()
+
+
+class ChannelClosed(PdserveError):
+    """The process at the other end is gone, or does not answer."""
+
+
+class Channel:
+    """One end. `on_message` gets what is no answer to `collect`, in the loop."""
+
+    def __init__(self, on_message: Callable[[Message], None]) -> None:
+        self._on_message = on_message
+        self._writer: asyncio.StreamWriter | None = None
+        self._early: list[bytes] = []
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[str]] = {}
+
+    async def run(self, sock: socket.socket) -> None:
+        """Take in messages until the other end is gone."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=sock, limit=MAX_LINE_BYTES)
+        self._writer.writelines(self._early)
+        self._early.clear()
+        try:
+            while line := await reader.readline():
+                message = _decoder.decode(line)
+                if isinstance(message, Collected):
+                    asked = self._asked.pop(message.number, None)
+                    if asked is not None and not asked.done():
+                        asked.set_result(message.text)
+                else:
+                    self._on_message(message)
+        except OSError:
+            pass
+        finally:
+            self._writer.close()
+            for asked in self._asked.values():
+                if not asked.done():
+                    asked.set_exception(ChannelClosed("the process is gone"))
+
+    def send(self, message: Message) -> None:
+        """Send, if the other end is there. The other end reads at once: nothing is held back."""
+        line = _encoder.encode(message) + b"\n"
+        if self._writer is None:
+            self._early.append(line)
+        elif not self._writer.is_closing():
+            self._writer.write(line)
+
+    async def collect(self) -> str:
+        """The other end's metrics. Raises ChannelClosed."""
+        number = next(self._numbers)
+        asked = self._asked[number] = asyncio.get_running_loop().create_future()
+        self.send(Collect(number))
+        try:
+            return await asyncio.wait_for(asked, COLLECT_TIMEOUT_S)
+        except TimeoutError:
+            raise ChannelClosed("no answer in time") from None
+        finally:
+            self._asked.pop(number, None)

@@ -1,0 +1,82 @@
+"""A router process among several: what it tells its parent, and what it hears from it (see `processes`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+import uvicorn
+from prometheus_client import generate_latest
+
+from pdserve.router.app import Router
+from pdserve.router.channel import (
+    Channel,
+    ChannelClosed,
+    Collect,
+    Collected,
+    FleetChange,
+    Message,
+    Ready,
+)
+from pdserve.router.fleet import FleetError
+
+logger = logging.getLogger(__name__)
+
+START_POLL_S = 0.01
+
+
+class Peers:
+    """The child's end of the channel."""
+
+    def __init__(self, router: Router, server: uvicorn.Server) -> None:
+        self._router = router
+        self._server = server
+        self._channel = Channel(self._on_message)
+
+    async def run(self, sock: socket.socket) -> None:
+        """Until the parent is gone; then the server stops."""
+        sock.setblocking(False)
+        self._router.exposition = self._everybodys
+        self._router.fleet.told = lambda act, worker, role: self._channel.send(FleetChange(act, worker, role))
+        announcing = asyncio.create_task(self._announce())
+        try:
+            await self._channel.run(sock)
+        finally:
+            announcing.cancel()
+            if not self._server.should_exit:
+                logger.warning("the parent process is gone")
+                self._server.should_exit = True
+
+    async def _announce(self) -> None:
+        while not self._server.started:  # noqa: ASYNC110 - uvicorn tells nobody
+            await asyncio.sleep(START_POLL_S)
+        self._channel.send(Ready())
+
+    async def _everybodys(self) -> bytes:
+        try:
+            return (await self._channel.collect()).encode()
+        except ChannelClosed:
+            return generate_latest(self._router.registry)
+
+    def _on_message(self, message: Message) -> None:
+        if isinstance(message, Collect):
+            own = generate_latest(self._router.registry).decode()
+            self._channel.send(Collected(message.number, own))
+        elif isinstance(message, FleetChange):
+            self._apply(message)
+
+    def _apply(self, change: FleetChange) -> None:
+        fleet = self._router.fleet
+        told, fleet.told = fleet.told, None
+        try:
+            if change.act == "join":
+                fleet.join(change.worker, change.role)
+            elif change.act == "leave":
+                fleet.leave(change.worker)
+            else:
+                fleet.drain(change.worker, change.act == "drain")
+        except FleetError as error:  # it is as the others want it already
+            logger.info("not done here: %s", error)
+        finally:
+            fleet.told = told
