@@ -60,6 +60,7 @@ def test_disagg_is_wired_whole() -> None:
         },
         "router": {
             "port": 8000,
+            "stop_grace_s": 10.0,
             "host": "127.0.0.1",
             "prefill": ["http://127.0.0.1:20000"],
             "decode": ["http://127.0.0.1:20001"],
