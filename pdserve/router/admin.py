@@ -6,7 +6,7 @@ DELETE /workers/HOST:PORT          leaves; what it has begun it finishes
 POST   /workers/HOST:PORT/drain    is given nothing new
 POST   /workers/HOST:PORT/undrain
 GET    /tenants                    limits and use
-POST   /reload                     API keys, tenants and their limits anew
+POST   /reload                     API keys anew (SIGHUP: the configuration too)
 GET    /metrics                    Prometheus
 GET    /health                     needs no key
 """

@@ -15,7 +15,8 @@ from pdserve.router.fleet import Fleet, listed_workers
 
 logger = logging.getLogger(__name__)
 
-LISTS = ("prefill", "decode", "agg")
+TAKEN_OVER = ("prefill", "decode", "agg", "tenants", "tenant_defaults", "admission")
+"""The workers here, the rest by `Entrance.configure`."""
 
 
 def take_over(before: RouterConfig, load: Callable[[], RouterConfig], fleet: Fleet) -> RouterConfig:
@@ -35,7 +36,7 @@ def take_over(before: RouterConfig, load: Callable[[], RouterConfig], fleet: Fle
     logger.info(
         "configuration read again: joined: %s; left: %s", *(", ".join(some) or "none" for some in names)
     )
-    waiting = [name for name in changed_options(before, config) if name not in LISTS]
+    waiting = [name for name in changed_options(before, config) if name not in TAKEN_OVER]
     if waiting:
         logger.warning("changed, and taken over at the next start only: %s", ", ".join(waiting))
     return config
