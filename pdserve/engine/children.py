@@ -7,19 +7,24 @@ only when called.
 
 from __future__ import annotations
 
+import gc
 import logging
+import multiprocessing
 import signal
 from typing import Any
 
 from pdserve.engine import prepare
 
 prepare.before_sglang()
+if multiprocessing.parent_process() is not None:
+    gc.disable()  # the function's arguments import most of SGLang; see prepare.without_gc
 
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     """SGLang's `run_scheduler_process` with the same arguments, in a prepared process."""
-    _enter_child()
-    from sglang.srt.managers.scheduler import run_scheduler_process as run
+    with prepare.without_gc():
+        _enter_child()
+        from sglang.srt.managers.scheduler import run_scheduler_process as run
 
     logging.getLogger(run.__module__).addFilter(_without_traceback)
 
@@ -28,8 +33,9 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
     """SGLang's `run_detokenizer_process` with the same arguments, in a prepared process."""
-    _enter_child()
-    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run
+    with prepare.without_gc():
+        _enter_child()
+        from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run
 
     run(*args, **kwargs)
 

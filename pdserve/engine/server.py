@@ -68,11 +68,12 @@ def prepare_engine(config: EngineConfig) -> Device:
     device = choose_device(config.device)
     server_argv(config, "agg", device, {})  # refuses what no role can have, before anything slow
     prepare.choose(device)
-    selfcheck.check(device)
-    prepare.after_sglang()
-    from sglang.srt.plugins import load_plugins
+    with prepare.without_gc():
+        selfcheck.check(device)
+        prepare.after_sglang()
+        from sglang.srt.plugins import load_plugins
 
-    load_plugins()
+        load_plugins()
     return device
 
 

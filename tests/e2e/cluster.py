@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 600.0  # four at a time on a machine that has more to do
 STOP_TIMEOUT_S = 20.0
 
 
@@ -162,7 +162,7 @@ class PoolNode:
         self.process = Process(
             self.name, pdserve("pool", "serve", "--config", str(path)), self.directory / f"{self.name}.log"
         ).start()
-        self.process.wait_ready(lambda: self._answers(), 30.0)
+        self.process.wait_ready(lambda: self._answers(), 120.0)
         return self
 
     def _answers(self) -> bool:
@@ -205,6 +205,7 @@ class Worker:
     engine: dict[str, Any]
     pool: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     process: Process | None = None
 
@@ -219,7 +220,7 @@ class Worker:
         path.write_text(to_toml(config))
         argv = pdserve(self.role, "--config", str(path))
         self.process = Process(
-            self.name, argv, self.directory / f"{self.name}.log", {"OMP_NUM_THREADS": "1"}
+            self.name, argv, self.directory / f"{self.name}.log", {"OMP_NUM_THREADS": "1", **self.env}
         ).start()
         return self
 
@@ -277,7 +278,7 @@ class Router:
         self.process = Process(
             self.name, pdserve("router", "--config", str(path)), self.directory / f"{self.name}.log"
         ).start()
-        self.process.wait_ready(lambda: http_ok(f"{self.url}/ready"), 30.0)
+        self.process.wait_ready(lambda: http_ok(f"{self.url}/ready"), 120.0)
         return self
 
     def stop(self) -> None:

@@ -1,5 +1,5 @@
-"""Shared real processes. At most four SGLang servers run at a time: every test file but those of the cluster
-stops its own, and the cluster's tests come last (tests/conftest.py).
+"""Shared real processes. At most four SGLang servers run at a time: first those that stand alone, all
+started at the same moment, then the cluster's, whose tests come last (tests/conftest.py).
 """
 
 from __future__ import annotations
@@ -68,18 +68,89 @@ def ask_cold(worker: Worker, prompts: list[list[int]]) -> list[Answer]:
     return answers
 
 
+@dataclass
+class Alone:
+    """Workers that are not of one cluster, and the pool nodes of some, by name. They start together: the
+    start of one keeps one core busy, with imports most of all, and a small machine has two.
+    """
+
+    workers: dict[str, Worker]
+    pools: dict[str, PoolNode]
+
+    def start(self, wanted: set[str]) -> None:
+        """The wanted workers, without waiting for them."""
+        for pool in self.pools.values():
+            pool.start()
+        for name in wanted & self.workers.keys():
+            self.workers[name].start()
+
+    def stop(self) -> None:
+        for one in (*self.workers.values(), *self.pools.values()):
+            one.stop()
+
+
 @pytest.fixture(scope="session")
-def reference(model: Path, run_dir: Path) -> Reference:
-    """Computed cold: SGLang's cache is emptied before every prompt."""
-    plain = Worker("agg", "plain", run_dir, engine_settings(model), settings={"storage": "none"})
+def alone(request: pytest.FixtureRequest, model: Path, run_dir: Path) -> Iterator[Alone]:
+    """Started are the workers that collected tests ask for, by the names of the fixtures below."""
+    peers = [f"unix:{run_dir}/ucxpool{i}.sock" for i in range(2)]
+    more = {"cluster": {"peers": peers}}
+    pools = {
+        "aggpool": PoolNode(run_dir, "aggpool"),
+        **{name: PoolNode(run_dir, name, "128MiB", extra=more) for name in ("ucxpool0", "ucxpool1")},
+    }
+    exact = engine_settings(model)
+    other = engine_settings(model, dtype="bfloat16", layout="layer_first")
+    shm = {"nodes": [pools["aggpool"].ref], "checksum": False}
+    ucx = {"nodes": [pools[f"ucxpool{i}"].ref for i in range(2)], "data_path": "ucx", "checksum": False}
+    file = engine_settings(model, layout="layer_first")
+    pages = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(run_dir / "pages")}
+    alone = Alone(
+        {
+            "plain_worker": Worker("agg", "plain", run_dir, exact, settings={"storage": "none"}),
+            "agg_worker": Worker("agg", "agg", run_dir, exact, shm),
+            "ucx_worker": Worker("agg", "agg-ucx", run_dir, other, ucx),
+            "file_worker": Worker("agg", "agg-file", run_dir, file, settings={"storage": "file"}, env=pages),
+        },
+        pools,
+    )
     try:
-        plain.start().wait_ready()
-        prompts = first_turns()
-        first = ask_cold(plain, prompts)
-        second_prompts = [second_turn(p, a, i) for i, (p, a) in enumerate(zip(prompts, first, strict=True))]
-        return Reference(prompts, first, second_prompts, ask_cold(plain, second_prompts))
+        alone.start({name for item in request.session.items for name in getattr(item, "fixturenames", ())})
+        yield alone
     finally:
-        plain.stop()
+        alone.stop()
+
+
+@pytest.fixture(scope="session")
+def plain_worker(alone: Alone) -> Worker:
+    """SGLang without HiCache and pool."""
+    return alone.workers["plain_worker"].wait_ready()
+
+
+@pytest.fixture(scope="session")
+def agg_worker(alone: Alone) -> Worker:
+    """Pages of float32 in the pool, over mapped memory, page_first_direct."""
+    return alone.workers["agg_worker"].wait_ready()
+
+
+@pytest.fixture(scope="session")
+def ucx_worker(alone: Alone) -> Worker:
+    """Pages of bfloat16 on two pool nodes, over UCX, layer_first."""
+    return alone.workers["ucx_worker"].wait_ready()
+
+
+@pytest.fixture(scope="session")
+def file_worker(alone: Alone) -> Worker:
+    """Pages of float32 in SGLang's own file backend, layer_first."""
+    return alone.workers["file_worker"].wait_ready()
+
+
+@pytest.fixture(scope="session")
+def reference(plain_worker: Worker) -> Reference:
+    """Computed cold: SGLang's cache is emptied before every prompt."""
+    prompts = first_turns()
+    first = ask_cold(plain_worker, prompts)
+    second_prompts = [second_turn(p, a, i) for i, (p, a) in enumerate(zip(prompts, first, strict=True))]
+    return Reference(prompts, first, second_prompts, ask_cold(plain_worker, second_prompts))
 
 
 @dataclass
@@ -103,8 +174,9 @@ class Cluster:
 
 
 @pytest.fixture(scope="session")
-def cluster(model: Path, run_dir: Path, reference: Reference) -> Iterator[Cluster]:
+def cluster(model: Path, run_dir: Path, alone: Alone, reference: Reference) -> Iterator[Cluster]:
     """Started once for all tests; a test that kills the pool node starts it again."""
+    alone.stop()
     pool = PoolNode(run_dir)
     pool.start()
     settings = {"nodes": [pool.ref], "retry_after_s": 0.2}

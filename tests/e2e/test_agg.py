@@ -14,10 +14,10 @@ import pytest
 from pdserve.pages import page_hashes
 from tests.e2e.arena import flip, page_offset
 from tests.e2e.cluster import PoolNode, Router, Worker, eventually
-from tests.e2e.conftest import Reference, ask_all, engine_settings
+from tests.e2e.conftest import Alone, Reference, ask_all
 from tests.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 
 @dataclass
@@ -28,18 +28,13 @@ class Agg:
 
 
 @pytest.fixture(scope="module")
-def agg(model: Path, run_dir: Path, reference: Reference) -> Iterator[Agg]:
-    pool = PoolNode(run_dir, "aggpool")
-    worker = Worker("agg", "agg", run_dir, engine_settings(model), {"nodes": [pool.ref], "checksum": False})
-    router = Router(run_dir, agg=[worker], name="router-agg")
+def agg(alone: Alone, agg_worker: Worker, run_dir: Path) -> Iterator[Agg]:
+    router = Router(run_dir, agg=[agg_worker], name="router-agg")
     try:
-        pool.start()
-        worker.start().wait_ready()
         router.start()
-        yield Agg(pool, worker, router)
+        yield Agg(alone.pools["aggpool"], agg_worker, router)
     finally:
-        for one in (router, worker, pool):
-            one.stop()
+        router.stop()
 
 
 def describe(prompts: list[list[int]]):  # type: ignore[no-untyped-def]

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,10 +19,10 @@ import pytest
 from pdserve.pages import page_hashes
 from tests.e2e.arena import flip, page_offset
 from tests.e2e.cluster import PoolNode, Worker, eventually
-from tests.e2e.conftest import engine_settings
+from tests.e2e.conftest import Alone
 from tests.e2e.prompts import LOGPROB_TOLERANCE, PAGE, token_ids
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 FORCED = 16
 LENGTHS = (64, 65, 200, 640, 1000, 2000)
@@ -37,26 +35,8 @@ class Agg:
 
 
 @pytest.fixture(scope="module")
-def agg(model: Path, run_dir: Path) -> Iterator[Agg]:
-    peers = [f"unix:{run_dir}/ucxpool{i}.sock" for i in range(2)]
-    pools = [
-        PoolNode(run_dir, f"ucxpool{i}", "128MiB", extra={"cluster": {"peers": peers}}) for i in range(2)
-    ]
-    worker = Worker(
-        "agg",
-        "agg-ucx",
-        run_dir,
-        engine_settings(model, dtype="bfloat16", layout="layer_first"),
-        {"nodes": [pool.ref for pool in pools], "data_path": "ucx", "checksum": False},
-    )
-    try:
-        for pool in pools:
-            pool.start()
-        worker.start().wait_ready()
-        yield Agg(pools, worker)
-    finally:
-        for one in (worker, *pools):
-            one.stop()
+def agg(alone: Alone, ucx_worker: Worker) -> Agg:
+    return Agg([alone.pools["ucxpool0"], alone.pools["ucxpool1"]], ucx_worker)
 
 
 def forced_logprobs(

@@ -20,7 +20,7 @@ from tests.e2e.cluster import Router, Worker, eventually
 from tests.e2e.conftest import Cluster, Reference, ask_all
 from tests.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, token_ids
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 
 def generate(router: Router, prompt: list[int], tokens: int = NEW_TOKENS, **headers: str) -> httpx.Response:

@@ -16,7 +16,7 @@ from tests.e2e.cluster import Worker, eventually
 from tests.e2e.conftest import Cluster
 from tests.e2e.prompts import token_ids
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 STREAMS = 64
 LOAD_S = float(os.environ.get("PDSERVE_TEST_LOAD_S", "60"))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.conftest import Cluster
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 MODEL = "demo-tiny"
 MESSAGES: list[Any] = [

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.conftest import Cluster
 from tests.router.contract import CHECKS, Check
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
