@@ -14,6 +14,7 @@ command -v redis-server >/dev/null || need "redis-server, which the pool is meas
 command -v tc >/dev/null || need "tc, which breaks the networks of tests/netns," iproute2
 command -v etcd >/dev/null || need "etcd, by which nodes find each other," etcd-server
 command -v cc >/dev/null || need "a C compiler, which a test of broken connects needs," gcc
+unset PYTHONDONTWRITEBYTECODE # or hundreds of processes would each compile pdserve
 selection=()
 if [ "${1:-}" = --fast ]; then
   selection=(-m "not e2e")
@@ -23,4 +24,12 @@ step() { printf '\n== %s\n' "$*" && "$@"; }
 step ruff format --check .
 step ruff check .
 step mypy --strict pdserve
-step python -m pytest --durations=15 "${selection[@]}" "$@"
+if [ $# -gt 0 ]; then
+  step python -m pytest --durations=15 "${selection[@]}" "$@"
+  exit
+fi
+# Most tests wait more than they compute, so two run at a time, those of one file one by one; the end-to-end alone.
+failed=0
+step python -m pytest --durations=15 -n 2 --dist loadfile -m "not e2e" || failed=1
+[ ${#selection[@]} -gt 0 ] || step python -m pytest --durations=15 -m e2e || failed=1
+exit $failed

@@ -73,6 +73,7 @@ _REFUSED_ON_CPU: dict[str, str] = {
     "--dp-size": "on CPU run more workers instead",
     "--data-parallel-size": "on CPU run more workers instead",
     "--hicache-io-backend": "on CPU only direct works",
+    "--enable-torch-compile": "torch's compiler is off on CPU, so that a worker starts sooner",
     "--enable-lora": "LoRA needs pinned memory, which a CPU has none of",
 }
 # SGLang accepts any unambiguous beginning of a flag; these are flags of their own, though another begins with

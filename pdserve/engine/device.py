@@ -14,6 +14,8 @@ Device = Literal["cpu", "cuda"]
 ENGINE_ENV = "PDSERVE_ENGINE_DEVICE"
 # SGLang's own switch for its CPU platform; read when its modules are imported.
 SGLANG_CPU_ENV = "SGLANG_USE_CPU_ENGINE"
+# Torch's own switch for its compiler, read when SGLang's modules are imported and functions are called.
+NO_COMPILER_ENV = "TORCHDYNAMO_DISABLE"
 
 
 def detect_device() -> Device:

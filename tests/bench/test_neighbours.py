@@ -14,7 +14,7 @@ pytestmark = pytest.mark.long
 
 def bench(*arguments: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "pdserve", "bench", *arguments, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode in (0, 1), done.stderr
     assert done.stdout, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

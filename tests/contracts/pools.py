@@ -26,7 +26,7 @@ from pdserve.kvpool.transports.shm import ShmConnector
 from pdserve.up.toml import to_toml
 
 KIB = 1024
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 120.0
 
 
 class Pool(Protocol):

@@ -22,6 +22,12 @@ import httpx
 START_TIMEOUT_S = 600.0  # four at a time on a machine that has more to do
 STOP_TIMEOUT_S = 20.0
 
+# One for all: a new client reads the certificates of the web's authorities, 50 ms of a core, and tests ask
+# often. No connection is kept, since a server may end meanwhile.
+http = httpx.Client(
+    timeout=30.0, verify=False, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
+)
+
 
 def free_port() -> int:
     """A TCP port that is free, below the range that the kernel gives to outgoing connections: a worker takes
@@ -125,7 +131,7 @@ def pdserve(*words: str) -> list[str]:
 
 def http_ok(url: str) -> bool:
     try:
-        return httpx.get(url, timeout=2.0).status_code == 200
+        return http.get(url, timeout=2.0).status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -233,7 +239,7 @@ class Worker:
         """SGLang's own /generate, greedy, with the log-probability of each output token."""
         sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
         body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, **more}
-        answer = httpx.post(f"{self.url}/generate", json=body, timeout=120.0)
+        answer = http.post(f"{self.url}/generate", json=body, timeout=120.0)
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
@@ -241,7 +247,7 @@ class Worker:
         """Empty SGLang's own caches, device and host; the pool keeps its pages."""
 
         def flushed() -> bool:
-            return httpx.post(f"{self.url}/flush_cache", timeout=10.0).status_code == 200
+            return http.post(f"{self.url}/flush_cache", timeout=10.0).status_code == 200
 
         eventually(flushed, f"{self.name} idle and flushed", 15.0, 0.1)
 

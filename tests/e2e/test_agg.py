@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import pytest
 
 from pdserve.pages import page_hashes
 from tests.e2e.arena import flip, page_offset
-from tests.e2e.cluster import PoolNode, Router, Worker, eventually
+from tests.e2e.cluster import PoolNode, Router, Worker, eventually, http
 from tests.e2e.conftest import Alone, Reference, ask_all
 from tests.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences
 
@@ -61,7 +60,7 @@ def test_the_equality_check_fails_when_a_page_is_wrong(agg: Agg, reference: Refe
     i = reference.prompts.index(max(reference.prompts, key=len))
     prompt = reference.prompts[i]
     agg.worker.generate(prompt, 1)
-    info = httpx.get(f"{agg.worker.url}/pd/info").json()
+    info = http.get(f"{agg.worker.url}/pd/info").json()
     key = page_hashes(prompt, PAGE)[3]
     segments = page_segments(info)
     eventually(lambda: exists(agg, info, key, segments), "the page is committed", 10.0)

@@ -13,12 +13,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import pytest
 
 from pdserve.pages import page_hashes
 from tests.e2e.arena import flip, page_offset
-from tests.e2e.cluster import PoolNode, Worker, eventually
+from tests.e2e.cluster import PoolNode, Worker, eventually, http
 from tests.e2e.conftest import Alone
 from tests.e2e.prompts import LOGPROB_TOLERANCE, PAGE, token_ids
 
@@ -97,7 +96,7 @@ def test_a_dead_node_costs_its_pages_only_and_the_answer_is_the_same(agg: Agg) -
 def test_the_check_fails_when_a_page_is_wrong(agg: Agg) -> None:
     prompt, forced = token_ids(300 + 640, 640), token_ids(700 + 640, FORCED)
     expected, _ = forced_logprobs(agg.worker, prompt, forced)
-    info = httpx.get(f"{agg.worker.url}/pd/info").json()
+    info = http.get(f"{agg.worker.url}/pd/info").json()
     key = page_hashes(prompt, PAGE)[5]
     segments = [2 * 4 * 2 * 32 * PAGE * 2]  # K, V; 4 layers; 2 heads of 32; bfloat16
     offsets: dict[str, int] = {}
@@ -120,7 +119,7 @@ def test_the_check_fails_when_a_page_is_wrong(agg: Agg) -> None:
 
 
 def test_the_worker_says_who_it_is(agg: Agg) -> None:
-    info = httpx.get(f"{agg.worker.url}/pd/info").json()
+    info = http.get(f"{agg.worker.url}/pd/info").json()
     assert (info["role"], info["model"], info["page_size"], info["context_length"]) == (
         "agg",
         "demo-tiny",
@@ -130,5 +129,5 @@ def test_the_worker_says_who_it_is(agg: Agg) -> None:
     assert info["kv_geometry"]["layout"] == "layer_first"
     assert info["kv_geometry"]["kv_dtype"] == "bfloat16"
     assert info["namespace"].startswith("demo-tiny@")
-    ready = httpx.get(f"{agg.worker.url}/pd/ready")
+    ready = http.get(f"{agg.worker.url}/pd/ready")
     assert ready.json() == {"ready": True, "pool": "up"}

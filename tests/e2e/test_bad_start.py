@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.cluster import PoolNode, free_port, pdserve, to_toml
 from tests.e2e.conftest import engine_settings
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def run(tmp_path: Path, command: list[str], config: dict[str, Any]) -> tuple[int, str]:
@@ -21,7 +21,7 @@ def run(tmp_path: Path, command: list[str], config: dict[str, Any]) -> tuple[int
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config))
     done = subprocess.run(
-        pdserve(*command, "--config", str(path)), capture_output=True, text=True, timeout=100, check=False
+        pdserve(*command, "--config", str(path)), capture_output=True, text=True, timeout=280, check=False
     )
     said = (done.stdout + done.stderr).strip()
     assert done.returncode != 0, said

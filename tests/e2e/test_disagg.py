@@ -16,7 +16,7 @@ import pytest
 
 from pdserve.pages import page_hashes
 from tests.e2e.arena import flip, page_offset
-from tests.e2e.cluster import Router, Worker, eventually
+from tests.e2e.cluster import Router, Worker, eventually, http
 from tests.e2e.conftest import Cluster, Reference, ask_all
 from tests.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, token_ids
 
@@ -27,7 +27,7 @@ def generate(router: Router, prompt: list[int], tokens: int = NEW_TOKENS, **head
     """One greedy request through the router."""
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
-    return httpx.post(f"{router.url}/generate", json=body, headers=headers, timeout=120.0)
+    return http.post(f"{router.url}/generate", json=body, headers=headers, timeout=120.0)
 
 
 def ask(router: Router, prompts: list[list[int]]) -> tuple[list[Answer], list[dict[str, Any]]]:
@@ -123,14 +123,12 @@ def test_the_decode_worker_computes_at_most_one_page_and_a_token(cluster: Cluste
 def test_prefill_reports_what_it_published(cluster: Cluster) -> None:
     prompt = token_ids(78, 1000)
     url = f"{cluster.prefill[0].url}/pd/prefill?endpoint=/v1/completions"
-    report = httpx.post(
-        url, json={"model": "demo-tiny", "prompt": prompt, "max_tokens": 5}, timeout=60
-    ).json()
+    report = http.post(url, json={"model": "demo-tiny", "prompt": prompt, "max_tokens": 5}, timeout=60).json()
     assert report["prompt_tokens"] == 1000
     assert report["cached"] == {"device": 0, "host": 0, "pool": 0}
     assert (report["published_pages"], report["missing_pages"]) == (1000 // PAGE, 0)
     assert report["prefill_ms"] > 0
-    again = httpx.post(url, json={"model": "demo-tiny", "prompt": prompt}, timeout=60).json()
+    again = http.post(url, json={"model": "demo-tiny", "prompt": prompt}, timeout=60).json()
     assert again["cached"]["device"] == wanted_hits(prompt)
     assert again["missing_pages"] == 0
 
@@ -146,7 +144,7 @@ def test_turn_two_at_once_on_other_workers_finds_turn_one(cluster: Cluster) -> N
         request_id = f"turn-{i}"
         first = generate(cluster.pairs[0], first_prompt, 150, **session, **{"x-request-id": request_id})
         output = [pair[1] for pair in first.json()["meta_info"]["output_token_logprobs"]]
-        settled = httpx.post(
+        settled = http.post(
             f"{cluster.decode[0].url}/pd/settled", json={"request_id": request_id, "timeout_s": 5.0}
         ).json()
         assert settled["known"], settled
@@ -176,7 +174,7 @@ def test_the_router_waits_for_turn_one_when_it_sends_turn_two_elsewhere(cluster:
 def test_a_corrupt_page_is_a_miss_and_the_answer_is_right(cluster: Cluster, reference: Reference) -> None:
     i = reference.prompts.index(max(reference.prompts, key=len))
     prompt = reference.prompts[i]
-    info = httpx.get(f"{cluster.decode[0].url}/pd/info").json()
+    info = http.get(f"{cluster.decode[0].url}/pd/info").json()
     key = page_hashes(prompt, PAGE)[3]
     segments = [4 * 2 * 32 * PAGE * 4] * 2
     offset = page_offset(cluster.pool, info["namespace"], info["kv_geometry"], key, segments)
@@ -187,7 +185,7 @@ def test_a_corrupt_page_is_a_miss_and_the_answer_is_right(cluster: Cluster, refe
     assert body["meta_info"]["cached_tokens"] == 3 * PAGE  # the chain up to the corrupt page
     counted = [
         line
-        for line in httpx.get(f"{cluster.decode[0].url}/metrics").text.splitlines()
+        for line in http.get(f"{cluster.decode[0].url}/metrics").text.splitlines()
         if line.startswith('pdserve_pool_client_pages_total{result="corrupt"')
     ]
     assert [float(line.rsplit(" ", 1)[1]) for line in counted] == [1.0]
@@ -255,5 +253,5 @@ def test_a_prefill_worker_that_hangs_costs_seconds_and_never_the_answer(
 
 def degraded(router: Router) -> str:
     """What the router says it lacks; empty when nothing."""
-    lacks = httpx.get(f"{router.url}/ready").json()["degraded"]
+    lacks = http.get(f"{router.url}/ready").json()["degraded"]
     return "degraded" if lacks else ""

@@ -8,10 +8,9 @@ import json
 import random
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.e2e.cluster import Worker
+from tests.e2e.cluster import Worker, http
 from tests.e2e.prompts import PAGE, Answer, differences
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
@@ -45,7 +44,7 @@ def test_answers_vary_and_depend_on_early_tokens(file_worker: Worker) -> None:
 
 
 def test_the_worker_says_who_it_is(file_worker: Worker) -> None:
-    info = httpx.get(f"{file_worker.url}/pd/info").json()
+    info = http.get(f"{file_worker.url}/pd/info").json()
     assert (info["role"], info["model"], info["kv_geometry"]["layout"]) == ("agg", "demo-tiny", "layer_first")
 
 
@@ -70,7 +69,7 @@ def test_chat_with_tools_schema_and_logprobs(file_worker: Worker) -> None:
     }
 
     def choice(**more: Any) -> dict[str, Any]:
-        answer = httpx.post(f"{file_worker.url}/v1/chat/completions", json={**ask, **more}, timeout=120.0)
+        answer = http.post(f"{file_worker.url}/v1/chat/completions", json={**ask, **more}, timeout=120.0)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] <= more["max_tokens"]
         return dict(answer.json()["choices"][0])

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.cluster import Worker, eventually
+from tests.e2e.cluster import Worker, eventually, http
 from tests.e2e.conftest import Cluster
 from tests.e2e.prompts import token_ids
 
@@ -24,7 +24,7 @@ LOAD_S = float(os.environ.get("PDSERVE_TEST_LOAD_S", "60"))
 
 def load(worker: Worker) -> dict[str, float]:
     """Running and queued requests, and tokens in use, as the worker's scheduler reports them."""
-    text = httpx.get(f"{worker.url}/metrics", timeout=10).text
+    text = http.get(f"{worker.url}/metrics", timeout=10).text
     wanted = ("sglang:num_running_reqs", "sglang:num_queue_reqs")
     found = dict.fromkeys(wanted, 0.0)
     for line in text.splitlines():

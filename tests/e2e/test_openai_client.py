@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.e2e.cluster import http
 from tests.e2e.conftest import Cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
@@ -157,9 +158,8 @@ def test_a_prompt_longer_than_the_context_names_both_lengths(client: openai.Open
 
 
 def test_malformed_json_is_a_bad_request_in_openai_form(cluster: Cluster) -> None:
-    import httpx
 
-    response = httpx.post(f"{cluster.router.url}/v1/chat/completions", content=b'{"model": "demo-tiny",')
+    response = http.post(f"{cluster.router.url}/v1/chat/completions", content=b'{"model": "demo-tiny",')
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["type"] == "invalid_request_error"

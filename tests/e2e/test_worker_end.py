@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.cluster import STOP_TIMEOUT_S, Worker
+from tests.e2e.cluster import STOP_TIMEOUT_S, Worker, http
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -23,7 +23,7 @@ def ends(worker: Worker, number: int) -> int:
     popen = worker.process.popen
     body = {"model": "demo-tiny", "prompt": "Go on.", "max_tokens": 4000, "stream": True, "ignore_eos": True}
     url = f"{worker.url}/v1/completions"
-    with httpx.stream("POST", url, json=body, timeout=60.0) as stream:
+    with http.stream("POST", url, json=body, timeout=60.0) as stream:
         lines = stream.iter_lines()
         assert next(lines).startswith("data: ")
         children = psutil.Process(popen.pid).children(recursive=True)

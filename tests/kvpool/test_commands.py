@@ -60,7 +60,7 @@ def run(*words: str, columns: int = 80, status: int = 0) -> subprocess.Completed
         [sys.executable, "-c", code, "pool", *words],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
         env=environment,
     )

@@ -370,7 +370,7 @@ def serve_fails(*flags: str) -> str:
         [sys.executable, "-c", code, "pool", "serve", "--arena-dir", str(arena_dir()), *flags],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
     assert done.returncode != 0
@@ -759,16 +759,18 @@ def test_status_speaks_to_people_and_to_programs(start: Start) -> None:
     put(connection, open_namespace(connection, "qwen"), keys(3, 1))
     code = "import sys; from pdserve.cli import main; main(sys.argv[1:])"
     command = [sys.executable, "-c", code, "pool", "status", pool.address]
-    text = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    text = subprocess.run(command, capture_output=True, text=True, timeout=99, check=True).stdout
     assert "pool node node" in text
     assert re.search(r"qwen\W+3\W", text)
-    line = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=30, check=True).stdout
+    line = subprocess.run(
+        [*command, "--json"], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
     report = json.loads(line)
     assert report["pages"] == 3
     assert sum(report[f"{kind}_bytes"] for kind in ("free", "used", "reserved", "quarantined")) == 16 << 20
     connection.close()
     pool.kill()
-    failed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    failed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert failed.returncode == 1
     assert len(failed.stderr.splitlines()) == 1
 

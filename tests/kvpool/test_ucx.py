@@ -358,7 +358,7 @@ def test_client_killed_while_the_node_connects_to_it_leaves_the_node_alive(
         command = [sys.executable, "-c", GREETER, node.address]
         client = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
         victim_file.write_text(str(client.pid))
-        client.communicate("go\n", timeout=30)
+        client.communicate("go\n", timeout=120)
         assert client.returncode == -signal.SIGKILL, "the node was to connect to the client"
         connection = node.connect()
         assert put(connection, [key(client.pid)], [random_page([MIB], 1)]) == b"\1"

@@ -19,8 +19,8 @@ from pdserve.kvpool.commands.asking import NodeClient
 from pdserve.kvpool.messages import StatusReport
 from tests.netns.lab import Lab, lab, last_lines
 
-ANSWER_TIMEOUT_S = 30.0
-START_TIMEOUT_S = 40.0
+ANSWER_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 120.0
 LEASE_S = 3.0
 MIB = 1 << 20
 

@@ -56,7 +56,12 @@ def test_a_mistyped_key_is_refused_by_file_table_and_key_before_anything_starts(
 @pytest.mark.parametrize("script", ["disagg.sh", "agg.sh", "test.sh"])
 def test_script_help_needs_no_set_up(script: str, tmp_path: Path) -> None:
     shown = subprocess.run(
-        [str(LAUNCH / script), "--help"], capture_output=True, text=True, timeout=20, check=True, cwd=tmp_path
+        [str(LAUNCH / script), "--help"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        cwd=tmp_path,
     )
     assert f"launch/{script} [" in shown.stdout
     assert shown.stderr == ""
