@@ -138,7 +138,8 @@ def serve(
         raise StartupError(f"SGLang did not start: {_first_line(error)}") from error
     finally:
         ending.over()
-        kill_process_tree(os.getpid(), include_parent=False, wait_timeout=_RELEASE_S)
+        with contextlib.suppress(RuntimeError):  # a child that cannot be reaped in time
+            kill_process_tree(os.getpid(), include_parent=False, wait_timeout=_RELEASE_S)
     if ending.failed:
         raise StartupError("SGLang ended: one of its processes failed, its last words are above")
 
