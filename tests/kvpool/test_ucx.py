@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
@@ -21,8 +22,9 @@ from pdserve.errors import PoolTimeout, PoolUnavailable, StartupError
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.checksum import checksum_page
 from pdserve.kvpool.transports.base import CORRUPT, OK, PageBuffers
-from pdserve.kvpool.transports.ucx import UcxLibrary, UcxLink, ucx_options
+from pdserve.kvpool.transports.ucx import CLOSE_WAIT_S, UcxLibrary, UcxLink, ucx_options
 from pdserve.kvpool.transports.ucx_client import UcxConnection, UcxConnector, gathers
+from pdserve.kvpool.transports.ucx_server import UcxServer
 
 MIB = 1 << 20
 BIG_BYTES = 192 * MIB  # long enough under way to be interrupted
@@ -439,6 +441,25 @@ def test_idle_node_and_client_use_no_cpu(node: Node) -> None:
     after = process.cpu_times()
     assert after.user + after.system - before.user - before.system < 0.05
     connection.close()
+
+
+def test_clients_that_never_greeted_cost_the_node_no_time_when_they_go() -> None:
+    """Those that ran out of time while they connected, of a node that was busy: it must not get busier."""
+    clients = range(10)
+
+    async def leave() -> float:
+        server = UcxServer(np.zeros(4096, np.uint8), lambda event: None, lambda *lost: None)
+        await server.start()
+        for number in clients:
+            await server.open(number)
+        began_s = time.process_time()
+        for number in clients:
+            server.close(number)
+        took_s = time.process_time() - began_s
+        server.stop()
+        return took_s
+
+    assert asyncio.run(leave()) < len(clients) * CLOSE_WAIT_S / 2
 
 
 def test_destroy_ends_the_worker_itself() -> None:

@@ -28,7 +28,7 @@ import importlib.util
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -255,11 +255,12 @@ class UcxLink:
         """The endpoint has not failed (also while it is not connected yet)."""
         return self._endpoint is None or bool(self._endpoint.alive)
 
-    def destroy(self, operations: list[Operation]) -> None:
+    def destroy(self, operations: list[Operation], unmatched: Sequence[Operation] = ()) -> None:
         """End everything. When this returns UCX touches none of the operations' buffers. Never raises.
 
         The operations are released and `operations` emptied: the worker goes with the last reference to it,
-        and an exception's traceback may hold an operation for long.
+        and an exception's traceback may hold an operation for long. Receives that wait for whoever comes are
+        `unmatched`: no endpoint's closing completes them, they end with the worker.
         """
         if self._worker is None:
             return
@@ -273,7 +274,7 @@ class UcxLink:
             self._worker.progress()  # lets go of what completed in the last step
         except (self._api.UCXError, RuntimeError) as error:
             logger.warning("closing a UCX connection: %s", error)
-        for operation in operations:
+        for operation in (*operations, *unmatched):
             operation.release()
         operations.clear()
         self._arrived.clear()

@@ -316,11 +316,14 @@ class UcxServer:
             return
         self._loop.remove_reader(peer.link.epoll_fd)
         operations = [operation for running in peer.running.values() for operation in running.operations]
-        operations += peer.greeting_operations
-        peer.greeting_operations.clear()
+        # Who never greeted (a client that ran out of time) must not cost the event loop the wait for it
+        greeting, peer.greeting_operations = peer.greeting_operations, []
         for running in peer.running.values():
             running.operations.clear()
-        peer.link.destroy(operations)
+        if peer.greeted:
+            peer.link.destroy(operations + greeting)
+        else:
+            peer.link.destroy(operations, unmatched=greeting)
         for running in peer.running.values():
             self._report(running.action, False)
         peer.running.clear()
