@@ -28,6 +28,9 @@ from pdserve.kvpool.wire import KEY_BYTES
 
 STOP_TIMEOUT_S: Final = 15.0
 REST_S: Final = 0.01
+CONNECT_TIMEOUT_S: Final = (
+    10.0  # nodes of one host load UCX for their first client by it: not what is measured
+)
 
 # Columns of the board, one row of int64 for each thread of the run; row 0 is the benchmark's own
 GO: Final = 0  # row 0: work

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from pdserve.bench.cluster import NodeProcess, pool_of
-from pdserve.bench.driver import Board, DriverConfig, driving, fill, make_keys
+from pdserve.bench.driver import CONNECT_TIMEOUT_S, Board, DriverConfig, driving, fill, make_keys
 from pdserve.bench.stores import BenchError
 from pdserve.kvpool.client import PoolClient
 from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
@@ -65,7 +65,7 @@ def hot(
     }
     with pool_of(nodes, directory, settings) as processes:
         refs = [PoolNodeRef(node=node.name, address=node.address) for node in processes]
-        config = PoolClientConfig(nodes=refs, data_path=path)
+        config = PoolClientConfig(nodes=refs, data_path=path, connect_timeout_s=CONNECT_TIMEOUT_S)
         with closing(PoolClient(config, NAMESPACE, GEOMETRY, name="hot")) as client:
             keys = _of_one_node(processes, prefix_pages)
             fill(client, keys, page_bytes)

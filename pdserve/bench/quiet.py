@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from pdserve.bench.cluster import NodeProcess, pool_of
-from pdserve.bench.driver import Board, DriverConfig, driving, fill, make_keys
+from pdserve.bench.driver import CONNECT_TIMEOUT_S, Board, DriverConfig, driving, fill, make_keys
 from pdserve.bench.stores import BenchError
 from pdserve.kvpool.client import PoolClient
 from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
@@ -73,7 +73,7 @@ def quiet(path: DataPathChoice, limit_bytes_s: float, phases: int, phase_s: floa
     with pool_of(1, directory, settings) as (node,):
         _limit(node, limit_bytes_s)
         refs = [PoolNodeRef(node=node.name, address=node.address)]
-        config = PoolClientConfig(nodes=refs, data_path=path)
+        config = PoolClientConfig(nodes=refs, data_path=path, connect_timeout_s=CONNECT_TIMEOUT_S)
         rows = LOUD_PROCESSES * LOUD_THREADS
         board = Board(directory / "board", rows)
         keys = make_keys("quiet", QUIET_PAGES)
