@@ -204,10 +204,12 @@ def _wire_pool_node(draft: _Draft, settings: ClusterSettings, run_dir: Path) -> 
 
 
 def _share_token(token: str, workers: Sequence[Table], access: Table) -> None:
-    """Give the token to all of a cluster, or to none where the file gives one to any."""
-    tables = [*workers, access]
-    if not any(key in table for table in tables for key in ("cluster_token", "cluster_token_file")):
-        for table in tables:
+    """Give the token to all of a cluster, or to none where the file gives one to any. For a worker "" is one
+    too: no token; in the router's table it is what launch/router.toml has for its default.
+    """
+    keys = ("cluster_token", "cluster_token_file")
+    if not any(key in worker for worker in workers for key in keys) and not any(map(access.get, keys)):
+        for table in (*workers, access):
             table["cluster_token"] = token
 
 

@@ -194,6 +194,19 @@ def test_refuses_a_cluster_file_that_makes_no_sense(tmp_path: Path, text: str, m
     assert message in str(caught.value)
 
 
+def test_the_empty_default_of_a_base_file_is_no_token_of_its_own() -> None:
+    made = configs(
+        make_plan(
+            ClusterFile(agg=[{}], router={"access": {"cluster_token": ""}}),  # as launch/router.toml has it
+            program=("pdserve",),
+            run_dir=RUN,
+            ports=iter(range(20_000, 20_100)),
+            cluster_token="t",
+        )
+    )
+    assert made["agg0"]["cluster_token"] == made["router"]["access"]["cluster_token"] == "t"
+
+
 def test_a_cluster_gets_one_token_for_its_workers_and_router() -> None:
     file = ClusterFile(pool=[{}], prefill=[{}], decode=[{}], router={"access": {"keys_file": "k"}})
     plan = make_plan(
