@@ -70,10 +70,6 @@ class SlotAllocator:
     def has_unassigned(self) -> bool:
         return bool(self._unassigned)
 
-    @property
-    def assigned_bytes(self) -> int:
-        return (self.slabs - len(self._unassigned)) * self.slab_bytes
-
     def allocate(self, slot_bytes: int, count: int) -> list[int]:
         """Free slots in slabs of this class, up to `count`."""
         partial = self._partial.get(slot_bytes)

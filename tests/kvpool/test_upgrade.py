@@ -300,6 +300,12 @@ def begin_upgrade(node: ProcessPool) -> None:
     channel.close()
 
 
+def until_found(client: PoolClient, page_key: bytes) -> None:
+    deadline = time.monotonic() + SOON_S
+    while client.exists([page_key]) != [True]:
+        assert time.monotonic() < deadline
+
+
 def until_gone(pid: int) -> None:
     deadline = time.monotonic() + SOON_S
     while "State:" in (status := _status_of(Path(f"/proc/{pid}"))) and "State:\tZ" not in status:
@@ -318,9 +324,7 @@ def test_a_process_that_dies_while_its_stand_in_serves_leaves_its_pages_to_the_n
     node.kill()
     until_gone(stand_in)
     node.restart()
-    deadline = time.monotonic() + SOON_S
-    while client.exists([key(1)]) != [True]:  # the client took the node for dead meanwhile
-        assert time.monotonic() < deadline
+    until_found(client, key(1))  # the client took the node for dead meanwhile
     client.close()
     node.close()
 
@@ -333,9 +337,7 @@ def test_a_stand_in_that_dies_is_replaced_as_soon_as_the_process_has_loaded(
     client.put([key(1)], [page_of(1)])
     begin_upgrade(node)
     os.kill(stand_in_of(node), signal.SIGKILL)
-    deadline = time.monotonic() + SOON_S
-    while client.exists([key(1)]) != [True]:
-        assert time.monotonic() < deadline
+    until_found(client, key(1))
     assert node._process.poll() is None
     client.close()
     node.close()
@@ -433,8 +435,6 @@ def test_a_client_whose_time_is_short_gets_misses_meanwhile_and_no_more(
         client.exists([key(1)])
         longest_s = max(longest_s, time.monotonic() - started_s)
     assert longest_s < 0.05 + 0.1 + 1.0
-    deadline = time.monotonic() + SOON_S
-    while client.exists([key(1)]) != [True]:
-        assert time.monotonic() < deadline
+    until_found(client, key(1))
     client.close()
     node.close()

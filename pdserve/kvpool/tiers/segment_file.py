@@ -13,7 +13,6 @@ import mmap
 import os
 import threading
 from array import array
-from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -227,10 +226,6 @@ class SegmentFile:
 
     def was_read(self, ordinal: int) -> bool:
         return bool(self._flags[ordinal] & _READ)
-
-    def ordinal_at(self, block: int) -> int:
-        """Of the record that starts at this block."""
-        return bisect_left(self._blocks, block)
 
     # --- reading
 
