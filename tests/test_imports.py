@@ -81,6 +81,7 @@ PURE = (
     "pdserve.bench.chaos.kept",
     "pdserve.bench.chaos.judge",
     "pdserve.bench.soak.drift",
+    "pdserve.engine.drain",
     "pdserve.router.plan",
     "pdserve.router.policies*",
     "pdserve.router.sessions",

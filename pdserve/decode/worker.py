@@ -16,10 +16,10 @@ def parts(worker: Worker) -> RoleParts:
         timeout_s=worker.config.settle_timeout_s,
         limit=worker.config.followed_requests,
     )
-    return RoleParts([Settled(write_back).router()], on_start=write_back.follow)
+    return RoleParts([Settled(write_back).router()], write_back.follow, write_back.unsettled)
 
 
 def aggregated_parts(worker: Worker) -> RoleParts:
     """An aggregated worker serves both roles."""
     own = parts(worker)
-    return RoleParts([*own.routers, *prefill.parts(worker).routers], own.on_start)
+    return RoleParts([*own.routers, *prefill.parts(worker).routers], own.on_start, own.unpublished)

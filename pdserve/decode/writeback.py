@@ -99,6 +99,10 @@ class WriteBack:
             return Settlement(request_id=request_id, known=False, waited_ms=waited_ms)
         return _settlement(request_id, followed.task.result(), waited_ms, True)
 
+    def unsettled(self) -> int:
+        """Requests that are followed still."""
+        return sum(not followed.task.done() for followed in self._followed.values())
+
     async def close(self) -> None:
         """Stop following; the pages are written all the same."""
         tasks = [followed.task for followed in self._followed.values()]

@@ -19,6 +19,7 @@ from __future__ import annotations
 import ipaddress
 import json
 
+from pdserve.engine.drain import Drain
 from pdserve.engine.requests import AsgiApp, Receive, Scope, Send
 from pdserve.errors import RequestError
 from pdserve.tokens import bearer, digest, same
@@ -88,6 +89,26 @@ class Guard:
             type_="authentication_error",
             code="invalid_cluster_token",
         )
+
+
+class Draining:
+    """ASGI middleware: counts what is answered while a worker drains, and refuses what comes after that."""
+
+    def __init__(self, app: AsgiApp, drain: Drain) -> None:
+        self._app = app
+        self._drain = drain
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+        elif self._drain.is_closed:
+            await _answer(send, RequestError(503, "this worker stops", code="worker_stopping"))
+        else:
+            self._drain.running += 1
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._drain.running -= 1
 
 
 def _is_this_host(scope: Scope) -> bool:

@@ -11,8 +11,9 @@ import msgspec
 from msgspec.structs import replace
 
 from pdserve.engine.args import Storage, served_model_name, server_argv
+from pdserve.engine.drain import Drain
 from pdserve.engine.guard import Starting
-from pdserve.engine.server import parse_args, prepare_engine, serve, until_stopped
+from pdserve.engine.server import clients, parse_args, prepare_engine, serve, until_stopped
 from pdserve.engine.worker import (
     Engine,
     Role,
@@ -61,10 +62,10 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         reached = config.pool if config.storage == "pool" else PoolClientConfig()
         pool = AsyncPoolClient(reached, namespace, identity.geometry.as_dict())
 
-        starting = Starting()
+        starting, drain = Starting(), Drain(config.stop_grace_s, config.stop_notice_s, clients)
 
         def configure(app: Any) -> None:
-            worker = Worker(role, config, namespace, identity, Engine(app), pool)
+            worker = Worker(role, config, namespace, identity, Engine(app), pool, drain)
             install(app, worker, parts(worker), token, starting)
 
         argv = server_argv(
@@ -72,7 +73,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         )
         logger.info("worker %s of %s, namespace %s", role, label, namespace)
         os.environ[POOL_TOKEN_VARIABLE] = config.pool.token  # SGLang logs and shows what its arguments hold
-        serve(argv, configure_app=configure, on_ready=starting.end)
+        serve(argv, drain, configure_app=configure, on_ready=starting.end)
     return 0
 
 

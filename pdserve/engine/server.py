@@ -1,14 +1,19 @@
 """SGLang's own HTTP server, in this process, with our routes added and a quick, quiet end.
 
     with until_stopped():
+        drain = Drain(...)
         device = prepare_engine(config)                     # checks; only now may SGLang be imported
         argv = server_argv(config, role, device, storage)
         identity = ... parse_args(argv) ...                 # what SGLang makes of the arguments
-        serve(argv, configure_app=add_our_routes)           # until SIGTERM or Ctrl-C
+        serve(argv, drain, configure_app=add_our_routes)    # until SIGTERM or Ctrl-C
 
-The end, whatever its cause: running requests are aborted, the schedulers asked to release what they hold (a
-storage backend closes its connections there), the HTTP server stopped, every child killed. Children die with
-this process even when it is killed outright: SGLang sets PR_SET_PDEATHSIG in each.
+The end: the worker drains (drain.py), unless one of SGLang's processes has failed. Then what still runs is
+aborted, the schedulers asked to release what they hold (a storage backend closes its connections there), the
+HTTP server stopped, every child killed. Children die with this process even when it is killed outright:
+SGLang sets PR_SET_PDEATHSIG in each.
+
+SGLang's own end (0.5.23, `sigterm_watchdog`) looks every 5 s, waits for running requests without a limit, and
+takes new ones meanwhile.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -28,14 +34,15 @@ from pdserve.engine import prepare, selfcheck
 from pdserve.engine.args import server_argv
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.device import Device, choose_device
+from pdserve.engine.drain import Client, Drain
 from pdserve.engine.model_dir import check_address, check_model_dir
 from pdserve.errors import ConfigError, StartupError
 
 logger = logging.getLogger(__name__)
 
-_DRAIN_S = 1.0  # for aborted requests to be answered
+_ABORT_S = 1.0  # for aborted requests to be answered
 _RELEASE_S = 2.0  # for schedulers to release what they hold
-_STOP_S = 6.0  # after which the process ends without asking again
+_STOP_S = 6.0  # beyond the drain, after which the process ends without asking again
 _POLL_S = 0.05
 
 
@@ -99,6 +106,7 @@ def parse_args(argv: list[str]) -> Any:
 
 def serve(
     argv: list[str],
+    drain: Drain,
     *,
     configure_app: Callable[[Any], None] | None = None,
     on_ready: Callable[[], None] | None = None,
@@ -117,7 +125,8 @@ def serve(
     server_args = parse_args(argv)
     if configure_app is not None:
         configure_app(http_server.app)
-    ending = _Ending()
+    ending = _Ending(drain)
+    drain.add(lambda: ending.unfinished)
 
     def init_tokenizer_manager(*args: Any, **kwargs: Any) -> Any:
         # By now the children run, and SGLang's own handler, which kills this process outright, is in place.
@@ -144,6 +153,14 @@ def serve(
         raise StartupError("SGLang ended: one of its processes failed, its last words are above")
 
 
+def clients() -> set[Client]:
+    """Who holds a connection to this process."""
+    import psutil
+
+    found = psutil.Process().net_connections("tcp")
+    return {(c.raddr.ip, c.raddr.port) for c in found if c.raddr and c.status == psutil.CONN_ESTABLISHED}
+
+
 def _child_failed(_signum: int, _frame: FrameType | None) -> None:
     raise StartupError("SGLang did not start: one of its processes failed, its last words are above")
 
@@ -155,8 +172,10 @@ def _first_line(error: BaseException) -> str:
 class _Ending:
     """The end of a running server: once, bounded in time, in SGLang's order."""
 
-    def __init__(self) -> None:
+    def __init__(self, drain: Drain) -> None:
         self.failed = False
+        self._drain = drain
+        self._manager: Any = None
         self._task: asyncio.Task[None] | None = None
         self._last_resort: threading.Timer | None = None
 
@@ -181,13 +200,22 @@ class _Ending:
 
         return Handler
 
+    @property
+    def unfinished(self) -> int:
+        """Requests that SGLang has."""
+        return len(self._manager.rid_to_state)
+
     def begin(self, manager: Any) -> None:
-        """Start the end, in the event loop; again is a no-op."""
+        """Start the end, in the event loop; again ends the drain at once."""
+        loop = asyncio.get_running_loop()
+        self._manager = manager
+        self._drain.begin(time.monotonic())
+        self.over()
+        self._last_resort = threading.Timer(self._drain.left_s(time.monotonic()) + _STOP_S, self._give_up)
+        self._last_resort.daemon = True
+        self._last_resort.start()
         if self._task is None:
-            self._last_resort = threading.Timer(_STOP_S, self._give_up)
-            self._last_resort.daemon = True
-            self._last_resort.start()
-            self._task = asyncio.get_running_loop().create_task(self._end(manager))
+            self._task = loop.create_task(self._end(manager))
 
     def over(self) -> None:
         """The server has returned: nothing is left to force."""
@@ -199,10 +227,13 @@ class _Ending:
 
         if manager._subprocess_watchdog is not None:
             manager._subprocess_watchdog.stop()  # children that end now are no crash
+        while not self.failed and not self._drain.is_over(time.monotonic()):  # noqa: ASYNC110 - by many causes
+            await asyncio.sleep(_POLL_S)
+        self._drain.is_closed = True
         if not self.failed:
             manager.pdserve_stopping = True  # for streams that another worker can go on with
             manager.abort_request(abort_all=True)
-            await _until(lambda: not manager.rid_to_state, _DRAIN_S)
+            await _until(lambda: not manager.rid_to_state, _ABORT_S)
             manager._dispatch_to_scheduler(ShutdownReq())
             await _until(lambda: not _schedulers(), _RELEASE_S)
         if manager._server_stop_hook is not None:
@@ -211,7 +242,7 @@ class _Ending:
     def _give_up(self) -> None:
         from sglang.srt.utils import kill_process_tree
 
-        logger.warning("connections still open %.0f s after the stop signal are cut", _STOP_S)
+        logger.warning("connections that are still open are cut")
         with contextlib.suppress(RuntimeError):  # a child that cannot be reaped in time
             kill_process_tree(os.getpid(), include_parent=False, wait_timeout=_RELEASE_S)
         os._exit(1 if self.failed else 0)

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from msgspec import Meta
 
 from pdserve import __version__
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.continuing import Continuing
+from pdserve.engine.drain import Drain
 from pdserve.engine.fixed_weights import FixedWeights
-from pdserve.engine.guard import Guard, Starting
+from pdserve.engine.guard import Draining, Guard, Starting
 from pdserve.engine.load import load_of
 from pdserve.engine.requests import HttpRequest, PageNames, RequestTracking
 from pdserve.errors import PoolRefused, StartupError
@@ -58,6 +60,22 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     followed_requests: Annotated[
         int, Meta(ge=1, description="Requests whose write-back is remembered for /pd/settled.")
     ] = 4096
+    stop_grace_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="On SIGTERM running requests may go on, and pages be published, for this long; "
+            "a second signal ends it at once.",
+        ),
+    ] = 30.0
+    stop_notice_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="How long of it routers are waited for to hear that the worker stops; longer than "
+            "their probe.interval_s.",
+        ),
+    ] = 3.0
     cluster_token: Annotated[
         str,
         Meta(
@@ -97,6 +115,7 @@ class Worker:
     identity: KvIdentity
     engine: Engine
     pool: AsyncPoolClient
+    drain: Drain
 
     @property
     def names(self) -> PageNames:
@@ -106,10 +125,13 @@ class Worker:
 
 @dataclass(frozen=True)
 class RoleParts:
-    """What a role adds: its routes, and who is told of each generating request before SGLang is."""
+    """What a role adds: its routes, who is told of each generating request before SGLang is, and how many
+    requests have pages that are on their way to the pool.
+    """
 
     routers: list[APIRouter]
     on_start: Callable[[HttpRequest], None] | None = None
+    unpublished: Callable[[], int] = lambda: 0
 
 
 def check_namespace(pool: PoolClientConfig, namespace: str, identity: KvIdentity) -> None:
@@ -146,6 +168,8 @@ def install(app: Any, worker: Worker, parts: RoleParts, token: str, starting: St
         tokenizer_manager=lambda: worker.engine.tokenizer_manager,
         on_start=parts.on_start,
     )
+    worker.drain.add(parts.unpublished)
+    app.add_middleware(Draining, drain=worker.drain)
     app.add_middleware(Guard, token=token, starting=starting)
     app.include_router(_info_router(worker))
     for router in parts.routers:
@@ -171,7 +195,7 @@ def _info_router(worker: Worker) -> APIRouter:
             }
         )
 
-    async def ready() -> Response:
+    async def ready(request: Request) -> Response:
         try:
             manager = worker.engine.tokenizer_manager
         except AttributeError:  # SGLang's global state is not set yet
@@ -180,7 +204,11 @@ def _info_router(worker: Worker) -> APIRouter:
         reachable = [error is None for error in (await worker.pool.check()).values()]
         pool = "up" if reachable and all(reachable) else "down"
         load = load_of(manager) if up else None
-        return JSONResponse({"ready": up, "pool": pool, "load": load}, status_code=200 if up else 503)
+        stops = worker.drain.is_draining  # looked at and said to have been told in one go
+        if request.client is not None:
+            worker.drain.asked((request.client.host, request.client.port), time.monotonic())
+        said = {"ready": up and not stops, "draining": stops, "pool": pool, "load": load}
+        return JSONResponse(said, status_code=200 if said["ready"] else 503)
 
     router.add_api_route("/pd/info", info, methods=["GET"], response_model=None)
     router.add_api_route("/pd/ready", ready, methods=["GET"], response_model=None)
