@@ -123,7 +123,7 @@ class Fleet:
     def drain(self, worker_id: str, draining: bool) -> Worker:
         """Give a worker no new requests, or new ones again. Raises FleetError when it is not there."""
         worker = self._get(worker_id)
-        worker.draining = draining
+        worker.drained = draining
         self._snapshots.clear()
         if self.told is not None:
             self.told("drain" if draining else "undrain", worker.id, worker.role)
@@ -275,11 +275,21 @@ class Fleet:
     def on_probe_ready(self, worker: Worker) -> bool:
         """A probe said ready. True if the worker was not before."""
         worker.probe_failures = 0
+        if self._set_stopping(worker, False):  # another one than before
+            self._set_ready(worker, False)
         return self._set_ready(worker, True)
+
+    def on_probe_stopping(self, worker: Worker) -> bool:
+        """The worker itself said that it stops: no new request, but what it has it finishes. True if that is
+        news.
+        """
+        worker.probe_failures = 0
+        return self._set_stopping(worker, True)
 
     def on_probe_not_ready(self, worker: Worker) -> bool:
         """The worker itself said not ready, or nothing listens there. True if it was ready before."""
         worker.probe_failures += 1
+        self._set_stopping(worker, False)
         return self._set_ready(worker, False)
 
     def on_probe_unanswered(self, worker: Worker, failures_to_down: int) -> bool:
@@ -293,6 +303,13 @@ class Fleet:
         worker.refused = find_mismatch(worker, self.workers)
         self._facts_changed()
         return worker.refused
+
+    def _set_stopping(self, worker: Worker, stopping: bool) -> bool:
+        if worker.stopping == stopping:
+            return False
+        worker.stopping = stopping
+        self._snapshots.clear()
+        return True
 
     def _set_ready(self, worker: Worker, ready: bool) -> bool:
         if worker.ready == ready:

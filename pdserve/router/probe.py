@@ -34,13 +34,14 @@ class _Ready(msgspec.Struct):
 
     load: WorkerLoad | None = None
     pool: str = "down"
+    draining: bool = False
 
 
 _ready_decoder = msgspec.json.Decoder(_Ready)
 
 
 def _ready_in(answer: bytes) -> _Ready:
-    """What a ready worker says of itself; nothing, if it is no pdserve worker."""
+    """What a worker says of itself; nothing, if it is no pdserve worker."""
     try:
         return _ready_decoder.decode(answer)
     except msgspec.MsgspecError:
@@ -104,12 +105,17 @@ class Prober:
         """Ask one worker how it is, and tell the fleet."""
         try:
             response = await self._client.get(f"{worker.url}/pd/ready")
+            said = _ready_in(response.content)
+            if said.draining:
+                self._fleet.on_load(worker, said.load, pool_up=said.pool == "up")
+                if self._fleet.on_probe_stopping(worker):
+                    logger.info("%s worker %s stops: it finishes what it has", worker.role, worker.id)
+                return
             if response.status_code != 200:
                 self._lost(worker, self._fleet.on_probe_not_ready(worker), "is not ready")
                 return
-            said = _ready_in(response.content)
             self._fleet.on_load(worker, said.load, pool_up=said.pool == "up")
-            if not worker.ready or worker.refused or self._rounds % INFO_EVERY == 0:
+            if not worker.ready or worker.stopping or worker.refused or self._rounds % INFO_EVERY == 0:
                 await self._ask_info(worker)
         except httpx.ConnectError as error:
             self._lost(worker, self._fleet.on_probe_not_ready(worker), f"cannot be reached: {error}")

@@ -50,7 +50,7 @@ class Worker:
 
     __slots__ = (
         "circuit_failures",
-        "draining",
+        "drained",
         "elsewhere",
         "free_kv_tokens",
         "host",
@@ -68,6 +68,7 @@ class Worker:
         "retry_at_s",
         "role",
         "sources",
+        "stopping",
     )
 
     def __init__(self, role: Role, url: str) -> None:
@@ -89,8 +90,10 @@ class Worker:
         self.sources: set[Source] = set()
         """It leaves when the last of them no longer names it."""
         self.ready = False
-        self.draining = False
-        """It finishes what it has and is given nothing new."""
+        self.drained = False
+        """The admin API says that it is to be given nothing new."""
+        self.stopping = False
+        """It says so itself: it was asked to stop, and finishes what it has."""
         self.info: WorkerInfo | None = None
         self.refused: str | None = None
         self.probe_failures = 0
@@ -100,6 +103,11 @@ class Worker:
 
     def __repr__(self) -> str:
         return f"Worker({self.role} {self.id})"
+
+    @property
+    def draining(self) -> bool:
+        """It finishes what it has and is given nothing new."""
+        return self.drained or self.stopping
 
     @property
     def load(self) -> int:

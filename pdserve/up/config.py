@@ -48,8 +48,12 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         float, Meta(gt=0, description="Time a process has from its start until it is ready.")
     ] = 300.0
     stop_grace_s: Annotated[
-        float, Meta(gt=0, description="Time a process has to end after SIGTERM before SIGKILL.")
-    ] = 15.0
+        float,
+        Meta(
+            gt=0,
+            description="Time a process has to end after SIGTERM before SIGKILL, running requests included.",
+        ),
+    ] = 40.0
     max_restarts: Annotated[
         int, Meta(ge=0, description="Restarts of one process within restart_window_s before giving up.")
     ] = 5

@@ -28,8 +28,8 @@ class HttpReady:
     url: str
 
 
-ROUTER_STOP_SLACK_S = 5.0
-"""What a router takes beyond its own `stop_grace_s`: last words, and the end of its processes."""
+STOP_SLACK_S: Final[Mapping[Role, float]] = {"prefill": 8.0, "decode": 8.0, "agg": 8.0, "router": 5.0}
+"""What a process takes beyond its own `stop_grace_s`: last words, and the end of its children."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,9 @@ def make_plan(
         _share_token(cluster_token, [draft.config for draft in workers], _sub_table(router, "access"))
     for draft in workers:
         router.config[draft.role] = [*router.config.get(draft.role, []), _url(draft)]
-    # it has to end on its own before the supervisor ends it
-    router.config.setdefault("stop_grace_s", max(0.0, file.cluster.stop_grace_s - ROUTER_STOP_SLACK_S))
+    for draft in (*workers, router):  # they have to end on their own before the supervisor ends them
+        own_s = max(0.0, file.cluster.stop_grace_s - STOP_SLACK_S[draft.role])
+        draft.config.setdefault("stop_grace_s", own_s)
     stages = (pool, workers, [router])
     return Plan(
         settings=file.cluster,

@@ -21,7 +21,7 @@ from typing import Final
 
 from pdserve.errors import PdserveError, StartupError
 from pdserve.up.console import Console
-from pdserve.up.plan import ROUTER_STOP_SLACK_S, Plan, ProcessSpec
+from pdserve.up.plan import STOP_SLACK_S, Plan, ProcessSpec
 from pdserve.up.ports import is_free
 from pdserve.up.process import Child, describe_status, write_private
 from pdserve.up.readiness import is_ready, served_model
@@ -208,8 +208,8 @@ class Supervisor:
                 self._console.say(f"{child.spec.name} has stopped")
 
     def _grace_s(self, spec: ProcessSpec) -> float:
-        """`stop_grace_s`, and more where a router's own table gives it more."""
-        own_s = spec.config.get("stop_grace_s", 0.0) + ROUTER_STOP_SLACK_S if spec.role == "router" else 0.0
+        """`stop_grace_s`, and more where the process's own table gives it more."""
+        own_s: float = spec.config.get("stop_grace_s", 0.0) + STOP_SLACK_S.get(spec.role, 0.0)
         return max(self._settings.stop_grace_s, own_s)
 
     # --- telling

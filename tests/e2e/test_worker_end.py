@@ -1,46 +1,106 @@
-"""How workers end, in the middle of a stream: asked to, or killed outright; no process is left. The last
-tests of the workers that stand alone.
+"""How workers end, in the middle of a stream: asked to, asked twice, or killed outright; no process is left.
+The last tests of the workers that stand alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 
-from tests.e2e.cluster import STOP_TIMEOUT_S, Worker, http
+from pdserve.pages import page_hashes
+from tests.e2e.arena import page_offset
+from tests.e2e.cluster import STOP_TIMEOUT_S, Worker, eventually, http
+from tests.e2e.conftest import Alone
+from tests.e2e.prompts import PAGE, token_ids
+
+PROMPT = token_ids(9300, 100)
+SEGMENTS = [4 * 2 * 32 * PAGE * 4] * 2
+"""K and V of one float32 page of the tiny model: 4 layers, 2 heads of 32."""
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 
-def ends(worker: Worker, number: int) -> int:
-    """The worker's exit status when it is sent this signal while it streams; its children end with it."""
+@contextlib.contextmanager
+def streaming(worker: Worker, tokens: int) -> Iterator[Iterator[str]]:
+    """The lines of a stream, of which the first is there."""
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
+        "stream": True,
+    }
+    with http.stream("POST", f"{worker.url}/generate", json=body, timeout=120.0) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: ")
+        yield lines
+
+
+def ends(worker: Worker, tokens: int, stop: Callable[[psutil.Process], None]) -> tuple[int, list[str]]:
+    """The worker's exit status when it is stopped so while it streams, and the rest of the stream; its
+    children end with it.
+    """
     assert worker.process is not None
     assert worker.process.popen is not None
     popen = worker.process.popen
-    body = {"model": "demo-tiny", "prompt": "Go on.", "max_tokens": 4000, "stream": True, "ignore_eos": True}
-    url = f"{worker.url}/v1/completions"
-    with http.stream("POST", url, json=body, timeout=60.0) as stream:
-        lines = stream.iter_lines()
-        assert next(lines).startswith("data: ")
-        children = psutil.Process(popen.pid).children(recursive=True)
+    rest = []
+    with streaming(worker, tokens) as lines:
+        process = psutil.Process(popen.pid)
+        children = process.children(recursive=True)
         assert len(children) >= 2
-        popen.send_signal(number)
+        stop(process)
         with contextlib.suppress(httpx.HTTPError):  # cut off in the middle of a chunk
-            for _ in lines:
-                pass
+            rest += [line for line in lines if line]
     status = popen.wait(STOP_TIMEOUT_S)
     assert psutil.wait_procs(children, timeout=STOP_TIMEOUT_S)[1] == []
     assert "Traceback" not in worker.process.log.read_text()
-    return status
+    return status, rest
 
 
-def test_asked_to_end_it_ends_well(file_worker: Worker) -> None:
-    assert ends(file_worker, signal.SIGTERM) == 0
+def readiness(worker: Worker) -> dict[str, Any]:
+    answer = http.get(f"{worker.url}/pd/ready")
+    return {**answer.json(), "status": answer.status_code}
+
+
+def test_asked_to_end_it_finishes_what_it_has_and_publishes_its_pages(
+    agg_worker: Worker, alone: Alone
+) -> None:
+    info = http.get(f"{agg_worker.url}/pd/info").json()
+
+    def stop(process: psutil.Process) -> None:
+        process.terminate()
+        eventually(lambda: readiness(agg_worker)["draining"], "it says that it stops", 10.0, 0.01)
+        assert readiness(agg_worker)["status"] == 503
+        # who has not heard yet is served
+        assert agg_worker.generate(token_ids(9301, 20), 2)["meta_info"]["completion_tokens"] == 2
+
+    status, rest = ends(agg_worker, 120, stop)
+    assert status == 0
+    assert rest[-1] == "data: [DONE]"
+    last = json.loads(rest[-2].removeprefix("data: "))
+    assert last["meta_info"]["finish_reason"]["type"] == "length"
+    pages = page_hashes([*PROMPT, *last["output_ids"][:-1]], PAGE)
+    assert len(pages) == 3
+    page_offset(alone.pools["aggpool"], info["namespace"], info["kv_geometry"], pages[-1], SEGMENTS)
+
+
+def test_asked_twice_it_ends_at_once(file_worker: Worker) -> None:
+    def stop(process: psutil.Process) -> None:
+        process.terminate()
+        eventually(lambda: readiness(file_worker)["draining"], "it says that it stops", 10.0, 0.01)
+        process.terminate()
+
+    begun = time.monotonic()
+    assert ends(file_worker, 3900, stop)[0] == 0
+    assert time.monotonic() - begun < 25.0  # of stop_grace_s = 30
 
 
 def test_killed_it_leaves_no_process(ucx_worker: Worker) -> None:
-    assert ends(ucx_worker, signal.SIGKILL) == -signal.SIGKILL
+    status, _ = ends(ucx_worker, 3900, lambda process: process.send_signal(signal.SIGKILL))
+    assert status == -signal.SIGKILL

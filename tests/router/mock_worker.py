@@ -144,6 +144,7 @@ class MockWorker:
             "sglang_version": "0.5.23",
         } | info
         self.ready = True
+        self.draining = False
         self.token = ""
         """What it asks for on every path but `/pd/ready`, as a worker with a cluster's token does."""
         self.load: dict[str, int] | None = None
@@ -236,9 +237,9 @@ class MockWorker:
 
     async def _default(self, wire: Wire, request: Received) -> None:
         if request.path == "/pd/ready":
-            await wire.json(
-                200 if self.ready else 503, {"ready": self.ready, "pool": "up", "load": self.load}
-            )
+            ready = self.ready and not self.draining
+            said = {"ready": ready, "draining": self.draining, "pool": "up", "load": self.load}
+            await wire.json(200 if ready else 503, said)
         elif request.path == "/pd/info":
             await wire.json(200, self.info)
         elif request.path == "/pd/prefill":

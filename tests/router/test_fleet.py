@@ -203,6 +203,25 @@ def test_a_draining_worker_gets_nothing_new_and_can_be_asked_about_what_it_did()
     assert fleet.snapshot("m", 0).decode == (first, second)
 
 
+def test_a_worker_that_says_it_stops_is_drained_until_another_one_is_there() -> None:
+    fleet = make("decode", "decode")
+    first, second = fleet.workers
+    was = first.incarnation
+    assert fleet.on_probe_stopping(first)
+    assert not fleet.on_probe_stopping(first)
+    assert (fleet.snapshot("m", 0).decode, fleet.snapshot("m", 0).draining) == ((second,), (first,))
+    assert fleet.on_probe_not_ready(first)
+    assert not first.draining
+    assert fleet.on_probe_ready(first)
+    fleet.on_probe_stopping(first)
+    assert fleet.on_probe_ready(first)  # it was away too shortly to be missed
+    assert fleet.snapshot("m", 0).decode == (first, second)
+    assert first.incarnation != was
+    fleet.drain(first.id, True)
+    fleet.on_probe_ready(first)
+    assert first.draining  # what the admin API said holds
+
+
 @pytest.mark.parametrize(
     ("code", "act"),
     [
@@ -261,7 +280,10 @@ def test_a_worker_that_is_away_does_not_keep_others_out() -> None:
 EVENTS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["failure", "success", "ready", "not_ready", "select", "release", "drain", "undrain", "leave"]
+            [
+                *("failure", "success", "ready", "not_ready", "stopping", "select", "release"),
+                *("drain", "undrain", "leave"),
+            ]
         ),
         st.integers(0, 3),
         st.floats(0, 3),
@@ -290,6 +312,8 @@ def test_snapshots_are_right_however_they_are_cached(events: list[tuple[str, int
             fleet.on_probe_ready(worker)
         elif what == "not_ready":
             fleet.on_probe_not_ready(worker)
+        elif what == "stopping":
+            fleet.on_probe_stopping(worker)
         elif what == "select":
             fleet.on_selected(worker, now_s)
         elif what == "release" and worker.in_flight:

@@ -39,6 +39,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     engine: Annotated[dict[str, object], Meta(description="SGLang.")]
     pool: Annotated[dict[str, object], Meta(description="Pool.")]
     settle_s: Annotated[float, Meta(description="Time.")] = 1.0
+    stop_grace_s: Annotated[float, Meta(description="Time.")] = 1.0
 
 
 def test_a_mistyped_key_is_refused_by_file_table_and_key_before_anything_starts() -> None:

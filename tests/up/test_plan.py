@@ -53,14 +53,16 @@ def test_disagg_is_wired_whole() -> None:
         "prefill0": {
             "engine": {"model_path": "m", "host": "127.0.0.1", "port": 20_000},
             "pool": {"nodes": nodes},
+            "stop_grace_s": 32.0,
         },
         "decode0": {
             "engine": {"model_path": "m", "page_size": 32, "host": "127.0.0.1", "port": 20_001},
             "pool": {"nodes": nodes},
+            "stop_grace_s": 32.0,
         },
         "router": {
             "port": 8000,
-            "stop_grace_s": 10.0,
+            "stop_grace_s": 35.0,
             "host": "127.0.0.1",
             "prefill": ["http://127.0.0.1:20000"],
             "decode": ["http://127.0.0.1:20001"],
@@ -134,7 +136,7 @@ def test_supervisor_keys_do_not_reach_the_process() -> None:
     file = ClusterFile(agg=[{"name": "mine", "restart": "never", "env": {"A": "1"}}])
     spec = plan_of(file).processes[0]
     assert (spec.name, spec.restart, spec.env) == ("mine", "never", {"A": "1"})
-    assert set(spec.config) == {"engine", "pool"}
+    assert set(spec.config) == {"engine", "pool", "stop_grace_s"}
 
 
 @pytest.mark.parametrize(
@@ -237,9 +239,10 @@ def test_a_router_with_a_certificate_is_asked_over_tls() -> None:
     assert plan.router_url == "https://127.0.0.1:8000"
 
 
-def test_a_router_ends_on_its_own_before_the_supervisor_ends_it() -> None:
+def test_processes_end_on_their_own_before_the_supervisor_ends_them() -> None:
     cluster = ClusterSettings(stop_grace_s=12.0)
     made = configs(plan_of(ClusterFile(cluster=cluster, agg=[{}])))
-    assert made["router"]["stop_grace_s"] == 7.0
-    given = configs(plan_of(ClusterFile(cluster=cluster, agg=[{}], router={"stop_grace_s": 60.0})))
-    assert given["router"]["stop_grace_s"] == 60.0
+    assert [made[name]["stop_grace_s"] for name in ("router", "agg0")] == [7.0, 4.0]
+    own = {"stop_grace_s": 60.0}
+    given = configs(plan_of(ClusterFile(cluster=cluster, worker=own, agg=[{}], router=own)))
+    assert [given[name]["stop_grace_s"] for name in ("router", "agg0")] == [60.0, 60.0]
