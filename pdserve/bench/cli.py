@@ -9,6 +9,7 @@ from pdserve.bench.commands.chaos import chaos
 from pdserve.bench.commands.hot import hot
 from pdserve.bench.commands.pool import pool
 from pdserve.bench.commands.quiet import quiet
+from pdserve.bench.commands.restart import restart
 from pdserve.bench.commands.soak import soak
 from pdserve.bench.commands.tier import tier
 
@@ -19,5 +20,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Measure the pool, and put it under faults.",
 )
-for command in (pool, tier, offline.policies, offline.index, quiet, hot, soak, chaos):
+for command in (pool, tier, offline.policies, offline.index, quiet, hot, restart, soak, chaos):
     app.command()(command)
