@@ -35,7 +35,7 @@ SUB_COMMANDS: Mapping[str, SubCommand] = {
     "agg": SubCommand("pdserve.decode.cli:agg_command", "Run an aggregated worker: both roles in one."),
     "pool": SubCommand("pdserve.kvpool.cli:app", "Run a pool node, or ask one how it is."),
     "model": SubCommand("pdserve.engine.model_cli:app", "Make the demo model."),
-    "bench": SubCommand("pdserve.bench.cli:app", "Measure the pool."),
+    "bench": SubCommand("pdserve.bench.cli:app", "Measure serving and the pool."),
 }
 
 

@@ -1,4 +1,4 @@
-"""`pdserve bench`: measure the pool on this machine, and put it under faults."""
+"""`pdserve bench`: measure serving and the pool, and put the pool under faults."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import typer
 from pdserve.bench import offline
 from pdserve.bench.commands.chaos import chaos
 from pdserve.bench.commands.hot import hot
+from pdserve.bench.commands.multiturn import multiturn
 from pdserve.bench.commands.pool import pool
 from pdserve.bench.commands.quiet import quiet
 from pdserve.bench.commands.restart import restart
@@ -18,7 +19,9 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Measure the pool, and put it under faults.",
+    help="Measure serving and the pool, and put the pool under faults.",
 )
-for command in (pool, tier, offline.policies, offline.index, quiet, hot, restart, soak, chaos):
+SERVING = (multiturn,)
+POOL = (pool, tier, offline.policies, offline.index, quiet, hot, restart, soak, chaos)
+for command in (*SERVING, *POOL):
     app.command()(command)

@@ -81,26 +81,32 @@ GENERATED: Final[dict[str, Callable[[int], list[Request]]]] = {
 }
 
 
-class _Line(msgspec.Struct):
+class TraceLine(msgspec.Struct, frozen=True):
+    """A request of a trace in the format of Mooncake's FAST'25 release. Lengths in tokens."""
+
     timestamp: float  # milliseconds
     hash_ids: list[int]
+    input_length: int = 0
+    output_length: int = 0
 
 
 def read_trace(path: Path) -> list[Request]:
-    """A trace in the format of Mooncake's FAST'25 release: one JSON object a line, of which `timestamp` (ms)
-    and `hash_ids` are used. Raises ConfigError.
-    """
-    found: list[Request] = []
+    """The blocks of a trace's requests. Raises ConfigError."""
+    return [(line.timestamp / 1000, line.hash_ids) for line in trace_lines(path)]
+
+
+def trace_lines(path: Path) -> list[TraceLine]:
+    """A trace: one JSON object a line. Raises ConfigError."""
+    found: list[TraceLine] = []
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"--trace {path}: {error.strerror or error}") from error
     for number, text in enumerate(lines, 1):
         try:
-            line = msgspec.json.decode(text, type=_Line)
+            found.append(msgspec.json.decode(text, type=TraceLine))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(f"--trace {path}, line {number}: {error}") from error
-        found.append((line.timestamp / 1000, line.hash_ids))
     if not found:
         raise ConfigError(f"--trace {path}: it has no lines")
     return found

@@ -1,0 +1,93 @@
+"""The load that the commands for serving have in common: as options, and as what they mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pdserve.bench.serving.load import Load, Shape
+
+Preset: TypeAlias = Annotated[
+    str, typer.Option(help="A load by name: eic, long-input-short-output, shared-prefix, no-reuse.")
+]
+Scale: TypeAlias = Annotated[
+    float, typer.Option(min=1e-6, help="All lengths of the preset or trace times this.")
+]
+Users: TypeAlias = Annotated[
+    int | None, typer.Option(min=1, help="Conversations; this and what follows in place of the preset's.")
+]
+Rounds: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Turns of each.")]
+System: TypeAlias = Annotated[
+    int | None, typer.Option(min=0, help="Tokens of the system prompt that all share.")
+]
+History: TypeAlias = Annotated[
+    int | None, typer.Option(min=0, help="Tokens that a user's first turn brings besides.")
+]
+New: TypeAlias = Annotated[int | None, typer.Option(min=1, help="New tokens of every turn.")]
+Output: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Tokens of every answer.")]
+Spread: TypeAlias = Annotated[
+    float | None, typer.Option(min=0, max=0.99, help="How much lengths vary: 0.5 is ± 50 %.")
+]
+Seed: TypeAlias = Annotated[int, typer.Option(min=0, help="Of lengths, texts and arrivals.")]
+Concurrency: TypeAlias = Annotated[
+    int, typer.Option(min=0, help="Closed loop: asks at a time; 0: one of each user.")
+]
+Trace: TypeAlias = Annotated[
+    Path | None, typer.Option(help="Replay this trace in place of a preset: JSON lines, as Mooncake's.")
+]
+Requests: TypeAlias = Annotated[int, typer.Option(min=1, help="Requests of the trace.")]
+Speed: TypeAlias = Annotated[float, typer.Option(min=1e-6, help="The trace's time, so many times as fast.")]
+MaxTokens: TypeAlias = Annotated[
+    int, typer.Option(min=0, help="Leave out requests of the trace that are longer; 0: none.")
+]
+TheApi: TypeAlias = Annotated[
+    str, typer.Option("--api", help="completions: prompts of token ids, exact; chat: messages of words.")
+]
+ModelName: TypeAlias = Annotated[
+    str, typer.Option("--model", help="Model to ask for; empty: the first one served.")
+]
+ApiKey: TypeAlias = Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")]
+Silence: TypeAlias = Annotated[float, typer.Option(min=0.1, help="Seconds a server may say nothing.")]
+
+
+def shape_of(preset: str, scale: float, given: dict[str, Any]) -> Shape:
+    """A preset, scaled, with what was given in place of its own (not scaled). Raises ConfigError."""
+    from msgspec.structs import replace
+
+    from pdserve.bench.serving.load import PRESETS
+
+    if preset not in PRESETS:
+        raise ConfigError(f"--preset: '{preset}' is not one of {', '.join(PRESETS)}")
+    own = {name: value for name, value in given.items() if value is not None}
+    return replace(PRESETS[preset].scaled(scale), **own)
+
+
+def trace_load(path: Path, requests: int, scale: float, speed: float, max_tokens: int, seed: int) -> Load:
+    """The first requests of a trace; those longer than `max_tokens` (0: none) once scaled are left out.
+    Raises ConfigError.
+    """
+    from pdserve.bench.serving.load import replay_load
+    from pdserve.bench.traces import trace_lines
+
+    lines = [
+        line
+        for line in trace_lines(path)
+        if not max_tokens or (line.input_length + line.output_length) * scale <= max_tokens
+    ][:requests]
+    if not lines:
+        raise ConfigError(
+            f"--trace {path}: no request of it has at most {max_tokens} tokens: --scale it down"
+        )
+    if not all(line.input_length for line in lines):
+        raise ConfigError(f"--trace {path}: a line without input_length")
+    begin_ms = lines[0].timestamp
+    asked = (
+        ((line.timestamp - begin_ms) / 1000, line.input_length, line.output_length, line.hash_ids)
+        for line in lines
+    )
+    return replay_load(asked, scale=scale, speed=speed, seed=seed)

@@ -1,0 +1,125 @@
+"""`pdserve bench multiturn`."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+from rich.console import Console
+
+from pdserve.bench.commands import load_options as options
+from pdserve.bench.commands.options import choices
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pdserve.bench.serving.load import Load, Shape
+    from pdserve.bench.serving.run import Server
+    from pdserve.bench.serving.words import Api
+
+
+def multiturn(
+    url: Annotated[str, typer.Argument(help="Base URL of a server of OpenAI's API: http://HOST:PORT.")],
+    preset: options.Preset = "eic",
+    scale: options.Scale = 1.0,
+    users: options.Users = None,
+    rounds: options.Rounds = None,
+    system_tokens: options.System = None,
+    history_tokens: options.History = None,
+    turn_tokens: options.New = None,
+    output_tokens: options.Output = None,
+    spread: options.Spread = None,
+    seed: options.Seed = 1,
+    rate: Annotated[
+        float | None, typer.Option(min=1e-6, help="Open loop: so many asks a second. Default: closed loop.")
+    ] = None,
+    concurrency: options.Concurrency = 0,
+    lockstep: Annotated[bool, typer.Option(help="Closed loop: a round once the last one is over.")] = False,
+    trace: options.Trace = None,
+    requests: options.Requests = 100,
+    speed: options.Speed = 1.0,
+    max_tokens: options.MaxTokens = 0,
+    api: options.TheApi = "completions",
+    model: options.ModelName = "",
+    api_key: options.ApiKey = "",
+    silence: options.Silence = 120.0,
+    plot: Annotated[Path | None, typer.Option(help="Draw the turns into this PNG file.")] = None,
+    records: Annotated[Path | None, typer.Option(help="Keep every ask's times in this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Where it was measured, then the outcome.")] = False,
+) -> None:
+    """Conversations against any server of OpenAI's API: first-token time by turn, throughput, cached tokens.
+
+    In the open loop latency counts from the planned time. Fails when every ask failed.
+    """
+    from pdserve.bench.plot import pyplot
+    from pdserve.bench.serving.load import make_load
+    from pdserve.bench.serving.run import Server
+
+    if lockstep and (rate is not None or trace is not None):
+        raise ConfigError("--lockstep is for the closed loop: leave out --rate and --trace")
+    if plot is not None:
+        pyplot()  # before the work: is it there?
+    if trace is not None:
+        load = options.trace_load(trace, requests, scale, speed, max_tokens, seed)
+        name = f"{trace.stem}, {len(load.sessions)} requests, scale {scale:g}, speed {speed:g}"
+    else:
+        lengths = {
+            "system_tokens": system_tokens,
+            "history_tokens": history_tokens,
+            "turn_tokens": turn_tokens,
+        }
+        given = {"users": users, "rounds": rounds, "output_tokens": output_tokens, "spread": spread}
+        shape = options.shape_of(preset, scale, {**given, **lengths})
+        load, name = make_load(shape, seed, rate), _name(preset, shape, rate, lockstep)
+    chosen = cast("Api", choices("api", api, ("completions", "chat"))[0])
+    server = Server(url, api=chosen, model=model, api_key=api_key, silence_s=silence)
+    _run(server, load, name, concurrency, lockstep, plot, records, as_json)
+
+
+def _name(preset: str, shape: Shape, rate_s: float | None, lockstep: bool) -> str:
+    loop = f"{rate_s:g} asks/s" if rate_s is not None else f"closed loop{', lockstep' if lockstep else ''}"
+    first = shape.system_tokens + shape.history_tokens
+    return (
+        f"{preset}, {shape.users} users, {shape.rounds} rounds, {first:,} tokens before, "
+        f"{shape.turn_tokens:,} a turn, {shape.output_tokens:,} answered, {loop}"
+    )
+
+
+def _run(
+    server: Server,
+    load: Load,
+    name: str,
+    concurrency: int,
+    lockstep: bool,
+    plot: Path | None,
+    records: Path | None,
+    as_json: bool,
+) -> None:
+    """Send it, show what came of it. Raises typer.Exit where nothing did."""
+    import msgspec
+
+    from pdserve.bench.provenance import provenance
+    from pdserve.bench.serving.figures import outcome_of
+    from pdserve.bench.serving.report import plot_turns, remarks, turns_table
+    from pdserve.bench.serving.run import run_load
+
+    origin = provenance()
+    say = partial(typer.echo, err=True)
+    run = run_load(server, load, say, concurrency=concurrency, lockstep=lockstep)
+    outcome = outcome_of(run)
+    if records is not None:
+        records.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in run.records))
+    if as_json:
+        typer.echo(json.dumps({**origin, "load": name, "seed": load.seed}))
+        typer.echo(msgspec.json.encode(outcome).decode())
+    else:
+        console = Console()
+        console.print(turns_table(outcome, f"{name}: {outcome.model} at {server.url}"))
+        for line in remarks(outcome):
+            console.print(line, highlight=False, markup=False)
+    if plot is not None:
+        plot_turns(plot, outcome, f"{name}: {outcome.model}")
+    if outcome.all.failed == outcome.all.asks:
+        raise typer.Exit(1)

@@ -1,0 +1,69 @@
+"""Where figures come from: the first line of every kept result."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+PACKAGES: Final = ("sglang", "torch", "ucxx-cu13", "numpy")
+
+
+def provenance(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
+    """Date, commit, machine, command and versions, as kept under `pdserve/bench/results`."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "commit": _commit(),
+        "machine": _machine(),
+        "load_before": [round(load, 2) for load in os.getloadavg()],
+        "command": " ".join(["pdserve", *sys.argv[1:]]),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
+    }
+
+
+def _machine() -> str:
+    names = [
+        line.partition(":")[2].strip()
+        for line in _text("/proc/cpuinfo").splitlines()
+        if line.startswith("model name")
+    ]
+    memory_gb = psutil.virtual_memory().total / 2**30
+    cores = psutil.cpu_count() or 0
+    processor = names[0] if names else platform.machine()
+    return f"{cores} cores of {processor}, {memory_gb:.0f} GiB, {platform.system()}"
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _commit() -> str:
+    """Of the checkout this runs from, with a + where it was changed since; empty where there is none."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except OSError:
+        return ""
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

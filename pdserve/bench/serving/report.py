@@ -1,0 +1,102 @@
+"""A run's figures as tables and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from pdserve.bench.plot import pyplot
+from pdserve.bench.serving.figures import Figures, Outcome
+
+COLUMNS = (
+    *("turn", "asks", "failed", "first token p50", "p90", "p99 ms", "inter-token p50", "p99 ms"),
+    *("prompt tokens/s", "answer tokens/s", "cached", "device", "host", "pool", "could be"),
+)
+
+
+def turns_table(outcome: Outcome, title: str) -> Table:
+    """A row for each turn, for all turns, and for those from the second on."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for name, figures in _rows(outcome):
+        table.add_row(name, *_cells(figures))
+    return table
+
+
+def remarks(outcome: Outcome) -> Iterator[str]:
+    """What to know besides, a line each."""
+    for kind, count in outcome.errors.items():
+        detail = outcome.first_details.get(kind, "")
+        yield f"failed, {kind}: {count}" + (f" (the first: {detail})" if detail else "")
+    if outcome.late_asks:
+        yield f"{outcome.late_asks} asks were due before the answer to their session's last one; that counts"
+    yield (
+        f"client: {outcome.client_cpu:.0%} of a core, late by {outcome.client_delay_p99_ms:.1f} ms at p99; "
+        f"whole run {outcome.wall_s:.1f} s"
+    )
+    for warning in outcome.warnings:
+        yield f"WARNING: {warning}"
+
+
+def plot_turns(path: Path, outcome: Outcome, title: str) -> None:
+    """First-token time, throughput and cached tokens by turn, as a PNG."""
+    plt = pyplot()
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    numbers = list(range(1, len(outcome.turns) + 1))
+    for name, style in (("p50", "-o"), ("p90", "--^"), ("p99", ":s")):
+        values = [getattr(turn.first_token_ms, name) for turn in outcome.turns]
+        known = [(n, v) for n, v in zip(numbers, values, strict=True) if v is not None]
+        left.plot(*zip(*known, strict=True), style, label=name, color="#1f5fa8") if known else None
+    left.set_title("first token, ms", loc="left")
+    left.legend(frameon=False)
+    middle.bar(numbers, [turn.prompt_tokens_s for turn in outcome.turns], color="#6fa8dc")
+    middle.set_title("prompt tokens/s, cached ones too", loc="left")
+    below = [0.0] * len(numbers)
+    for place, colour in (("device", "#1f5fa8"), ("host", "#6fa8dc"), ("storage", "#d9822b")):
+        shares = [_share(turn, place) for turn in outcome.turns]
+        right.bar(numbers, shares, bottom=below, label=place.replace("storage", "pool"), color=colour)
+        below = [a + b for a, b in zip(below, shares, strict=True)]
+    right.plot(numbers, [100 * turn.reusable_share for turn in outcome.turns], "k_", label="could be")
+    right.set_title("prompt tokens found cached, %", loc="left")
+    right.legend(frameon=False)
+    for axis in (left, middle, right):
+        axis.set_xlabel("turn")
+        axis.set_ylim(bottom=0)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _rows(outcome: Outcome) -> Iterator[tuple[str, Figures]]:
+    if len(outcome.turns) > 1:
+        yield from ((str(number), turn) for number, turn in enumerate(outcome.turns, 1))
+    yield "all", outcome.all
+    if outcome.later is not None:
+        yield "from 2", outcome.later
+
+
+def _cells(figures: Figures) -> Iterator[str]:
+    yield from (str(figures.asks), str(figures.failed or "-"))
+    first, between = figures.first_token_ms, figures.inter_token_ms
+    yield from map(_ms, (first.p50, first.p90, first.p99, between.p50, between.p99))
+    yield from (f"{figures.prompt_tokens_s:,.0f}", f"{figures.output_tokens_s:,.1f}")
+    yield f"{figures.cached_share:.1%}"
+    for place in ("device", "host", "storage"):
+        known = getattr(figures.cached, place) is not None
+        yield f"{_share(figures, place):.1f}" if known else "?"
+    yield f"{figures.reusable_share:.1%}"
+
+
+def _share(figures: Figures, place: str) -> float:
+    """Of the prompts' tokens, %."""
+    tokens = getattr(figures.cached, place) or 0
+    return 100 * tokens / figures.prompt_tokens if figures.prompt_tokens else 0.0
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
