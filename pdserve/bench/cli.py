@@ -1,4 +1,4 @@
-"""`pdserve bench`: measure serving and the pool, and put the pool under faults."""
+"""`pdserve bench`: measure serving, router and pool, and put the pool under faults."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pdserve.bench.commands.multiturn import multiturn
 from pdserve.bench.commands.pool import pool
 from pdserve.bench.commands.quiet import quiet
 from pdserve.bench.commands.restart import restart
+from pdserve.bench.commands.router import router
 from pdserve.bench.commands.soak import soak
 from pdserve.bench.commands.tier import tier
 
@@ -19,9 +20,9 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Measure serving and the pool, and put the pool under faults.",
+    help="Measure serving, router and pool, and put the pool under faults.",
 )
-SERVING = (multiturn,)
+SERVING = (multiturn, router)
 POOL = (pool, tier, offline.policies, offline.index, quiet, hot, restart, soak, chaos)
 for command in (*SERVING, *POOL):
     app.command()(command)

@@ -10,6 +10,7 @@ from pdserve.bench.stores import BenchError
 
 if TYPE_CHECKING:
     from pdserve.bench.pool import PoolFigures
+    from pdserve.bench.router.measure import Row
     from pdserve.bench.soak.run import Sample
 
 PATH_NAMES: Final = {"shm": "pdserve, same host", "ucx": "pdserve, UCX over TCP"}
@@ -133,5 +134,34 @@ def plot_soak(path: Path, samples: Sequence[Sample], title: str) -> None:
         axis.set_xlabel("minutes")
     axes[0][0].legend(frameon=False, fontsize=8)
     figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def plot_router(path: Path, rows: Sequence[Row]) -> None:
+    """Draw what each router adds and can take, by the number of streams, as a PNG."""
+    plt = pyplot()
+    panels = {
+        "rps": "requests/s",
+        "chunks_per_s": "streamed chunks/s",
+        "added_ttft_ms_p50": "added time to first chunk, p50, ms",
+        "added_ttft_ms_p99": "added time to first chunk, p99, ms",
+        "cpu_us_per_request": "processor time of a request, µs",
+        "cpu_us_per_chunk": "processor time of a streamed chunk, µs",
+    }
+    figure, axes = plt.subplots(3, 2, figsize=(12, 10), layout="constrained")
+    places = list(map(str, dict.fromkeys(row.streams for row in rows)))
+    for axis, (what, label) in zip(axes.flat, panels.items(), strict=True):
+        for router in dict.fromkeys(row.router for row in rows):
+            mine = [row for row in rows if row.router == router and getattr(row, what) is not None]
+            at = [places.index(str(row.streams)) for row in mine]
+            axis.plot(at, [getattr(row, what) for row in mine], label=router, marker="o", linewidth=1.2)
+        axis.set_xticks(range(len(places)), places)
+        axis.set_ylim(bottom=0)
+        axis.set_title(label, loc="left", fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes[-1]:
+        axis.set_xlabel("streams")
+    axes[0][0].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -1,0 +1,140 @@
+"""The routers that are measured, each a process of its own on a core of its own, before the same workers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import psutil
+
+from pdserve.bench.peers.process import free_ports, server
+from pdserve.bench.router.load import PATH
+from pdserve.bench.router.mock import MODEL
+from pdserve.up.toml import to_toml
+
+OURS: Final = "pdserve"
+ASK_TIMEOUT_S: Final = 5.0
+
+
+class Workers(NamedTuple):
+    """The ports of the mock workers."""
+
+    prefill: int
+    decode: int
+
+
+class Server(NamedTuple):
+    """Who is measured, or a mock worker; `process` is None where no router is between."""
+
+    name: str
+    port: int
+    process: psutil.Process | None = None
+
+    def cpu_s(self) -> float:
+        """Processor time it has used."""
+        if self.process is None:
+            return 0.0
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
+
+    def rss_mb(self) -> float | None:
+        """Memory it has now, in 10^6 bytes."""
+        return None if self.process is None else self.process.memory_info().rss / 1e6
+
+
+def _ours(port: int, workers: Workers, directory: Path) -> list[str]:
+    config = {
+        "port": port,
+        "prefill": [f"http://127.0.0.1:{workers.prefill}"],
+        "decode": [f"http://127.0.0.1:{workers.decode}"],
+        "log_level": "warning",
+    }
+    file = directory / "router.toml"
+    file.write_text(to_toml(config))
+    return [sys.executable, "-m", "pdserve", "router", "--config", str(file)]
+
+
+def _rust(
+    name: str, mode: Sequence[str], bootstrap: Sequence[str], log_level: str
+) -> Callable[[int, Workers, Path], list[str]]:
+    """The Rust routers come from one root, and their options differ little."""
+
+    def command(port: int, workers: Workers, directory: Path) -> list[str]:
+        (metrics,) = free_ports(1)
+        return [
+            shutil.which(name) or name,
+            *mode,
+            *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)),
+            *("--prefill", f"http://127.0.0.1:{workers.prefill}", *bootstrap),
+            *("--decode", f"http://127.0.0.1:{workers.decode}"),
+            *("--policy", "round_robin", "--log-level", log_level),
+        ]
+
+    return command
+
+
+COMMANDS: Final[dict[str, Callable[[int, Workers, Path], list[str]]]] = {
+    OURS: _ours,
+    "sglang-router": _rust("sglang-router", ("launch", "--pd-disaggregation"), ("8998",), "warn"),
+    "smg": _rust("smg", ("launch", "--pd-disaggregation"), ("8998",), "warn"),
+    "vllm-router": _rust("vllm-router", ("--vllm-pd-disaggregation",), (), "warning"),
+}
+PEERS: Final = tuple(name for name in COMMANDS if name != OURS)
+
+
+@contextmanager
+def on_cores(cores: set[int]) -> Iterator[None]:
+    """What is started in the block keeps to these cores; so does this process until the block ends."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def mock_worker(role: str, directory: Path) -> Iterator[Server]:
+    """A worker that answers. Raises BenchError."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "pdserve.bench.router.mock", str(port), role]
+    with server(f"the mock {role} worker", command, directory / f"{role}.log", lambda: answers(port)) as made:
+        yield Server(role, port, psutil.Process(made.pid))
+
+
+@contextmanager
+def contender(name: str, workers: Workers, directory: Path, cores: set[int]) -> Iterator[Server]:
+    """A router that answers, on these cores. Raises BenchError."""
+    (port,) = free_ports(1)
+    command = COMMANDS[name](port, workers, directory)
+    with ExitStack() as running:
+        with on_cores(cores):
+            made = running.enter_context(
+                server(name, command, directory / f"{name}.log", lambda: answers(port))
+            )
+        yield Server(name, port, psutil.Process(made.pid))
+
+
+def answers(port: int) -> bool:
+    """Whether a chat request is answered there."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ASK_TIMEOUT_S)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+    try:
+        connection.request("POST", PATH, json.dumps(body), {"content-type": "application/json"})
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def installed(name: str) -> bool:
+    """Whether the command is found."""
+    return name == OURS or shutil.which(name) is not None

@@ -1,0 +1,154 @@
+"""`pdserve bench router`, end to end and in parts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import stat
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+
+import pytest
+
+from pdserve.bench.router.load import Load, Loaded, make_requests, run_load
+from pdserve.bench.router.measure import Turn, rows_of, split_cores
+from pdserve.bench.router.mock import Mock, answers
+from pdserve.bench.stores import BenchError
+
+SHORT = (
+    "--streams",
+    "1,4",
+    "--rounds",
+    "1",
+    "--seconds",
+    "0.2",
+    "--long-streams",
+    "8",
+    "--long-seconds",
+    "0.3",
+)
+
+
+def bench(*arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pdserve", "bench", "router", *arguments]
+    environment = {**os.environ, "PATH": path} if path else None
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
+
+
+def test_every_router_is_measured_beside_direct_access(tmp_path: Path) -> None:
+    broken = tmp_path / "smg"
+    broken.write_text("#!/bin/sh\necho no such option\nexit 1\n")
+    broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
+    picture = tmp_path / "router.png"
+    done = bench("--json", *SHORT, "--peers", "smg,vllm-router", "--plot", str(picture), path=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "vllm-router is not installed" in done.stderr
+    assert "left out: smg did not start: no such option" in done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    named = [(row["router"], row["streams"]) for row in rows]
+    assert named == [(router, streams) for streams in (1, 4, 8) for router in ("direct", "pdserve")]
+    assert [row["errors"] for row in rows] == [0] * len(rows), rows
+    keys = ["streams", "added_ttft_ms_p50", "added_ttft_ms_p99", "rps", "chunks_per_s", "rss_mb"]
+    assert list(rows[0])[1:7] == keys
+    for direct, ours in zip(rows[::2], rows[1::2], strict=True):
+        assert direct["added_chunk_ms_p50"] is None
+        assert ours["rss_mb"] > 20
+        if ours["streams"] < 8:  # on a starved machine a window may pass without an answer
+            assert min(direct["rps"], direct["chunks_per_s"], ours["rps"], ours["chunks_per_s"]) >= 0
+    assert max(row["rps"] or 0 for row in rows) > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bad_options_end_with_one_line() -> None:
+    for arguments, complaint in (
+        (("--streams", "many"), "--streams:"),
+        (("--streams", "0"), "at least 1"),
+        (("--peers", "nginx"), "'nginx' is not one of"),
+    ):
+        done = bench(*arguments)
+        assert done.returncode == 2
+        (line,) = done.stderr.strip().splitlines()
+        assert complaint in line
+
+
+def test_the_same_seed_asks_the_same() -> None:
+    load = Load(streams=1, seconds=1, chunks=8, interval_us=50_000, prompt_bytes=100)
+    assert make_requests(load, 1) == make_requests(load, 1)
+    assert len(set(make_requests(load, 1))) > 1
+    other = Load(streams=1, seconds=1, chunks=8, interval_us=50_000, prompt_bytes=100, seed=2)
+    assert make_requests(load, 1) != make_requests(other, 1)
+
+
+def loaded(role: str, load: Load) -> Loaded:
+    """What a mock worker of this role makes of the load."""
+
+    async def main() -> Loaded:
+        loop = asyncio.get_running_loop()
+        known = answers(role)
+        server = await loop.create_server(lambda: Mock(role, known, loop), "127.0.0.1", 0)
+        async with server:
+            return (await run_load(load, server.sockets[0].getsockname()[1], lambda: None))[0]
+
+    return asyncio.run(main())
+
+
+def test_streams_are_counted_chunk_by_chunk() -> None:
+    done = loaded("decode", Load(streams=4, seconds=0.3, chunks=5, interval_us=2000, ramp_s=0.002))
+    assert done.errors == 0
+    assert done.requests > 0
+    assert len(done.chunk_ms) >= 5 * (done.requests - 4)
+    assert all(ms > 0 for ms in (*done.chunk_ms, *done.first_ms))
+
+
+def test_a_stream_with_other_chunks_than_asked_for_is_an_error() -> None:
+    done = loaded("prefill", Load(streams=2, seconds=0.1, chunks=5))
+    assert done.errors > 0
+    assert done.requests == 0
+    assert done.first_error == "status 200, 1 of 5 chunks"
+
+
+def test_nobody_there_is_an_error_in_words() -> None:
+    with pytest.raises(BenchError, match="no connection to port 1"):
+        asyncio.run(run_load(Load(streams=1, seconds=0.1), 1, lambda: None))
+
+
+def turn(phase: str, requests: int, chunk_ms: list[float], cpu_s: float, rss_mb: float | None) -> Turn:
+    done = Loaded(
+        first_ms=array("d", [1.0 + cpu_s * 100] * 100),
+        chunk_ms=array("d", chunk_ms),
+        seconds=2.0,
+        requests=requests,
+    )
+    return Turn(phase, done, router_cpu_s=cpu_s, load_cpu_s=0.5, rss_mb=rss_mb)  # type: ignore[arg-type]
+
+
+def test_figures_are_medians_of_rates_and_differences_of_percentiles() -> None:
+    paced = [float(ms) for ms in range(200)]
+    turns = {
+        "direct": [turn("whole", 4000, [], 0, None), turn("paced", 10, paced, 0, None)],
+        "pdserve": [
+            *(turn("whole", count, [], 0.02, 50.0) for count in (1000, 2000, 9000)),
+            turn("burst", 10, [1.0] * 600, 0.5, 52.0),
+            turn("paced", 10, [ms + 3 for ms in paced], 0.01, 51.0),
+        ],
+        "smg": [turn("whole", 500, [], 0.5, 90.0)],
+    }
+    direct, ours, smg = rows_of(64, turns, load_cores=1)
+    assert (direct.rps, direct.added_chunk_ms_p50, direct.rss_mb) == (2000.0, None, None)
+    assert (ours.rps, ours.chunks_per_s, ours.rss_mb) == (1000.0, 300.0, 52.0)
+    assert (ours.added_chunk_ms_p50, ours.added_chunk_ms_p99) == (3.0, 3.0)
+    assert ours.added_ttft_ms_p50 == 1.0
+    assert ours.added_whole_ms_p50 == 2.0
+    assert ours.cpu_us_per_request == 5.0
+    assert ours.cpu_us_per_chunk == 50.0
+    assert ours.rps_over == {"smg": 4.0}
+    assert ours.load_busy == 0.25
+    assert smg.added_ttft_ms_p50 is None
+
+
+def test_the_router_has_a_core_of_its_own_where_there_are_two() -> None:
+    assert split_cores({0, 1, 5}) == ({5}, {0, 1})
+    assert split_cores({3}) == ({3}, {3})
