@@ -16,6 +16,7 @@ import pydantic
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from pdserve.engine.reuse import Found
 from pdserve.errors import RequestError
 
 CHAT = "/v1/chat/completions"
@@ -39,20 +40,11 @@ _GENERATION_ONLY = (
 
 
 @dataclass(frozen=True)
-class CachedTokens:
-    """Prompt tokens that were not computed, by where they were found."""
-
-    device: int
-    host: int
-    pool: int
-
-
-@dataclass(frozen=True)
 class Prefilled:
     """What the prefill of a body did."""
 
     prompt_tokens: int
-    cached: CachedTokens
+    found: list[Found]  # what was cached of each prompt
     cached_tokens: dict[str, int]  # by SGLang's request id
 
 
@@ -90,14 +82,9 @@ async def run_prefill(tokenizer_manager: Any, request: GenerateReqInput) -> Pref
                 str(reason.get("message") or "the prefill was aborted"),
                 type_="invalid_request_error" if status < 500 else "server_error",
             )
-    details = [meta.get("cached_tokens_details") or {} for meta in metas]
     return Prefilled(
         prompt_tokens=sum(meta["prompt_tokens"] for meta in metas),
-        cached=CachedTokens(
-            device=sum(detail.get("device", 0) for detail in details),
-            host=sum(detail.get("host", 0) for detail in details),
-            pool=sum(detail.get("storage", 0) for detail in details),
-        ),
+        found=[Found.of(meta.get("cached_tokens", 0), meta.get("cached_tokens_details")) for meta in metas],
         cached_tokens={meta["id"]: meta.get("cached_tokens", 0) for meta in metas},
     )
 

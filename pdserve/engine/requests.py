@@ -4,11 +4,11 @@ leaves.
 SGLang names its requests itself (an HTTP request with `n = 3` makes several), notices a client that left
 after up to 4 s (0.5.23: a poll of that period when not streaming, a sleep of 2 s when streaming), and forgets
 a request once answered. A worker needs all three otherwise. So a pure-ASGI middleware opens an `HttpRequest`
-record in a context variable, and two wrapped methods of the tokenizer manager, which run in the same context,
-fill it in:
+record in a context variable, and wrapped methods of the tokenizer manager fill it in:
 
     _init_req_state      a request state (`ReqState`) was made for an SGLang request id
     _send_*_request      its prompt's token ids, extra key and salt are final, and it went to the scheduler
+    _handle_batch_output what it found cached; not in that context, but for all requests that run
 
 The middleware is the only reader of the connection's `receive`: it passes the body on to SGLang, and once the
 body is through it waits for the disconnect, so that one is seen at once in every phase. A server says
@@ -25,6 +25,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdserve.engine.reuse import PREFILLED_HEADER, Reuse, parse_prefilled, replace_counts
 from pdserve.pages import namespace_seed, page_hashes, pool_key
 
 Scope = MutableMapping[str, Any]
@@ -66,6 +67,7 @@ class HttpRequest:
 
     request_id: str
     path: str
+    reuse: Reuse = field(default_factory=lambda: Reuse([]))
     requests: dict[str, SglangRequest] = field(default_factory=dict)
     left: asyncio.Event = field(default_factory=asyncio.Event)  # the client, before its answer was complete
     cut_short: bool = False  # it left while SGLang computed
@@ -144,6 +146,7 @@ class RequestTracking:
         self._tokenizer_manager = tokenizer_manager
         self._on_start = on_start
         self._watched: Any = None
+        self._reuse_of: dict[str, Reuse] = {}  # of what runs, by SGLang's request id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] not in GENERATING_PATHS:
@@ -151,16 +154,19 @@ class RequestTracking:
             return
         manager = self._tokenizer_manager()
         self._watch(manager)
-        request = HttpRequest(_request_id(scope), scope["path"])
+        told = parse_prefilled(_header(scope, PREFILLED_HEADER))
+        request = HttpRequest(_request_id(scope), scope["path"], Reuse(told))
         if self._on_start is not None:
             self._on_start(request)
-        connection = _Connection(receive, send, lambda: _abort(request, manager))
+        connection = _Connection(receive, send, lambda: _abort(request, manager), request.reuse.headers)
         reader = asyncio.create_task(connection.read())
         token = _current.set(request)
         try:
             await self._app(scope, connection.receive, connection.send)
         finally:
             _current.reset(token)
+            for rid in request.requests:
+                self._reuse_of.pop(rid, None)
             request.answered.set()
             reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -170,7 +176,8 @@ class RequestTracking:
         if self._watched is manager:
             return
         self._watched = manager
-        _wrap_init(manager)
+        _wrap_init(manager, self._reuse_of)
+        _wrap_output(manager, self._reuse_of)
         _wrap_send(manager, "_send_one_request", lambda argument: [argument])
         _wrap_send(manager, "_send_batch_request", list)
 
@@ -178,10 +185,18 @@ class RequestTracking:
 class _Connection:
     """The server's side of one request, read ahead of the app that answers it."""
 
-    def __init__(self, receive: Receive, send: Send, on_left: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        receive: Receive,
+        send: Send,
+        on_left: Callable[[], None],
+        more_headers: Callable[[], list[tuple[bytes, bytes]]],
+    ) -> None:
         self._receive = receive
         self._send = send
         self._on_left = on_left
+        self._more_headers = more_headers
+        self._start: MutableMapping[str, Any] | None = None
         self._messages: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue(_BODY_QUEUE_MESSAGES)
         self._ended: MutableMapping[str, Any] | None = None
         self._complete = False
@@ -207,7 +222,13 @@ class _Connection:
         return self._ended
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """For the app."""
+        """For the app. The head waits for the first piece of the body: then its headers are known."""
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        if self._start is not None:
+            start, self._start = self._start, None
+            await self._send({**start, "headers": [*start.get("headers", ()), *self._more_headers()]})
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self._complete = True
         await self._send(message)
@@ -225,18 +246,31 @@ def _abort(request: HttpRequest, manager: Any) -> None:
         manager.abort_request(rid=made.rid)
 
 
-def _wrap_init(manager: Any) -> None:
+def _wrap_init(manager: Any, reuse_of: dict[str, Reuse]) -> None:
     original = manager._init_req_state
 
     def init_req_state(obj: Any, request: Any = None) -> Any:
         result = original(obj, request)
         http = _current.get()
         if http is not None:
+            if not http.requests:
+                http.reuse.begin(getattr(obj, "batch_size", 1), getattr(obj, "parallel_sample_num", 1))
             for rid in [obj.rid] if isinstance(obj.rid, str) else obj.rid:
                 http.requests[rid] = SglangRequest(rid, manager.rid_to_state[rid])
+                reuse_of[rid] = http.reuse
         return result
 
     manager._init_req_state = init_req_state
+
+
+def _wrap_output(manager: Any, reuse_of: dict[str, Reuse]) -> None:
+    original = manager._handle_batch_output
+
+    async def handle_batch_output(output: Any) -> None:
+        replace_counts(output, reuse_of)
+        await original(output)
+
+    manager._handle_batch_output = handle_batch_output
 
 
 def _wrap_send(manager: Any, name: str, tokenized: Callable[[Any], list[Any]]) -> None:
@@ -251,6 +285,7 @@ def _wrap_send(manager: Any, name: str, tokenized: Callable[[Any], list[Any]]) -
             made = http.requests.get(one.rid)
             if made is not None:
                 _name(made, one)
+                http.reuse.sent(one.rid)
                 sent.append(made)
         result = await original(argument)
         if http.left.is_set():
@@ -276,7 +311,8 @@ def _name(made: SglangRequest, tokenized: Any) -> None:
 
 
 def _request_id(scope: Scope) -> str:
-    for name, value in scope["headers"]:
-        if name == REQUEST_ID_HEADER:
-            return str(value.decode("latin-1"))[:256]
-    return uuid.uuid4().hex
+    return _header(scope, REQUEST_ID_HEADER).decode("latin-1")[:256] or uuid.uuid4().hex
+
+
+def _header(scope: Scope, wanted: bytes) -> bytes:
+    return next((bytes(value) for name, value in scope["headers"] if name == wanted), b"")

@@ -59,6 +59,7 @@ PLACES: tuple[Place, ...] = (
     Place(_TOKENIZER, "TokenizerManager.auto_create_handle_loop"),
     Place(_TOKENIZER, "TokenizerManager._init_req_state", ("obj", "request")),
     Place(_TOKENIZER, "TokenizerManager._send_one_request", ("tokenized_obj",)),
+    Place(_TOKENIZER, "TokenizerManager._handle_batch_output", ("recv_obj",)),
     Place(_TOKENIZER, "TokenizerManager._send_batch_request", ("tokenized_objs",)),
     Place(_TOKENIZER, "TokenizerManager._dispatch_to_scheduler"),
     Place(_TOKENIZER, "TokenizerManager.set_server_stop_hook", ("hook",)),

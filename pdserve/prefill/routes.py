@@ -19,6 +19,7 @@ from fastapi.responses import JSONResponse, Response
 
 from pdserve.engine.prompt import ENDPOINTS, prefill_request, run_prefill
 from pdserve.engine.requests import HttpRequest, PageNames, current_request
+from pdserve.engine.reuse import Found
 from pdserve.errors import RequestError
 from pdserve.kvpool.aclient import AsyncPoolClient
 
@@ -85,11 +86,8 @@ class Prefill:
             )
         return {
             "prompt_tokens": outcome.prompt_tokens,
-            "cached": {
-                "device": outcome.cached.device,
-                "host": outcome.cached.host,
-                "pool": outcome.cached.pool,
-            },
+            "cached": Found(*map(sum, zip(*outcome.found, strict=True)))._asdict(),
+            "cached_by_prompt": outcome.found,
             "published_pages": published,
             "missing_pages": len(keys) - published,
             "prefill_ms": round((computed_s - started_s) * 1e3, 3),

@@ -49,6 +49,7 @@ class Call:
         "path",
         "phase",
         "plan_words",
+        "prefilled",
         "queued_tokens",
         "request_id",
         "send",
@@ -91,6 +92,8 @@ class Call:
         """When the status was sent, on the loop's clock; 0 before that."""
         self.status = 0
         self.plan_words = b""
+        self.prefilled = b""
+        """Header for the decode worker: what prefill found cached."""
         self.queued_tokens = 0
         """Prompt tokens that count as waiting at the decode worker."""
         self.workers: list[tuple[bytes, bytes]] = []

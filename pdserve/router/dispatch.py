@@ -39,6 +39,7 @@ from pdserve.router.stages import MAX_ERROR_BYTES, Stages, WorkerAnswerError
 from pdserve.router.throttle import ThrottledLog
 from pdserve.router.trail import ASK, CONTINUED_PATHS, HEADER, Trail, may_continue
 from pdserve.router.upstream import Upstream
+from pdserve.router.usage import own_memory_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -173,9 +174,7 @@ class Dispatcher:
                     raise UpstreamError("protocol", "the rest of a stream is no stream")
                 else:
                     await relay_whole(call, exchange, first_s, self._deadlines.between_chunks_s)
-                tail, size = exchange.tail(), exchange.received_bytes
-                turn = self.placer.on_answered(call.facts, plan, worker, turn, tail, size, self._loop.time())
-                self._share(call, turn)
+                self._share(call, self._answered(call, plan, worker, turn, exchange))
             self._fleet.on_success(worker)
             return None
         except UpstreamError as error:
@@ -186,9 +185,18 @@ class Dispatcher:
             if exchange is not None:
                 exchange.release()
 
+    def _answered(
+        self, call: Call, plan: Plan, worker: Worker, turn: SessionEntry | None, exchange: Exchange
+    ) -> SessionEntry | None:
+        tokens, found = 0, None
+        if plan.places is not None:
+            tokens = 0 if call.meter is None else call.meter.total(call.is_sse)[1]
+            found = own_memory_tokens(exchange.headers)
+        return self.placer.on_answered(call.facts, plan, worker, turn, tokens, found, self._loop.time())
+
     async def _ask(self, call: Call, worker: Worker, trail: Trail, head_s: float) -> Exchange:
         """Send the call to `worker`, or what it needs to go on with the call."""
-        target, headers, body = call.path, call.upstream_headers, call.body
+        target, headers, body = call.path, call.upstream_headers + call.prefilled, call.body
         if self._continue != "never" and call.path in CONTINUED_PATHS:
             headers += ASK
         if call.is_started:

@@ -55,7 +55,6 @@ class Exchange:
         "_connection",
         "_deadlines",
         "_paused",
-        "_tail",
         "_waiter",
         "complete",
         "deadline_s",
@@ -71,7 +70,6 @@ class Exchange:
         self._chunks: deque[bytes] = deque()
         self._buffered_bytes = 0
         self._paused = False
-        self._tail = (b"", b"")
         self._waiter: asyncio.Future[None] | None = None
         self.deadline_s = math.inf
         self.status = 0
@@ -106,7 +104,6 @@ class Exchange:
         chunks = self._chunks
         data = chunks.popleft() if len(chunks) == 1 else b"".join(chunks)
         chunks.clear()
-        self._tail = self._tail[1], data
         self._buffered_bytes = 0
         if self._paused:
             self._paused = False
@@ -126,10 +123,6 @@ class Exchange:
             if size > limit_bytes:
                 raise UpstreamError("protocol", f"answer is longer than {limit_bytes} bytes")
         return b"".join(parts)
-
-    def tail(self) -> bytes:
-        """What the last two reads gave: the end of an answer, mostly more than its last event."""
-        return b"".join(self._tail)
 
     @property
     def at_end(self) -> bool:

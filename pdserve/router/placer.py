@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pdserve.router.answer_tail import BYTES_PER_EVENT, read_tail
 from pdserve.router.config import RouterConfig
 from pdserve.router.facts import Facts
 from pdserve.router.fleet import Fleet, Snapshot, Worker
@@ -104,24 +103,20 @@ class Placer:
         plan: Plan,
         worker: Worker,
         turn: SessionEntry | None,
-        tail: bytes,
-        answer_bytes: int,
+        answer_tokens: int,
+        found_tokens: int | None,
         now_s: float,
     ) -> SessionEntry | None:
-        """The answer is whole, and ends with `tail`: the worker's memory holds it too. Returns the session's
-        last turn with that, unless a later one has begun.
+        """The answer is whole, so the worker's memory holds its `answer_tokens` too; `found_tokens` of the
+        prompt were there before, if it says. Returns the session's last turn with that, unless a later one
+        has begun.
         """
-        tokens = 0 if turn is None else turn.tokens
-        if plan.places is not None:
-            said = read_tail(tail)
-            answer = said.completion_tokens
-            tokens += answer_bytes // BYTES_PER_EVENT if answer is None else answer
-            if said.cached is not None:
-                found = said.cached.device + said.cached.host
-                self.prefixes.learn(worker, plan.places.believed(worker), found)
+        if plan.places is not None and found_tokens is not None:
+            self.prefixes.learn(worker, plan.places.believed(worker), found_tokens)
         key = facts.session
         if key is None or turn is None or self.sessions.get(key, now_s) is not turn:
             return None
+        tokens = turn.tokens + answer_tokens
         turn = msgspec.structs.replace(turn, tokens=tokens, seen_s=now_s, answered=True)
         self.sessions.record(key, turn)
         return turn

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 SETTLE_SLACK_S = 0.25
 """On top of the time that the worker itself was given to wait."""
 MAX_ERROR_BYTES = 1024 * 1024
+MAX_PROMPTS_TOLD = 1024
+"""Some 16 KiB of header."""
 CLIENT_FAULTS = frozenset((400, 413, 422))
 """Prefill's answers that are final. Others, like 404 or 429, may be the worker's own trouble; if they are
 not, the decode worker will say the same."""
@@ -47,8 +49,19 @@ class PrefillReport(msgspec.Struct):
     published_pages: int
     missing_pages: int
     cached: dict[str, int] = {}
+    cached_by_prompt: list[tuple[int, int, int]] = []
     prefill_ms: float = 0.0
     publish_ms: float = 0.0
+
+
+def prefilled_header(cached_by_prompt: list[tuple[int, int, int]]) -> bytes:
+    """Tells the decode worker what was cached before prefill, of every prompt: what it finds itself is what
+    prefill has just put there. Of more than MAX_PROMPTS_TOLD prompts nothing is said.
+    """
+    if not 0 < len(cached_by_prompt) <= MAX_PROMPTS_TOLD:
+        return b""
+    each = ",".join(f"{device}/{host}/{pool}" for device, host, pool in cached_by_prompt)
+    return b"x-pdserve-prefilled: %b\r\n" % each.encode("ascii")
 
 
 class SettledReport(msgspec.Struct):
@@ -188,6 +201,7 @@ class Stages:
                 self._loop.time(),
             )
             call.workers[:] = [(b"x-pdserve-prefill", worker.id_header)]
+            call.prefilled = prefilled_header(report.cached_by_prompt)
             if call.meter is not None:
                 call.meter.prompt_tokens = report.prompt_tokens
             return self._count_prefill(report)

@@ -1,26 +1,35 @@
-"""How many tokens a request used, read off the answer that passes by.
+"""What an answer says of tokens, read off its bytes as they pass by.
 
 An answer that says its usage is believed: OpenAI's `usage` and SGLang's `meta_info` both have `prompt_tokens`
-and `completion_tokens`, in a stream in its last events. A stream that does not (the client did not ask for
-`include_usage`, or it left) is counted by its events, one of which is a token, or a few where the worker's
-stream interval is larger. The names in quotes are searched in the bytes; within a JSON string the quotes
-would be escaped, so no answer's text can pretend.
+and `completion_tokens`. A stream says it in its last event (OpenAI's, where the client asked with
+`include_usage`) or in every event, growing (`/generate`, for each of its choices). A stream that does not, or
+whose client left, is counted by its events, one of which is a token, or a few where the worker's stream
+interval is larger. The names in quotes are searched in the bytes; within a JSON string the quotes would be
+escaped, so no answer's text can pretend.
+
+What a worker found cached in its own memory stands in a header of its answer (pdserve/engine/reuse.py).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _EVENT = b"data: "
 _MARK = b'"completion_tokens":'
-_PROMPT = re.compile(rb'"prompt_tokens": ?(\d{1,15})')
-_OUTPUT = re.compile(rb'"completion_tokens": ?(\d{1,15})')
+_ENDED = b'"finish_reason":{'
+"""`/generate` alone has an object there, in the last event of each choice."""
+_PROMPT = re.compile(rb'"prompt_tokens":\s*(\d{1,15})\b')
+_OUTPUT = re.compile(rb'"completion_tokens":\s*(\d{1,15})\b')
+_LAST_OUTPUT = re.compile(rb'"finish_reason":\{[^\n]*?"completion_tokens":\s*(\d{1,15})\b')
+CACHED_HEADER = b"x-pdserve-cached"
+_CACHED = re.compile(rb"device=(\d{1,15}), host=(\d{1,15})\b")
 
 
 class Meter:
     """The usage of one request."""
 
-    __slots__ = ("_said", "charged_tokens", "events", "prompt_tokens")
+    __slots__ = ("_ended", "_said", "charged_tokens", "events", "prompt_tokens")
 
     def __init__(self, charged_tokens: int) -> None:
         self.charged_tokens = charged_tokens
@@ -29,21 +38,39 @@ class Meter:
         """What the prompt has as far as is known."""
         self.events = 0
         self._said = b""
+        self._ended: list[bytes] = []
 
     def count(self, data: bytes) -> None:
         """A piece of the answer, whole events of a stream."""
         self.events += data.count(_EVENT)
         if _MARK in data:
             self._said = data
+            if _ENDED in data:
+                self._ended.append(data)
 
     def total(self, streamed: bool) -> tuple[int, int]:
-        """(prompt tokens, output tokens). A stream's numbers grow, so the last of them count; an answer in
-        one piece has one, or one for each prompt.
+        """(prompt tokens, output tokens). An answer in one piece has these numbers once, or once for each
+        prompt; of a stream's, which grow, the last of each choice counts.
         """
         if not self._said:
             return self.prompt_tokens, self.events if streamed else 0
-        prompt = [int(number) for number in _PROMPT.findall(self._said)]
-        output = [int(number) for number in _OUTPUT.findall(self._said)]
+        prompt = _numbers(_PROMPT, self._said)
+        output = _numbers(_OUTPUT, self._said)
         if not streamed:
             return (sum(prompt) or self.prompt_tokens), sum(output)
-        return (prompt or [self.prompt_tokens])[-1], (output or [self.events])[-1]
+        ended = [number for data in self._ended for number in _numbers(_LAST_OUTPUT, data)]
+        return (prompt or [self.prompt_tokens])[-1], sum(ended) or (output or [self.events])[-1]
+
+
+def _numbers(name: re.Pattern[bytes], data: bytes) -> list[int]:
+    return [int(number) for number in name.findall(data)]
+
+
+def own_memory_tokens(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
+    """Prompt tokens that the worker found in its device and host memory, by its answer's headers; None where
+    it does not say.
+    """
+    for name, value in headers:
+        if name == CACHED_HEADER and (match := _CACHED.match(value)):
+            return int(match[1]) + int(match[2])
+    return None

@@ -9,7 +9,6 @@ import signal
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
 
 import httpx
 import pytest
@@ -30,15 +29,21 @@ def generate(router: Router, prompt: list[int], tokens: int = NEW_TOKENS, **head
     return http.post(f"{router.url}/generate", json=body, headers=headers, timeout=120.0)
 
 
-def ask(router: Router, prompts: list[list[int]]) -> tuple[list[Answer], list[dict[str, Any]]]:
-    """Answers and their meta_info."""
-    answers, metas = [], []
+def found(response: httpx.Response) -> dict[str, int]:
+    """Prompt tokens that the decode worker itself found, by place; the answer tells what prefill found."""
+    pairs = (pair.partition("=") for pair in response.headers["x-pdserve-cached"].split(", "))
+    return {place: int(tokens) for place, _, tokens in pairs}
+
+
+def ask(router: Router, prompts: list[list[int]]) -> tuple[list[Answer], list[int]]:
+    """Answers, and the tokens of each prompt that the decode worker found."""
+    answers, cached = [], []
     for prompt in prompts:
         response = generate(router, prompt)
         assert response.status_code == 200, response.text
         answers.append(Answer.of(response.json()))
-        metas.append(response.json()["meta_info"])
-    return answers, metas
+        cached.append(sum(found(response).values()))
+    return answers, cached
 
 
 def say(prompts: list[list[int]]) -> Callable[[int], str]:
@@ -53,11 +58,10 @@ def wanted_hits(prompt: list[int]) -> int:
 def test_disaggregated_answers_equal_plain_sglang_and_come_from_the_pool(
     cluster: Cluster, reference: Reference
 ) -> None:
-    answers, metas = ask(cluster.pairs[0], reference.prompts)
+    answers, cached = ask(cluster.pairs[0], reference.prompts)
     assert differences(reference.first, answers, say(reference.prompts)) == []
     # Pages come from the decode worker's own caches where prompts share a prefix; else, all of them, from the
     # pool.
-    cached = [meta["cached_tokens"] for meta in metas]
     assert cached == [wanted_hits(prompt) for prompt in reference.prompts]
 
 
@@ -71,9 +75,9 @@ def test_answers_after_flushing_the_workers_come_from_the_pool(
 ) -> None:
     cluster.flush()
     prompts = reference.second_prompts
-    answers, metas = ask(cluster.pairs[1], prompts)
+    answers, cached = ask(cluster.pairs[1], prompts)
     assert differences(reference.second, answers, say(prompts)) == []
-    assert [meta["cached_tokens"] for meta in metas] == [wanted_hits(prompt) for prompt in prompts]
+    assert cached == [wanted_hits(prompt) for prompt in prompts]
 
 
 def test_answers_after_restarting_the_pool_node_come_from_the_pool(
@@ -113,11 +117,24 @@ def wait_pool_up(cluster: Cluster) -> None:
 
 def test_the_decode_worker_computes_at_most_one_page_and_a_token(cluster: Cluster) -> None:
     prompt = token_ids(77, 2000)
-    meta = generate(cluster.pairs[0], prompt).json()["meta_info"]
-    computed = meta["prompt_tokens"] - meta["cached_tokens"]
-    assert meta["prompt_tokens"] == 2000
-    assert 1 <= computed <= PAGE + 1
-    assert meta["cached_tokens_details"]["storage"] == wanted_hits(prompt)
+    response = generate(cluster.pairs[0], prompt)
+    assert response.json()["meta_info"]["prompt_tokens"] == 2000
+    assert 1 <= 2000 - sum(found(response).values()) <= PAGE + 1
+    assert found(response)["pool"] == wanted_hits(prompt)
+
+
+def test_clients_are_told_what_was_cached_before_prefill(cluster: Cluster) -> None:
+    """Of a new prompt nothing, however much prefill then put into the pool for the decode worker."""
+    prompt = token_ids(79, 500)
+    body = {"model": "demo-tiny", "prompt": prompt, "max_tokens": 4, "n": 2, "temperature": 1.0}
+    url = f"{cluster.pairs[0].url}/v1/completions"
+    usages = [http.post(url, json=body, timeout=60).json()["usage"] for _ in range(2)]
+    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages] == [0, wanted_hits(prompt)]
+    assert [usage["prompt_tokens"] for usage in usages] == [500, 500]
+    assert [usage["completion_tokens"] for usage in usages] == [8, 8]
+    first, again = (generate(cluster.pairs[0], token_ids(80, 500)).json()["meta_info"] for _ in range(2))
+    assert (first["cached_tokens"], again["cached_tokens"]) == (0, wanted_hits(prompt))
+    assert again["cached_tokens_details"]["device"] == wanted_hits(prompt)
 
 
 def test_prefill_reports_what_it_published(cluster: Cluster) -> None:
@@ -135,7 +152,7 @@ def test_prefill_reports_what_it_published(cluster: Cluster) -> None:
 
 def test_turn_two_at_once_on_other_workers_finds_turn_one(cluster: Cluster) -> None:
     """Prompt and output pages, by SGLang's own account, ten times over."""
-    found = expected = 0
+    pulled = expected = 0
     for i in range(10):
         session = {"x-session-id": f"turns-{i}"}
         first_prompt = token_ids(4000 + i, 500)
@@ -151,10 +168,9 @@ def test_turn_two_at_once_on_other_workers_finds_turn_one(cluster: Cluster) -> N
         assert settled["settled"], settled
         conversation = [*first_prompt, *output]
         second = generate(cluster.pairs[1], [*conversation, *token_ids(5000 + i, 30)], 4, **session)
-        details = second.json()["meta_info"]["cached_tokens_details"]
-        found += details["storage"]
+        pulled += found(second)["pool"]
         expected += (len(conversation) - 1) // PAGE * PAGE
-    assert found >= 0.99 * expected
+    assert pulled >= 0.99 * expected
 
 
 def test_the_router_waits_for_turn_one_when_it_sends_turn_two_elsewhere(cluster: Cluster) -> None:

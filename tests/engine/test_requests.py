@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from pdserve.engine.requests import HttpRequest, RequestTracking
@@ -45,6 +46,9 @@ class Manager:
     async def _send_batch_request(self, tokenized: list[Obj]) -> None:
         for one in tokenized:
             await Manager._send_one_request(self, one)
+
+    async def _handle_batch_output(self, output: Any) -> None:
+        self.said = output.cached_tokens
 
     def abort_request(self, rid: str) -> None:
         self.aborted.append(rid)
@@ -275,3 +279,33 @@ def test_other_routes_pass_untouched() -> None:
     tracking = RequestTracking(app, Manager)
     asyncio.run(tracking(scope("/health"), receive, Client().send))
     assert seen == [receive]
+
+
+def test_what_was_found_cached_is_told_in_the_head_and_what_prefill_found_in_the_answer() -> None:
+    """SGLang sends a stream's head before it knows anything: it waits for the first piece of the body."""
+    manager, sent = Manager(), []
+
+    async def app(_scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        manager._init_req_state(Obj("a"))
+        await manager._send_one_request(Obj("a", [1]))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+        assert sent == []
+        output = SimpleNamespace(
+            rids=["a"], cached_tokens=[64], cached_tokens_details=[{"device": 0, "host": 0, "storage": 64}]
+        )
+        await manager._handle_batch_output(output)
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async def keep(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        asked = scope()
+        asked["headers"].append((b"x-pdserve-prefilled", b"3/0/0"))
+        await RequestTracking(app, lambda: manager)(asked, Client().messages.get, keep)
+
+    asyncio.run(run())
+    assert manager.said == [3]
+    assert sent[0]["headers"] == [(b"a", b"b"), (b"x-pdserve-cached", b"device=0, host=0, pool=64")]
+    assert sent[1]["body"] == b"x"

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.prompt import CachedTokens, Prefilled
+from pdserve.engine.prompt import Prefilled
 from pdserve.engine.requests import HttpRequest, PageNames, RequestTracking, SglangRequest, current_request
+from pdserve.engine.reuse import Found
 from pdserve.pages import page_hashes
 from pdserve.prefill import routes
 
@@ -58,7 +59,9 @@ class Engine:
 class Manager:
     """What the tracking wraps."""
 
-    _init_req_state = _send_one_request = _send_batch_request = staticmethod(lambda *_: None)
+    _init_req_state = _send_one_request = _send_batch_request = _handle_batch_output = staticmethod(
+        lambda *_: None
+    )
 
 
 def serve(
@@ -72,7 +75,7 @@ def serve(
         request = current_request()
         assert request is not None
         request.requests["r"] = SglangRequest("r", State(), PROMPT)
-        return Prefilled(len(PROMPT), CachedTokens(cached, 0, 0), {"r": cached})
+        return Prefilled(len(PROMPT), [Found(cached)], {"r": cached})
 
     monkeypatch.setattr(routes, "prefill_request", prefill_request)
     monkeypatch.setattr(routes, "run_prefill", run_prefill)

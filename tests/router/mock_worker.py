@@ -118,6 +118,7 @@ ANSWER = (
 REPORT = {
     "prompt_tokens": 40,
     "cached": {"device": 8, "host": 0, "pool": 16},
+    "cached_by_prompt": [[8, 0, 16]],
     "published_pages": 2,
     "missing_pages": 0,
     "prefill_ms": 1.5,
@@ -334,6 +335,16 @@ def answer(status: int, value: Any) -> Script:
 
     async def run(wire: Wire, request: Received) -> None:
         await wire.json(status, value)
+
+    return run
+
+
+def answered_with(headers: str) -> Script:
+    """The usual answer, with more header lines."""
+
+    async def run(wire: Wire, request: Received) -> None:
+        await wire.head(200, "application/json", len(ANSWER), headers)
+        await wire.raw(ANSWER)
 
     return run
 

@@ -20,6 +20,7 @@ from .mock_worker import (
     MockWorker,
     Script,
     answer,
+    answered_with,
     close,
     hang,
     raw_answer,
@@ -176,6 +177,27 @@ def test_pages_that_were_not_published_in_time_do_not_hold_up_decode() -> None:
             assert response.headers["x-pdserve-plan"].endswith("stage=partial")
             assert harness.stats.missing_pages == 2
             assert harness.stats.cached_tokens == {"device": 8, "host": 0, "pool": 16}
+
+    run(main())
+
+
+def test_the_decode_worker_is_told_what_prefill_found_and_tells_what_it_found() -> None:
+    async def main() -> None:
+        async with disagg() as (harness, [prefill], [decode]):
+            found = "x-pdserve-cached: device=0, host=0, pool=32\r\n"
+            decode.script(CHAT, answered_with(found))
+            reports = [[[8, 0, 16], [0, 0, 1]], [], [[1, 2, 3]] * 2000]
+            prefill.script(
+                "/pd/prefill", *[answer(200, REPORT | {"cached_by_prompt": each}) for each in reports]
+            )
+            assert (await harness.chat()).headers["x-pdserve-cached"] == "device=0, host=0, pool=32"
+            await harness.chat()
+            await harness.chat(headers={"x-pdserve-prefilled": "9/9/9"})
+            told = [request.headers.get("x-pdserve-prefilled") for request in decode.got(CHAT)]
+            assert told == ["8/0/16,0/0/1", None, None]
+            await prefill.stop()
+            await harness.chat()
+            assert "x-pdserve-prefilled" not in decode.got(CHAT)[-1].headers
 
     run(main())
 

@@ -7,7 +7,7 @@ import asyncio
 from pdserve.router.config import Probe
 
 from .harness import disagg, run
-from .mock_worker import answer
+from .mock_worker import answer, answered_with
 
 LONG = "word " * 1000
 PREFILLED = {
@@ -78,5 +78,21 @@ def test_prompts_that_wait_are_counted_and_not_forgotten() -> None:
                 await harness.chat(messages=conversation(LONG))
             await harness.settle()
             assert [worker.queued_tokens for worker in harness.router.fleet.workers] == [0, 0]
+
+    run(main())
+
+
+def test_what_a_decode_worker_found_corrects_what_is_believed_of_it() -> None:
+    async def main() -> None:
+        async with disagg(decode_policy="cache_aware") as (harness, _, [decode]):
+            trust = harness.router.dispatcher.placer.prefixes._trust
+            worker = harness.router.fleet.by_id[decode.id]
+            for _ in range(2):
+                await harness.chat(messages=conversation(LONG * 2))
+            assert worker.incarnation not in trust
+            found = "x-pdserve-cached: device=0, host=0, pool=2000\r\n"  # in its own memory nothing
+            decode.script("/v1/chat/completions", answered_with(found))
+            await harness.chat(messages=conversation(LONG * 2))
+            assert trust[worker.incarnation] < 1
 
     run(main())

@@ -124,8 +124,7 @@ class Scenario:
         if "held" in words:
             self.fleet.on_selected(plan.decode, self.now_s)
             return
-        tail = b'"completion_tokens":%d' % answer
-        self.placer.on_answered(facts, plan, plan.decode, begun, tail, 0, self.now_s)
+        self.placer.on_answered(facts, plan, plan.decode, begun, answer, None, self.now_s)
 
 
 def describe(plan: Plan) -> str:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from pdserve.router.usage import Meter
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.router.usage import Meter, own_memory_tokens
 
 USAGE = b'"usage":{"prompt_tokens":30,"total_tokens":42,"completion_tokens":12,"prompt_tokens_details":null}'
 
@@ -47,3 +53,48 @@ def test_no_text_of_an_answer_passes_for_its_usage() -> None:
 
 def test_nothing_answered_is_no_output() -> None:
     assert Meter(100).total(streamed=False) == (100, 0)
+
+
+def test_every_choice_of_a_stream_of_sglangs_own_counts_once_and_whole() -> None:
+    """The choices' events come mixed; each has its own growing count, and an end of its own."""
+    meter = Meter(0)
+
+    def step(choice: int, tokens: int, end: str = "null") -> None:
+        meta = b'"meta_info":{"id":"c%d","finish_reason":%b,"prompt_tokens":9,"completion_tokens":%d}'
+        meter.count(b'data: {"text":"",%b}\n\n' % (meta % (choice, end.encode(), tokens)))
+
+    ends = '{"type":"length","length":4}', '{"type":"stop","matched":"}"}'
+    for _ in range(2):
+        step(0, 1)
+        step(1, 2)
+    step(0, 4, ends[0])
+    step(1, 5)
+    step(1, 7, ends[1])
+    assert meter.total(streamed=True) == (9, 11)
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+def test_numbers_are_read_with_and_without_blanks(separators: tuple[str, str]) -> None:
+    meter = Meter(0)
+    usage = {"usage": {"prompt_tokens": 3, "completion_tokens": 4}}
+    meter.count(json.dumps(usage, separators=separators).encode())
+    assert meter.total(streamed=False) == (3, 4)
+
+
+@given(
+    st.lists(st.binary() | st.just(b'"completion_tokens":') | st.just(b'"finish_reason":{')), st.booleans()
+)
+def test_any_bytes_can_be_an_answer(pieces: list[bytes], streamed: bool) -> None:
+    meter = Meter(1)
+    for piece in pieces:
+        meter.count(piece)
+    prompt, output = meter.total(streamed)
+    assert prompt >= 0
+    assert output >= 0
+
+
+def test_a_worker_says_what_it_found_in_its_own_memory() -> None:
+    found = (b"x-pdserve-cached", b"device=64, host=32, pool=1000")
+    assert own_memory_tokens([(b"date", b"x"), found]) == 96
+    assert own_memory_tokens([(b"x-pdserve-cached", b"much")]) is None
+    assert own_memory_tokens([]) is None

@@ -1,0 +1,112 @@
+"""Prompt tokens that were found cached: what the client is told, and what this worker itself found.
+
+SGLang counts, for each of its requests, the prompt tokens that it did not compute. A client means something
+else by `cached_tokens` in two cases:
+
+- A prefill worker was asked first: here all of the prompt is found, put into the pool just before. The client
+  is told what the prefill worker found.
+- `n` > 1: SGLang computes the prompt in a request of its own, and every choice finds it. The client is told
+  what that request found.
+
+The router says what prefill found, prompt by prompt: `x-pdserve-prefilled: DEVICE/HOST/POOL, ...`. The
+numbers are replaced where SGLang makes the answer, so usage, `meta_info` and the details agree in every form
+of it. What this worker itself found stands in the answer's header `x-pdserve-cached: device=D, host=H,
+pool=P`: the router learns from it where prompts live.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+PREFILLED_HEADER = b"x-pdserve-prefilled"
+CACHED_HEADER = b"x-pdserve-cached"
+
+
+class Found(NamedTuple):
+    """Prompt tokens that were found cached, by place."""
+
+    device: int = 0
+    host: int = 0
+    pool: int = 0
+
+    @classmethod
+    def of(cls, cached_tokens: int, details: dict[str, Any] | None) -> Found:
+        """SGLang's count and its `cached_tokens_details`, which may be missing."""
+        if not details:
+            return cls(device=cached_tokens)
+        return cls(details.get("device") or 0, details.get("host") or 0, details.get("storage") or 0)
+
+
+class Reuse:
+    """What one HTTP request found, prompt by prompt."""
+
+    def __init__(self, told: list[Found]) -> None:
+        """`told`: what an earlier stage found; empty where there was none."""
+        self._told = told
+        self._prompts = self._choices = 1
+        self._numbers: dict[str, int] = {}
+        self._own: dict[int, Found] = {}
+
+    def begin(self, prompts: int, choices: int) -> None:
+        """SGLang has begun to serve the request: so many prompts, and so many choices for each."""
+        self._prompts, self._choices = prompts, choices
+
+    def sent(self, rid: str) -> None:
+        """An SGLang request went to the scheduler. They come in order: with several choices first one for
+        each prompt, to compute it, then the choices of each.
+        """
+        self._numbers[rid] = len(self._numbers)
+
+    def found(self, rid: str, own: Found) -> Found | None:
+        """An SGLang request found `own`. Returns what is said instead, if anything."""
+        number = self._numbers.get(rid)
+        if number is None:
+            return None
+        prompt = number
+        if self._choices > 1 and number >= self._prompts:
+            prompt = (number - self._prompts) // self._choices
+        first = self._own.setdefault(prompt, own)
+        if prompt < len(self._told):
+            return self._told[prompt]
+        return first if self._choices > 1 else None
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The header that says what all prompts together found here; none before that is known."""
+        if not self._own:
+            return []
+        device, host, pool = map(sum, zip(*self._own.values(), strict=True))
+        return [(CACHED_HEADER, b"device=%d, host=%d, pool=%d" % (device, host, pool))]
+
+
+def parse_prefilled(value: bytes) -> list[Found]:
+    """The value of `x-pdserve-prefilled`; [] for one that is none."""
+    try:
+        return [Found(*map(int, one.split(b"/"))) for one in value.split(b",")]
+    except (ValueError, TypeError):
+        return []
+
+
+def replace_counts(output: Any, reuse_of: dict[str, Reuse]) -> None:
+    """Let a batch of the scheduler's output say what the clients are told. `reuse_of`: by SGLang's request
+    id.
+    """
+    counts, details = getattr(output, "cached_tokens", None), getattr(output, "cached_tokens_details", None)
+    if not counts:
+        return
+    for i, rid in enumerate(output.rids):
+        reuse = reuse_of.get(rid)
+        if reuse is None:
+            continue
+        told = reuse.found(rid, Found.of(counts[i], details[i] if details else None))
+        if told is None:
+            continue
+        counts[i] = sum(told)
+        if details:
+            details[i] = _details(told, details[i] or {})
+
+
+def _details(told: Found, given: dict[str, Any]) -> dict[str, Any]:
+    said = {**given, "device": told.device, "host": told.host}
+    if told.pool or "storage" in given:
+        said["storage"] = told.pool
+    return said

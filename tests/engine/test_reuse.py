@@ -1,0 +1,102 @@
+"""What a client is told of cached tokens, and what the router is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.engine.reuse import Found, Reuse, parse_prefilled, replace_counts
+
+
+@dataclass
+class Output:
+    """The part of SGLang's BatchStrOutput that is looked at."""
+
+    rids: list[str]
+    cached_tokens: list[int]
+    cached_tokens_details: list[dict[str, Any] | None] | None
+
+
+def details(device: int, host: int, storage: int) -> dict[str, Any]:
+    return {"device": device, "host": host, "storage": storage, "storage_backend": "Pool"}
+
+
+def out(reuse: Reuse, rid: str, found: tuple[int, int, int]) -> tuple[int, dict[str, Any] | None]:
+    """(cached tokens, details) as SGLang says them after it was told better."""
+    output = Output(["other", rid], [1, sum(found)], [None, details(*found)])
+    replace_counts(output, {rid: reuse})
+    assert (output.cached_tokens[0], output.cached_tokens_details) == (
+        1,
+        [None, output.cached_tokens_details[1]],
+    )  # type: ignore[index]
+    return output.cached_tokens[1], output.cached_tokens_details[1]  # type: ignore[index]
+
+
+def test_after_a_prefill_stage_the_client_is_told_what_that_stage_found() -> None:
+    reuse = Reuse([Found(0, 0, 64)])
+    reuse.begin(1, 1)
+    reuse.sent("a")
+    assert out(reuse, "a", (0, 0, 1984)) == (64, details(0, 0, 64))
+    assert reuse.headers() == [(b"x-pdserve-cached", b"device=0, host=0, pool=1984")]
+
+
+def test_without_one_sglangs_own_count_stands() -> None:
+    reuse = Reuse([])
+    reuse.begin(1, 1)
+    reuse.sent("a")
+    assert reuse.headers() == []
+    assert out(reuse, "a", (128, 64, 0)) == (192, details(128, 64, 0))
+    assert reuse.headers() == [(b"x-pdserve-cached", b"device=128, host=64, pool=0")]
+
+
+@pytest.mark.parametrize(("told", "said"), [([], [64, 0]), ([Found(7), Found(9)], [7, 9])])
+def test_choices_do_not_count_what_their_own_request_computed(told: list[Found], said: list[int]) -> None:
+    reuse = Reuse(told)
+    reuse.begin(2, 3)
+    for rid in ("p0", "p1"):  # SGLang computes each prompt first
+        reuse.sent(rid)
+    assert [out(reuse, "p0", (64, 0, 0))[0], out(reuse, "p1", (0, 0, 0))[0]] == said
+    for prompt in (0, 1):
+        for choice in range(3):
+            reuse.sent(f"p{prompt}c{choice}")
+            assert out(reuse, f"p{prompt}c{choice}", (320, 0, 0))[0] == said[prompt]
+    assert reuse.headers() == [(b"x-pdserve-cached", b"device=64, host=0, pool=0")]
+
+
+def test_every_prompt_of_a_batch_has_its_own_count() -> None:
+    reuse = Reuse([Found(1), Found(2)])
+    reuse.begin(3, 1)
+    for rid in ("a", "b", "c"):
+        reuse.sent(rid)
+    assert [out(reuse, rid, (50, 0, 0))[0] for rid in ("c", "a", "b")] == [50, 1, 2]
+
+
+def test_requests_that_nobody_follows_are_left_alone() -> None:
+    output = Output(["a"], [5], None)
+    replace_counts(output, {})
+    replace_counts(output, {"a": Reuse([Found(1)])})  # it was never sent to the scheduler
+    assert output == Output(["a"], [5], None)
+    embedded = Output(["a"], [], None)
+    replace_counts(embedded, {"a": Reuse([Found(1)])})
+
+
+def test_a_count_without_details_is_of_the_device() -> None:
+    reuse = Reuse([])
+    reuse.begin(1, 1)
+    reuse.sent("a")
+    replace_counts(Output(["a"], [5], None), {"a": reuse})
+    assert reuse.headers() == [(b"x-pdserve-cached", b"device=5, host=0, pool=0")]
+
+
+@given(st.binary())
+def test_any_bytes_can_be_the_header(value: bytes) -> None:
+    assert all(len(found) == 3 for found in parse_prefilled(value))
+
+
+def test_the_header_is_understood() -> None:
+    assert parse_prefilled(b"1/2/3,4/5/6") == [Found(1, 2, 3), Found(4, 5, 6)]
+    assert parse_prefilled(b"1/2/3/4") == parse_prefilled(b"") == []
