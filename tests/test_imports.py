@@ -49,6 +49,7 @@ PURE = (
     "pdserve.kvpool.administration",
     "pdserve.kvpool.access",
     "pdserve.kvpool.fairness",
+    "pdserve.kvpool.parts",
     "pdserve.kvpool.sizes",
     "pdserve.kvpool.leases",
     "pdserve.kvpool.listing",

@@ -4,11 +4,14 @@ While nothing waits and a namespace is within its rates, a request is served in 
 what this costs is one look at a set. A *turn* is one round of the event loop: all sockets that have something
 to read, then what was called for later. Once a turn has served `TURN_KEYS`, and wherever a rate is exceeded,
 requests wait in the fair queue (fairness.py), from which each turn serves as many again. So a client that
-sends without end delays another by one turn, and not by all that it has sent.
+sends without end delays another by one turn, and not by all that it has sent. Nor by all that it asks for at
+once: a Get, Reserve or Commit of many pages is served in parts (parts.py), one after the other through the
+same queue. The first takes what the whole costs of a rate; once it was served the others never wait for one.
 
 What never waits: requests that free something or end what was granted (Commit, Abort, Release, Discard), that
 the node lives by (Ping, messages between nodes), and what is asked rarely (opening, status, administration).
-They are bounded by what was granted, or by `FRAMES_A_TURN` of each connection.
+They are bounded by what was granted, or by `FRAMES_A_TURN` of each connection. Of large commits each turn
+serves one part beside what it takes from the queue.
 
 When a namespace's queue is full, the connection whose request filled it is not read from until half of the
 queue is gone: TCP tells the client's sends to wait. What waits too long is answered with a Fault
@@ -21,12 +24,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol, TypeAlias, cast
 
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.events import Event, Received
-from pdserve.kvpool.fairness import MAX_QUEUED_S, FairQueue
+from pdserve.kvpool.fairness import MAX_QUEUED_S, FairQueue, cost_of
+from pdserve.kvpool.parts import PART_KEYS, Divisible, Gathered, divide
 from pdserve.kvpool.state import NodeState
 
 logger = logging.getLogger(__name__)
@@ -65,7 +70,6 @@ class Serving:
         feed: Callable[[Event], None],
         clients: Mapping[int, Client],
     ) -> None:
-        self.watched: Item | None = None  # the request being served whose answer `answered` wants
         self.overloaded = 0  # requests that waited too long
         self._loop = loop
         self._state = state
@@ -73,7 +77,11 @@ class Serving:
         self._clients = clients
         self._queue: FairQueue[Item] = FairQueue()
         self._revision = -1
+        self._watched: Item | None = None  # the request being served: what it is not given does not count
         self._watched_flow = PEERS
+        self._gathered: dict[tuple[int, int], Gathered] = {}  # connection, id of a part
+        self._commits: deque[tuple[int, m.Commit]] = deque()  # connection, part
+        self._last_part = 0
         self._turn_keys = 0  # served in this turn
         self._turn: asyncio.Handle | None = None  # the next one
         self._timer: asyncio.Handle | None = None
@@ -83,9 +91,10 @@ class Serving:
     def received(self, client: Client, message: m.Request) -> None:
         """A request of a client."""
         if type(message) not in QUEUEABLE:
-            self._feed(Received(client.number, message))
-            if isinstance(message, m.Commit) and self._queue.ready:
-                self._charge(message)
+            if isinstance(message, m.Commit):
+                self._commit(client.number, message)
+            else:
+                self._feed(Received(client.number, message))
             return
         request = cast(Queueable, message)  # an isinstance of four costs as much as all the rest here
         if self._revision != self._state.administration.revision:
@@ -98,21 +107,26 @@ class Serving:
             self._wait(client, request)
             return
         queue = self._queue
-        if queue.ready or request.namespace in queue.limited:
+        if queue.ready or request.namespace in queue.limited or keys > PART_KEYS:
             self._wait(client, request)
             return
         self._turn_keys += keys + REQUEST_KEYS
         self._feed(Received(client.number, request))
 
-    def answered(self, connection: int, reply: m.Reply) -> None:
-        """An answer while a request is watched: what that asked for and was not given does not count."""
-        assert self.watched is not None
-        asker, request = self.watched
+    def answered(self, connection: int, reply: m.Reply) -> m.Reply | None:
+        """What to send for an answer: nothing while other parts of the request have none."""
+        if self._watched is not None:
+            self._give_back(self._watched, connection, reply)
+        gathered = self._gathered.pop((connection, getattr(reply, "id", 0)), None) if self._gathered else None
+        return reply if gathered is None else gathered.add(reply)
+
+    def _give_back(self, watched: Item, connection: int, reply: m.Reply) -> None:
+        asker, request = watched
         if connection != asker or not isinstance(request, m.Get | m.Reserve):
             return
         if not isinstance(reply, m.Got | m.Reserved | m.Fault) or reply.id != request.id:
             return
-        self.watched = None
+        self._watched = None
         given = 0
         if isinstance(reply, m.Got):
             given = sum(pin.status == m.HIT for pin in reply.pins)
@@ -124,6 +138,9 @@ class Serving:
         """A client went."""
         if self._queue.waiting:
             self._queue.remove(lambda item: item[0] == connection)
+        self._commits = deque(commit for commit in self._commits if commit[0] != connection)
+        for asker, part in [gathered for gathered in self._gathered if gathered[0] == connection]:
+            del self._gathered[asker, part]
         for paused in self._paused.values():
             paused.discard(connection)
 
@@ -154,31 +171,67 @@ class Serving:
             self._feed(Received(client.number, message))  # costs the namespace nothing: it is refused
             return
         now_s, keys, size_bytes = self._loop.time(), len(message.keys), _size_bytes(message)
-        fits = self._turn_keys + keys <= TURN_KEYS or not self._turn_keys
+        parts = [message]
+        if keys > PART_KEYS and isinstance(message, m.Get | m.Reserve):
+            parts = cast(list[Queueable], self._divide(client.number, message))
+        fits = self._turn_keys + len(parts[0].keys) <= TURN_KEYS or not self._turn_keys
         if fits and self._queue.admit(flow, keys, size_bytes, now_s):
-            self._serve(flow, client.number, message)
-            return
-        if not self._queue.put(flow, (client.number, message), keys, size_bytes, now_s):
+            self._serve(flow, client.number, parts.pop(0))
+            keys = size_bytes = 0
+        room = True
+        for part in parts:
+            cost = cost_of(len(part.keys), _size_bytes(part))
+            room = self._queue.put(flow, (client.number, part), keys, size_bytes, now_s, cost)
+            keys = size_bytes = 0
+        if not room:
             self._paused.setdefault(flow, set()).add(client.number)
             client.pause()
+        if parts:
+            self._arm()
+
+    def _divide(self, connection: int, request: Divisible) -> list[Divisible]:
+        """The parts of a request, whose answers are gathered from now on."""
+        parts = divide(request, self._next_part)
+        gathered = Gathered(request, parts)
+        for part in parts:
+            self._gathered[connection, part.id] = gathered
+        return parts
+
+    def _next_part(self) -> int:
+        self._last_part -= 1
+        return self._last_part
+
+    def _commit(self, connection: int, commit: m.Commit) -> None:
+        if len(commit.slots) <= PART_KEYS or connection not in self._state.sessions:
+            self._serve_commit(connection, commit)
+            return
+        parts = cast(list[m.Commit], self._divide(connection, commit))
+        self._commits.extend((connection, part) for part in parts)
         self._arm()
+
+    def _serve_commit(self, connection: int, commit: m.Commit) -> None:
+        self._feed(Received(connection, commit))
+        if self._queue.ready:
+            self._charge(commit)
 
     def _serve(self, flow: int, connection: int, message: Queueable) -> None:
         self._turn_keys += len(message.keys) + REQUEST_KEYS
-        self.watched, self._watched_flow = (connection, message), flow
+        self._watched, self._watched_flow = (connection, message), flow
         self._feed(Received(connection, message))
-        self.watched = None
+        self._watched = None
 
     def _next_turn(self) -> None:
         self._turn = None
         self._turn_keys = 0
-        if self._queue.waiting:
+        if self._queue.waiting or self._commits:
             self._run()
 
     def _run(self) -> None:
         """Serve one turn's worth of what waits."""
         if self._turn is None:
             self._turn_keys = 0
+        if self._commits:
+            self._serve_commit(*self._commits.popleft())
         while self._turn_keys < TURN_KEYS:
             queued = self._queue.next(self._loop.time())
             if queued is None:
@@ -196,7 +249,7 @@ class Serving:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._queue.ready:
+        if self._queue.ready or self._commits:
             if self._turn is None:
                 self._turn = self._loop.call_soon(self._next_turn)
         elif self._queue.waiting:
@@ -209,9 +262,10 @@ class Serving:
         for queued in self._queue.expired(self._loop.time()):
             self.overloaded += 1
             connection, message = queued.item
+            reply = self.answered(connection, self._overloaded(message))
             client = self._clients.get(connection)
-            if client is not None:
-                client.send(self._overloaded(message))
+            if client is not None and reply is not None:
+                client.send(reply)
         self._run()
 
     def _overloaded(self, message: Queueable) -> m.Fault:

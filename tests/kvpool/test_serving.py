@@ -17,6 +17,7 @@ from pdserve.kvpool.cluster_messages import NamespaceSettings, PutNamespace
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.events import Event, Received
 from pdserve.kvpool.fairness import MAX_QUEUED, MAX_QUEUED_S
+from pdserve.kvpool.parts import PART_KEYS
 from pdserve.kvpool.serving import TURN_KEYS, Serving
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 
@@ -51,11 +52,25 @@ class Loop:
 
     def turn(self) -> None:
         """One round: what was to be called soon, and what is due."""
-        due = [call for when_s, call in self._later if when_s <= self.now_s]
-        self._later = [entry for entry in self._later if entry[0] > self.now_s]
-        calls, self._soon = [*self._soon, *due], []
+        calls, self._soon = self._soon, []
         for call in calls:
             call.run()
+        self.later()
+
+    def later(self) -> None:
+        """What is due."""
+        due = [call for when_s, call in self._later if when_s <= self.now_s]
+        self._later = [entry for entry in self._later if entry[0] > self.now_s]
+        for call in due:
+            call.run()
+
+    def turns(self) -> None:
+        """Until nothing is to be called soon."""
+        for _ in range(1000):
+            if not self._soon:
+                return
+            self.turn()
+        raise AssertionError("it never ends")
 
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
@@ -89,8 +104,8 @@ class Client:
 class Served:
     """A node's state behind Serving; `order` is who was served, by connection."""
 
-    def __init__(self, **settings: NamespaceSettings) -> None:
-        self.node = Node(rules=Rules(named=settings))
+    def __init__(self, slabs: int = 4, **settings: NamespaceSettings) -> None:
+        self.node = Node(slabs, rules=Rules(named=settings))
         self.loop = Loop()
         self.order: list[int] = []
         self.clients: dict[int, Client] = {}
@@ -102,8 +117,8 @@ class Served:
         self.order.append(event.connection)
         for action in self.node.do(event):
             reply = getattr(action, "message", None)
-            if reply is not None and self.serving.watched is not None:
-                self.serving.answered(event.connection, reply)
+            if reply is not None:
+                reply = self.serving.answered(event.connection, reply)
             if reply is not None and event.connection in self.clients:
                 self.clients[event.connection].send(reply)
 
@@ -160,6 +175,105 @@ def test_a_busy_node_is_shared_by_weight() -> None:
         served.loop.turn()
     order = served.order[at_once:]
     assert order.count(a.number) == pytest.approx(3 * order.count(b.number), abs=3)
+
+
+# --- large requests, in parts
+
+MANY = 4 * PART_KEYS + 7
+MANY_KEYS = [key(n) for n in range(MANY)]
+MANY_SLABS = MANY // 16 + 1
+
+
+def reserve_many(served: Served, client: Client, namespace: int) -> list[m.Grant]:
+    served.serving.received(client, m.Reserve(9000, namespace, MANY_KEYS, [4 * KIB]))
+    served.loop.turns()
+    reply = client.sent.pop()
+    assert isinstance(reply, m.Reserved)
+    assert reply.id == 9000
+    return reply.grants
+
+
+def test_a_small_request_is_answered_between_the_parts_of_a_big_one() -> None:
+    served = Served(MANY_SLABS)
+    a, ns = served.client("a")
+    quiet, quiet_ns = served.client("quiet")
+    grants = reserve_many(served, a, ns)
+    slots, sequences = [grant.slot for grant in grants], [grant.sequence for grant in grants]
+    for big in (m.Commit(1, slots, sequences, [7] * MANY), m.Get(2, ns, MANY_KEYS, [4 * KIB])):
+        served.serving.received(a, big)
+        for asked in range(1, 4):
+            served.ask(quiet, quiet_ns, KEYS[:1])
+            served.loop.turn()
+            assert len(quiet.sent) == asked
+            assert not a.sent
+        served.loop.turns()
+        quiet.sent.clear()
+        reply = a.sent.pop()
+        assert (reply.id, a.sent) == (big.id, [])  # type: ignore[union-attr]
+        if isinstance(reply, m.Committed):
+            assert reply.mask == b"\1" * MANY
+        else:
+            assert isinstance(reply, m.Got)
+            key_of = served.node.state.store.facts.key
+            assert [key_of[pin.slot] for pin in reply.pins] == MANY_KEYS
+            served.node.release(a.number, *reply.pins)
+    assert served.node.status().pins == 0
+    assert served.node.status().reserved_bytes == 0
+
+
+def test_a_big_request_takes_its_rate_once_and_then_goes_on() -> None:
+    served = Served(MANY_SLABS, a=NamespaceSettings(operations_s=float(MANY)))
+    a, ns = served.client("a")
+    for _ in range(2):
+        served.get(a, ns, MANY_KEYS)
+    served.loop.turns()
+    assert len(a.sent) == 1
+    served.loop.pass_time(0.99)
+    served.loop.turns()
+    assert len(a.sent) == 1
+    served.loop.pass_time(0.02)
+    served.loop.turns()
+    assert len(a.sent) == 2
+
+
+@pytest.mark.parametrize("why", ["late", "dropped"])
+def test_parts_that_cannot_be_served_any_more_are_misses(why: str) -> None:
+    served = Served(MANY_SLABS)
+    a, ns = served.client("a")
+    served.node.commit(a.number, *reserve_many(served, a, ns))
+    served.get(a, ns, MANY_KEYS)  # the first part is served
+    if why == "late":
+        served.loop.now_s += MAX_QUEUED_S + 1
+        served.loop.later()
+    else:
+        served.node.send(a.number, m.DropNamespace(1, "a"))
+    served.loop.turns()
+    [got] = a.sent
+    assert isinstance(got, m.Got)
+    assert [pin.status for pin in got.pins] == [m.HIT] * PART_KEYS + [m.MISS] * (MANY - PART_KEYS)
+    assert served.serving.counters()["requests_waiting"] == 0
+    if why == "dropped":  # all parts are refused now, so the request is
+        served.get(a, ns, MANY_KEYS)
+        served.loop.turns()
+        assert isinstance(a.sent[-1], m.Fault)
+
+
+def test_a_client_that_goes_between_the_parts_of_its_request_leaves_nothing() -> None:
+    served = Served(MANY_SLABS)
+    a, ns = served.client("a")
+    grants = reserve_many(served, a, ns)
+    slots, sequences = [grant.slot for grant in grants], [grant.sequence for grant in grants]
+    served.serving.received(a, m.Commit(1, slots, sequences, [7] * MANY))
+    served.get(a, ns, MANY_KEYS)
+    served.loop.turn()
+    served.serving.gone(a.number)
+    served.node.disconnect(a.number)
+    del served.clients[a.number]
+    before = len(served.order)
+    served.loop.turns()
+    assert len(served.order) == before
+    status = served.node.status()
+    assert (status.pins, status.reserved_bytes, status.pages) == (0, 0, PART_KEYS)
 
 
 def test_over_its_rate_a_namespace_waits_and_its_neighbour_does_not() -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -21,10 +22,12 @@ import pytest
 from pdserve.errors import PoolTimeout, PoolUnavailable, StartupError
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.checksum import checksum_page
+from pdserve.kvpool.events import CancelTransfers, StartSend
+from pdserve.kvpool.transports import ucx_server
 from pdserve.kvpool.transports.base import CORRUPT, OK, PageBuffers
 from pdserve.kvpool.transports.ucx import CLOSE_WAIT_S, UcxLibrary, UcxLink, ucx_options
 from pdserve.kvpool.transports.ucx_client import UcxConnection, UcxConnector, gathers
-from pdserve.kvpool.transports.ucx_server import UcxServer
+from pdserve.kvpool.transports.ucx_server import TURN_S, UcxServer
 
 MIB = 1 << 20
 BIG_BYTES = 192 * MIB  # long enough under way to be interrupted
@@ -460,6 +463,64 @@ def test_clients_that_never_greeted_cost_the_node_no_time_when_they_go() -> None
         return took_s
 
     assert asyncio.run(leave()) < len(clients) * CLOSE_WAIT_S / 2
+
+
+class SlowLink:
+    """A link whose every send takes a turn's time, and is completed at once."""
+
+    epoll_fd = -1
+    alive = True
+
+    def __init__(self, clock_s: list[float]) -> None:
+        self.clock_s = clock_s
+        self.sent: list[int] = []
+
+    def send(self, buffer: np.ndarray, tag: int) -> SimpleNamespace:
+        self.clock_s[0] += TURN_S
+        self.sent.append(tag)
+        return SimpleNamespace(completed=True, ok=True)
+
+    def receive_greeting(self, buffer: np.ndarray) -> SimpleNamespace:
+        return SimpleNamespace(completed=True, ok=True)
+
+    def progress(self) -> bool:
+        return False
+
+    def accept(self) -> bool:
+        return True
+
+    def arm(self) -> bool:
+        return True
+
+
+def test_a_small_read_is_sent_between_the_pages_of_a_big_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = [100.0]
+    monkeypatch.setattr(ucx_server, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
+
+    async def read() -> None:
+        done: list[int] = []
+        server = UcxServer(np.zeros(4096, np.uint8), lambda event: done.append(event.tag), lambda *lost: None)
+        server._loop = asyncio.get_running_loop()
+        links = [SlowLink(clock_s), SlowLink(clock_s)]
+        for number, link in enumerate(links):
+            peer = server._peers[number] = ucx_server._Peer(number, link, clock_s[0])  # type: ignore[arg-type]
+            peer.greeted = True
+        for tag in range(100, 150):
+            server.perform(StartSend(0, tag, 0, (4096,)))
+        for tag in range(200, 203):
+            server.perform(StartSend(1, tag, 0, (4096,)))
+            before = len(links[0].sent)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert links[1].sent[-1] == tag
+            assert len(links[0].sent) <= before + 3
+        server.perform(CancelTransfers(0, (149,)))
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert links[0].sent == list(range(100, 149))
+        assert sorted(done) == [*range(100, 150), *range(200, 203)]
+
+    asyncio.run(asyncio.wait_for(read(), 30))
 
 
 def test_destroy_ends_the_worker_itself() -> None:

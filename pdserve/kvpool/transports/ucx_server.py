@@ -6,9 +6,13 @@
 Every connection has its own worker and listener (see ucx.py for why). The client proves that an endpoint is
 its own by sending the number from Welcome, which is random, as first message; the node sends it back.
 
-No busy polling: each worker's descriptor is watched by the event loop. `_pump` makes a bounded
-number of steps and then either arms the worker and returns to sleep, or asks the loop for another turn, so
-that control messages are served between. What takes long and has no connection yet, loading UCX (0.6 s) and
+No busy polling: each worker's descriptor is watched by the event loop. `_pump` makes progress, begins sends
+that wait, and then either arms the worker and returns to sleep, or asks for another turn. A *turn* is one
+round of the event loop, and all of UCX together has `TURN_S` in it, by turns of its connections: handing a
+page to the kernel copies it, and a client that reads many MiB at once would hold everybody else for as long.
+At most `WINDOW_BYTES` of a connection's sends are UCX's at a time, as one step of its may send them all.
+
+What takes long and has no connection yet, loading UCX (0.6 s) and
 making a worker (a few ms), is done in a thread; afterwards only the loop's thread uses it.
 
 After TransferDone UCX touches the slot no more. A transfer that cannot be ended alone (a send, or a receive
@@ -23,6 +27,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeAlias
@@ -40,9 +45,8 @@ logger = logging.getLogger(__name__)
 
 Transfer: TypeAlias = StartSend | StartReceive
 
-STEPS_PER_TURN: Final = (
-    32  # of 256 KiB at most each: about 1 ms, then other connections and control have a turn
-)
+TURN_S: Final = 100e-6  # a page of 256 KiB over TCP; then control messages have their turn
+WINDOW_BYTES: Final = 4 * 1024 * 1024  # and a page more
 GREETING_TIMEOUT_S: Final = 5.0
 SWEEP_S: Final = 1.0  # UCX's keepalive and our deadlines need a look now and then, events or not
 PORTS: Final = 64  # tried upwards from a configured port
@@ -79,7 +83,14 @@ class _Peer:
         self.greeting_operations: list[Operation] = [link.receive_greeting(self.greeting)]
         self.greeted = False
         self.running: dict[int, _Running] = {}  # by tag, oldest first
+        self.waiting: dict[int, StartSend] = {}  # sends not yet begun, by tag
+        self.sending_bytes = 0  # of those that are running
         self.turn_asked = False
+
+    @property
+    def may_send(self) -> bool:
+        """Whether a send waits that may begin."""
+        return bool(self.waiting) and self.sending_bytes < WINDOW_BYTES
 
 
 class UcxServer:
@@ -113,6 +124,9 @@ class UcxServer:
         self._library: UcxLibrary | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sweeper: asyncio.TimerHandle | None = None
+        self._turn: asyncio.Handle | None = None  # the next one
+        self._turn_ends_s = 0.0
+        self._asking: deque[_Peer] = deque()  # in the order in which they have their turns
         self._opener = ThreadPoolExecutor(1, "pdserve-ucx")
         self._stopped = False
 
@@ -133,8 +147,9 @@ class UcxServer:
         """End all connections; idempotent."""
         self._stopped = True
         self._opener.shutdown(wait=False, cancel_futures=True)
-        if self._sweeper is not None:
-            self._sweeper.cancel()
+        for handle in (self._sweeper, self._turn):
+            if handle is not None:
+                handle.cancel()
         for connection in list(self._peers):
             self.close(connection)
 
@@ -149,7 +164,7 @@ class UcxServer:
             raise PoolUnavailable("the node stops")
         peer = _Peer(connection, link, time.monotonic())
         self._peers[connection] = peer
-        self._loop.add_reader(link.epoll_fd, self._pump, peer)
+        self._loop.add_reader(link.epoll_fd, self._readable, peer)
         self._ask_turn(peer)
         return UcxInfo(host=self._host, port=port, connection=peer.number)
 
@@ -182,13 +197,23 @@ class UcxServer:
                 self._cancel(peer, action.tags)
         elif peer is None:
             self._report(action, False)
-        else:
+        elif isinstance(action, StartReceive):
             self._begin(peer, action)
+        else:
+            first = not peer.waiting
+            peer.waiting[action.tag] = action
+            if first and peer.may_send and self._in_turn():
+                self._begin(peer, peer.waiting.pop(action.tag))
+            else:
+                self._ask_turn(peer)
 
     # -- transfers
 
     def _begin(self, peer: _Peer, action: Transfer) -> None:
-        begin = peer.link.send if isinstance(action, StartSend) else peer.link.receive
+        sends = isinstance(action, StartSend)
+        begin = peer.link.send if sends else peer.link.receive
+        if sends:
+            peer.sending_bytes += sum(action.segment_bytes)
         running = _Running(action, [], time.monotonic())
         peer.running[action.tag] = running
         start = action.offset
@@ -206,6 +231,8 @@ class UcxServer:
 
     def _cancel(self, peer: _Peer, tags: tuple[int, ...]) -> None:
         now_s = time.monotonic()
+        for tag in [tag for tag in tags if tag in peer.waiting]:
+            self._report(peer.waiting.pop(tag), False)
         try:
             for running in [peer.running[tag] for tag in tags if tag in peer.running]:
                 running.cancelled_s = now_s
@@ -233,6 +260,8 @@ class UcxServer:
                 break
         for tag in ended:
             running = peer.running.pop(tag)
+            if isinstance(running.action, StartSend):
+                peer.sending_bytes -= sum(running.action.segment_bytes)
             self._report(running.action, running.cancelled_s is None)
         return True
 
@@ -242,31 +271,54 @@ class UcxServer:
 
     # -- progress
 
+    def _in_turn(self) -> bool:
+        """Whether this turn has time left. The first who asks begins it."""
+        if self._turn is None:
+            assert self._loop is not None
+            self._turn = self._loop.call_soon(self._next_turn)
+            self._turn_ends_s = time.monotonic() + TURN_S
+            return True
+        return time.monotonic() < self._turn_ends_s
+
+    def _next_turn(self) -> None:
+        self._turn = None
+        for _ in range(len(self._asking)):
+            if not self._in_turn():
+                break
+            peer = self._asking.popleft()
+            peer.turn_asked = False
+            self._pump(peer)
+
     def _ask_turn(self, peer: _Peer) -> None:
         if not peer.turn_asked:
-            assert self._loop is not None
             peer.turn_asked = True
-            self._loop.call_soon(self._turn, peer)
+            self._asking.append(peer)
+            self._in_turn()
 
-    def _turn(self, peer: _Peer) -> None:
-        peer.turn_asked = False
-        self._pump(peer)
+    def _readable(self, peer: _Peer) -> None:
+        if self._asking or not self._in_turn():
+            self._ask_turn(peer)
+        else:
+            self._pump(peer)
 
     def _pump(self, peer: _Peer) -> None:
         if self._peers.get(peer.connection) is not peer:
             return
         try:
-            steps = 0
-            while steps < STEPS_PER_TURN and peer.link.progress():
-                steps += 1
+            more = False
+            while not more and peer.link.progress():
+                more = not self._in_turn()
             if peer.link.accept() and not peer.greeted:
                 self._greet(peer)
-            more = steps == STEPS_PER_TURN
             if not self._collect(peer, thorough=not more):
                 return
+            while peer.may_send:
+                self._begin(peer, peer.waiting.pop(next(iter(peer.waiting))))
+                if not self._in_turn():
+                    break
             if not peer.link.alive:
                 self._lose(peer, "the client's endpoint closed")
-            elif more or not peer.link.arm():
+            elif more or peer.may_send or not peer.link.arm():
                 self._ask_turn(peer)
         except PoolUnavailable as error:
             self._lose(peer, str(error))
@@ -324,9 +376,10 @@ class UcxServer:
             peer.link.destroy(operations + greeting)
         else:
             peer.link.destroy(operations, unmatched=greeting)
-        for running in peer.running.values():
-            self._report(running.action, False)
+        for action in (*(running.action for running in peer.running.values()), *peer.waiting.values()):
+            self._report(action, False)
         peer.running.clear()
+        peer.waiting.clear()
 
     def _listen(self, link: UcxLink) -> int:
         if self._port == 0:

@@ -1,0 +1,88 @@
+"""Large requests are served in parts of PART_KEYS, so that others have their turn between. Pure.
+
+A client knows nothing of it: the parts' answers become one, in the order of its keys. A part that was refused
+(its namespace was dropped meanwhile, or it waited too long) counts as misses, or as pages the node has no
+room for; only where every part was refused is the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
+
+from msgspec.structs import replace
+
+from pdserve.kvpool.messages import (
+    FULL,
+    MISS,
+    Commit,
+    Committed,
+    Fault,
+    Get,
+    Got,
+    Grant,
+    Pin,
+    Reply,
+    Reserve,
+    Reserved,
+)
+
+Divisible: TypeAlias = Get | Reserve | Commit
+
+PART_KEYS: Final = 128  # about 0.4 ms of a node's time
+_REFUSED: Final[dict[type, Any]] = {Get: Pin(MISS), Reserve: Grant(FULL), Commit: 0}
+
+
+def size(request: Divisible) -> int:
+    """How many pages it is for."""
+    return len(request.slots if isinstance(request, Commit) else request.keys)
+
+
+def divide(request: Divisible, new_id: Callable[[], int]) -> list[Divisible]:
+    """The request in parts, each with an id of its own."""
+    parts: list[Divisible] = []
+    for start in range(0, size(request), PART_KEYS):
+        part = slice(start, start + PART_KEYS)
+        if isinstance(request, Commit):
+            columns = request.slots[part], request.sequences[part], request.checksums[part]
+            parts.append(Commit(new_id(), *columns))
+        else:
+            parts.append(replace(request, id=new_id(), keys=request.keys[part]))
+    return parts
+
+
+class Gathered:
+    """What the parts of one request were answered so far."""
+
+    def __init__(self, request: Divisible, parts: Sequence[Divisible]) -> None:
+        self.request = request
+        self._sizes = {part.id: size(part) for part in parts}
+        self._answers: dict[int, Sequence[Any] | None] = dict.fromkeys(self._sizes)
+        self._open = len(parts)
+        self._refused = 0
+
+    def add(self, reply: Reply) -> Reply | None:
+        """A part's answer, once for each part. The whole's answer when this was the last."""
+        answer: Sequence[Any]
+        if isinstance(reply, Got):
+            answer = reply.pins
+        elif isinstance(reply, Reserved):
+            answer = reply.grants
+        elif isinstance(reply, Committed):
+            answer = reply.mask
+        else:
+            assert isinstance(reply, Fault)
+            answer = [_REFUSED[type(self.request)]] * self._sizes[reply.id]
+            self._refused += 1
+        self._answers[reply.id] = answer
+        self._open -= 1
+        if self._open:
+            return None
+        if isinstance(reply, Fault) and self._refused == len(self._sizes):
+            return replace(reply, id=self.request.id)
+        items = [item for found in self._answers.values() for item in found or ()]
+        if isinstance(self.request, Get):
+            return Got(self.request.id, items)
+        if isinstance(self.request, Reserve):
+            return Reserved(self.request.id, items)
+        return Committed(self.request.id, bytes(items))
