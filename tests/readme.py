@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 
 from pdserve.config import option_table
+from pdserve.engine.metric_names import METRICS as WORKER_METRICS
 from pdserve.engine.worker import WorkerConfig
 from pdserve.kvpool.config import PoolNodeConfig
-from pdserve.kvpool.metric_names import metrics_table
+from pdserve.kvpool.metric_names import CLIENT_METRICS
+from pdserve.kvpool.metric_names import METRICS as POOL_METRICS
+from pdserve.metric import table
 from pdserve.router.config import RouterConfig
+from pdserve.router.metric_names import METRICS as ROUTER_METRICS
 from pdserve.up.config import ClusterSettings
 
 README = Path(__file__).parents[1] / "README.md"
@@ -28,6 +32,28 @@ def options() -> str:
     parts = [
         f"<details><summary>{title}</summary>\n\n{option_table(type_)}\n</details>\n"
         for title, type_ in TABLES.items()
+    ]
+    return "\n".join(parts)
+
+
+METRICS = {
+    "router: <code>/metrics</code> of its port, and of its admin port": ROUTER_METRICS,
+    "workers: <code>/metrics</code> of their port, beside SGLang's own (<code>sglang:*</code>)": (
+        *WORKER_METRICS,
+        *CLIENT_METRICS,
+    ),
+    "pool nodes: <code>/metrics</code> of the address that <code>metrics</code> names": POOL_METRICS,
+}
+
+
+LISTED = [one for definitions in METRICS.values() for one in definitions]
+
+
+def metrics() -> str:
+    """All Prometheus metrics, by part."""
+    parts = [
+        f"<details><summary>{title}</summary>\n\n{table(definitions)}\n</details>\n"
+        for title, definitions in METRICS.items()
     ]
     return "\n".join(parts)
 
@@ -114,7 +140,7 @@ def generated(text: str) -> str:
     for name, block in (
         ("options", options()),
         ("bench", bench()),
-        ("metrics", metrics_table()),
+        ("metrics", metrics()),
         ("policies", policies()),
     ):
         text = with_block(text, name, block)

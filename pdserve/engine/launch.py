@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from pdserve.engine.args import Storage, served_model_name, server_argv
 from pdserve.engine.drain import Drain
+from pdserve.engine.first_token import WorkerMetrics
 from pdserve.engine.guard import Starting
 from pdserve.engine.server import clients, parse_args, prepare_engine, serve, until_stopped
 from pdserve.engine.worker import (
@@ -65,7 +66,8 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         starting, drain = Starting(), Drain(config.stop_grace_s, config.stop_notice_s, clients)
 
         def configure(app: Any) -> None:
-            worker = Worker(role, config, namespace, identity, Engine(app), pool, drain)
+            engine, metrics = Engine(app), WorkerMetrics()
+            worker = Worker(role, config, namespace, identity, engine, pool, drain, metrics)
             install(app, worker, parts(worker), token, starting)
 
         argv = server_argv(

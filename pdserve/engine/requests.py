@@ -9,6 +9,7 @@ record in a context variable, and wrapped methods of the tokenizer manager fill 
     _init_req_state      a request state (`ReqState`) was made for an SGLang request id
     _send_*_request      its prompt's token ids, extra key and salt are final, and it went to the scheduler
     _handle_batch_output what it found cached; not in that context, but for all requests that run
+    generate_request     where the time to its first token went
 
 The middleware is the only reader of the connection's `receive`: it passes the body on to SGLang, and once the
 body is through it waits for the disconnect, so that one is seen at once in every phase. A server says
@@ -20,11 +21,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdserve.engine.first_token import TIMING_HEADER, FirstToken, WorkerMetrics, first_token
 from pdserve.engine.reuse import PREFILLED_HEADER, Reuse, parse_prefilled, replace_counts
 from pdserve.pages import namespace_seed, page_hashes, pool_key
 
@@ -68,6 +70,7 @@ class HttpRequest:
     request_id: str
     path: str
     reuse: Reuse = field(default_factory=lambda: Reuse([]))
+    first: FirstToken | None = None  # None until it is there
     requests: dict[str, SglangRequest] = field(default_factory=dict)
     left: asyncio.Event = field(default_factory=asyncio.Event)  # the client, before its answer was complete
     cut_short: bool = False  # it left while SGLang computed
@@ -140,11 +143,13 @@ class RequestTracking:
         app: AsgiApp,
         tokenizer_manager: Callable[[], Any],
         on_start: Callable[[HttpRequest], None] | None = None,
+        metrics: WorkerMetrics | None = None,
     ) -> None:
         """`tokenizer_manager()` gives SGLang's TokenizerManager once it exists."""
         self._app = app
         self._tokenizer_manager = tokenizer_manager
         self._on_start = on_start
+        self._metrics = metrics
         self._watched: Any = None
         self._reuse_of: dict[str, Reuse] = {}  # of what runs, by SGLang's request id
 
@@ -158,7 +163,7 @@ class RequestTracking:
         request = HttpRequest(_request_id(scope), scope["path"], Reuse(told))
         if self._on_start is not None:
             self._on_start(request)
-        connection = _Connection(receive, send, lambda: _abort(request, manager), request.reuse.headers)
+        connection = _Connection(receive, send, lambda: _abort(request, manager), lambda: _told(request))
         reader = asyncio.create_task(connection.read())
         token = _current.set(request)
         try:
@@ -178,6 +183,7 @@ class RequestTracking:
         self._watched = manager
         _wrap_init(manager, self._reuse_of)
         _wrap_output(manager, self._reuse_of)
+        _wrap_generate(manager, self._metrics)
         _wrap_send(manager, "_send_one_request", lambda argument: [argument])
         _wrap_send(manager, "_send_batch_request", list)
 
@@ -271,6 +277,30 @@ def _wrap_output(manager: Any, reuse_of: dict[str, Reuse]) -> None:
         await original(output)
 
     manager._handle_batch_output = handle_batch_output
+
+
+def _wrap_generate(manager: Any, metrics: WorkerMetrics | None) -> None:
+    original = manager.generate_request
+
+    async def generate_request(obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        async with contextlib.aclosing(original(obj, request)) as contents:
+            async for content in contents:
+                http = _current.get()
+                if http is not None and http.first is None:
+                    http.first = first_token(content if isinstance(content, list) else [content])
+                    if metrics is not None:
+                        metrics.count(http.first, http.reuse.own())
+                yield content
+
+    manager.generate_request = generate_request
+
+
+def _told(request: HttpRequest) -> list[tuple[bytes, bytes]]:
+    """Headers of its answer."""
+    first = request.first
+    if first is None:
+        return request.reuse.headers()
+    return [*request.reuse.headers(first.prompt_tokens), (TIMING_HEADER, first.timing())]
 
 
 def _wrap_send(manager: Any, name: str, tokenized: Callable[[Any], list[Any]]) -> None:

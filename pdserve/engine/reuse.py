@@ -11,7 +11,7 @@ else by `cached_tokens` in two cases:
 The router says what prefill found, prompt by prompt: `x-pdserve-prefilled: DEVICE/HOST/POOL, ...`. The
 numbers are replaced where SGLang makes the answer, so usage, `meta_info` and the details agree in every form
 of it. What this worker itself found stands in the answer's header `x-pdserve-cached: device=D, host=H,
-pool=P`: the router learns from it where prompts live.
+pool=P, computed=C`: the router learns from it where prompts live.
 """
 
 from __future__ import annotations
@@ -70,12 +70,19 @@ class Reuse:
             return self._told[prompt]
         return first if self._choices > 1 else None
 
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """The header that says what all prompts together found here; none before that is known."""
-        if not self._own:
+    def own(self) -> Found | None:
+        """What all prompts together found here; None before that is known."""
+        return Found(*map(sum, zip(*self._own.values(), strict=True))) if self._own else None
+
+    def headers(self, prompt_tokens: int | None = None) -> list[tuple[bytes, bytes]]:
+        """The header that says so, and how many of `prompt_tokens` were computed; none before it is known."""
+        own = self.own()
+        if own is None:
             return []
-        device, host, pool = map(sum, zip(*self._own.values(), strict=True))
-        return [(CACHED_HEADER, b"device=%d, host=%d, pool=%d" % (device, host, pool))]
+        said = b"device=%d, host=%d, pool=%d" % own
+        if prompt_tokens is not None:
+            said += b", computed=%d" % max(0, prompt_tokens - sum(own))
+        return [(CACHED_HEADER, said)]
 
 
 def parse_prefilled(value: bytes) -> list[Found]:

@@ -24,6 +24,7 @@ from pdserve import __version__
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.continuing import Continuing
 from pdserve.engine.drain import Drain
+from pdserve.engine.first_token import WorkerMetrics
 from pdserve.engine.fixed_weights import FixedWeights
 from pdserve.engine.guard import Draining, Guard, Starting
 from pdserve.engine.load import load_of
@@ -116,6 +117,7 @@ class Worker:
     engine: Engine
     pool: AsyncPoolClient
     drain: Drain
+    metrics: WorkerMetrics
 
     @property
     def names(self) -> PageNames:
@@ -167,6 +169,7 @@ def install(app: Any, worker: Worker, parts: RoleParts, token: str, starting: St
         RequestTracking,
         tokenizer_manager=lambda: worker.engine.tokenizer_manager,
         on_start=parts.on_start,
+        metrics=worker.metrics,
     )
     worker.drain.add(parts.unpublished)
     app.add_middleware(Draining, drain=worker.drain)

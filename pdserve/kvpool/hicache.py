@@ -142,7 +142,8 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     ) -> list[bool]:
         """Fill the host pages of `keys`. `host_indices`: int64 [pages * page_size]. Never raises."""
         try:
-            return self._client.get(self._pool_keys(keys), self._page_buffers(keys, host_indices))
+            with self._metrics.timed("read"):
+                return self._client.get(self._pool_keys(keys), self._page_buffers(keys, host_indices))
         except Exception as error:  # boundary: an exception would kill SGLang's get thread for good
             self._complain("read", error)
             return [False] * len(keys)
@@ -154,7 +155,8 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     ) -> list[bool]:
         """Store the host pages of `keys`. `host_indices`: int64 [pages * page_size]. Never raises."""
         try:
-            return self._client.put(self._pool_keys(keys), self._page_buffers(keys, host_indices))
+            with self._metrics.timed("written"):
+                return self._client.put(self._pool_keys(keys), self._page_buffers(keys, host_indices))
         except Exception as error:  # boundary: an exception would kill SGLang's backup thread for good
             self._complain("write", error)
             return [False] * len(keys)

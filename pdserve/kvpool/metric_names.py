@@ -1,28 +1,16 @@
-"""The names of a pool node's Prometheus metrics: the whole list. The README's table is made from it. Pure.
+"""A pool node's Prometheus metrics: the whole list. Pure.
 
-Names begin with `pdserve_pool_`, end with their unit, and stay as they are: dashboards rest on them. A hit
-rate is a quotient of two: hits over hits and misses, each as `rate(...[5m])`.
+A hit rate is a quotient of two: hits over hits and misses, each as `rate(...[5m])`.
 """
 
 from __future__ import annotations
 
-from typing import Final, Literal, NamedTuple
+from typing import Final
+
+from pdserve.metric import Definition
 
 PREFIX: Final = "pdserve_pool_"
-
-
-class Definition(NamedTuple):
-    """One metric: its name without PREFIX and, of a counter, without `_total`."""
-
-    name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    labels: tuple[str, ...]
-    says: str
-
-    @property
-    def full_name(self) -> str:
-        return PREFIX + self.name + ("_total" if self.kind == "counter" else "")
-
+CLIENT_PREFIX: Final = "pdserve_pool_client_"
 
 _OF_NAMESPACE = ("namespace",)
 METRICS: Final = (
@@ -49,6 +37,12 @@ METRICS: Final = (
     Definition("hits", "counter", _OF_NAMESPACE, "Pages asked for and found."),
     Definition("misses", "counter", _OF_NAMESPACE, "Pages asked for and not found."),
     Definition("read_bytes", "counter", _OF_NAMESPACE, "Bytes of pages found."),
+    Definition(
+        "found_pages",
+        "counter",
+        ("namespace", "place"),
+        "The hits by where the page was: dram, or below (SSD, directory) and brought up.",
+    ),
     Definition("written_bytes", "counter", _OF_NAMESPACE, "Bytes of pages committed."),
     Definition("written_pages", "counter", _OF_NAMESPACE, "Pages committed."),
     Definition("evictions", "counter", ("namespace", "reason"), "Pages that had to go, by why."),
@@ -104,12 +98,28 @@ METRICS: Final = (
         "event_loop_lag_seconds", "histogram", (), "How late the event loop comes to what is due; sampled."
     ),
 )
-
-
-def metrics_table() -> str:
-    """The metrics as a Markdown table, for the README."""
-    rows = ["| metric | type | labels | what it says |", "|---|---|---|---|"]
-    for definition in METRICS:
-        labels = ", ".join(f"`{label}`" for label in definition.labels)
-        rows.append(f"| `{definition.full_name}` | {definition.kind} | {labels} | {definition.says} |")
-    return "\n".join(rows) + "\n"
+CLIENT_METRICS: Final = (
+    Definition(
+        "pages",
+        "counter",
+        ("result",),
+        "KV pages by what became of them: read, missed, written, present (another had written it), refused "
+        "(no room), lost, corrupt, and of those read: fallback, replica.",
+        CLIENT_PREFIX,
+    ),
+    Definition(
+        "bytes", "counter", ("direction",), "KV bytes read from the pool, written to it.", CLIENT_PREFIX
+    ),
+    Definition(
+        "transfer_seconds",
+        "histogram",
+        ("direction",),
+        "A batch of pages read, written, from the first question to the last byte. Throughput is the rate of "
+        "the bytes over the rate of this sum.",
+        CLIENT_PREFIX,
+    ),
+    Definition(
+        "failures", "counter", (), "Node operations cut short by an error or a deadline.", CLIENT_PREFIX
+    ),
+)
+"""A worker's, of its connection to the pool."""

@@ -45,6 +45,7 @@ _NODE_GAUGES: Final = {
 }
 _TOLD_ELSEWHERE: Final = ("replicas", "settled_epoch")
 _SPACE_COUNTERS: Final = ("read_bytes", "written_bytes", "written_pages")
+_SPACE_TOLD_ELSEWHERE: Final = ("operations", "hits_below")
 _EVICTED: Final = "evicted_"  # prefix of a namespace's counters by reason
 _STATUS_NAMES: Final = {ACTIVE: "active", LEAVING: "leaving", LEFT: "left", DEAD: "dead"}
 
@@ -185,6 +186,9 @@ def _of_namespaces(snapshot: NodeSnapshot) -> Iterator[Sample]:
         name = space.name
         yield "hits", (name,), space.hits
         yield "misses", (name,), space.misses
+        below = space.counters.get("hits_below", 0)
+        yield "found_pages", (name, "dram"), space.hits - below
+        yield "found_pages", (name, "below"), below
         yield "pages", (name, "dram"), space.pages
         yield "page_bytes", (name, "dram"), space.page_bytes
         yield "pages", (name, "below"), space.tier_pages
@@ -208,7 +212,7 @@ def _counted(space: NamespaceStatus) -> Iterator[Sample]:
     for name, count in space.counters.items():
         if name in _SPACE_COUNTERS:
             yield name, (space.name,), count
-        elif name != "operations" and not name.startswith(_EVICTED):
+        elif name not in _SPACE_TOLD_ELSEWHERE and not name.startswith(_EVICTED):
             yield "namespace_events", (space.name, name), count
 
 

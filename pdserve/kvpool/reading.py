@@ -80,12 +80,14 @@ class Reads:
         heat: Heat | None = None,
         replicas: Mapping[int, int] = NO_REPLICAS,
     ) -> Pin:
-        """One page of a request is here: pin it, and start sending it over UCX; a miss if the client holds
-        enough.
+        """One page of a request has come up from a tier: pin it, and start sending it over UCX; a miss if the
+        client holds enough.
         """
         slot_bytes = self._store.slots.slot_bytes(slot)
         pins = self._pin(session, [slot], slot_bytes, request, now_s, out, replicas)
         self._note(session, request, slot_bytes, [slot], pins, now_s, heat)
+        if not session.peer and pins[0].status == HIT:
+            self._store.index.namespace(request.namespace).hits_below += 1
         return pins[0]
 
     def _pin(

@@ -431,6 +431,7 @@ class NodeState:
             replicas=self.sharing.replicas.count(number),
             counters={
                 "operations": pages.operations,
+                "hits_below": pages.hits_below,
                 "read_bytes": pages.read_bytes,
                 "written_pages": pages.written,
                 "written_bytes": pages.written_bytes,

@@ -17,6 +17,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from pdserve.engine.first_token import WorkerMetrics
 from pdserve.engine.prompt import ENDPOINTS, prefill_request, run_prefill
 from pdserve.engine.requests import HttpRequest, PageNames, current_request
 from pdserve.engine.reuse import Found
@@ -40,11 +41,13 @@ class Prefill:
         *,
         names: PageNames,
         publish_timeout_s: float,
+        metrics: WorkerMetrics,
     ) -> None:
         self._engine = engine
         self._pool = pool
         self._names = names
         self._publish_timeout_s = publish_timeout_s
+        self._metrics = metrics
         # False after a prefill none of whose pages arrived (the pool is full, or its slabs too small): the
         # next ones wait a moment only, until one's do
         self._publishing = True
@@ -77,6 +80,7 @@ class Prefill:
         ends = self._names.ends_of_prompts(record)
         published = await self._unless_left(record, self._published(keys, ends, set(found)))
         publish_s = time.monotonic() - computed_s
+        self._metrics.observe("publish", publish_s)
         if published < len(keys) and not record.left.is_set():
             logger.warning(
                 "prefill: %d of %d pages were not in the pool after %.1f s",

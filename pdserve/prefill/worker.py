@@ -9,6 +9,10 @@ from pdserve.prefill.routes import Prefill
 def parts(worker: Worker) -> RoleParts:
     """`/pd/prefill`."""
     prefill = Prefill(
-        worker.engine, worker.pool, names=worker.names, publish_timeout_s=worker.config.publish_timeout_s
+        worker.engine,
+        worker.pool,
+        names=worker.names,
+        publish_timeout_s=worker.config.publish_timeout_s,
+        metrics=worker.metrics,
     )
     return RoleParts([prefill.router()])

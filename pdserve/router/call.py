@@ -36,6 +36,7 @@ class Call:
     """The state of one request."""
 
     __slots__ = (
+        "asked_s",
         "body",
         "deadline_s",
         "end",
@@ -46,10 +47,12 @@ class Call:
         "is_sse",
         "is_started",
         "meter",
+        "parts_s",
         "path",
         "phase",
         "plan_words",
         "prefilled",
+        "prompt_counted",
         "queued_tokens",
         "request_id",
         "send",
@@ -90,10 +93,16 @@ class Call:
         self.is_sse = False
         self.first_byte_s = 0.0
         """When the status was sent, on the loop's clock; 0 before that."""
+        self.asked_s = 0.0
+        """When the decode worker was asked, the first of several."""
+        self.parts_s: dict[str, float] = {}
+        """Of the time to the first token of a stream: `metric_names.PARTS`."""
         self.status = 0
         self.plan_words = b""
         self.prefilled = b""
         """Header for the decode worker: what prefill found cached."""
+        self.prompt_counted = False
+        """Where its prompt's tokens came from has been counted: the first worker that had it counts."""
         self.queued_tokens = 0
         """Prompt tokens that count as waiting at the decode worker."""
         self.workers: list[tuple[bytes, bytes]] = []

@@ -27,6 +27,7 @@ from pdserve.router.budget import RetryBudget
 from pdserve.router.call import Call
 from pdserve.router.config import RouterConfig
 from pdserve.router.exchange import Exchange, UpstreamError
+from pdserve.router.first_token import cached_tokens, own_memory_tokens
 from pdserve.router.fleet import Fleet, Worker
 from pdserve.router.metrics import Stats
 from pdserve.router.openai_errors import error_type
@@ -39,7 +40,6 @@ from pdserve.router.stages import MAX_ERROR_BYTES, Stages, WorkerAnswerError
 from pdserve.router.throttle import ThrottledLog
 from pdserve.router.trail import ASK, CONTINUED_PATHS, HEADER, Trail, may_continue
 from pdserve.router.upstream import Upstream
-from pdserve.router.usage import own_memory_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ class Dispatcher:
                 if plan.settle is not None:
                     words.append(await self._stages.settle(call, plan.settle))
             call.phase = "decode"
+            call.asked_s = self._loop.time()
             trail, tried = Trail(), []
             while True:
                 error = await self._decode(call, plan, decode, words, trail)
@@ -163,6 +164,8 @@ class Dispatcher:
                     return self._failed(worker, WorkerAnswerError(exchange.status, body))
                 await call.answer_worker_error(exchange.status, body)
             else:
+                if not call.prompt_counted:
+                    self._stages.count_prompt(call, plan, cached_tokens(exchange.headers))
                 turn = self.placer.on_answering(
                     call.facts, plan, worker, call.request_id.decode(), self._loop.time()
                 )

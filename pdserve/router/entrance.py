@@ -100,6 +100,7 @@ class Entrance:
             if ticket.state is State.WAITING:
                 call.phase = "queue"
                 await self._wait(ticket)
+                call.parts_s["queue"] = self._loop.time() - now_s
             if ticket.state is State.REFUSED:
                 tenant.use.refused += 1
                 self._refuse(ticket)

@@ -198,6 +198,9 @@ class HotRoutes:
         if call.is_started:
             stats.requests[call.path, str(call.status)] += 1
             stats.first_byte[call.path].observe(call.first_byte_s - call.started_s)
+            if call.is_sse:
+                for part, spent_s in call.parts_s.items():
+                    stats.first_token[part].observe(spent_s)
         else:
             stats.requests[call.path, "aborted"] += 1
 

@@ -1,7 +1,7 @@
 """The router's metrics: plain counters on the hot path, turned into Prometheus families when scraped.
 
 Counting is a dictionary increment; prometheus_client's own counters take a lock each and cost ten times
-that. Names begin with `pdserve_router_`, end with their unit, and stay as they are: dashboards rest on them.
+that. What there is stands in `metric_names`.
 """
 
 from __future__ import annotations
@@ -9,17 +9,20 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import Final, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pdserve.metric import Labels, by_name
 from pdserve.router.fleet import Fleet
+from pdserve.router.metric_names import METRICS
 from pdserve.router.upstream import ConnectionCounts
 
-PREFIX = "pdserve_router_"
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_BY_NAME: Final = by_name(METRICS)
+V = TypeVar("V")
 
 
 class Histogram:
@@ -50,9 +53,13 @@ class Stats:
 
     def __init__(self) -> None:
         self.in_flight = 0
-        self.requests: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self.requests: defaultdict[Labels, int] = defaultdict(int)
         """(route, status); status `aborted`: the client left before there was one."""
         self.first_byte: defaultdict[str, Histogram] = defaultdict(Histogram)
+        self.first_token: defaultdict[str, Histogram] = defaultdict(Histogram)
+        """By part, see `metric_names.PARTS`."""
+        self.turn_tokens: defaultdict[Labels, int] = defaultdict(int)
+        """Prompt tokens by (turn, tier)."""
         self.prefill: defaultdict[str, int] = defaultdict(int)
         self.settle: defaultdict[str, int] = defaultdict(int)
         self.decode_retries: defaultdict[str, int] = defaultdict(int)
@@ -97,112 +104,64 @@ class RouterCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """All families."""
-        yield from self._requests()
-        yield from self._stages()
-        yield from self._workers()
-        yield from self._connections()
-
-    def _requests(self) -> Iterable[Metric]:
-        stats = self._stats
-        requests = CounterMetricFamily(PREFIX + "requests", "Requests answered.", labels=("route", "status"))
-        for key, count in list(stats.requests.items()):
-            requests.add_metric(key, count)
-        yield requests
-        yield GaugeMetricFamily(
-            PREFIX + "requests_in_flight", "Requests being answered.", value=stats.in_flight
-        )
-        first_byte = HistogramMetricFamily(
-            PREFIX + "time_to_first_byte_seconds",
-            "From a request's arrival to the first byte of its answer.",
-            labels=("route",),
-        )
-        for route, histogram in list(stats.first_byte.items()):
-            first_byte.add_metric((route,), histogram.cumulative(), histogram.sum_s)
-        yield first_byte
-        yield _counter("client_aborts", "Requests whose client left, by phase.", "phase", stats.client_aborts)
-        yield _counter(
-            "stream_errors", "Streams ended by an error event, by reason.", "reason", stats.stream_errors
-        )
-
-    def _stages(self) -> Iterable[Metric]:
-        stats = self._stats
-        yield _counter("prefill", "Prefill stages, by outcome.", "outcome", stats.prefill)
-        yield _counter("settle", "Waits for a previous turn's pages, by outcome.", "outcome", stats.settle)
-        yield _counter(
-            "decode_retries", "Requests tried on another worker, by reason.", "reason", stats.decode_retries
-        )
-        yield _counter(
-            "streams_continued",
-            "Streams gone on with by another worker, by reason.",
-            "reason",
-            stats.continued,
-        )
-        yield CounterMetricFamily(
-            PREFIX + "retries_refused", "Retries that the budget refused.", value=stats.retries_refused
-        )
-        yield CounterMetricFamily(
-            PREFIX + "prefill_hedges", "Prefills asked of a second worker.", value=stats.hedges
-        )
-        yield CounterMetricFamily(
-            PREFIX + "prompt_tokens", "Prompt tokens that prefill workers saw.", value=stats.prompt_tokens
-        )
-        yield _counter(
-            "prompt_cached_tokens", "Prompt tokens found cached by prefill.", "source", stats.cached_tokens
-        )
-        yield CounterMetricFamily(
-            PREFIX + "prefill_missing_pages",
-            "Pages not published when the publish deadline passed.",
-            value=stats.missing_pages,
-        )
-
-    def _workers(self) -> Iterable[Metric]:
-        labels = ("worker", "role")
-        load = GaugeMetricFamily(
-            PREFIX + "worker_requests_in_flight", "Requests this router has at a worker.", labels=labels
-        )
-        healthy = GaugeMetricFamily(
-            PREFIX + "worker_healthy", "1: last probe said ready and the worker has joined.", labels=labels
-        )
-        circuit = GaugeMetricFamily(
-            PREFIX + "worker_circuit_open", "1: too many requests failed there in a row.", labels=labels
-        )
-        refused = GaugeMetricFamily(
-            PREFIX + "worker_refused", "1: refused at join, its pages do not fit the others'.", labels=labels
-        )
-        for worker in self._fleet.workers:
-            key = (worker.id, worker.role)
-            load.add_metric(key, worker.in_flight)
-            healthy.add_metric(key, worker.ready and worker.refused is None)
-            circuit.add_metric(key, worker.retry_at_s > 0)
-            refused.add_metric(key, worker.refused is not None)
-        yield from (load, healthy, circuit, refused)
-        yield CounterMetricFamily(
-            PREFIX + "joins_refused", "Workers refused at join.", value=self._stats.joins_refused
-        )
-        yield GaugeMetricFamily(
-            PREFIX + "sessions", "Sessions in the session table.", value=self._session_count()
-        )
-
-    def _connections(self) -> Iterable[Metric]:
-        counts = self._upstream.counts
-        by_kind = {
+        stats, upstream = self._stats, self._upstream
+        counts = upstream.counts
+        connections = {
             "opened": counts.opened,
             "reused": counts.reused,
             "stale": counts.stale,
             "failed": counts.failed,
         }
-        yield _counter(
-            "upstream_connections",
-            "Connections to workers taken for a request, by kind; stale ones were replaced.",
-            "kind",
-            by_kind,
-        )
-        yield GaugeMetricFamily(
-            PREFIX + "upstream_connections_open", "Open connections.", value=self._upstream.open_count
-        )
-        yield GaugeMetricFamily(
-            PREFIX + "upstream_connections_idle", "Idle connections.", value=self._upstream.idle_count
-        )
+        yield samples("requests", stats.requests)
+        yield samples("requests_in_flight", stats.in_flight)
+        yield histograms("time_to_first_byte_seconds", _keyed(stats.first_byte))
+        yield histograms("first_token_seconds", _keyed(stats.first_token))
+        yield samples("turn_tokens", stats.turn_tokens)
+        yield samples("client_aborts", _keyed(stats.client_aborts))
+        yield samples("stream_errors", _keyed(stats.stream_errors))
+        yield samples("prefill", _keyed(stats.prefill))
+        yield samples("settle", _keyed(stats.settle))
+        yield samples("decode_retries", _keyed(stats.decode_retries))
+        yield samples("streams_continued", _keyed(stats.continued))
+        yield samples("retries_refused", stats.retries_refused)
+        yield samples("prefill_hedges", stats.hedges)
+        yield samples("prompt_tokens", stats.prompt_tokens)
+        yield samples("prompt_cached_tokens", _keyed(stats.cached_tokens))
+        yield samples("prefill_missing_pages", stats.missing_pages)
+        yield samples("joins_refused", stats.joins_refused)
+        yield samples("sessions", self._session_count())
+        yield samples("upstream_connections", _keyed(connections))
+        yield samples("upstream_connections_open", upstream.open_count)
+        yield samples("upstream_connections_idle", upstream.idle_count)
+        workers = {(worker.id, worker.role): worker for worker in self._fleet.workers}
+        yield samples("worker_requests_in_flight", {key: w.in_flight for key, w in workers.items()})
+        yield samples("worker_healthy", {key: w.ready and w.refused is None for key, w in workers.items()})
+        yield samples("worker_draining", {key: w.draining for key, w in workers.items()})
+        yield samples("worker_circuit_open", {key: w.retry_at_s > 0 for key, w in workers.items()})
+        yield samples("worker_refused", {key: w.refused is not None for key, w in workers.items()})
+
+
+def samples(name: str, values: Mapping[Labels, float] | float) -> Metric:
+    """The family of a counter or gauge; by labels, or the one value of a metric without."""
+    definition = _BY_NAME[name]
+    family_type = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
+    family = family_type(definition.family_name, definition.says, labels=definition.labels)
+    for labels, value in list(values.items()) if isinstance(values, Mapping) else [((), values)]:
+        family.add_metric(labels, value)
+    return family
+
+
+def histograms(name: str, values: Mapping[Labels, Histogram]) -> Metric:
+    """The family of a histogram, by labels."""
+    definition = _BY_NAME[name]
+    family = HistogramMetricFamily(definition.family_name, definition.says, labels=definition.labels)
+    for labels, histogram in list(values.items()):
+        family.add_metric(labels, histogram.cumulative(), histogram.sum_s)
+    return family
+
+
+def _keyed(values: Mapping[str, V]) -> dict[Labels, V]:
+    return {(key,): value for key, value in list(values.items())}
 
 
 def make_registry(*collectors: Collector) -> CollectorRegistry:
@@ -211,10 +170,3 @@ def make_registry(*collectors: Collector) -> CollectorRegistry:
     for collector in collectors:
         registry.register(collector)
     return registry
-
-
-def _counter(name: str, documentation: str, label: str, values: Mapping[str, int]) -> CounterMetricFamily:
-    family = CounterMetricFamily(PREFIX + name, documentation, labels=(label,))
-    for key, count in list(values.items()):
-        family.add_metric((key,), count)
-    return family

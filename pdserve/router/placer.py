@@ -93,6 +93,7 @@ class Placer:
             prefill_id,
             facts.prompt_tokens_estimate,
             incarnation=worker.incarnation,
+            turns=plan.turn,
         )
         self.sessions.record(facts.session, entry)
         return entry

@@ -64,6 +64,8 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     """Estimated prompt tokens to be computed, by the prefill worker if there is one."""
     places: Places | None = None
     """Where the prompt's beginning was thought to be when this was planned."""
+    turn: int = 0
+    """The session's so manieth turn, from 1; 0: no session."""
 
 
 class Planner(msgspec.Struct, frozen=True):
@@ -105,6 +107,7 @@ class Planner(msgspec.Struct, frozen=True):
             (f"decode={choice}", f"prefill={why_prefill}"),
             _uncached(facts, prefill or decode, places),
             places,
+            0 if facts.session is None else 1 if last is None else last.turns + 1,
         )
 
     def _choose_prefill(

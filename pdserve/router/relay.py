@@ -9,6 +9,9 @@ worker.
 
 from __future__ import annotations
 
+import asyncio
+
+from pdserve.router import first_token
 from pdserve.router.call import Call
 from pdserve.router.exchange import Exchange
 from pdserve.router.trail import Trail
@@ -21,6 +24,7 @@ _OWN_HEADERS = frozenset(
         b"date",
         b"keep-alive",
         b"server",
+        b"server-timing",
         b"te",
         b"trailer",
         b"transfer-encoding",
@@ -69,7 +73,13 @@ async def relay_events(
         ready, held = trail.take(data, at_end)
         if ready or at_end:
             if not call.is_started:
-                await call.start(exchange.status, passed_headers(exchange))
+                headers = passed_headers(exchange)
+                now_s = asyncio.get_running_loop().time()
+                first_token.finish(
+                    call.parts_s, call.asked_s, first_token.pull_s(exchange.headers), call.started_s, now_s
+                )
+                headers.append((first_token.TIMING_HEADER, first_token.timing(call.parts_s)))
+                await call.start(exchange.status, headers)
                 call.phase = "stream"
             await call.write(ready, more=not at_end)
             if at_end:

@@ -28,6 +28,8 @@ class SessionEntry(msgspec.Struct, frozen=True, gc=False):
     """The answer is whole. Until then there is nothing to wait for: who did not see its end cannot go on."""
     incarnation: str = ""
     """Of the decode worker: another one has lost what it had. Empty: another router's word, not known."""
+    turns: int = 1
+    """So many turns the session has had, this one counted."""
 
 
 class SessionTable:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -22,6 +22,7 @@ from pdserve.router.call import Call
 from pdserve.router.config import Deadlines
 from pdserve.router.exchange import UpstreamError
 from pdserve.router.fleet import Fleet, Worker
+from pdserve.router.metric_names import TIERS, turn_label
 from pdserve.router.metrics import Stats
 from pdserve.router.placer import Placer
 from pdserve.router.plan import Plan, Settle, choose_alternate
@@ -112,6 +113,7 @@ class Stages:
         if wait_s <= 0:
             return "settle=off"
         call.phase = "settle"
+        begun_s = self._loop.time()
         body = msgspec.json.encode({"request_id": settle.request_id, "timeout_s": wait_s})
         try:
             answer = await self._post_json(call, settle.worker, "/pd/settled", body, wait_s + SETTLE_SLACK_S)
@@ -124,6 +126,7 @@ class Stages:
         except msgspec.MsgspecError:
             outcome = "garbage"
         self._stats.settle[outcome] += 1
+        call.parts_s["settle"] = self._loop.time() - begun_s
         return f"settle={outcome}"
 
     # --- prefill
@@ -133,10 +136,16 @@ class Stages:
         Raises WorkerAnswerError when the request itself is at fault.
         """
         call.phase = "prefill"
-        hedge_s = self._deadlines.hedge_prefill_s
+        begun_s, hedge_s = self._loop.time(), self._deadlines.hedge_prefill_s
         if hedge_s > 0:
-            return f"stage={await self._hedged(call, plan, worker, candidates, hedge_s)}"
-        return f"stage={await self._prefill_at(call, plan, worker)}"
+            outcome = await self._hedged(call, plan, worker, candidates, hedge_s)
+        else:
+            outcome = await self._prefill_at(call, plan, worker)
+        spent_s, parts_s = self._loop.time() - begun_s, call.parts_s
+        if "publish" in parts_s:  # the worker's word, not longer than what was seen here
+            parts_s["publish"] = min(parts_s["publish"], spent_s)
+        parts_s["prefill"] = spent_s - parts_s.get("publish", 0.0)
+        return f"stage={outcome}"
 
     async def _hedged(
         self, call: Call, plan: Plan, worker: Worker, candidates: Sequence[Worker], hedge_s: float
@@ -204,7 +213,8 @@ class Stages:
             call.prefilled = prefilled_header(report.cached_by_prompt)
             if call.meter is not None:
                 call.meter.prompt_tokens = report.prompt_tokens
-            return self._count_prefill(report)
+            call.parts_s["publish"] = max(0.0, report.publish_ms / 1e3)
+            return self._count_prefill(call, plan, report)
         self._stats.prefill[outcome] += 1
         opened = self._fleet.on_failure(worker, self._loop.time())
         self._failures.warning(
@@ -214,7 +224,7 @@ class Stages:
             logger.warning("prefill worker %s: circuit opened", worker.id)
         return outcome
 
-    def _count_prefill(self, report: PrefillReport) -> str:
+    def _count_prefill(self, call: Call, plan: Plan, report: PrefillReport) -> str:
         stats = self._stats
         outcome = "partial" if report.missing_pages else "ok"
         stats.prefill[outcome] += 1
@@ -223,7 +233,18 @@ class Stages:
         for source, tokens in report.cached.items():
             if source in ("device", "host", "pool"):
                 stats.cached_tokens[source] += tokens
+        if not call.prompt_counted:
+            computed = max(0, report.prompt_tokens - sum(report.cached.values()))
+            self.count_prompt(call, plan, {**report.cached, "computed": computed})
         return outcome
+
+    def count_prompt(self, call: Call, plan: Plan, tokens: Mapping[str, int]) -> None:
+        """Where the worker that computed the prompt had its tokens from."""
+        call.prompt_counted = bool(tokens)
+        turn = turn_label(plan.turn)
+        for tier in TIERS:
+            if tokens.get(tier):
+                self._stats.turn_tokens[turn, tier] += tokens[tier]
 
     async def _post_json(self, call: Call, worker: Worker, target: str, body: bytes, limit_s: float) -> bytes:
         """A 200 answer's body. Raises UpstreamError, or WorkerAnswerError for another status."""

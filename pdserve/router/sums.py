@@ -13,7 +13,9 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-LARGEST = frozenset(f"pdserve_router_worker_{what}" for what in ("healthy", "circuit_open", "refused"))
+LARGEST = frozenset(
+    f"pdserve_router_worker_{what}" for what in ("healthy", "draining", "circuit_open", "refused")
+)
 
 
 class _Summed(Collector):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from pdserve.metric import Labels
 from pdserve.router.entrance import Entrance
-from pdserve.router.metrics import PREFIX
+from pdserve.router.metrics import histograms, samples
 
 
 class EntranceCollector(Collector):
@@ -19,35 +20,17 @@ class EntranceCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """All families."""
-        requests = CounterMetricFamily(
-            PREFIX + "tenant_requests",
-            "Requests of a tenant, by outcome: admitted, or refused with 429.",
-            labels=("tenant", "outcome"),
-        )
-        tokens = CounterMetricFamily(
-            PREFIX + "tenant_tokens", "Tokens a tenant used, by kind.", labels=("tenant", "kind")
-        )
-        running = GaugeMetricFamily(
-            PREFIX + "tenant_running", "Requests of a tenant that are served now.", labels=("tenant",)
-        )
-        waiting = GaugeMetricFamily(
-            PREFIX + "tenant_waiting", "Requests of a tenant that wait in the queue.", labels=("tenant",)
-        )
-        for tenant in self._entrance.tenants.all:
-            requests.add_metric((tenant.name, "admitted"), tenant.use.requests)
-            requests.add_metric((tenant.name, "refused"), tenant.use.refused)
-            tokens.add_metric((tenant.name, "prompt"), tenant.use.prompt_tokens)
-            tokens.add_metric((tenant.name, "output"), tenant.use.output_tokens)
-            running.add_metric((tenant.name,), tenant.running)
-            waiting.add_metric((tenant.name,), tenant.waiting)
-        yield from (requests, tokens, running, waiting)
-        wait = self._entrance.queue_wait
-        yield HistogramMetricFamily(
-            PREFIX + "queue_wait_seconds",
-            "Time that requests which had to wait spent in the queue.",
-            buckets=wait.cumulative(),
-            sum_value=wait.sum_s,
-        )
-        yield CounterMetricFamily(
-            PREFIX + "unknown_keys", "Requests refused with 401.", value=self._entrance.unknown_keys
-        )
+        requests: dict[Labels, int] = {}
+        tokens: dict[Labels, int] = {}
+        tenants = self._entrance.tenants.all
+        for tenant in tenants:
+            requests[tenant.name, "admitted"] = tenant.use.requests
+            requests[tenant.name, "refused"] = tenant.use.refused
+            tokens[tenant.name, "prompt"] = tenant.use.prompt_tokens
+            tokens[tenant.name, "output"] = tenant.use.output_tokens
+        yield samples("tenant_requests", requests)
+        yield samples("tenant_tokens", tokens)
+        yield samples("tenant_running", {(tenant.name,): tenant.running for tenant in tenants})
+        yield samples("tenant_waiting", {(tenant.name,): tenant.waiting for tenant in tenants})
+        yield histograms("queue_wait_seconds", {(): self._entrance.queue_wait})
+        yield samples("unknown_keys", self._entrance.unknown_keys)

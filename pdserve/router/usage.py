@@ -6,14 +6,11 @@ and `completion_tokens`. A stream says it in its last event (OpenAI's, where the
 whose client left, is counted by its events, one of which is a token, or a few where the worker's stream
 interval is larger. The names in quotes are searched in the bytes; within a JSON string the quotes would be
 escaped, so no answer's text can pretend.
-
-What a worker found cached in its own memory stands in a header of its answer (pdserve/engine/reuse.py).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 _EVENT = b"data: "
 _MARK = b'"completion_tokens":'
@@ -22,8 +19,6 @@ _ENDED = b'"finish_reason":{'
 _PROMPT = re.compile(rb'"prompt_tokens":\s*(\d{1,15})\b')
 _OUTPUT = re.compile(rb'"completion_tokens":\s*(\d{1,15})\b')
 _LAST_OUTPUT = re.compile(rb'"finish_reason":\{[^\n]*?"completion_tokens":\s*(\d{1,15})\b')
-CACHED_HEADER = b"x-pdserve-cached"
-_CACHED = re.compile(rb"device=(\d{1,15}), host=(\d{1,15})\b")
 
 
 class Meter:
@@ -64,13 +59,3 @@ class Meter:
 
 def _numbers(name: re.Pattern[bytes], data: bytes) -> list[int]:
     return [int(number) for number in name.findall(data)]
-
-
-def own_memory_tokens(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
-    """Prompt tokens that the worker found in its device and host memory, by its answer's headers; None where
-    it does not say.
-    """
-    for name, value in headers:
-        if name == CACHED_HEADER and (match := _CACHED.match(value)):
-            return int(match[1]) + int(match[2])
-    return None

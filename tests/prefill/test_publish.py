@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.engine.first_token import WorkerMetrics
 from pdserve.engine.prompt import Prefilled
 from pdserve.engine.requests import HttpRequest, PageNames, RequestTracking, SglangRequest, current_request
 from pdserve.engine.reuse import Found
@@ -79,7 +80,9 @@ def serve(
 
     monkeypatch.setattr(routes, "prefill_request", prefill_request)
     monkeypatch.setattr(routes, "run_prefill", run_prefill)
-    prefill = routes.Prefill(Engine(), pool, names=PageNames(PAGE, [b""]), publish_timeout_s=60.0)  # type: ignore[arg-type]
+    prefill = routes.Prefill(
+        Engine(), pool, names=PageNames(PAGE, [b""]), publish_timeout_s=60.0, metrics=WorkerMetrics()
+    )  # type: ignore[arg-type]
     answer: list[dict[str, Any]] = []
 
     class Request:
@@ -145,7 +148,9 @@ def test_when_nothing_arrives_only_the_first_prefill_waits_its_whole_time() -> N
                 return await self.exists(keys)
 
         pool = Full()
-        prefill = routes.Prefill(Engine(), pool, names=PageNames(PAGE, [b""]), publish_timeout_s=60.0)  # type: ignore[arg-type]
+        prefill = routes.Prefill(
+            Engine(), pool, names=PageNames(PAGE, [b""]), publish_timeout_s=60.0, metrics=WorkerMetrics()
+        )  # type: ignore[arg-type]
         keys = page_hashes(PROMPT, PAGE)
         for _ in range(2):
             await prefill._published(keys, keys[-1:], set())

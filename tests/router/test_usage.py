@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.router.usage import Meter, own_memory_tokens
+from pdserve.router.usage import Meter
 
 USAGE = b'"usage":{"prompt_tokens":30,"total_tokens":42,"completion_tokens":12,"prompt_tokens_details":null}'
 
@@ -91,10 +91,3 @@ def test_any_bytes_can_be_an_answer(pieces: list[bytes], streamed: bool) -> None
     prompt, output = meter.total(streamed)
     assert prompt >= 0
     assert output >= 0
-
-
-def test_a_worker_says_what_it_found_in_its_own_memory() -> None:
-    found = (b"x-pdserve-cached", b"device=64, host=32, pool=1000")
-    assert own_memory_tokens([(b"date", b"x"), found]) == 96
-    assert own_memory_tokens([(b"x-pdserve-cached", b"much")]) is None
-    assert own_memory_tokens([]) is None

@@ -1,0 +1,82 @@
+"""Where the time to a request's first token went, as SGLang says it, for the caller and counted.
+
+SGLang 0.5.23 gives it in `meta_info` of every answer (with `--enable-metrics`, which every worker has):
+`queue_time` (its waiting queue, `storage_prefetch_wait` within it), `prefill_finished_time` and
+`forward_entry_time`. The answer's head says it (see `requests`):
+
+    server-timing: queue;dur=1.2, pull;dur=3.4, compute;dur=20.1
+
+SGLang (in multi-process mode) adds the metrics up over its processes and shows them at the worker's
+`/metrics`. prometheus_client must not be imported before SGLang has set that mode up: it is at the first
+request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pdserve.engine.metric_names import BUCKETS_S, METRICS
+from pdserve.engine.reuse import Found
+from pdserve.metric import by_name
+
+TIMING_HEADER = b"server-timing"
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """Of one HTTP request; times in seconds, of its first prompt; the tokens of all prompts."""
+
+    parts_s: dict[str, float]
+    prompt_tokens: int
+
+    def timing(self) -> bytes:
+        """The value of `server-timing`: milliseconds (W3C Server Timing)."""
+        return ", ".join(f"{part};dur={1e3 * spent_s:.1f}" for part, spent_s in self.parts_s.items()).encode()
+
+
+def first_token(answers: Sequence[dict[str, Any]]) -> FirstToken:
+    """From the first that SGLang says. What it does not say is 0, or not there."""
+    metas = [answer.get("meta_info") or {} for answer in answers]
+    meta = metas[0] if metas else {}
+    pull_s = max(0.0, meta.get("storage_prefetch_wait") or 0.0)
+    parts_s = {"queue": max(0.0, (meta.get("queue_time") or 0.0) - pull_s), "pull": pull_s}
+    if "prefill_finished_time" in meta and "forward_entry_time" in meta:
+        parts_s["compute"] = max(0.0, meta["prefill_finished_time"] - meta["forward_entry_time"])
+    return FirstToken(parts_s, sum(one.get("prompt_tokens") or 0 for one in metas))
+
+
+class WorkerMetrics:
+    """Counts the first tokens of this process. Made before SGLang runs; counts only after."""
+
+    def __init__(self) -> None:
+        self._seconds: Any = None
+        self._tokens: Any = None
+
+    def observe(self, part: str, seconds: float) -> None:
+        """One part of one request's time to its first token."""
+        if self._seconds is None:
+            from prometheus_client import CollectorRegistry, Counter, Histogram
+
+            named = by_name(METRICS)
+            seconds_of, tokens_of = named["first_token_seconds"], named["prompt_tokens"]
+            registry = CollectorRegistry()
+            self._seconds = Histogram(
+                seconds_of.family_name,
+                seconds_of.says,
+                seconds_of.labels,
+                registry=registry,
+                buckets=BUCKETS_S,
+            )
+            self._tokens = Counter(tokens_of.family_name, tokens_of.says, tokens_of.labels, registry=registry)
+        self._seconds.labels(part).observe(seconds)
+
+    def count(self, first: FirstToken, own: Found | None) -> None:
+        """A request's first token is there; `own`: the prompt's tokens that were found cached here."""
+        for part, seconds in first.parts_s.items():
+            self.observe(part, seconds)
+        found = own or Found()
+        for tier, tokens in found._asdict().items():
+            self._tokens.labels(tier).inc(tokens)
+        self._tokens.labels("computed").inc(max(0, first.prompt_tokens - sum(found)))

@@ -1,0 +1,31 @@
+"""The Prometheus metrics that a worker adds to SGLang's own (`sglang:*`), but for those of its pool client
+(pdserve/kvpool/client_metrics.py). Pure.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pdserve.metric import Definition
+
+PREFIX: Final = "pdserve_worker_"
+BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+METRICS: Final = (
+    Definition(
+        "first_token_seconds",
+        "histogram",
+        ("part",),
+        "Requests: the parts of the time to the first token here. queue: waiting to be computed; pull: "
+        "waiting for pages of the pool; compute: the prompt's rest; publish (prefill workers): until its "
+        "pages are in the pool.",
+        PREFIX,
+    ),
+    Definition(
+        "prompt_tokens",
+        "counter",
+        ("tier",),
+        "Prompt tokens by where they came from: device, host, pool, computed.",
+        PREFIX,
+    ),
+)

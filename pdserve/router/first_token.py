@@ -1,0 +1,76 @@
+"""Where a stream's first token spent its time, and where its prompt's tokens came from: what workers say of
+it in their answers' headers, and what the client is told. Pure.
+
+    server-timing: queue;dur=1.2, pull;dur=3.4, compute;dur=20.1       milliseconds (W3C Server Timing)
+    x-pdserve-cached: device=0, host=0, pool=704, computed=17          prompt tokens
+
+Workers send both (pdserve/engine: first_token, reuse). The client of a stream gets the first one with the router's
+own parts (`metric_names.PARTS`), so a browser's developer tools show them; the second one as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from pdserve.router.metric_names import PARTS, TIERS
+
+TIMING_HEADER = b"server-timing"
+CACHED_HEADER = b"x-pdserve-cached"
+
+
+def pull_s(headers: Iterable[tuple[bytes, bytes]]) -> float:
+    """How long the worker's request waited for pages of the pool; 0 if it does not say."""
+    for name, value in headers:
+        if name == TIMING_HEADER:
+            for part in value.split(b","):
+                what, _, dur = part.partition(b";dur=")
+                if what.strip() == b"pull":
+                    return _number(dur) / 1e3
+    return 0.0
+
+
+def cached_tokens(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, int]:
+    """Prompt tokens by tier, as far as the worker says."""
+    found = {}
+    for name, value in headers:
+        if name == CACHED_HEADER:
+            for part in value.split(b","):
+                tier, _, count = part.strip().partition(b"=")
+                word = tier.decode("latin-1")
+                if word in TIERS:
+                    found[word] = int(_number(count))
+    return found
+
+
+def own_memory_tokens(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
+    """Of which the worker found in its device and host memory; None where it does not say."""
+    found = cached_tokens(headers)
+    return found["device"] + found["host"] if "device" in found and "host" in found else None
+
+
+def finish(
+    parts_s: dict[str, float], asked_s: float, pulled_s: float, started_s: float, now_s: float
+) -> None:
+    """The first token is here: `parts_s` gets the last ones. `asked_s`: when the decode worker was asked;
+    `started_s`: when the request came. What a worker says never makes a part negative.
+    """
+    waited_s = max(0.0, now_s - asked_s)
+    pulled_s = min(pulled_s, waited_s)
+    if pulled_s > 0:
+        parts_s["pull"] = pulled_s
+    parts_s["decode"] = waited_s - pulled_s
+    parts_s["router"] = max(0.0, now_s - started_s - sum(parts_s.values()))
+
+
+def timing(parts_s: Mapping[str, float]) -> bytes:
+    """The value of `server-timing`."""
+    return ", ".join([f"{p};dur={1e3 * parts_s[p]:.1f}" for p in PARTS if p in parts_s]).encode()
+
+
+def _number(text: bytes) -> float:
+    """Not negative and finite; 0 for what is no number."""
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if 0 <= value < 1e12 else 0.0

@@ -1,0 +1,96 @@
+"""The router's Prometheus metrics: the whole list. Pure.
+
+Label values are bounded: routes are the router's own, statuses HTTP's, reasons, outcomes, parts, tiers and
+turns words of the code; workers as many as there are, tenants as many as the keys file names.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from pdserve.metric import Definition, Labels
+
+PREFIX: Final = "pdserve_router_"
+
+PARTS: Final = ("queue", "settle", "prefill", "publish", "pull", "decode", "router")
+"""Of the time to a stream's first token, in their order; in sum they are all of it."""
+TIERS: Final = ("device", "host", "pool", "computed")
+"""Where a worker had a prompt's tokens from."""
+
+
+def _one(name: str, kind: Literal["counter", "gauge", "histogram"], labels: Labels, says: str) -> Definition:
+    return Definition(name, kind, labels, says, PREFIX)
+
+
+_OF_WORKER: Final = ("worker", "role")
+_OF_TENANT: Final = ("tenant",)
+METRICS: Final = (
+    _one("requests", "counter", ("route", "status"), "Requests answered; `aborted`: the client left before."),
+    _one("requests_in_flight", "gauge", (), "Requests being answered."),
+    _one(
+        "time_to_first_byte_seconds",
+        "histogram",
+        ("route",),
+        "From a request's arrival to the first byte of its answer.",
+    ),
+    _one(
+        "first_token_seconds",
+        "histogram",
+        ("part",),
+        "Streams: the parts of the time to the first token. queue: here; settle: for the last turn's pages; "
+        "prefill: at the prefill worker, its queue too; publish: until the pages are in the pool; pull: the "
+        "decode worker's wait for them; decode: its queue and the rest; router: what is left. A part that "
+        "did not occur is not counted; `router` always is, so its count is that of the streams.",
+    ),
+    _one(
+        "turn_tokens",
+        "counter",
+        ("turn", "tier"),
+        "Prompt tokens by the session's turn (1, 2, 3, 4-7, 8-15, 16+, none: no session) and where the "
+        "worker that computed the prompt had them from: device, host, pool, computed.",
+    ),
+    _one("client_aborts", "counter", ("phase",), "Requests whose client left, by phase."),
+    _one("stream_errors", "counter", ("reason",), "Streams ended by an error event, by reason."),
+    _one("prefill", "counter", ("outcome",), "Prefill stages, by outcome."),
+    _one("settle", "counter", ("outcome",), "Waits for a previous turn's pages, by outcome."),
+    _one("decode_retries", "counter", ("reason",), "Requests tried on another worker, by reason."),
+    _one("streams_continued", "counter", ("reason",), "Streams gone on with by another worker, by reason."),
+    _one("retries_refused", "counter", (), "Retries that the budget refused."),
+    _one("prefill_hedges", "counter", (), "Prefills asked of a second worker."),
+    _one("prompt_tokens", "counter", (), "Prompt tokens that prefill workers saw."),
+    _one("prompt_cached_tokens", "counter", ("source",), "Prompt tokens found cached by prefill workers."),
+    _one("prefill_missing_pages", "counter", (), "Pages not published when the publish deadline passed."),
+    _one("worker_requests_in_flight", "gauge", _OF_WORKER, "Requests this router has at a worker."),
+    _one("worker_healthy", "gauge", _OF_WORKER, "1: its last probe said ready, and it has joined."),
+    _one("worker_draining", "gauge", _OF_WORKER, "1: it finishes what it has and is given nothing new."),
+    _one("worker_circuit_open", "gauge", _OF_WORKER, "1: too many requests failed there in a row."),
+    _one("worker_refused", "gauge", _OF_WORKER, "1: refused at join, its pages do not fit the others'."),
+    _one("joins_refused", "counter", (), "Workers refused at join."),
+    _one("sessions", "gauge", (), "Sessions in the session table."),
+    _one(
+        "upstream_connections",
+        "counter",
+        ("kind",),
+        "Connections to workers taken for a request, by kind; stale ones were replaced.",
+    ),
+    _one("upstream_connections_open", "gauge", (), "Open connections to workers."),
+    _one("upstream_connections_idle", "gauge", (), "Of which no request uses."),
+    _one(
+        "tenant_requests",
+        "counter",
+        ("tenant", "outcome"),
+        "Requests of a tenant: admitted, or refused with 429.",
+    ),
+    _one("tenant_tokens", "counter", ("tenant", "kind"), "Tokens a tenant used: prompt, output."),
+    _one("tenant_running", "gauge", _OF_TENANT, "Requests of a tenant that are served now."),
+    _one("tenant_waiting", "gauge", _OF_TENANT, "Requests of a tenant that wait in the queue."),
+    _one("queue_wait_seconds", "histogram", (), "What requests that had to wait spent in the queue."),
+    _one("unknown_keys", "counter", (), "Requests refused with 401."),
+)
+
+
+def turn_label(turn: int) -> str:
+    """The label of a session's so manieth turn, from 1; 0: no session."""
+    if turn <= 3:
+        return str(turn) if turn else "none"
+    return "4-7" if turn < 8 else "8-15" if turn < 16 else "16+"

@@ -1,0 +1,56 @@
+"""What real workers show: their metrics, and where a stream's first token spent its time."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from pdserve.engine.metric_names import METRICS
+from pdserve.kvpool.metric_names import CLIENT_METRICS
+from pdserve.metric import Definition
+from tests.e2e.cluster import Router, Worker, http
+from tests.e2e.conftest import Cluster
+from tests.readme import LISTED
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+
+
+def shown(worker: Worker) -> dict[str, str]:
+    """Our metrics at a worker's /metrics: name to type."""
+    text = http.get(f"{worker.url}/metrics").text
+    return dict(re.findall(r"^# TYPE (pdserve_\S+) (\S+)$", text, re.M))
+
+
+def check_stream(router: Router, salt: str) -> None:
+    """A prompt that nobody has: the decode worker has its full pages from the pool, and the parts add up."""
+    prompt = f"{salt} " + "the quick brown fox jumps over the lazy dog " * 60
+    body = {"model": "demo-tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "stream": True}
+    answer = http.post(f"{router.url}/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    timing = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
+    assert list(timing) == ["prefill", "publish", "pull", "decode", "router"]
+    assert float(timing["prefill"]) > 0
+    cached = {
+        k: int(v) for k, v in (part.split("=") for part in answer.headers["x-pdserve-cached"].split(", "))
+    }
+    assert cached["pool"] > 0
+    assert cached["pool"] % 64 == 0
+    assert 0 < cached["computed"] <= 65
+
+
+def check_metrics(prefill: Worker, decode: Worker) -> None:
+    """After a request every metric of the list is there, of its type, and no other of ours."""
+    listed: tuple[Definition, ...] = (*METRICS, *CLIENT_METRICS)
+    assert set(listed) <= set(LISTED)
+    for worker in (prefill, decode):
+        assert shown(worker) == {one.full_name: one.kind for one in listed}, worker.name
+
+
+def test_a_stream_says_where_its_first_token_spent_its_time(cluster: Cluster) -> None:
+    check_stream(cluster.pairs[0], "test_see")
+
+
+def test_workers_show_all_their_metrics_and_no_other(cluster: Cluster) -> None:
+    check_stream(cluster.pairs[0], "metrics of test_see")
+    check_metrics(cluster.prefill[0], cluster.decode[0])

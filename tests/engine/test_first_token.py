@@ -1,0 +1,100 @@
+"""What SGLang says with the first token is told and counted, against a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from pdserve.engine.first_token import FirstToken, WorkerMetrics, first_token
+from pdserve.engine.requests import RequestTracking
+
+META = {
+    "queue_time": 0.5,
+    "storage_prefetch_wait": 0.2,
+    "forward_entry_time": 1000.0,
+    "prefill_finished_time": 1000.25,
+    "prompt_tokens": 100,
+}
+
+
+def test_the_wait_for_pages_is_part_of_sglangs_queue_and_told_apart() -> None:
+    first = first_token([{"meta_info": META}, {"meta_info": {"prompt_tokens": 5}}])
+    assert first == FirstToken({"queue": pytest.approx(0.3), "pull": 0.2, "compute": 0.25}, 105)
+    assert first.timing() == b"queue;dur=300.0, pull;dur=200.0, compute;dur=250.0"
+
+
+@pytest.mark.parametrize("meta", [{}, {"storage_prefetch_wait": None, "queue_time": None}])
+def test_what_sglang_does_not_say_is_nothing(meta: dict[str, Any]) -> None:
+    assert first_token([{"meta_info": meta}]) == FirstToken({"queue": 0.0, "pull": 0.0}, 0)
+
+
+class Manager:
+    """A tokenizer manager whose every request is answered in two steps."""
+
+    def __init__(self) -> None:
+        self.rid_to_state: dict[str, Any] = {}
+        self.closed = 0
+
+    def _init_req_state(self, obj: Any, request: Any = None) -> None: ...
+
+    async def _send_one_request(self, tokenized: Any) -> None: ...
+
+    async def _send_batch_request(self, tokenized: Any) -> None: ...
+
+    async def _handle_batch_output(self, output: Any) -> None: ...
+
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        try:
+            yield {"text": "a", "meta_info": META}
+            yield {"text": "ab", "meta_info": {**META, "queue_time": 9.0}}
+        finally:
+            self.closed += 1
+
+
+def asked(manager: Manager, metrics: WorkerMetrics, steps: int) -> list[Any]:
+    """The messages of an app that streams what the engine says, so many steps of it."""
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+        contents = manager.generate_request(None)
+        for _ in range(steps):
+            content = await anext(contents)
+            await send({"type": "http.response.body", "body": content["text"].encode(), "more_body": True})
+        await contents.aclose()  # type: ignore[attr-defined]
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        scope = {"type": "http", "path": "/generate", "headers": []}
+        await RequestTracking(app, lambda: manager, metrics=metrics)(scope, receive, send)
+
+    asyncio.run(main())
+    return sent
+
+
+def test_the_head_of_a_stream_says_what_the_first_step_said_and_it_is_counted_once() -> None:
+    metrics = WorkerMetrics()
+    sent = asked(Manager(), metrics, steps=2)
+    assert sent[0]["headers"] == [
+        (b"a", b"b"),
+        (b"server-timing", b"queue;dur=300.0, pull;dur=200.0, compute;dur=250.0"),
+    ]
+    assert [message.get("body") for message in sent[1:]] == [b"a", b"ab", b""]
+    [family] = metrics._tokens.collect()
+    tokens = {s.labels["tier"]: s.value for s in family.samples if s.name.endswith("_total")}
+    assert tokens == {"device": 0, "host": 0, "pool": 0, "computed": 100}
+
+
+def test_a_reader_that_leaves_ends_the_engines_request() -> None:
+    manager = Manager()
+    asked(manager, WorkerMetrics(), steps=1)
+    assert manager.closed == 1
