@@ -1,11 +1,11 @@
 """Where a stream's first token spent its time, and where its prompt's tokens came from: what workers say of
 it in their answers' headers, and what the client is told. Pure.
 
-    server-timing: queue;dur=1.2, pull;dur=3.4, compute;dur=20.1       milliseconds (W3C Server Timing)
-    x-pdserve-cached: device=0, host=0, pool=704, computed=17          prompt tokens
+    server-timing: queue;dur=1.2, pull;dur=3.4, compute;dur=20.1  milliseconds (W3C Server Timing)
+    x-pdserve-cached: device=0, host=0, pool=704, computed=17     prompt tokens
 
-Workers send both (pdserve/engine: first_token, reuse). The client of a stream gets the first one with the router's
-own parts (`metric_names.PARTS`), so a browser's developer tools show them; the second one as it is.
+Workers send both (pdserve/engine: first_token, reuse). The client of a stream gets the first one with the
+router's own parts (`metric_names.PARTS`), so a browser's developer tools show them; the second one as it is.
 """
 
 from __future__ import annotations

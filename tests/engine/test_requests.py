@@ -50,6 +50,9 @@ class Manager:
     async def _handle_batch_output(self, output: Any) -> None:
         self.said = output.cached_tokens
 
+    def generate_request(self, obj: Any, request: Any = None) -> Any:
+        raise AssertionError("nothing is generated here")
+
     def abort_request(self, rid: str) -> None:
         self.aborted.append(rid)
 

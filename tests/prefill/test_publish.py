@@ -63,6 +63,7 @@ class Manager:
     _init_req_state = _send_one_request = _send_batch_request = _handle_batch_output = staticmethod(
         lambda *_: None
     )
+    generate_request = None
 
 
 def serve(
