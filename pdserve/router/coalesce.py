@@ -8,13 +8,7 @@ back until the next write, or until the event loop's next turn, whichever comes 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-MAX_HEAD_BYTES = 64 * 1024
-"""Longest request line and headers; httptools has no bound of its own."""
-_TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _HEAD = b"HTTP/1.1 "
 
 
@@ -65,36 +59,3 @@ class CoalescingTransport:
         """Send what was kept back, then close."""
         self.flush()
         self.close_inner()
-
-
-class CoalescingProtocol(HttpToolsProtocol):
-    """uvicorn's httptools protocol on a `CoalescingTransport`, with a bound on a request's head."""
-
-    _head_bytes = 0
-    _in_head = True
-    _has_ended = False
-    """A request ended in what was received last; the rest of that does not count to the next head."""
-
-    def connection_made(self, transport: Any) -> None:
-        """The client's connection stands."""
-        super().connection_made(CoalescingTransport(transport, self.loop))  # type: ignore[arg-type]
-
-    def data_received(self, data: bytes) -> None:
-        """Bytes from the client. A head of more than `MAX_HEAD_BYTES` ends the connection."""
-        self._has_ended = False
-        super().data_received(data)
-        if self._in_head:
-            self._head_bytes = 0 if self._has_ended else self._head_bytes + len(data)
-            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-                self.transport.write(_TOO_LONG)
-                self.transport.close()
-
-    def on_headers_complete(self) -> None:
-        """The head is whole."""
-        self._in_head = False
-        super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        """The request is whole; what comes next is another head."""
-        self._in_head = self._has_ended = True
-        super().on_message_complete()

@@ -17,6 +17,16 @@ Mode = Literal["disagg", "agg"]
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long each phase of a request may take, in seconds. A phase that ends late has a defined outcome."""
 
+    head_s: Annotated[
+        float, Meta(gt=0, description="A client's request line and headers; later, it gets a 408.")
+    ] = 20.0
+    body_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="A client's body, and a second more for every 4 KiB of it; later, it gets a 408.",
+        ),
+    ] = 30.0
     connect_s: Annotated[
         float, Meta(gt=0, description="TCP connect to a worker; later, the next worker is tried.")
     ] = 2.0

@@ -33,6 +33,8 @@ HOT_PATHS = (
 )
 LAST_WORD_S = 1.0
 """How long a client that must be cut off is given to take the error."""
+BODY_BYTES_S = 4096
+"""A body that comes at this rate and faster is not too slow."""
 DRAIN_S = 5.0
 """How long the rest of a refused body is read, so that the client, still sending, gets to see the answer."""
 
@@ -56,13 +58,14 @@ class HotRoutes:
         self._sources = parse_sources(config.session.sources)
         self._body_limit_bytes = config.limits.body_bytes
         self._total_s = config.deadlines.total_s
+        self._body_s = min(config.deadlines.body_s, self._total_s)
         self._loop = asyncio.get_running_loop()
         self._turn = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request. Never raises: whatever happens is answered, or ends with the connection."""
         now_s = self._loop.time()
-        call = Call(scope, send, now_s, now_s + self._total_s)
+        call = Call(scope, send, now_s, now_s + self._body_s)
         self._stats.in_flight += 1
         self._deadlines.add(call)
         try:
@@ -93,6 +96,7 @@ class HotRoutes:
             self._stats.client_aborts[call.phase] += 1
             return
         call.phase = "plan"
+        call.deadline_s = call.started_s + self._total_s
         watcher = self._loop.create_task(call.watch_client(receive))
         try:
             self._understand(call, body)
@@ -150,6 +154,7 @@ class HotRoutes:
             size += len(parts[-1])
             if size > limit:
                 raise _too_large(limit)
+            call.deadline_s = call.started_s + min(self._total_s, self._body_s + size / BODY_BYTES_S)
         if size > limit:
             raise _too_large(limit)
         return b"".join(parts)
@@ -179,6 +184,10 @@ class HotRoutes:
         if call.end == "client":
             self._stats.client_aborts[call.phase] += 1
             logger.debug("request %s: client left (%s)", call.request_id.decode(), call.phase)
+            return
+        if call.phase == "body" and call.end == "deadline" and not call.is_started:
+            error = RequestError(408, "The request's body did not come in time.", code="body_too_slow")
+            await call.answer(408, error_of(error), more_headers=((b"connection", b"close"),))
             return
         if call.end == "deadline":
             status, message, code = 504, "The request took longer than it may in all.", "deadline_exceeded"

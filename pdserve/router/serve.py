@@ -10,6 +10,7 @@ import math
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 
 import uvicorn
 import uvloop
@@ -18,7 +19,7 @@ from pdserve.command import ConfigSource
 from pdserve.errors import ConfigError, StartupError
 from pdserve.router.admin import AdminApp
 from pdserve.router.app import Router, open_router
-from pdserve.router.coalesce import CoalescingProtocol
+from pdserve.router.client_protocol import ClientProtocol
 from pdserve.router.config import RouterConfig
 from pdserve.router.hot import LAST_WORD_S
 from pdserve.router.reload import take_over, watch_file
@@ -156,7 +157,7 @@ def make_server(application: object, config: RouterConfig, access: Access | None
     access = access or Access()
     settings = uvicorn.Config(
         application,  # type: ignore[arg-type]  # our own, looser ASGI types
-        http=CoalescingProtocol,
+        http=partial(ClientProtocol, head_s=config.deadlines.head_s),  # type: ignore[arg-type]  # a factory will do
         ws="none",
         lifespan="off",
         interface="asgi3",

@@ -15,7 +15,7 @@ from pdserve.errors import StartupError
 from pdserve.router.serve import bind
 
 from .harness import Connection, chat_body, run
-from .mock_worker import EVENTS, Gate, MockWorker, stream, workers
+from .mock_worker import ANSWER, EVENTS, Gate, MockWorker, stream, workers
 
 CHAT = "/v1/chat/completions"
 
@@ -84,6 +84,63 @@ def test_running_streams_are_finished_before_the_router_stops() -> None:
             while data := await client.chunk():
                 rest += data
             assert rest == b"".join(EVENTS[1:])
+            assert (await router.ended())[0] == 0
+
+    run(main(), timeout_s=60)
+
+
+def test_what_comes_on_an_idle_connection_while_the_router_stops_is_answered_and_is_the_last() -> None:
+    async def main() -> None:
+        decode = MockWorker("decode")
+        async with workers(decode):
+            router = await RouterProcess.start("--decode", decode.url)
+            await router.listening()
+            idle, new, busy = [await router.connect() for _ in range(3)]
+            body = json.dumps(chat_body()).encode()
+            for client in (idle, busy):
+                await client.send(CHAT, body)
+                assert "connection" not in (await client.response()).headers
+            router.process.send_signal(signal.SIGTERM)
+            with pytest.raises(OSError):  # noqa: PT012 - until the listener is closed
+                while True:
+                    (await router.connect()).leave()
+                    await asyncio.sleep(0.01)
+            for client in (busy, new):
+                await client.send(CHAT, body)
+                last = await client.response()
+                assert (last.body, last.headers["connection"]) == (ANSWER, "close")
+                assert await client.reader.read() == b""
+            assert await idle.reader.read() == b""
+            assert (await router.ended())[0] == 0
+
+    run(main(), timeout_s=60)
+
+
+def test_keep_alive_clients_lose_no_request_when_the_router_stops() -> None:
+    async def main() -> None:
+        decode = MockWorker("decode")
+        async with workers(decode):
+            router = await RouterProcess.start("--decode", decode.url)
+            await router.listening()
+            body = json.dumps(chat_body()).encode()
+            answered = 0
+
+            async def client() -> None:
+                nonlocal answered
+                connection = await router.connect()
+                while True:
+                    await connection.send(CHAT, body)
+                    answer = await connection.response()
+                    assert (answer.status, answer.body) == (200, ANSWER)
+                    answered += 1
+                    if answer.headers.get("connection") == "close":
+                        return
+
+            clients = asyncio.gather(*(client() for _ in range(16)))
+            while answered < 200:  # noqa: ASYNC110 - a counter
+                await asyncio.sleep(0.01)
+            router.process.send_signal(signal.SIGTERM)
+            await clients
             assert (await router.ended())[0] == 0
 
     run(main(), timeout_s=60)
