@@ -91,6 +91,7 @@ PURE = (
     "pdserve.bench.serving.words",
     "pdserve.bench.serving.records",
     "pdserve.bench.serving.figures",
+    "pdserve.bench.serving.contenders",
     "pdserve.router.plan",
     "pdserve.router.policies*",
     "pdserve.router.sessions",

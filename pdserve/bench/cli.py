@@ -6,6 +6,7 @@ import typer
 
 from pdserve.bench import offline
 from pdserve.bench.commands.chaos import chaos
+from pdserve.bench.commands.compare import compare
 from pdserve.bench.commands.hot import hot
 from pdserve.bench.commands.multiturn import multiturn
 from pdserve.bench.commands.pool import pool
@@ -22,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Measure serving, router and pool, and put the pool under faults.",
 )
-SERVING = (multiturn, router)
+SERVING = (multiturn, compare, router)
 POOL = (pool, tier, offline.policies, offline.index, quiet, hot, restart, soak, chaos)
 for command in (*SERVING, *POOL):
     app.command()(command)

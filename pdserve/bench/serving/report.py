@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich import box
 from rich.table import Table
 
 from pdserve.bench.plot import pyplot
+from pdserve.bench.serving.compare import Summary
 from pdserve.bench.serving.figures import Figures, Outcome
 
+CONTENDER_COLOURS = {"plain": "#b0b0b0", "file": "#d9822b", "agg": "#6fa8dc", "disagg": "#1f5fa8"}
 COLUMNS = (
     *("turn", "asks", "failed", "first token p50", "p90", "p99 ms", "inter-token p50", "p99 ms"),
     *("prompt tokens/s", "answer tokens/s", "cached", "device", "host", "pool", "could be"),
@@ -72,6 +74,48 @@ def plot_turns(path: Path, outcome: Outcome, title: str) -> None:
     plt.close(figure)
 
 
+def summaries_table(found: Sequence[Summary], title: str) -> Table:
+    """Medians of the contenders, and how they compare with the first."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in (
+        *("device cache", "contender", "first token, turn 1, ms", "over", "from turn 2", "over", "p99"),
+        *("inter-token", "prompt tokens/s from turn 2", "over", "cached", "could be", "failed"),
+    ):
+        table.add_column(name, justify="left" if name in ("device cache", "contender") else "right")
+    for one in found:
+        table.add_row(
+            one.size,
+            one.contender,
+            *(_ms(one.first_turn_ms), _times(one.first_turn_over)),
+            *(_ms(one.later_turns_ms), _times(one.later_turns_over), _ms(one.later_p99_ms)),
+            *(_ms(one.inter_token_ms), f"{one.prompt_tokens_s:,.0f}", _times(one.prompt_tokens_s_over)),
+            *(f"{one.cached_share:.0%}", f"{one.reusable_share:.0%}", str(one.failed or "-")),
+        )
+    return table
+
+
+def plot_summaries(path: Path, found: Sequence[Summary], title: str) -> None:
+    """First-token time of turn 1 and later, and throughput, a group of bars for each size, as a PNG."""
+    plt = pyplot()
+    panels = {
+        "first_turn_ms": "first token, turn 1, ms",
+        "later_turns_ms": "first token, from turn 2, ms",
+        "prompt_tokens_s": "prompt tokens/s, from turn 2",
+    }
+    figure, axes = plt.subplots(1, 3, figsize=(14, 4.5), layout="constrained")
+    labels = [f"{one.contender}\n{one.size}" for one in found]
+    colours = [CONTENDER_COLOURS.get(one.contender, "#b0b0b0") for one in found]
+    for axis, (name, label) in zip(axes, panels.items(), strict=True):
+        bars = axis.bar(range(len(found)), [getattr(one, name) or 0.0 for one in found], color=colours)
+        axis.bar_label(bars, fmt="%.0f", fontsize=8, padding=1)
+        axis.set_xticks(range(len(found)), labels, fontsize=7)
+        axis.set_title(label, loc="left", fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def _rows(outcome: Outcome) -> Iterator[tuple[str, Figures]]:
     if len(outcome.turns) > 1:
         yield from ((str(number), turn) for number, turn in enumerate(outcome.turns, 1))
@@ -100,3 +144,7 @@ def _share(figures: Figures, place: str) -> float:
 
 def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f} ×"

@@ -1,0 +1,79 @@
+"""Clusters that a benchmark starts for itself with `pdserve up`, and stops."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import httpx
+
+from pdserve.bench.serving.contenders import Contender, Setting, contender
+from pdserve.bench.stores import BenchError
+from pdserve.up.ports import free_ports
+from pdserve.up.toml import to_toml
+
+START_TIMEOUT_S: Final = 600.0
+STOP_TIMEOUT_S: Final = 60.0
+LAST_LINES: Final = 12
+
+
+@contextmanager
+def launched(name: str, setting: Setting) -> Iterator[str]:
+    """A contender's cluster, ready, until the block ends; where to ask it. Raises BenchError."""
+    ports = free_ports("127.0.0.1", random.SystemRandom())
+    chosen = contender(name, setting, next(ports), next(ports))
+    directory = Path(setting.directory) / name
+    shutil.rmtree(directory, ignore_errors=True)
+    (directory / "pages").mkdir(parents=True)
+    file = directory / "cluster.toml"
+    file.write_text(to_toml(chosen.tables))
+    with (directory / "up.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pdserve", "up", str(file)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    try:
+        _await_ready(process, chosen, directory / "up.log")
+        yield f"http://127.0.0.1:{chosen.port}"
+    finally:
+        _stop(process)
+        shutil.rmtree(directory / "pages", ignore_errors=True)
+        shutil.rmtree(Path(setting.arena_directory) / name, ignore_errors=True)
+
+
+def _await_ready(process: subprocess.Popen[bytes], chosen: Contender, log: Path) -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    url = f"http://127.0.0.1:{chosen.router_port}/ready"  # the router is last to start
+    with httpx.Client(trust_env=False, timeout=5.0) as http:
+        while True:
+            with suppress(httpx.HTTPError):
+                if http.get(url).status_code == 200:
+                    return
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                last = "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
+                raise BenchError(f"{chosen.name} did not start, see {log}:\n{last}")
+            time.sleep(0.2)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """As Ctrl-C does; the supervisor's warden ends what that leaves."""
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

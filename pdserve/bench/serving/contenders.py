@@ -1,0 +1,94 @@
+"""What serves the same load beside each other: cluster files of `pdserve up`, from plain SGLang to pdserve
+disaggregated. Pure.
+
+| name | what it is |
+|---|---|
+| `plain` | SGLang alone, asked directly |
+| `file` | SGLang with HiCache and its own file backend, asked directly |
+| `agg` | one aggregated worker on a pool node, behind the router |
+| `disagg` | one prefill and one decode worker on a pool node, behind the router |
+
+All have the same model, page size and KV memory of the device; all but `plain` the same host memory for KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+NAMES: Final = ("plain", "file", "agg", "disagg")
+FILE_DIRECTORY: Final = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """What all contenders have in common. `directory`: for pages and arenas, on this host."""
+
+    model_path: str
+    directory: str
+    device_tokens: Annotated[int, Meta(ge=1)]
+    host_ratio: float = 2.0
+    page_size: int = 64
+    dtype: str = "bfloat16"
+    pool_capacity: str = "2GiB"
+    arena_directory: str = "/dev/shm/pdserve"
+    extra_args: tuple[str, ...] = ()
+
+
+class Contender(msgspec.Struct, frozen=True):
+    """`tables`: a cluster file. `port`: where to ask."""
+
+    name: str
+    tables: Mapping[str, Any]
+    port: int
+    router_port: int
+
+
+def contender(name: str, setting: Setting, router_port: int, worker_port: int) -> Contender:
+    """One of NAMES. Ports are free ones."""
+    directory = f"{setting.directory}/{name}"
+    engine: dict[str, Any] = {
+        "model_path": setting.model_path,
+        "page_size": setting.page_size,
+        "dtype": setting.dtype,
+        "max_total_tokens": setting.device_tokens,
+        "hicache_ratio": setting.host_ratio,
+        "extra_args": list(setting.extra_args),
+    }
+    worker: dict[str, Any] = {"engine": engine, "cluster_token": ""}  # asked directly by us, on this host
+    alone = {"engine": {"port": worker_port}}
+    roles: dict[str, dict[str, Any]] = {
+        "plain": {"agg": [{**alone, "storage": "none"}]},
+        "file": {
+            "agg": [
+                {
+                    "engine": {"port": worker_port, "layout": "layer_first"},
+                    "storage": "file",
+                    "env": {FILE_DIRECTORY: f"{directory}/pages"},
+                }
+            ]
+        },
+        "agg": {"agg": [{}]},
+        "disagg": {"prefill": [{}], "decode": [{}]},
+    }
+    own = roles[name]
+    if name in ("agg", "disagg"):
+        arena = {"arena_dir": f"{setting.arena_directory}/{name}", "keep": False}
+        own["pool"] = [{"capacity_bytes": setting.pool_capacity, **arena}]
+    tables = {
+        "cluster": {"name": name, "run_dir": directory, "restart": "never"},
+        "router": {"port": router_port},
+        "worker": worker,
+        **own,
+    }
+    return Contender(name, tables, worker_port if name in ("plain", "file") else router_port, router_port)
+
+
+def device_tokens(total_tokens: int, longest_tokens: int, share: float, page_size: int) -> int:
+    """Tokens of the device's KV cache, whole pages: `share` of what all sessions have at their end, but room
+    for the longest one, with a tenth to spare, at least.
+    """
+    wanted = max(int(share * total_tokens), int(1.1 * longest_tokens)) + page_size
+    return -(-wanted // page_size) * page_size
