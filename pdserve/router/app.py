@@ -110,14 +110,22 @@ class Router:
             for role in ("prefill", "decode")
             if role in listed and role not in roles
         ]
+        models = {
+            model: any(w.info and w.info.model == model and w.role != "prefill" for w in usable)
+            for model in self.fleet.models
+        }
+        if (without := list(models.values()).count(False)) and len(models) > 1:
+            degraded.append(f"{without} of {len(models)} models have no worker that is ready")
         return {
             "ready": bool(roles & {"decode", "agg"}),
             "degraded": degraded,
             "mode": self.fleet.mode,
+            "models": models,
             "workers": [
                 {
                     "id": worker.id,
                     "role": worker.role,
+                    "model": worker.info.model if worker.info else None,
                     "ready": worker.ready and worker.refused is None,
                     "refused": worker.refused,
                     "draining": worker.draining,
@@ -194,7 +202,9 @@ def make_app(router: Router, hot: HotRoutes) -> fastapi.FastAPI:
     async def get_model(model: str) -> dict[str, Any]:
         """One model."""
         if model not in router.fleet.models:
-            raise HTTPException(404, f"The model {model[:200]!r} does not exist.")
+            raise RequestError(
+                404, f"The model {model[:200]!r} does not exist.", code="model_not_found", param="model"
+            )
         return router.model_card(model)
 
     @app.get("/health", tags=["operations"])
@@ -206,8 +216,8 @@ def make_app(router: Router, hot: HotRoutes) -> fastapi.FastAPI:
     async def ready() -> JSONResponse:
         """200 when requests can be answered; `degraded` says what is missing."""
         state = router.readiness()
-        if router.entrance.tenants.has_keys:  # open to all, and where the workers are is not for all
-            del state["workers"]
+        if router.entrance.tenants.has_keys:  # open to all, and what is where is not for all
+            del state["workers"], state["models"]
         return JSONResponse(state, 200 if state["ready"] else 503)
 
     @app.get("/metrics", tags=["operations"], response_class=Response)
@@ -256,8 +266,13 @@ def add_error_handlers(app: fastapi.FastAPI) -> None:
         body = error_body(f"{request.url.path}: {error.detail}", error_type(error.status_code))
         return Response(body, error.status_code, error.headers, media_type=JSON.decode())
 
+    async def on_refused(request: fastapi.Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        return Response(error_of(error), error.status, media_type=JSON.decode())
+
     async def on_invalid(request: fastapi.Request, error: Exception) -> Response:
         return Response(error_body(str(error), error_type(400)), 400, media_type=JSON.decode())
 
     app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(RequestError, on_refused)
     app.add_exception_handler(RequestValidationError, on_invalid)

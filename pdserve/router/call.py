@@ -47,6 +47,7 @@ class Call:
         "is_sse",
         "is_started",
         "meter",
+        "model",
         "parts_s",
         "path",
         "phase",
@@ -81,6 +82,8 @@ class Call:
         self.body = b""
         self.facts = Facts(self.path)
         self.tenant: TenantState
+        self.model: str
+        """The served model that it means."""
         self.meter: Meter | None = None
         """Counts the tokens of the answer, once the call was let in."""
         self.phase: Phase = "body"

@@ -119,6 +119,16 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tuple[str, ...],
         Meta(description="Base URLs of aggregated workers; beside decode workers they are the fallback."),
     ] = ()
+    models: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Models that there are to be; a worker that serves another is refused. Empty: "
+            "whatever the workers serve, several too."
+        ),
+    ] = ()
+    default_model: Annotated[
+        str, Meta(description="Model of requests that name none; empty: the only one there is, else 400.")
+    ] = ""
     prefill_policy: Annotated[
         str,
         Meta(
@@ -185,6 +195,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(f"worker {url} is listed twice")
         if any(tenant.name == SHARED for tenant in self.tenants):
             raise ValueError(f"no tenant can be called {SHARED!r}: it names the shared cache namespace")
+        if self.models and self.default_model and self.default_model not in self.models:
+            raise ValueError(f"default_model {self.default_model!r} is none of 'models'")
         if (self.access.tls_cert_file is None) != (self.access.tls_key_file is None):
             raise ValueError("access.tls_cert_file and access.tls_key_file go together: set both, or none")
         if self.prefill and not self.decode:

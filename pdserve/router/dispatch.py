@@ -32,7 +32,7 @@ from pdserve.router.fleet import Fleet, Worker
 from pdserve.router.metrics import Stats
 from pdserve.router.openai_errors import error_type
 from pdserve.router.placer import Placer
-from pdserve.router.plan import Plan, choose_alternate, resolve_model
+from pdserve.router.plan import Plan, choose_alternate
 from pdserve.router.relay import is_event_stream, relay_events, relay_whole
 from pdserve.router.sessions import SessionEntry
 from pdserve.router.shared_sessions import SharedSessions
@@ -76,8 +76,7 @@ class Dispatcher:
     async def serve(self, call: Call) -> None:
         """Answer the call. Raises RequestError with nothing sent; on cancellation everything is released."""
         now_s = self._loop.time()
-        facts = call.facts
-        model = resolve_model(facts.model, self._fleet.models)
+        facts, model = call.facts, call.model
         last = self.placer.last_turn(facts, now_s)
         if self._shared is not None and facts.session is not None:
             last = await self._shared.get(facts.session) or last

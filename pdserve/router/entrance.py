@@ -17,7 +17,8 @@ from pdserve.router.config import RouterConfig
 from pdserve.router.fleet import Fleet
 from pdserve.router.keys import admin_key_digest, load_keys
 from pdserve.router.metrics import Histogram
-from pdserve.router.plan import NoWorkerError, resolve_model
+from pdserve.router.models import Models
+from pdserve.router.plan import NoWorkerError
 from pdserve.router.tenants import Tenants, TenantState, TooManyError
 from pdserve.router.throttle import ThrottledLog
 from pdserve.router.usage import Meter
@@ -35,6 +36,7 @@ class Entrance:
     def __init__(self, config: RouterConfig, fleet: Fleet) -> None:
         """Raises ConfigError for keys or tenants that cannot be used."""
         self._fleet = fleet
+        self._models = Models(config.models, config.default_model)
         self._loop = asyncio.get_running_loop()
         self._queue_s = config.admission.queue_s
         self._running_per_worker = config.admission.running_per_worker
@@ -83,12 +85,15 @@ class Entrance:
         said = "Incorrect API key provided." if key else "A key is needed: `Authorization: Bearer KEY`."
         return RequestError(401, said, type_="authentication_error", code="invalid_api_key")
 
+    def model_of(self, call: Call, requested: str | None) -> str:
+        """The served model that a call means. Raises RequestError, NoWorkerError as `Models.resolve`."""
+        return self._models.resolve(requested, call.path, self._fleet.tasks)
+
     async def enter(self, call: Call) -> Ticket:
         """Wait until the call may be served; who entered must `leave`. Raises RequestError: 429 for who is
-        over a limit or waits too long, and what `resolve_model` raises.
+        over a limit or waits too long, 503 where no worker is ready.
         """
-        tenant, now_s = call.tenant, self._loop.time()
-        model = resolve_model(call.facts.model, self._fleet.models)
+        tenant, model, now_s = call.tenant, call.model, self._loop.time()
         slots = self._slots(model, now_s)
         if not slots:
             raise NoWorkerError("No worker is ready to serve this model; try again shortly.")

@@ -16,7 +16,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     session: SessionKey | None = None
     prompt_tokens_estimate: int = 0
     turn: int = 0
-    """Number of the request at this router; lets equally good workers take turns."""
+    """Number of the request for its model at this router; lets equally good workers take turns."""
     draw: int = 0
     """A random number of 32 bits."""
     prefix: Prefix | None = None

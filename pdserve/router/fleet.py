@@ -29,6 +29,7 @@ import msgspec
 
 from pdserve.errors import PdserveError
 from pdserve.router.config import Mode, RouterConfig
+from pdserve.router.models import Models
 from pdserve.router.workers import ROLES, Role, Source, Worker, WorkerInfo, WorkerLoad, find_mismatch
 
 __all__ = ["Fleet", "FleetError", "Role", "Snapshot", "Source", "Worker", "WorkerInfo", "find_mismatch"]
@@ -63,14 +64,23 @@ class Fleet:
     """All workers."""
 
     def __init__(
-        self, workers: Iterable[Worker], *, circuit_failures: int = 3, circuit_open_s: float = 5.0
+        self,
+        workers: Iterable[Worker],
+        *,
+        circuit_failures: int = 3,
+        circuit_open_s: float = 5.0,
+        models: Models | None = None,
     ) -> None:
+        self._wanted = models or Models()
         self.by_id = {worker.id: worker for worker in workers}
         self.workers = tuple(self.by_id.values())
         self._circuit_failures = circuit_failures
         self._circuit_open_s = circuit_open_s
         self._snapshots: dict[str, Snapshot] = {}
-        self._models: tuple[str, ...] = ()
+        self.tasks: dict[str, frozenset[str]] = {}
+        """What the workers of each model can do. The models are those that workers have said they serve,
+        those now unhealthy included; refused workers are not asked.
+        """
         self._next_incarnation = 0
         self.told: Callable[[Act, str, Role], None] | None = None
         """Is told what the admin API does here, to tell the router's other processes."""
@@ -82,6 +92,7 @@ class Fleet:
             (),
             circuit_failures=config.probe.circuit_failures,
             circuit_open_s=config.probe.circuit_open_s,
+            models=Models(config.models),
         )
         fleet.sync("config", listed_workers(config))
         return fleet
@@ -179,8 +190,8 @@ class Fleet:
         self._facts_changed()
 
     def _facts_changed(self) -> None:
-        models = (w.info.model for w in self.workers if w.info and not w.refused)
-        self._models = tuple(dict.fromkeys(models))
+        joined = (w.info for w in self.workers if w.info and not w.refused)
+        self.tasks = {info.model: frozenset(info.tasks) for info in joined}
         self._snapshots.clear()
 
     # --- questions
@@ -192,10 +203,8 @@ class Fleet:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Models that workers have said they serve, those now unhealthy included; refused workers are not
-        asked.
-        """
-        return self._models
+        """The names of the models, see `tasks`."""
+        return tuple(self.tasks)
 
     def snapshot(self, model: str, now_s: float) -> Snapshot:
         """Eligible workers for `model` (a name out of `models`)."""
@@ -220,7 +229,7 @@ class Fleet:
         closed = {role: tuple(w for w in ws if now_s >= w.retry_at_s) for role, ws in ready.items()}
         openings = [w.retry_at_s for ws in ready.values() for w in ws if w.retry_at_s > now_s]
         return Snapshot(
-            models=self._models,
+            models=self.models,
             prefill=closed["prefill"],
             decode=closed["decode"] or closed["agg"] or tuple(ready["decode"]) or tuple(ready["agg"]),
             draining=tuple(w for role in ("decode", "agg") for w in there[role] if w.draining),
@@ -300,7 +309,8 @@ class Fleet:
     def on_info(self, worker: Worker, info: WorkerInfo) -> str | None:
         """The worker described itself. Returns why it is refused, or None if it may join."""
         worker.info = info
-        worker.refused = find_mismatch(worker, self.workers)
+        unwanted = self._wanted.refusal(info.model)
+        worker.refused = f"worker {worker.id} {unwanted}" if unwanted else find_mismatch(worker, self.workers)
         self._facts_changed()
         return worker.refused
 

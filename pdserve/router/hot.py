@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import defaultdict
 
 from pdserve.errors import RequestError
 from pdserve.router.call import JSON, Call, Receive, Scope, Send
@@ -60,7 +61,7 @@ class HotRoutes:
         self._total_s = config.deadlines.total_s
         self._body_s = min(config.deadlines.body_s, self._total_s)
         self._loop = asyncio.get_running_loop()
-        self._turn = 0
+        self._turns: defaultdict[str, int] = defaultdict(int)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request. Never raises: whatever happens is answered, or ends with the connection."""
@@ -115,8 +116,11 @@ class HotRoutes:
         """Fill in what planning needs. Raises RequestError."""
         call.body = body
         view = parse_request(body)
-        self._turn += 1
-        session, scope = find_session_key(self._sources, call.header, view, body), view.model or ""
+        call.model = model = self._entrance.model_of(call, view.model)
+        self._turns[model] += 1
+        session, scope = find_session_key(self._sources, call.header, view, body), view.model or model
+        if session is not None:
+            session = session.of_model(scope)
         if self._entrance.tenants.has_keys:  # tenants share neither caches nor sessions
             if call.path in SALTED_PATHS:
                 call.body = isolated(body, view.cache_salt, call.tenant.cache)
@@ -128,7 +132,7 @@ class HotRoutes:
             model=view.model,
             session=session,
             prompt_tokens_estimate=estimate_prompt_tokens(view),
-            turn=self._turn,
+            turn=self._turns[model],
             draw=random.getrandbits(32),
             prefix=prefix_of(view, scope) if self._needs_prefix else None,
         )

@@ -1,7 +1,7 @@
 """The plan of one request: a pure function of the request, the fleet and the session's last turn.
 
 Rules, in order:
-1. The model decides which workers count: unknown 404, none given and several served 400.
+1. The model decides which workers count (see `models`).
 2. A decode (or aggregated) worker is chosen by the decode policy. None eligible: 503.
 3. A prefill worker is chosen by the prefill policy, unless the endpoint has no prefill stage or none is
    eligible: then the decode worker does it alone.
@@ -17,11 +17,10 @@ Rules, in order:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
-from pdserve.errors import RequestError
 from pdserve.router.facts import Facts
 from pdserve.router.fleet import Snapshot, Worker
 from pdserve.router.placement_config import PlacementSettings
@@ -36,13 +35,10 @@ __all__ = [
     "Settle",
     "choose_alternate",
     "direct_threshold",
-    "resolve_model",
 ]
 
 RETRY_AFTER_S = 1
 """Said to clients with a 503: workers are probed every second or so."""
-DEFAULT_MODEL = "default"
-"""SGLang's own name for whatever it serves; its documentation's examples send it."""
 
 
 class Settle(msgspec.Struct, frozen=True, gc=False):
@@ -155,33 +151,6 @@ def _ask(facts: Facts, last_id: str | None, places: Places | None) -> Ask:
 def _uncached(facts: Facts, worker: Worker, places: Places | None) -> int:
     cached = 0.0 if places is None else places.cached(worker).total
     return max(0, int(facts.prompt_tokens_estimate - cached))
-
-
-def resolve_model(requested: str | None, served: Sequence[str]) -> str:
-    """The served model that a request means; `BASE:ADAPTER` names a LoRA adapter of BASE, as in SGLang.
-
-    Raises NoWorkerError while nothing is known to be served, RequestError 404 for a model that is not, and
-    400 when none is named and the choice is not unique.
-    """
-    if requested in served:
-        return requested  # type: ignore[return-value]  # `in` a sequence of str
-    if not served:
-        raise NoWorkerError("No worker has joined yet; try again shortly.")
-    if requested is None or requested in ("", DEFAULT_MODEL):
-        if len(served) == 1:
-            return served[0]
-        names = ", ".join(repr(name) for name in served)
-        raise RequestError(400, f"'model' is missing; this server serves {names}.", param="model")
-    base = requested.partition(":")[0]
-    if base in served:
-        return base
-    names = ", ".join(repr(name) for name in served)
-    raise RequestError(
-        404,
-        f"The model {requested[:200]!r} does not exist; this server serves {names}.",
-        code="model_not_found",
-        param="model",
-    )
 
 
 def choose_alternate(candidates: Iterable[Worker], tried: Iterable[str]) -> Worker | None:

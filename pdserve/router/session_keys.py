@@ -50,6 +50,10 @@ class SessionKey(msgspec.Struct, frozen=True, gc=False):
     name: str
     links: tuple[str, ...]
 
+    def of_model(self, model: str) -> SessionKey:
+        """The key apart from those of other models; placement, which is by model, needs no other name."""
+        return SessionKey(self.name, tuple(f"{model}/{link}" for link in self.links))
+
     def within(self, tenant: str) -> SessionKey:
         """The key apart from those of other tenants."""
         return SessionKey(f"{tenant}/{self.name}", tuple(f"{tenant}/{link}" for link in self.links))

@@ -31,6 +31,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     model_path: str = ""
     pdserve_version: str = ""
     sglang_version: str = ""
+    tasks: tuple[str, ...] = ("generate",)
+    """What its model can do: generate, embed."""
 
 
 class WorkerLoad(msgspec.Struct, frozen=True):
@@ -148,7 +150,7 @@ def find_mismatch(worker: Worker, others: Iterable[Worker]) -> str | None:
 def _differing_field(mine: WorkerInfo, theirs: WorkerInfo) -> tuple[str, Any, Any] | None:
     if mine.model != theirs.model and mine.namespace != theirs.namespace:
         return None
-    for name in ("model", "page_size"):
+    for name in ("model", "tasks", "page_size"):
         if getattr(mine, name) != getattr(theirs, name):
             return name, getattr(mine, name), getattr(theirs, name)
     for key in sorted(mine.kv_geometry.keys() | theirs.kv_geometry.keys()):

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from pdserve.errors import RequestError
 from pdserve.router.facts import Facts
 from pdserve.router.fleet import Snapshot, Worker
-from pdserve.router.plan import NoWorkerError, Plan, Planner, Settle, choose_alternate, resolve_model
+from pdserve.router.plan import NoWorkerError, Plan, Planner, Settle, choose_alternate
 from pdserve.router.policies import PolicySettings, make_policy
 from pdserve.router.session_keys import named
 from pdserve.router.sessions import SessionEntry
@@ -103,32 +102,6 @@ def test_a_session_that_moves_waits_for_the_worker_it_leaves() -> None:
         D2.in_flight = 0
     assert made.decode is D1
     assert made.settle == Settle(D2, "r1")
-
-
-@pytest.mark.parametrize(
-    ("requested", "served", "model"),
-    [
-        ("a", ["a", "b"], "a"),
-        (None, ["a"], "a"),
-        ("", ["a"], "a"),
-        ("default", ["a"], "a"),
-        ("a:adapter", ["a", "b"], "a"),
-        ("a:7b", ["a:7b", "a"], "a:7b"),
-    ],
-)
-def test_model_names(requested: str | None, served: list[str], model: str) -> None:
-    assert resolve_model(requested, served) == model
-
-
-@pytest.mark.parametrize(
-    ("requested", "served", "status"),
-    [("x", ["a"], 404), (None, ["a", "b"], 400), ("x", [], 503), ("default", ["a", "b"], 400)],
-)
-def test_models_that_are_not_served(requested: str | None, served: list[str], status: int) -> None:
-    with pytest.raises(RequestError) as caught:
-        resolve_model(requested, served)
-    assert caught.value.status == status
-    assert all(repr(name) in str(caught.value) for name in served)
 
 
 def test_the_alternate_is_the_least_loaded_that_was_not_tried() -> None:
