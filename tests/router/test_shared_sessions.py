@@ -161,7 +161,7 @@ def test_a_session_that_had_to_move_is_followed_by_the_other_router(redis_url: s
                 first.router.fleet.drain(home, True)
                 moved = (await first.chat(headers=session)).headers
                 assert moved["x-pdserve-decode"] != home
-                await eventually(probe, named("moves"), moved["x-request-id"])
+                await eventually(probe, named("moves").of_model("m"), moved["x-request-id"])
                 followed = (await second.chat(headers=session)).headers
                 assert followed["x-pdserve-decode"] == moved["x-pdserve-decode"]
                 assert "decode=session" in followed["x-pdserve-plan"]
