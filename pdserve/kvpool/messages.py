@@ -198,13 +198,14 @@ class Reserved(Message, tag=15, frozen=True):
 
 class Commit(Message, tag=16, frozen=True):
     """The slots are filled. `checksums`: XXH3-64 of each page's bytes in order, or 0 where the writer
-    computed none.
+    computed none. `ages_s`: for how long the pages have been in the pool, where a node moves them.
     """
 
     id: int
     slots: list[int]
     sequences: list[int]
     checksums: list[int]
+    ages_s: list[float] = []
 
 
 class Committed(Message, tag=17, frozen=True):
@@ -247,8 +248,11 @@ class Pin(Message, tag=94, frozen=True):
 
 
 class Got(Message, tag=20, frozen=True):
+    """`ages_s`: for how long each page has been in the pool; for nodes, where pages have a time to live."""
+
     id: int
     pins: list[Pin]
+    ages_s: list[float] = []
 
 
 class Release(Message, tag=21, frozen=True):
@@ -420,6 +424,8 @@ def _check_bounds(message: Request) -> None:
     elif isinstance(message, Commit):
         if not len(message.slots) == len(message.sequences) == len(message.checksums):
             raise FrameError("commit: slots, sequences and checksums differ in length")
+        if message.ages_s and len(message.ages_s) != len(message.slots):
+            raise FrameError("commit: slots and ages differ in length")
     elif isinstance(message, Abort | Release):
         if len(message.slots) != len(message.sequences):
             raise FrameError("abort or release: slots and sequences differ in length")

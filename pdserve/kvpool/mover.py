@@ -284,8 +284,9 @@ class Mover:
         keys, grants = [key for key, _ in mine], [grant for _, grant in mine]
         slots = [self._memory[grant.offset : grant.offset + length] for grant in grants]
         checksums: list[int | None] = [None] * len(grants)
+        asked_s = self._loop.time()
         try:
-            checksums = await self._ask(
+            checksums, ages_s = await self._ask(
                 peer,
                 purpose,
                 lambda link, deadline: link.fetch(space, keys, slots, deadline),
@@ -295,16 +296,21 @@ class Mover:
             bad = [grant for grant, checksum in zip(grants, checksums, strict=True) if checksum is None]
             if bad and not self._closed:
                 self._local.post(m.Abort([g.slot for g in bad], [g.sequence for g in bad]))
-        good = [(k, g, c) for k, g, c in zip(keys, grants, checksums, strict=True) if c is not None]
+        good = [i for i, checksum in enumerate(checksums) if checksum is not None]
         if not good:
             return set()
+        took_s = self._loop.time() - asked_s
         committed = await self._local.call(
             lambda n: m.Commit(
-                n, [g.slot for _, g, _ in good], [g.sequence for _, g, _ in good], [c for _, _, c in good]
+                n,
+                [grants[i].slot for i in good],
+                [grants[i].sequence for i in good],
+                [checksums[i] or 0 for i in good],
+                [ages_s[i] + took_s for i in good] if ages_s else [],
             )
         )
         mask = committed.mask if isinstance(committed, m.Committed) else bytes(len(good))
-        return {key for (key, _, _), ok in zip(good, mask, strict=True) if ok}
+        return {keys[i] for i, ok in zip(good, mask, strict=True) if ok}
 
     async def _open(self, space: Space) -> int:
         """Our number of a namespace. Raises PoolRefused."""

@@ -23,7 +23,8 @@ class NamespaceDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     ] = "dram+ssd"
     policy: Annotated[str, Meta(description="Which page goes first: lru, lfu, fifo, arc or ttl.")] = "lru"
     ttl_s: Annotated[
-        float, Meta(ge=0, description="Pages end this long after they were written; 0: never.")
+        float,
+        Meta(ge=0, description="Pages end this long after they were written, and stay in memory; 0: never."),
     ] = 0.0
     quota_bytes: Annotated[
         int | str,

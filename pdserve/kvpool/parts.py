@@ -8,6 +8,7 @@ room for; only where every part was refused is the whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, Final, TypeAlias
 
 from msgspec.structs import replace
@@ -45,7 +46,7 @@ def divide(request: Divisible, new_id: Callable[[], int]) -> list[Divisible]:
         part = slice(start, start + PART_KEYS)
         if isinstance(request, Commit):
             columns = request.slots[part], request.sequences[part], request.checksums[part]
-            parts.append(Commit(new_id(), *columns))
+            parts.append(Commit(new_id(), *columns, request.ages_s[part]))
         else:
             parts.append(replace(request, id=new_id(), keys=request.keys[part]))
     return parts
@@ -58,6 +59,7 @@ class Gathered:
         self.request = request
         self._sizes = {part.id: size(part) for part in parts}
         self._answers: dict[int, Sequence[Any] | None] = dict.fromkeys(self._sizes)
+        self._ages_s: dict[int, list[float]] = {}
         self._open = len(parts)
         self._refused = 0
 
@@ -66,6 +68,8 @@ class Gathered:
         answer: Sequence[Any]
         if isinstance(reply, Got):
             answer = reply.pins
+            if reply.ages_s:
+                self._ages_s[reply.id] = reply.ages_s
         elif isinstance(reply, Reserved):
             answer = reply.grants
         elif isinstance(reply, Committed):
@@ -82,7 +86,8 @@ class Gathered:
             return replace(reply, id=self.request.id)
         items = [item for found in self._answers.values() for item in found or ()]
         if isinstance(self.request, Get):
-            return Got(self.request.id, items)
+            ages_s = [self._ages_s.get(part, [0.0] * size) for part, size in self._sizes.items()]
+            return Got(self.request.id, items, list(chain(*ages_s)) if self._ages_s else [])
         if isinstance(self.request, Reserve):
             return Reserved(self.request.id, items)
         return Committed(self.request.id, bytes(items))

@@ -59,8 +59,9 @@ class PeerLink:
         keys: Sequence[bytes],
         slots: Sequence[Bytes1D],
         deadline: float,
-    ) -> list[int | None]:
-        """Copy pages, all of one length, into `slots`; the checksum of each, None where it could not be had.
+    ) -> tuple[list[int | None], list[float]]:
+        """Copy pages, all of one length, into `slots`; the checksum of each, None where it could not be had,
+        and for how long each has been in the pool, where that matters.
 
         When this returns or raises, nothing writes into the slots any more.
         """
@@ -84,7 +85,7 @@ class PeerLink:
         if corrupt:
             bad = m.Discard(self._id(), number, [key for key, _ in corrupt], [s for _, s in corrupt])
             self._ask(bad, m.Done, deadline)
-        return checksums
+        return checksums, got.ages_s if len(got.ages_s) == len(keys) else []
 
     def ask_replicas(
         self,

@@ -68,7 +68,11 @@ class Reads:
             return
         if not session.peer:
             pages.misses += len(missing)
-        out.append(Answer(session.connection, Got(request.id, pins)))
+        ages_s: list[float] = []
+        if session.peer and pages.expiry is not None:  # the page's time goes on where it goes
+            committed_s = self._store.facts.committed_s
+            ages_s = [now_s - committed_s[pin.slot] if pin.status == HIT else 0.0 for pin in pins]
+        out.append(Answer(session.connection, Got(request.id, pins, ages_s)))
 
     def hit(
         self,

@@ -307,6 +307,7 @@ class NodeState:
 
     def _commit(self, session: Session, request: m.Commit, now_s: float, out: list[Action]) -> None:
         same_length = len(request.slots) == len(request.sequences) == len(request.checksums)
+        same_length = same_length and len(request.ages_s) in (0, len(request.slots))
         checksums = request.checksums or [0]
         if not same_length or min(checksums) < 0 or max(checksums) > MAX_U64:
             message = "slots, sequences and checksums must be of one length, checksums of 64 bits"

@@ -159,8 +159,8 @@ class Tiering:
         return self.find(namespace, key)[0] != NONE
 
     def sinks(self, namespace: int) -> bool:
-        """Whether pages of the namespace go to the tiers. Those with a time to live do not: a tier knows no
-        time.
+        """Whether pages of the namespace go to the tiers. Those with a time to live do not: neither a tier's
+        format nor the index here knows when a page ends, and a tier outlives the clock that times are of.
         """
         settings = self._settings(namespace)
         return settings is not None and settings.media != "dram" and not settings.ttl_s

@@ -12,7 +12,7 @@ reported done. A commit that arrives before its receives are done is answered wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from pdserve.kvpool.events import Action, Answer, CancelTransfers, ReserveRows, StartReceive
@@ -34,6 +34,7 @@ from pdserve.kvpool.reading import Tags
 from pdserve.kvpool.store import QUARANTINED, PageStore
 
 _PRESENT, _BUSY, _FULL, _TOO_LARGE = Grant(PRESENT), Grant(BUSY), Grant(FULL), Grant(TOO_LARGE)
+MAX_AGE_S: Final = 1e9
 NONE_REFUSED: Final[Mapping[bytes, Grant]] = {}
 
 
@@ -160,7 +161,7 @@ class Writes:
 
     def commit(self, session: Session, request: Commit, now_s: float, out: list[Action]) -> None:
         pending = PendingCommit(request.id, bytearray(len(request.slots)), 0)
-        slots, checksums = [], []
+        slots, checksums, ages_s = [], [], []
         for place, (slot, sequence, checksum) in enumerate(
             zip(request.slots, request.sequences, request.checksums, strict=True)
         ):
@@ -175,15 +176,28 @@ class Writes:
                 self._forget(session, reservation)
                 slots.append(slot)
                 checksums.append(checksum)
+                if session.peer and request.ages_s:
+                    ages_s.append(request.ages_s[place])
                 pending.mask[place] = 1
-        self._commit(slots, checksums, now_s, out)
+        self._commit(slots, checksums, now_s, out, ages_s)
         if not pending.missing:
             out.append(Answer(session.connection, Committed(request.id, bytes(pending.mask))))
 
-    def _commit(self, slots: list[int], checksums: list[int], now_s: float, out: list[Action]) -> None:
+    def _commit(
+        self,
+        slots: list[int],
+        checksums: list[int],
+        now_s: float,
+        out: list[Action],
+        ages_s: Sequence[float] = (),
+    ) -> None:
         """The reservations of these slots are forgotten."""
         if slots:
-            self._store.commit(slots, checksums, now_s, out)
+            for slot, checksum, age_s in zip(slots, checksums, ages_s, strict=False):
+                age_s = min(age_s, MAX_AGE_S) if age_s > 0 else 0.0  # also when it is no number
+                self._store.commit([slot], [checksum], now_s - age_s, out)
+            if not ages_s:
+                self._store.commit(slots, checksums, now_s, out)
             self.commits += len(slots)
             self._on_commit(slots, now_s, out)
 

@@ -92,7 +92,7 @@ GOLDEN = [
     ),
     pytest.param(
         m.Commit(4, [1], [77], [(1 << 64) - 1]),
-        "110000009510049101914d91cfffffffffffffffff",
+        "120000009610049101914d91cfffffffffffffffff90",
         id="commit",
     ),
     pytest.param(
@@ -112,7 +112,7 @@ GOLDEN = [
     ),
     pytest.param(
         m.Got(5, [m.Pin(m.HIT, 1, 4096, 99, 77, 1 << 40), m.Pin(m.MISS)]),
-        "2000000093140592985e0001cd1000634dcf000001000000000000985e01000000000000",
+        "2100000094140592985e0001cd1000634dcf000001000000000000985e0100000000000090",
         id="got",
     ),
     pytest.param(

@@ -15,6 +15,7 @@ from pdserve.kvpool.cluster_messages import LEFT, Drain
 from pdserve.kvpool.migration import List, Pull
 from pdserve.kvpool.mover import Mover
 from pdserve.kvpool.moving_config import MovingConfig
+from pdserve.kvpool.namespace_config import NamespaceConfig
 from pdserve.kvpool.ring import Ring
 from pdserve.kvpool.wire import NodeAddress
 
@@ -100,6 +101,36 @@ def test_a_node_that_drains_loses_no_page_and_stops_by_itself(nodes: Nodes) -> N
     nodes.settle()
     check_owned(nodes, keys)
     wait_for(lambda: nodes._serving["n1"].done(), "the node that left stops by itself")
+
+
+def test_a_page_that_moves_has_the_rest_of_its_time_to_live(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, namespaces=[NamespaceConfig(name="ns", ttl_s=3600.0)])
+    try:
+        first = nodes.start("n0")
+        keys = some_keys(300, seed=12)
+        fill(nodes, keys)
+        both = Ring([NodeAddress("n0", ""), NodeAddress("n1", "")])
+        moving = [key for key in keys if both.owner(key).node == "n1"]
+        over, late = set(moving[:20]), set(moving[20:])
+
+        def age() -> None:
+            """As if they had been written long ago; some of them end while they move."""
+            store = first.state.store
+            for key in moving:
+                store.facts.committed_s[store.find(1, key)] -= 7200.0 if key in over else 1000.0
+
+        nodes.run(age)
+        began_s = time.monotonic()
+        second = nodes.start("n1")
+        nodes.settle()
+        wait_for(lambda: second.state.store.index.namespace(1).gone["ttl"] == len(over), "they ended")
+        assert {key for key in moving if nodes.holders(key) == ["n1"]} == late
+        facts, find = second.state.store.facts, second.state.store.find
+        for key in late:
+            lived_s = time.monotonic() - facts.committed_s[find(1, key)]
+            assert 1000.0 <= lived_s <= 1000.0 + 2 * (time.monotonic() - began_s) + DEADLINE_S
+    finally:
+        nodes.close()
 
 
 def test_the_last_node_does_not_drain(nodes: Nodes) -> None:

@@ -221,6 +221,24 @@ def test_a_small_request_is_answered_between_the_parts_of_a_big_one() -> None:
     assert served.node.status().reserved_bytes == 0
 
 
+def test_a_node_is_told_the_age_of_every_page_of_a_big_request() -> None:
+    served = Served(MANY_SLABS, a=NamespaceSettings(ttl_s=3600.0))
+    a, ns = served.client("a", peer=True)
+    served.node.commit(a.number, *reserve_many(served, a, ns))
+    served.loop.now_s = served.node.now_s = served.node.now_s + 10.0
+    served.get(a, ns, [*MANY_KEYS, bytes(32)])
+    served.loop.turns()
+    [got] = a.sent
+    assert isinstance(got, m.Got)
+    assert got.ages_s == [10.0] * MANY + [0.0]
+    client, _ = served.client("a")
+    served.get(client, ns, MANY_KEYS)
+    served.loop.turns()
+    [got] = client.sent
+    assert isinstance(got, m.Got)
+    assert not got.ages_s
+
+
 def test_a_big_request_takes_its_rate_once_and_then_goes_on() -> None:
     served = Served(MANY_SLABS, a=NamespaceSettings(operations_s=float(MANY)))
     a, ns = served.client("a")

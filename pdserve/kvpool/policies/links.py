@@ -15,24 +15,24 @@ NONE: Final = -1
 class LinkedList:
     """One list of small numbers. Lists may share their arrays: a number is in at most one of them."""
 
-    __slots__ = ("_after", "_before", "_length", "_tail", "head")
+    __slots__ = ("_after", "_before", "_length", "head", "tail")
 
     def __init__(self, before: array[int], after: array[int]) -> None:
         self._before = before
         self._after = after
         self.head = NONE
-        self._tail = NONE
+        self.tail = NONE
         self._length = 0
 
     def append(self, slot: int) -> None:
-        tail = self._tail
+        tail = self.tail
         self._before[slot] = tail
         self._after[slot] = NONE
         if tail == NONE:
             self.head = slot
         else:
             self._after[tail] = slot
-        self._tail = slot
+        self.tail = slot
         self._length += 1
 
     def remove(self, slot: int) -> None:
@@ -42,13 +42,13 @@ class LinkedList:
         else:
             self._after[before] = after
         if after == NONE:
-            self._tail = before
+            self.tail = before
         else:
             self._before[after] = before
         self._length -= 1
 
     def move_to_end(self, slot: int) -> None:
-        if slot != self._tail:
+        if slot != self.tail:
             self.remove(slot)
             self.append(slot)
 
@@ -61,20 +61,20 @@ class LinkedList:
         before[slots[1:]] = slots[:-1]
         after[slots[:-1]] = slots[1:]
         before[slots[0]] = after[slots[-1]] = NONE
-        self.head, self._tail, self._length = int(slots[0]), int(slots[-1]), len(slots)
+        self.head, self.tail, self._length = int(slots[0]), int(slots[-1]), len(slots)
 
     def take_all(self, other: LinkedList) -> None:
         """Append all of `other`, which is empty then; they share their arrays."""
         if other.head == NONE:
             return
-        if self._tail == NONE:
+        if self.tail == NONE:
             self.head = other.head
         else:
-            self._after[self._tail] = other.head
-            self._before[other.head] = self._tail
-        self._tail = other._tail
+            self._after[self.tail] = other.head
+            self._before[other.head] = self.tail
+        self.tail = other.tail
         self._length += other._length
-        other.head = other._tail = NONE
+        other.head = other.tail = NONE
         other._length = 0
 
     def __iter__(self) -> Iterator[int]:
