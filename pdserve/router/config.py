@@ -158,7 +158,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "deterministic"
     processes: Annotated[
-        int, Meta(ge=1, le=64, description="Router processes that share the port; metrics are added up.")
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Router processes that share the port; metrics are added up, limits and queue "
+            "count in each.",
+        ),
     ] = 1
     watch_config_s: Annotated[
         float,

@@ -82,6 +82,8 @@ class Dispatcher:
             last = await self._shared.get(facts.session) or last
         snapshot = self._fleet.snapshot(model, now_s)
         plan = self.placer.plan(facts, snapshot, last, now_s)
+        for role, reason in plan.causes:
+            self._stats.on_placed(role, reason)
         self._budget.on_request()
         self._fleet.on_selected(plan.decode, now_s)
         decode = plan.decode
@@ -118,6 +120,7 @@ class Dispatcher:
                 self._release(call, decode)
                 decode = alternate
                 words.append("retried")
+                self._stats.on_placed("decode", "retry")
         except WorkerAnswerError as answer:  # from prefill, and final
             await call.answer_worker_error(answer.status, answer.body)
         finally:

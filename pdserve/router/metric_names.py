@@ -51,6 +51,16 @@ METRICS: Final = (
     ),
     _one("client_aborts", "counter", ("phase",), "Requests whose client left, by phase."),
     _one("stream_errors", "counter", ("reason",), "Streams ended by an error event, by reason."),
+    _one(
+        "placements",
+        "counter",
+        ("role", "reason"),
+        "Requests by what decided about their worker, for each role. session: its last turn's worker; "
+        "rendezvous: a first turn; overloaded, gone: that worker was left, is away; prefix: what a worker "
+        "has of the prompt; cache-aware, load-aware, power-of-two, least-loaded, round-robin: load, or the "
+        "turn, alone; retry: another had failed. Why there is no prefill: direct, no-stage, none-ready, "
+        "session-worker-gone, agg.",
+    ),
     _one("prefill", "counter", ("outcome",), "Prefill stages, by outcome."),
     _one("settle", "counter", ("outcome",), "Waits for a previous turn's pages, by outcome."),
     _one("decode_retries", "counter", ("reason",), "Requests tried on another worker, by reason."),

@@ -23,6 +23,8 @@ from pdserve.router.upstream import ConnectionCounts
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _BY_NAME: Final = by_name(METRICS)
 V = TypeVar("V")
+MAX_PLACEMENTS: Final = 64
+"""Label values of placements; policies of other packages may have any words."""
 
 
 class Histogram:
@@ -60,6 +62,8 @@ class Stats:
         """By part, see `metric_names.PARTS`."""
         self.turn_tokens: defaultdict[Labels, int] = defaultdict(int)
         """Prompt tokens by (turn, tier)."""
+        self.placements: dict[Labels, int] = {}
+        """By (role, reason)."""
         self.prefill: defaultdict[str, int] = defaultdict(int)
         self.settle: defaultdict[str, int] = defaultdict(int)
         self.decode_retries: defaultdict[str, int] = defaultdict(int)
@@ -73,6 +77,13 @@ class Stats:
         self.prompt_tokens = 0
         self.cached_tokens: defaultdict[str, int] = defaultdict(int)
         self.missing_pages = 0
+
+    def on_placed(self, role: str, reason: str) -> None:
+        """A worker of the role was chosen, or none was, for that reason."""
+        key = role, reason
+        if key not in self.placements and len(self.placements) >= MAX_PLACEMENTS:
+            key = role, "other"
+        self.placements[key] = self.placements.get(key, 0) + 1
 
 
 class UpstreamView(Protocol):
@@ -119,6 +130,7 @@ class RouterCollector(Collector):
         yield samples("turn_tokens", stats.turn_tokens)
         yield samples("client_aborts", _keyed(stats.client_aborts))
         yield samples("stream_errors", _keyed(stats.stream_errors))
+        yield samples("placements", stats.placements)
         yield samples("prefill", _keyed(stats.prefill))
         yield samples("settle", _keyed(stats.settle))
         yield samples("decode_retries", _keyed(stats.decode_retries))

@@ -56,6 +56,8 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     settle: Settle | None = None
     reasons: tuple[str, ...] = ()
     """Words for the log line and the `x-pdserve-plan` header."""
+    causes: tuple[tuple[str, str], ...] = ()
+    """(role, word) for the metrics."""
     uncached_tokens: int = 0
     """Estimated prompt tokens to be computed, by the prefill worker if there is one."""
     places: Places | None = None
@@ -89,7 +91,7 @@ class Planner(msgspec.Struct, frozen=True):
         last_id = None if last is None or last.decode_id not in snapshot.members else last.decode_id
         choice = self.decode_policy.choose(_ask(facts, last_id, places), snapshot.decode)
         decode = choice.worker
-        prefill, why_prefill = self._choose_prefill(facts, snapshot, decode, last, places)
+        prefill, why_prefill, cause = self._choose_prefill(facts, snapshot, decode, last, places)
         settle = None
         if last is not None and last.answered and (prefill is not None or decode.id != last.decode_id):
             there = (*snapshot.decode, *snapshot.draining)
@@ -101,6 +103,7 @@ class Planner(msgspec.Struct, frozen=True):
             prefill,
             settle,
             (f"decode={choice}", f"prefill={why_prefill}"),
+            (("decode", choice.cause or choice.reason), ("prefill", cause)),
             _uncached(facts, prefill or decode, places),
             places,
             0 if facts.session is None else 1 if last is None else last.turns + 1,
@@ -113,24 +116,25 @@ class Planner(msgspec.Struct, frozen=True):
         decode: Worker,
         last: SessionEntry | None,
         places: Places | None,
-    ) -> tuple[Worker | None, str]:
+    ) -> tuple[Worker | None, str, str]:
+        """The worker, why in words with figures, and why in a word."""
         if decode.role == "agg":
-            return None, "agg"
+            return None, "agg", "agg"
         if facts.endpoint not in self.prefill_endpoints:
-            return None, "no-stage"
+            return None, "no-stage", "no-stage"
         if not snapshot.prefill:
-            return None, "none-ready"
+            return None, "none-ready", "none-ready"
         last_id = None if last is None or last.prefill_id not in snapshot.members else last.prefill_id
         try:
             choice = self.prefill_policy.choose(_ask(facts, last_id, places), snapshot.prefill)
         except NoWorkerError:
-            return None, "session-worker-gone"
+            return None, "session-worker-gone", "session-worker-gone"
         if self.min_prefill_tokens:
             threshold = direct_threshold(self.min_prefill_tokens, self.weights, choice.worker, decode)
             uncached = _uncached(facts, decode, places)
             if uncached < threshold:
-                return None, f"direct(uncached={uncached}<{threshold})"
-        return choice.worker, str(choice)
+                return None, f"direct(uncached={uncached}<{threshold})", "direct"
+        return choice.worker, str(choice), choice.cause or choice.reason
 
 
 def direct_threshold(least: int, weights: PlacementSettings, prefill: Worker, decode: Worker) -> int:

@@ -96,6 +96,16 @@ class Child:
         return self.process.exitcode or 0
 
 
+def unshared_limits(config: RouterConfig) -> str:
+    """A line about limits that are not what they seem with several processes; empty if there are none."""
+    if not any(limits.is_limited for limits in (config.tenant_defaults, *config.tenants)):
+        return ""
+    return (
+        f"limits of tenants count in each of the {config.processes} processes: a tenant may use up to so "
+        "many times as much, and one whose connections all meet the same process as much as they say"
+    )
+
+
 class Processes:
     """The parent."""
 
@@ -114,6 +124,8 @@ class Processes:
     async def run(self) -> None:
         """Until SIGTERM or SIGINT. Raises StartupError."""
         loop = asyncio.get_running_loop()
+        if note := unshared_limits(self._config):
+            logger.warning("%s", note)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopped.set)
         loop.add_signal_handler(signal.SIGHUP, self._reload.set)

@@ -17,14 +17,26 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What a tenant may use of one router process."""
 
     requests_s: Annotated[
-        float, Meta(ge=0, description="Requests per second, a second's worth at once; 0: no limit.")
+        float,
+        Meta(
+            ge=0,
+            description="Requests per second in each router process, a second's worth at once; 0: no limit.",
+        ),
     ] = 0.0
     tokens_min: Annotated[
         int,
-        Meta(ge=0, description="Prompt and output tokens per minute, a minute's worth at once; 0: no limit."),
+        Meta(
+            ge=0,
+            description="Prompt and output tokens per minute in each router process, a minute's worth at "
+            "once; 0: no limit.",
+        ),
     ] = 0
     concurrency: Annotated[
-        int, Meta(ge=0, description="Requests answered at the same time, more of them wait; 0: no limit.")
+        int,
+        Meta(
+            ge=0,
+            description="Requests that each router process answers at the same time, more wait; 0: no limit.",
+        ),
     ] = 0
     weight: Annotated[
         float, Meta(ge=0.01, le=100, description="Share of a full router, relative to the others' weights.")
@@ -37,6 +49,11 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "Empty: the tenant's own; `shared`: that of all who say so.",
         ),
     ] = ""
+
+    @property
+    def is_limited(self) -> bool:
+        """It has limits that every router process counts for itself."""
+        return bool(self.requests_s or self.tokens_min or self.concurrency)
 
 
 class Tenant(TenantLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,11 +103,15 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         int,
         Meta(
             ge=1,
-            description="Requests at a time for each decode worker that is ready; more wait, in the queue.",
+            description="Requests of a router process at a time for each decode worker that is ready; more "
+            "wait.",
         ),
     ] = 4096
     queue_length: Annotated[
-        int, Meta(ge=0, description="Requests that may wait; what comes then is answered 429.")
+        int,
+        Meta(
+            ge=0, description="Requests that may wait in a router process; what comes then is answered 429."
+        ),
     ] = 1024
     queue_s: Annotated[
         float, Meta(ge=0, description="A request waits this long, then it is answered 429.")

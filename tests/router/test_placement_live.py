@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
-from pdserve.router.config import Probe
+import pytest
 
-from .harness import disagg, run
+from pdserve.router.config import Probe
+from pdserve.router.metrics import MAX_PLACEMENTS, Stats
+from pdserve.router.tenant_config import Tenant
+
+from .harness import Harness, disagg, run
 from .mock_worker import answer, answered_with
 
+ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
 LONG = "word " * 1000
 PREFILLED = {
     "prompt_tokens": 1000,
@@ -94,5 +99,93 @@ def test_what_a_decode_worker_found_corrects_what_is_believed_of_it() -> None:
             decode.script("/v1/chat/completions", answered_with(found))
             await harness.chat(messages=conversation(LONG * 2))
             assert trust[worker.incarnation] < 1
+
+    run(main())
+
+
+def placements(harness: Harness, role: str) -> dict[str, int]:
+    return {why: count for (who, why), count in harness.stats.placements.items() if who == role}
+
+
+def test_what_decided_is_counted_for_each_role() -> None:
+    async def main() -> None:
+        async with disagg(prefill=2, prefill_policy="cache_aware", min_prefill_tokens=100) as (
+            harness,
+            prefills,
+            _,
+        ):
+            for worker in prefills:
+                worker.script("/pd/prefill", *[answer(200, PREFILLED)] * 4)
+            session = {"x-session-id": "s"}
+            await harness.chat(headers=session, messages=conversation(LONG))
+            await harness.chat(headers=session, messages=conversation(LONG, "hello", "more"))
+            await harness.chat(messages=conversation(LONG + "other"))
+            assert placements(harness, "decode") == {"rendezvous": 1, "session": 1, "least-loaded": 1}
+            assert placements(harness, "prefill") == {"cache-aware": 1, "direct": 1, "prefix": 1}
+            text = (await harness.get("/metrics")).body.decode()
+            assert 'pdserve_router_placements_total{reason="prefix",role="prefill"} 1.0' in text
+
+    run(main())
+
+
+def test_words_of_other_packages_policies_cannot_fill_the_metrics() -> None:
+    stats = Stats()
+    for number in range(10 * MAX_PLACEMENTS):
+        stats.on_placed("decode", f"because-{number}")
+    assert len(stats.placements) == MAX_PLACEMENTS + 1
+    assert stats.placements["decode", "other"] == 9 * MAX_PLACEMENTS
+
+
+def test_what_one_tenant_sent_neither_steers_nor_shows_in_anothers_placement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PDSERVE_API_KEYS", f"alice={ALICE},bob={BOB}")
+    session = {"x-session-id": "the same"}
+
+    async def main() -> None:
+        async with disagg(prefill=3, decode=3, prefill_policy="cache_aware", decode_policy="affinity") as (
+            harness,
+            prefills,
+            decodes,
+        ):
+            for worker in prefills:
+                worker.script("/pd/prefill", *[answer(200, PREFILLED)] * 12)
+
+            async def chat(key: str) -> dict[str, str]:
+                by = {"authorization": f"Bearer {key}"}
+                return (await harness.chat(headers=session | by, messages=conversation(LONG))).headers
+
+            first = await chat(ALICE)
+            assert {(await chat(ALICE))["x-pdserve-prefill"] for _ in range(4)} == {
+                first["x-pdserve-prefill"]
+            }
+            assert placements(harness, "prefill") == {"cache-aware": 1, "prefix": 4}
+            assert sum(len(worker.got("/pd/settled")) for worker in decodes) == 4
+            others = await chat(BOB)
+            assert placements(harness, "prefill") == {"cache-aware": 2, "prefix": 4}
+            assert placements(harness, "decode") == {"rendezvous": 2, "session": 4}
+            assert (
+                others["x-pdserve-plan"] == first["x-pdserve-plan"]
+            )  # word for word what nobody's prompt gets
+            # no turn of hers is asked for
+            assert sum(len(worker.got("/pd/settled")) for worker in decodes) == 4
+            homes = {(await chat(BOB))["x-pdserve-prefill"] for _ in range(4)}
+            assert homes == {others["x-pdserve-prefill"]}
+
+    run(main())
+
+
+def test_tenants_of_one_cache_share_what_is_known_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_API_KEYS", f"alice={ALICE},bob={BOB}")
+    family = tuple(Tenant(name=name, cache="family") for name in ("alice", "bob"))
+
+    async def main() -> None:
+        async with disagg(prefill=3, prefill_policy="cache_aware", tenants=family) as (harness, prefills, _):
+            for worker in prefills:
+                worker.script("/pd/prefill", *[answer(200, PREFILLED)] * 4)
+            for key in (ALICE, BOB):
+                by = {"authorization": f"Bearer {key}"}
+                await harness.chat(headers=by, messages=conversation(LONG))
+            assert placements(harness, "prefill") == {"cache-aware": 1, "prefix": 1}
 
     run(main())

@@ -44,6 +44,7 @@ def test_a_prompt_is_prefilled_by_one_worker_and_decoded_by_another() -> None:
         decode=D1,
         prefill=PREFILL,
         reasons=("decode=least-loaded", "prefill=least-loaded"),
+        causes=(("decode", "least-loaded"), ("prefill", "least-loaded")),
     )
 
 

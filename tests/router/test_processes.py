@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdserve.errors import StartupError
+from pdserve.router.config import RouterConfig
+from pdserve.router.processes import Processes, unshared_limits
 from pdserve.router.sums import add_up
+from pdserve.router.tenant_config import Tenant, TenantLimits
 
 from .harness import Response, chat_body, run
 from .mock_worker import ANSWER, EVENTS, Gate, MockWorker, stream, workers
@@ -141,6 +145,20 @@ def test_children_end_with_their_parent() -> None:
             await router.ended()
 
     run(main(), timeout_s=60)
+
+
+def test_limits_that_count_in_each_process_are_named_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    limited = TenantLimits(tokens_min=1000)
+    assert unshared_limits(RouterConfig(processes=2)) == ""
+    assert "each of the 2" in unshared_limits(RouterConfig(processes=2, tenant_defaults=limited))
+    mine = (Tenant(name="a", concurrency=1),)
+    config = RouterConfig(
+        processes=2, tenants=mine, decode_policy="x", decode=("http://127.0.0.1:1",), port=0
+    )
+    assert "each of the 2" in unshared_limits(config)
+    with pytest.raises(StartupError):
+        run(Processes(config, None).run())
+    assert unshared_limits(config) in caplog.messages
 
 
 def test_a_reload_takes_over_the_lists_of_workers(tmp_path: Path) -> None:

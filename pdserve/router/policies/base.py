@@ -54,6 +54,8 @@ class Choice(NamedTuple):
     worker: Worker
     reason: str
     figures: str = ""
+    cause: str = ""
+    """What made the difference, where `reason` leaves that open: a word for metrics, out of a few."""
 
     def __str__(self) -> str:
         return f"{self.reason}({self.figures})" if self.figures else self.reason

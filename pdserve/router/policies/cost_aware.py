@@ -31,7 +31,8 @@ class CacheAware:
             total_ms = cost_ms(weights, worker, ask.prompt_tokens, cached, leaves=leaves)
             if total_ms < least_ms:
                 best, best_cached, least_ms = worker, cached, total_ms
-        return Choice(best, self.reason, cost_words(least_ms, best, ask.prompt_tokens, best_cached))
+        cause = "" if best_cached is NOTHING else "prefix"
+        return Choice(best, self.reason, cost_words(least_ms, best, ask.prompt_tokens, best_cached), cause)
 
     def _cached(self, ask: Ask, worker: Worker) -> Cached:
         return NOTHING if ask.places is None else ask.places.cached(worker)

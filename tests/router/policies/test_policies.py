@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from pdserve.errors import ConfigError
 from pdserve.router.fleet import Worker
 from pdserve.router.placement_config import Stickiness
-from pdserve.router.policies import POLICY_NAMES, Ask, NoWorkerError, Policy, PolicySettings, make_policy
+from pdserve.router.policies import (
+    POLICY_NAMES,
+    Ask,
+    Choice,
+    NoWorkerError,
+    Policy,
+    PolicySettings,
+    make_policy,
+)
 from pdserve.router.policies.affinity import Affinity, rendezvous_order
 
 LOADS = st.lists(st.integers(0, 50), min_size=1, max_size=12)
@@ -91,7 +99,7 @@ def test_a_session_keeps_its_worker_until_that_is_overloaded_or_gone() -> None:
     made = policy("affinity", overload_factor=2.0, overload_min_requests=8)
     workers = fleet([7, 0, 0])
     last = workers[0].id
-    assert made.choose(ask("k", last), workers) == (workers[0], "session", "")
+    assert made.choose(ask("k", last), workers) == Choice(workers[0], "session")
     assert made.choose(ask("k", last), workers[1:]).reason == "gone"
     workers[0].elsewhere = 23  # sent there by other routers
     moved = made.choose(ask("k", last), workers)
