@@ -14,6 +14,7 @@ from pdserve.bench.commands.quiet import quiet
 from pdserve.bench.commands.restart import restart
 from pdserve.bench.commands.router import router
 from pdserve.bench.commands.soak import soak
+from pdserve.bench.commands.sweep import sweep
 from pdserve.bench.commands.tier import tier
 
 app = typer.Typer(
@@ -23,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Measure serving, router and pool, and put the pool under faults.",
 )
-SERVING = (multiturn, compare, router)
+SERVING = (multiturn, compare, sweep, router)
 POOL = (pool, tier, offline.policies, offline.index, quiet, hot, restart, soak, chaos)
 for command in (*SERVING, *POOL):
     app.command()(command)

@@ -40,6 +40,8 @@ class ScriptedServer(MockWorker):
         self.context = context
         self.pause_s = pause_s
         self.pause_grows = False  # with the session's number
+        self.one_at_a_time = False
+        self._turn = asyncio.Lock()
         self.busy = 0
         self.most_busy = 0
         self.order: list[tuple[str, str]] = []
@@ -57,6 +59,9 @@ class ScriptedServer(MockWorker):
         self.most_busy = max(self.most_busy, self.busy)
         self.order.append(("asked", session))
         try:
+            if self.one_at_a_time:
+                async with self._turn:
+                    await asyncio.sleep(self.pause_s)
             await wire.head(200, "text/event-stream")
             await asyncio.sleep(self.pause_s * (1 + int(session[-1:] or 0) if self.pause_grows else 1))
             body = request.json()

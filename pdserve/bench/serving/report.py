@@ -11,6 +11,7 @@ from rich.table import Table
 from pdserve.bench.plot import pyplot
 from pdserve.bench.serving.compare import Summary
 from pdserve.bench.serving.figures import Figures, Outcome
+from pdserve.bench.serving.sweep import Tried
 
 CONTENDER_COLOURS = {"plain": "#b0b0b0", "file": "#d9822b", "agg": "#6fa8dc", "disagg": "#1f5fa8"}
 COLUMNS = (
@@ -110,6 +111,59 @@ def plot_summaries(path: Path, found: Sequence[Summary], title: str) -> None:
         axis.bar_label(bars, fmt="%.0f", fontsize=8, padding=1)
         axis.set_xticks(range(len(found)), labels, fontsize=7)
         axis.set_title(label, loc="left", fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def sweep_table(tried: Sequence[Tried], best: Tried | None, title: str) -> Table:
+    """The rates in ascending order, and which of them is the highest that was met."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = (
+        "in time",
+        "goodput/s",
+        "first token p50",
+        "p90",
+        "p99 ms",
+        "cached",
+        "failed",
+        "client late ms",
+    )
+    for name in ("asks/s", *columns, ""):
+        table.add_column(name, justify="right")
+    for one in sorted(tried, key=lambda each: each.rate_s):
+        first, whole = one.outcome.all.first_token_ms, one.outcome.all
+        table.add_row(
+            *(f"{one.rate_s:.3g}", f"{one.in_time:.1%}", f"{one.goodput_s:.3g}"),
+            *map(_ms, (first.p50, first.p90, first.p99)),
+            *(f"{whole.cached_share:.0%}", str(whole.failed or "-")),
+            f"{one.outcome.client_delay_p99_ms:.1f}",
+            "best" if one is best else "met" if one.met else "MISS",
+        )
+    return table
+
+
+def plot_sweep(path: Path, tried: Sequence[Tried], limit_ms: float, title: str) -> None:
+    """First-token time with its limit, and goodput, over the rate, as a PNG."""
+    plt = pyplot()
+    rows = sorted(tried, key=lambda one: one.rate_s)
+    rates = [one.rate_s for one in rows]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    for name, style in (("p50", "-o"), ("p90", "--^")):
+        values = [getattr(one.outcome.all.first_token_ms, name) or float("nan") for one in rows]
+        left.plot(rates, values, style, label=name, color="#1f5fa8")
+    left.axhline(limit_ms, color="#b04a4a", linewidth=1, label="limit")
+    left.set_title("first token, ms", loc="left")
+    left.set_yscale("log")
+    left.legend(frameon=False)
+    right.plot(rates, [one.goodput_s for one in rows], "-o", color="#1f5fa8", label="in time")
+    right.plot(rates, rates, ":", color="#b0b0b0", label="asked")
+    right.set_title("asks per second answered in time", loc="left")
+    right.legend(frameon=False)
+    for axis in (left, right):
+        axis.set_xlabel("asks per second")
+        axis.set_xscale("log")
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
