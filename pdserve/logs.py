@@ -1,12 +1,14 @@
 """Logs of a process: lines for people, or one JSON object for each line.
 
 JSON has `time` (UTC, RFC 3339), `level`, `logger`, `message`, the fields that every record of this process
-has (a pool node's `node`), and whatever a record brought along by `extra=`; `exception` is a traceback.
+has (a pool node's `node`), and whatever a record brought along by `extra=`; `exception` is a traceback. What
+is logged while a request is served has its id as `request`, without anyone passing it along.
 """
 
 from __future__ import annotations
 
 import logging
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, TypeAlias
 
@@ -19,10 +21,17 @@ TEXT_FORMAT: Final = "%(asctime)s %(levelname)s %(message)s"
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-def configure_logs(format: LogFormat, level: LogLevel, **fields: str) -> None:
+served_request: ContextVar[bytes] = ContextVar("pdserve_served_request", default=b"")
+"""Id of the request that the running task serves."""
+
+
+def configure_logs(
+    format: LogFormat, level: LogLevel, *, text_format: str = TEXT_FORMAT, **fields: str
+) -> None:
     """Send what this process logs to its standard error, replacing what was configured before."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter(fields) if format == "json" else TextFormatter(TEXT_FORMAT))
+    handler.setFormatter(JsonFormatter(fields) if format == "json" else TextFormatter(text_format))
+    handler.addFilter(_name_request)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
@@ -56,6 +65,12 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             row["exception"] = self.formatException(record.exc_info)
         return msgspec.json.encode(row, enc_hook=str).decode()
+
+
+def _name_request(record: logging.LogRecord) -> bool:
+    if request := served_request.get():
+        record.request = request.decode("ascii", "replace")
+    return True
 
 
 def _extras(record: logging.LogRecord) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdserve.logs import configure_logs
+from pdserve.logs import configure_logs, served_request
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +51,25 @@ def test_a_line_for_people_ends_with_what_the_record_brought_along(
     logging.getLogger("pdserve.x").warning("late", extra={"seconds": 2})
     [line] = capsys.readouterr().err.splitlines()
     assert line.endswith(" WARNING late seconds=2")
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_lines_have_the_id_of_the_request_that_is_served(
+    form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def serve(name: bytes) -> None:
+        served_request.set(name)
+        await asyncio.sleep(0)
+        logging.getLogger("pdserve.x").warning("late")
+
+    async def main() -> None:
+        await asyncio.gather(serve(b"r-1"), serve(b"r-2"))
+        logging.getLogger("pdserve.x").warning("idle")
+
+    configure_logs(form, "warning", text_format="%(name)s: %(message)s")  # type: ignore[arg-type]
+    asyncio.run(main())
+    lines = capsys.readouterr().err.splitlines()
+    if form == "json":
+        assert [json.loads(line).get("request") for line in lines] == ["r-1", "r-2", None]
+    else:
+        assert lines == ["pdserve.x: late request=r-1", "pdserve.x: late request=r-2", "pdserve.x: idle"]

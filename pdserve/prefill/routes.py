@@ -83,7 +83,8 @@ class Prefill:
         self._metrics.observe("publish", publish_s)
         if published < len(keys) and not record.left.is_set():
             logger.warning(
-                "prefill: %d of %d pages were not in the pool after %.1f s",
+                "request %s: %d of %d pages were not in the pool after %.1f s",
+                record.request_id,
                 len(keys) - published,
                 len(keys),
                 publish_s,

@@ -19,7 +19,8 @@ from starlette.exceptions import HTTPException
 
 from pdserve import __version__
 from pdserve.errors import RequestError
-from pdserve.router.call import JSON, Receive, Scope, Send
+from pdserve.logs import served_request
+from pdserve.router.call import JSON, Message, Receive, Scope, Send, request_id
 from pdserve.router.config import RouterConfig
 from pdserve.router.dispatch import Dispatcher
 from pdserve.router.entrance import Entrance
@@ -74,23 +75,39 @@ class Router:
         """Hot paths go past FastAPI; everything else goes to it."""
         if scope["type"] == "http" and scope["path"] in self._hot_paths:
             await self._hot(scope, receive, send)
-        elif scope["type"] == "http" and (error := self._refusal(scope)) is not None:
-            headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
-            await Response(error_of(error), error.status, headers, JSON.decode())(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._serve_ordinary(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> RequestError | None:
+    async def _serve_ordinary(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        name = request_id(headers.get(b"x-request-id", b""))
+        served_request.set(name)
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", name)]}
+            await send(message)
+
+        error = self._refusal(scope["path"], headers)
+        if error is None:
+            await self.app(scope, receive, send_named)
+            return
+        more = {"www-authenticate": "Bearer"} if error.status == 401 else None
+        await Response(error_of(error), error.status, more, JSON.decode())(scope, receive, send_named)
+
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> RequestError | None:
         """Why an ordinary route is not for this client: with API keys, what is not open to all needs one, and
         metrics, which tell tenants of each other, the administrators' key.
         """
-        if not self.entrance.tenants.has_keys or scope["path"] in OPEN_PATHS:
+        if not self.entrance.tenants.has_keys or path in OPEN_PATHS:
             return None
         try:
-            if scope["path"] == "/metrics":
-                self.entrance.authenticate_admin(dict(scope["headers"]))
+            if path == "/metrics":
+                self.entrance.authenticate_admin(headers)
             else:
-                self.entrance.authenticate(dict(scope["headers"]))
+                self.entrance.authenticate(headers)
         except RequestError as error:
             return error
         return None

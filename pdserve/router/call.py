@@ -32,6 +32,11 @@ _PASSED_ON = (b"traceparent", b"tracestate")
 JSON = b"application/json"
 
 
+def request_id(given: bytes) -> bytes:
+    """The id of a request: what its client gave it, if that is short and plain, else a new one."""
+    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12).encode("ascii")
+
+
 class Call:
     """The state of one request."""
 
@@ -74,10 +79,7 @@ class Call:
         task = asyncio.current_task()
         assert task is not None
         self.task = task
-        given = self.headers.get(b"x-request-id", b"")
-        self.request_id: bytes = (
-            given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12).encode("ascii")
-        )
+        self.request_id = request_id(self.headers.get(b"x-request-id", b""))
         self.upstream_headers = self._headers_for_workers()
         self.body = b""
         self.facts = Facts(self.path)

@@ -179,6 +179,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least level that is logged.")
     ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"], Meta(description="Lines for people, or JSON objects with the same facts.")
+    ] = "text"
     deadlines: Deadlines = Deadlines()
     session: Session = Session()
     placement: PlacementSettings = PlacementSettings()

@@ -148,7 +148,7 @@ class Dispatcher:
         answered to its end, or what went wrong.
         """
         if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("request %s: %r, %s", call.request_id.decode(), worker, ", ".join(words))
+            logger.debug("%r, %s", worker, ", ".join(words))
         first_s = self._deadlines.between_chunks_s if call.is_started else self._deadlines.first_byte_s
         end_s = self._loop.time() + first_s
         call.plan_words = ", ".join(words).encode("ascii", "replace")

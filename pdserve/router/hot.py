@@ -8,6 +8,7 @@ import random
 from collections import defaultdict
 
 from pdserve.errors import RequestError
+from pdserve.logs import served_request
 from pdserve.router.call import JSON, Call, Receive, Scope, Send
 from pdserve.router.config import RouterConfig
 from pdserve.router.deadlines import Deadlines
@@ -67,6 +68,7 @@ class HotRoutes:
         """One request. Never raises: whatever happens is answered, or ends with the connection."""
         now_s = self._loop.time()
         call = Call(scope, send, now_s, now_s + self._body_s)
+        served_request.set(call.request_id)
         self._stats.in_flight += 1
         self._deadlines.add(call)
         try:
@@ -79,7 +81,7 @@ class HotRoutes:
             call.task.uncancel()
             await self._on_cancelled(call)
         except Exception:  # the boundary of a request: a bug in the router must not leave the client hanging
-            logger.exception("request %s failed inside the router", call.request_id.decode())
+            logger.exception("a request failed inside the router")
             await call.break_off(500, "Internal error in the router.", "internal_error")
         finally:
             self._deadlines.discard(call)
@@ -187,7 +189,7 @@ class HotRoutes:
         """The call was ended from outside: by its client, by its deadline, or by the server that stops."""
         if call.end == "client":
             self._stats.client_aborts[call.phase] += 1
-            logger.debug("request %s: client left (%s)", call.request_id.decode(), call.phase)
+            logger.debug("client left (%s)", call.phase)
             return
         if call.phase == "body" and call.end == "deadline" and not call.is_started:
             error = RequestError(408, "The request's body did not come in time.", code="body_too_slow")
@@ -203,7 +205,7 @@ class HotRoutes:
             async with asyncio.timeout(LAST_WORD_S):
                 await call.break_off(status, message, code)
         except TimeoutError:
-            logger.warning("request %s: client does not read, cut off", call.request_id.decode())
+            logger.warning("client does not read, cut off")
 
     def _account(self, call: Call) -> None:
         stats = self._stats

@@ -17,6 +17,7 @@ import uvloop
 
 from pdserve.command import ConfigSource
 from pdserve.errors import ConfigError, StartupError
+from pdserve.logs import configure_logs
 from pdserve.router.admin import AdminApp
 from pdserve.router.app import Router, open_router
 from pdserve.router.client_protocol import ClientProtocol
@@ -28,6 +29,7 @@ from pdserve.router.tenant_config import Access
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
+LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 GC_THRESHOLD = (10_000, 20, 50)
 """A request makes some 200 objects and hardly a cycle: Python's own 700 would look for garbage every few."""
 
@@ -48,9 +50,7 @@ def run(config: RouterConfig, source: ConfigSource[RouterConfig] | None = None) 
 
 def configure_logging(config: RouterConfig) -> None:
     """The log of a router's process."""
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-    )
+    configure_logs(config.log_format, config.log_level, text_format=LOG_FORMAT)
     for noisy in ("httpx", "httpcore", "uvicorn.error", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 

@@ -10,11 +10,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.errors import ConfigError, StartupError
+from pdserve.logs import configure_logs
 from pdserve.router.app import open_router
 from pdserve.router.config import Probe, RouterConfig
 
 from .harness import FAST, Harness, chat_body, disagg, routed, run
-from .mock_worker import ANSWER, Gate, MockWorker, answer, hang, workers
+from .mock_worker import ANSWER, Gate, MockWorker, answer, close, hang, workers
 
 CHAT = "/v1/chat/completions"
 OFTEN = Probe(interval_s=0.02, timeout_s=0.5)
@@ -242,3 +243,39 @@ def test_metrics_keep_their_names() -> None:
             assert {(s.labels["worker"], s.value) for s in healthy} >= {(decode.id, 1.0)}
 
     run(main())
+
+
+def test_every_answer_and_every_line_of_the_log_has_the_requests_id(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What the client gave, if it is short and plain; otherwise one of the router's own."""
+
+    async def main() -> None:
+        async with disagg(decode=2) as (harness, [prefill], decodes):
+            configure_logs("json", "debug")
+            prefill.script("/pd/prefill", answer(500, {}))
+            for worker in decodes:
+                worker.script(CHAT, close())
+            named = {"x-request-id": "mine-1"}
+            assert (await harness.chat(headers=named)).headers["x-request-id"] == "mine-1"
+            for path, status in (("/v1/models", 200), ("/nothing", 404)):
+                connection = await harness.connect()
+                await connection.send(path, b"", {"x-request-id": "mine-2"}, method="GET")
+                response = await connection.response()
+                assert (response.status, response.headers["x-request-id"]) == (status, "mine-2")
+                connection.leave()
+            long = await harness.post(CHAT, chat_body(), {"x-request-id": "x" * 129})
+            assert len(long.headers["x-request-id"]) == 24
+
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        run(main())
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    rows = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    ours = [row for row in rows if row["logger"].startswith(("pdserve.router.stages", "pdserve.router.disp"))]
+    assert {"mine-1"} < {row["request"] for row in ours}  # and the long one's
+    said = [row["message"] for row in ours if row["request"] == "mine-1"]
+    assert len(said) == 5, said  # the prefill worker, and of both decode workers: the choice, the failure
