@@ -114,6 +114,7 @@ PURE = (
     "pdserve.router.usage",
     "pdserve.up.restart",
     "pdserve.up.toml",
+    "pdserve.up.scraping",
 )
 PURE_MAY = {"pdserve.up.toml": ("pathlib",)}
 

@@ -94,6 +94,13 @@ class Admin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         str, Meta(description="Key of the admin API, which is needed; also from PDSERVE_ADMIN_KEY.")
     ] = ""
     key_file: Annotated[Path | None, Meta(description="File that holds it instead.")] = None
+    pool: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Control addresses of pool nodes, for the live page; the others are learnt from "
+            "them. `pdserve up` fills it in."
+        ),
+    ] = ()
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -17,6 +17,8 @@ from typing import Final
 from pdserve.errors import ConfigError
 from pdserve.up.config import WORKER_ROLES, ClusterFile, ClusterSettings, Restart, Role, Table, merge
 
+METRICS_HOST: Final = "127.0.0.1"
+"""Where pool nodes serve metrics that their tables say nothing of, each on a port of its own."""
 ARENA_ROOT: Final = Path("/dev/shm/pdserve")
 SOCKET_PATH_MAX_BYTES: Final = 107  # sun_path is 108 bytes on Linux, the last one a zero
 
@@ -102,6 +104,7 @@ def make_plan(
     pool = [draft for draft in drafts if draft.role == "pool"]
     nodes = [_wire_pool_node(draft, file.cluster, run_dir) for draft in pool]
     for draft in pool:
+        draft.config.setdefault("metrics", f"{METRICS_HOST}:{next(ports)}")
         if len(pool) > 1:
             _sub_table(draft, "cluster").setdefault("peers", [node["address"] for node in nodes])
     workers = [draft for draft in drafts if draft.role in WORKER_ROLES]
@@ -111,6 +114,8 @@ def make_plan(
             engine = _sub_table(draft, "engine")
             engine["extra_args"] = [*engine.get("extra_args", []), *extra_args]
     router = drafts[-1]
+    if pool:
+        _sub_table(router, "admin").setdefault("pool", [node["address"] for node in nodes])
     if cluster_token:
         _share_token(cluster_token, [draft.config for draft in workers], _sub_table(router, "access"))
     for draft in workers:

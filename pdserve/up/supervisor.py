@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import logging
 import os
 import shlex
@@ -26,6 +27,7 @@ from pdserve.up.ports import is_free
 from pdserve.up.process import Child, describe_status, write_private
 from pdserve.up.readiness import is_ready, served_model
 from pdserve.up.restart import restart_delay_s
+from pdserve.up.scraping import TARGETS_FILE, targets
 from pdserve.up.toml import to_toml
 from pdserve.up.warden import Warden
 
@@ -102,6 +104,8 @@ class Supervisor:
             loop.add_signal_handler(number, self._on_signal, number)
         for spec in self._plan.processes:
             write_private(spec.config_path, to_toml(spec.config))
+        run_dir = self._plan.processes[0].config_path.parent
+        write_private(run_dir / TARGETS_FILE, json.dumps(targets(self._plan), indent=1))
         warden = Warden()
         work = asyncio.create_task(self._supervise(warden))
         stop = asyncio.create_task(self._stop.wait())

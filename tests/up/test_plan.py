@@ -49,6 +49,7 @@ def test_disagg_is_wired_whole() -> None:
             "name": "pool0",
             "arena_dir": "/dev/shm/pdserve/c",
             "listen": ["unix:/run/x/pool0.sock"],
+            "metrics": "127.0.0.1:20002",
         },
         "prefill0": {
             "engine": {"model_path": "m", "host": "127.0.0.1", "port": 20_000},
@@ -66,6 +67,7 @@ def test_disagg_is_wired_whole() -> None:
             "host": "127.0.0.1",
             "prefill": ["http://127.0.0.1:20000"],
             "decode": ["http://127.0.0.1:20001"],
+            "admin": {"pool": ["unix:/run/x/pool0.sock"]},
         },
     }
     assert [[spec.name for spec in stage] for stage in plan.stages] == [
