@@ -12,10 +12,12 @@ import pytest
 from pdserve.errors import StaleView
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.cluster_messages import LEFT, Drain
+from pdserve.kvpool.config import TierConfig
 from pdserve.kvpool.migration import List, Pull
 from pdserve.kvpool.mover import Mover
 from pdserve.kvpool.moving_config import MovingConfig
 from pdserve.kvpool.namespace_config import NamespaceConfig
+from pdserve.kvpool.node import PoolNode
 from pdserve.kvpool.ring import Ring
 from pdserve.kvpool.wire import NodeAddress
 
@@ -101,6 +103,54 @@ def test_a_node_that_drains_loses_no_page_and_stops_by_itself(nodes: Nodes) -> N
     nodes.settle()
     check_owned(nodes, keys)
     wait_for(lambda: nodes._serving["n1"].done(), "the node that left stops by itself")
+
+
+def test_pages_that_are_on_ssd_only_move_to_a_node_that_joins_and_from_one_that_drains(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    def start(name: str) -> PoolNode:
+        tier = TierConfig(kind="ssd", path=tmp_path / f"{name}.ssd", capacity_bytes="64MiB", write="all")
+        moving = MovingConfig(timeout_s=10.0, bytes_s=8_000_000)  # no faster than the tier writes
+        sizes = {"capacity_bytes": "4MiB", "slab_bytes": "256KiB", "promotion_timeout_s": 10.0}
+        return nodes.start(name, tiers=[tier], moving=moving, **sizes)
+
+    def only_below(node: PoolNode) -> list[bytes]:
+        state = node.state
+        return nodes.run(lambda: [k for k in keys if state.below.has(1, k) and state.store.find(1, k) < 0])
+
+    def check_all_there(count_at: dict[PoolNode, int]) -> None:
+        """Each page at its owner, byte for byte, and nowhere else, in memory or below."""
+        for name, places in nodes.ring().split(keys).items():
+            mine = [keys[i] for i in places]
+            with nodes.client(name) as client:
+                for start in range(0, len(mine), 8):
+                    assert client.get(mine[start : start + 8]) == mine[start : start + 8]
+            node = nodes.nodes[name]
+            assert len(mine) == count_at[node]
+            held = nodes.run(
+                lambda state=node.state: {*state.store.index.namespace(1).committed, *state.below.keys(1)}
+            )
+            assert held == set(mine)
+
+    keys = some_keys(400, seed=13)
+    first = start("n0")
+    for begin in range(0, len(keys), 16):
+        with nodes.client("n0") as client:
+            client.put(keys[begin : begin + 16])
+        wait_for(lambda end=begin + 16: first.state.below.status()[0].counters["stored"] >= end, "stored")
+    assert len(only_below(first)) > 200
+    second = start("n1")
+    nodes.settle()
+    moved = nodes.counters("n1")["pages_pulled"]
+    assert 100 < moved < 300
+    check_all_there({first: len(keys) - moved, second: moved})
+    assert len(only_below(first)) > 10
+    with nodes.client("n0") as client:
+        assert client.connection.call(Drain(9), time.monotonic() + 5) == m.Done(9)
+    nodes.settle()
+    wait_for(lambda: first.gossip.cluster.me.status == LEFT, "n0 has left")
+    nodes.stop("n0")
+    check_all_there({second: len(keys)})
 
 
 def test_a_page_that_moves_has_the_rest_of_its_time_to_live(tmp_path: Path) -> None:
