@@ -173,15 +173,18 @@ class EtcdMembership:
                 self._gone(name)  # or etcd came back empty; a probe will tell
             if self._node.node not in self._nodes:
                 raise PoolUnavailable("somebody deleted this node's key")
-            tasks.create_task(self._renew(lease))
+            tasks.create_task(self._renew(lease, self._endpoint))
             tasks.create_task(self._watch(known.header.revision + 1))
 
-    async def _renew(self, lease: _Lease) -> None:
+    async def _renew(self, lease: _Lease, endpoint: int) -> None:
+        """Also watches the watch's endpoint: one that hangs, or whose host vanished, ends no stream."""
         while True:
             await asyncio.sleep(lease.TTL / RENEWALS)
             line = await self._ask("lease/keepalive", {"ID": str(lease.ID)}, _LeaseLine)
             if line.result.TTL <= 0:
                 raise PoolUnavailable("the node's lease ended")
+            if self._endpoint != endpoint:
+                raise PoolUnavailable("etcd: an endpoint answers no more; the watch goes on at another")
 
     async def _watch(self, revision: int) -> None:
         body = {"create_request": {**_range(self._prefix), "start_revision": str(revision)}}
@@ -222,8 +225,10 @@ class EtcdMembership:
     async def _post(self, path: str, body: Mapping[str, Any], type_: type[T]) -> T:
         await self._authenticate()
         answer = await self._client.post(self._url(path), json=body, headers=self._headers())
-        if answer.status_code == REAUTHENTICATE:
+        if answer.status_code == REAUTHENTICATE:  # tokens end after some minutes
             self._token = ""
+            await self._authenticate()
+            answer = await self._client.post(self._url(path), json=body, headers=self._headers())
         return _decoded(answer, type_)
 
     async def _authenticate(self) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -16,9 +19,11 @@ START_TIMEOUT_S = 20.0
 
 
 class EtcdServer:
-    """Of one member; its data outlive `kill` and `start`."""
+    """Of one member; its data outlive `kill` and `start`. `tls`: its certificate, which is its own
+    authority's, and its key.
+    """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, tls: tuple[Path, Path] | None = None) -> None:
         program = shutil.which("etcd") or shutil.which("etcd", path="/usr/bin:/usr/local/bin")
         if program is None:
             pytest.fail("etcd is missing: apt-get install etcd-server")
@@ -26,7 +31,11 @@ class EtcdServer:
         self._directory = directory
         with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
             self._ports = one.getsockname()[1], two.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self._ports[0]}"
+        self._tls = tls
+        self.port = self._ports[0]
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
+        self.ca_file = "" if tls is None else str(tls[0])
+        self._verify = ssl.create_default_context(cafile=self.ca_file) if tls else False
         self._process: subprocess.Popen[bytes]
         self.start()
 
@@ -45,19 +54,39 @@ class EtcdServer:
             *(f"--{key}={value}" for key, value in arguments.items()),
             "--unsafe-no-fsync",
         ]
+        if self._tls is not None:
+            command += [f"--cert-file={self._tls[0]}", f"--key-file={self._tls[1]}"]
         log = self._directory / "etcd.log"
         with log.open("ab") as out:
             self._process = subprocess.Popen(command, stdout=out, stderr=out)
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             try:
-                if httpx.get(f"{self.url}/health", timeout=1).json().get("health") == "true":
+                if (
+                    httpx.get(f"{self.url}/health", timeout=1, verify=self._verify).json().get("health")
+                    == "true"
+                ):
                     return
             except (httpx.HTTPError, ValueError):
                 pass
             assert self._process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.02)
+
+    def post(self, path: str, body: dict[str, Any]) -> None:
+        """Ask it something, as an administrator."""
+        httpx.post(f"{self.url}/v3/{path}", json=body, verify=self._verify).raise_for_status()
+
+    def ask_for_passwords(self, user: str, password: str, prefix: str) -> None:
+        """From now on only this user may read and write, and only under the prefix."""
+        for name in ("root", user):
+            self.post("auth/user/add", {"name": name, "password": password})
+            self.post("auth/role/add", {"name": name})
+            self.post("auth/user/grant", {"user": name, "role": name})
+        first, last = (base64.b64encode(f"{prefix}{end}".encode()).decode() for end in "/0")
+        permission = {"permType": "READWRITE", "key": first, "range_end": last}
+        self.post("auth/role/grant", {"name": user, "perm": permission})
+        self.post("auth/enable", {})
 
     def kill(self) -> None:
         self._process.kill()

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import base64
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from pdserve.errors import ConfigError, PoolError, PoolUnavailable
 from pdserve.kvpool.cluster_config import EtcdConfig
 from pdserve.kvpool.cluster_messages import DEAD
-from pdserve.kvpool.etcd import discover
+from pdserve.kvpool.etcd import EtcdMembership, discover
 from pdserve.kvpool.wire import NodeAddress
 
 from .etcd_server import EtcdServer
@@ -140,6 +142,110 @@ def test_another_endpoint_is_asked_where_one_is_away(tmp_path: Path, etcd: EtcdS
         async with running(tmp_path, "a", cluster={"membership": "etcd", "etcd": two}):
             await until(lambda: names(etcd) == ["a"])
             assert [node.node for node in discover(two, "pool")] == ["a"]
+
+    asyncio.run(run())
+
+
+def test_etcd_with_tls_and_passwords(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=127.0.0.1"
+    command = ["openssl", *words.split(), "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    server = EtcdServer(tmp_path, (cert, key))
+    try:
+        server.ask_for_passwords("pool", "secret", "/pdserve")
+        good = settings(server, ca_file=server.ca_file, username="pool", password="secret")
+        for wrong, words in (
+            ({"ca_file": ""}, "certificate verify failed"),
+            ({"password": "guess"}, "authentication failed"),
+            ({"username": ""}, "user name is empty"),
+            ({"prefix": "/other"}, "permission denied"),
+        ):
+            with pytest.raises(PoolError, match=words) as error:
+                discover(msgspec.structs.replace(good, **wrong), "pool")
+            assert "secret" not in str(error.value)
+
+        def found() -> list[str]:
+            return [node.node for node in discover(good, "pool")]
+
+        async def run() -> None:
+            cluster = {"cluster": {"membership": "etcd", "etcd": good}}
+            async with running(tmp_path, "a", **cluster) as a:
+                async with running(tmp_path, "b", **cluster) as b:
+                    await until(lambda: ring(a) == ring(b) == "ab")
+                    await until(lambda: found() == ["a", "b"])
+                    membership = a.gossip._etcd
+                    assert membership is not None
+                    membership._token = "one.that.ended"
+                    assert [node.node for node in await membership.nodes()] == ["a", "b"]
+                await until(lambda: found() == ["a"])
+
+        asyncio.run(run())
+    finally:
+        server.kill()
+
+
+class Relay:
+    """A way to etcd that can break without a word: what is sent into it is lost."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._broken = asyncio.Event()
+        self._server: asyncio.Server
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._came, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def stop(self) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+
+    def break_off(self) -> None:
+        self._broken.set()
+
+    async def _came(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection("127.0.0.1", self._port)
+        for source, sink in ((reader, there[1]), (there[0], writer)):
+            task = asyncio.create_task(self._pass_on(source, sink))
+            self._tasks.add(task)
+
+    async def _pass_on(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(65536):
+            if self._broken.is_set():
+                await asyncio.Event().wait()
+            sink.write(data)
+        sink.close()
+
+
+def test_the_watch_leaves_an_endpoint_that_hangs(tmp_path: Path, etcd: EtcdServer) -> None:
+    async def run() -> None:
+        relay = Relay(etcd.port)
+        two = msgspec.structs.replace(settings(etcd), endpoints=[await relay.start(), etcd.url])
+        found: list[list[str]] = []
+        member = EtcdMembership(
+            two,
+            "pool",
+            NodeAddress("a", "tcp:127.0.0.1:1"),
+            lambda nodes: found.append([node.node for node in nodes]),
+            lambda name: None,
+        )
+        running = asyncio.create_task(member.run())
+        try:
+            await until(lambda: found[-1:] == [["a"]])
+            await asyncio.to_thread(put, etcd, "/pdserve/pool/nodes/y", '{"address": "tcp:127.0.0.1:2"}')
+            await until(lambda: found[-1] == ["a", "y"])
+            relay.break_off()
+            began_s = time.monotonic()
+            await asyncio.to_thread(put, etcd, "/pdserve/pool/nodes/z", '{"address": "tcp:127.0.0.1:3"}')
+            await until(lambda: found[-1] == ["a", "y", "z"], 30)
+            print(f"found again after {time.monotonic() - began_s:.1f} s")
+        finally:
+            running.cancel()
+            await member.close()
+            relay.stop()
 
     asyncio.run(run())
 
