@@ -93,6 +93,7 @@ PURE = (
     "pdserve.bench.serving.records",
     "pdserve.bench.serving.figures",
     "pdserve.bench.serving.contenders",
+    "pdserve.bench.serving.parts",
     "pdserve.router.plan",
     "pdserve.router.policies*",
     "pdserve.router.sessions",

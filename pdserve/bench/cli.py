@@ -16,6 +16,7 @@ from pdserve.bench.commands.router import router
 from pdserve.bench.commands.soak import soak
 from pdserve.bench.commands.sweep import sweep
 from pdserve.bench.commands.tier import tier
+from pdserve.bench.commands.weights import weights
 
 app = typer.Typer(
     add_completion=False,
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Measure serving, router and pool, and put the pool under faults.",
 )
-SERVING = (multiturn, compare, sweep, router)
+SERVING = (multiturn, compare, sweep, weights, router)
 POOL = (pool, tier, offline.policies, offline.index, quiet, hot, restart, soak, chaos)
 for command in (*SERVING, *POOL):
     app.command()(command)

@@ -36,6 +36,7 @@ from pdserve.errors import ConfigError, PoolRefused, StartupError
 from pdserve.kvpool.client import PoolClient
 from pdserve.kvpool.client_config import POOL_TOKEN_VARIABLE, PoolClientConfig
 from pdserve.kvpool.client_metrics import ClientMetrics
+from pdserve.kvpool.page_trace import PageTrace
 from pdserve.kvpool.transports.base import Bytes1D, PageBuffers
 from pdserve.pages import KvGeometry, pool_key, rank_suffix
 
@@ -80,6 +81,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             name=f"hicache{storage_config.tp_rank}",
         )
         self._metrics = ClientMetrics()
+        self._trace = PageTrace(os.environ)
         self._page_tokens = int(self._settings.geometry.page_size)
         self._warned_at_s = 0.0
 
@@ -129,7 +131,8 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many pages of the chain, from its start, the pool has. Never raises."""
         try:
-            present = self._client.exists(self._pool_keys(keys))
+            with self._trace.span("exists", len(keys)):
+                present = self._client.exists(self._pool_keys(keys))
         except Exception as error:  # boundary: an exception would kill SGLang's query thread for good
             self._complain("lookup", error)
             return 0
@@ -142,7 +145,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     ) -> list[bool]:
         """Fill the host pages of `keys`. `host_indices`: int64 [pages * page_size]. Never raises."""
         try:
-            with self._metrics.timed("read"):
+            with self._metrics.timed("read"), self._trace.span("get", len(keys)):
                 return self._client.get(self._pool_keys(keys), self._page_buffers(keys, host_indices))
         except Exception as error:  # boundary: an exception would kill SGLang's get thread for good
             self._complain("read", error)
@@ -155,7 +158,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     ) -> list[bool]:
         """Store the host pages of `keys`. `host_indices`: int64 [pages * page_size]. Never raises."""
         try:
-            with self._metrics.timed("written"):
+            with self._metrics.timed("written"), self._trace.span("put", len(keys)):
                 return self._client.put(self._pool_keys(keys), self._page_buffers(keys, host_indices))
         except Exception as error:  # boundary: an exception would kill SGLang's backup thread for good
             self._complain("write", error)

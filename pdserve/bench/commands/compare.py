@@ -15,7 +15,6 @@ from rich.console import Console
 
 from pdserve.bench.commands import load_options as options
 from pdserve.bench.commands.options import choices
-from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from pdserve.bench.serving.compare import Launch, Measured, Summary
@@ -69,8 +68,7 @@ def compare(
     from pdserve.bench.serving.report import plot_summaries
 
     names, chosen = choices("against", against, NAMES), choices("sizes", sizes, tuple(SHARES))
-    if not (model / "config.json").is_file():
-        raise ConfigError(f"--model {model}: no model there; pdserve model demo --size small --out {model}")
+    options.check_model(model)
     if plot is not None:
         pyplot()  # before the work: is it there?
     shape = options.shape_of(preset, scale, {"users": users, "rounds": rounds, "spread": spread})

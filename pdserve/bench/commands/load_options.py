@@ -91,3 +91,9 @@ def trace_load(path: Path, requests: int, scale: float, speed: float, max_tokens
         for line in lines
     )
     return replay_load(asked, scale=scale, speed=speed, seed=seed)
+
+
+def check_model(path: Path) -> None:
+    """Raises ConfigError where there is none."""
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"--model {path}: no model there; pdserve model demo --size small --out {path}")

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
+PAGE_TRACE: Final = "PDSERVE_PAGE_TRACE"  # kvpool/page_trace.py
 NAMES: Final = ("plain", "file", "agg", "disagg")
 FILE_DIRECTORY: Final = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 
@@ -33,6 +34,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int = 64
     dtype: str = "bfloat16"
     pool_capacity: str = "2GiB"
+    trace_pages: bool = False
+    """Workers write when their pages moved into `trace_path`."""
     arena_directory: str = "/dev/shm/pdserve"
     extra_args: tuple[str, ...] = ()
 
@@ -76,6 +79,9 @@ def contender(name: str, setting: Setting, router_port: int, worker_port: int) -
     own = roles[name]
     if name in ("agg", "disagg"):
         arena = {"arena_dir": f"{setting.arena_directory}/{name}", "keep": False}
+        if setting.trace_pages:
+            for role in own:
+                own[role] = [{"env": {PAGE_TRACE: trace_path(setting, name, role)}}]
         own["pool"] = [{"capacity_bytes": setting.pool_capacity, **arena}]
     tables = {
         "cluster": {"name": name, "run_dir": directory, "restart": "never"},
@@ -84,6 +90,11 @@ def contender(name: str, setting: Setting, router_port: int, worker_port: int) -
         **own,
     }
     return Contender(name, tables, worker_port if name in ("plain", "file") else router_port, router_port)
+
+
+def trace_path(setting: Setting, name: str, role: str) -> str:
+    """Where a contender's worker writes when its pages moved."""
+    return f"{setting.directory}/{name}/{role}-pages.jsonl"
 
 
 def device_tokens(total_tokens: int, longest_tokens: int, share: float, page_size: int) -> int:

@@ -41,11 +41,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """`client_cpu`: of a core; `lags_s`: how late the client's event loop came to what was due."""
+    """`began_at_s`: by `time.time()`; `client_cpu`: of a core; `lags_s`: how late the client's event loop
+    came to what was due.
+    """
 
     model: str
     records: list[Record]
     wall_s: float
+    began_at_s: float = 0.0
     client_cpu: float
     lags_s: list[float]
     open_loop: bool

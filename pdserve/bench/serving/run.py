@@ -41,20 +41,35 @@ class Server:
 
 
 def run_load(
-    server: Server, load: Load, say: Say, *, concurrency: int = 0, lockstep: bool = False, tag: str = ""
+    server: Server,
+    load: Load,
+    say: Say,
+    *,
+    concurrency: int = 0,
+    lockstep: bool = False,
+    tag: str = "",
+    watch: Callable[[Record], None] | None = None,
 ) -> Run:
     """Send it all, in the closed loop at most `concurrency` asks at a time (0: all users at once), with
-    `lockstep` each round once the one before is answered. `tag` tells the sessions of several runs apart.
+    `lockstep` each round once the one before is answered. `tag` tells the sessions of several runs apart;
+    `watch` sees each record as it comes.
     Raises BenchError where the server cannot be asked at all, or has too short a context.
     """
-    return asyncio.run(_Loading(server, load, say, concurrency, lockstep, tag).run())
+    return asyncio.run(_Loading(server, load, say, concurrency, lockstep, tag, watch).run())
 
 
 class _Loading:
     """One run."""
 
     def __init__(
-        self, server: Server, load: Load, say: Say, concurrency: int, lockstep: bool, tag: str
+        self,
+        server: Server,
+        load: Load,
+        say: Say,
+        concurrency: int,
+        lockstep: bool,
+        tag: str,
+        watch: Callable[[Record], None] | None,
     ) -> None:
         self._server = server
         self._load = load
@@ -62,6 +77,7 @@ class _Loading:
         self._slots = asyncio.Semaphore(concurrency or len(load.sessions))
         self._lockstep = lockstep
         self._tag = tag or str(load.seed)
+        self._watch = watch
         self._records: list[Record] = []
         self._running = 0
         self._lags_s: list[float] = []
@@ -89,7 +105,8 @@ class _Loading:
     async def _measured(self) -> Run:
         watching = [asyncio.create_task(self._progress()), asyncio.create_task(self._watch_lag())]
         talks = [self._talk() for _ in self._load.sessions]
-        self._began_s, cpu_s = time.monotonic(), time.process_time()
+        began_at_s, cpu_s = time.time(), time.process_time()
+        self._began_s = time.monotonic()
         try:
             if self._lockstep:
                 for round_ in range(max(map(len, self._load.sessions))):
@@ -114,6 +131,7 @@ class _Loading:
             wall_s=wall_s,
             client_cpu=(time.process_time() - cpu_s) / wall_s,
             lags_s=self._lags_s,
+            began_at_s=began_at_s,
             open_loop=any(ask.at_s is not None for ask in self._load.asks),
         )
 
@@ -147,25 +165,26 @@ class _Loading:
         self._running -= 1
         talk.heard(ask, None if heard.error else heard)
         zero_s = self._began_s
-        self._records.append(
-            Record(
-                session=ask.session,
-                turn=ask.turn,
-                planned_s=planned_s - zero_s,
-                due_s=due_s - zero_s,
-                sent_s=heard.sent_s - zero_s,
-                first_s=None if heard.first_s is None else heard.first_s - zero_s,
-                done_s=heard.done_s - zero_s,
-                prompt_tokens=heard.prompt_tokens or ask.prompt_tokens,
-                output_tokens=heard.output_tokens,
-                reusable_tokens=ask.reusable_tokens,
-                cached=heard.cached,
-                gaps_s=heard.gaps_s,
-                error=heard.error,
-                detail=heard.detail,
-                server_timing=heard.server_timing,
-            )
+        record = Record(
+            session=ask.session,
+            turn=ask.turn,
+            planned_s=planned_s - zero_s,
+            due_s=due_s - zero_s,
+            sent_s=heard.sent_s - zero_s,
+            first_s=None if heard.first_s is None else heard.first_s - zero_s,
+            done_s=heard.done_s - zero_s,
+            prompt_tokens=heard.prompt_tokens or ask.prompt_tokens,
+            output_tokens=heard.output_tokens,
+            reusable_tokens=ask.reusable_tokens,
+            cached=heard.cached,
+            gaps_s=heard.gaps_s,
+            error=heard.error,
+            detail=heard.detail,
+            server_timing=heard.server_timing,
         )
+        self._records.append(record)
+        if self._watch is not None:
+            self._watch(record)
         return heard.done_s
 
     def _settings(self, output_tokens: int) -> dict[str, Any]:

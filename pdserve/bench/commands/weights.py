@@ -1,0 +1,75 @@
+"""`pdserve bench weights`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdserve.bench.commands import load_options as options
+from pdserve.bench.commands.compare import ExtraArgs, ModelPath
+
+
+def weights(
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens of each turn.")] = 2048,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each conversation.")] = 2,
+    repeat: Annotated[int, typer.Option(min=1, help="Conversations; medians are taken over them.")] = 5,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of every answer.")] = 32,
+    device_tokens: Annotated[int, typer.Option(min=1, help="Device KV cache of each worker.")] = 16384,
+    model: ModelPath = Path("models/demo-small"),
+    pool_capacity: Annotated[str, typer.Option(help="Memory of the pool node.")] = "2GiB",
+    seed: options.Seed = 1,
+    silence: options.Silence = 300.0,
+    plot: Annotated[Path | None, typer.Option(help="Draw the median requests into this PNG file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Keep logs and configuration in this directory.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Origin, every request, then the medians.")] = False,
+    extra: ExtraArgs = None,
+) -> None:
+    """Where the time to the first token goes when prefill and decode are two workers, one request at a time.
+
+    Starts a pool node, a prefill worker, a decode worker and a router on this machine.
+    """
+    import msgspec
+
+    from pdserve.bench.cluster import memory_dir, stopped_cleanly
+    from pdserve.bench.plot import pyplot
+    from pdserve.bench.provenance import provenance
+    from pdserve.bench.serving.contenders import Setting
+    from pdserve.bench.serving.load import Shape, make_load
+    from pdserve.bench.serving.parts import weigh
+    from pdserve.bench.serving.weights import weights as run
+    from pdserve.bench.serving.weights_report import plot_weights, text
+
+    options.check_model(model)
+    if plot is not None:
+        pyplot()  # before the work: is it there?
+    title = f"{repeat} conversations of {rounds} turns of {tokens:,} new tokens, one at a time, {model.name}"
+    shape = Shape(users=repeat, rounds=rounds, turn_tokens=tokens, output_tokens=output_tokens)
+    if as_json:
+        typer.echo(json.dumps({**provenance(), "load": title, "seed": seed}))
+    with (
+        stopped_cleanly(),
+        tempfile.TemporaryDirectory(prefix="pdserve-bench-") as own,
+        tempfile.TemporaryDirectory(prefix="pdserve-bench-", dir=memory_dir()) as memory,
+    ):
+        setting = Setting(
+            model_path=str(model.resolve()),
+            directory=str((out or Path(own)).resolve()),
+            device_tokens=device_tokens,
+            pool_capacity=pool_capacity,
+            trace_pages=True,
+            arena_directory=memory,
+            extra_args=tuple(extra or ()),
+        )
+        samples = run(make_load(shape, seed), setting, partial(typer.echo, err=True), silence)
+    found = [weigh([one for one in samples if one.turn == turn + 1]) for turn in range(rounds)]
+    for line in [*samples, *found] if as_json else ():
+        typer.echo(msgspec.json.encode(line).decode())
+    for of_turn in () if as_json else found:
+        typer.echo("\n".join(text(of_turn)))
+    if plot is not None:
+        plot_weights(plot, samples, title)
