@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ from pdserve.errors import ConfigError
 from pdserve.kvpool.aclient import AsyncPoolClient
 from pdserve.kvpool.client_config import POOL_TOKEN_VARIABLE, PoolClientConfig
 from pdserve.kvpool.discovery import locate_pool
+from pdserve.kvpool.worker_etcd import Registration
 from pdserve.tokens import secret_of
 
 logger = logging.getLogger(__name__)
@@ -75,8 +77,29 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         )
         logger.info("worker %s of %s, namespace %s", role, label, namespace)
         os.environ[POOL_TOKEN_VARIABLE] = config.pool.token  # SGLang logs and shows what its arguments hold
-        serve(argv, drain, configure_app=configure, on_ready=starting.end)
+        with _registered(config, role) as register:
+
+            def on_ready() -> None:
+                starting.end()
+                register()
+
+            serve(argv, drain, configure_app=configure, on_ready=on_ready)
     return 0
+
+
+@contextlib.contextmanager
+def _registered(config: WorkerConfig, role: Role) -> Iterator[Callable[[], None]]:
+    """Gives what registers the worker in etcd, once it is ready, for as long as the block runs."""
+    if not config.etcd.endpoints:
+        yield lambda: None
+        return
+    engine = config.engine
+    host = f"[{engine.host}]" if ":" in engine.host else engine.host
+    registration = Registration(config.etcd, role, config.advertise or f"http://{host}:{engine.port}")
+    try:
+        yield registration.start
+    finally:
+        registration.stop()
 
 
 def _storage(config: WorkerConfig, namespace: str, geometry: dict[str, str]) -> Storage:

@@ -32,6 +32,7 @@ from pdserve.engine.requests import HttpRequest, PageNames, RequestTracking
 from pdserve.errors import PoolRefused, StartupError
 from pdserve.kvpool.aclient import AsyncPoolClient
 from pdserve.kvpool.client_config import PoolClientConfig
+from pdserve.kvpool.worker_etcd import WorkerEtcdConfig
 
 if TYPE_CHECKING:
     from pdserve.engine.geometry import KvIdentity  # imports SGLang, which must wait for prepare.choose()
@@ -61,6 +62,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     followed_requests: Annotated[
         int, Meta(ge=1, description="Requests whose write-back is remembered for /pd/settled.")
     ] = 4096
+    etcd: Annotated[
+        WorkerEtcdConfig, Meta(description="Where the worker registers, for routers to find it.")
+    ] = WorkerEtcdConfig()
+    advertise: Annotated[
+        str, Meta(description="URL that routers reach it by; empty: engine's host and port.")
+    ] = ""
     stop_grace_s: Annotated[
         float,
         Meta(

@@ -14,7 +14,7 @@ class EtcdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     endpoints: Annotated[
         list[str], Meta(description="etcd's client URLs, e.g. `http://10.0.0.1:2379`; tried in order.")
     ] = []
-    prefix: Annotated[str, Meta(min_length=1, description="Keys lie under `<prefix>/<cluster>/nodes/`.")] = (
+    prefix: Annotated[str, Meta(min_length=1, description="Keys lie under `<prefix>/<cluster>/`.")] = (
         "/pdserve"
     )
     username: Annotated[str, Meta(description="User of etcd, where it asks for one.")] = ""
@@ -24,7 +24,7 @@ class EtcdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = ""
     timeout_s: Annotated[float, Meta(gt=0, description="Time for one request to etcd.")] = 2.0
     lease_s: Annotated[
-        int, Meta(ge=1, description="A node's key goes when the node has not renewed it for so long.")
+        int, Meta(ge=1, description="A key goes when its owner has not renewed it for so long.")
     ] = 5
     retry_s: Annotated[float, Meta(gt=0, description="Pause before etcd is tried again after a failure.")] = (
         1.0

@@ -1,4 +1,4 @@
-"""Nodes find each other, and clients find nodes, in etcd.
+"""Nodes find each other, clients find nodes, and routers find workers (worker_etcd.py), in etcd.
 
 Each node keeps a key `<prefix>/<cluster>/nodes/<name>` with its address, under a lease that it renews, and
 watches the keys of the others. What etcd says only helps to find nodes and to doubt them: who is in the pool
@@ -32,6 +32,7 @@ T = TypeVar("T")
 RENEWALS: Final = 3  # per lease
 MAX_NODES: Final = 4096  # read at once
 REAUTHENTICATE: Final = 401
+NODES: Final = "nodes"
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -89,7 +90,7 @@ def discover(config: EtcdConfig, cluster: str) -> list[NodeAddress]:
 
     Raises PoolUnavailable: no endpoint answers; PoolRefused: etcd says no; ConfigError: no certificates.
     """
-    body = _range_body(_prefix(config, cluster))
+    body = _range_body(_prefix(config, cluster, NODES))
     problem = "cluster.etcd.endpoints is empty"
     with httpx.Client(timeout=config.timeout_s, verify=_verify(config), trust_env=False) as client:
         for endpoint in config.endpoints:
@@ -99,29 +100,38 @@ def discover(config: EtcdConfig, cluster: str) -> list[NodeAddress]:
                     answer = client.post(f"{endpoint}/v3/auth/authenticate", json=_credentials(config))
                     headers = {"Authorization": _decoded(answer, _Token).token}
                 answer = client.post(f"{endpoint}/v3/kv/range", json=body, headers=headers)
-                return _nodes(_decoded(answer, _Range).kvs, _prefix(config, cluster))
+                return _nodes(_decoded(answer, _Range).kvs, _prefix(config, cluster, NODES))
             except (httpx.HTTPError, httpx.InvalidURL, PoolUnavailable) as error:
                 problem = f"{endpoint}: {_words(error)}"
     raise PoolUnavailable(f"etcd cannot be asked for the pool's nodes: {problem}")
 
 
 class EtcdMembership:
-    """A node's key, and the keys of the others, of which `found` and `gone` are told, in the loop."""
+    """A node's key, and the keys of the others, of which `found` and `gone` are told, in the loop. Without a
+    node of its own it watches only.
+    """
 
     def __init__(
         self,
         config: EtcdConfig,
         cluster: str,
-        node: NodeAddress,
+        node: NodeAddress | None,
         found: Callable[[list[NodeAddress]], None],
         gone: Callable[[str], None],
+        *,
+        kind: str = NODES,
+        missing: Callable[[str], None] | None = None,
     ) -> None:
-        """`found` gets all nodes that have a key, after every change; `gone` a name whose key went."""
+        """`found` gets all nodes that have a key, after every change; `gone` a name whose key went; `missing`
+        (or `gone`) one whose key is not there any more when etcd is back after a failure.
+        """
         self._config = config
-        self._prefix = _prefix(config, cluster)
+        self._prefix = _prefix(config, cluster, kind)
         self._node = node
+        self._who = f"{kind.removesuffix('s')} {node.node}" if node is not None else f"who watches {kind}"
         self._found = found
         self._gone = gone
+        self._missing = missing or gone
         self._client = httpx.AsyncClient(
             timeout=config.timeout_s, verify=_verify(config), trust_env=False, follow_redirects=False
         )
@@ -145,7 +155,7 @@ class EtcdMembership:
             except* PoolError as group:
                 problem = str(_first(group))
                 if problem != self._said:  # once, not every second
-                    logger.warning("node %s: the pool goes on without etcd: %s", self._node.node, problem)
+                    logger.warning("%s: going on without etcd: %s", self._who, problem)
                     self._said = problem
             await asyncio.sleep(self._config.retry_s)
 
@@ -159,30 +169,39 @@ class EtcdMembership:
     async def _session(self) -> None:
         """From a new lease until something fails. Raises a group of PoolErrors."""
         async with asyncio.TaskGroup() as tasks:
-            lease = await self._ask("lease/grant", {"TTL": str(self._config.lease_s)}, _Lease)
-            self._lease = lease.ID
-            value = msgspec.json.encode(_Entry(self._node.address, self._node.weight))
-            put = {"key": _b64(self._prefix + self._node.node), "value": _b64(value), "lease": str(lease.ID)}
-            await self._ask("kv/put", put, msgspec.Raw)
+            lease = None if self._node is None else await self._register(self._node)
             known = await self._ask("kv/range", _range_body(self._prefix), _Range)
             self._said = ""
             before = self._nodes
             self._nodes = {node.node: node for node in _nodes(known.kvs, self._prefix)}
             self._found(list(self._nodes.values()))
             for name in before.keys() - self._nodes.keys():
-                self._gone(name)  # or etcd came back empty; a probe will tell
-            if self._node.node not in self._nodes:
+                self._missing(name)  # or etcd came back empty; a probe will tell
+            if self._node is not None and self._node.node not in self._nodes:
                 raise PoolUnavailable("somebody deleted this node's key")
             tasks.create_task(self._renew(lease, self._endpoint))
             tasks.create_task(self._watch(known.header.revision + 1))
 
-    async def _renew(self, lease: _Lease, endpoint: int) -> None:
-        """Also watches the watch's endpoint: one that hangs, or whose host vanished, ends no stream."""
+    async def _register(self, node: NodeAddress) -> _Lease:
+        lease = await self._ask("lease/grant", {"TTL": str(self._config.lease_s)}, _Lease)
+        self._lease = lease.ID
+        value = msgspec.json.encode(_Entry(node.address, node.weight))
+        put = {"key": _b64(self._prefix + node.node), "value": _b64(value), "lease": str(lease.ID)}
+        await self._ask("kv/put", put, msgspec.Raw)
+        return lease
+
+    async def _renew(self, lease: _Lease | None, endpoint: int) -> None:
+        """Also watches the watch's endpoint: one that hangs, or whose host vanished, ends no stream. Without
+        a lease that is all.
+        """
         while True:
-            await asyncio.sleep(lease.TTL / RENEWALS)
-            line = await self._ask("lease/keepalive", {"ID": str(lease.ID)}, _LeaseLine)
-            if line.result.TTL <= 0:
-                raise PoolUnavailable("the node's lease ended")
+            await asyncio.sleep((self._config.lease_s if lease is None else lease.TTL) / RENEWALS)
+            if lease is None:
+                await self._ask("kv/range", {**_range(self._prefix), "count_only": True}, msgspec.Raw)
+            else:
+                line = await self._ask("lease/keepalive", {"ID": str(lease.ID)}, _LeaseLine)
+                if line.result.TTL <= 0:
+                    raise PoolUnavailable("the node's lease ended")
             if self._endpoint != endpoint:
                 raise PoolUnavailable("etcd: an endpoint answers no more; the watch goes on at another")
 
@@ -199,7 +218,7 @@ class EtcdMembership:
         """Raises PoolUnavailable when this node must write its key anew."""
         if event.type == "DELETE":
             name = _name(event.kv.key, self._prefix)
-            if name == self._node.node:
+            if self._node is not None and name == self._node.node:
                 raise PoolUnavailable("somebody deleted this node's key")
             if self._nodes.pop(name, None) is not None:
                 self._found(list(self._nodes.values()))
@@ -260,8 +279,8 @@ class EtcdMembership:
         return {"Authorization": self._token} if self._token else {}
 
 
-def _prefix(config: EtcdConfig, cluster: str) -> str:
-    return f"{config.prefix.rstrip('/')}/{cluster}/nodes/"
+def _prefix(config: EtcdConfig, cluster: str, kind: str) -> str:
+    return f"{config.prefix.rstrip('/')}/{cluster}/{kind}/"
 
 
 def _range_body(prefix: str) -> dict[str, str]:

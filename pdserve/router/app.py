@@ -22,6 +22,7 @@ from pdserve.errors import RequestError
 from pdserve.logs import served_request
 from pdserve.router.call import JSON, Message, Receive, Scope, Send, request_id
 from pdserve.router.config import RouterConfig
+from pdserve.router.discovery import Discovery
 from pdserve.router.dispatch import Dispatcher
 from pdserve.router.entrance import Entrance
 from pdserve.router.fleet import Fleet
@@ -178,18 +179,23 @@ async def open_router(config: RouterConfig) -> AsyncIterator[Router]:
     upstream = Upstream(config.limits, token)
     prober = Prober(config.probe, fleet, upstream, stats, token=token)
     shared = SharedSessions(config.session) if config.session.redis.url else None
-    probing: asyncio.Task[None] | None = None
+    discovery = Discovery(config.etcd, fleet) if config.etcd.endpoints else None
+    tasks: list[asyncio.Task[None]] = []
     try:
         dispatcher = Dispatcher(config, fleet, upstream, stats, shared)
         router = Router(config, fleet, entrance, upstream, dispatcher, stats)
+        if discovery is not None:
+            await discovery.first()
+            tasks.append(asyncio.create_task(discovery.run(), name="router-discovery"))
         await prober.first_round()
-        probing = asyncio.create_task(prober.run(), name="router-probes")
-        probing.add_done_callback(_report_end)
+        tasks.append(asyncio.create_task(prober.run(), name="router-probes"))
+        for task in tasks:
+            task.add_done_callback(_report_end)
         yield router
     finally:
-        if probing is not None:
-            probing.cancel()
-            await asyncio.gather(probing, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await prober.close()
         entrance.close()
         upstream.close()
@@ -197,9 +203,11 @@ async def open_router(config: RouterConfig) -> AsyncIterator[Router]:
             await shared.close()
 
 
-def _report_end(probing: asyncio.Task[None]) -> None:
-    if not probing.cancelled() and (error := probing.exception()) is not None:
-        logger.critical("probes have ended, workers' health is no longer known", exc_info=error)
+def _report_end(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.critical(
+            "%s has ended: what it would find is no longer known", task.get_name(), exc_info=error
+        )
 
 
 def make_app(router: Router, hot: HotRoutes) -> fastapi.FastAPI:

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from pdserve.kvpool.worker_etcd import WorkerEtcdConfig
 from pdserve.router.placement_config import PlacementSettings, Session
 from pdserve.router.tenant_config import SHARED, Access, Admin, Admission, Tenant, TenantLimits
 
@@ -192,6 +193,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tenant_defaults: TenantLimits = TenantLimits()
     tenants: tuple[Tenant, ...] = ()
     admin: Admin = Admin()
+    etcd: WorkerEtcdConfig = WorkerEtcdConfig()
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no field alone can tell; the loader adds the file's name."""
@@ -208,7 +210,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"default_model {self.default_model!r} is none of 'models'")
         if (self.access.tls_cert_file is None) != (self.access.tls_key_file is None):
             raise ValueError("access.tls_cert_file and access.tls_key_file go together: set both, or none")
-        if self.prefill and not self.decode:
+        if self.prefill and not self.decode and not self.etcd.endpoints:
             raise ValueError(
                 "'prefill' lists workers but 'decode' is empty; list a decode worker, or use 'agg'"
             )

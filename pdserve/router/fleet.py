@@ -170,13 +170,18 @@ class Fleet:
                 worker = Worker(role, url)
             except ValueError as error:
                 raise FleetError("bad_url", str(error)) from None
-            known = self.by_id.get(worker.id)
-            if known is not None and known.role != role and known.sources - {source}:
-                named = ", ".join(sorted(known.sources - {source}))
-                raise FleetError(
-                    "other_role", f"worker {worker.id} cannot be '{role}': {named} has it as '{known.role}'"
-                )
+            self.check(source, worker)
             yield worker
+
+    def check(self, source: Source, worker: Worker) -> None:
+        """May `source` name this worker? Raises FleetError where another has it in another role."""
+        known = self.by_id.get(worker.id)
+        if known is not None and known.role != worker.role and known.sources - {source}:
+            named = ", ".join(sorted(known.sources - {source}))
+            raise FleetError(
+                "other_role",
+                f"worker {worker.id} cannot be '{worker.role}': {named} has it as '{known.role}'",
+            )
 
     def _get(self, worker_id: str) -> Worker:
         worker = self.by_id.get(worker_id)

@@ -37,8 +37,10 @@ GC_THRESHOLD = (10_000, 20, 50)
 def run(config: RouterConfig, source: ConfigSource[RouterConfig] | None = None) -> int:
     """Serve until SIGINT or SIGTERM. Returns the exit status; raises ConfigError, StartupError."""
     configure_logging(config)
-    if not (config.decode or config.agg) and config.admin.port is None:
-        raise ConfigError("no workers: list 'decode' (and 'prefill') workers, or 'agg' workers")
+    if not (config.decode or config.agg or config.etcd.endpoints) and config.admin.port is None:
+        raise ConfigError(
+            "no workers: list 'decode' (and 'prefill') workers, or 'agg' workers, or set etcd.endpoints"
+        )
     if config.processes > 1:
         from pdserve.router.processes import run_processes
 
