@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from pdserve.bench.serving.parts import Weights
+from pdserve.bench.serving.weights_report import text
 from pdserve.config import option_table
 from pdserve.engine.metric_names import METRICS as WORKER_METRICS
 from pdserve.engine.worker import WorkerConfig
@@ -128,6 +133,82 @@ def policies() -> str:
     return "\n".join(out) + "\n"
 
 
+def serving() -> str:
+    """Conversations beside other servers, from the raw lines of the last kept runs."""
+    out = [*_compared("compare"), *_compared("compare-no-reuse"), *_swept(), *_weighed()]
+    return "\n".join(out or ["`launch/bench.sh` measures it; no run is kept yet."]) + "\n"
+
+
+def _newest(kind: str) -> list[dict[str, Any]]:
+    """The lines of the last kept run of a kind; none where there is none."""
+    kept = sorted(RESULTS.glob(f"{kind}-[0-9]*.jsonl"))
+    return [json.loads(line) for line in kept[-1].read_text().splitlines()] if kept else []
+
+
+def _compared(kind: str) -> list[str]:
+    lines = _newest(kind)
+    if not lines:
+        return []
+    run, rows = lines[0], [line for line in lines[1:] if "outcome" not in line]
+    columns = (
+        *("device cache", "what serves", "first token, turn 1, ms", "over", "from turn 2, ms", "over"),
+        *("prompt tokens/s from turn 2", "over", "cached, %", "could be, %", "failed"),
+    )
+    out = [
+        f"`{run['command']}`, {run['date'][:10]}, {run['machine']}; {run['load']}; medians of",
+        f"{rows[0]['rounds']} rounds.\n",
+        f"| {' | '.join(columns)} |",
+        "|---" * len(columns) + "|",
+    ]
+    for row in rows:
+        cells = (
+            *(row["size"], row["contender"]),
+            *(_figure(row["first_turn_ms"]), _times(row["first_turn_over"])),
+            *(_figure(row["later_turns_ms"]), _times(row["later_turns_over"])),
+            *(_figure(row["prompt_tokens_s"]), _times(row["prompt_tokens_s_over"])),
+            *(f"{100 * row['cached_share']:.0f}", f"{100 * row['reusable_share']:.0f}", str(row["failed"])),
+        )
+        out.append(f"| {' | '.join(cells)} |")
+    return [*out, ""]
+
+
+def _swept() -> list[str]:
+    lines = _newest("sweep")
+    if not lines:
+        return []
+    run, *rates, best = lines
+    out = [
+        f"`{run['command']}`, {run['date'][:10]}, {run['machine']}; {run['load']}; highest rate that holds:",
+        f"{best['best_rate_s'] or 'none'} asks/s.\n",
+        "| asks/s | in time, % | asks in time/s | first token p50, ms | p99 | failed |",
+        "|---" * 6 + "|",
+    ]
+    for rate in sorted(rates, key=lambda one: one["rate_s"]):
+        whole = rate["outcome"]["all"]
+        first = whole["first_token_ms"]
+        cells = (f"{rate['rate_s']:.3g}", f"{100 * rate['in_time']:.0f}", f"{rate['goodput_s']:.3g}")
+        more = (_figure(first["p50"]), _figure(first["p99"]), str(whole["failed"]))
+        out.append(f"| {' | '.join((*cells, *more))} |")
+    return [*out, ""]
+
+
+def _weighed() -> list[str]:
+    lines = _newest("weights")
+    if not lines:
+        return []
+    run, turns = lines[0], [msgspec.convert(line, Weights) for line in lines[1:] if "parts" in line]
+    head = f"`{run['command']}`, {run['date'][:10]}, {run['machine']}; {run['load']}:"
+    return [head, "", "```text", *(line for turn in turns for line in text(turn)), "```", ""]
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f} ×"
+
+
 def with_block(text: str, name: str, block: str) -> str:
     """`text` with the lines between the markers of `name` replaced."""
     begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
@@ -140,6 +221,7 @@ def generated(text: str) -> str:
     for name, block in (
         ("options", options()),
         ("bench", bench()),
+        ("serving", serving()),
         ("metrics", metrics()),
         ("policies", policies()),
     ):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from pdserve.up.cli import SCHEMAS, check_tables
 from pdserve.up.config import read_cluster_file
 from pdserve.up.plan import make_plan
 from pdserve.up.toml import to_toml
+from tests import readme
 from tests.bench.scripted import ScriptedServer
 from tests.bench.test_multiturn import serving
 
@@ -153,3 +156,31 @@ def test_medians_are_over_rounds_and_ratios_over_the_first_contender(
 
 def test_what_a_cache_must_hold_is_every_session_at_its_end() -> None:
     assert total_tokens(make_load(SHAPE, 1)) == 2 * (10 + 3 + 10 + 3)
+
+
+def test_the_readme_shows_what_was_kept(
+    compared: tuple[Launcher, list[Measured]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, measured = compared
+    origin = {"command": "pdserve bench compare", "date": "2026-01-02", "machine": "two cores", "load": "eic"}
+    lines = [json.dumps(origin).encode(), *map(msgspec.json.encode, [*measured, *summaries(measured)])]
+    (tmp_path / "compare-2026-01-02.jsonl").write_bytes(b"\n".join(lines))
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    rows = [line for line in readme.serving().splitlines() if line.startswith("| ")]
+    assert len(rows) == 1 + 4
+    assert rows[1].startswith("| small | plain |")
+    assert "| 1.00 × |" in rows[1]
+    assert "two cores; eic; medians of\n2 rounds" in readme.serving()
+    monkeypatch.setattr(readme, "RESULTS", tmp_path / "nothing")
+    assert "no run is kept" in readme.serving()
+
+
+def test_no_round_begins_that_would_not_end_in_time() -> None:
+    def rounds(limit_s: float) -> int:
+        said: list[str] = []
+        search = {"concurrency": 0, "silence_s": 60.0, "limit_s": limit_s}
+        found = compare(("agg",), ("small",), 3, SHAPE, 7, Launcher(), said.append, **search)  # type: ignore[arg-type]
+        return len(list(found))
+
+    assert rounds(1e-9) == 1
+    assert rounds(0.0) == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -41,6 +40,9 @@ def compare(
         str, typer.Option(help="Device KV caches: small, the sessions do not fit; large, they do.")
     ] = "small,large",
     repeat: Annotated[int, typer.Option(min=1, help="Rounds; medians are taken over them.")] = 3,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="No round begins that would not end within this time; 0: all.")
+    ] = 0.0,
     preset: options.Preset = "eic",
     scale: options.Scale = 0.1,
     users: options.Users = None,
@@ -48,7 +50,7 @@ def compare(
     spread: options.Spread = None,
     seed: options.Seed = 1,
     concurrency: options.Concurrency = 2,
-    model: ModelPath = Path("models/demo-small"),
+    model: ModelPath = Path(options.DEMO_MODEL),
     pool_capacity: Annotated[str, typer.Option(help="Memory of the pool node.")] = "2GiB",
     silence: options.Silence = 300.0,
     plot: Annotated[Path | None, typer.Option(help="Draw the medians into this PNG file.")] = None,
@@ -79,7 +81,16 @@ def compare(
         typer.echo(json.dumps({**provenance(), "load": title, "seed": seed}))
     with stopped_cleanly(), _launching(shape, seed, model, pool_capacity, out, extra or []) as launch:
         for one in bench.compare(
-            names, chosen, repeat, shape, seed, launch, say, concurrency=concurrency, silence_s=silence
+            names,
+            chosen,
+            repeat,
+            shape,
+            seed,
+            launch,
+            say,
+            concurrency=concurrency,
+            silence_s=silence,
+            limit_s=60 * minutes,
         ):
             measured.append(one)
             _show(one, as_json, say)
@@ -96,24 +107,19 @@ def _launching(
     shape: Shape, seed: int, model: Path, pool_capacity: str, out: Path | None, extra: list[str]
 ) -> Iterator[Launch]:
     """How to start a contender with a device cache of a size; directories of our own until the end."""
-    from pdserve.bench.cluster import memory_dir
-    from pdserve.bench.serving.cluster import launched
+    from pdserve.bench.serving.cluster import launched, workplace
     from pdserve.bench.serving.compare import total_tokens
     from pdserve.bench.serving.contenders import Setting, device_tokens
     from pdserve.bench.serving.load import make_load
 
     load = make_load(shape, seed)
     total, longest = total_tokens(load), load.longest_tokens
-    with (
-        tempfile.TemporaryDirectory(prefix="pdserve-bench-") as own,
-        tempfile.TemporaryDirectory(prefix="pdserve-bench-", dir=memory_dir()) as memory,
-    ):
-        directory = (out or Path(own)).resolve()
+    with workplace(out) as (directory, memory):
 
         def launch(name: str, size: str) -> AbstractContextManager[str]:
             setting = Setting(
                 model_path=str(model.resolve()),
-                directory=str(directory),
+                directory=directory,
                 device_tokens=device_tokens(total, longest, SHARES[size], 64),
                 pool_capacity=pool_capacity,
                 arena_directory=memory,

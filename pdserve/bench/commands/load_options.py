@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
@@ -11,6 +11,8 @@ from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from pdserve.bench.serving.load import Load, Shape
+
+DEMO_MODEL: Final = "models/demo-small"
 
 Preset: TypeAlias = Annotated[
     str, typer.Option(help="A load by name: eic, long-input-short-output, shared-prefix, no-reuse.")
@@ -52,6 +54,9 @@ ModelName: TypeAlias = Annotated[
     str, typer.Option("--model", help="Model to ask for; empty: the first one served.")
 ]
 ApiKey: TypeAlias = Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")]
+DeviceTokens: TypeAlias = Annotated[
+    int, typer.Option(min=1, help="Device KV cache of each worker that is started.")
+]
 Silence: TypeAlias = Annotated[float, typer.Option(min=0.1, help="Seconds a server may say nothing.")]
 
 

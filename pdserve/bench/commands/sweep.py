@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -18,7 +20,13 @@ if TYPE_CHECKING:
 
 
 def sweep(
-    url: Annotated[str, typer.Argument(help="Base URL of a server of OpenAI's API: http://HOST:PORT.")],
+    url: Annotated[
+        str,
+        typer.Argument(
+            help="Base URL of a server of OpenAI's API: http://HOST:PORT; or plain, file, agg or disagg, "
+            "to be started on this machine."
+        ),
+    ],
     limit_ms: Annotated[float, typer.Option(min=1, help="Time to the first token that is in time.")] = 2000.0,
     share: Annotated[float, typer.Option(min=0.01, max=1, help="Of the asks that must be in time.")] = 0.9,
     start: Annotated[float, typer.Option(min=1e-6, help="Asks a second to begin with.")] = 0.5,
@@ -30,10 +38,12 @@ def sweep(
     scale: options.Scale = 1.0,
     rounds: options.Rounds = None,
     output_tokens: options.Output = None,
-    spread: options.Spread = None,
     seed: options.Seed = 1,
     api: options.TheApi = "completions",
-    model: options.ModelName = "",
+    model: Annotated[
+        str, typer.Option(help="Model to ask for, empty: the first one served; to be started: its directory.")
+    ] = "",
+    device_tokens: options.DeviceTokens = 16384,
     api_key: options.ApiKey = "",
     silence: options.Silence = 120.0,
     plot: Annotated[Path | None, typer.Option(help="Draw the rates into this PNG file.")] = None,
@@ -54,10 +64,8 @@ def sweep(
 
     if plot is not None:
         pyplot()  # before the work: is it there?
-    given = {"rounds": rounds, "output_tokens": output_tokens, "spread": spread}
-    shape = options.shape_of(preset, scale, given)
+    shape = options.shape_of(preset, scale, {"rounds": rounds, "output_tokens": output_tokens})
     chosen = cast("Api", choices("api", api, ("completions", "chat"))[0])
-    server = Server(url, api=chosen, model=model, api_key=api_key, silence_s=silence)
     goal = f"first token within {limit_ms:g} ms for {share:.0%}"
     title = f"{preset}, scale {scale:g}, {shape.rounds} rounds: {goal}"
     if as_json:
@@ -65,10 +73,12 @@ def sweep(
     tried = []
     say = partial(typer.echo, err=True)
     search = {"limit_s": limit_ms / 1e3, "share": share, "start_s": start, "seconds": seconds}
-    for one in bench.sweep(server, shape, seed, say, steps=steps, **search):
-        tried.append(one)
-        if as_json:
-            typer.echo(msgspec.json.encode(one).decode())
+    with _served(url, model, device_tokens) as (at, name):
+        server = Server(at, api=chosen, model=name, api_key=api_key, silence_s=silence)
+        for one in bench.sweep(server, shape, seed, say, steps=steps, **search):
+            tried.append(one)
+            if as_json:
+                typer.echo(msgspec.json.encode(one).decode())
     best = bench.best(tried)
     if as_json:
         typer.echo(json.dumps({"best_rate_s": None if best is None else best.rate_s}))
@@ -78,3 +88,26 @@ def sweep(
         plot_sweep(plot, tried, limit_ms, title)
     if best is None:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _served(url: str, model: str, device_tokens: int) -> Iterator[tuple[str, str]]:
+    """(where to ask, for which model); a contender of `pdserve bench compare` runs until the block ends."""
+    from pdserve.bench.cluster import stopped_cleanly
+    from pdserve.bench.serving.cluster import launched, workplace
+    from pdserve.bench.serving.contenders import NAMES, Setting
+
+    if url not in NAMES:
+        yield url, model
+        return
+    path = Path(model or options.DEMO_MODEL)
+    options.check_model(path)
+    with stopped_cleanly(), workplace(None) as (directory, memory):
+        setting = Setting(
+            model_path=str(path.resolve()),
+            directory=directory,
+            device_tokens=device_tokens,
+            arena_directory=memory,
+        )
+        with launched(url, setting) as started:
+            yield started, ""

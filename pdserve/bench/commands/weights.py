@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -19,8 +18,8 @@ def weights(
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each conversation.")] = 2,
     repeat: Annotated[int, typer.Option(min=1, help="Conversations; medians are taken over them.")] = 5,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of every answer.")] = 32,
-    device_tokens: Annotated[int, typer.Option(min=1, help="Device KV cache of each worker.")] = 16384,
-    model: ModelPath = Path("models/demo-small"),
+    device_tokens: options.DeviceTokens = 16384,
+    model: ModelPath = Path(options.DEMO_MODEL),
     pool_capacity: Annotated[str, typer.Option(help="Memory of the pool node.")] = "2GiB",
     seed: options.Seed = 1,
     silence: options.Silence = 300.0,
@@ -35,9 +34,10 @@ def weights(
     """
     import msgspec
 
-    from pdserve.bench.cluster import memory_dir, stopped_cleanly
+    from pdserve.bench.cluster import stopped_cleanly
     from pdserve.bench.plot import pyplot
     from pdserve.bench.provenance import provenance
+    from pdserve.bench.serving.cluster import workplace
     from pdserve.bench.serving.contenders import Setting
     from pdserve.bench.serving.load import Shape, make_load
     from pdserve.bench.serving.parts import weigh
@@ -51,14 +51,10 @@ def weights(
     shape = Shape(users=repeat, rounds=rounds, turn_tokens=tokens, output_tokens=output_tokens)
     if as_json:
         typer.echo(json.dumps({**provenance(), "load": title, "seed": seed}))
-    with (
-        stopped_cleanly(),
-        tempfile.TemporaryDirectory(prefix="pdserve-bench-") as own,
-        tempfile.TemporaryDirectory(prefix="pdserve-bench-", dir=memory_dir()) as memory,
-    ):
+    with stopped_cleanly(), workplace(out) as (directory, memory):
         setting = Setting(
             model_path=str(model.resolve()),
-            directory=str((out or Path(own)).resolve()),
+            directory=directory,
             device_tokens=device_tokens,
             pool_capacity=pool_capacity,
             trace_pages=True,

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from typing import Final
 
 import httpx
 
+from pdserve.bench.cluster import memory_dir
 from pdserve.bench.serving.contenders import Contender, Setting, contender
 from pdserve.bench.stores import BenchError
 from pdserve.up.ports import free_ports
@@ -24,6 +26,18 @@ from pdserve.up.toml import to_toml
 START_TIMEOUT_S: Final = 600.0
 STOP_TIMEOUT_S: Final = 60.0
 LAST_LINES: Final = 12
+
+
+@contextmanager
+def workplace(out: Path | None) -> Iterator[tuple[str, str]]:
+    """(directory of logs and configuration, directory in memory for pools) until the block ends; the first
+    one is `out` where that is given, and stays.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="pdserve-bench-") as own,
+        tempfile.TemporaryDirectory(prefix="pdserve-bench-", dir=memory_dir()) as memory,
+    ):
+        yield str((out or Path(own)).resolve()), memory
 
 
 @contextmanager

@@ -4,6 +4,7 @@ cold, and every round has texts of its own and begins with another of them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from statistics import median
@@ -63,9 +64,19 @@ def compare(
     *,
     concurrency: int,
     silence_s: float,
+    limit_s: float = 0.0,
 ) -> Iterator[Measured]:
-    """Each round of each size as it is measured. Raises BenchError."""
+    """Each round of each size as it is measured; but for the first no round that, as long as those before
+    it, would end after `limit_s` (0: none). Raises BenchError.
+    """
+    began_s = time.monotonic()
     for number in range(rounds):
+        spent_s = time.monotonic() - began_s
+        if number and limit_s and spent_s * (number + 1) / number > limit_s:
+            say(
+                f"{number} of {rounds} rounds: another would take longer than {limit_s / 60:g} minutes in all"
+            )
+            return
         for size in sizes:
             turn = number % len(contenders)
             for name in (*contenders[turn:], *contenders[:turn]):
