@@ -6,6 +6,7 @@ never out of date. Down:
     commit         -> stored in the first tier at once    write = "all", or a namespace of media "ssd"
     coldest pages  -> stored in the first tier            while more than `watermark` of the arena is in use
     tier i drops it for lack of room -> tier i + 1        by the shell, as far as that one keeps up
+    found after a restart, in no tier -> as after commit, some at a time, once the tiers told what they have
 
 so that evicting a cold page is free: it is in a tier already. A slot being stored is held. Stores under way
 are bounded in pages and bytes; when a tier is slower than the writers, pages are evicted unwritten, which is
@@ -48,6 +49,8 @@ SCAN_PAGES: Final = 1024  # coldest pages looked at per pass, of all namespaces 
 SCAN_EVERY: Final = 32  # commits per pass at most
 STORE_SHARE: Final = 1 / 8  # of the arena may be held by stores: a slow tier must not block writers
 SCAN_SHARE: Final = 1 / 64  # of the arena written per pass at most
+UNSAVED_PAGES: Final = 2048  # looked at in one step after a restart
+UNSAVED_STEP_S: Final = 0.005  # between steps: others get their turn
 RETRY_FIRST_S: Final = 1.0  # a tier that failed to write is left alone, then twice as long each time
 RETRY_MAX_S: Final = 60.0
 
@@ -140,6 +143,8 @@ class Tiering:
         self._scan_bytes = int(store.slots.capacity_bytes * SCAN_SHARE)
         self._max_store_bytes = min(limits.store_bytes, int(store.slots.capacity_bytes * STORE_SHARE))
         self._scan = False  # the last pass was cut short
+        self._unsaved: list[tuple[int, int]] = []  # namespace, first slot: to be looked through for pages
+        self._unsaved_at_s = 0.0  # when the next step is due
         self.evicted_unwritten = 0
         if tiers:
             store.on_evict = self._evicted
@@ -170,7 +175,7 @@ class Tiering:
     @property
     def due(self) -> bool:
         """Whether `pump` has something to do."""
-        return bool(self._at_once) or self._scan_due
+        return bool(self._at_once or self._unsaved) or self._scan_due
 
     @property
     def _scan_due(self) -> bool:
@@ -186,15 +191,32 @@ class Tiering:
 
     def _store_at_once(self, slot: int) -> None:
         """Where the namespace or the node wants every page stored, and not cold ones only."""
-        settings = self._settings(self._store.facts.namespace[slot])
-        if settings is not None and (self.tiers[0].spec.write == "all" or settings.media == "ssd"):
+        if self._wants_all(self._store.facts.namespace[slot]):
             self._at_once[slot] = self._store.facts.sequence[slot]
+
+    def _wants_all(self, namespace: int) -> bool:
+        settings = self._settings(namespace)
+        return settings is not None and (self.tiers[0].spec.write == "all" or settings.media == "ssd")
+
+    def _find_unsaved(self, now_s: float) -> None:
+        """One step through pages that an earlier incarnation had committed, and perhaps not stored yet."""
+        namespace, start = self._unsaved.pop()
+        slots = self._store.committed_slots(start, UNSAVED_PAGES, namespace).tolist()
+        key_of = self._store.facts.key
+        for slot in slots:
+            if not self.has(namespace, key_of[slot] or b"") and self._wants_all(namespace):
+                self._at_once[slot] = self._store.facts.sequence[slot]
+        if len(slots) == UNSAVED_PAGES:
+            self._unsaved.append((namespace, slots[-1] + 1))
+        self._unsaved_at_s = now_s + UNSAVED_STEP_S
 
     def pump(self, now_s: float, out: list[Action]) -> None:
         """Start as many stores as may be under way."""
         if not self.tiers or not self.tiers[0].ready or now_s < self.tiers[0].retry_at_s:
             self._commits = self._committed_bytes = 0
             return
+        if self._unsaved and not self._at_once and now_s >= self._unsaved_at_s:
+            self._find_unsaved(now_s)
         batch: list[SlotPage] = []
         while self._at_once and self._has_room():
             slot, sequence = self._at_once.popitem(last=False)
@@ -309,6 +331,9 @@ class Tiering:
         if event.last:
             tier.ready = True
             self._scan = True
+            if self.ready:
+                numbers = [pages.number for pages in self._store.index if pages.committed]
+                self._unsaved = [(n, 0) for n in numbers if self._wants_all(n) and self.sinks(n)]
 
     def gone(self, event: PagesGone) -> None:
         """Pages that left the tier. One that was forgotten while it came in from above is known again until
@@ -381,9 +406,12 @@ class Tiering:
     # --- time, status, conservation
 
     def next_deadline_s(self) -> float:
-        """When a tier that failed may be tried again, if something waits for it."""
-        if self.tiers and self.tiers[0].failures and self._at_once and not self._stores:
-            return self.tiers[0].retry_at_s
+        """When a tier that failed may be tried again, if something waits for it, or the next step is due."""
+        if self.tiers and not self._stores:
+            if self.tiers[0].failures and (self._at_once or self._unsaved):
+                return self.tiers[0].retry_at_s
+            if self._unsaved:
+                return self._unsaved_at_s
         return float("inf")
 
     def status(self) -> list[TierStatus]:

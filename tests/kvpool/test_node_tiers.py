@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -165,6 +166,27 @@ def test_with_write_all_a_reboot_loses_nothing(tmp_path: Path) -> None:
         rig.pool.restart()
         client = rig.client()
         assert get(client, range(32)) == 32
+        client.close()
+    finally:
+        rig.close()
+
+
+def test_pages_that_a_killed_node_had_not_stored_yet_are_stored_after_its_restart(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)  # below the watermark it stores nothing
+    try:
+        client = rig.client()
+        put(client, range(24))
+        client.close()
+        assert rig.status().tiers[0].counters["stored"] == 0
+        rig.pool.kill()
+        every = TierConfig(**{**msgspec.structs.asdict(rig.config.tiers[0]), "write": "all"})
+        rig.config = msgspec.structs.replace(rig.config, tiers=[every, *rig.config.tiers[1:]])
+        rig.pool = rig.start()
+        rig.until_stored(24)
+        rig.reboot()
+        rig.until(lambda report: report.tiers[0].pages == 24)
+        client = rig.client()
+        assert get(client, range(24)) == 24
         client.close()
     finally:
         rig.close()
