@@ -98,6 +98,7 @@ PURE = (
     "pdserve.router.policies*",
     "pdserve.router.sessions",
     "pdserve.router.fleet",
+    "pdserve.router.changes",
     "pdserve.router.workers",
     "pdserve.router.trail",
     "pdserve.router.budget",

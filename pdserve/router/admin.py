@@ -97,7 +97,7 @@ def _make_app(router: Router) -> fastapi.FastAPI:
     async def reload() -> Response:
         """Read the API keys anew."""
         try:
-            router.reload()
+            router.reload_all()
         except ConfigError as error:
             return _refused(RequestError(409, f"Nothing was changed: {error}", code="bad_configuration"))
         return fastapi.responses.JSONResponse({"tenants": [t.name for t in router.entrance.tenants.all]})

@@ -70,6 +70,8 @@ class Router:
         self.registry = make_registry(collector, EntranceCollector(entrance))
         self.exposition: Callable[[], Awaitable[bytes]] = self.own_exposition
         """The metrics of all of the router's processes, in Prometheus' text form."""
+        self.told_reload: Callable[[], None] | None = None
+        """Is told of `reload_all`, to tell the router's other processes."""
         self.app = make_app(self, self._hot)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -156,6 +158,12 @@ class Router:
     def reload(self) -> None:
         """Read the API keys anew. Raises ConfigError, and changes nothing then."""
         self.entrance.configure(self.config)
+
+    def reload_all(self) -> None:
+        """The same, in all of the router's processes. The others only log what is wrong."""
+        self.reload()
+        if self.told_reload is not None:
+            self.told_reload()
 
     def model_card(self, model: str) -> dict[str, Any]:
         """OpenAI's model object, with SGLang's `max_model_len`."""

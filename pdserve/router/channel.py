@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from pdserve.errors import PdserveError
-from pdserve.router.fleet import Act, Role
+from pdserve.router.changes import FleetChange
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 COLLECT_TIMEOUT_S = 2.0
@@ -33,16 +33,11 @@ class Collected(msgspec.Struct, tag="collected", frozen=True):
     text: str
 
 
-class FleetChange(msgspec.Struct, tag="fleet", frozen=True):
-    """A worker joined, left or is drained by somebody's word to one process: the others shall do the same."""
-
-    act: Act
-    worker: str
-    """Base URL to join, id otherwise."""
-    role: Role = "decode"
+class Reload(msgspec.Struct, tag="reload", frozen=True):
+    """The API keys are to be read anew: one process was told so."""
 
 
-Message = Ready | Collect | Collected | FleetChange
+Message = Ready | Collect | Collected | FleetChange | Reload
 _decoder = msgspec.json.Decoder(Message)
 _encoder = msgspec.json.Encoder()
 

@@ -9,16 +9,10 @@ import socket
 import uvicorn
 from prometheus_client import generate_latest
 
+from pdserve.errors import ConfigError
 from pdserve.router.app import Router
-from pdserve.router.channel import (
-    Channel,
-    ChannelClosed,
-    Collect,
-    Collected,
-    FleetChange,
-    Message,
-    Ready,
-)
+from pdserve.router.changes import FleetChange
+from pdserve.router.channel import Channel, ChannelClosed, Collect, Collected, Message, Ready, Reload
 from pdserve.router.fleet import FleetError
 
 logger = logging.getLogger(__name__)
@@ -39,6 +33,7 @@ class Peers:
         sock.setblocking(False)
         self._router.exposition = self._everybodys
         self._router.fleet.told = lambda act, worker, role: self._channel.send(FleetChange(act, worker, role))
+        self._router.told_reload = lambda: self._channel.send(Reload())
         announcing = asyncio.create_task(self._announce())
         try:
             await self._channel.run(sock)
@@ -65,17 +60,17 @@ class Peers:
             self._channel.send(Collected(message.number, own))
         elif isinstance(message, FleetChange):
             self._apply(message)
+        elif isinstance(message, Reload):
+            try:
+                self._router.reload()
+            except ConfigError as error:
+                logger.error("the API keys are not changed: %s", error)  # noqa: TRY400 - one line
 
     def _apply(self, change: FleetChange) -> None:
         fleet = self._router.fleet
         told, fleet.told = fleet.told, None
         try:
-            if change.act == "join":
-                fleet.join(change.worker, change.role)
-            elif change.act == "leave":
-                fleet.leave(change.worker)
-            else:
-                fleet.drain(change.worker, change.act == "drain")
+            change.apply(fleet)
         except FleetError as error:  # it is as the others want it already
             logger.info("not done here: %s", error)
         finally:

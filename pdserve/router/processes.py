@@ -9,7 +9,8 @@ old child told to stop, to finish what it has.
 - A child that dies is started again, after a pause.
 - SIGTERM, SIGINT: every child finishes what it has, within `stop_grace_s`.
 - Metrics: the child that is asked asks the parent, which asks all and adds up.
-- What the admin API of one child does to the fleet, the parent tells the others, and those started later.
+- What the admin API of one child does to the fleet, the parent tells the others, and those started later;
+  that it reads the API keys anew, it tells the others.
 
 A child ends when its parent is gone, for whatever reason: its end of their socket pair says so.
 """
@@ -27,7 +28,8 @@ from multiprocessing.context import SpawnProcess
 
 from pdserve.command import ConfigSource
 from pdserve.errors import ConfigError, PdserveError, StartupError
-from pdserve.router.channel import Channel, Collect, Collected, FleetChange, Message, Ready
+from pdserve.router.changes import Changes, FleetChange
+from pdserve.router.channel import Channel, Collect, Collected, Message, Ready, Reload
 from pdserve.router.config import RouterConfig
 from pdserve.router.hot import LAST_WORD_S
 from pdserve.router.reload import watch_file
@@ -116,7 +118,9 @@ class Processes:
         self._admin: socket.socket | None = None
         """The admin API's; the first child serves it."""
         self._children: list[Child] = []
-        self._changes: dict[str, FleetChange] = {}
+        self._live: set[Child] = set()
+        """Those that start or stop, too."""
+        self._changes = Changes()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = asyncio.Event()
         self._reload = asyncio.Event()
@@ -153,7 +157,10 @@ class Processes:
 
     def _start(self, listening: socket.socket) -> Child:
         admin = self._admin if listening is self._sockets[0] else None
-        return Child(self._config, listening, admin, self._on_message)
+        child = Child(self._config, listening, admin, self._on_message)
+        self._live.add(child)
+        child.serving.add_done_callback(lambda _: self._live.discard(child))
+        return child
 
     async def _keep(self, slot: int) -> None:
         """Start the slot's child again whenever it dies."""
@@ -189,6 +196,7 @@ class Processes:
             if getattr(config, name) != getattr(before, name):
                 raise ConfigError(f"a change of '{name}' needs a restart of the router")
         self._config = config
+        self._changes.configured()
         for slot, listening in enumerate(self._sockets):
             old, new = self._children[slot], self._start(listening)
             try:
@@ -204,16 +212,19 @@ class Processes:
     def _on_message(self, child: Child, message: Message) -> None:
         if isinstance(message, Ready):
             child.is_ready.set()
-            for change in self._changes.values():
+            for change in self._changes:
                 child.channel.send(change)
         elif isinstance(message, Collect):
             self._later(self._collect(child, message.number))
         elif isinstance(message, FleetChange):
-            kind = "drain" if message.act in ("drain", "undrain") else "member"
-            self._changes[f"{kind} {message.worker}"] = message
-            for other in self._children:
-                if other is not child:
-                    other.channel.send(message)
+            self._changes.note(message)
+            self._tell_others(child, message)
+        elif isinstance(message, Reload):
+            self._tell_others(child, message)
+
+    def _tell_others(self, child: Child, message: Message) -> None:
+        for other in self._live - {child}:
+            other.channel.send(message)
 
     async def _collect(self, child: Child, number: int) -> None:
         found = await asyncio.gather(

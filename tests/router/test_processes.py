@@ -55,7 +55,7 @@ def exists(pid: int) -> bool:
 
 
 async def until(condition) -> None:  # type: ignore[no-untyped-def]
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(100):
         while not await condition():  # noqa: ASYNC110 - other processes have no event for it
             await asyncio.sleep(0.05)
 

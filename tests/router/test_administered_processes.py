@@ -1,0 +1,140 @@
+"""The admin API and SIGHUP before real router processes: every process does as one was told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from pdserve.router.keys import key_line
+
+from .harness import Connection, Response, chat_body, run
+from .mock_worker import MockWorker, workers
+from .test_processes import CHAT, children, until
+from .test_serve import RouterProcess
+
+ADMIN_KEY = "administrators-key-of-this-test"
+ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
+SEVERAL = 10  # requests on connections of their own: the kernel gives each of two processes some
+
+
+class Site:
+    """A router of some processes, its files and its admin API."""
+
+    def __init__(self, directory: Path, processes: int, decode: list[MockWorker]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.admin_port = free.getsockname()[1]
+        self.keys = directory / "keys"
+        self.file = directory / "router.toml"
+        self._processes = processes
+        self._decode = decode
+        self.keys.write_text(key_line("alice", ALICE))
+        self.configure()
+        self.router: RouterProcess
+        self.said = ""
+
+    def configure(self, tenants: str = "") -> None:
+        urls = json.dumps([worker.url for worker in self._decode])
+        self.file.write_text(
+            f"decode = {urls}\nprocesses = {self._processes}\nprobe.interval_s = 0.1\n"
+            f'access.keys_file = "{self.keys}"\n'
+            f'[admin]\nport = {self.admin_port}\nkey = "{ADMIN_KEY}"\n{tenants}'
+        )
+
+    async def admin(self, method: str, path: str, body: Any = None) -> Response:
+        connection = Connection(*await asyncio.open_connection("127.0.0.1", self.admin_port))
+        data = json.dumps(body).encode() if body is not None else b""
+        await connection.send(path, data, {"authorization": f"Bearer {ADMIN_KEY}"}, method)
+        try:
+            return await connection.response()
+        finally:
+            connection.leave()
+
+    async def ask(self, key: str) -> Response:
+        connection = await self.router.connect()
+        body = json.dumps(chat_body()).encode()
+        await connection.send(CHAT, body, {"authorization": f"Bearer {key}"})
+        try:
+            return await connection.response()
+        finally:
+            connection.leave()
+
+    async def used(self, key: str) -> set[str]:
+        """By whom requests are answered, or how they are refused."""
+        answers = [await self.ask(key) for _ in range(SEVERAL)]
+        return {answer.headers.get("x-pdserve-decode", str(answer.status)) for answer in answers}
+
+    async def hang_up(self) -> None:
+        self.router.process.send_signal(signal.SIGHUP)
+
+
+@asynccontextmanager
+async def site(directory: Path, processes: int, decode: list[MockWorker]) -> AsyncIterator[Site]:
+    made = Site(directory, processes, decode)
+    made.router = await RouterProcess.start("--config", str(made.file))
+    try:
+        await made.router.listening()
+        yield made
+    finally:
+        if made.router.process.returncode is None:
+            made.router.process.terminate()
+        made.said = (await made.router.ended())[1]
+
+
+def test_every_process_does_as_one_was_told_and_so_do_those_that_come_later(tmp_path: Path) -> None:
+    async def main() -> None:
+        old, new = MockWorker("decode"), MockWorker("decode")
+        async with workers(old, new), site(tmp_path, 2, [old]) as here:
+            joined = await here.admin("POST", "/workers", {"url": new.url, "role": "decode"})
+            assert joined.status == 201
+            assert (await here.admin("POST", f"/workers/{old.id}/drain")).status == 200
+
+            async def moved() -> bool:
+                return await here.used(ALICE) == {new.id}
+
+            await until(moved)
+            here.keys.write_text(key_line("bob", BOB))
+            assert (await here.admin("POST", "/reload")).json() == {"tenants": ["bob"]}
+
+            async def reloaded() -> bool:
+                return await here.used(BOB) == {new.id} and await here.used(ALICE) == {"401"}
+
+            await until(reloaded)
+            here.configure('[[tenants]]\nname = "bob"\nrequests_s = 0.001\n')
+            before = await children(here.router)
+            await here.hang_up()
+
+            async def replaced() -> bool:
+                return not before & await children(here.router)
+
+            await until(replaced)
+            assert await here.used(BOB) <= {new.id, "429"}
+            assert "429" in await here.used(BOB)
+
+    run(main(), timeout_s=240)
+
+
+def test_sighup_takes_over_keys_and_tenants_and_nothing_of_what_is_wrong(tmp_path: Path) -> None:
+    async def main() -> None:
+        decode = MockWorker("decode")
+        async with workers(decode), site(tmp_path, 1, [decode]) as here:
+            here.keys.write_text("nonsense")
+            await here.hang_up()
+            assert await here.used(ALICE) == {decode.id}
+            here.keys.write_text(key_line("bob", BOB))
+            here.configure('[[tenants]]\nname = "bob"\nrequests_s = 0.001\n')
+            await here.hang_up()
+
+            async def reloaded() -> bool:
+                return await here.used(ALICE) == {"401"} and "429" in await here.used(BOB)
+
+            await until(reloaded)
+        assert "the API keys are not changed" in here.said
+        assert ALICE not in here.said
+
+    run(main(), timeout_s=120)
