@@ -117,6 +117,9 @@ PURE = (
     "pdserve.up.restart",
     "pdserve.up.toml",
     "pdserve.up.scraping",
+    "pdserve.doctor.facts",
+    "pdserve.doctor.judge",
+    "pdserve.engine.prompt_identity",
 )
 PURE_MAY = {"pdserve.up.toml": ("pathlib",)}
 

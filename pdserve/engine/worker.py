@@ -28,6 +28,7 @@ from pdserve.engine.first_token import WorkerMetrics
 from pdserve.engine.fixed_weights import FixedWeights
 from pdserve.engine.guard import Draining, Guard, Starting
 from pdserve.engine.load import load_of
+from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
 from pdserve.engine.requests import HttpRequest, PageNames, RequestTracking
 from pdserve.errors import PoolRefused, StartupError
 from pdserve.kvpool.aclient import AsyncPoolClient
@@ -201,6 +202,10 @@ def _info_router(worker: Worker) -> APIRouter:
                 "page_size": int(worker.identity.geometry.page_size),
                 "namespace": worker.namespace,
                 "kv_geometry": worker.identity.geometry.as_dict(),
+                "tokenizer": tokenizer_fingerprint(manager.tokenizer),
+                "chat_template": chat_template_fingerprint(
+                    manager.tokenizer, manager.server_args.chat_template
+                ),
                 "pdserve_version": __version__,
                 "sglang_version": _sglang_version(),
             }

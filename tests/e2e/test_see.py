@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 
 import pytest
 
 from pdserve.engine.metric_names import METRICS
 from pdserve.kvpool.metric_names import CLIENT_METRICS
 from pdserve.metric import Definition
-from tests.e2e.cluster import Router, Worker, http
+from tests.e2e.cluster import Router, Worker, http, pdserve
 from tests.e2e.conftest import Cluster
 from tests.readme import LISTED
 
@@ -54,3 +56,24 @@ def test_a_stream_says_where_its_first_token_spent_its_time(cluster: Cluster) ->
 def test_workers_show_all_their_metrics_and_no_other(cluster: Cluster) -> None:
     check_stream(cluster.pairs[0], "metrics of test_see")
     check_metrics(cluster.prefill[0], cluster.decode[0])
+
+
+def check_doctor(router: Router) -> None:
+    """A cluster that is well has nothing that fails; its live probe says where every token came from."""
+    said = subprocess.run(
+        pdserve("doctor", "--json", "--no-measure", "--router", router.url),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    findings = json.loads(said.stdout)["findings"]
+    assert [one for one in findings if one["level"] == "fail"] == [], said.stderr
+    probed = [one["says"] for one in findings if one["check"] == "live probe" and one["level"] == "ok"]
+    assert len(probed) == 2
+    assert "turn 1, 263 tokens" in probed[0]
+    assert "prefill: 263 computed; decode: 256 pool + 7 computed" in probed[0]
+    assert "host pool" in {one["check"] for one in findings}
+
+
+def test_the_doctor_finds_nothing_wrong_and_follows_a_prompt_through_the_pool(cluster: Cluster) -> None:
+    check_doctor(cluster.pairs[0])

@@ -21,18 +21,20 @@ MOVE_BYTES: Final = 10**9
 RUNS: Final = 3
 
 
-def ucx_perftest_gbps(page_bytes: int, settings: dict[str, str]) -> float:
+def ucx_perftest_gbps(
+    page_bytes: int, settings: dict[str, str], *, runs: int = RUNS, move_bytes: int = MOVE_BYTES
+) -> float:
     """Tag bandwidth that UCX's own `ucx_perftest` reports over TCP loopback, in 10^9 bytes/s: the median of
-    three runs.
+    so many runs.
 
     It sends one and the same buffer again and again, which stays in the CPU's cache; a pool's pages do not.
     `settings`: UCX settings without their `UCX_` prefix. Raises BenchError.
     """
-    return statistics.median(_run(page_bytes, settings) for _ in range(RUNS))
+    return statistics.median(_run(page_bytes, settings, move_bytes) for _ in range(runs))
 
 
-def _run(page_bytes: int, settings: dict[str, str]) -> float:
-    root = _libucx_root()
+def _run(page_bytes: int, settings: dict[str, str], move_bytes: int) -> float:
+    root = libucx_root()
     program = root / "bin" / "ucx_perftest"
     environment = {**os.environ, "LD_LIBRARY_PATH": str(root / "lib")}
     environment |= {f"UCX_{name}": value for name, value in settings.items()}
@@ -43,7 +45,7 @@ def _run(page_bytes: int, settings: dict[str, str]) -> float:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    messages = max(100, MOVE_BYTES // page_bytes)
+    messages = max(100, move_bytes // page_bytes)
     command = [str(program), "127.0.0.1", "-p", str(port), "-t", "tag_bw", "-s", str(page_bytes)]
     try:
         _await_listening(port)
@@ -74,7 +76,8 @@ def read_perftest(output: str) -> float:
     return round(float(columns[5]) * 2**20 / 1e9, 3)
 
 
-def _libucx_root() -> Path:
+def libucx_root() -> Path:
+    """Where UCX's programs and libraries lie. Raises BenchError."""
     found = importlib.util.find_spec("libucx")
     for folder in (found.submodule_search_locations or []) if found else []:
         if (Path(folder) / "bin" / "ucx_perftest").is_file():

@@ -1,0 +1,155 @@
+"""`pdserve doctor`: one line for each check, and what to change."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import msgspec
+import typer
+from rich.console import Console
+
+from pdserve.config import build_config, read_toml
+from pdserve.doctor import cluster, judge, machine
+from pdserve.doctor.facts import Finding
+from pdserve.engine.selfcheck import TESTED_SGLANG
+from pdserve.errors import ConfigError
+from pdserve.kvpool.config import PoolNodeConfig
+from pdserve.up.config import read_cluster_file
+from pdserve.up.plan import Plan, make_plan
+
+READY_TIMEOUT_S = 5.0
+MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a cluster is."""
+
+    router_url: str
+    workers: tuple[str, ...] = ()
+    pool: tuple[str, ...] = ()
+    token: str = ""
+
+
+@app.command()
+def doctor(
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="Cluster file, as for `pdserve up`.")
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", help="Where that cluster runs, if not in cluster.run_dir.")
+    ] = None,
+    router: Annotated[str, typer.Option("--router", metavar="URL", help="A running cluster's router.")] = "",
+    key: Annotated[
+        str, typer.Option("--key", envvar="PDSERVE_API_KEY", help="API key, where the router asks for one.")
+    ] = "",
+    token: Annotated[
+        str, typer.Option("--token", envvar="PDSERVE_CLUSTER_TOKEN", help="The cluster's token.")
+    ] = "",
+    probe: Annotated[bool, typer.Option(help="Send two small prompts through the cluster.")] = True,
+    measure: Annotated[bool, typer.Option(help="Measure bandwidths, for about a second.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON for programs.")] = False,
+) -> None:
+    """Check this machine, and the cluster that --config or --router names; say what to change.
+
+    Exit status: 0 nothing to change, 1 warnings, 2 something does not work.
+    """
+    plan = None if config is None else _plan(config, run_dir)
+    place = _place(plan, router, token, key)
+    console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
+    findings: list[Finding] = []
+    for finding in _findings(plan, place, key, probe, measure):
+        findings.append(finding)
+        if not as_json:
+            mark, style = MARKS[finding.level]
+            console.print(mark, style=style, end=" ")
+            console.print(
+                f"{finding.check:15} {finding.says}" + (f"  -> {finding.change}" if finding.change else "")
+            )
+    status = judge.status(findings)
+    if as_json:
+        typer.echo(msgspec.json.encode({"status": status, "findings": findings}))
+    raise typer.Exit(status)
+
+
+def _findings(
+    plan: Plan | None, place: Place | None, key: str, probe: bool, measure: bool
+) -> Iterator[Finding]:
+    runs = place is not None and _answers(place)
+    pool_bytes, huge_pages = (0, False) if plan is None or runs else _pool_memory(plan)
+    yield from judge.machine(machine.gather(TESTED_SGLANG, measure=measure), pool_bytes, huge_pages)
+    if place is None:
+        return
+    if not runs:
+        yield Finding("cluster", "warn", f"nothing answers at {place.router_url}", "start it, then ask again")
+        return
+    workers = cluster.gather_workers(place.workers, place.token)
+    addresses = [*place.pool, *(address for worker in workers for address in worker.pool_nodes)]
+    nodes = cluster.gather_pool(addresses)
+    yield from judge.workers([cluster.with_host_tokens(worker, nodes) for worker in workers])
+    yield from judge.pool(nodes)
+    sizes = [worker.page_size for worker in workers if worker.ready and worker.page_size]
+    if probe and sizes:
+        yield from judge.probe(cluster.probe(place.router_url, max(sizes), key, random.SystemRandom()))
+
+
+def _plan(config: Path, run_dir: Path | None) -> Plan:
+    """The plan that `pdserve up` makes of this file; automatic ports are not the real ones."""
+    file = read_cluster_file(config, {}, {})
+    folder = (run_dir or file.cluster.run_dir).resolve()
+    return make_plan(file, program=("pdserve",), run_dir=folder, ports=itertools.count(1))
+
+
+def _pool_memory(plan: Plan) -> tuple[int, bool]:
+    """(bytes that the plan's pool nodes take here, whether in huge pages)"""
+    pools = [
+        build_config(PoolNodeConfig, spec.config, source=spec.table)
+        for spec in plan.processes
+        if spec.role == "pool"
+    ]
+    return sum(pool.capacity for pool in pools), any(pool.huge_pages == "2MiB" for pool in pools)
+
+
+def _place(plan: Plan | None, router: str, token: str, key: str) -> Place | None:
+    """Where the cluster is: by the configuration that `pdserve up` wrote, or by what the router says."""
+    if plan is not None:
+        spec = plan.processes[-1]
+        if not spec.config_path.is_file():
+            return Place(router_url=router or plan.router_url)
+        written: dict[str, Any] = read_toml(spec.config_path)
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(written["host"], written["host"])
+        scheme = "https" if written.get("access", {}).get("tls_cert_file") else "http"
+        return Place(
+            router_url=router or f"{scheme}://{host}:{written['port']}",
+            workers=tuple(url for role in ("prefill", "decode", "agg") for url in written.get(role, [])),
+            pool=tuple(written.get("admin", {}).get("pool", [])),
+            token=token or str(written.get("access", {}).get("cluster_token", "")),
+        )
+    if not router:
+        return None
+    try:
+        said = httpx.get(f"{router}/ready", timeout=READY_TIMEOUT_S, trust_env=False, verify=False).json()
+    except (httpx.HTTPError, ValueError):
+        return Place(router_url=router)
+    if "workers" not in said:
+        raise ConfigError(
+            f"{router} does not tell who its workers are (it asks for API keys): give --config FILE"
+        )
+    return Place(router_url=router, workers=tuple(f"http://{w['id']}" for w in said["workers"]), token=token)
+
+
+def _answers(place: Place) -> bool:
+    """Anything of it."""
+    for url in (f"{place.router_url}/health", *(f"{worker}/pd/ready" for worker in place.workers)):
+        try:
+            httpx.get(url, timeout=READY_TIMEOUT_S, trust_env=False, verify=False)
+        except httpx.HTTPError:
+            continue
+        return True
+    return False

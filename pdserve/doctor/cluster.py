@@ -1,0 +1,216 @@
+"""Facts of a running cluster: workers over HTTP, pool nodes by their own protocol, and a live probe."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from email.utils import parsedate_to_datetime
+from typing import Any, Final
+
+import httpx
+import msgspec
+
+from pdserve.doctor.facts import PoolNode, Probe, Turn, Worker
+from pdserve.errors import PdserveError, PoolError
+from pdserve.kvpool.cluster_messages import DEAD
+from pdserve.kvpool.commands.asking import TIMEOUT_S, NodeClient, all_nodes, in_parallel
+from pdserve.kvpool.messages import NodeAddress, StatusReport
+
+FULL: Final = 0.95  # of a quota
+PROBE_PAGES: Final = 4
+PROBE_TIMEOUT_S: Final = 120.0
+LEAST_TOKEN, LAST_TOKEN = 200, 1200  # ids that every vocabulary has, none of them special
+
+
+def _client(token: str, timeout_s: float) -> httpx.Client:
+    headers = {"authorization": f"Bearer {token}"} if token else None
+    return httpx.Client(headers=headers, timeout=timeout_s, trust_env=False)
+
+
+def gather_workers(urls: Sequence[str], token: str, timeout_s: float = TIMEOUT_S) -> list[Worker]:
+    """Each, asked at the same time; `token`: the cluster's."""
+    with _client(token, timeout_s) as client, ThreadPoolExecutor(32) as threads:
+        return list(threads.map(lambda url: _worker(client, url), urls))
+
+
+def _worker(client: httpx.Client, url: str) -> Worker:
+    try:
+        said = client.get(f"{url}/pd/ready")
+        ready = said.json()
+        if said.status_code != 200:
+            return Worker(url=url)
+        info = _answer(client.get(f"{url}/pd/info"))
+        server = _answer(client.get(f"{url}/get_server_info"))
+    except (httpx.HTTPError, ValueError) as error:
+        return Worker(url=url, error=f"does not answer as a pdserve worker does: {error}")
+    return worker_of(url, ready, info, server, _ahead_s(said.headers.get("date", "")))
+
+
+def _answer(response: httpx.Response) -> dict[str, Any]:
+    """Raises ValueError for what is no object."""
+    if response.status_code == 401:
+        raise ValueError("it asks for the cluster's token: give --config, or PDSERVE_CLUSTER_TOKEN")
+    if response.status_code != 200 or not isinstance(found := response.json(), dict):
+        raise ValueError(f"{response.url.path}: status {response.status_code}")
+    return found
+
+
+def _ahead_s(date: str) -> float:
+    """How far the clock of who wrote an HTTP date is ahead; a date has whole seconds."""
+    try:
+        ahead_s = parsedate_to_datetime(date).timestamp() - time.time()
+    except ValueError:
+        return 0.0
+    return ahead_s if ahead_s > 0 else min(0.0, ahead_s + 1.0)
+
+
+def worker_of(
+    url: str, ready: dict[str, Any], info: dict[str, Any], server: dict[str, Any], ahead_s: float
+) -> Worker:
+    """From the answers of `/pd/ready`, `/pd/info` and `/get_server_info`."""
+    extra = server.get("hicache_storage_backend_extra_config") or "{}"
+    storage = json.loads(extra) if isinstance(extra, str) else extra
+    pool = (storage.get("pdserve") or {}).get("pool") or {}
+    device = int(server.get("max_total_num_tokens") or 0)
+    size = int(server.get("hicache_size") or 0) * 10**9
+    by_ratio = 0 if size else int(device * float(server.get("hicache_ratio") or 0))
+    return Worker(
+        url=url,
+        ready=bool(ready.get("ready")),
+        pool=str(ready.get("pool", "down")),
+        role=str(info.get("role", "")),
+        model=str(info.get("model", "")),
+        context_length=int(info.get("context_length") or 0),
+        page_size=int(info.get("page_size") or 0),
+        namespace=str(info.get("namespace", "")),
+        geometry=info.get("kv_geometry") or {},
+        tokenizer=str(info.get("tokenizer", "")),
+        chat_template=str(info.get("chat_template", "")),
+        versions=f"pdserve {info.get('pdserve_version')}, SGLang {info.get('sglang_version')}",
+        clock_ahead_s=ahead_s,
+        has_storage=bool(pool),
+        write_policy=str(server.get("hicache_write_policy", "")),
+        prefetch_policy=str(server.get("hicache_storage_prefetch_policy", "")),
+        prefetch_threshold=int(storage.get("prefetch_threshold") or 256),
+        device_tokens=device,
+        host_tokens=by_ratio,
+        host_bytes=size,
+        radix_cache=not server.get("disable_radix_cache"),
+        pool_nodes=tuple(str(node["address"]) for node in pool.get("nodes") or ()),
+        data_path=str(pool.get("data_path", "auto")),
+    )
+
+
+def with_host_tokens(worker: Worker, nodes: Iterable[PoolNode]) -> Worker:
+    """Where its host memory was set in bytes: the room there, from the length of its pages in the pool."""
+    for node in nodes:
+        page_bytes = node.page_bytes.get(worker.namespace, 0)
+        if worker.host_bytes and page_bytes:
+            tokens = worker.host_bytes // page_bytes * worker.page_size
+            return msgspec.structs.replace(worker, host_tokens=tokens)
+    return worker
+
+
+def gather_pool(addresses: Sequence[str]) -> list[PoolNode]:
+    """Every node that those at the addresses know, and those addresses that do not answer."""
+    nodes: dict[str, NodeAddress] = {}
+    dead: list[PoolNode] = []
+    for address in dict.fromkeys(addresses):
+        try:
+            nodes |= {node.node: node for node in all_nodes(address, "", TIMEOUT_S)}
+        except PdserveError as error:
+            dead.append(PoolNode(address=address, error=str(error)))
+
+    def ask(node: NodeAddress) -> PoolNode:
+        with NodeClient(node.address) as client:
+            return node_of(node.address, client.status())
+
+    found = []
+    for node, answer in zip(nodes.values(), in_parallel(nodes.values(), ask), strict=True):
+        if isinstance(answer, PoolError):
+            answer = PoolNode(address=node.address, node=node.node, error=str(answer))
+        found.append(answer)
+    known = {node.address for node in found}
+    return [*found, *(node for node in dead if node.address not in known)]
+
+
+def node_of(address: str, report: StatusReport) -> PoolNode:
+    """From a node's own report."""
+    spaces = report.namespaces
+    return PoolNode(
+        address=address,
+        node=report.node,
+        epoch=report.epoch,
+        capacity_bytes=report.capacity_bytes,
+        free_bytes=report.free_bytes,
+        evictions=sum(space.evictions for space in spaces),
+        dead_members=tuple(member.node for member in report.members if member.status == DEAD),
+        full_namespaces=tuple(
+            space.name
+            for space in spaces
+            if space.settings.quota_bytes and space.slot_bytes >= FULL * space.settings.quota_bytes
+        ),
+        unwritable_tiers=tuple(tier.name for tier in report.tiers if not tier.writable),
+        page_bytes={space.name: space.page_bytes // space.pages for space in spaces if space.pages},
+    )
+
+
+# --- the live probe
+
+
+class _Details(msgspec.Struct):
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+
+
+class _Meta(msgspec.Struct):
+    prompt_tokens: int
+    cached_tokens_details: _Details | None = None
+
+
+class _Generated(msgspec.Struct):
+    meta_info: _Meta
+    output_ids: list[int] = []
+
+
+def probe(router_url: str, page_size: int, key: str, dice: random.Random) -> Probe:
+    """Ask the router for a prompt of random tokens and then for the conversation's next turn."""
+    prompt = [dice.randrange(LEAST_TOKEN, LAST_TOKEN) for _ in range(PROBE_PAGES * page_size + 7)]
+    session = f"pdserve-doctor-{dice.getrandbits(64):x}"
+    turns: list[Turn] = []
+    with _client(key, PROBE_TIMEOUT_S) as client:
+        for _ in range(2):
+            body = {
+                "input_ids": prompt,
+                "sampling_params": {"temperature": 0, "max_new_tokens": page_size, "ignore_eos": True},
+            }
+            started_s = time.monotonic()
+            try:
+                answer = client.post(f"{router_url}/generate", json=body, headers={"x-session-id": session})
+                if answer.status_code != 200:
+                    raise ValueError(f"status {answer.status_code}: {answer.text[:300]}")
+                generated = msgspec.json.decode(answer.content, type=_Generated)
+            except (httpx.HTTPError, ValueError) as error:
+                return Probe(error=f"the router did not answer a prompt of {len(prompt)} tokens: {error}")
+            turns.append(_turn(generated.meta_info, answer.headers, time.monotonic() - started_s))
+            more = [dice.randrange(LEAST_TOKEN, LAST_TOKEN) for _ in range(7)]
+            prompt = [*prompt, *generated.output_ids, *more]
+    return Probe(page_size=page_size, turns=tuple(turns))
+
+
+def _turn(meta: _Meta, headers: httpx.Headers, seconds: float) -> Turn:
+    pairs = (part.split("=") for part in headers.get("x-pdserve-cached", "").split(", ") if "=" in part)
+    details = meta.cached_tokens_details or _Details()
+    told = {"device": details.device, "host": details.host, "pool": details.storage}
+    told["computed"] = meta.prompt_tokens - sum(told.values())
+    return Turn(
+        prompt_tokens=meta.prompt_tokens,
+        prefill=told if "x-pdserve-prefill" in headers else None,
+        decode={tier: int(count) for tier, count in pairs},
+        plan=headers.get("x-pdserve-plan", ""),
+        seconds=seconds,
+    )

@@ -1,0 +1,113 @@
+"""What is known of a machine and of a cluster. Pure: no judgement, no gathering."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+Level = Literal["ok", "warn", "fail"]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """What one check found. `change`: what to do about it; empty where all is well."""
+
+    check: str
+    level: Level
+    says: str
+    change: str = ""
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """This machine, and what is installed on it."""
+
+    open_files: int
+    """Hard limit of open files; what processes raise theirs to."""
+    shm_bytes: int
+    shm_free_bytes: int
+    huge_pages_free: int
+    """Reserved 2 MiB pages that are free."""
+    memory_bytes: int
+    sglang: str = ""
+    """Version; empty: not installed."""
+    sglang_tested: str = ""
+    transports: tuple[str, ...] = ()
+    """UCX's, of this machine: tcp, rc_verbs, cuda_ipc, gdr_copy, sysv, ..."""
+    ucx_error: str = ""
+    has_infiniband: bool = False
+    has_gpu: bool = False
+    copy_gbps: float = 0.0
+    """Plain copy in memory, 10^9 bytes/s."""
+    ucx_gbps: float = 0.0
+    """UCX over this machine's loopback with pdserve's settings; 0: not measured."""
+
+
+class Worker(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker of a cluster, by its own word: `/pd/info`, `/pd/ready` and SGLang's `/get_server_info`."""
+
+    url: str
+    error: str = ""
+    """Why it says nothing."""
+    ready: bool = False
+    pool: str = "down"
+    role: str = ""
+    model: str = ""
+    context_length: int = 0
+    page_size: int = 0
+    namespace: str = ""
+    geometry: dict[str, Any] = {}
+    tokenizer: str = ""
+    """Fingerprints; empty: it does not say."""
+    chat_template: str = ""
+    versions: str = ""
+    clock_ahead_s: float = 0.0
+    has_storage: bool = True
+    write_policy: str = ""
+    prefetch_policy: str = ""
+    prefetch_threshold: int = 0
+    device_tokens: int = 0
+    host_tokens: int = 0
+    """Room in its host memory; 0: not known."""
+    host_bytes: int = 0
+    """Of that memory, where it was set in bytes."""
+    radix_cache: bool = True
+    pool_nodes: tuple[str, ...] = ()
+    """Control addresses."""
+    data_path: str = "auto"
+
+
+class PoolNode(msgspec.Struct, frozen=True, kw_only=True):
+    """One pool node."""
+
+    address: str
+    error: str = ""
+    node: str = ""
+    epoch: int = 0
+    capacity_bytes: int = 0
+    free_bytes: int = 0
+    evictions: int = 0
+    dead_members: tuple[str, ...] = ()
+    full_namespaces: tuple[str, ...] = ()
+    """Those whose quota is used up by 95 % and more."""
+    unwritable_tiers: tuple[str, ...] = ()
+    page_bytes: dict[str, int] = {}
+    """By namespace with pages: the mean length of one."""
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer of the live probe. Tokens of the prompt, by where a worker had them from."""
+
+    prompt_tokens: int
+    prefill: dict[str, int] | None = None
+    """None: no prefill stage."""
+    decode: dict[str, int] = {}
+    plan: str = ""
+    seconds: float = 0.0
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt that nobody had, and the next turn of its conversation."""
+
+    error: str = ""
+    page_size: int = 0
+    turns: tuple[Turn, ...] = ()

@@ -1,0 +1,294 @@
+"""Findings from facts. Pure: each function is one check, a table of cases stands in tests/doctor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from pdserve.doctor.facts import Finding, Level, Machine, PoolNode, Probe, Turn, Worker
+
+MIN_OPEN_FILES: Final = 4096
+GOOD_OPEN_FILES: Final = 16_384
+MAX_CLOCK_S: Final = 2.0
+RDMA: Final = ("rc_verbs", "rc_mlx5", "dc_mlx5", "ud_verbs", "ud_mlx5")
+GPU_DIRECT: Final = ("gdr_copy", "cuda_ipc")
+SHARED_MEMORY: Final = ("sysv", "posix", "cma", "xpmem", "knem")
+HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
+
+
+def status(findings: Iterable[Finding]) -> int:
+    """The exit status: 0 nothing to change, 1 warnings, 2 something does not work."""
+    levels = {finding.level for finding in findings}
+    return 2 if "fail" in levels else 1 if "warn" in levels else 0
+
+
+def _finding(check: str, level: Level, says: str, change: str = "") -> Finding:
+    return Finding(check, level, says, "" if level == "ok" else change)
+
+
+# --- the machine
+
+
+def machine(facts: Machine, pool_bytes: int = 0, huge_pages: bool = False) -> Iterator[Finding]:
+    """`pool_bytes`: memory of pool nodes that are to run here and do not yet; `huge_pages`: from those."""
+    yield _sglang(facts)
+    yield _open_files(facts.open_files)
+    yield _shm(facts, 0 if huge_pages else pool_bytes)
+    yield _huge_pages(facts, pool_bytes if huge_pages else 0)
+    yield ucx(facts)
+
+
+def _sglang(facts: Machine) -> Finding:
+    if not facts.sglang:
+        return _finding("sglang", "fail", "SGLang is not installed", "run launch/setup.sh, or pip install .")
+    if facts.sglang != facts.sglang_tested:
+        change = f"install sglang=={facts.sglang_tested}"
+        return _finding(
+            "sglang", "warn", f"SGLang {facts.sglang}; pdserve is tested with {facts.sglang_tested}", change
+        )
+    return _finding("sglang", "ok", f"SGLang {facts.sglang}")
+
+
+def _open_files(limit: int) -> Finding:
+    level: Level = "ok" if limit >= GOOD_OPEN_FILES else "warn" if limit >= MIN_OPEN_FILES else "fail"
+    change = f"raise the limit to {GOOD_OPEN_FILES} (ulimit -Hn, LimitNOFILE=, --ulimit nofile=)"
+    return _finding("open files", level, f"a process may open {limit}", change)
+
+
+def _shm(facts: Machine, pool_bytes: int) -> Finding:
+    says = f"/dev/shm has {_size(facts.shm_free_bytes)} free of {_size(facts.shm_bytes)}"
+    if facts.shm_free_bytes < pool_bytes:
+        change = "enlarge it (mount -o remount,size=..., --shm-size), or lower capacity_bytes"
+        return _finding("/dev/shm", "fail", says, change)
+    if facts.shm_free_bytes < facts.shm_bytes // 10:
+        return _finding("/dev/shm", "warn", says, "free what nobody uses there; SGLang needs some too")
+    return _finding("/dev/shm", "ok", says)
+
+
+def _huge_pages(facts: Machine, pool_bytes: int) -> Finding:
+    free_bytes = facts.huge_pages_free * HUGE_PAGE_BYTES
+    says = f"{facts.huge_pages_free} huge pages of 2 MiB are free"
+    if free_bytes < pool_bytes:
+        change = f"reserve {-(-pool_bytes // HUGE_PAGE_BYTES)} (vm.nr_hugepages), or set huge_pages otherwise"
+        return _finding("huge pages", "fail", says, change)
+    return _finding(
+        "huge pages", "ok", says if facts.huge_pages_free else "none are reserved, none are asked for"
+    )
+
+
+def ucx(facts: Machine) -> Finding:
+    """What is there, which will be used, and how fast a quick test found it."""
+    if facts.ucx_error:
+        change = "install ucxx-cu13; without it only pool nodes on the worker's own host can be used"
+        return _finding("UCX", "fail", facts.ucx_error, change)
+    kinds = {"RDMA": RDMA, "GPU-direct": GPU_DIRECT, "shared memory": SHARED_MEMORY, "TCP": ("tcp",)}
+    there = [kind for kind, names in kinds.items() if any(name in facts.transports for name in names)]
+    used = "RDMA" if "RDMA" in there else "TCP"
+    figures = f"same host: mapped memory (copy {facts.copy_gbps:.2f} GB/s); between hosts: {used}"
+    if facts.ucx_gbps:
+        figures += f" ({facts.ucx_gbps:.2f} GB/s over loopback)"
+    says = f"found {', '.join(there) or 'nothing'}; {figures}"
+    if "TCP" not in there and "RDMA" not in there:
+        return _finding("UCX", "fail", says, "UCX sees no network: check UCX_TLS and UCX_NET_DEVICES")
+    if facts.has_infiniband and "RDMA" not in there:
+        change = (
+            "InfiniBand/RoCE is there but UCX cannot use it: install rdma-core, check UCX_TLS and memlock"
+        )
+        return _finding("UCX", "warn", says, change)
+    if facts.has_gpu and "GPU-direct" not in there:
+        return _finding(
+            "UCX", "warn", says, "a GPU is there, but not GPU-direct: install gdrcopy, nvidia-peermem"
+        )
+    return _finding("UCX", "ok", says)
+
+
+# --- the cluster
+
+
+def workers(found: Sequence[Worker]) -> Iterator[Finding]:
+    """Of a cluster's workers together."""
+    for worker in found:
+        if worker.error:
+            yield _finding("worker", "fail", f"{worker.url}: {worker.error}", "see its log; start it")
+        elif not worker.ready:
+            yield _finding("worker", "fail", f"{worker.url} is not ready", "wait, or see its log")
+    there = [worker for worker in found if not worker.error]
+    roles = {worker.role for worker in there}
+    if found and not roles & {"decode", "agg"}:
+        yield _finding("worker", "fail", "no decode or aggregated worker answers", "start one")
+    if "prefill" in roles and "decode" not in roles:
+        yield _finding("worker", "warn", "prefill workers without a decode worker", "start a decode worker")
+    for model in dict.fromkeys(worker.model for worker in there):
+        yield from _alike(model, [worker for worker in there if worker.model == model])
+    for worker in there:
+        yield from _hand_off(worker)
+        yield from _host_pool(worker)
+        if abs(worker.clock_ahead_s) > MAX_CLOCK_S:
+            says = f"{worker.url}: its clock is {worker.clock_ahead_s:+.1f} s off ours"
+            yield _finding("clock", "warn", says, "run NTP on all hosts: logs and etcd leases rest on it")
+    if there and all(abs(worker.clock_ahead_s) <= MAX_CLOCK_S for worker in there):
+        yield _finding("clock", "ok", f"{len(there)} workers agree with this clock")
+
+
+_ALIKE: Final = (
+    ("page size", "page_size", "start all with one engine.page_size"),
+    ("layout", "layout", "start all with one engine.layout"),
+    ("KV dtype", "kv_dtype", "start all with one engine.kv_cache_dtype and engine.dtype"),
+    ("model revision", "model", "give all the same files: their weights or configuration differ"),
+    ("tokenizer", "tokenizer", "give all the same tokenizer files: prompts become other tokens"),
+    ("chat template", "chat_template", "give all the same chat template: prompts become other tokens"),
+    ("namespace", "namespace", "leave pool.namespace empty, or give all the same one"),
+)
+
+
+def _alike(model: str, there: Sequence[Worker]) -> Iterator[Finding]:
+    """What must be the same for workers to share pages."""
+    for check, field, change in _ALIKE:
+        values: dict[str, list[str]] = {}
+        for worker in there:
+            own = getattr(worker, field, None) if field != "model" else None
+            value = str(worker.geometry.get(field, "") if own is None else own)
+            if value:
+                values.setdefault(value, []).append(worker.url)
+        if len(values) > 1:
+            told = "; ".join(f"{value[:16]} at {', '.join(urls)}" for value, urls in values.items())
+            yield _finding(check, "fail", f"workers of {model} differ: {told}", change)
+        elif values:
+            yield _finding(check, "ok", f"{next(iter(values))[:40]} at all {len(there)} workers of {model}")
+    versions = {worker.versions for worker in there}
+    if len(versions) > 1:
+        yield _finding(
+            "versions", "warn", f"workers of {model} run {', '.join(sorted(versions))}", "upgrade all"
+        )
+
+
+def _hand_off(worker: Worker) -> Iterator[Finding]:
+    """Whether pages get from this worker to the others, and from them here."""
+    url = worker.url
+    if not worker.has_storage:
+        says = f"{url} runs without the pool: nothing is shared"
+        yield _finding("storage", "warn", says, 'set storage = "pool"')
+        return
+    if worker.pool != "up":
+        yield _finding(
+            "pool", "fail", f"{url} does not reach every pool node", "start them, check pool.nodes"
+        )
+    if not worker.radix_cache:
+        says = f"{url}: SGLang's radix cache is off"
+        yield _finding("radix cache", "fail", says, "remove --disable-radix-cache")
+    if worker.prefetch_policy != "wait_complete":
+        level: Level = "fail" if worker.prefetch_policy == "best_effort" else "warn"
+        says = (
+            f"{url}: prefetch policy {worker.prefetch_policy or 'unknown'}: pages on their way are recomputed"
+        )
+        yield _finding("prefetch", level, says, "use --hicache-storage-prefetch-policy wait_complete")
+    elif worker.prefetch_threshold >= worker.context_length > 0:
+        says = f"{url}: prefetch threshold {worker.prefetch_threshold} is the whole context: no hand-off ever"
+        yield _finding("prefetch", "fail", says, "set prefetch_threshold to the page size")
+    elif worker.prefetch_threshold > worker.page_size:
+        says = f"{url}: prompts with fewer than {worker.prefetch_threshold} tokens to fetch are recomputed"
+        yield _finding(
+            "prefetch", "warn", says, f"set prefetch_threshold to the page size, {worker.page_size}"
+        )
+    else:
+        yield _finding("prefetch", "ok", f"{url}: wait_complete from {worker.prefetch_threshold} tokens on")
+    if worker.write_policy != "write_through":
+        says = f"{url}: write policy {worker.write_policy or 'unknown'}: pages reach the pool late or never"
+        yield _finding("write policy", "fail", says, "use --hicache-write-policy write_through")
+    else:
+        yield _finding("write policy", "ok", f"{url}: write_through")
+
+
+def _host_pool(worker: Worker) -> Iterator[Finding]:
+    if not worker.has_storage or not worker.host_tokens:
+        return
+    says = (
+        f"{worker.url}: host memory for {worker.host_tokens:,} tokens, prompts to {worker.context_length:,}"
+    )
+    change = "raise engine.hicache_size_gb or hicache_ratio, or lower context_length"
+    if worker.host_tokens < worker.context_length:
+        yield _finding("host pool", "fail", says, change)
+    elif worker.host_tokens < worker.device_tokens:
+        yield _finding("host pool", "warn", f"{says}; the device's has {worker.device_tokens:,}", change)
+    else:
+        yield _finding("host pool", "ok", says)
+
+
+def pool(nodes: Sequence[PoolNode]) -> Iterator[Finding]:
+    """Of the pool's nodes together."""
+    for node in nodes:
+        if node.error:
+            yield _finding("pool node", "fail", f"{node.address}: {node.error}", "start it, or see its log")
+    there = [node for node in nodes if not node.error]
+    for node in there:
+        if node.dead_members:
+            says = f"{node.node} takes {', '.join(node.dead_members)} for dead"
+            yield _finding(
+                "pool node", "warn", says, "start them again, or let them leave (pdserve pool drain)"
+            )
+        if node.full_namespaces:
+            says = f"{node.node}: quota used up in {', '.join(node.full_namespaces)}"
+            yield _finding("quota", "warn", says, "raise it (pdserve pool ns set), where hits are lost by it")
+        if node.unwritable_tiers:
+            says = f"{node.node}: writing fails to tier {', '.join(node.unwritable_tiers)}"
+            yield _finding("tier", "fail", says, "free space there, or see the node's log")
+        if node.capacity_bytes and node.free_bytes < node.capacity_bytes // 20 and node.evictions:
+            says = f"{node.node} is full and has evicted {node.evictions:,} pages"
+            yield _finding("pool memory", "warn", says, "raise capacity_bytes, add a node or an SSD tier")
+    epochs = {node.epoch for node in there}
+    if len(epochs) > 1:
+        says = f"nodes have different views of the pool (epochs {', '.join(map(str, sorted(epochs)))})"
+        yield _finding("pool node", "warn", says, "ask again in a few seconds; then check cluster.peers")
+    elif there and not any(node.error for node in nodes):
+        free = sum(node.free_bytes for node in there)
+        yield _finding("pool node", "ok", f"{len(there)} answer, {_size(free)} free")
+
+
+# --- the live probe
+
+
+def probe(found: Probe) -> Iterator[Finding]:
+    """One prompt through prefill, pool and decode, and back with the next turn."""
+    if found.error:
+        yield _finding("live probe", "fail", found.error, "see the router's log")
+        return
+    first, second = found.turns
+    pages = (first.prompt_tokens - 1) // found.page_size * found.page_size
+    got = first.decode.get("pool", 0)
+    says = f"turn 1, {_told(first)}"
+    if first.prefill is None:
+        yield _finding("live probe", "ok", f"{says} (no prefill stage: {first.plan})")
+    elif got < pages:
+        change = "see the findings above, the workers' logs, and stage= in the plan: " + first.plan
+        yield _finding("live probe", "fail", f"{says}: {pages} were to come from the pool", change)
+    else:
+        yield _finding("live probe", "ok", says)
+    known = second.prefill if second.prefill is not None else second.decode
+    reused = sum(count for tier, count in known.items() if tier != "computed")
+    says = f"turn 2, {_told(second)}"
+    if reused < pages:
+        yield _finding(
+            "live probe", "fail", f"{says}: turn 1's {pages} tokens were not found again", "see above"
+        )
+    elif second.prefill is not None and reused < pages + found.page_size:
+        change = "the answer's pages were not written back in time: see deadlines.settle_s"
+        yield _finding("live probe", "warn", f"{says}: the answer was computed again", change)
+    else:
+        yield _finding("live probe", "ok", says)
+
+
+def _told(turn: Turn) -> str:
+    def of(tiers: dict[str, int]) -> str:
+        return " + ".join(f"{count} {tier}" for tier, count in tiers.items() if count) or "nothing"
+
+    stage = "" if turn.prefill is None else f"prefill: {of(turn.prefill)}; "
+    return f"{turn.prompt_tokens} tokens in {turn.seconds:.2f} s: {stage}decode: {of(turn.decode)}"
+
+
+def _size(size_bytes: float) -> str:
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} GiB"

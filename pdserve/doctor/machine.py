@@ -1,0 +1,102 @@
+"""Facts of this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import resource
+import statistics
+import subprocess
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import psutil
+
+from pdserve.bench.peers.ucx_perftest import libucx_root, ucx_perftest_gbps
+from pdserve.bench.stores import BenchError
+from pdserve.doctor.facts import Machine
+from pdserve.errors import StartupError
+from pdserve.kvpool.transports.ucx import UcxLibrary, ucx_options
+
+COPY_BYTES: Final = 32 * 1024 * 1024
+UCX_PAGE_BYTES: Final = 1024 * 1024
+UCX_MOVE_BYTES: Final = 2 * 10**8
+UCX_INFO_TIMEOUT_S: Final = 30.0
+
+
+def gather(sglang_tested: str, *, measure: bool = True) -> Machine:
+    """All of it; `measure`: bandwidths too, which takes a second or two."""
+    shm = os.statvfs("/dev/shm")
+    transports, ucx_error = _transports()
+    try:
+        sglang = version("sglang")
+    except PackageNotFoundError:
+        sglang = ""
+    infiniband = Path("/sys/class/infiniband")
+    return Machine(
+        open_files=_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
+        shm_bytes=shm.f_blocks * shm.f_frsize,
+        shm_free_bytes=shm.f_bavail * shm.f_frsize,
+        huge_pages_free=_huge_pages_free(),
+        memory_bytes=psutil.virtual_memory().total,
+        sglang=sglang,
+        sglang_tested=sglang_tested,
+        transports=transports,
+        ucx_error=ucx_error,
+        has_infiniband=infiniband.is_dir() and any(infiniband.iterdir()),
+        has_gpu=Path("/dev/nvidia0").exists(),
+        copy_gbps=_copy_gbps() if measure else 0.0,
+        ucx_gbps=_ucx_gbps() if measure and not ucx_error else 0.0,
+    )
+
+
+def _limit(value: int) -> int:
+    return 2**31 if value == resource.RLIM_INFINITY else value
+
+
+def _huge_pages_free() -> int:
+    found = re.search(r"^HugePages_Free:\s+(\d+)", Path("/proc/meminfo").read_text(), re.M)
+    return int(found[1]) if found else 0
+
+
+def _transports() -> tuple[tuple[str, ...], str]:
+    """(UCX's transports by `ucx_info -d`, why there are none)"""
+    if importlib.util.find_spec("ucxx") is None:
+        return (), "ucxx is not installed"
+    try:
+        UcxLibrary()
+        root = libucx_root()
+        said = subprocess.run(
+            [root / "bin" / "ucx_info", "-d"],
+            env={**os.environ, "LD_LIBRARY_PATH": str(root / "lib")},
+            capture_output=True,
+            text=True,
+            timeout=UCX_INFO_TIMEOUT_S,
+            check=False,
+        ).stdout
+    except (StartupError, BenchError, OSError, subprocess.TimeoutExpired) as error:
+        return (), f"UCX cannot be used: {error}"
+    return tuple(dict.fromkeys(re.findall(r"Transport: (\S+)", said))), ""
+
+
+def _copy_gbps() -> float:
+    """Plain copy of what lies in no cache: the bound of pages on this host."""
+    source, target = np.ones(COPY_BYTES, np.uint8), np.ones(COPY_BYTES, np.uint8)
+    seconds = []
+    for _ in range(3):
+        started_s = time.perf_counter()
+        np.copyto(target, source)
+        seconds.append(time.perf_counter() - started_s)
+    return COPY_BYTES / statistics.median(seconds) / 1e9
+
+
+def _ucx_gbps() -> float:
+    """`ucx_perftest` over loopback, a fifth of a second; 0 where it cannot run."""
+    try:
+        return ucx_perftest_gbps(UCX_PAGE_BYTES, ucx_options({}), runs=1, move_bytes=UCX_MOVE_BYTES)
+    except BenchError:
+        return 0.0

@@ -1,0 +1,191 @@
+"""What the doctor says of facts: one fault at a time, each against a cluster that is well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from pdserve.doctor import judge
+from pdserve.doctor.facts import Finding, Machine, PoolNode, Probe, Turn, Worker
+
+MACHINE = Machine(
+    open_files=100_000,
+    shm_bytes=64 << 30,
+    shm_free_bytes=60 << 30,
+    huge_pages_free=0,
+    memory_bytes=128 << 30,
+    sglang="0.5.23",
+    sglang_tested="0.5.23",
+    transports=("tcp", "self", "sysv", "posix", "cma"),
+    copy_gbps=5.0,
+    ucx_gbps=3.0,
+)
+GEOMETRY = {"model": "aa", "kv_dtype": "bfloat16", "page_size": "64", "layout": "page_first_direct"}
+WORKER = Worker(
+    url="http://a",
+    ready=True,
+    pool="up",
+    role="decode",
+    model="m",
+    context_length=4096,
+    page_size=64,
+    namespace="m@1",
+    geometry=GEOMETRY,
+    tokenizer="t",
+    chat_template="c",
+    versions="v",
+    write_policy="write_through",
+    prefetch_policy="wait_complete",
+    prefetch_threshold=64,
+    device_tokens=40_000,
+    host_tokens=80_000,
+)
+PREFILL = replace(WORKER, url="http://b", role="prefill")
+NODE = PoolNode(address="unix:/a", node="a", epoch=3, capacity_bytes=1 << 30, free_bytes=1 << 29)
+TURNS = (
+    Turn(prompt_tokens=263, prefill={"computed": 263}, decode={"pool": 256, "computed": 7}, plan="p"),
+    Turn(prompt_tokens=334, prefill={"device": 256, "pool": 64, "computed": 14}, decode={"pool": 320}),
+)
+PROBE = Probe(page_size=64, turns=TURNS)
+
+
+def troubles(findings: Any) -> list[tuple[str, str]]:
+    """(level, check) of what is not well; every such finding says what to change, no other does."""
+    found: list[Finding] = list(findings)
+    assert all((finding.level == "ok") != bool(finding.change) for finding in found), found
+    assert all("\n" not in finding.says + finding.change for finding in found)
+    return [(finding.level, finding.check) for finding in found if finding.level != "ok"]
+
+
+def test_nothing_is_said_of_what_is_well() -> None:
+    findings = [
+        *judge.machine(MACHINE, 50 << 30),
+        *judge.workers([WORKER, PREFILL]),
+        *judge.pool([NODE]),
+        *judge.probe(PROBE),
+    ]
+    assert troubles(findings) == []
+    assert judge.status(findings) == 0
+    assert {"page size", "layout", "KV dtype", "model revision", "tokenizer", "chat template"} < {
+        finding.check for finding in findings
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "check"),
+    [
+        ({"sglang": ""}, "fail", "sglang"),
+        ({"sglang": "0.6"}, "warn", "sglang"),
+        ({"open_files": 1024}, "fail", "open files"),
+        ({"open_files": 8192}, "warn", "open files"),
+        ({"shm_free_bytes": 40 << 30}, "fail", "/dev/shm"),
+        ({"shm_bytes": 1 << 40}, "warn", "/dev/shm"),
+        ({"transports": (), "ucx_error": "no ucxx"}, "fail", "UCX"),
+        ({"transports": ("self", "sysv")}, "fail", "UCX"),
+        ({"has_infiniband": True}, "warn", "UCX"),
+        ({"has_gpu": True}, "warn", "UCX"),
+    ],
+)
+def test_a_machines_fault_is_found(change: dict[str, Any], level: str, check: str) -> None:
+    assert troubles(judge.machine(replace(MACHINE, **change), 50 << 30)) == [(level, check)]
+
+
+def test_huge_pages_are_looked_at_where_they_are_asked_for() -> None:
+    assert troubles(judge.machine(MACHINE, 50 << 30, huge_pages=True)) == [("fail", "huge pages")]
+    enough = replace(MACHINE, huge_pages_free=25_600, shm_free_bytes=7 << 30)
+    assert troubles(judge.machine(enough, 50 << 30, huge_pages=True)) == []
+
+
+def test_the_transport_that_will_be_used_is_named() -> None:
+    assert "between hosts: TCP (3.00 GB/s" in judge.ucx(MACHINE).says
+    fast = judge.ucx(
+        replace(MACHINE, transports=("tcp", "rc_mlx5", "gdr_copy"), has_infiniband=True, has_gpu=True)
+    )
+    assert fast.level == "ok"
+    assert "found RDMA, GPU-direct, TCP" in fast.says
+    assert "between hosts: RDMA" in fast.says
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "check"),
+    [
+        ({"error": "refused"}, "fail", "worker"),
+        ({"ready": False}, "fail", "worker"),
+        ({"page_size": 32}, "fail", "page size"),
+        ({"geometry": {**GEOMETRY, "layout": "layer_first"}}, "fail", "layout"),
+        ({"geometry": {**GEOMETRY, "kv_dtype": "float8_e4m3fn"}}, "fail", "KV dtype"),
+        ({"geometry": {**GEOMETRY, "model": "bb"}}, "fail", "model revision"),
+        ({"tokenizer": "u"}, "fail", "tokenizer"),
+        ({"chat_template": "none"}, "fail", "chat template"),
+        ({"namespace": "m@2"}, "fail", "namespace"),
+        ({"versions": "w"}, "warn", "versions"),
+        ({"pool": "down"}, "fail", "pool"),
+        ({"has_storage": False}, "warn", "storage"),
+        ({"radix_cache": False}, "fail", "radix cache"),
+        ({"prefetch_policy": "best_effort"}, "fail", "prefetch"),
+        ({"prefetch_policy": "timeout"}, "warn", "prefetch"),
+        ({"prefetch_threshold": 256}, "warn", "prefetch"),
+        ({"prefetch_threshold": 4096}, "fail", "prefetch"),
+        ({"write_policy": "write_back"}, "fail", "write policy"),
+        ({"host_tokens": 4000}, "fail", "host pool"),
+        ({"host_tokens": 20_000}, "warn", "host pool"),
+        ({"clock_ahead_s": -7.0}, "warn", "clock"),
+    ],
+)
+def test_one_workers_fault_is_found(change: dict[str, Any], level: str, check: str) -> None:
+    found = troubles(judge.workers([WORKER, replace(PREFILL, **change)]))
+    if check == "page size":  # a smaller one than its threshold
+        found.remove(("warn", "prefetch"))
+    assert found == [(level, check)]
+    assert judge.status([Finding(check, level, "")]) == {"warn": 1, "fail": 2}[level]  # type: ignore[arg-type]
+
+
+def test_workers_of_different_models_may_differ() -> None:
+    other = replace(WORKER, url="http://c", model="n", page_size=32, prefetch_threshold=32, tokenizer="u")
+    assert troubles(judge.workers([WORKER, other])) == []
+
+
+def test_roles_that_do_not_make_a_cluster() -> None:
+    assert troubles(judge.workers([PREFILL])) == [("fail", "worker"), ("warn", "worker")]
+    assert troubles(judge.workers([replace(WORKER, role="agg")])) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "check"),
+    [
+        ({"error": "refused"}, "fail", "pool node"),
+        ({"dead_members": ("b",)}, "warn", "pool node"),
+        ({"full_namespaces": ("m@1",)}, "warn", "quota"),
+        ({"unwritable_tiers": ("ssd0",)}, "fail", "tier"),
+        ({"free_bytes": 1 << 20, "evictions": 5}, "warn", "pool memory"),
+        ({"epoch": 4}, "warn", "pool node"),
+    ],
+)
+def test_a_pool_nodes_fault_is_found(change: dict[str, Any], level: str, check: str) -> None:
+    assert troubles(judge.pool([NODE, replace(NODE, node="b", **change)])) == [(level, check)]
+
+
+@pytest.mark.parametrize(
+    ("turn", "change", "levels"),
+    [
+        (0, {"decode": {"pool": 192, "computed": 71}}, ["fail"]),
+        (0, {"decode": {}}, ["fail"]),
+        (0, {"prefill": None, "decode": {"computed": 263}}, []),
+        (1, {"prefill": {"device": 256, "computed": 78}}, ["warn"]),
+        (1, {"prefill": {"computed": 334}}, ["fail"]),
+        (1, {"prefill": None, "decode": {"device": 320, "computed": 14}}, []),
+        (1, {"prefill": None, "decode": {"computed": 334}}, ["fail"]),
+    ],
+)
+def test_the_live_probe_is_judged_by_the_tokens_each_step_reused(
+    turn: int, change: dict[str, Any], levels: list[str]
+) -> None:
+    turns = list(TURNS)
+    turns[turn] = replace(turns[turn], **change)
+    assert [level for level, _ in troubles(judge.probe(replace(PROBE, turns=tuple(turns))))] == levels
+
+
+def test_a_probe_that_got_no_answer_is_a_failure() -> None:
+    assert troubles(judge.probe(Probe(error="status 503"))) == [("fail", "live probe")]
