@@ -40,9 +40,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True):
-    """Medians of a turn's samples, in milliseconds. `parts` add up to the whole of a typical request:
-    `client` is what the router did not see. `put`, `get`: time in which pages moved; `put_hidden`: of which
-    before the end of `prefill`; `get_beside_put`: of which pages of the same request were still put.
+    """Medians of a turn's samples, in milliseconds. `parts` add up to the whole of a typical one: `client`
+    is what the router did not see; it tells the decode worker's pull apart from `decode`. `put`, `get`: time
+    in which pages moved; `put_hidden`: of which before the end of `prefill`; `get_beside_put`: of which pages
+    of the same request were still put.
     """
 
     turn: int
@@ -116,7 +117,7 @@ def weigh(samples: Sequence[Sample]) -> Weights:
         first_token=first,
         parts=parts,
         in_prefill=_medians([sample.prefill for sample in samples], WORKER_PARTS),
-        in_decode=_medians([sample.decode for sample in samples], WORKER_PARTS),
+        in_decode=_medians([sample.decode for sample in samples], ("queue", "compute")),
         put=median(covered_ms(sample.puts) for sample in samples),
         put_hidden=median(shared_ms(sample.puts, [_prefill_of(sample)]) for sample in samples),
         get=median(covered_ms(sample.gets) for sample in samples),

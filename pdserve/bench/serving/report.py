@@ -68,6 +68,7 @@ def plot_turns(path: Path, outcome: Outcome, title: str) -> None:
     right.legend(frameon=False)
     for axis in (left, middle, right):
         axis.set_xlabel("turn")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.set_ylim(bottom=0)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)

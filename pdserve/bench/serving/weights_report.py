@@ -58,7 +58,9 @@ def plot_weights(path: Path, samples: Sequence[Sample], title: str) -> None:
             axis.barh(row, length, left=bar.start, height=0.8, color=COLOURS.get(bar.name, "#e0e0e0"))
             if length > 0.04 * middle.first_token_ms:
                 label = f"{bar.name} {length:,.0f}".strip()
-                axis.text(bar.start + length / 2, row, label, ha="center", va="center", fontsize=8)
+                colour = "white" if bar.name in ("prefill", "compute") else "black"
+                at = {"x": bar.start + length / 2, "y": row, "ha": "center", "va": "center"}
+                axis.text(s=label, color=colour, fontsize=8, **at)
         axis.set_yticks([-number for number in range(len(ROWS))], ROWS)
         axis.set_title(f"turn {turn}: {middle.prompt_tokens:,} tokens, ms", loc="left", fontsize=10)
         axis.set_xlim(0, middle.first_token_ms)
