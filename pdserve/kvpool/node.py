@@ -139,8 +139,8 @@ class PoolNode:
             self.gossip.start()
             self._upgrader.took_over()
             self._serve_metrics()
-            if self.config.ucx.enabled and self._is_remote():
-                self._ucx.load()
+            if self.config.ucx.enabled:
+                self._ucx.prepare(remote=any(is_remote(address) for address in self.config.listen))
             addresses = ", ".join(self.config.listen)
             logger.info(
                 "pool node %s is ready at %s: %d MiB", self.config.name, addresses, self.config.capacity >> 20
@@ -207,9 +207,6 @@ class PoolNode:
             listening=self.listeners.hand_over(),
             ucx=self._ucx.server is not None,
         )
-
-    def _is_remote(self) -> bool:
-        return any(is_remote(address) for address in self.config.listen)
 
     def stop(self) -> None:
         """Let `serve` return."""

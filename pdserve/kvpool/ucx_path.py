@@ -1,23 +1,30 @@
-"""A node's UCX data path: loaded when it is first needed, one endpoint per client. asyncio.
+"""A node's UCX data path: one endpoint per client. asyncio.
 
-UCX takes 0.6 s to load, in a thread: a node that only its own host can reach leaves it to the first client
-that asks for it.
+UCX takes 0.6 s to load, in a thread; more than a client waits for on a slow machine. So a node that other
+hosts can reach loads it at once. One that only its own host can reach needs it seldom (for a client in
+another container, say): it loads the library a while after its start, when first reads have been answered,
+and makes the rest ready when such a client comes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
+from typing import Final
 
 from pdserve.errors import PdserveError
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.events import CancelTransfers, Event, StartReceive, StartSend
 from pdserve.kvpool.messages import Fault, Hello, UcxInfo
 from pdserve.kvpool.transports.base import Bytes1D
+from pdserve.kvpool.transports.ucx import UcxLibrary
 from pdserve.kvpool.transports.ucx_server import UcxServer
 
 logger = logging.getLogger(__name__)
+
+LIBRARY_AFTER_S: Final = 5.0
 
 
 class UcxPath:
@@ -38,6 +45,21 @@ class UcxPath:
         self._lost = lost
         self.server: UcxServer | None = None
         self._loading: asyncio.Task[UcxServer] | None = None
+        self._library: asyncio.Handle | None = None
+
+    def prepare(self, *, remote: bool) -> None:
+        """The node is ready; `remote`: for other hosts."""
+        if remote:
+            self.load()
+        else:
+            thread = threading.Thread(target=self._load_library, daemon=True)
+            self._library = asyncio.get_running_loop().call_later(LIBRARY_AFTER_S, thread.start)
+
+    def _load_library(self) -> None:
+        try:
+            UcxLibrary().context(self._config.ucx.options)
+        except PdserveError as error:  # whoever needs it is told why not
+            logger.info("node %s: %s", self._config.name, error)
 
     def load(self) -> asyncio.Task[UcxServer]:
         """Load UCX unless that was begun."""
@@ -67,6 +89,8 @@ class UcxPath:
 
     def stop(self) -> None:
         """End all of it; idempotent."""
+        if self._library is not None:
+            self._library.cancel()
         if self._loading is not None:
             self._loading.cancel()
         if self.server is not None:

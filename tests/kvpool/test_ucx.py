@@ -566,6 +566,26 @@ def test_importing_the_transport_loads_no_ucx() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_a_node_of_its_own_host_alone_has_the_library_before_a_client_asks_for_it() -> None:
+    code = """
+import asyncio, sys, numpy as np
+from pdserve.kvpool import ucx_path
+from pdserve.kvpool.config import PoolNodeConfig
+ucx_path.LIBRARY_AFTER_S = 0.0
+async def run():
+    path = ucx_path.UcxPath(PoolNodeConfig(), np.zeros(4096, np.uint8), print, print)
+    path.prepare(remote=False)
+    assert "ucxx" not in sys.modules
+    async with asyncio.timeout(60):
+        while "ucxx._lib.arr" not in sys.modules:
+            await asyncio.sleep(0.01)
+    assert path.server is None
+    path.stop()
+asyncio.run(run())
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def test_a_client_loads_ucx_when_it_is_made_and_only_if_a_node_may_be_elsewhere() -> None:
     code = """
 import sys

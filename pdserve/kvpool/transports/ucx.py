@@ -28,7 +28,7 @@ import importlib.util
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -164,6 +164,7 @@ class UcxLink:
         self._endpoint: Any = None
         self._loop_endpoint: Any = None
         self._listener: Any = None
+        self._greeting: Operation | None = None
         self._arrived: list[Any] = []  # endpoints the listener accepted; a list, so that no cycle arises
         try:
             self._worker: Any = self._api.UCXWorker(context)
@@ -213,7 +214,8 @@ class UcxLink:
 
     def receive_greeting(self, buffer: Bytes1D) -> Operation:
         """Receive the greeting, from whichever endpoint will come."""
-        return self._start(self._worker.tag_recv, buffer, GREETING_TAG)
+        self._greeting = self._start(self._worker.tag_recv, buffer, GREETING_TAG)
+        return self._greeting
 
     def complete_unmatched(self, tag: int) -> None:
         """End a posted receive that no message has matched, by sending it an empty one from here.
@@ -255,12 +257,12 @@ class UcxLink:
         """The endpoint has not failed (also while it is not connected yet)."""
         return self._endpoint is None or bool(self._endpoint.alive)
 
-    def destroy(self, operations: list[Operation], unmatched: Sequence[Operation] = ()) -> None:
+    def destroy(self, operations: list[Operation]) -> None:
         """End everything. When this returns UCX touches none of the operations' buffers. Never raises.
 
         The operations are released and `operations` emptied: the worker goes with the last reference to it,
-        and an exception's traceback may hold an operation for long. Receives that wait for whoever comes are
-        `unmatched`: no endpoint's closing completes them, they end with the worker.
+        and an exception's traceback may hold an operation for long. The greeting's receive hangs on no
+        endpoint, so none's closing completes it, and nobody waits for it: it ends with the worker.
         """
         if self._worker is None:
             return
@@ -269,13 +271,16 @@ class UcxLink:
                 if endpoint is not None:
                     self._close(endpoint)
             deadline = time.monotonic() + CLOSE_WAIT_S
-            while not all(operation.completed for operation in operations) and time.monotonic() < deadline:
+            ending = [operation for operation in operations if operation is not self._greeting]
+            while not all(operation.completed for operation in ending) and time.monotonic() < deadline:
                 self._worker.progress()
+            ending.clear()
             self._worker.progress()  # lets go of what completed in the last step
         except (self._api.UCXError, RuntimeError) as error:
             logger.warning("closing a UCX connection: %s", error)
-        for operation in (*operations, *unmatched):
+        for operation in operations:
             operation.release()
+        self._greeting = None
         operations.clear()
         self._arrived.clear()
         self._endpoint = self._loop_endpoint = None

@@ -368,14 +368,11 @@ class UcxServer:
             return
         self._loop.remove_reader(peer.link.epoll_fd)
         operations = [operation for running in peer.running.values() for operation in running.operations]
-        # Who never greeted (a client that ran out of time) must not cost the event loop the wait for it
-        greeting, peer.greeting_operations = peer.greeting_operations, []
+        operations += peer.greeting_operations
+        peer.greeting_operations.clear()
         for running in peer.running.values():
             running.operations.clear()
-        if peer.greeted:
-            peer.link.destroy(operations + greeting)
-        else:
-            peer.link.destroy(operations, unmatched=greeting)
+        peer.link.destroy(operations)
         for action in (*(running.action for running in peer.running.values()), *peer.waiting.values()):
             self._report(action, False)
         peer.running.clear()
