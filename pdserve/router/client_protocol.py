@@ -4,8 +4,10 @@ uvicorn bounds how long a connection may be idle after an answer. Here are bound
 may do instead of asking: send nothing, send its head (or a body that nobody waits for) drop by drop, send a
 head without an end. Who reads a body bounds that one (hot.py).
 
-When the router stops, uvicorn closes idle connections at once, and a request that is on its way there is
-lost. So an idle connection lives on for `LINGER_S`: what comes is answered, with `Connection: close`.
+When the router stops, uvicorn closes connections as soon as they are idle, and a request that is on its way
+there is lost. So an idle connection lives on for `LINGER_S`, and what comes is answered, with `Connection:
+close`; a stream's connection, too, whose head has promised that it stays, and one that was accepted a moment
+before.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import asyncio
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from pdserve.router.coalesce import CoalescingTransport
 
@@ -23,6 +26,12 @@ LINGER_S = 1.0
 _CLOSING = b"content-length: 0\r\nconnection: close\r\n\r\n"
 _TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\n" + _CLOSING
 _TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSING
+
+
+class Connections(ServerState):
+    """uvicorn's, and whether the server has begun to stop."""
+
+    is_stopping = False
 
 
 class ClientProtocol(HttpToolsProtocol):
@@ -45,6 +54,8 @@ class ClientProtocol(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
+        if isinstance(self.server_state, Connections) and self.server_state.is_stopping:
+            self.shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is over."""
@@ -81,14 +92,16 @@ class ClientProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if not self._in_head and self._late is None:
             self._late = self.loop.call_later(self._head_s, self._on_late)
+        if self._is_last:
+            self.loop.call_later(LINGER_S, self._close_idle)
 
     def shutdown(self) -> None:
         """The router stops."""
         self._is_last = True
-        if self._is_answering:
-            self.cycle.keep_alive = False
-        else:
+        if not self._is_answering:
             self.loop.call_later(LINGER_S, self._close_idle)
+        elif not self.cycle.response_started:
+            self.cycle.keep_alive = False
 
     @property
     def _is_answering(self) -> bool:

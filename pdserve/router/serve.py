@@ -20,7 +20,7 @@ from pdserve.errors import ConfigError, StartupError
 from pdserve.logs import configure_logs
 from pdserve.router.admin import AdminApp
 from pdserve.router.app import Router, open_router
-from pdserve.router.client_protocol import ClientProtocol
+from pdserve.router.client_protocol import ClientProtocol, Connections
 from pdserve.router.config import RouterConfig
 from pdserve.router.hot import LAST_WORD_S
 from pdserve.router.reload import take_over, watch_file
@@ -124,6 +124,15 @@ async def _server(config: RouterConfig) -> AsyncIterator[tuple[Router, uvicorn.S
 
 class _Server(uvicorn.Server):
     """uvicorn without its signal handling, which ends the process by the signal after a graceful stop."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.server_state: Connections = Connections()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Finish what runs."""
+        self.server_state.is_stopping = True
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

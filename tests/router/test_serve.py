@@ -95,6 +95,9 @@ def test_what_comes_on_an_idle_connection_while_the_router_stops_is_answered_and
         async with workers(decode):
             router = await RouterProcess.start("--decode", decode.url)
             await router.listening()
+            gate = Gate()
+            decode.script(CHAT, stream(EVENTS, gate, gate_after=1))
+            streaming = await start_streaming(router)
             idle, new, busy = [await router.connect() for _ in range(3)]
             body = json.dumps(chat_body()).encode()
             for client in (idle, busy):
@@ -105,7 +108,10 @@ def test_what_comes_on_an_idle_connection_while_the_router_stops_is_answered_and
                 while True:
                     (await router.connect()).leave()
                     await asyncio.sleep(0.01)
-            for client in (busy, new):
+            gate.open.set()
+            while await streaming.chunk():
+                pass
+            for client in (busy, new, streaming):
                 await client.send(CHAT, body)
                 last = await client.response()
                 assert (last.body, last.headers["connection"]) == (ANSWER, "close")
