@@ -66,11 +66,16 @@ class Child:
         """Wait for the process itself, not its children, and give its status; negative: minus a signal."""
         return await self._process.wait()
 
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal, if it is there still."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
     async def end(self, grace_s: float, hurry: asyncio.Event) -> int:
         """SIGTERM, at most `grace_s` (less once `hurry` is set), then SIGKILL to all of the session."""
         if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGTERM)
+            self.signal(signal.SIGTERM)
             ended, hurried = asyncio.create_task(self.wait()), asyncio.create_task(hurry.wait())
             await asyncio.wait({ended, hurried}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
             hurried.cancel()

@@ -2,7 +2,7 @@
 
 One task keeps one process (`_keep`); it ends only by an error that the cluster cannot go on from. Whatever
 ends `run` (a signal, a death, a time-out, a bug), every process is stopped in reverse order before it
-returns.
+returns. SIGUSR1 restarts all processes in the order of their start, each once the one before is ready again.
 """
 
 from __future__ import annotations
@@ -92,6 +92,9 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._starting_since_s: dict[str, float] = {}
         self._starts = asyncio.Semaphore(plan.settings.start_parallelism)
+        self._renewed: dict[str, asyncio.Future[None]] = {}
+        """Processes that are restarted as SIGUSR1 asks; done once they are ready again."""
+        self._renew = asyncio.Event()
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -102,6 +105,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
+        loop.add_signal_handler(signal.SIGUSR1, self._renew.set)
         for spec in self._plan.processes:
             write_private(spec.config_path, to_toml(spec.config))
         run_dir = self._plan.processes[0].config_path.parent
@@ -137,21 +141,27 @@ class Supervisor:
                 await asyncio.gather(*ready)
             progress.cancel()
             await self._announce()
+            group.create_task(self._renewing())
 
     async def _keep(self, spec: ProcessSpec, warden: Warden, ready: asyncio.Future[None]) -> None:
         """Start a process, say when it is ready, and start it again when it dies and may be."""
         restarts_s: list[float] = []
+        again = False
         while True:
             async with self._starts:
-                child = await Child.start(spec, warden, self._console, again=bool(restarts_s))
+                child = await Child.start(spec, warden, self._console, again=again)
                 self._children[spec.name] = child
                 status = await self._until_ready(child)
+            again = True
             if status is None:
-                if not ready.done():
-                    ready.set_result(None)
+                for waiting in (ready, self._renewed.pop(spec.name, ready)):
+                    if not waiting.done():
+                        waiting.set_result(None)
                 status = await child.wait()
             await child.end(0.0, self._hurry)
             del self._children[spec.name]
+            if spec.name in self._renewed:
+                continue
             died = ProcessDeathError(f"{spec.name} {describe_status(status)}", child.last_lines())
             if not ready.done():
                 raise ProcessDeathError(
@@ -193,6 +203,28 @@ class Supervisor:
         finally:
             ended.cancel()
             del self._starting_since_s[spec.name]
+
+    async def _renewing(self) -> None:
+        """Restart every process, one after the other, whenever SIGUSR1 asks."""
+        while True:
+            await self._renew.wait()
+            self._renew.clear()
+            self._console.say("SIGUSR1: restarting all processes, one after the other")
+            for spec in self._plan.processes:
+                if (child := self._children.get(spec.name)) is None:
+                    continue  # it starts anew anyway
+                if spec.role == "router" and spec.config.get("processes", 1) > 1:
+                    child.signal(
+                        signal.SIGHUP
+                    )  # it replaces its processes itself, and refuses nobody meanwhile
+                    continue
+                renewed = self._renewed[spec.name] = asyncio.get_running_loop().create_future()
+                child.signal(signal.SIGTERM)
+                await asyncio.wait({renewed}, timeout=self._grace_s(spec))
+                if spec.name in self._renewed and self._children.get(spec.name) is child:
+                    await child.end(0.0, self._hurry)
+                await renewed
+            self._console.say("all processes have been restarted")
 
     # --- stopping
 

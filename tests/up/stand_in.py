@@ -59,6 +59,7 @@ class Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
 
 
+signal.signal(signal.SIGHUP, lambda *_: note("reload"))
 note("start")
 if behave == "die_at_start":
     for i in range(30):

@@ -167,6 +167,37 @@ def test_a_worker_that_dies_later_is_reported_and_started_again_on_the_same_port
         assert cluster.process.poll() is None
 
 
+def test_sigusr1_restarts_every_process_in_order_each_once_the_one_before_is_ready(tmp_path: Path) -> None:
+    with running(tmp_path, DISAGG) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        before, known = cluster.started(), len(cluster.journal())
+        cluster.process.send_signal(signal.SIGUSR1)
+        cluster.wait_for(r"all processes have been restarted")
+        notes = [(e["role"], e["what"]) for e in cluster.journal()[known:] if e["what"] == "start"]
+        assert notes == [("pool", "start"), ("prefill", "start"), ("decode", "start"), ("router", "start")]
+        ready = [line.split()[2] for line in cluster.lines if " is ready after " in line]
+        assert ready[4:] == ["pool0", "prefill0", "decode0", "router"]
+        assert not set(before.values()) & set(cluster.started().values())
+        assert not any("error" in line for line in cluster.lines)
+        assert (cluster.run_dir / "decode0.log").read_text().count("decode listens") == 2
+        ask_to_die(cluster, "decode0")  # what dies later is restarted as before
+        cluster.wait_for(r"restarting decode0")
+        cluster.wait_for(r"decode0 is ready")
+        cluster.process.send_signal(signal.SIGINT)
+        assert cluster.finish() == 0
+
+
+def test_sigusr1_leaves_a_router_of_several_processes_to_itself(tmp_path: Path) -> None:
+    with running(tmp_path, DISAGG.replace("[router]", "[router]\nprocesses = 2")) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        before = cluster.started()
+        cluster.process.send_signal(signal.SIGUSR1)
+        cluster.wait_for(r"all processes have been restarted")
+        wait_until(lambda: "reload" in [e["what"] for e in cluster.journal() if e["role"] == "router"], "hup")
+        after = cluster.started()
+        assert {role for role in before if before[role] != after[role]} == {"pool", "prefill", "decode"}
+
+
 def test_a_worker_that_may_not_be_restarted_takes_the_cluster_down(tmp_path: Path) -> None:
     toml = DISAGG.replace("[[decode]]", '[[decode]]\nrestart = "never"')
     with running(tmp_path, toml) as cluster:
