@@ -135,7 +135,8 @@ def policies() -> str:
 
 def serving() -> str:
     """Conversations beside other servers, from the raw lines of the last kept runs."""
-    out = [*_compared("compare"), *_compared("compare-no-reuse"), *_swept(), *_weighed()]
+    kinds = ("turns", "documents", "no-reuse")
+    out = [line for kind in kinds for line in _compared(f"compare-{kind}")] + [*_swept(), *_weighed()]
     return "\n".join(out or ["`launch/bench.sh` measures it; no run is kept yet."]) + "\n"
 
 

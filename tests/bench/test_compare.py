@@ -164,7 +164,7 @@ def test_the_readme_shows_what_was_kept(
     _, measured = compared
     origin = {"command": "pdserve bench compare", "date": "2026-01-02", "machine": "two cores", "load": "eic"}
     lines = [json.dumps(origin).encode(), *map(msgspec.json.encode, [*measured, *summaries(measured)])]
-    (tmp_path / "compare-2026-01-02.jsonl").write_bytes(b"\n".join(lines))
+    (tmp_path / "compare-turns-2026-01-02.jsonl").write_bytes(b"\n".join(lines))
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
     rows = [line for line in readme.serving().splitlines() if line.startswith("| ")]
     assert len(rows) == 1 + 4

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from pdserve.bench.commands import load_options as options
+from pdserve.bench.commands.compare import ExtraArgs
 from pdserve.bench.commands.options import choices
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def sweep(
     silence: options.Silence = 120.0,
     plot: Annotated[Path | None, typer.Option(help="Draw the rates into this PNG file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Origin, then each rate, then the best.")] = False,
+    extra: ExtraArgs = None,
 ) -> None:
     """The highest rate of asks whose first tokens come in time, and what becomes of those above it.
 
@@ -66,14 +68,13 @@ def sweep(
         pyplot()  # before the work: is it there?
     shape = options.shape_of(preset, scale, {"rounds": rounds, "output_tokens": output_tokens})
     chosen = cast("Api", choices("api", api, ("completions", "chat"))[0])
-    goal = f"first token within {limit_ms:g} ms for {share:.0%}"
-    title = f"{preset}, scale {scale:g}, {shape.rounds} rounds: {goal}"
+    title = f"{preset}, scale {scale:g}, first token within {limit_ms:g} ms for {share:.0%}"
     if as_json:
         typer.echo(json.dumps({**provenance(), "load": title, "seed": seed}))
     tried = []
     say = partial(typer.echo, err=True)
     search = {"limit_s": limit_ms / 1e3, "share": share, "start_s": start, "seconds": seconds}
-    with _served(url, model, device_tokens) as (at, name):
+    with _served(url, model, device_tokens, extra or []) as (at, name):
         server = Server(at, api=chosen, model=name, api_key=api_key, silence_s=silence)
         for one in bench.sweep(server, shape, seed, say, steps=steps, **search):
             tried.append(one)
@@ -91,7 +92,7 @@ def sweep(
 
 
 @contextmanager
-def _served(url: str, model: str, device_tokens: int) -> Iterator[tuple[str, str]]:
+def _served(url: str, model: str, device_tokens: int, extra: list[str]) -> Iterator[tuple[str, str]]:
     """(where to ask, for which model); a contender of `pdserve bench compare` runs until the block ends."""
     from pdserve.bench.cluster import stopped_cleanly
     from pdserve.bench.serving.cluster import launched, workplace
@@ -108,6 +109,7 @@ def _served(url: str, model: str, device_tokens: int) -> Iterator[tuple[str, str
             directory=directory,
             device_tokens=device_tokens,
             arena_directory=memory,
+            extra_args=tuple(extra),
         )
         with launched(url, setting) as started:
             yield started, ""
