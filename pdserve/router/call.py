@@ -1,16 +1,16 @@
 """One client request on a hot route: its state, its way back to the client, and its end when the client
 leaves.
 
-A `Call` runs in the task that the ASGI server gave it. A second task waits for the client to go away and
-then cancels the first, in whatever phase that is; what the phase holds (a connection to a worker, a count
-of load) is released by its `finally`. The total deadline ends a call in the same way.
+A `Call` runs in the task that the ASGI server gave it. When the client goes away (see
+`client_protocol.watch`) that task is cancelled, in whatever phase it is; what the phase holds (a connection
+to a worker, a count of load) is released by its `finally`. The total deadline ends a call in the same way.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import re
-import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Literal
 
@@ -33,8 +33,8 @@ JSON = b"application/json"
 
 
 def request_id(given: bytes) -> bytes:
-    """The id of a request: what its client gave it, if that is short and plain, else a new one."""
-    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12).encode("ascii")
+    """The id of a request: what its client gave it, if short and plain, else a new one (no secret)."""
+    return given if _REQUEST_ID.fullmatch(given) else b"%024x" % random.getrandbits(96)
 
 
 class Call:
@@ -141,11 +141,15 @@ class Call:
             self.end = reason
             self.task.cancel()
 
+    def on_client_gone(self) -> None:
+        """The client went away."""
+        self.stop("client")
+
     async def watch_client(self, receive: Receive) -> None:
-        """Runs beside the call: cancels it when the client goes away."""
+        """Runs beside the call where nobody else says that the client goes away."""
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.stop("client")
+        self.on_client_gone()
 
     # --- the way back
 

@@ -13,7 +13,8 @@ before.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -23,6 +24,8 @@ from pdserve.router.coalesce import CoalescingTransport
 MAX_HEAD_BYTES = 64 * 1024
 """Longest request line and headers; httptools has no bound of its own."""
 LINGER_S = 1.0
+SCOPE_KEY: Final = "pdserve.client"
+"""Where the ASGI scope of a request has the connection that it came on."""
 _CLOSING = b"content-length: 0\r\nconnection: close\r\n\r\n"
 _TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\n" + _CLOSING
 _TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSING
@@ -47,6 +50,8 @@ class ClientProtocol(HttpToolsProtocol):
         self._late: asyncio.TimerHandle | None = None
         self._is_last = False
         """The router stops: the next answer here is the last."""
+        self._is_gone = False
+        self._on_gone: Callable[[], None] | None = None
 
     def connection_made(self, transport: Any) -> None:
         """The client's connection stands."""
@@ -61,6 +66,22 @@ class ClientProtocol(HttpToolsProtocol):
         """The connection is over."""
         self._unset_late()
         super().connection_lost(exc)
+        self._is_gone = True
+        if self._on_gone is not None:
+            self._on_gone()
+
+    def watch(self, on_gone: Callable[[], None]) -> None:
+        """Call `on_gone` when the client goes away, now if it has, until `unwatch`. A task that waits for
+        ASGI's `http.disconnect` does the same; it would be one more for each request.
+        """
+        self._on_gone = on_gone
+        self.flow.resume_reading()  # paused for a large body, which was read
+        if self._is_gone:
+            on_gone()
+
+    def unwatch(self) -> None:
+        """The request is over."""
+        self._on_gone = None
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client. A head of more than `MAX_HEAD_BYTES` ends the connection."""
@@ -72,6 +93,11 @@ class ClientProtocol(HttpToolsProtocol):
                 self._end(_TOO_LONG)
             elif self._head_bytes and self._late is None:
                 self._late = self.loop.call_later(self._head_s, self._on_late)
+
+    def on_message_begin(self) -> None:
+        """A head begins."""
+        super().on_message_begin()
+        self.scope[SCOPE_KEY] = self  # type: ignore[typeddict-unknown-key]
 
     def on_headers_complete(self) -> None:
         """The head is whole."""

@@ -6,10 +6,12 @@ import asyncio
 import logging
 import random
 from collections import defaultdict
+from collections.abc import Callable
 
 from pdserve.errors import RequestError
 from pdserve.logs import served_request
 from pdserve.router.call import JSON, Call, Receive, Scope, Send
+from pdserve.router.client_protocol import SCOPE_KEY, ClientProtocol
 from pdserve.router.config import RouterConfig
 from pdserve.router.deadlines import Deadlines
 from pdserve.router.dispatch import Dispatcher
@@ -73,7 +75,7 @@ class HotRoutes:
         self._deadlines.add(call)
         try:
             if scope["method"] == "POST":
-                await self._serve(call, receive)
+                await self._serve(call, receive, scope.get(SCOPE_KEY))
             else:
                 error = RequestError(405, "Only POST is allowed here.")
                 await call.answer(405, error_of(error), more_headers=((b"allow", b"POST"),))
@@ -87,7 +89,8 @@ class HotRoutes:
             self._deadlines.discard(call)
             self._account(call)
 
-    async def _serve(self, call: Call, receive: Receive) -> None:
+    async def _serve(self, call: Call, receive: Receive, client: ClientProtocol | None) -> None:
+        """`client`: None under another server than our own."""
         try:
             call.tenant = self._entrance.authenticate(call.headers)
             body = await self._read_body(call, receive)
@@ -100,7 +103,7 @@ class HotRoutes:
             return
         call.phase = "plan"
         call.deadline_s = call.started_s + self._total_s
-        watcher = self._loop.create_task(call.watch_client(receive))
+        unwatch = self._watch(call, receive, client)
         try:
             self._understand(call, body)
             ticket = await self._entrance.enter(call)
@@ -111,8 +114,14 @@ class HotRoutes:
         except RequestError as error:
             await call.answer_error(error)
         finally:
-            if not call.is_complete:  # else the server itself lets the watcher's receive() return
-                watcher.cancel()
+            unwatch()
+
+    def _watch(self, call: Call, receive: Receive, client: ClientProtocol | None) -> Callable[[], object]:
+        """End the call when its client goes away, until what is returned is called."""
+        if client is None:
+            return self._loop.create_task(call.watch_client(receive)).cancel
+        client.watch(call.on_client_gone)
+        return client.unwatch
 
     def _understand(self, call: Call, body: bytes) -> None:
         """Fill in what planning needs. Raises RequestError."""

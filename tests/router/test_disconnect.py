@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import MutableMapping
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,73 @@ def test_leaving_during_prefill() -> None:
             prefill.script("/pd/prefill", hang(gate))
             await leave_at(harness, prefill, gate)
             assert decode.requests == []
+            assert harness.stats.client_aborts == {"prefill": 1}
+
+    run(main())
+
+
+def test_leaving_after_a_large_body() -> None:
+    async def main() -> None:
+        async with disagg() as (harness, [prefill], _):
+            gate = Gate()
+            prefill.script("/pd/prefill", hang(gate))
+            client = await harness.connect()
+            body = json.dumps(chat_body(padding="x" * 200_000)).encode()
+            length = {"content-length": str(len(body))}
+            await client.send(CHAT, b"", length)
+            await harness.until_in_flight()
+            client.writer.write(body)
+            await gate.reached.wait()
+            client.leave()
+            await prefill.wait_until(lambda: prefill.disconnected == 1)
+            await harness.assert_nothing_leaked()
+
+    run(main())
+
+
+def test_leaving_during_the_second_request_of_a_connection() -> None:
+    async def main() -> None:
+        async with disagg() as (harness, [prefill], _):
+            client = await harness.connect()
+            body = json.dumps(chat_body()).encode()
+            await client.send(CHAT, body)
+            assert (await client.response()).status == 200
+            gate = Gate()
+            prefill.script("/pd/prefill", hang(gate))
+            await client.send(CHAT, body)
+            await gate.reached.wait()
+            client.leave()
+            await prefill.wait_until(lambda: prefill.disconnected == 1)
+            await harness.assert_nothing_leaked()
+            assert harness.stats.client_aborts == {"prefill": 1}
+
+    run(main())
+
+
+def test_leaving_under_a_server_that_only_speaks_asgi() -> None:
+    async def main() -> None:
+        async with disagg() as (harness, [prefill], _):
+            gate, left, sent = Gate(), asyncio.Event(), []
+            prefill.script("/pd/prefill", hang(gate))
+            messages = [{"type": "http.request", "body": json.dumps(chat_body()).encode()}]
+
+            async def receive() -> dict[str, Any]:
+                if messages:
+                    return messages.pop()
+                await left.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message: MutableMapping[str, Any]) -> None:
+                sent.append(message)
+
+            scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b""}
+            asking = asyncio.create_task(harness.router(scope, receive, send))
+            await gate.reached.wait()
+            left.set()
+            await asking
+            await prefill.wait_until(lambda: prefill.disconnected == 1)
+            await harness.assert_nothing_leaked()
+            assert sent == []
             assert harness.stats.client_aborts == {"prefill": 1}
 
     run(main())
