@@ -130,13 +130,14 @@ def test_a_client_that_leaves_mid_stream_stops_the_decode_within_a_second(cluste
     assert_nothing_leaks(cluster)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("stream", "phase"), [(False, "prefill"), (True, "prefill"), (False, "decode")])
 def test_a_client_that_leaves_before_the_first_byte_stops_prefill_and_decode_within_a_second(
-    cluster: Cluster, stream: bool
+    cluster: Cluster, stream: bool, phase: str
 ) -> None:
+    seed = 8100 + stream + 2 * (phase == "decode")
     body = {
         "model": "demo-tiny",
-        "prompt": token_ids(8100 + stream, 500),
+        "prompt": token_ids(seed, 500),
         "max_tokens": 3000,
         "stream": stream,
         "ignore_eos": True,
@@ -145,7 +146,8 @@ def test_a_client_that_leaves_before_the_first_byte_stops_prefill_and_decode_wit
     async def run() -> None:
         async with httpx.AsyncClient(timeout=60) as client:
             request = asyncio.create_task(client.post(f"{cluster.router.url}/v1/completions", json=body))
-            busy = lambda: any(not idle(worker) for worker in cluster.workers)  # noqa: E731
+            asked = cluster.decode if phase == "decode" else cluster.workers
+            busy = lambda: any(not idle(worker) for worker in asked)  # noqa: E731
             await asyncio.to_thread(eventually, busy, "a worker runs the request", 10.0, 0.01)
             request.cancel()
             await asyncio.gather(request, return_exceptions=True)
