@@ -58,6 +58,7 @@ PURE = (
     "pdserve.metric",
     "pdserve.router.metric_names",
     "pdserve.router.first_token",
+    "pdserve.router.live",
     "pdserve.engine.metric_names",
     "pdserve.kvpool.events",
     "pdserve.kvpool.state",

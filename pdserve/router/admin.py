@@ -8,6 +8,8 @@ POST   /workers/HOST:PORT/undrain
 GET    /tenants                    limits and use
 POST   /reload                     API keys anew (SIGHUP: the configuration too)
 GET    /metrics                    Prometheus
+GET    /live/                      a page that shows it all, live; a browser asks for the key as a password
+GET    /live/events                what it shows, as server-sent events
 GET    /health                     needs no key
 """
 
@@ -25,6 +27,8 @@ from pdserve.errors import ConfigError, RequestError
 from pdserve.router.app import Router, add_error_handlers
 from pdserve.router.call import JSON, Receive, Scope, Send
 from pdserve.router.fleet import FleetError, Role
+from pdserve.router.live_feed import LiveFeed
+from pdserve.router.live_page import BASIC, add_live_page, is_of_live_page, password_as_bearer
 from pdserve.router.openai_errors import error_of
 
 MAX_BODY_BYTES = 64 * 1024
@@ -41,22 +45,29 @@ class Joining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class AdminApp:
     """ASGI application: the key, the size of the body, then FastAPI."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, feed: LiveFeed | None = None) -> None:
         self._router = router
         self._app = _make_app(router)
+        if feed is not None:
+            add_live_page(self._app, feed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         if scope["type"] == "http" and (error := self._refusal(scope)) is not None:
-            headers = {"connection": "close"} | (
-                {"www-authenticate": "Bearer"} if error.status == 401 else {}
-            )
+            headers = {"connection": "close"}
+            if error.status == 401:
+                asks = BASIC if is_of_live_page(scope["path"]) else "Bearer"
+                headers["www-authenticate"] = asks
             await Response(error_of(error), error.status, headers, JSON.decode())(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> RequestError | None:
         headers = dict(scope["headers"])
+        if is_of_live_page(scope["path"]):
+            if b"authorization" not in headers:  # a browser asks first without, which is no attempt
+                return RequestError(401, "The admin key is needed.", type_="authentication_error")
+            password_as_bearer(headers)
         try:
             if scope["path"] != "/health":
                 self._router.entrance.authenticate_admin(headers)

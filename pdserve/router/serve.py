@@ -23,6 +23,7 @@ from pdserve.router.app import Router, open_router
 from pdserve.router.client_protocol import ClientProtocol, Connections
 from pdserve.router.config import RouterConfig
 from pdserve.router.hot import LAST_WORD_S
+from pdserve.router.live_feed import LiveFeed
 from pdserve.router.reload import take_over, watch_file
 from pdserve.router.tenant_config import Access
 
@@ -151,12 +152,15 @@ async def administered(
         yield
         return
     with given or bind(config.admin.host, config.admin.port) as listening:
-        server = make_server(AdminApp(router), config)
+        feed = LiveFeed(router)
+        server = make_server(AdminApp(router, feed), config)
         logger.info("admin API on port %d of %s", listening.getsockname()[1], config.admin.host)
         serving = asyncio.create_task(server.serve(sockets=[listening]), name="router-admin")
+        feeding = asyncio.create_task(feed.run(), name="router-live")
         try:
             yield
         finally:
+            feeding.cancel()
             server.should_exit = server.force_exit = True
             await serving
 
