@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 HOT_PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/embeddings",
     "/generate",
     "/tokenize",
     "/v1/tokenize",

@@ -30,13 +30,14 @@ class RequestView(msgspec.Struct, gc=False):
     prompt: msgspec.Raw = _EMPTY
     text: msgspec.Raw = _EMPTY
     input_ids: msgspec.Raw = _EMPTY
+    input: msgspec.Raw = _EMPTY
     tools: msgspec.Raw = _EMPTY
     cache_salt: msgspec.Raw = _EMPTY
 
     @property
     def prompt_json(self) -> msgspec.Raw:
         """The prompt as it stands in the body: messages, text, token ids, or a list of prompts."""
-        return self.messages or self.prompt or self.text or self.input_ids
+        return self.messages or self.prompt or self.text or self.input_ids or self.input
 
 
 _decoder = msgspec.json.Decoder(RequestView)
