@@ -147,6 +147,7 @@ RULES = (
             "pdserve.command",
             "pdserve.logs",
             "pdserve.tokens",
+            "pdserve.tracing",
         ),
         ("pdserve.kvpool*", "pdserve.router*", *ENGINE, *WORKERS, "pdserve.up*", "pdserve.bench*"),
         "the foundation imports no part",

@@ -31,6 +31,7 @@ from pdserve.kvpool.client_config import POOL_TOKEN_VARIABLE, PoolClientConfig
 from pdserve.kvpool.discovery import locate_pool
 from pdserve.kvpool.worker_etcd import Registration
 from pdserve.tokens import secret_of
+from pdserve.tracing import Tracer, open_tracer
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +66,12 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         reached = config.pool if config.storage == "pool" else PoolClientConfig()
         pool = AsyncPoolClient(reached, namespace, identity.geometry.as_dict())
 
+        tracer = open_tracer(config.tracing, f"pdserve-{role}")
         starting, drain = Starting(), Drain(config.stop_grace_s, config.stop_notice_s, clients)
 
         def configure(app: Any) -> None:
             engine, metrics = Engine(app), WorkerMetrics()
-            worker = Worker(role, config, namespace, identity, engine, pool, drain, metrics)
+            worker = Worker(role, config, namespace, identity, engine, pool, drain, metrics, tracer)
             install(app, worker, parts(worker), token, starting)
 
         argv = server_argv(
@@ -77,7 +79,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         )
         logger.info("worker %s of %s, namespace %s", role, label, namespace)
         os.environ[POOL_TOKEN_VARIABLE] = config.pool.token  # SGLang logs and shows what its arguments hold
-        with _registered(config, role) as register:
+        with _registered(config, role) as register, _closing(tracer):
 
             def on_ready() -> None:
                 starting.end()
@@ -100,6 +102,15 @@ def _registered(config: WorkerConfig, role: Role) -> Iterator[Callable[[], None]
         yield registration.start
     finally:
         registration.stop()
+
+
+@contextlib.contextmanager
+def _closing(tracer: Tracer | None) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if tracer is not None:
+            tracer.close()
 
 
 def _storage(config: WorkerConfig, namespace: str, geometry: dict[str, str]) -> Storage:

@@ -30,10 +30,12 @@ from pdserve.engine.guard import Draining, Guard, Starting
 from pdserve.engine.load import load_of
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
 from pdserve.engine.requests import HttpRequest, PageNames, RequestTracking
+from pdserve.engine.traced import Traced
 from pdserve.errors import PoolRefused, StartupError
 from pdserve.kvpool.aclient import AsyncPoolClient
 from pdserve.kvpool.client_config import PoolClientConfig
 from pdserve.kvpool.worker_etcd import WorkerEtcdConfig
+from pdserve.tracing import Tracer, Tracing
 
 if TYPE_CHECKING:
     from pdserve.engine.geometry import KvIdentity  # imports SGLang, which must wait for prepare.choose()
@@ -93,6 +95,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = ""
     cluster_token_file: Annotated[Path | None, Meta(description="File that holds it instead.")] = None
+    tracing: Annotated[Tracing, Meta(description="Traces for an OpenTelemetry collector.")] = Tracing()
 
 
 class Engine:
@@ -126,6 +129,7 @@ class Worker:
     pool: AsyncPoolClient
     drain: Drain
     metrics: WorkerMetrics
+    tracer: Tracer | None = None
 
     @property
     def names(self) -> PageNames:
@@ -173,6 +177,8 @@ def install(app: Any, worker: Worker, parts: RoleParts, token: str, starting: St
     if worker.config.storage != "none":
         app.add_middleware(FixedWeights)
     app.add_middleware(Continuing, tokenizer_manager=lambda: worker.engine.tokenizer_manager)
+    if worker.tracer is not None:
+        app.add_middleware(Traced, tracer=worker.tracer, role=worker.role)
     app.add_middleware(
         RequestTracking,
         tokenizer_manager=lambda: worker.engine.tokenizer_manager,

@@ -34,6 +34,7 @@ from pdserve.kvpool.pool_links import SharedViews
 from pdserve.kvpool.transports.base import Connector, PageBuffers
 from pdserve.kvpool.transports.control import make_hello
 from pdserve.kvpool.views import Rings, Search
+from pdserve.tracing import timed
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -83,6 +84,10 @@ class AsyncPoolClient:
 
     async def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are committed; False where the owner is away."""
+        with timed("pool exists", pages=len(keys)):
+            return await self._exists(keys)
+
+    async def _exists(self, keys: Sequence[bytes]) -> list[bool]:
         deadline = self._within(self.config.exists_timeout_s)
         asked = [""] * len(keys)
         rings = self.rings
@@ -99,6 +104,10 @@ class AsyncPoolClient:
         """Block until all keys are committed, at most `timeout_s`; which are. Ends early for nodes that are
         away.
         """
+        with timed("pool wait", pages=len(keys)):
+            return await self._wait(keys, timeout_s)
+
+    async def _wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
         deadline = time.monotonic() + timeout_s
         result = [False] * len(keys)
         missing = list(range(len(keys)))

@@ -23,6 +23,7 @@ from pdserve.engine.requests import HttpRequest, PageNames, current_request
 from pdserve.engine.reuse import Found
 from pdserve.errors import RequestError
 from pdserve.kvpool.aclient import AsyncPoolClient
+from pdserve.tracing import timed
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +72,16 @@ class Prefill:
         body = await request.body()
         started_s = time.monotonic()
         converted = await prefill_request(self._engine.app_state, endpoint, body, request)
-        outcome = await run_prefill(self._engine.tokenizer_manager, converted)
+        with timed("prefill"):
+            outcome = await run_prefill(self._engine.tokenizer_manager, converted)
         computed_s = time.monotonic()
         record = current_request()
         assert record is not None, "this route is tracked"
         keys = self._names.of_prompts(record)
         found = self._names.of_prefixes(record, outcome.cached_tokens)
         ends = self._names.ends_of_prompts(record)
-        published = await self._unless_left(record, self._published(keys, ends, set(found)))
+        with timed("publish", pages=len(keys)):
+            published = await self._unless_left(record, self._published(keys, ends, set(found)))
         publish_s = time.monotonic() - computed_s
         self._metrics.observe("publish", publish_s)
         if published < len(keys) and not record.left.is_set():

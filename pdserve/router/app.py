@@ -24,9 +24,10 @@ from pdserve.router.call import JSON, Message, Receive, Scope, Send, request_id
 from pdserve.router.config import RouterConfig
 from pdserve.router.discovery import Discovery
 from pdserve.router.dispatch import Dispatcher
+from pdserve.router.document import HOT_ROUTES, complete
 from pdserve.router.entrance import Entrance
 from pdserve.router.fleet import Fleet
-from pdserve.router.hot import HOT_PATHS, HotRoutes
+from pdserve.router.hot import HotRoutes
 from pdserve.router.keys import cluster_token
 from pdserve.router.metrics import RouterCollector, Stats, make_registry
 from pdserve.router.openai_errors import error_body, error_of, error_type
@@ -34,15 +35,12 @@ from pdserve.router.probe import Prober
 from pdserve.router.shared_sessions import SharedSessions
 from pdserve.router.tenant_metrics import EntranceCollector
 from pdserve.router.upstream import Upstream
+from pdserve.tracing import Tracer, open_tracer
 
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"))
 """Ordinary routes that need no API key where others do."""
-_BODY = {
-    "content": {"application/json": {"schema": {"type": "object", "additionalProperties": True}}},
-    "required": True,
-}
 
 
 class Router:
@@ -56,6 +54,7 @@ class Router:
         upstream: Upstream,
         dispatcher: Dispatcher,
         stats: Stats,
+        tracer: Tracer | None = None,
     ) -> None:
         self.config = config
         self.fleet = fleet
@@ -64,8 +63,8 @@ class Router:
         self.dispatcher = dispatcher
         self.stats = stats
         self.created_s = int(time.time())
-        self._hot = HotRoutes(config, entrance, dispatcher, upstream.deadlines, stats)
-        self._hot_paths = frozenset(HOT_PATHS)
+        self._hot = HotRoutes(config, entrance, dispatcher, upstream.deadlines, stats, tracer)
+        self._hot_paths = frozenset(HOT_ROUTES)
         collector = RouterCollector(stats, fleet, upstream, lambda: len(dispatcher.placer.sessions))
         self.registry = make_registry(collector, EntranceCollector(entrance))
         self.exposition: Callable[[], Awaitable[bytes]] = self.own_exposition
@@ -179,8 +178,11 @@ class Router:
 
 
 @asynccontextmanager
-async def open_router(config: RouterConfig) -> AsyncIterator[Router]:
-    """A running router: connections, probes, application. Raises ConfigError, StartupError."""
+async def open_router(config: RouterConfig, tracer: Tracer | None = None) -> AsyncIterator[Router]:
+    """A running router: connections, probes, application. `tracer` replaces the configured one. Raises
+    ConfigError, StartupError.
+    """
+    tracer = tracer or open_tracer(config.tracing, "pdserve-router")
     fleet, stats = Fleet.from_config(config), Stats()
     token = cluster_token(config.access)
     entrance = Entrance(config, fleet)
@@ -191,7 +193,7 @@ async def open_router(config: RouterConfig) -> AsyncIterator[Router]:
     tasks: list[asyncio.Task[None]] = []
     try:
         dispatcher = Dispatcher(config, fleet, upstream, stats, shared)
-        router = Router(config, fleet, entrance, upstream, dispatcher, stats)
+        router = Router(config, fleet, entrance, upstream, dispatcher, stats, tracer)
         if discovery is not None:
             await discovery.first()
             tasks.append(asyncio.create_task(discovery.run(), name="router-discovery"))
@@ -209,6 +211,8 @@ async def open_router(config: RouterConfig) -> AsyncIterator[Router]:
         upstream.close()
         if shared is not None:
             await shared.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
 
 def _report_end(task: asyncio.Task[None]) -> None:
@@ -225,6 +229,7 @@ def make_app(router: Router, hot: HotRoutes) -> fastapi.FastAPI:
     )
     add_error_handlers(app)
     _add_hot_routes(app, hot)
+    _publish(app)
 
     @app.get("/v1/models", tags=["OpenAI"])
     async def list_models() -> dict[str, Any]:
@@ -253,7 +258,10 @@ def make_app(router: Router, hot: HotRoutes) -> fastapi.FastAPI:
             del state["workers"], state["models"]
         return JSONResponse(state, 200 if state["ready"] else 503)
 
-    @app.get("/metrics", tags=["operations"], response_class=Response)
+    text: dict[int | str, dict[str, Any]]
+    text = {200: {"description": "In Prometheus' text form.", "content": {"text/plain": {}}}}
+
+    @app.get("/metrics", tags=["operations"], response_class=Response, responses=text)
     async def metrics() -> Response:
         """Prometheus metrics."""
         return Response(await router.exposition(), media_type=CONTENT_TYPE_LATEST)
@@ -273,22 +281,29 @@ class _HotResponse(Response):
 
 
 def _add_hot_routes(app: fastapi.FastAPI, hot: HotRoutes) -> None:
-    """The hot routes in the published document; requests to them do not come this way (see `Router`)."""
+    """The hot routes, for whoever runs the application by itself; requests to the router do not come this
+    way (see `Router`).
+    """
 
     async def relay() -> Response:
         return _HotResponse(hot)
 
-    for path in HOT_PATHS:
+    for path in HOT_ROUTES:
         app.add_api_route(
-            path,
-            relay,
-            methods=["POST"],
-            name=path.strip("/").replace("/", "_"),
-            summary=f"SGLang's {path}, relayed unchanged.",
-            tags=["OpenAI" if path.startswith("/v1/c") else "SGLang"],
-            openapi_extra={"requestBody": _BODY},
-            response_class=Response,
+            path, relay, methods=["POST"], name=path, response_class=Response, include_in_schema=False
         )
+
+
+def _publish(app: fastapi.FastAPI) -> None:
+    """The OpenAPI document: FastAPI's, completed; made when it is first asked for."""
+    of_fastapi = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = complete(of_fastapi())
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to extend it
 
 
 def add_error_handlers(app: fastapi.FastAPI) -> None:

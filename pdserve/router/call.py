@@ -19,6 +19,7 @@ from pdserve.router.facts import Facts
 from pdserve.router.openai_errors import convert_error, error_event, error_of, error_type
 from pdserve.router.tenants import TenantState
 from pdserve.router.usage import Meter
+from pdserve.tracing import PASSED_ON, Trace
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -28,7 +29,6 @@ Phase = Literal["body", "plan", "queue", "settle", "prefill", "decode", "stream"
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 _FIELD_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]{1,1024}")
-_PASSED_ON = (b"traceparent", b"tracestate")
 JSON = b"application/json"
 
 
@@ -57,6 +57,7 @@ class Call:
         "path",
         "phase",
         "plan_words",
+        "planned_s",
         "prefilled",
         "prompt_counted",
         "queued_tokens",
@@ -66,6 +67,7 @@ class Call:
         "status",
         "task",
         "tenant",
+        "trace",
         "upstream_headers",
         "workers",
     )
@@ -98,6 +100,9 @@ class Call:
         self.is_sse = False
         self.first_byte_s = 0.0
         """When the status was sent, on the loop's clock; 0 before that."""
+        self.trace: Trace | None = None
+        self.planned_s = 0.0
+        """When it was let in, and its plan was begun."""
         self.asked_s = 0.0
         """When the decode worker was asked, the first of several."""
         self.parts_s: dict[str, float] = {}
@@ -118,12 +123,17 @@ class Call:
         value = self.headers.get(name.encode("ascii"))
         return None if value is None else value.decode("latin-1")
 
+    def pass_on(self, headers: dict[bytes, bytes]) -> None:
+        """Workers get these headers in place of the client's own."""
+        self.headers.update(headers)
+        self.upstream_headers = self._headers_for_workers()
+
     def _headers_for_workers(self) -> bytes:
         content_type = self.headers.get(b"content-type", JSON)
         if not _FIELD_VALUE.fullmatch(content_type):
             content_type = JSON
         lines = b"content-type: %b\r\nx-request-id: %b\r\n" % (content_type, self.request_id)
-        for name in _PASSED_ON:
+        for name in PASSED_ON:
             value = self.headers.get(name)
             if value is not None and _FIELD_VALUE.fullmatch(value):
                 lines += b"%b: %b\r\n" % (name, value)

@@ -11,6 +11,7 @@ from msgspec import Meta
 from pdserve.kvpool.worker_etcd import WorkerEtcdConfig
 from pdserve.router.placement_config import PlacementSettings, Session
 from pdserve.router.tenant_config import SHARED, Access, Admin, Admission, Tenant, TenantLimits
+from pdserve.tracing import Tracing
 
 Mode = Literal["disagg", "agg"]
 
@@ -194,6 +195,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tenants: tuple[Tenant, ...] = ()
     admin: Admin = Admin()
     etcd: WorkerEtcdConfig = WorkerEtcdConfig()
+    tracing: Tracing = Tracing()
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no field alone can tell; the loader adds the file's name."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from pdserve.errors import RequestError
 from pdserve.logs import served_request
+from pdserve.router import spans
 from pdserve.router.call import JSON, Call, Receive, Scope, Send
 from pdserve.router.client_protocol import SCOPE_KEY, ClientProtocol
 from pdserve.router.config import RouterConfig
@@ -23,19 +24,10 @@ from pdserve.router.openai_errors import error_of
 from pdserve.router.prefixes import prefix_of
 from pdserve.router.schema import estimate_prompt_tokens, parse_request
 from pdserve.router.session_keys import find_session_key, parse_sources
+from pdserve.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
-HOT_PATHS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/embeddings",
-    "/generate",
-    "/tokenize",
-    "/v1/tokenize",
-    "/detokenize",
-    "/v1/detokenize",
-)
 LAST_WORD_S = 1.0
 """How long a client that must be cut off is given to take the error."""
 BODY_BYTES_S = 4096
@@ -54,7 +46,9 @@ class HotRoutes:
         dispatcher: Dispatcher,
         deadlines: Deadlines,
         stats: Stats,
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracer = tracer
         self._entrance = entrance
         self._dispatcher = dispatcher
         self._deadlines = deadlines
@@ -72,6 +66,8 @@ class HotRoutes:
         now_s = self._loop.time()
         call = Call(scope, send, now_s, now_s + self._body_s)
         served_request.set(call.request_id)
+        if self._tracer is not None:
+            spans.begin(self._tracer, call)
         self._stats.in_flight += 1
         self._deadlines.add(call)
         try:
@@ -89,6 +85,8 @@ class HotRoutes:
         finally:
             self._deadlines.discard(call)
             self._account(call)
+            if call.trace is not None:
+                spans.end(call, self._loop.time())
 
     async def _serve(self, call: Call, receive: Receive, client: ClientProtocol | None) -> None:
         """`client`: None under another server than our own."""
@@ -108,6 +106,7 @@ class HotRoutes:
         try:
             self._understand(call, body)
             ticket = await self._entrance.enter(call)
+            call.planned_s = self._loop.time()
             try:
                 await self._dispatcher.serve(call)
             finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ import uvloop
 from pdserve.router.app import Router, open_router
 from pdserve.router.config import Deadlines, RouterConfig
 from pdserve.router.serve import bind, make_server, serve_until_stopped
+from pdserve.tracing import Tracer
 
 from .mock_worker import MockWorker, workers
 
@@ -139,6 +140,11 @@ class Harness:
         while self.stats.in_flight:  # noqa: ASYNC110 - the router has no event for this, and needs none
             await asyncio.sleep(0)
 
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Let the router's own callbacks run until `condition` holds."""
+        while not condition():  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.001)
+
     async def until_in_flight(self) -> None:
         """Let the router's own callbacks run until it has seen a request."""
         while not self.stats.in_flight:  # noqa: ASYNC110 - as above
@@ -166,10 +172,10 @@ def chat_body(**more: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def routed(config: RouterConfig) -> AsyncIterator[Harness]:
+async def routed(config: RouterConfig, tracer: Tracer | None = None) -> AsyncIterator[Harness]:
     """A router with this configuration on a free port."""
     with bind("127.0.0.1", 0) as listening:
-        async with open_router(config) as router:
+        async with open_router(config, tracer) as router:
             server = make_server(router, config)
             serving = asyncio.create_task(serve_until_stopped(server, listening))
             harness = Harness(router, listening.getsockname()[1])
@@ -183,14 +189,18 @@ async def routed(config: RouterConfig) -> AsyncIterator[Harness]:
 
 @asynccontextmanager
 async def disagg(
-    prefill: int = 1, decode: int = 1, **config: Any
+    prefill: int = 1,
+    decode: int = 1,
+    make: Callable[[str], MockWorker] = MockWorker,
+    tracer: Tracer | None = None,
+    **config: Any,
 ) -> AsyncIterator[tuple[Harness, list[MockWorker], list[MockWorker]]]:
     """A router before so many mock workers."""
-    prefills = [MockWorker("prefill") for _ in range(prefill)]
-    decodes = [MockWorker("decode") for _ in range(decode)]
+    prefills = [make("prefill") for _ in range(prefill)]
+    decodes = [make("decode") for _ in range(decode)]
     async with workers(*prefills, *decodes):
         settings = RouterConfig(
             prefill=tuple(w.url for w in prefills), decode=tuple(w.url for w in decodes), deadlines=FAST
         )
-        async with routed(msgspec.structs.replace(settings, **config)) as harness:
+        async with routed(msgspec.structs.replace(settings, **config), tracer) as harness:
             yield harness, prefills, decodes
