@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import re
 import signal
@@ -18,6 +19,8 @@ from .harness import Connection, chat_body, run
 from .mock_worker import ANSWER, EVENTS, Gate, MockWorker, stream, workers
 
 CHAT = "/v1/chat/completions"
+PR_SET_PDEATHSIG = 1
+PRCTL = ctypes.CDLL(None).prctl
 
 
 class RouterProcess:
@@ -38,6 +41,7 @@ class RouterProcess:
             "0",
             *arguments,
             stderr=asyncio.subprocess.PIPE,
+            preexec_fn=lambda: PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL),  # what a failed test leaves behind
         )
         return cls(process)
 
