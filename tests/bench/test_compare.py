@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.bench.serving.cluster import launched, workplace
 from pdserve.bench.serving.compare import Measured, compare, summaries, total_tokens
 from pdserve.bench.serving.contenders import NAMES, Setting, contender, device_tokens
 from pdserve.bench.serving.load import Shape, make_load
+from pdserve.bench.stores import BenchError
 from pdserve.up.cli import SCHEMAS, check_tables
 from pdserve.up.config import read_cluster_file
 from pdserve.up.plan import make_plan
@@ -184,3 +186,16 @@ def test_no_round_begins_that_would_not_end_in_time() -> None:
 
     assert rounds(1e-9) == 1
     assert rounds(0.0) == 3
+
+
+def test_a_cluster_that_does_not_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    with workplace(tmp_path) as (directory, memory):
+        setting = Setting(
+            model_path="/nowhere", directory=directory, device_tokens=640, arena_directory=memory
+        )
+        with pytest.raises(BenchError, match=r"agg did not start(.|\n)*/nowhere"), launched("agg", setting):
+            pass
+        assert list(Path(memory).iterdir()) == []
+    assert not Path(memory).exists()
+    assert (tmp_path / "agg" / "up.log").exists()
+    assert "pool0 has stopped" in (tmp_path / "agg" / "up.log").read_text()
