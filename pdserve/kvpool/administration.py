@@ -35,7 +35,7 @@ from pdserve.kvpool.events import Action, Answer, PublishNamespace, SaveNamespac
 from pdserve.kvpool.leases import Session
 from pdserve.kvpool.namespace_settings import check_record, check_settings
 from pdserve.kvpool.namespaces import Namespace, Namespaces
-from pdserve.kvpool.registry import NamespaceError, check_geometry
+from pdserve.kvpool.registry import Floors, NamespaceError, check_geometry
 from pdserve.tokens import same
 
 OnGone: TypeAlias = Callable[[int, list[Action]], int]
@@ -86,7 +86,7 @@ class Administration:
         for name, settings in self._rules.named.items():
             known = registry.get(name)
             if known is None:
-                registry.change(NamespaceRecord(name, 1, 1, {}, settings))
+                registry.change(_changed(registry.fresh(name, settings)))
             elif before.get(name, settings) != settings and known.settings != settings:
                 registry.change(_changed(known, settings=settings))
         self.namespaces.configured = dict(self._rules.named)
@@ -171,11 +171,12 @@ class Administration:
 
     def _open(self, session: Session, request: m.OpenNamespace, out: list[Action]) -> m.Opened:
         registry = self.namespaces.registry
-        record = registry.get(request.name)
+        known = registry.get(request.name)
         generation = request.generation if session.peer else 0  # no client knows any
-        if record is None:
-            record = NamespaceRecord(request.name, 0, generation or 1, {}, self._rules.defaults)
-        is_new = record.version == 0 or record.dropped
+        record = known or registry.fresh(request.name, self._rules.defaults)
+        if known is None and generation > record.generation:
+            record = msgspec.structs.replace(record, generation=generation)
+        is_new = known is None or record.dropped
         self._require(session, record, access.WRITE if is_new else access.READ, request.id)
         if record.replaced_by:
             raise NamespaceError(
@@ -188,8 +189,8 @@ class Administration:
             raise NamespaceError("unknown_namespace", f"namespace '{record.name}' was dropped meanwhile")
         local = self.namespaces.find(record.name)
         if local is not None or record.geometry:
-            known = record.geometry if local is None else local.geometry
-            check_geometry(request.name, known, request.geometry)
+            geometry = record.geometry if local is None else local.geometry
+            check_geometry(request.name, geometry, request.geometry)
         if is_new or request.geometry != record.geometry:
             record = _changed(record, geometry=dict(request.geometry), dropped=False)
             check_record(record)
@@ -205,7 +206,7 @@ class Administration:
         known = self.namespaces.registry.get(request.name)
         if known is None:
             self._require_operator(session, "a new namespace", request.id)
-            known = NamespaceRecord(request.name, 0, 1, {}, NamespaceSettings())
+            known = self.namespaces.registry.fresh(request.name, NamespaceSettings())
         else:
             self._require(session, known, access.ADMIN, request.id)
         settings = _with_kept_tokens(request.settings, known.settings)
@@ -218,14 +219,15 @@ class Administration:
         self._require(session, old, access.ADMIN, request.id)
         if request.old == request.new:
             raise NamespaceError("bad_request", f"namespace '{request.old}' cannot replace itself")
+        is_new = new is None
         if new is None:
-            new = NamespaceRecord(request.new, 0, 1, {}, old.settings)
+            new = self.namespaces.registry.fresh(request.new, old.settings)
         else:
             self._require(session, new, access.ADMIN, request.id)
-        has_own = new.version > 0 and new.settings not in (self._rules.defaults, NamespaceSettings())
+        has_own = not is_new and new.settings not in (self._rules.defaults, NamespaceSettings())
         settings = new.settings if has_own else old.settings
         # first `new`: it may be refused, and then `old` must stay
-        if new.version == 0 or new.dropped or new.settings != settings:
+        if is_new or new.dropped or new.settings != settings:
             self._change(_changed(new, settings=settings, dropped=False, replaced_by=""), out)
         return m.Done(request.id, self._change(_dropped(old, replaced_by=request.new), out))
 
@@ -266,6 +268,35 @@ class Administration:
         if news:
             self._carry_out(news, out)
 
+    def forget(self, names: Iterable[str], floors: Floors, out: list[Action]) -> None:
+        """These were dropped long ago. Where this node did not know of that, their pages go now; but what its
+        configuration names is made again.
+        """
+        registry = self.namespaces.registry
+        registry.floors = floors
+        known = [record for name in names if (record := registry.get(name)) is not None]
+        gone = []
+        for record in known:
+            registry.forget(record.name)
+            local = self.namespaces.find(record.name)
+            if local is not None:
+                gone.append(self._close(local))
+            settings = self._rules.named.get(record.name)
+            if settings is not None and not record.dropped:
+                again = _changed(registry.fresh(record.name, settings))
+                registry.change(again)
+                out.append(PublishNamespace(again))
+        self._save(out)  # first: whatever happens now, these pages do not come back
+        for number in gone:
+            self._on_gone(number, out)
+
+    def _close(self, local: Namespace) -> int:
+        """The namespace is none of this node's any more; its number, whose pages are to go."""
+        self.namespaces.drop(local.name)
+        self.revision += 1
+        self.guarded.discard(local.number)
+        return local.number
+
     def _change(self, record: NamespaceRecord, out: list[Action]) -> int:
         """This node's change; how many pages went. Raises NamespaceError."""
         check_record(record)
@@ -283,10 +314,7 @@ class Administration:
                 continue
             other_pages = record.generation > local.generation or record.geometry not in ({}, local.geometry)
             if record.dropped or other_pages:
-                self.namespaces.drop(record.name)
-                self.revision += 1
-                self.guarded.discard(local.number)
-                gone.append(local.number)
+                gone.append(self._close(local))
             else:
                 self._settings_changed(local)
         self._save(out)  # first: whatever happens now, these pages do not come back

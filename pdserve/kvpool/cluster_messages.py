@@ -77,7 +77,8 @@ class Member(Message, tag=98, frozen=True):
 
 class ClusterState(Message, tag=99, frozen=True):
     """All that nodes tell each other. `stable` is the last ring for which every owner had settled. Members
-    older than `horizon` are forgotten; their versions are in `folded`.
+    older than `horizon` are forgotten; their versions are in `folded`. `floors`: of forgotten namespaces
+    (registry.py).
     """
 
     cluster: str
@@ -87,6 +88,7 @@ class ClusterState(Message, tag=99, frozen=True):
     stable: list[NodeAddress] = []
     horizon: int = 0
     folded: int = 0
+    floors: list[tuple[int, int]] = []
 
 
 class TierStatus(Message, tag=100, frozen=True):

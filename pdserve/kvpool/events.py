@@ -96,6 +96,13 @@ class NamespacesLearned(msgspec.Struct, frozen=True):
     records: list[NamespaceRecord]
 
 
+class NamespacesForgotten(msgspec.Struct, frozen=True):
+    """These namespaces are remembered no more, and the floors (registry.py) are others."""
+
+    names: list[str]
+    floors: list[tuple[int, int]]
+
+
 class PagesFound(msgspec.Struct, frozen=True):
     """Pages are in a tier: they survived there, or came down from the tier above. `last`: it has reported
     all that survived.
@@ -152,6 +159,7 @@ Event: TypeAlias = (
     | ViewChanged
     | ReplicasMade
     | NamespacesLearned
+    | NamespacesForgotten
     | PagesFound
     | PagesStored
     | PagesGone

@@ -45,6 +45,7 @@ from pdserve.kvpool.connection import ClientConnection
 from pdserve.kvpool.membership import Cluster, Update, parts
 from pdserve.kvpool.namespace_rules import shows_token
 from pdserve.kvpool.peers import PeerControls
+from pdserve.kvpool.registry import Floors
 from pdserve.kvpool.transports.control import make_hello
 from pdserve.kvpool.wire import NodeAddress
 
@@ -96,6 +97,7 @@ class Gossiper:
         self.on_view: list[Callable[[View], None]] = []
         self.on_change: list[Callable[[], None]] = []  # any change of what is known of the members
         self.on_namespaces: list[Callable[[list[NamespaceRecord]], None]] = []
+        self.on_forgotten: list[Callable[[list[str], Floors], None]] = []  # names; all floors as they are now
         hello = make_hello(f"node {config.name}", "", "none", config.cluster.token)
         self.links = PeerControls(replace(hello, node=config.name))
         self.links.on_upgrading = lambda node: self._feed(d.Upgrading(node))
@@ -110,6 +112,7 @@ class Gossiper:
         self.exchanges = Exchanges(
             self.cluster, self.links, self.timing.ping_timeout_s, self.apply, self._spawn
         )
+        self._configured = {namespace.name for namespace in config.namespaces}
         self._tasks: set[asyncio.Task[None]] = set()
         self._detector: d.Detector | None = None  # from `start` on
         self._round = 0
@@ -314,6 +317,9 @@ class Gossiper:
             self._members_changed()
         if update.view is not None:
             self._view_changed()
+        if update.floors is not None:
+            for forget in self.on_forgotten:
+                forget(list(update.forgotten), update.floors)
         if update.namespaces:
             for told in self.on_namespaces:
                 told(list(update.namespaces))
@@ -429,7 +435,7 @@ class Gossiper:
                 continue
             next_sync_s = loop.time() + self.timing.sync_interval_s
             self._round += 1
-            self.apply(self.cluster.tidy(time.time_ns() // 1_000_000))
+            self.apply(self.cluster.tidy(time.time_ns() // 1_000_000, self._configured))
             self.push_views()
             self._look_for_seeds()
             if self._round % IDLE_ROUNDS == 0:

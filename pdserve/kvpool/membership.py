@@ -45,7 +45,8 @@ all ACTIVE members have settled, their ring is the `stable` one; until then the 
 nodes as `previous`, where a page may still be. A member that is dead, or has left, is not in `previous`:
 nothing can be read from it, and the rest of a consistent-hash ring stays as it was.
 
-**Namespaces.** Their records travel in the same state; registry.py says how two of one name are joined.
+**Namespaces.** Their records travel in the same state; registry.py says how two of one name are joined, and
+how those are forgotten that were dropped: a day after this node learnt of it, or sooner if there are many.
 """
 
 from __future__ import annotations
@@ -71,8 +72,17 @@ from pdserve.kvpool.cluster_messages import (
     NamespaceRecord,
     View,
 )
-from pdserve.kvpool.namespace_settings import check_record
-from pdserve.kvpool.registry import MAX_REGISTRY_BYTES, NamespaceError, join
+from pdserve.kvpool.namespace_settings import MAX_COUNT, check_record
+from pdserve.kvpool.registry import (
+    FLOORS,
+    MAX_REGISTRY_BYTES,
+    Dropped,
+    Floors,
+    NamespaceError,
+    above,
+    highest,
+    join,
+)
 from pdserve.kvpool.ring import MAX_WEIGHT_SUM
 from pdserve.kvpool.wire import Message, NodeAddress
 
@@ -110,14 +120,16 @@ def merge(a: ClusterState, b: ClusterState) -> ClusterState:
         ((state.stable_epoch, state.stable) for state in (a, b)),
         key=lambda ring: (ring[0], encoded(ring[1])),
     )
+    floors = highest(a.floors, b.floors)
     return ClusterState(
         a.cluster,
         [members[name] for name in sorted(members)],
-        [namespaces[name] for name in sorted(namespaces)],
+        above((namespaces[name] for name in sorted(namespaces)), floors),
         stable_epoch,
         stable,
         horizon,
         max(_folded(a, members), _folded(b, members)),
+        floors,
     )
 
 
@@ -200,6 +212,10 @@ def check_state(state: ClusterState) -> None:
             raise FrameError(f"an impossible member of the pool: {member}")
     if not 0 <= state.horizon <= MAX_HORIZON or not 0 <= state.folded < 1 << 62:
         raise FrameError("an impossible horizon")
+    buckets = [bucket for bucket, _ in state.floors]
+    good = all(0 <= bucket < FLOORS and 0 < floor < MAX_COUNT // 2 for bucket, floor in state.floors)
+    if not good or buckets != sorted(set(buckets)):
+        raise FrameError("impossible floors of namespaces")
     for record in state.namespaces:
         try:
             check_record(record)
@@ -247,9 +263,11 @@ class Update:
     view: View | None = None  # the new one, if it changed
     own: bool = False  # this node changed something by itself: the others must hear of it
     rival: Member | None = None  # a record of this node's name that is not its own
+    forgotten: tuple[str, ...] = ()  # namespaces
+    floors: Floors | None = None  # the new ones, if they changed
 
     def __bool__(self) -> bool:
-        return bool(self.members or self.namespaces or self.view or self.own)
+        return bool(self.members or self.namespaces or self.floors or self.view or self.own)
 
 
 class Cluster:
@@ -266,6 +284,7 @@ class Cluster:
         self._namespaces: dict[str, NamespaceRecord] = {}
         self._digests: dict[str, tuple[NamespaceRecord, bytes, int]] = {}  # and how long it is encoded
         self._namespace_bytes = 0
+        self._dropped = Dropped(FORGET_MS, FORGET_SOONER_MS, MAX_GONE)
         self._look()
 
     # --- what is known
@@ -354,14 +373,16 @@ class Cluster:
             return Update()
         return self._become(_replaced(self.state, replace(self.me, settled=epoch)))
 
-    def tidy(self, now_ms: int) -> Update:
+    def tidy(self, now_ms: int, kept: Container[str] = ()) -> Update:
         """Forget members that have been gone for long; where there are any, renew this node's own record, so
-        that others can. To be called now and then.
+        that others can. Forget namespaces that were dropped long ago, but for those `kept`. To be called now
+        and then.
         """
-        state, me = self.state, self.me
+        floors = self._dropped.due(self.state.namespaces, now_ms, kept)
+        state, me = self._above(floors) if floors else self.state, self.me
         gone = [member for member in state.members if member.status in (LEFT, DEAD)]
         if not gone or me.status not in (ACTIVE, LEAVING):
-            return Update()
+            return Update() if state is self.state else self._become(state)
         after_ms = FORGET_MS if len(gone) <= MAX_GONE else FORGET_SOONER_MS
         if now_ms - _stamp(me) >= after_ms // RENEWALS:
             state = _replaced(state, replace(me, renewed=now_ms))
@@ -370,6 +391,13 @@ class Cluster:
         if any(_stamp(member) < horizon for member in gone):
             state = merge(state, ClusterState(state.cluster, [], [], horizon=horizon))
         return self._become(state)
+
+    def _above(self, floors: Floors) -> ClusterState:
+        return merge(self.state, ClusterState(self.state.cluster, [], [], floors=floors))
+
+    def raise_floors(self, floors: Floors) -> Update:
+        """What this node knew before its start."""
+        return self._become(self._above(floors))
 
     def publish(self, record: NamespaceRecord) -> Update:
         """Make a namespace's record known; an older one than what is known changes nothing."""
@@ -382,7 +410,7 @@ class Cluster:
         if state == self.state:
             return Update()
         old_members, old_namespaces, old_view, old_me = self._members, self._namespaces, self.view, self.me
-        self.state = state
+        old_floors, self.state = self.state.floors, state
         self._members = {member.node: member for member in state.members}
         self._namespaces = {record.name: record for record in state.namespaces}
         self._look()
@@ -391,6 +419,8 @@ class Cluster:
             tuple(r for r in state.namespaces if old_namespaces.get(r.name) != r),
             self.view if self.view != old_view else None,
             own or self.me != old_me,
+            forgotten=tuple(name for name in old_namespaces if name not in self._namespaces),
+            floors=state.floors if state.floors != old_floors else None,
         )
 
     def _follow(self, state: ClusterState) -> ClusterState:

@@ -37,6 +37,7 @@ class NamespaceFile(msgspec.Struct, frozen=True):
     namespaces: list[Namespace]
     records: list[NamespaceRecord] = []
     configured: dict[str, NamespaceSettings] = {}
+    floors: list[tuple[int, int]] = []  # registry.py
 
 
 class Namespaces:
@@ -57,7 +58,7 @@ class Namespaces:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise FrameError(f"not a list of namespaces: {error}") from error
         found = cls()
-        found.registry = Registry(stored.records)
+        found.registry = Registry(stored.records, stored.floors)
         found.configured = dict(stored.configured)
         for namespace in stored.namespaces:
             known = found.registry.get(namespace.name)
@@ -74,7 +75,9 @@ class Namespaces:
 
     def dump(self) -> str:
         """JSON of everything that must outlive the process."""
-        file = NamespaceFile(self._next_number, list(self), list(self.registry), self.configured)
+        file = NamespaceFile(
+            self._next_number, list(self), list(self.registry), self.configured, self.registry.floors
+        )
         return msgspec.json.encode(file).decode()
 
     def add(self, record: NamespaceRecord) -> Namespace:

@@ -34,6 +34,7 @@ from pdserve.kvpool.events import (
     EndReplicasAt,
     Event,
     FreeRows,
+    NamespacesForgotten,
     NamespacesLearned,
     PublishNamespace,
     Received,
@@ -66,6 +67,7 @@ from pdserve.kvpool.metrics import NodeSnapshot
 from pdserve.kvpool.metrics_server import MetricsServer
 from pdserve.kvpool.mover import Mover
 from pdserve.kvpool.namespace_rules import is_peer, rules_of
+from pdserve.kvpool.registry import Floors
 from pdserve.kvpool.serving import Serving
 from pdserve.kvpool.slots import SlotAllocator
 from pdserve.kvpool.state import LOCAL, NodeState
@@ -269,6 +271,9 @@ class PoolNode:
 
     def _publish(self, action: PublishNamespace) -> None:
         self.gossip.publish(action.record)
+
+    def _forgot(self, names: list[str], floors: Floors) -> None:
+        self.feed(NamespacesForgotten(names, floors))
 
     def _learned(self, records: list[NamespaceRecord]) -> None:
         self.feed(NamespacesLearned(records))
@@ -478,8 +483,10 @@ class PoolNode:
             tiers.limits,
         )
         self.arena.save_namespaces(SaveNamespaces(namespaces.dump()))
+        self.gossip.apply(self.gossip.cluster.raise_floors(namespaces.registry.floors))
         for record in namespaces.registry:
             self.gossip.publish(record)
+        self.gossip.on_forgotten.append(self._forgot)
         self.gossip.on_namespaces.append(self._learned)
         if self.arena.contents is not None:
             state.restore(self.arena.contents, now_s)

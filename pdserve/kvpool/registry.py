@@ -9,17 +9,32 @@ namespace wins over the drop.
 
 Records of dropped namespaces stay, without their geometry: a node that was away must learn of the drop. They
 keep their settings too, so that a protected name does not become an unprotected one.
+
+**Forgetting.** Names would pile up where every revision has one, so those dropped long ago, and not
+protected, are forgotten; that a node which was away brings one back is excluded by numbers, not by time. A
+name belongs to one of `FLOORS` buckets, and each has a floor: no record whose version is not above its
+bucket's floor exists, whoever tells of it. A dropped namespace is forgotten by raising the floor to its
+version (or its generation, if larger), which merging keeps, as floors merge by maximum. A new name begins
+above its floor, in version and generation, so nothing of before is newer than it. Floors are not raised over
+what lives. Should a name be made at that very moment by who does not know of the floor, it is gone: its
+clients open it anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import hashlib
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Final, TypeAlias
 
 import msgspec
 
 from pdserve.errors import PoolRefused
-from pdserve.kvpool.cluster_messages import NamespaceRecord
+from pdserve.kvpool.access import is_guarded
+from pdserve.kvpool.cluster_messages import NamespaceRecord, NamespaceSettings
 
+Floors: TypeAlias = list[tuple[int, int]]  # bucket, version; by bucket
+
+FLOORS: Final = 4096
 MAX_NAMESPACES = 1024  # not dropped
 MAX_NAME_CHARS = 512
 MAX_GEOMETRY_CHARS = 64 * 1024  # keys and values together
@@ -43,6 +58,68 @@ def join(one: NamespaceRecord, other: NamespaceRecord) -> NamespaceRecord:
     return newer if newer.generation == generation else msgspec.structs.replace(newer, generation=generation)
 
 
+def bucket_of(name: str) -> int:
+    """Which floor is the name's; the same in every process."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little") % FLOORS
+
+
+def highest(one: Floors, other: Floors) -> Floors:
+    """The floors that both know of."""
+    if one == other or not other:
+        return one
+    floors = dict(one)
+    for bucket, floor in other:
+        floors[bucket] = max(floor, floors.get(bucket, 0))
+    return sorted(floors.items())
+
+
+def above(records: Iterable[NamespaceRecord], floors: Floors) -> list[NamespaceRecord]:
+    """Those that are not forgotten."""
+    if not floors:
+        return list(records)
+    floor_of = dict(floors)
+    return [record for record in records if record.version > floor_of.get(bucket_of(record.name), -1)]
+
+
+def floors_over(old: Iterable[NamespaceRecord], others: Iterable[NamespaceRecord]) -> Floors:
+    """The floors at which `old` are forgotten; without those that one of the `others` is not above."""
+    floors: dict[int, int] = {}
+    for record in old:
+        bucket = bucket_of(record.name)
+        floors[bucket] = max(floors.get(bucket, 0), record.version, record.generation)
+    for record in others if floors else ():
+        if record.version <= floors.get(bucket_of(record.name), -1):
+            del floors[bucket_of(record.name)]
+    return sorted(floors.items())
+
+
+class Dropped:
+    """When this node learnt that namespaces were dropped. They are forgotten after `forget_ms`, or, when
+    there are more than `many`, after `sooner_ms`.
+    """
+
+    def __init__(self, forget_ms: int, sooner_ms: int, many: int) -> None:
+        self._forget_ms = forget_ms
+        self._sooner_ms = sooner_ms
+        self._many = many
+        self._since_ms: dict[tuple[str, int], int] = {}  # by name and version
+
+    def due(self, records: Iterable[NamespaceRecord], now_ms: int, kept: Container[str]) -> Floors:
+        """The floors to be raised now. Names that are protected, or `kept`, are not forgotten."""
+        dropped: list[NamespaceRecord] = []
+        others: list[NamespaceRecord] = []
+        old: list[NamespaceRecord] = []
+        for record in records:
+            forgettable = record.dropped and record.name not in kept and not is_guarded(record.settings)
+            (dropped if forgettable else others).append(record)
+        names = [(record.name, record.version) for record in dropped]
+        self._since_ms = {name: self._since_ms.get(name, now_ms) for name in names}
+        after_ms = self._forget_ms if len(dropped) <= self._many else self._sooner_ms
+        for record, name in zip(dropped, names, strict=True):
+            (old if now_ms - self._since_ms[name] >= after_ms else others).append(record)
+        return floors_over(old, others)
+
+
 def _order(record: NamespaceRecord) -> tuple[int, bool, bytes]:
     encoding = _encoder.encode(msgspec.structs.replace(record, generation=0))
     return record.version, record.dropped, encoding
@@ -51,7 +128,8 @@ def _order(record: NamespaceRecord) -> tuple[int, bool, bytes]:
 class Registry:
     """Records by name."""
 
-    def __init__(self, records: Iterable[NamespaceRecord] = ()) -> None:
+    def __init__(self, records: Iterable[NamespaceRecord] = (), floors: Floors | None = None) -> None:
+        self.floors: Floors = floors or []
         self._records: dict[str, NamespaceRecord] = {}
         self._encoded_bytes = 0
         self._live = 0
@@ -77,6 +155,18 @@ class Registry:
             return None
         self._put(joined)
         return joined
+
+    def fresh(self, name: str, settings: NamespaceSettings) -> NamespaceRecord:
+        """What a name begins with that is not known: its first change makes it newer than all forgotten."""
+        floor = dict(self.floors).get(bucket_of(name), 0)
+        return NamespaceRecord(name, floor, floor + 1, {}, settings)
+
+    def forget(self, name: str) -> None:
+        """A floor was raised over it."""
+        known = self._records.pop(name, None)
+        if known is not None:
+            self._encoded_bytes -= len(_encoder.encode(known))
+            self._live -= not known.dropped
 
     def change(self, record: NamespaceRecord) -> None:
         """This node's own change. Raises NamespaceError when a namespace more cannot be held."""

@@ -44,6 +44,7 @@ from pdserve.kvpool.events import (
     Disconnected,
     Event,
     NamespaceForgotten,
+    NamespacesForgotten,
     NamespacesLearned,
     Received,
     ReplicasMade,
@@ -168,6 +169,8 @@ class NodeState:
             self.sharing.replicas_made(event, now_s)
         elif isinstance(event, NamespacesLearned):
             self.administration.learn(event.records, out)
+        elif isinstance(event, NamespacesForgotten):
+            self.administration.forget(event.names, event.floors, out)
         elif isinstance(event, NamespaceForgotten):
             self._durable.forgotten(event, out)
         elif isinstance(event, Disconnected):

@@ -11,8 +11,15 @@ from pdserve.kvpool import messages as m
 from pdserve.kvpool.access import ADMIN, ALL, KEPT, READ, WRITE
 from pdserve.kvpool.administration import Rules
 from pdserve.kvpool.cluster_messages import NamespaceRecord, NamespaceSettings
-from pdserve.kvpool.events import Answer, NamespacesLearned, PublishNamespace, SaveNamespaces
+from pdserve.kvpool.events import (
+    Answer,
+    NamespacesForgotten,
+    NamespacesLearned,
+    PublishNamespace,
+    SaveNamespaces,
+)
 from pdserve.kvpool.namespaces import Namespaces
+from pdserve.kvpool.registry import bucket_of
 from pdserve.tokens import digest
 
 from .node_model import KIB, Node, key
@@ -48,6 +55,28 @@ def drop(node: Node, connection: int, name: str) -> int:
 
 def learn(node: Node, *records: NamespaceRecord) -> None:
     node.do(NamespacesLearned(list(records)))
+
+
+def test_a_forgotten_namespace_that_this_node_held_for_living_goes_with_its_pages() -> None:
+    rules = Rules(named={"configured": NamespaceSettings(weight=3.0)})
+    node = Node(rules=rules)
+    a = node.connect()
+    numbers = [node.open(a, name) for name in ("ns", "configured")]
+    for number in numbers:
+        node.put(a, number, 1)
+    floors = sorted((bucket_of(name), 7) for name in ("ns", "configured"))
+    actions = node.do(NamespacesForgotten(["ns", "configured", "unknown"], floors))
+    assert node.status().pages == 0
+    again = NamespaceRecord("configured", 8, 8, {}, NamespaceSettings(weight=3.0))
+    assert PublishNamespace(again) in actions
+    assert node.state.namespaces.registry.get("ns") is None
+    peer = node.connect(peer=True)
+    assert "dropped meanwhile" in fault(node, peer, m.OpenNamespace(9, "ns", {}, 1))
+    new = node.open(a, "ns")
+    assert node.exists(a, new, 1) == [0]
+    assert (record(node, "ns").version, record(node, "ns").generation) == (8, 8)
+    loaded = Namespaces.load(node.state.namespaces.dump())
+    assert loaded.registry.floors == floors
 
 
 # --- making

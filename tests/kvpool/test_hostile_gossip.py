@@ -20,7 +20,7 @@ from pdserve.kvpool.cluster_messages import (
     NamespaceSettings,
     PutNamespace,
 )
-from pdserve.kvpool.events import NamespacesLearned, PublishNamespace
+from pdserve.kvpool.events import NamespacesForgotten, NamespacesLearned, PublishNamespace
 from pdserve.kvpool.fairness import FairQueue
 from pdserve.kvpool.membership import MAX_NAMESPACE_BYTES, Cluster, encoded
 from pdserve.kvpool.registry import MAX_GEOMETRY_CHARS
@@ -98,6 +98,8 @@ def test_nothing_that_a_peer_can_say_makes_a_node_raise_or_believe_nonsense(said
             assert 0 < len(member.node) <= 64
         other = Cluster("pool", NodeAddress("other", "tcp:o:1"), 78, 100)
         other.receive(me.state)  # what it believes, every other node does
+        if update.floors is not None:
+            node.do(NamespacesForgotten(list(update.forgotten), update.floors))
         node.do(NamespacesLearned(list(update.namespaces)))
         node.pass_time(1.0)
         for number in node.state.namespaces.numbers:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from pdserve.kvpool.cluster_messages import (
     ClusterState,
     Member,
     NamespaceRecord,
+    NamespaceSettings,
 )
 from pdserve.kvpool.membership import (
     FORGET_MS,
@@ -27,6 +30,7 @@ from pdserve.kvpool.membership import (
     merge,
     owners_of,
 )
+from pdserve.kvpool.registry import Registry, bucket_of
 from pdserve.kvpool.ring import MAX_WEIGHT_SUM
 from pdserve.kvpool.wire import NodeAddress
 
@@ -289,6 +293,74 @@ def test_a_ring_that_was_left_and_came_back_is_settled_anew() -> None:
     assert c.me.settled < c.epoch
 
 
+def dropped(name: str, version: int = 2, **fields: Any) -> NamespaceRecord:
+    return NamespaceRecord(name, version, version, {}, dropped=True, **fields)
+
+
+def test_a_namespace_dropped_long_ago_is_forgotten_and_no_late_node_brings_it_back() -> None:
+    a, b, late = three()
+    live = NamespaceRecord("ns", 1, 1, {"model": "m"})
+    a.publish(live)
+    exchange(a, b, late)
+    a.publish(dropped("ns"))
+    a.publish(dropped("configured"))
+    guarded = dropped("guarded", settings=NamespaceSettings(read_token="ab" * 32))
+    a.publish(guarded)
+    exchange(a, b)
+    for now_ms in (0, FORGET_MS - 1):
+        assert not a.tidy(now_ms, {"configured"}).forgotten
+    assert a.tidy(FORGET_MS, {"configured"}).forgotten == ("ns",)
+    assert set(a.namespaces) == {"configured", "guarded"}
+    exchange(a, b)
+    assert "ns" not in b.namespaces
+    a.receive(late.state)  # it comes back, and still has it
+    assert "ns" not in a.namespaces
+    assert late.receive(a.state).forgotten == ("ns",)
+    exchange(a, b, late)
+    assert set(late.namespaces) == {"configured", "guarded"}
+    again = Registry([], a.state.floors).fresh("ns", NamespaceSettings())
+    assert (again.version, again.generation) == (2, 3), "its first change is above all that was"
+    b.publish(replace(again, version=3))
+    exchange(a, b, late)
+    assert late.namespaces["ns"].generation == 3
+    started = node("d")
+    assert not started.raise_floors([])
+    assert started.raise_floors(a.state.floors)
+    started.publish(live)
+    assert not started.namespaces
+
+
+def test_names_of_dropped_namespaces_do_not_pile_up() -> None:
+    a = node("a")
+    a.publish(NamespaceRecord("lives", 1, 1, {}))
+    for n in range(2000):
+        a.publish(dropped(f"revision-{n}"))
+        a.tidy(n * 10_000)
+        assert len(a.namespaces) < 400
+    assert "lives" in a.namespaces
+    check_state(a.state)
+
+
+def test_no_floor_is_raised_over_what_lives() -> None:
+    twin = next(name for name in map(str, range(100_000)) if bucket_of(name) == bucket_of("ns"))
+    a = node("a")
+    a.publish(dropped("ns"))
+    a.publish(NamespaceRecord(twin, 2, 1, {}))
+    for now_ms in (0, FORGET_MS):
+        assert not a.tidy(now_ms)
+    a.publish(NamespaceRecord(twin, 3, 1, {}))
+    assert a.tidy(FORGET_MS + 1).forgotten == ("ns",)
+    assert set(a.namespaces) == {twin}
+
+
+@pytest.mark.parametrize(
+    "floors", [[(5, 1), (5, 2)], [(6, 1), (5, 1)], [(-1, 1)], [(4096, 1)], [(1, 1 << 61)]]
+)
+def test_impossible_floors_are_refused(floors: list[tuple[int, int]]) -> None:
+    with pytest.raises(FrameError, match="floors"):
+        node("a").receive(ClusterState("pool", [Member("b", "tcp:h:1", 1, 1, 1)], [], floors=floors))
+
+
 def test_a_namespace_is_known_everywhere_and_the_newer_record_wins() -> None:
     a, b, c = three()
     record = NamespaceRecord("ns", 1, 1, {"model": "m"})
@@ -535,12 +607,14 @@ def test_nodes_that_forget_end_up_with_one_view_and_no_epoch_ever_falls(
 
 
 aged = st.builds(
-    lambda state, horizon, folded: merge(
-        replace(state, folded=folded), ClusterState("pool", [], [], horizon=horizon)
+    lambda state, horizon, folded, floors: merge(
+        replace(state, folded=folded),
+        ClusterState("pool", [], [], horizon=horizon, floors=sorted(floors.items())),
     ),
     states,
     small,
     small,
+    st.dictionaries(st.sampled_from([bucket_of("x"), bucket_of("y")]), st.integers(1, 3)),
 )
 
 
@@ -554,6 +628,8 @@ def test_what_two_states_forgot_is_forgotten_by_both_and_no_epoch_falls(
     assert merge(both, a) == merge(both, b) == both
     assert epoch_of(both) >= max(epoch_of(a), epoch_of(b))
     assert all(stamp >= both.horizon for stamp in stamps(both))
+    floor_of = dict(both.floors)
+    assert all(r.version > floor_of.get(bucket_of(r.name), -1) for r in both.namespaces)
     left = {member.node for member in both.members}
     if any(member.status < LEFT and member.node not in left for member in a.members):
         assert epoch_of(both) > epoch_of(a), "the ring changed"
