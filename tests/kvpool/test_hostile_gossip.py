@@ -23,7 +23,7 @@ from pdserve.kvpool.cluster_messages import (
 from pdserve.kvpool.events import NamespacesForgotten, NamespacesLearned, PublishNamespace
 from pdserve.kvpool.fairness import FairQueue
 from pdserve.kvpool.membership import MAX_NAMESPACE_BYTES, Cluster, encoded
-from pdserve.kvpool.registry import MAX_GEOMETRY_CHARS
+from pdserve.kvpool.registry import MAX_GEOMETRY_CHARS, bucket_of
 from pdserve.kvpool.ring import MAX_WEIGHT_SUM, Ring
 from pdserve.kvpool.wire import NodeAddress
 
@@ -55,6 +55,8 @@ FIELDS = st.one_of(
         message_of(NamespaceSettings),
     ),
     st.builds(lambda e, x: replace(GOOD, stable_epoch=e, stable=x), INTS, st.lists(NODES, max_size=4)),
+    st.builds(lambda x: replace(GOOD, floors=x), st.lists(st.tuples(INTS, INTS), max_size=2)),
+    st.builds(lambda x: replace(GOOD, floors=[(bucket_of("ns"), x)]), INTS),
 )
 
 
