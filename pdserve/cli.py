@@ -34,6 +34,7 @@ SUB_COMMANDS: Mapping[str, SubCommand] = {
     "decode": SubCommand("pdserve.decode.cli:command", "Run a decode worker."),
     "agg": SubCommand("pdserve.decode.cli:agg_command", "Run an aggregated worker: both roles in one."),
     "pool": SubCommand("pdserve.kvpool.cli:app", "Run a pool node, or ask one how it is."),
+    "top": SubCommand("pdserve.router.top_cli:app", "Show what a cluster does, in the terminal."),
     "doctor": SubCommand("pdserve.doctor.cli:app", "Check this machine or a cluster; say what to change."),
     "model": SubCommand("pdserve.engine.model_cli:app", "Make the demo model."),
     "bench": SubCommand("pdserve.bench.cli:app", "Measure serving and the pool."),
