@@ -25,8 +25,13 @@ TIMEOUT_S: Final = 15.0  # without a frame, of which one comes every two seconds
 BAR_CELLS: Final = 60
 COLOURS: Final = {
     **dict(zip(PARTS, ("grey70", "magenta", "dark_orange", "yellow", "cyan", "blue", "grey50"), strict=True)),
-    "device": "cyan", "host": "green", "pool": "blue", "computed": "dark_orange",
-    "ready": "green", "draining": "yellow", "warning": "yellow",
+    "device": "cyan",
+    "host": "green",
+    "pool": "blue",
+    "computed": "dark_orange",
+    "ready": "green",
+    "draining": "yellow",
+    "warning": "yellow",
     **dict.fromkeys(("down", "refused", "failing", "error", "critical"), "red"),
 }
 

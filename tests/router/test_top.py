@@ -54,7 +54,15 @@ def test_a_frame_is_shown_whole_and_names_are_no_markup() -> None:
         assert word in said
     for word in ("prefill 30.0 ms", "pull 10.0 ms", "pool 75.0 %", "computed 25.0 %", "2 + 1", "refused"):
         assert word in said
-    for word in ("50.0 %", "n1: refused", "[bold]x", "it [broke] (3 times)", "b:1: no [fit]", "1 KiB", "2 KiB"):
+    for word in (
+        "50.0 %",
+        "n1: refused",
+        "[bold]x",
+        "it [broke] (3 times)",
+        "b:1: no [fit]",
+        "1 KiB",
+        "2 KiB",
+    ):
         assert word in said
     assert "first token" not in printed(msgspec.structs.replace(FRAME, point=Point(0.0)))
     assert make_console().width >= 80
