@@ -210,12 +210,15 @@ class _Ending:
         loop = asyncio.get_running_loop()
         self._manager = manager
         self._drain.begin(time.monotonic())
-        self.over()
-        self._last_resort = threading.Timer(self._drain.left_s(time.monotonic()) + _STOP_S, self._give_up)
-        self._last_resort.daemon = True
-        self._last_resort.start()
+        self._give_up_in(self._drain.left_s(time.monotonic()) + _STOP_S)
         if self._task is None:
             self._task = loop.create_task(self._end(manager))
+
+    def _give_up_in(self, seconds: float) -> None:
+        self.over()
+        self._last_resort = threading.Timer(seconds, self._give_up)
+        self._last_resort.daemon = True
+        self._last_resort.start()
 
     def over(self) -> None:
         """The server has returned: nothing is left to force."""
@@ -225,11 +228,12 @@ class _Ending:
     async def _end(self, manager: Any) -> None:
         from sglang.srt.managers.io_struct import ShutdownReq
 
-        if manager._subprocess_watchdog is not None:
-            manager._subprocess_watchdog.stop()  # children that end now are no crash
         while not self.failed and not self._drain.is_over(time.monotonic()):  # noqa: ASYNC110 - by many causes
             await asyncio.sleep(_POLL_S)
         self._drain.is_closed = True
+        self._give_up_in(_STOP_S)
+        if manager._subprocess_watchdog is not None:
+            manager._subprocess_watchdog.stop()  # children that end now are no crash
         if not self.failed:
             manager.pdserve_stopping = True  # for streams that another worker can go on with
             manager.abort_request(abort_all=True)
