@@ -8,9 +8,9 @@ Requests of one model share the slots of its workers: a *lane*. Within a lane:
   what is scarce, so with enough to do every tenant ends up with its weight's share of them, however many
   requests it sends (weighted max-min fairness). Equals take turns, by weight (stride scheduling, Waldspurger
   1995), so that tenants share what cannot be divided, like a single slot, over time.
-- The queue is bounded for all lanes together. When it is full, the tenant with most waiting for its weight
-  loses its newest request, which may be the one that came: a tenant that floods the queue cannot keep the
-  others out of it.
+- The queue of each lane is bounded, so a flooded model takes nothing from the others. When it is full,
+  the tenant with most waiting there for its weight loses its newest request, which may be the one that came:
+  a tenant that floods the queue cannot keep the others out of it.
 - A request that is still waiting at its deadline is refused.
 
 Each ticket is in one state; every method returns the tickets whose state it changed to RUNNING or REFUSED,
@@ -65,13 +65,14 @@ class Ticket:
 class _Lane:
     """The slots of one model. Tenants have an entry while they run or wait there."""
 
-    __slots__ = ("queues", "running", "running_of", "service_s", "slots", "turn", "turn_of")
+    __slots__ = ("queues", "running", "running_of", "service_s", "slots", "turn", "turn_of", "waiting")
 
     def __init__(self) -> None:
         self.slots = 0
         self.running = 0
         self.running_of: dict[TenantState, int] = {}
         self.queues: dict[TenantState, deque[Ticket]] = {}
+        self.waiting = 0
         self.service_s = 1.0
         """Smoothed time that a request keeps its slot."""
         self.turn = 0.0
@@ -93,7 +94,7 @@ class _Lane:
 
 
 class Admission:
-    """All lanes, and the queue that they share."""
+    """All lanes."""
 
     def __init__(self, queue_length: int) -> None:
         self.queue_length = queue_length
@@ -115,14 +116,15 @@ class Admission:
             self._start(lane, ticket, now_s)
             return [ticket]
         changed: list[Ticket] = []
-        if self.waiting >= self.queue_length:
-            changed = self._make_room(tenant)
+        if lane.waiting >= self.queue_length:
+            changed = self._make_room(lane, tenant)
             if not changed:
                 ticket.state = State.REFUSED
                 return [ticket]
         ticket.state = State.WAITING
         lane.queues.setdefault(tenant, deque()).append(ticket)
         tenant.waiting += 1
+        lane.waiting += 1
         self.waiting += 1
         return changed + self._fill(lane, now_s)
 
@@ -206,16 +208,16 @@ class Admission:
             started.append(ticket)
         return started
 
-    def _make_room(self, newcomer: TenantState) -> list[Ticket]:
+    def _make_room(self, lane: _Lane, newcomer: TenantState) -> list[Ticket]:
         """Refuse the newest ticket of the tenant that waits most; none where that is the newcomer."""
-        waiting = {tenant: None for lane in self._lanes.values() for tenant in lane.queues}
-        greedy = max(waiting, key=lambda t: (t.waiting / t.limits.weight, t.name), default=None)
+        queues = lane.queues
+        greedy = max(queues, key=lambda t: (len(queues[t]) / t.limits.weight, t.name), default=None)
         if greedy is None or greedy is newcomer:
             return []
-        if (newcomer.waiting + 1) / newcomer.limits.weight > greedy.waiting / greedy.limits.weight:
+        waiting = len(queues.get(newcomer, ())) + 1
+        if waiting / newcomer.limits.weight > len(queues[greedy]) / greedy.limits.weight:
             return []
-        queues = [lane.queues[greedy] for lane in self._lanes.values() if greedy in lane.queues]
-        newest = max((queue[-1] for queue in queues), key=lambda ticket: ticket.number)
+        newest = queues[greedy][-1]
         self._refuse(newest)
         return [newest]
 
@@ -232,13 +234,14 @@ class Admission:
         if not queue:
             del lane.queues[ticket.tenant]
         ticket.tenant.waiting -= 1
+        lane.waiting -= 1
         self.waiting -= 1
 
     def check(self) -> None:
         """Raises AssertionError when counts do not agree; for tests."""
         assert self.waiting == sum(len(q) for lane in self._lanes.values() for q in lane.queues.values())
-        assert self.waiting <= self.queue_length
         for lane in self._lanes.values():
+            assert lane.waiting == sum(map(len, lane.queues.values())) <= self.queue_length
             assert lane.running == sum(lane.running_of.values())
             assert all(lane.running_of.values())
             assert all(lane.queues.values())

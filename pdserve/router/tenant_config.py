@@ -117,7 +117,9 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     queue_length: Annotated[
         int,
         Meta(
-            ge=0, description="Requests that may wait in a router process; what comes then is answered 429."
+            ge=0,
+            description="Requests that may wait for a model in a router process; what comes then is "
+            "answered 429.",
         ),
     ] = 1024
     queue_s: Annotated[

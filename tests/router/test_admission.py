@@ -104,6 +104,16 @@ def test_a_full_queue_makes_room_for_others_at_the_expense_of_who_fills_it() -> 
     assert admission.leave(tickets[0], 1.0) == [polite]
 
 
+def test_a_model_that_is_flooded_leaves_the_others_their_queue() -> None:
+    admission, a = Admission(2), tenant("a")
+    flood = [come(admission, a, 1, lane="busy") for _ in range(9)]
+    assert flood[-1].state is State.REFUSED
+    other = [come(admission, a, 1, lane="other") for _ in range(4)]
+    states = [State.RUNNING, State.WAITING, State.WAITING, State.REFUSED]
+    assert [ticket.state for ticket in other] == states
+    admission.check()
+
+
 def test_what_waits_past_its_deadline_is_refused() -> None:
     admission, a = Admission(10), tenant("a")
     _, early, late = come(admission, a, 1), come(admission, a, 1, 1.0), come(admission, a, 1, 2.0)
