@@ -26,6 +26,8 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
         _enter_child()
         from sglang.srt.managers.scheduler import run_scheduler_process as run
 
+        prepare.in_scheduler()
+
     logging.getLogger(run.__module__).addFilter(_without_traceback)
 
     run(*args, **kwargs)

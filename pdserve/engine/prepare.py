@@ -56,3 +56,11 @@ def after_sglang() -> None:
         from pdserve.engine.cpu import hooks
 
         hooks.apply()
+
+
+def in_scheduler() -> None:
+    """On CPU, put the hooks in place that are for the scheduler's own process; imports it."""
+    if os.environ.get(ENGINE_ENV) == "cpu":
+        from pdserve.engine.cpu import hooks
+
+        hooks.apply(hooks.SCHEDULER_HOOKS)

@@ -65,6 +65,7 @@ PLACES: tuple[Place, ...] = (
     Place(_TOKENIZER, "TokenizerManager.set_server_stop_hook", ("hook",)),
     Place(_TOKENIZER, "ReqState", ("finished", "output_ids", "obj", "dispatched", "abort_sent")),
     Place("sglang.srt.managers.io_struct", "ShutdownReq"),
+    Place("sglang.srt.managers.scheduler", "Scheduler.is_fully_idle", ("self",)),
     Place("sglang.srt.utils", "kill_process_tree", ("parent_pid", "include_parent")),
     Place(
         f"{_SERVING}.serving_chat",

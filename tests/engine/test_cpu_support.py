@@ -10,7 +10,7 @@ from array import array
 import pytest
 import torch
 
-from pdserve.engine.cpu import attention, copies, hashing, streams
+from pdserve.engine.cpu import attention, copies, hashing, hooks, streams
 from pdserve.pages import page_hashes
 
 
@@ -175,3 +175,24 @@ print([name for name in sys.modules if name in ("torch", "sglang", "sgl_kernel")
 def test_plugin_does_nothing_on_a_gpu() -> None:
     code = "import sys; from pdserve.engine.plugin import register; register(); print('torch' in sys.modules)"
     assert run_python(code, PDSERVE_ENGINE_DEVICE="cuda").stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(("moving", "rests"), [(True, 1), (False, 0)])
+def test_a_scheduler_that_waits_for_pages_leaves_its_processor_to_those_who_move_them(
+    moving: bool, rests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(hooks.time, "sleep", slept.append)
+    seen: list[str] = []
+
+    class Scheduler:
+        def on_idle(self) -> None:
+            seen.append("idle")
+
+        def is_fully_idle(self) -> bool:
+            return not moving
+
+    hooks._resting(Scheduler.on_idle)(Scheduler())
+    assert seen == ["idle"]
+    assert len(slept) == rests
+    assert all(0 < rest_s <= 0.001 for rest_s in slept)

@@ -12,7 +12,8 @@ synchronise | `streams` | | device-host page copies | CUDA kernels only, for bot
 | 10 GiB host memory reserve | meant for GPU hosts; leaves nothing on a small machine | `hooks` |
 | attention over a cached prefix | `torch_native` recomputes attention of every cached token on each extend |
 `attention` | | page hashes | the native extension needs a compiler and OpenSSL headers on first use |
-`hashing` |
+`hashing` | | a pause while pages move | the scheduler polls, and takes the processor from those who move
+them | `hooks` |
 
 Order matters: `stand_in.install()` before the first import of `sglang.srt` in each process, `hooks.apply()`
 after it and before the scheduler is built. `pdserve.engine.children` and `pdserve.engine.plugin` see to both.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,11 @@ from pdserve.engine.cpu import attention, copies, hashing, streams
 
 MHA_HOST_POOL = "sglang.srt.mem_cache.pool_host.mha"
 HOST_POOL_BASE = "sglang.srt.mem_cache.pool_host.base"
+SCHEDULER = "sglang.srt.managers.scheduler"
 HASH_USER = "sglang.srt.mem_cache.utils"
 ATTENTION_BACKEND = "sglang.srt.layers.attention.torch_native_backend"
 
+_REST_S = 0.001  # little beside what moving a batch of pages takes
 _HOST_MEMORY_RESERVE_BYTES = 1024**3
 _MARK = "__pdserve_cpu__"
 
@@ -60,6 +63,20 @@ def _unpinned(init: Callable[..., None]) -> Callable[..., None]:
         init(self, *args, **kwargs)
 
     return without_pinning
+
+
+def _resting(on_idle: Callable[[Any], None]) -> Callable[[Any], None]:
+    """While pages are copied, put or got and nothing can be computed, SGLang's scheduler polls for the end of
+    it without a pause. Here the threads that move the pages, and the other workers, want that processor.
+    """
+
+    @functools.wraps(on_idle)
+    def idle(scheduler: Any) -> None:
+        on_idle(scheduler)
+        if not scheduler.is_fully_idle():
+            time.sleep(_REST_S)
+
+    return idle
 
 
 HOOKS: tuple[Hook, ...] = (
@@ -112,17 +129,19 @@ HOOKS: tuple[Hook, ...] = (
         attention.extend_new_queries_only,
     ),
 )
+SCHEDULER_HOOKS: tuple[Hook, ...] = (Hook(SCHEDULER, "Scheduler.on_idle", ("self",), _resting),)
+"""For the scheduler's process alone: others need not import it."""
 
 
-def apply() -> None:
-    """Put every hook in place in this process; again is a no-op.
+def apply(hooks: tuple[Hook, ...] = HOOKS) -> None:
+    """Put these hooks in place in this process; again is a no-op.
 
     Raises ImportError or AttributeError when SGLang lacks a place that the self-check should have named
     before.
     """
     setattr(torch.cpu, "Event", streams.Event)  # noqa: B010  a class is replaced, which types do not allow
     setattr(torch.cpu, "Stream", streams.Stream)  # noqa: B010
-    for hook in HOOKS:
+    for hook in hooks:
         owner, last = hook.owner()
         original = getattr(owner, last, None)
         if getattr(original, _MARK, False) or (not callable(original) and original == hook.replace(original)):
@@ -138,7 +157,7 @@ def missing() -> Iterator[str]:
 
     Read before `apply`.
     """
-    for hook in HOOKS:
+    for hook in (*HOOKS, *SCHEDULER_HOOKS):
         try:
             owner, last = hook.owner()
         except (ImportError, AttributeError) as error:

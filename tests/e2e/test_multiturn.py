@@ -1,0 +1,36 @@
+"""`pdserve bench multiturn` against a real worker: what it counts is what SGLang says."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.bench.serving.figures import outcome_of
+from pdserve.bench.serving.load import Shape, make_load
+from pdserve.bench.serving.run import Server, run_load
+from tests.e2e.cluster import Worker
+from tests.e2e.prompts import PAGE
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+
+SHAPE = Shape(users=2, rounds=2, turn_tokens=200, output_tokens=8)
+
+
+def test_a_second_turn_finds_the_whole_pages_of_the_first(agg_worker: Worker) -> None:
+    load = make_load(SHAPE, 71)
+    outcome = outcome_of(run_load(Server(agg_worker.url), load, lambda line: None, lockstep=True))
+    assert outcome.errors == {}
+    first, second = outcome.turns
+    assert (first.prompt_tokens, first.output_tokens, first.cached.total) == (400, 16, 0)
+    assert second.prompt_tokens == 2 * (200 + 8 + 200)
+    # the answer's last token was never computed
+    assert second.cached.total == 2 * ((200 + 7) // PAGE * PAGE)
+    assert second.cached.device is not None
+    assert first.inter_token_ms.p50 is not None
+
+
+def test_a_chat_is_about_as_long_as_planned(agg_worker: Worker) -> None:
+    server = Server(agg_worker.url, api="chat")
+    outcome = outcome_of(run_load(server, make_load(SHAPE, 72), lambda line: None))
+    assert outcome.errors == {}
+    assert outcome.turns[0].prompt_tokens == pytest.approx(400, rel=0.25)  # the template comes on top
+    assert outcome.turns[1].cached.total > 0
