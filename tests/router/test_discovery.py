@@ -106,7 +106,7 @@ def test_a_worker_that_no_longer_renews_its_lease_leaves(etcd: EtcdServer) -> No
 def test_a_router_keeps_its_fleet_while_etcd_is_away_and_when_it_comes_back_empty(etcd: EtcdServer) -> None:
     async def main() -> None:
         worker, late = MockWorker("agg"), MockWorker("agg")
-        async with workers(worker, late), watching(etcd, lease_s=3) as harness:
+        async with workers(worker, late), watching(etcd) as harness:
             known = harness.router.fleet.by_id
             register(etcd, worker)
             await until(lambda: ready(harness) == {worker.id})
@@ -119,7 +119,7 @@ def test_a_router_keeps_its_fleet_while_etcd_is_away_and_when_it_comes_back_empt
             await until(lambda: late.id in known)
             assert worker.id in known  # though its key is lost
             register(etcd, worker)
-            await asyncio.sleep(3.5)  # longer than a missing key is waited for
+            await asyncio.sleep(2.5)  # longer than a missing key is waited for
             assert set(known) == {worker.id, late.id}
 
     run(main(), timeout_s=120)
@@ -128,7 +128,7 @@ def test_a_router_keeps_its_fleet_while_etcd_is_away_and_when_it_comes_back_empt
 def test_a_worker_that_went_while_etcd_was_away_leaves_in_the_end(etcd: EtcdServer) -> None:
     async def main() -> None:
         worker = MockWorker("agg")
-        async with workers(worker), watching(etcd) as harness:
+        async with workers(worker), watching(etcd, lease_s=1) as harness:
             register(etcd, worker)
             await until(lambda: ready(harness) == {worker.id})
             etcd.kill()
