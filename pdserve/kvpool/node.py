@@ -48,7 +48,6 @@ from pdserve.kvpool.gossip import Gossiper, Handler
 from pdserve.kvpool.handover import STAND_IN, Handover, Succession
 from pdserve.kvpool.hosts import host_id
 from pdserve.kvpool.leases import Session
-from pdserve.kvpool.limits import limits_of
 from pdserve.kvpool.listening import Listeners, is_remote
 from pdserve.kvpool.local import LocalSession
 from pdserve.kvpool.messages import (
@@ -69,10 +68,8 @@ from pdserve.kvpool.mover import Mover
 from pdserve.kvpool.namespace_rules import is_peer, rules_of
 from pdserve.kvpool.registry import Floors
 from pdserve.kvpool.serving import Serving
-from pdserve.kvpool.slots import SlotAllocator
-from pdserve.kvpool.state import LOCAL, NodeState
-from pdserve.kvpool.store import PageStore
-from pdserve.kvpool.table import TableLayout
+from pdserve.kvpool.starting import make_state, take_memory
+from pdserve.kvpool.state import LOCAL
 from pdserve.kvpool.tiers.shell import NodeTiers
 from pdserve.kvpool.ucx_path import UcxPath
 from pdserve.kvpool.upgrade import Upgrader
@@ -124,10 +121,15 @@ class PoolNode:
         bug.
         """
         self._loop = asyncio.get_running_loop()
-        fresh = self._take_memory()
+        self.arena, self._tiers = take_memory(self.config, self.incarnation, self._inherited)
+        fresh = self.arena.contents is None
+        self._ucx = UcxPath(self.config, self.arena.memory, self.feed, self._ucx_lost)
         clean = served = False
         try:
-            self.state = self._make_state()
+            self.state = make_state(
+                self.config, self.incarnation, self.arena, self._tiers, self._rules, self._loop.time()
+            )
+            self._tell_namespaces()
             self._acts = self._make_acts()
             self.meter = Meter(self.state.store.facts.namespace, self.arena.namespaces)
             self.local = LocalSession(self.feed)
@@ -177,29 +179,6 @@ class PoolNode:
             self.arena.close(keep=kept if served else not fresh)
             if passing_on:
                 self.handover = await self._upgrader.pass_on()
-
-    def _take_memory(self) -> bool:
-        """Arena and tiers; whether the arena is new. Raises StartupError, ConfigError."""
-        layout = TableLayout(self.config.capacity, self.config.slab, self.config.min_slot)
-        directory = self.config.arena_dir / self.config.name
-        self.arena = Arena(
-            self.config.name,
-            directory,
-            layout,
-            self.incarnation,
-            fresh=self.config.fresh and self._inherited is None,
-            placement=self.config.placement,
-            lock_fd=None if self._inherited is None else self._inherited.lock_fd,
-        )
-        fresh = self.arena.contents is None
-        try:
-            self._tiers = NodeTiers(self.config, self.arena.memory, self.arena.namespaces)
-        except PdserveError:
-            self.arena.close(keep=not fresh)
-            raise
-        self.arena.namespaces = self._tiers.namespaces  # others, after a reboot
-        self._ucx = UcxPath(self.config, self.arena.memory, self.feed, self._ucx_lost)
-        return fresh
 
     def passed_on(self) -> Handover:
         """Copies of all that the next program needs."""
@@ -271,6 +250,15 @@ class PoolNode:
 
     def _publish(self, action: PublishNamespace) -> None:
         self.gossip.publish(action.record)
+
+    def _tell_namespaces(self) -> None:
+        """What this node knows of them; and hear of what the others know."""
+        registry = self.arena.namespaces.registry
+        self.gossip.apply(self.gossip.cluster.raise_floors(registry.floors))
+        for record in registry:
+            self.gossip.publish(record)
+        self.gossip.on_forgotten.append(self._forgot)
+        self.gossip.on_namespaces.append(self._learned)
 
     def _forgot(self, names: list[str], floors: Floors) -> None:
         self.feed(NamespacesForgotten(names, floors))
@@ -461,35 +449,3 @@ class PoolNode:
             self.serving.gone(number)
             self.feed(Disconnected(number, by_peer))
         self.close_ucx(number)
-
-    # --- starting
-
-    def _make_state(self) -> NodeState:
-        config = self.config
-        slots = SlotAllocator(config.capacity, config.slab, config.min_slot)
-        limits = limits_of(config)
-        store = PageStore(slots, self.arena.first_sequence)
-        now_s = self._loop.time()
-        namespaces, tiers = self.arena.namespaces, self._tiers
-        state = NodeState(
-            config.name,
-            self.incarnation,
-            store,
-            limits,
-            now_s,
-            namespaces,
-            self._rules,
-            tiers.specs,
-            tiers.limits,
-        )
-        self.arena.save_namespaces(SaveNamespaces(namespaces.dump()))
-        self.gossip.apply(self.gossip.cluster.raise_floors(namespaces.registry.floors))
-        for record in namespaces.registry:
-            self.gossip.publish(record)
-        self.gossip.on_forgotten.append(self._forgot)
-        self.gossip.on_namespaces.append(self._learned)
-        if self.arena.contents is not None:
-            state.restore(self.arena.contents, now_s)
-            self.arena.contents = None  # a copy of the whole index
-        self.arena.adopt(slots)
-        return state

@@ -1,0 +1,84 @@
+"""What a node starts with: its memory and tiers, and the state of what they hold."""
+
+from __future__ import annotations
+
+from pdserve.errors import PdserveError
+from pdserve.kvpool.administration import Rules
+from pdserve.kvpool.arena import Arena
+from pdserve.kvpool.config import PoolNodeConfig
+from pdserve.kvpool.events import SaveNamespaces
+from pdserve.kvpool.handover import Handover
+from pdserve.kvpool.leases import Limits, ReplicationLimits
+from pdserve.kvpool.slots import SlotAllocator
+from pdserve.kvpool.state import NodeState
+from pdserve.kvpool.store import PageStore
+from pdserve.kvpool.table import TableLayout
+from pdserve.kvpool.tiers.shell import NodeTiers
+
+
+def take_memory(
+    config: PoolNodeConfig, incarnation: int, inherited: Handover | None
+) -> tuple[Arena, NodeTiers]:
+    """Arena and tiers. Where they cannot be had, a new arena is removed again. Raises StartupError,
+    ConfigError.
+    """
+    arena = Arena(
+        config.name,
+        config.arena_dir / config.name,
+        TableLayout(config.capacity, config.slab, config.min_slot),
+        incarnation,
+        fresh=config.fresh and inherited is None,
+        placement=config.placement,
+        lock_fd=None if inherited is None else inherited.lock_fd,
+    )
+    try:
+        tiers = NodeTiers(config, arena.memory, arena.namespaces)
+    except PdserveError:
+        arena.close(keep=arena.contents is not None)
+        raise
+    arena.namespaces = tiers.namespaces  # others, after a reboot
+    return arena, tiers
+
+
+def make_state(
+    config: PoolNodeConfig, incarnation: int, arena: Arena, tiers: NodeTiers, rules: Rules, now_s: float
+) -> NodeState:
+    """With all that the arena held."""
+    slots = SlotAllocator(config.capacity, config.slab, config.min_slot)
+    state = NodeState(
+        config.name,
+        incarnation,
+        PageStore(slots, arena.first_sequence),
+        _limits_of(config),
+        now_s,
+        arena.namespaces,
+        rules,
+        tiers.specs,
+        tiers.limits,
+    )
+    arena.save_namespaces(SaveNamespaces(arena.namespaces.dump()))
+    if arena.contents is not None:
+        state.restore(arena.contents, now_s)
+        arena.contents = None  # a copy of the whole index
+    arena.adopt(slots)
+    return state
+
+
+def _limits_of(config: PoolNodeConfig) -> Limits:
+    """Those of NodeState."""
+    return Limits(
+        lease_s=config.lease_s,
+        reservation_lease_s=config.reservation_lease_s,
+        quarantine_s=config.quarantine_s,
+        max_waiters=config.max_waiters,
+        max_reserved_bytes=max(config.slab, int(config.capacity * config.max_reserved_share)),
+        replication=ReplicationLimits(
+            max_replicas=config.replicas.max_replicas,
+            hot_reads_s=config.replicas.hot_reads_s,
+            half_life_s=config.replicas.half_life_s,
+            lease_s=config.replicas.lease_s,
+            max_share=config.replicas.max_share,
+        ),
+        max_pinned_bytes=max(config.slab, int(config.capacity * config.max_pinned_share)),
+        max_messages=config.max_messages,
+    )
