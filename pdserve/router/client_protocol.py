@@ -66,6 +66,8 @@ class ClientProtocol(HttpToolsProtocol):
         """The connection is over."""
         self._unset_late()
         super().connection_lost(exc)
+        # request and connection hold each other, and the garbage collector runs seldom (serve.py)
+        self.cycle = self.scope = None  # type: ignore[assignment]
         self._is_gone = True
         if self._on_gone is not None:
             self._on_gone()

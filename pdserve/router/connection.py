@@ -139,6 +139,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone, by us or by the worker."""
         self._closed = True
+        del self._parser  # they hold each other, and the garbage collector runs seldom (serve.py)
         exchange = self._exchange
         if exchange is not None and not exchange.complete:
             if exchange.status and not self._has_length and exchange.error is None:

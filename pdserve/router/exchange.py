@@ -137,6 +137,7 @@ class Exchange:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.end_exchange(self.complete and self.error is None)
+        self.error = None  # it holds what it was raised through, which holds this
 
     # --- for the deadline sweep
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 import resource
 from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 
+from pdserve.bench.router.contenders import mock_worker
+from pdserve.bench.router.load import Load, run_load
 from pdserve.router.config import Deadlines
 
-from .harness import disagg, run
-from .mock_worker import EVENTS, STREAM, Gate, stream
+from .harness import chat_body, disagg, run
+from .mock_worker import EVENTS, STREAM, Gate, answer, close, hang, stream
+from .test_serve import RouterProcess
 
 CHAT = "/v1/chat/completions"
 COUNT = 200
@@ -85,3 +92,71 @@ def test_two_thousand_streams_at_once_without_error_or_leak() -> None:
             assert harness.stats.stream_errors == {}
 
     run(main(), timeout_s=90)
+
+
+@pytest.mark.usefixtures("many_files")
+def test_two_thousand_streams_twice_in_a_row_leave_memory_and_descriptors_as_they_were(
+    tmp_path: Path,
+) -> None:
+    patient = [f"--{name}-s=120" for name in ("deadlines.connect", "deadlines.prefill", "probe.timeout")]
+    load = Load(streams=MANY, seconds=0.5, chunks=3, interval_us=1_500_000, ramp_s=1.5, warm_up_s=0.5)
+
+    async def main() -> None:
+        with mock_worker("prefill", tmp_path) as prefill, mock_worker("decode", tmp_path) as decode:
+            urls = [f"http://127.0.0.1:{worker.port}" for worker in (prefill, decode)]
+            router = await RouterProcess.start("--prefill", urls[0], "--decode", urls[1], *patient)
+            await router.listening()
+            process = psutil.Process(router.process.pid)
+            at_rest, memory_bytes = process.num_fds(), []
+            for _ in range(2):
+                done, _, at_once = await run_load(load, router.port, process.num_fds)
+                assert (done.errors, done.first_error) == (0, "")
+                assert at_once > at_rest + MANY
+                async with asyncio.timeout(60):  # idle connections to workers age out
+                    while process.num_fds() > at_rest:  # noqa: ASYNC110 - another process has no event for it
+                        await asyncio.sleep(0.05)
+                memory_bytes.append(process.memory_info().rss)
+            assert memory_bytes[1] <= 1.1 * memory_bytes[0], memory_bytes
+            router.process.terminate()
+            assert (await router.ended())[0] == 0
+
+    run(main(), timeout_s=240)
+
+
+def test_requests_however_they_end_leave_nothing_to_the_garbage_collector() -> None:
+    async def main() -> None:
+        async with disagg(decode=2) as (harness, _, decodes):
+            for decode in decodes:
+                decode.script(CHAT, stream(EVENTS), close(), answer(503, {}), stream(EVENTS))
+            await harness.chat(stream=True)
+            gc.collect()
+            gc.disable()
+            try:
+                for _ in range(4):
+                    await harness.chat(stream=True)
+                    await harness.chat()
+                gate = Gate()
+                decodes[0].script(CHAT, *[hang(gate)] * 2)
+                decodes[1].script(CHAT, *[hang(gate)] * 2)
+                leaving = await harness.connect()
+                await leaving.send(CHAT, json.dumps(chat_body()).encode())
+                await gate.reached.wait()
+                leaving.leave()
+                await harness.settle()
+                for worker in harness.router.fleet.workers:
+                    harness.router.upstream.cut_worker(worker)
+                await asyncio.sleep(0.1)
+                gc.set_debug(gc.DEBUG_SAVEALL)
+                gc.collect()
+                left = {type(thing).__qualname__ for thing in gc.garbage if is_the_routers(thing)}
+                assert left == set()
+            finally:
+                gc.set_debug(0)
+                gc.garbage.clear()
+                gc.enable()
+
+    run(main())
+
+
+def is_the_routers(thing: object) -> bool:
+    return type(thing).__module__.startswith(("pdserve.", "uvicorn."))
