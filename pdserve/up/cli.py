@@ -91,6 +91,7 @@ def up(
         ports=free_ports(cluster.cluster.host, random.SystemRandom()),
         extra_args=extra or (),
         cluster_token=os.environ.get("PDSERVE_CLUSTER_TOKEN") or secrets.token_urlsafe(32),
+        admin_key=os.environ.get("PDSERVE_ADMIN_KEY") or secrets.token_urlsafe(32),
     )
     check_tables(plan, str(file), SCHEMAS)
     raise typer.Exit(run_plan(plan))

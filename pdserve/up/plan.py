@@ -77,6 +77,12 @@ class Plan:
     router_url: str
 
     @property
+    def live_page(self) -> str:
+        """URL of the router's live page; empty where it has none."""
+        admin = self.stages[-1][-1].config.get("admin") or {}
+        return f"http://{admin.get('host', METRICS_HOST)}:{admin['port']}/live/" if admin.get("port") else ""
+
+    @property
     def processes(self) -> list[ProcessSpec]:
         """All processes in the order they start."""
         return [spec for stage in self.stages for spec in stage]
@@ -90,13 +96,14 @@ def make_plan(
     ports: Iterator[int],
     extra_args: Sequence[str] = (),
     cluster_token: str = "",
+    admin_key: str = "",
 ) -> Plan:
     """The plan of a cluster file.
 
     `program` runs pdserve (`python -m pdserve`); `run_dir` is absolute; `ports` yields free ones;
     `extra_args` go to SGLang in every worker; `cluster_token`, where not empty, to workers and router, unless
-    the file gives one. Raises ConfigError: two processes of one name, one port for
-    two, a bad supervisor key.
+    the file gives one; `admin_key`, where not empty, opens the router's admin port on this host, unless the
+    file has one. Raises ConfigError: two processes of one name, one port for two, a bad supervisor key.
     """
     drafts = list(_drafts(file))
     _refuse_repeats("name", (draft.name for draft in drafts))
@@ -114,8 +121,7 @@ def make_plan(
             engine = _sub_table(draft, "engine")
             engine["extra_args"] = [*engine.get("extra_args", []), *extra_args]
     router = drafts[-1]
-    if pool:
-        _sub_table(router, "admin").setdefault("pool", [node["address"] for node in nodes])
+    _administer(_sub_table(router, "admin"), [node["address"] for node in nodes], admin_key, ports)
     if cluster_token:
         _share_token(cluster_token, [draft.config for draft in workers], _sub_table(router, "access"))
     for draft in workers:
@@ -217,6 +223,16 @@ def _share_token(token: str, workers: Sequence[Table], access: Table) -> None:
     if not any(key in worker for worker in workers for key in keys) and not any(map(access.get, keys)):
         for table in (*workers, access):
             table["cluster_token"] = token
+
+
+def _administer(admin: Table, pool: Sequence[str], key: str, ports: Iterator[int]) -> None:
+    """Fill in what the live page needs. What is empty in the file is what launch/router.toml has."""
+    if not admin.get("pool"):
+        admin["pool"] = list(pool)
+    if key and admin.get("port") is None:
+        admin["port"] = next(ports)
+        if not admin.get("key") and not admin.get("key_file"):
+            admin["key"] = key
 
 
 def _listening(draft: _Draft, address: str) -> Listening:

@@ -288,3 +288,6 @@ class Supervisor:
         self._console.say(
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
         )
+        if self._plan.live_page:
+            keeps = self._plan.processes[-1].config_path
+            self._console.say(f"live page: {self._plan.live_page}, its password is [admin] key in {keeps}")

@@ -33,6 +33,7 @@ def test_cluster_files_are_valid_for_every_process(name: str, processes: list[st
     check_tables(plan, str(path), SCHEMAS)
     assert [spec.name for spec in plan.processes] == processes
     assert plan.router_url == "http://127.0.0.1:8000"
+    assert plan.processes[-1].config["admin"]["pool"] == ["unix:/run/x/pool0.sock"]
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -236,6 +236,25 @@ def test_a_token_of_the_file_is_not_overruled(file: ClusterFile) -> None:
     assert "'t'" not in str(configs(plan))
 
 
+def test_the_live_page_has_a_port_a_key_and_the_pool_unless_the_file_says_otherwise() -> None:
+    def planned(admin: dict[str, object]) -> Plan:
+        ports = iter(range(20_000, 20_100))
+        file = ClusterFile(pool=[{}], agg=[{}], router={"admin": admin})
+        return make_plan(file, program=("x",), run_dir=RUN, ports=ports, admin_key="k")
+
+    as_shipped = planned({"host": "127.0.0.1", "key": "", "pool": []})  # launch/router.toml
+    assert configs(as_shipped)["router"]["admin"] == {
+        "host": "127.0.0.1",
+        "key": "k",
+        "pool": ["unix:/run/x/pool0.sock"],
+        "port": 20_003,
+    }
+    assert as_shipped.live_page == "http://127.0.0.1:20003/live/"
+    own = {"host": "h", "port": 8001, "key_file": "f", "pool": ["tcp:h:1"]}
+    assert configs(planned(own))["router"]["admin"] == own
+    assert plan_of(ClusterFile(agg=[{}])).live_page == ""
+
+
 def test_a_router_with_a_certificate_is_asked_over_tls() -> None:
     plan = plan_of(ClusterFile(agg=[{}], router={"port": 8000, "access": {"tls_cert_file": "c"}}))
     assert plan.router_url == "https://127.0.0.1:8000"
