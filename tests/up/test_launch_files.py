@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import pytest
+import typer
 from msgspec import Meta
 
+from pdserve.bench.cli import app as bench_app
 from pdserve.errors import ConfigError
 from pdserve.up.cli import SCHEMAS, check_tables
 from pdserve.up.config import ClusterFile, read_cluster_file
@@ -72,3 +75,33 @@ def test_script_help_needs_no_set_up(script: str, tmp_path: Path) -> None:
 def test_scripts_are_valid_bash() -> None:
     for script in LAUNCH.glob("*.sh"):
         subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_bench_runs_commands_that_exist_and_keeps_their_lines(tmp_path: Path) -> None:
+    launch, program = tmp_path / "launch", tmp_path / ".venv/bin/pdserve"
+    for directory in (launch, program.parent, tmp_path / "models/demo-small"):
+        directory.mkdir(parents=True)
+    (tmp_path / "models/demo-small/config.json").touch()
+    shutil.copy(LAUNCH / "bench.sh", launch)
+    (launch / "setup.sh").write_text(f"root={tmp_path} venv={tmp_path}/.venv\n")
+    asked = tmp_path / "asked"
+    program.write_text(f'#!/bin/bash\nprintf "%s\\n" "$*" >>{asked}\necho "$2"\n')
+    program.chmod(0o755)
+    subprocess.run([str(launch / "bench.sh")], check=True, timeout=120, capture_output=True)
+    kept = sorted((tmp_path / "pdserve/bench/results").glob("*.jsonl"))
+    assert [path.name.rpartition("-20")[0] for path in kept] == [
+        *("compare-documents", "compare-no-reuse", "compare-turns", "sweep", "weights")
+    ]
+    assert [path.read_text() for path in kept] == [
+        "compare\n",
+        "compare\n",
+        "compare\n",
+        "sweep\n",
+        "weights\n",
+    ]
+    commands = typer.main.get_command(bench_app).commands  # type: ignore[attr-defined]
+    for line in asked.read_text().splitlines():
+        bench, name, *words = line.split()
+        assert bench == "bench"
+        commands[name].make_context(name, words)  # raises for an option or value that it does not know
+        assert "/" not in line.replace("models/demo-small", "").replace("logs/bench/", "")
