@@ -66,6 +66,7 @@ class Stream:
         self._so_far = so_far
         self._events: list[bytes] = []
         self._is_marked = True
+        self._is_begun = False
         self._drops = False
         self._text = ""  # of the tokens that were added to the prompt
         self._kept: list[int] = []
@@ -159,6 +160,7 @@ class Stream:
     async def send(self, message: MutableMapping[str, Any]) -> None:
         """For the app, in place of the server's `send`."""
         if message["type"] == "http.response.start":
+            self._is_begun = True
             message = {**message, "headers": [*message.get("headers", ()), (ASK_HEADER, b"1")]}
         elif message["type"] == "http.response.body" and self._is_marked:
             if not self._drops:
@@ -166,6 +168,8 @@ class Stream:
             if message.get("more_body", False):
                 return
             message = {**message, "body": self._taken()}
+        elif message["type"] == "http.response.body" and self._events:
+            message = {**message, "body": self._taken() + message.get("body", b"")}
         await self._send(message)
 
     async def _mark(self, content: dict[str, Any]) -> None:
@@ -179,6 +183,8 @@ class Stream:
         if self._is_marked:
             self._is_marked = False
             self._events.append(b": pd off\n\n")
+            if not self._is_begun:  # SGLang makes the first event before it begins to answer
+                return
             await self._send({"type": "http.response.body", "body": self._taken(), "more_body": True})
 
     def _taken(self) -> bytes:

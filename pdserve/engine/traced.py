@@ -37,13 +37,15 @@ class Traced:
         if record is None or scope["type"] != "http" or scope["path"] not in GENERATING_PATHS:
             await self._app(scope, receive, send)
             return
-        started_s, status = time.monotonic(), 0
+        started_s, ended_s, status = time.monotonic(), 0.0, 0
 
         async def send_noted(message: MutableMapping[str, Any]) -> None:
-            nonlocal status
+            nonlocal status, ended_s
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                ended_s = time.monotonic()  # SGLang has more to do behind a stream, for seconds
 
         trace = self._tracer.begin(
             f"{self._role} {scope['path']}",
@@ -56,13 +58,13 @@ class Traced:
             await self._app(scope, receive, send_noted)
         finally:
             current_trace.reset(token)
-            _end(trace, record, status, started_s)
+            _end(trace, record, status, started_s, ended_s or time.monotonic())
 
 
-def _end(trace: Trace, record: HttpRequest, status: int, started_s: float) -> None:
+def _end(trace: Trace, record: HttpRequest, status: int, started_s: float, ended_s: float) -> None:
     at_s = started_s
     for part, spent_s in record.first.parts_s.items() if record.first is not None else ():
         trace.part(part, at_s, at_s + spent_s)
         at_s += spent_s
     error = "the client left" if record.left.is_set() else f"status {status}" if status >= 500 else ""
-    trace.end(time.monotonic(), error, **{"http.response.status_code": status or None})
+    trace.end(ended_s, error, **{"http.response.status_code": status or None})

@@ -82,6 +82,35 @@ def test_tools_are_offered_and_a_forced_call_is_well_formed(client: openai.OpenA
     assert json.loads(calls[0].function.arguments)["city"] in ("Oslo", "Rome")
 
 
+def test_a_tool_call_is_streamed_in_pieces_that_make_its_arguments(client: openai.OpenAI) -> None:
+    chunks = client.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        tools=WEATHER,
+        tool_choice="required",
+        temperature=0,
+        max_tokens=64,
+        stream=True,
+    )
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
+    arguments = "".join(call.function.arguments or "" for call in calls if call.function)
+    assert json.loads(arguments)["city"] in ("Oslo", "Rome")
+
+
+def test_text_becomes_tokens_and_text_again(cluster: Cluster) -> None:
+    url = cluster.router.url
+    tokens = http.post(f"{url}/tokenize", json={"prompt": "import os", "add_special_tokens": False}).json()
+    text = http.post(f"{url}/v1/detokenize", json={"tokens": tokens["tokens"]}).json()["text"]
+    assert (text, tokens["count"]) == ("import os", len(tokens["tokens"]))
+
+
+def test_a_model_that_generates_makes_no_embeddings(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.embeddings.create(model=MODEL, input="a")
+    assert caught.value.code == "unsupported_endpoint"
+
+
 def test_a_json_schema_is_kept(client: openai.OpenAI) -> None:
     schema = {
         "type": "object",
@@ -131,6 +160,22 @@ def test_several_choices_and_stop_words(client: openai.OpenAI) -> None:
     )
     assert stopped.choices[0].message.content == text[: text.index(stop)]
     assert stopped.choices[0].finish_reason == "stop"
+
+
+def test_several_choices_are_streamed_with_their_numbers_and_one_usage(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        n=2,
+        temperature=1.0,
+        max_tokens=5,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert {chunk.choices[0].index for chunk in chunks if chunk.choices} == {0, 1}
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 10
 
 
 def test_completions_take_text_and_token_ids(client: openai.OpenAI) -> None:
