@@ -255,7 +255,8 @@ def test_a_miss_while_pages_move_counts_for_that() -> None:
 
 def test_a_namespace_dropped_while_a_node_is_away_is_not_judged() -> None:
     late = Dropped(6.0, 100, 1)
-    assert verdict("R5", late, Disturbed(6.5, 7.0, "pause", "node1")) == "not exercised"
+    row = rows([late, Disturbed(6.5, 7.0, "pause", "node1")])["R5"]
+    assert (row.verdict, row.figure) == ("not exercised", "none in calm; 1 in 1 drops else")
 
 
 def test_a_page_written_again_after_a_loss_must_be_there() -> None:

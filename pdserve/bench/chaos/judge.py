@@ -67,14 +67,13 @@ def judge(records: Sequence[Record], owner: Callable[[int], str], restart_wait_s
     calm = Calm(records)
     ran = [one for one in asked if calm.ran(one)]
     kept = read_after_ack(asked, records, calm, owner)
-    drops = [one for one in of(records, Dropped) if not calm.disturbed.touch(one.at_s, one.at_s + 1)]
     return [
         _wrong_bytes(asked, records),
         _detected(of(records, Flipped)),
         _torn(asked, records),
         _confirmed(asked, records, calm),
         _share("R4", "read after the commit was acknowledged", kept.same, 1.0),
-        _dropped(drops),
+        _dropped(of(records, Dropped), calm),
         _overshot(of(records, Overshot)),
         _elsewhere("R7", "p99 of a quiet namespace beside a loud one", "≤ 1.3 ×", "pdserve bench quiet"),
         _share("R8", "pages kept over kill -9 and restart", kept.restarted, 0.999),
@@ -199,12 +198,15 @@ def _upgraded(records: Sequence[Record], reads: Count, others: Count) -> Row:
     return _row("R9", what, goal, "; ".join([figure, *errors[:1]]), not (failed or lost or errors))
 
 
-def _dropped(drops: Sequence[Dropped]) -> Row:
+def _dropped(dropped: Sequence[Dropped], calm: Calm) -> Row:
+    drops = [one for one in dropped if not calm.disturbed.touch(one.at_s, one.at_s + 1)]
     hits = sum(drop.hits_after_1s for drop in drops)
     what = "namespace dropped: reads that succeed after 1 s"
     reads = sum(drop.reads for drop in drops)
     if not reads:
-        return _not("R5", what, "0", "none was dropped")
+        all_hits = sum(drop.hits_after_1s for drop in dropped)
+        figure = f"none in calm; {all_hits} in {len(dropped)} drops else" if dropped else "none was dropped"
+        return _not("R5", what, "0", figure)
     return _row("R5", what, "0", f"{hits} of {reads:,}, {len(drops)} drops", not hits)
 
 
