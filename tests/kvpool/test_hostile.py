@@ -50,6 +50,8 @@ def of_type(annotation: Any) -> st.SearchStrategy[Any]:
         return st.lists(of_type(arguments[0]), max_size=6)
     if origin is dict:
         return st.dictionaries(of_type(arguments[0]), of_type(arguments[1]), max_size=3)
+    if origin is tuple:
+        return st.tuples(*map(of_type, arguments))
     if origin is typing.Literal:
         return st.sampled_from(arguments)
     if origin in (typing.Union, types.UnionType):
