@@ -114,7 +114,7 @@ def table_of(rows: list[Row]) -> Table:
         "errors": "errors",
     }
     for name in ("streams", "router", *columns):
-        table.add_column(name, justify="left" if name == "router" else "right")
+        table.add_column(name, justify="left" if name == "router" else "right", no_wrap=name == "router")
     for row in rows:
         values = (getattr(row, name) for name in columns.values())
         table.add_row(str(row.streams), row.router, *map(_figure, values))
