@@ -78,6 +78,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     added_chunk_ms_p99: float | None = None
     cpu_us_per_request: float | None = None
     cpu_us_per_chunk: float | None = None
+    """Of paced streams, so an eighth of a request's is in it; that of the long streams is a chunk's alone."""
     rps_over: dict[str, float] = {}
     """Its requests per second over those of the others; ours alone."""
     load_busy: float = 0.0
