@@ -172,16 +172,22 @@ class RequestTracking:
         request = HttpRequest(_request_id(scope), scope["path"], Reuse(told))
         if self._on_start is not None:
             self._on_start(request)
-        connection = _Connection(receive, send, lambda: _abort(request, manager), lambda: _told(request))
+
+        def answered() -> None:
+            for rid in request.requests:
+                self._reuse_of.pop(rid, None)
+            request.answered.set()
+
+        connection = _Connection(
+            receive, send, lambda: _abort(request, manager), lambda: _told(request), answered
+        )
         reader = asyncio.create_task(connection.read())
         token = _current.set(request)
         try:
             await self._app(scope, connection.receive, connection.send)
         finally:
             _current.reset(token)
-            for rid in request.requests:
-                self._reuse_of.pop(rid, None)
-            request.answered.set()
+            answered()
             reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await reader
@@ -206,11 +212,13 @@ class _Connection:
         send: Send,
         on_left: Callable[[], None],
         more_headers: Callable[[], list[tuple[bytes, bytes]]],
+        on_complete: Callable[[], None],
     ) -> None:
         self._receive = receive
         self._send = send
         self._on_left = on_left
         self._more_headers = more_headers
+        self._on_complete = on_complete
         self._start: MutableMapping[str, Any] | None = None
         self._messages: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue(_BODY_QUEUE_MESSAGES)
         self._ended: MutableMapping[str, Any] | None = None
@@ -246,6 +254,7 @@ class _Connection:
             await self._send({**start, "headers": [*start.get("headers", ()), *self._more_headers()]})
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self._complete = True
+            self._on_complete()  # SGLang 0.5.23 returns from a stream 2 s after its end
         await self._send(message)
 
 

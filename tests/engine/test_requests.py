@@ -312,3 +312,28 @@ def test_what_was_found_cached_is_told_in_the_head_and_what_prefill_found_in_the
     assert manager.said == [3]
     assert sent[0]["headers"] == [(b"a", b"b"), (b"x-pdserve-cached", b"device=0, host=0, pool=64")]
     assert sent[1]["body"] == b"x"
+
+
+def test_a_stream_is_answered_with_its_last_piece_though_sglang_returns_later() -> None:
+    """SGLang sleeps for 2 s behind a stream; the next turn's pages are waited for from its end on."""
+    started: list[HttpRequest] = []
+    tracking: list[RequestTracking] = []
+
+    async def app(_scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        manager._init_req_state(Obj("a"))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        assert not started[0].answered.is_set()
+        assert tracking[0]._reuse_of
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        assert started[0].answered.is_set()
+        assert not tracking[0]._reuse_of
+
+    async def run() -> None:
+        tracking.append(RequestTracking(app, lambda: manager, started.append))
+        client = Client()
+        await tracking[0](scope(), client.messages.get, client.send)
+
+    manager = Manager()
+    asyncio.run(run())
