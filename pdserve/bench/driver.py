@@ -6,6 +6,7 @@ Run as `python -m pdserve.bench.driver CONFIG.json`. It ends at SIGTERM, and res
 from __future__ import annotations
 
 import mmap
+import os
 import signal
 import subprocess
 import sys
@@ -43,6 +44,7 @@ COLUMNS: Final = 3
 class DriverConfig(msgspec.Struct, frozen=True):
     """`keys`: how many pages it works on, `seed`: which. Every operation takes `batch` of them, `put_share`
     of them puts. `operations_s` of each thread; 0: as fast as it goes. `row`: its first on the board.
+    `nice`: as of nice(1); above 0 the process leaves the processor to others, as if it ran elsewhere.
     """
 
     name: str
@@ -57,6 +59,7 @@ class DriverConfig(msgspec.Struct, frozen=True):
     batch: int
     put_share: float = 0.0
     operations_s: float = 0.0
+    nice: int = 0
 
 
 def make_keys(seed: str, count: int) -> list[bytes]:
@@ -153,6 +156,7 @@ def _drive(config: DriverConfig, index: int, client: PoolClient, stop: threading
 
 def main(config_path: str) -> None:
     config = msgspec.json.decode(Path(config_path).read_bytes(), type=DriverConfig)
+    os.nice(config.nice)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     client = PoolClient(config.client, config.namespace, config.geometry, name=config.name)
