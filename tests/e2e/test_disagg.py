@@ -32,7 +32,7 @@ def generate(router: Router, prompt: list[int], tokens: int = NEW_TOKENS, **head
 def found(response: httpx.Response) -> dict[str, int]:
     """Prompt tokens that the decode worker itself found, by place; the answer tells what prefill found."""
     pairs = (pair.partition("=") for pair in response.headers["x-pdserve-cached"].split(", "))
-    return {place: int(tokens) for place, _, tokens in pairs}
+    return {place: int(tokens) for place, _, tokens in pairs if place != "computed"}
 
 
 def ask(router: Router, prompts: list[list[int]]) -> tuple[list[Answer], list[int]]:
