@@ -84,7 +84,8 @@ def ucx(facts: Machine) -> Finding:
     kinds = {"RDMA": RDMA, "GPU-direct": GPU_DIRECT, "shared memory": SHARED_MEMORY, "TCP": ("tcp",)}
     there = [kind for kind, names in kinds.items() if any(name in facts.transports for name in names)]
     used = "RDMA" if "RDMA" in there else "TCP"
-    figures = f"same host: mapped memory (copy {facts.copy_gbps:.2f} GB/s); between hosts: {used}"
+    copy = f" (copy {facts.copy_gbps:.2f} GB/s)" if facts.copy_gbps else ""  # 0: not measured
+    figures = f"same host: mapped memory{copy}; between hosts: {used}"
     if facts.ucx_gbps:
         figures += f" ({facts.ucx_gbps:.2f} GB/s over loopback)"
     says = f"found {', '.join(there) or 'nothing'}; {figures}"
