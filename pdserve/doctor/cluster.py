@@ -18,6 +18,7 @@ from pdserve.errors import PdserveError, PoolError
 from pdserve.kvpool.cluster_messages import DEAD
 from pdserve.kvpool.commands.asking import TIMEOUT_S, NodeClient, all_nodes, in_parallel
 from pdserve.kvpool.messages import NodeAddress, StatusReport
+from pdserve.router.first_token import CACHED_HEADER, cached_tokens
 
 FULL: Final = 0.95  # of a quota
 PROBE_PAGES: Final = 4
@@ -203,14 +204,14 @@ def probe(router_url: str, page_size: int, key: str, dice: random.Random) -> Pro
 
 
 def _turn(meta: _Meta, headers: httpx.Headers, seconds: float) -> Turn:
-    pairs = (part.split("=") for part in headers.get("x-pdserve-cached", "").split(", ") if "=" in part)
+    cached = headers.get(CACHED_HEADER.decode(), "").encode()
     details = meta.cached_tokens_details or _Details()
     told = {"device": details.device, "host": details.host, "pool": details.storage}
     told["computed"] = meta.prompt_tokens - sum(told.values())
     return Turn(
         prompt_tokens=meta.prompt_tokens,
         prefill=told if "x-pdserve-prefill" in headers else None,
-        decode={tier: int(count) for tier, count in pairs},
+        decode=cached_tokens([(CACHED_HEADER, cached)]),
         plan=headers.get("x-pdserve-plan", ""),
         seconds=seconds,
     )

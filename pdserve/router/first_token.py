@@ -22,10 +22,9 @@ def pull_s(headers: Iterable[tuple[bytes, bytes]]) -> float:
     """How long the worker's request waited for pages of the pool; 0 if it does not say."""
     for name, value in headers:
         if name == TIMING_HEADER:
-            for part in value.split(b","):
-                what, _, dur = part.partition(b";dur=")
-                if what.strip() == b"pull":
-                    return _number(dur) / 1e3
+            pull_ms = parse_timing(value.decode("latin-1")).get("pull")
+            if pull_ms is not None:
+                return pull_ms / 1e3
     return 0.0
 
 
@@ -66,7 +65,13 @@ def timing(parts_s: Mapping[str, float]) -> bytes:
     return ", ".join([f"{p};dur={1e3 * parts_s[p]:.1f}" for p in PARTS if p in parts_s]).encode()
 
 
-def _number(text: bytes) -> float:
+def parse_timing(header: str) -> dict[str, float]:
+    """A value of `server-timing`: milliseconds by part; 0 for what is no number."""
+    entries = [entry.partition(";dur=") for entry in header.split(",")]
+    return {part.strip(): _number(dur) for part, found, dur in entries if found}
+
+
+def _number(text: bytes | str) -> float:
     """Not negative and finite; 0 for what is no number."""
     try:
         value = float(text)

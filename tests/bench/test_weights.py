@@ -16,14 +16,13 @@ from pdserve.bench.serving.parts import (
     Sample,
     bars,
     covered_ms,
-    parse_timing,
     part_sums,
     shared_ms,
     weigh,
 )
 from pdserve.bench.serving.weights_report import plot_weights, text
 from pdserve.kvpool.page_trace import VARIABLE, PageSpan, PageTrace
-from pdserve.router.first_token import timing
+from pdserve.router.first_token import parse_timing, timing
 
 intervals = st.lists(
     st.tuples(st.integers(0, 50), st.integers(1, 20)).map(lambda pair: (pair[0], pair[0] + pair[1]))

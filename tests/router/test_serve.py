@@ -56,6 +56,13 @@ class RouterProcess:
     async def connect(self) -> Connection:
         return Connection(*await asyncio.open_connection("127.0.0.1", self.port))
 
+    async def refuses(self) -> None:
+        """Until the listener is closed."""
+        with pytest.raises(OSError):  # noqa: PT012
+            while True:
+                (await self.connect()).leave()
+                await asyncio.sleep(0.01)
+
     async def ended(self) -> tuple[int, str]:
         _, said = await self.process.communicate()
         return self.process.returncode or 0, said.decode()
@@ -79,10 +86,7 @@ def test_running_streams_are_finished_before_the_router_stops() -> None:
             await router.listening()
             client = await start_streaming(router)
             router.process.send_signal(signal.SIGTERM)
-            with pytest.raises(OSError):  # noqa: PT012 - until the listener is closed
-                while True:
-                    (await router.connect()).leave()
-                    await asyncio.sleep(0.01)
+            await router.refuses()
             gate.open.set()
             rest = b""
             while data := await client.chunk():
@@ -108,10 +112,7 @@ def test_what_comes_on_an_idle_connection_while_the_router_stops_is_answered_and
                 await client.send(CHAT, body)
                 assert "connection" not in (await client.response()).headers
             router.process.send_signal(signal.SIGTERM)
-            with pytest.raises(OSError):  # noqa: PT012 - until the listener is closed
-                while True:
-                    (await router.connect()).leave()
-                    await asyncio.sleep(0.01)
+            await router.refuses()
             gate.open.set()
             while await streaming.chunk():
                 pass

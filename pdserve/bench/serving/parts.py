@@ -16,8 +16,10 @@ from statistics import median
 from typing import Final
 
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
-ROUTER_PARTS: Final = ("queue", "settle", "prefill", "publish", "pull", "decode", "router")
+from pdserve.router.metric_names import PARTS as ROUTER_PARTS
+
 WORKER_PARTS: Final = ("queue", "pull", "compute")
 
 Interval = tuple[float, float]
@@ -69,24 +71,14 @@ class Bar(msgspec.Struct, frozen=True):
     end: float
 
 
-def parse_timing(header: str) -> dict[str, float]:
-    """The value of `server-timing`: milliseconds by part."""
-    found = {}
-    for entry in header.split(","):
-        name, _, dur = entry.partition(";dur=")
-        if dur:
-            found[name.strip()] = float(dur)
-    return found
-
-
 def part_sums(metrics: str) -> dict[str, float]:
     """Seconds by part of `pdserve_worker_first_token_seconds` in a worker's `/metrics`."""
     found: dict[str, float] = {}
-    for line in metrics.splitlines():
-        if line.startswith("pdserve_worker_first_token_seconds_sum{"):
-            labels, _, value = line.rpartition(" ")
-            part = labels.partition('part="')[2].partition('"')[0]
-            found[part] = found.get(part, 0.0) + float(value)
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if sample.name == "pdserve_worker_first_token_seconds_sum":
+                part = sample.labels["part"]
+                found[part] = found.get(part, 0.0) + sample.value
     return found
 
 

@@ -16,11 +16,12 @@ from pdserve.bench.serving.cluster import launched
 from pdserve.bench.serving.compare import WARM_UP, WARM_UP_SEED
 from pdserve.bench.serving.contenders import Setting, trace_path
 from pdserve.bench.serving.load import Load, make_load
-from pdserve.bench.serving.parts import WORKER_PARTS, Interval, Sample, parse_timing, part_sums
+from pdserve.bench.serving.parts import WORKER_PARTS, Interval, Sample, part_sums
 from pdserve.bench.serving.records import Record
 from pdserve.bench.serving.run import Say, Server, run_load
 from pdserve.bench.stores import BenchError
 from pdserve.kvpool.page_trace import PageSpan
+from pdserve.router.first_token import parse_timing
 
 ROLES: Final = ("prefill", "decode")
 SETTLE_S: Final = 1.0  # after each request: its pages are written back, and belong to no other
