@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdserve.decode.pull_ahead import PullAhead
 from pdserve.decode.routes import Settled
 from pdserve.decode.writeback import WriteBack
 from pdserve.engine.worker import RoleParts, Worker
@@ -9,14 +10,19 @@ from pdserve.prefill import worker as prefill
 
 
 def parts(worker: Worker) -> RoleParts:
-    """`/pd/settled`, and the following of every request until its pages are committed."""
+    """`/pd/settled`, `/pd/pull`, and the following of every request until its pages are committed."""
     write_back = WriteBack(
         worker.pool,
         names=worker.names,
         timeout_s=worker.config.settle_timeout_s,
         limit=worker.config.followed_requests,
     )
-    return RoleParts([Settled(write_back).router()], write_back.follow, write_back.unsettled)
+    pull_ahead = PullAhead(
+        worker.engine, worker.pool, names=worker.names, step_tokens=worker.config.pull_step_tokens
+    )
+    return RoleParts(
+        [Settled(write_back).router(), pull_ahead.router()], write_back.follow, write_back.unsettled
+    )
 
 
 def aggregated_parts(worker: Worker) -> RoleParts:

@@ -59,7 +59,10 @@ def after_sglang() -> None:
 
 
 def in_scheduler() -> None:
-    """On CPU, put the hooks in place that are for the scheduler's own process; imports it."""
+    """Put what is for the scheduler's own process in place; imports it."""
+    from pdserve.engine import pulls
+
+    pulls.in_scheduler()
     if os.environ.get(ENGINE_ENV) == "cpu":
         from pdserve.engine.cpu import hooks
 

@@ -55,6 +55,7 @@ PLACES: tuple[Place, ...] = (
     Place("sglang.srt.entrypoints.engine", "init_tokenizer_manager", ("server_args", "port_args")),
     Place("sglang.srt.server_args", "prepare_server_args", ("argv",)),
     Place(_TOKENIZER, "TokenizerManager.generate_request", ("obj", "request")),
+    Place(_TOKENIZER, "TokenizerManager._tokenize_texts", ("texts",)),
     Place(_TOKENIZER, "TokenizerManager.abort_request", ("rid", "abort_all")),
     Place(_TOKENIZER, "TokenizerManager.auto_create_handle_loop"),
     Place(_TOKENIZER, "TokenizerManager._init_req_state", ("obj", "request")),
@@ -66,6 +67,9 @@ PLACES: tuple[Place, ...] = (
     Place(_TOKENIZER, "ReqState", ("finished", "output_ids", "obj", "dispatched", "abort_sent")),
     Place("sglang.srt.managers.io_struct", "ShutdownReq"),
     Place("sglang.srt.managers.scheduler", "Scheduler.is_fully_idle", ("self",)),
+    Place("sglang.srt.managers.scheduler", "Scheduler._process_hicache_events", ("self",)),
+    Place("sglang.srt.managers.scheduler", "Scheduler.abort_request", ("recv_req",)),
+    Place("sglang.srt.mem_cache.unified_radix_cache", "UnifiedRadixCache.has_ongoing_prefetch", ("handle",)),
     Place("sglang.srt.utils", "kill_process_tree", ("parent_pid", "include_parent")),
     Place(
         f"{_SERVING}.serving_chat",

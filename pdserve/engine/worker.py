@@ -62,6 +62,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     settle_timeout_s: Annotated[
         float, Meta(gt=0, description="How long after its answer a request's pages are waited for.")
     ] = 10.0
+    pull_step_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="While a long prompt is prefilled, its pages are pulled in steps of so many tokens; "
+            "see the router's pull_ahead_tokens.",
+        ),
+    ] = 2048
     followed_requests: Annotated[
         int, Meta(ge=1, description="Requests whose write-back is remembered for /pd/settled.")
     ] = 4096

@@ -152,6 +152,14 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "every one through it. Adapts to queues, see placement.queue_share.",
         ),
     ] = 0
+    pull_ahead_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Prompts whose uncached part is estimated at so many tokens are pulled by the decode "
+            "worker while prefill still computes; 0: none is.",
+        ),
+    ] = 4096
     continue_streams: Annotated[
         Literal["deterministic", "always", "never"],
         Meta(

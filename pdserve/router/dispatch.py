@@ -69,9 +69,7 @@ class Dispatcher:
         self._budget = RetryBudget(config.limits.retry_ratio, config.limits.retries_per_s, self._loop.time())
         self.placer = Placer(config, fleet)
         self._shared = shared
-        self._stages = Stages(
-            config.deadlines, fleet, upstream, stats, self.placer, self._budget, self._failures
-        )
+        self._stages = Stages(config, fleet, upstream, stats, self.placer, self._budget, self._failures)
 
     async def serve(self, call: Call) -> None:
         """Answer the call. Raises RequestError with nothing sent; on cancellation everything is released."""

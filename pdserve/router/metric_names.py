@@ -63,6 +63,7 @@ METRICS: Final = (
     ),
     _one("prefill", "counter", ("outcome",), "Prefill stages, by outcome."),
     _one("settle", "counter", ("outcome",), "Waits for a previous turn's pages, by outcome."),
+    _one("pull_ahead", "counter", ("outcome",), "Long prompts pulled while prefill computed, by outcome."),
     _one("decode_retries", "counter", ("reason",), "Requests tried on another worker, by reason."),
     _one("streams_continued", "counter", ("reason",), "Streams gone on with by another worker, by reason."),
     _one("retries_refused", "counter", (), "Retries that the budget refused."),

@@ -66,6 +66,7 @@ class Stats:
         """By (role, reason)."""
         self.prefill: defaultdict[str, int] = defaultdict(int)
         self.settle: defaultdict[str, int] = defaultdict(int)
+        self.pull_ahead: defaultdict[str, int] = defaultdict(int)
         self.decode_retries: defaultdict[str, int] = defaultdict(int)
         self.client_aborts: defaultdict[str, int] = defaultdict(int)
         """By the phase the request was in: body, settle, prefill, decode, stream."""
@@ -133,6 +134,7 @@ class RouterCollector(Collector):
         yield samples("placements", stats.placements)
         yield samples("prefill", _keyed(stats.prefill))
         yield samples("settle", _keyed(stats.settle))
+        yield samples("pull_ahead", _keyed(stats.pull_ahead))
         yield samples("decode_retries", _keyed(stats.decode_retries))
         yield samples("streams_continued", _keyed(stats.continued))
         yield samples("retries_refused", stats.retries_refused)

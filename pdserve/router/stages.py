@@ -1,4 +1,5 @@
-"""The stages before decode: waiting for the previous turn's pages, and having the prompt computed.
+"""The stages before decode: waiting for the previous turn's pages, and having the prompt computed, its
+pages pulled ahead meanwhile.
 
 Neither fails a request: what a stage could not do, the decode worker does itself. Only what a prefill worker
 says is the client's own fault ends the request here.
@@ -19,7 +20,7 @@ import msgspec
 from pdserve.errors import PdserveError
 from pdserve.router.budget import RetryBudget
 from pdserve.router.call import Call
-from pdserve.router.config import Deadlines
+from pdserve.router.config import RouterConfig
 from pdserve.router.exchange import UpstreamError
 from pdserve.router.fleet import Fleet, Worker
 from pdserve.router.metric_names import TIERS, turn_label
@@ -90,7 +91,7 @@ class Stages:
 
     def __init__(
         self,
-        deadlines: Deadlines,
+        config: RouterConfig,
         fleet: Fleet,
         upstream: Upstream,
         stats: Stats,
@@ -98,7 +99,8 @@ class Stages:
         budget: RetryBudget,
         failures: ThrottledLog,
     ) -> None:
-        self._deadlines = deadlines
+        self._deadlines = config.deadlines
+        self._pull_ahead_tokens = config.pull_ahead_tokens
         self._fleet = fleet
         self._upstream = upstream
         self._stats = stats
@@ -137,15 +139,34 @@ class Stages:
         """
         call.phase = "prefill"
         begun_s, hedge_s = self._loop.time(), self._deadlines.hedge_prefill_s
-        if hedge_s > 0:
-            outcome = await self._hedged(call, plan, worker, candidates, hedge_s)
-        else:
-            outcome = await self._prefill_at(call, plan, worker)
+        is_long = 0 < self._pull_ahead_tokens <= plan.uncached_tokens
+        pulling = self._loop.create_task(self._pull_ahead(call, plan.decode)) if is_long else None
+        try:
+            if hedge_s > 0:
+                outcome = await self._hedged(call, plan, worker, candidates, hedge_s)
+            else:
+                outcome = await self._prefill_at(call, plan, worker)
+        finally:
+            if pulling is not None:
+                pulling.cancel()  # hangs up
         spent_s, parts_s = self._loop.time() - begun_s, call.parts_s
         if "publish" in parts_s:  # the worker's word, not longer than what was seen here
             parts_s["publish"] = min(parts_s["publish"], spent_s)
         parts_s["prefill"] = spent_s - parts_s.get("publish", 0.0)
         return f"stage={outcome}"
+
+    async def _pull_ahead(self, call: Call, decode: Worker) -> None:
+        """Have the decode worker pull what prefill publishes, as it does, until cancelled. Never fails."""
+        limit_s = self._deadlines.prefill_s + self._deadlines.publish_s
+        outcome = "ok"  # when prefill is over first, too
+        try:
+            await self._post_json(call, decode, f"/pd/pull?endpoint={call.path}", call.body, limit_s)
+        except UpstreamError as error:
+            outcome = error.kind
+        except WorkerAnswerError as error:
+            outcome = f"status-{error.status}"
+        finally:
+            self._stats.pull_ahead[outcome] += 1
 
     async def _hedged(
         self, call: Call, plan: Plan, worker: Worker, candidates: Sequence[Worker], hedge_s: float

@@ -153,9 +153,15 @@ def reference(plain_worker: Worker) -> Reference:
     return Reference(prompts, first, second_prompts, ask_cold(plain_worker, second_prompts))
 
 
+CHUNK_TOKENS = 512
+PULL_AHEAD = {"pull_ahead_tokens": 2 * CHUNK_TOKENS}
+
+
 @dataclass
 class Cluster:
-    """Two disaggregated pairs on one pool node, each pair behind its own router and both behind a third."""
+    """Two disaggregated pairs on one pool node, each pair behind its own router and both behind a third. The
+    first pair computes prompts in chunks, and pulls long ones ahead.
+    """
 
     pool: PoolNode
     prefill: list[Worker]
@@ -180,10 +186,18 @@ def cluster(model: Path, run_dir: Path, alone: Alone, reference: Reference) -> I
     pool = PoolNode(run_dir)
     pool.start()
     settings = {"nodes": [pool.ref], "retry_after_s": 0.2}
-    prefill = [Worker("prefill", f"prefill{i}", run_dir, engine_settings(model), settings) for i in range(2)]
-    decode = [Worker("decode", f"decode{i}", run_dir, engine_settings(model), settings) for i in range(2)]
+    chunked = engine_settings(model, extra_args=["--chunked-prefill-size", str(CHUNK_TOKENS)])
+    prefill = [
+        Worker("prefill", "prefill0", run_dir, chunked, settings),
+        Worker("prefill", "prefill1", run_dir, engine_settings(model), settings),
+    ]
+    stepwise = {"pull_step_tokens": CHUNK_TOKENS}
+    decode = [
+        Worker("decode", f"decode{i}", run_dir, engine_settings(model), settings, stepwise) for i in range(2)
+    ]
     pairs = [
-        Router(run_dir, prefill=[prefill[i]], decode=[decode[i]], name=f"router-pair{i}") for i in range(2)
+        Router(run_dir, prefill=[prefill[0]], decode=[decode[0]], name="router-pair0", extra=PULL_AHEAD),
+        Router(run_dir, prefill=[prefill[1]], decode=[decode[1]], name="router-pair1"),
     ]
     router = Router(run_dir, prefill=prefill, decode=decode, name="router-all")
     started = [*prefill, *decode]

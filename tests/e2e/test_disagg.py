@@ -16,7 +16,7 @@ import pytest
 from pdserve.pages import page_hashes
 from tests.e2e.arena import flip, page_offset
 from tests.e2e.cluster import Router, Worker, eventually, http
-from tests.e2e.conftest import Cluster, Reference, ask_all
+from tests.e2e.conftest import CHUNK_TOKENS, Cluster, Reference, ask_all
 from tests.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, token_ids
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
@@ -117,10 +117,28 @@ def wait_pool_up(cluster: Cluster) -> None:
 
 def test_the_decode_worker_computes_at_most_one_page_and_a_token(cluster: Cluster) -> None:
     prompt = token_ids(77, 2000)
-    response = generate(cluster.pairs[0], prompt)
+    response = generate(cluster.pairs[1], prompt)
     assert response.json()["meta_info"]["prompt_tokens"] == 2000
     assert 1 <= 2000 - sum(found(response).values()) <= PAGE + 1
     assert found(response)["pool"] == wanted_hits(prompt)
+
+
+def test_pages_of_a_long_prompt_are_pulled_while_it_is_prefilled(cluster: Cluster) -> None:
+    """What the request then finds in its worker's own memory was pulled ahead of it; how much, is a matter of
+    time.
+    """
+    prompts = iter([token_ids(7000 + i, 3000) for i in range(10)])
+
+    def pulled() -> bool:
+        prompt = next(prompts)
+        where = found(generate(cluster.pairs[0], prompt))
+        assert sum(where.values()) == wanted_hits(prompt)
+        return where.get("host", 0) + where.get("device", 0) >= CHUNK_TOKENS
+
+    eventually(pulled, "a chunk is pulled ahead", 120.0)
+    counted = http.get(f"{cluster.pairs[0].url}/metrics").text
+    assert 'pdserve_router_pull_ahead_total{outcome="ok"}' in counted
+    assert "pull_ahead_total{" not in counted.replace('pull_ahead_total{outcome="ok"}', "")
 
 
 def test_clients_are_told_what_was_cached_before_prefill(cluster: Cluster) -> None:

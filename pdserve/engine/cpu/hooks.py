@@ -79,6 +79,20 @@ def _resting(on_idle: Callable[[Any], None]) -> Callable[[Any], None]:
     return idle
 
 
+def _publishing(stash_chunked_request: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """A chunk's pages go to the pool while the next chunk is computed. SGLang submits their copy to host
+    memory after launching the next chunk, which on a GPU is at once; here it is when that one has been
+    computed.
+    """
+
+    @functools.wraps(stash_chunked_request)
+    def stash(scheduler: Any, req: Any) -> None:
+        stash_chunked_request(scheduler, req)
+        scheduler.tree_cache.check_hicache_events()  # copies, and as copies are done at once here, stores
+
+    return stash
+
+
 HOOKS: tuple[Hook, ...] = (
     Hook(MHA_HOST_POOL, "transfer_kv_direct", None, lambda _: copies.transfer_kv_direct),
     Hook(
@@ -129,7 +143,10 @@ HOOKS: tuple[Hook, ...] = (
         attention.extend_new_queries_only,
     ),
 )
-SCHEDULER_HOOKS: tuple[Hook, ...] = (Hook(SCHEDULER, "Scheduler.on_idle", ("self",), _resting),)
+SCHEDULER_HOOKS: tuple[Hook, ...] = (
+    Hook(SCHEDULER, "Scheduler.on_idle", ("self",), _resting),
+    Hook(SCHEDULER, "Scheduler.stash_chunked_request", ("self", "req"), _publishing),
+)
 """For the scheduler's process alone: others need not import it."""
 
 

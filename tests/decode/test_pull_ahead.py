@@ -1,0 +1,211 @@
+"""What a decode worker pulls of a prompt while it is prefilled, against a scripted pool and SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import Request
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from pdserve.decode import pull_ahead
+from pdserve.engine.pulls import PULL_ID
+from pdserve.engine.requests import PageNames
+from pdserve.pages import namespace_seed, page_hashes, pool_key
+
+PAGE, STEP = 4, 8
+SUFFIXES = (b"-0", b"-1")
+PROMPT = list(range(100, 130))  # 30 tokens: steps end at 8, 16, 24
+
+
+class Pool:
+    """Pages appear when the test says so."""
+
+    def __init__(self) -> None:
+        self.committed: set[bytes] = set()
+        self.more = asyncio.Condition()
+
+    async def commit(self, tokens: int, salt: str | None = None) -> None:
+        """The pages of the first so many tokens of PROMPT, on all ranks."""
+        pages = page_hashes(PROMPT[:tokens], PAGE, namespace_seed(None, salt))
+        async with self.more:
+            self.committed.update(pool_key(page, suffix) for page in pages for suffix in SUFFIXES)
+            self.more.notify_all()
+
+    async def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+        async with self.more:
+            await self.more.wait_for(lambda: self.committed.issuperset(keys))
+        return [True] * len(keys)
+
+    async def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        return [key in self.committed for key in keys]
+
+
+class Manager:
+    """SGLang: notes what it is to fetch, and is done with it when `release` is set."""
+
+    def __init__(self, dp_size: int = 1) -> None:
+        self.server_args = SimpleNamespace(dp_size=dp_size)
+        self.fetched: list[GenerateReqInput] = []
+        self.began = asyncio.Condition()
+        self.release = asyncio.Event()
+        self.release.set()
+        self.done = 0
+
+    async def generate_request(self, asked: GenerateReqInput, _: None) -> AsyncIterator[dict[str, Any]]:
+        async with self.began:
+            self.fetched.append(asked)
+            self.began.notify_all()
+        await self.release.wait()
+        self.done += 1
+        yield {"meta_info": {"finish_reason": {"type": "abort"}}}
+
+    async def _tokenize_texts(self, text: str) -> tuple[list[int], None]:
+        return list(map(int, text.split())), None
+
+    async def until(self, fetches: int) -> None:
+        async with self.began:
+            await self.began.wait_for(lambda: len(self.fetched) >= fetches)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(asked.input_ids) for asked in self.fetched]
+
+
+class Asked:
+    """One `/pd/pull` under way."""
+
+    def __init__(self, body: dict[str, Any], endpoint: str = "/generate", dp_size: int = 1) -> None:
+        self.pool = Pool()
+        self.tokenizer_manager = Manager(dp_size)
+        self.app_state = None
+        self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._messages.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
+        names = PageNames(PAGE, SUFFIXES)
+        route = pull_ahead.PullAhead(self, self.pool, names=names, step_tokens=STEP + 1)  # type: ignore[arg-type]
+        scope = {"type": "http", "method": "POST", "path": "/pd/pull", "headers": [], "query_string": b""}
+        self.answering = asyncio.ensure_future(route.pull(Request(scope, self._messages.get), endpoint))
+
+    def hang_up(self) -> None:
+        self._messages.put_nowait({"type": "http.disconnect"})
+
+    async def answer(self) -> tuple[int, Any]:
+        response = await self.answering
+        return response.status_code, json.loads(bytes(response.body))
+
+
+def run(main: Any) -> None:
+    asyncio.run(asyncio.wait_for(main, 30))
+
+
+def test_each_step_is_fetched_as_soon_as_it_is_there() -> None:
+    async def main() -> None:
+        asked = Asked({"input_ids": PROMPT})
+        for count, tokens in enumerate((8, 16, 24), 1):
+            await asked.pool.commit(tokens)
+            await asked.tokenizer_manager.until(count)
+        assert await asked.answer() == (200, {"pulled_tokens": 24})
+        assert asked.tokenizer_manager.lengths == [9, 17, 25]  # one more than is looked up
+        assert [a.input_ids for a in asked.tokenizer_manager.fetched] == [PROMPT[:n] for n in (9, 17, 25)]
+        assert all(str(a.rid).startswith(PULL_ID) for a in asked.tokenizer_manager.fetched)
+
+    run(main())
+
+
+def test_steps_that_came_during_a_fetch_are_fetched_together() -> None:
+    async def main() -> None:
+        asked = Asked({"input_ids": PROMPT})
+        manager = asked.tokenizer_manager
+        manager.release.clear()
+        await asked.pool.commit(8)
+        await manager.until(1)
+        await asked.pool.commit(24)
+        manager.release.set()
+        await asked.answer()
+        assert manager.lengths == [9, 25]
+
+    run(main())
+
+
+def test_a_step_of_which_a_rank_lacks_its_page_is_not_there() -> None:
+    async def main() -> None:
+        asked = Asked({"input_ids": PROMPT})
+        pages = page_hashes(PROMPT, PAGE, None)
+        asked.pool.committed.add(pool_key(pages[3], SUFFIXES[0]))  # of the second step, one rank's alone
+        await asked.pool.commit(8)
+        await asked.tokenizer_manager.until(1)
+        assert asked.tokenizer_manager.lengths == [9]
+        asked.hang_up()
+        await asked.answer()
+
+    run(main())
+
+
+def test_nothing_is_begun_after_the_router_hung_up_and_what_was_begun_goes_on() -> None:
+    async def main() -> None:
+        asked = Asked({"input_ids": PROMPT})
+        manager = asked.tokenizer_manager
+        manager.release.clear()
+        await asked.pool.commit(8)
+        await manager.until(1)
+        asked.hang_up()
+        assert await asked.answer() == (200, {"pulled_tokens": None})
+        await asked.pool.commit(24)
+        manager.release.set()
+        while not manager.done:  # noqa: ASYNC110  nobody waits for it any more
+            await asyncio.sleep(0)
+        assert manager.lengths == [9]
+
+    run(main())
+
+
+def test_pages_are_those_of_the_requests_salt() -> None:
+    async def main() -> None:
+        asked = Asked({"text": " ".join(map(str, PROMPT)), "cache_salt": "mine"})
+        await asked.pool.commit(24)  # another's
+        await asked.pool.commit(24, "mine")
+        await asked.answer()
+        [fetched] = asked.tokenizer_manager.fetched
+        assert fetched.cache_salt == "mine"
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input_ids": PROMPT[: STEP + 1][:STEP]},  # no step before its end
+        {"input_ids": [PROMPT, PROMPT]},
+        {"text": ["1 2", "3 4"]},
+        {"input_ids": PROMPT, "image_data": "data:,x"},
+        {"input_ids": PROMPT, "lora_path": "adapter"},
+    ],
+)
+def test_what_cannot_be_pulled_ahead_is_left_alone(body: dict[str, Any]) -> None:
+    async def main() -> None:
+        asked = Asked(body)
+        assert await asked.answer() == (200, {"pulled_tokens": 0})
+        assert asked.tokenizer_manager.fetched == []
+
+    run(main())
+
+
+def test_a_worker_of_several_host_memories_pulls_nothing_ahead() -> None:
+    async def main() -> None:
+        asked = Asked({"input_ids": PROMPT}, dp_size=2)
+        await asked.pool.commit(24)
+        assert await asked.answer() == (200, {"pulled_tokens": 0})
+
+    run(main())
+
+
+def test_nonsense_is_refused() -> None:
+    async def main() -> None:
+        assert (await Asked({}, "/v1/other").answer())[0] == 404
+        assert (await Asked({"no": "such field"}).answer())[0] == 400
+
+    run(main())
