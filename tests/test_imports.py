@@ -70,6 +70,8 @@ PURE = (
     "pdserve.kvpool.conservation",
     "pdserve.kvpool.recovery",
     "pdserve.kvpool.reading",
+    "pdserve.kvpool.early",
+    "pdserve.kvpool.reporting",
     "pdserve.kvpool.writing",
     "pdserve.kvpool.waits",
     "pdserve.kvpool.table",

@@ -33,6 +33,7 @@ from pdserve.kvpool.ring import Ring
 from pdserve.kvpool.tiers.base import PageName, TierPage
 
 FIRST_TAG = 1 << 32
+LOCAL = 0  # the connection of the node's own session (local.py)
 
 # --- events
 

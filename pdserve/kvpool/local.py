@@ -10,9 +10,8 @@ import asyncio
 from collections.abc import Callable
 
 from pdserve.errors import PoolUnavailable
-from pdserve.kvpool.events import Connected, Event, Received
+from pdserve.kvpool.events import LOCAL, Connected, Event, Received
 from pdserve.kvpool.messages import Abort, Release, Reply, Request
-from pdserve.kvpool.state import LOCAL
 
 
 class LocalSession:

@@ -23,6 +23,7 @@ from pdserve.kvpool.cluster_messages import NamespaceRecord, Upgrade
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.connection import ClientConnection
 from pdserve.kvpool.events import (
+    LOCAL,
     Answer,
     AskReplicas,
     AssignSlab,
@@ -69,7 +70,6 @@ from pdserve.kvpool.namespace_rules import is_peer, rules_of
 from pdserve.kvpool.registry import Floors
 from pdserve.kvpool.serving import Serving
 from pdserve.kvpool.starting import make_state, take_memory
-from pdserve.kvpool.state import LOCAL
 from pdserve.kvpool.tiers.shell import NodeTiers
 from pdserve.kvpool.ucx_path import UcxPath
 from pdserve.kvpool.upgrade import Upgrader

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 from pdserve.errors import ConfigError
-from pdserve.kvpool import access
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.administration import Administration, Rules
 from pdserve.kvpool.below import Below
@@ -34,6 +33,7 @@ from pdserve.kvpool.cluster_messages import (
     ReplaceNamespace,
 )
 from pdserve.kvpool.conservation import check
+from pdserve.kvpool.early import Early
 from pdserve.kvpool.events import (
     FIRST_TAG,
     Action,
@@ -60,9 +60,10 @@ from pdserve.kvpool.listing import list_pages
 from pdserve.kvpool.namespaces import Namespaces
 from pdserve.kvpool.reading import Reads, Tags
 from pdserve.kvpool.recovery import TableContents
+from pdserve.kvpool.reporting import report
 from pdserve.kvpool.restoring import restore
 from pdserve.kvpool.sharing import Sharing
-from pdserve.kvpool.store import COMMITTED, DOOMED, QUARANTINED, RESERVED, SWEEPING, PageStore
+from pdserve.kvpool.store import RESERVED, PageStore
 from pdserve.kvpool.tiering import TieringLimits, TierSpec
 from pdserve.kvpool.waits import Waits
 from pdserve.kvpool.writing import Writes, no_tier
@@ -70,7 +71,6 @@ from pdserve.kvpool.writing import Writes, no_tier
 Handler: TypeAlias = Callable[[Session, Any, float, list[Action]], None]
 MAX_U64 = (1 << 64) - 1
 NO_RULES: Final = Rules()
-LOCAL: Final = 0  # the connection of the node's own session (local.py)
 
 
 class NodeState:
@@ -94,18 +94,19 @@ class NodeState:
         self.sessions: dict[int, Session] = {}
         self.next_deadline_s = float("inf")  # when the shell should Tick; never later than needed
         self._limits = limits
-        self._started_s = started_s
+        self.started_s = started_s
         self.namespaces = namespaces or Namespaces()
         for space, number in self.namespaces.numbers_of_spaces.items():
             store.index.namespace(number).space = space
         tags = Tags(incarnation, FIRST_TAG)
         bounds = tiering or TieringLimits()
         self.below = Below(store, tiers, bounds, self._settings, self._pin, self._readable, self._found)
+        self._early = Early(started_s, bool(tiers))
         self._durable = DurableAnswers(name, len(tiers))
-        self._waits = Waits(store, limits.max_waiters, self.below.has)
-        self._reads = Reads(store, limits, tags)
+        self.waits = Waits(store, limits.max_waiters, self.below.has)
+        self.reads = Reads(store, limits, tags)
         in_tier = self.below.has if tiers else no_tier
-        self._writes = Writes(store, limits, tags, self._on_commit, in_tier)
+        self.writes = Writes(store, limits, tags, self._on_commit, in_tier)
         self.sharing = Sharing(name, store, limits.replication, self.below)
         self.administration = Administration(
             name,
@@ -115,8 +116,8 @@ class NodeState:
             self._namespace_gone,
             self._namespace_changed,
         )
-        self._recovered = {"recovered_pages": 0, "dropped_rows": 0}
-        self._discarded = 0
+        self.recovered = {"recovered_pages": 0, "dropped_rows": 0}
+        self.discarded = 0
         self._handlers: dict[type, Handler] = {
             m.OpenNamespace: self._administer,
             m.DropNamespace: self._administer,
@@ -126,9 +127,9 @@ class NodeState:
             m.Exists: self._exists,
             m.Reserve: self._reserve,
             m.Commit: self._commit,
-            m.Abort: lambda session, request, now_s, out: self._writes.abort(session, request, out),
+            m.Abort: lambda session, request, now_s, out: self.writes.abort(session, request, out),
             m.Get: self._get,
-            m.Release: lambda session, request, now_s, out: self._reads.release(session, request, out),
+            m.Release: lambda session, request, now_s, out: self.reads.release(session, request, out),
             m.Wait: self._wait,
             m.Discard: self._discard,
             m.Clear: self._clear,
@@ -142,8 +143,8 @@ class NodeState:
     def restore(self, contents: TableContents, now_s: float) -> None:
         """Take over an earlier incarnation's pages; before the first event."""
         restore(self.store, contents, now_s)
-        self._writes.quarantine_until(contents.quarantined, now_s + self._limits.quarantine_s)
-        self._recovered = {"recovered_pages": len(contents.slots), "dropped_rows": len(contents.dropped)}
+        self.writes.quarantine_until(contents.quarantined, now_s + self._limits.quarantine_s)
+        self.recovered = {"recovered_pages": len(contents.slots), "dropped_rows": len(contents.dropped)}
         self._find_next_deadline()
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
@@ -155,8 +156,8 @@ class NodeState:
             self._tick(now_s, out)
         elif isinstance(event, TransferDone):
             session = self.sessions.get(event.connection)
-            if not self._reads.sent(session, event.tag, event.ok, out):
-                self._writes.received(session, event.tag, event.ok, now_s, out)
+            if not self.reads.sent(session, event.tag, event.ok, out):
+                self.writes.received(session, event.tag, event.ok, now_s, out)
         elif isinstance(event, Connected):
             assert event.connection not in self.sessions
             self.sessions[event.connection] = Session(
@@ -179,6 +180,7 @@ class NodeState:
             was_ready = self.below.ready
             self.below.handle(event, now_s, out)
             if self.below.ready and not was_ready:
+                self._answer_early(self._early.end(), now_s, out)
                 self.sharing.ownership.below_ready(now_s)
                 self._expect(self.sharing.next_deadline_s)
             self._expect(now_s + self._limits.lease_s)
@@ -188,7 +190,8 @@ class NodeState:
 
     # --- events
 
-    def _received(self, event: Received, now_s: float, out: list[Action]) -> None:
+    def _received(self, event: Received, now_s: float, out: list[Action], *, late: bool = False) -> None:
+        """`late`: it has waited for the tiers."""
         session = self.sessions.get(event.connection)
         if session is None:
             return  # it was closed, and this was still in its buffer
@@ -206,6 +209,8 @@ class NodeState:
             request_id: int = getattr(event.message, "id", 0)
             out.append(Answer(event.connection, m.Fault(request_id, "unknown_namespace", message)))
             return
+        if self._early.open and not late and self._waits_for_tiers(event, session, now_s):
+            return
         if namespace is not None:
             self.store.index.namespace(namespace).operations += 1
         if session.data_path == "none" and isinstance(event.message, m.Reserve | m.Get):
@@ -213,6 +218,22 @@ class NodeState:
             out.append(Answer(event.connection, m.Fault(event.message.id, "no_data_path", message)))
             return
         handler(session, event.message, now_s, out)
+
+    def _waits_for_tiers(self, event: Received, session: Session, now_s: float) -> bool:
+        """Whether it asks for a page that is not in memory and may turn out to be in a tier."""
+        request = event.message
+        if session.peer or not isinstance(request, m.Exists | m.Get):
+            return False
+        find, has = self.store.index.namespace(request.namespace).lookup(now_s), self.below.has
+        known = all(find(key) is not None or has(request.namespace, key) for key in request.keys)
+        if known or not self._early.hold(event, now_s):
+            return False
+        self._expect(self._early.next_deadline_s)
+        return True
+
+    def _answer_early(self, events: list[Received], now_s: float, out: list[Action]) -> None:
+        for event in events:
+            self._received(event, now_s, out, late=True)
 
     def refusal(self, connection: int, message: m.Request) -> m.Fault | None:
         """Why the client may not ask this, of somebody else in the node; None when it may."""
@@ -224,12 +245,13 @@ class NodeState:
         return self.administration.lacks_right(session, message)
 
     def _tick(self, now_s: float, out: list[Action]) -> None:
+        self._answer_early(self._early.due(now_s), now_s, out)
         for session in self.sessions.values():
-            self._waits.expire(session, now_s, out)
+            self.waits.expire(session, now_s, out)
             self.below.expire(session, now_s, out)
-            self._reads.expire(session, now_s, out)
-            self._writes.expire(session, now_s, out)
-        self._writes.end_quarantine(now_s, out)
+            self.reads.expire(session, now_s, out)
+            self.writes.expire(session, now_s, out)
+        self.writes.end_quarantine(now_s, out)
         self._durable.expire(now_s, out)
         self.sharing.tick(now_s, out)
         self.store.tick(now_s, out)
@@ -240,14 +262,15 @@ class NodeState:
         session = self.sessions.pop(event.connection, None)
         if session is None:
             return
-        self._waits.disconnected(session)
+        self._early.gone(event.connection)
+        self.waits.disconnected(session)
         self.below.disconnected(session)
-        self._reads.disconnected(session, out)
-        self._writes.disconnected(session, event.by_peer, now_s, out)
+        self.reads.disconnected(session, out)
+        self.writes.disconnected(session, event.by_peer, now_s, out)
         out[:] = [action for action in out if not isinstance(action, CancelTransfers)]
         if session.transfers:
             out.append(CancelTransfers(event.connection, tuple(sorted(session.transfers))))
-        self._expect(self._writes.next_quarantine_end_s())
+        self._expect(self.writes.next_quarantine_end_s())
 
     # --- namespaces
 
@@ -270,8 +293,8 @@ class NodeState:
     def _namespace_gone(self, number: int, out: list[Action]) -> int:
         """Free all that a namespace had; how many pages. Its number is unknown already."""
         for session in self.sessions.values():
-            self._writes.drop_namespace(session, number, out)
-            self._waits.drop_namespace(session, number, out)
+            self.writes.drop_namespace(session, number, out)
+            self.waits.drop_namespace(session, number, out)
         count = self.below.clear(number, dropped=True, out=out)
         count += self.store.clear(number, number, out)
         self.store.forget(number)
@@ -304,7 +327,7 @@ class NodeState:
     def _reserve(self, session: Session, request: m.Reserve, now_s: float, out: list[Action]) -> None:
         slot_bytes = self.store.slots.class_of(sum(request.segment_bytes))
         refused = self.sharing.refusals(session, request, slot_bytes)
-        reserved = self._writes.reserve(session, request, now_s, out, refused)
+        reserved = self.writes.reserve(session, request, now_s, out, refused)
         self.sharing.reserved(session, request, reserved, slot_bytes, now_s)
         self._expect(min(now_s + self._limits.reservation_lease_s, self.sharing.next_deadline_s))
 
@@ -316,7 +339,7 @@ class NodeState:
             message = "slots, sequences and checksums must be of one length, checksums of 64 bits"
             out.append(Answer(session.connection, m.Fault(request.id, "bad_request", message)))
             return
-        self._writes.commit(session, request, now_s, out)
+        self.writes.commit(session, request, now_s, out)
 
     def _on_commit(self, slots: list[int], now_s: float, out: list[Action]) -> None:
         """Clients wrote these."""
@@ -327,28 +350,28 @@ class NodeState:
 
     def _readable(self, slots: list[int], now_s: float, out: list[Action]) -> None:
         facts = self.store.facts
-        for slot in slots if self._waits.open else ():
+        for slot in slots if self.waits.open else ():
             key = facts.key[slot]
             assert key is not None
             self._found(facts.namespace[slot], key, now_s, out)
         self.sharing.filled(slots)
 
     def _found(self, namespace: int, key: bytes, now_s: float, out: list[Action]) -> None:
-        self._waits.committed(namespace, key, self.sessions, now_s, out)
+        self.waits.committed(namespace, key, self.sessions, now_s, out)
 
     def _get(self, session: Session, request: m.Get, now_s: float, out: list[Action]) -> None:
         sharing = self.sharing
         heat, replicas = sharing.heat, sharing.replication.counts
-        self._reads.get(session, request, now_s, out, self.below, heat, replicas)
+        self.reads.get(session, request, now_s, out, self.below, heat, replicas)
         self._expect(session.next_deadline_s())
 
     def _pin(self, session: Session, slot: int, request: m.Get, now_s: float, out: list[Action]) -> m.Pin:
         """For a page that came up from a tier."""
         heat, replicas = self.sharing.heat, self.sharing.replication.counts
-        return self._reads.hit(session, slot, request, now_s, out, heat, replicas)
+        return self.reads.hit(session, slot, request, now_s, out, heat, replicas)
 
     def _wait(self, session: Session, request: m.Wait, now_s: float, out: list[Action]) -> None:
-        self._waits.begin(session, request, now_s, out)
+        self.waits.begin(session, request, now_s, out)
         waiter = session.waiters.get(request.id)
         if waiter is not None:
             self._expect(waiter.deadline_s)
@@ -361,7 +384,7 @@ class NodeState:
                 self.store.drop(slot, out)
                 self.below.forget(request.namespace, [key], out)
                 count += 1
-        self._discarded += count
+        self.discarded += count
         out.append(Answer(session.connection, m.Done(request.id, count)))
 
     # --- other nodes
@@ -391,77 +414,7 @@ class NodeState:
 
     def status(self, request_id: int, now_s: float, session: Session | None = None) -> m.StatusReport:
         """How the node is; for a client without the namespaces that it may not read."""
-        store = self.store
-        shown = [
-            number
-            for number in self.namespaces.numbers
-            if session is None or self.administration.rights(session, number) & access.READ
-        ]
-        in_state = store.bytes_in_state
-        return m.StatusReport(
-            id=request_id,
-            node=self.name,
-            incarnation=self.incarnation,
-            uptime_s=now_s - self._started_s,
-            capacity_bytes=store.slots.capacity_bytes,
-            free_bytes=store.free_bytes,
-            used_bytes=in_state[COMMITTED] + in_state[DOOMED],
-            reserved_bytes=in_state[RESERVED],
-            quarantined_bytes=in_state[QUARANTINED],
-            pages=len(store.index),
-            pins=sum(pin.count for session in self.sessions.values() for pin in session.pins.values()),
-            waiters=self._waits.open,
-            connections=len(self.sessions.keys() - {LOCAL}),
-            namespaces=[self._namespace_status(number) for number in shown],
-            counters=self._counters(),
-            epoch=self.sharing.ownership.epoch,
-            tiers=self.below.status(),
-        )
-
-    def _namespace_status(self, number: int) -> m.NamespaceStatus:
-        namespace = self.namespaces[number]
-        pages = self.store.index.namespace(number)
-        return m.NamespaceStatus(
-            name=namespace.name,
-            pages=len(pages.committed),
-            page_bytes=pages.page_bytes,
-            geometry=namespace.geometry,
-            hits=pages.hits,
-            misses=pages.misses,
-            evictions=pages.evictions,
-            settings=access.redacted(self.namespaces.settings(number)),
-            generation=namespace.generation,
-            slot_bytes=pages.slot_bytes,
-            replicas=self.sharing.replicas.count(number),
-            counters={
-                "operations": pages.operations,
-                "hits_below": pages.hits_below,
-                "read_bytes": pages.read_bytes,
-                "written_pages": pages.written,
-                "written_bytes": pages.written_bytes,
-                **{f"evicted_{reason}": count for reason, count in pages.gone.items()},
-            },
-        )
-
-    def _counters(self) -> dict[str, int]:
-        return {
-            "commits": self._writes.commits,
-            "commits_refused": self._writes.commits_refused,
-            "reservations_expired": self._writes.reservations_expired,
-            "reservations_full": self._writes.full,
-            "receives_failed": self._writes.receives_failed,
-            "sends_failed": self._reads.sends_failed,
-            "leases_expired": self._reads.leases_expired,
-            "pins_refused": self._reads.pins_refused,
-            "evictions": self.store.evictions,
-            "discarded": self._discarded,
-            "denied": self.administration.denials,
-            "tail_bytes": self.store.slots.tail_bytes,
-            "sweeping_bytes": self.store.bytes_in_state[SWEEPING],
-            **self._recovered,
-            **self.sharing.counters(),
-            **self.below.counters(),
-        }
+        return report(self, request_id, now_s, session)
 
     # --- time
 
@@ -471,18 +424,19 @@ class NodeState:
     def _find_next_deadline(self) -> None:
         deadlines = [session.next_deadline_s() for session in self.sessions.values()]
         more = (
-            self._writes.next_quarantine_end_s(),
+            self.writes.next_quarantine_end_s(),
             self._durable.next_deadline_s,
             self.sharing.next_deadline_s,
             self.store.next_work_s,
             self.below.next_deadline_s,
+            self._early.next_deadline_s,
         )
         self.next_deadline_s = min([*deadlines, *more])
 
     def check(self) -> None:
         """Assert that everything is conserved and nothing is owned by nobody. Slow: for tests."""
         check(self.store)
-        self._waits.check()
+        self.waits.check()
         self.below.check()
         self.sharing.replicas.check()
         reserved = [slot for session in self.sessions.values() for slot in session.reservations]

@@ -28,11 +28,10 @@ from pdserve.kvpool.arena import Arena
 from pdserve.kvpool.cluster_messages import NamespaceRecord
 from pdserve.kvpool.commands.asking import fetch_status
 from pdserve.kvpool.config import PoolNodeConfig
-from pdserve.kvpool.events import AssignSlab, CommitRows, ReserveRows, SaveNamespaces
+from pdserve.kvpool.events import LOCAL, AssignSlab, CommitRows, ReserveRows, SaveNamespaces
 from pdserve.kvpool.listening import is_remote
 from pdserve.kvpool.namespaces import Namespaces
 from pdserve.kvpool.node import PoolNode
-from pdserve.kvpool.state import LOCAL
 from pdserve.kvpool.table import ROW_DTYPE, TableLayout
 from pdserve.kvpool.transports.base import OK, Connection
 from pdserve.kvpool.transports.control import ControlChannel, make_hello

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.cluster_messages import NamespaceSettings
+from pdserve.kvpool.early import MAX_HELD, PATIENCE_S, WINDOW_S
 from pdserve.kvpool.events import (
     Action,
     Answer,
@@ -50,7 +51,8 @@ JUNK = (-1, b"")
 class Rig:
     """A node of 16 slots of 4 KiB, and what its tiers hold: carried out when told to."""
 
-    def __init__(self, *tiers: TierSpec, **limits: float) -> None:
+    def __init__(self, *tiers: TierSpec, ready: bool = True, **limits: float) -> None:
+        """`ready`: the tiers have told that they hold nothing."""
         bounds = TieringLimits(**{"watermark": 0.0, **limits})  # type: ignore[arg-type]
         specs = tiers or (SSD,)
         self.node = Node(slabs=4, slab_bytes=16 * KIB, lease_s=10, tiers=specs, tiering=bounds)
@@ -68,7 +70,7 @@ class Rig:
         self.node.state.handle = following  # type: ignore[method-assign, assignment]
         self.c = self.node.connect()
         self.ns = self.node.open(self.c)
-        for tier in range(len(specs)):
+        for tier in range(len(specs)) if ready else ():
             self.node.do(PagesFound(tier, (), 0, last=True))
 
     def follow(self, actions: list[Action]) -> None:
@@ -653,3 +655,64 @@ def test_a_rule_that_fails_half_way_is_what_is_reported() -> None:
 
 TestClients = Clients.TestCase
 TestClients.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+def exists(rig: Rig, request_id: int, *keys: int) -> list[Action]:
+    return rig.node.send(rig.c, m.Exists(request_id, rig.ns, [key(k) for k in keys]))
+
+
+def found(rig: Rig, *keys: int, last: bool = False) -> list[Action]:
+    pages = tuple(TierPage(rig.ns, key(k), 4 * KIB, 0, 1) for k in keys)
+    rig.disks[0] |= {(page.namespace, page.key): page for page in pages}
+    return rig.node.do(PagesFound(0, pages, 0, last=last))
+
+
+def test_a_lookup_of_what_may_be_below_waits_until_the_tiers_have_told_what_they_hold() -> None:
+    rig = Rig(ready=False)
+    rig.put(1)
+    assert answers(exists(rig, 1, 1), rig.c) == [m.Present(1, b"\1")]  # what is in memory is known
+    assert answers(exists(rig, 2, 1, 2, 3), rig.c) == []
+    assert answers(exists(rig, 3, 2), rig.c) == []
+    assert answers(found(rig, 2), rig.c) == []
+    assert answers(exists(rig, 4, 1, 2), rig.c) == [m.Present(4, b"\1\1")]
+    told = answers(found(rig, last=True), rig.c)
+    assert told == [m.Present(2, b"\1\1\0"), m.Present(3, b"\1")]
+    assert answers(exists(rig, 5, 3), rig.c) == [m.Present(5, b"\0")]
+
+
+def test_a_read_that_comes_before_the_tiers_have_told_gets_its_page_from_there() -> None:
+    rig = Rig(ready=False)
+    get = m.Get(1, rig.ns, [key(2), key(3)], [4 * KIB])
+    assert answers(rig.node.send(rig.c, get), rig.c) == []
+    assert answers(found(rig, 2, last=True), rig.c) == []
+    (got,) = answers(rig.load(), rig.c)
+    assert isinstance(got, m.Got)
+    assert [pin.status for pin in got.pins] == [m.HIT, m.MISS]
+
+
+def test_who_comes_before_the_tiers_have_told_waits_for_a_moment_only() -> None:
+    rig = Rig(ready=False)
+    exists(rig, 1, 2)
+    assert rig.node.state.next_deadline_s == rig.node.now_s + PATIENCE_S
+    assert answers(rig.node.pass_time(PATIENCE_S), rig.c) == [m.Present(1, b"\0")]
+    rig.node.now_s += WINDOW_S  # a tier that takes long
+    assert answers(exists(rig, 2, 2), rig.c) == [m.Present(2, b"\0")]
+
+
+def test_who_waits_for_the_tiers_to_tell_is_bounded_and_may_leave() -> None:
+    rig = Rig(ready=False)
+    for request_id in range(1, MAX_HELD + 1):
+        assert answers(exists(rig, request_id, 2), rig.c) == []
+    assert answers(exists(rig, MAX_HELD + 1, 2), rig.c) == [m.Present(MAX_HELD + 1, b"\0")]
+    rig.node.disconnect(rig.c)
+    rig.c = rig.node.connect()
+    rig.node.open(rig.c)
+    assert answers(exists(rig, 1, 2), rig.c) == []
+    assert answers(found(rig, 2, last=True), rig.c) == [m.Present(1, b"\1")]
+
+
+def test_nodes_that_move_pages_do_not_wait_for_the_tiers_to_tell() -> None:
+    rig = Rig(ready=False)
+    peer = rig.node.connect(peer=True)
+    asked = rig.node.send(peer, m.Exists(1, rig.ns, [key(2)]))
+    assert answers(asked, peer) == [m.Present(1, b"\0")]

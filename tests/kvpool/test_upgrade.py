@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -25,7 +26,7 @@ from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.cluster_config import ClusterConfig
 from pdserve.kvpool.cluster_messages import Upgrade
 from pdserve.kvpool.commands.upgrade import upgrade
-from pdserve.kvpool.config import PoolNodeConfig
+from pdserve.kvpool.config import PoolNodeConfig, TierConfig
 from pdserve.kvpool.handover import SERVING, Baton
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 
@@ -161,6 +162,36 @@ def test_upgrades_under_load_fail_no_operation_and_lose_no_page(
     assert client.counters.failures == client.counters.pages_lost == client.counters.pages_corrupt == 0
     assert (node._process.poll(), node.pid) == (None, pid)
     assert Path(f"/proc/{pid}/status").read_text().count("Name:") == 1
+    client.close()
+    node.close()
+
+
+def test_pages_that_are_only_on_ssd_are_found_throughout_an_upgrade(
+    make_node: Callable[..., ProcessPool], tmp_path: Path
+) -> None:
+    tier = TierConfig(kind="ssd", path=tmp_path / "ssd", capacity_bytes="64MiB", write="all")
+    node = make_node(capacity_bytes="4MiB", tiers=[tier], promotion_timeout_s=SOON_S)
+    client = client_of(node)
+    known, failures = list(range(200)), []
+    for first in range(0, len(known), 10):
+        some = known[first : first + 10]
+        assert all(client.put([key(n) for n in some], [page_of(n) for n in some]))
+        while client.status()["node"].tiers[0].pages < first + 10:
+            time.sleep(0.005)  # nothing leaves memory before it is below
+    upgrading = threading.Thread(target=upgrade, args=(node.address,), kwargs={"deadline": SOON_S})
+    upgrading.start()
+    rounds, dice = 0, random.Random(5)
+    while upgrading.is_alive():
+        some = dice.sample(known, 4)
+        rounds += 1
+        if not all(client.exists([key(n) for n in some])):
+            failures.append(f"exists {some}")
+        if not all(client.get([key(n) for n in some], [empty() for _ in some])):
+            failures.append(f"get {some}")
+    report = client.status()["node"]
+    assert report.pages < len(known) == report.tiers[0].pages
+    assert failures == []
+    assert rounds > 10
     client.close()
     node.close()
 
