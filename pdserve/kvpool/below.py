@@ -105,6 +105,11 @@ class Below:
     def length(self, namespace: int, key: bytes) -> int:
         return self._tiering.find(namespace, key)[1]
 
+    def place(self, namespace: int, key: bytes) -> tuple[str, int]:
+        """Name of the first tier that has the page, and its length; ("", 0) when none has."""
+        number, length_bytes = self._tiering.find(namespace, key)
+        return (self._tiering.tiers[number].spec.name, length_bytes) if length_bytes else ("", 0)
+
     def forget(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> None:
         """Drop pages from all tiers."""
         if self.any and keys:

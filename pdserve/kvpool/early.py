@@ -3,8 +3,9 @@ what they hold. Pure.
 
 What is in memory is served from the first moment. What is not there may be below: "no" would be a guess, and
 after an upgrade a miss that clients were promised not to see. So such an Exists or Get waits until the tiers
-have told everything; PATIENCE_S at most, half of what a client with default time-outs grants it, and only
-within WINDOW_S of the start: a tier that takes minutes must not cost each of its lookups that much.
+have told everything, at most half as long as a read waits for its pages from a tier (with the defaults 0.5 s,
+of the 1 s that a client grants a lookup), and only in a node's first moments: a tier that takes minutes to
+tell must not cost each lookup that much.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from typing import Final
 
 from pdserve.kvpool.events import Received
 
-PATIENCE_S: Final = 0.5
-WINDOW_S: Final = 3.0
+PATIENCE_SHARE: Final = 0.5  # of what a read waits for a tier
+WINDOW_SHARE: Final = 3.0  # of the same: from the start on
 MAX_HELD: Final = 256  # more are answered at once
 
 
 class Early:
     """Requests that wait, oldest first."""
 
-    def __init__(self, started_s: float, tiers: bool) -> None:
+    def __init__(self, started_s: float, promotion_timeout_s: float, *, tiers: bool) -> None:
         """`tiers`: there are any."""
         self.open = tiers  # some have yet to tell
-        self._until_s = started_s + WINDOW_S
+        self._patience_s = PATIENCE_SHARE * promotion_timeout_s
+        self._until_s = started_s + WINDOW_SHARE * promotion_timeout_s
         self._held: deque[tuple[float, Received]] = deque()  # and when it is to be answered
 
     @property
@@ -36,7 +38,7 @@ class Early:
         """Whether the request waits now."""
         if now_s >= self._until_s or len(self._held) >= MAX_HELD:
             return False
-        self._held.append((now_s + PATIENCE_S, event))
+        self._held.append((now_s + self._patience_s, event))
         return True
 
     def due(self, now_s: float) -> list[Received]:

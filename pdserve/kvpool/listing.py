@@ -2,7 +2,8 @@
 
 The cursor is a slot number, so pages that come and go meanwhile neither end the listing nor repeat in it. One
 answer looks at `SCAN_SLOTS` slots at most, however large the arena: it may be short, or empty, and not the
-last.
+last. Pages that are in a tier only follow: cursors from `slots` on are places in the list of keys that is
+made when this part begins. A page that sinks or rises meanwhile may be listed twice, or not at all.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from pdserve.kvpool.below import Below
 from pdserve.kvpool.cluster_messages import PageEntry
 from pdserve.kvpool.sharing import Sharing
 from pdserve.kvpool.store import COMMITTED, PageStore
@@ -19,19 +21,39 @@ SCAN_SLOTS: Final = 1 << 20  # 2 ms
 
 
 def list_pages(
-    store: PageStore, sharing: Sharing, namespace: int, cursor: int, limit: int
+    store: PageStore, sharing: Sharing, below: Below, namespace: int, cursor: int, limit: int, asker: str
 ) -> tuple[list[PageEntry], int]:
-    """At most `limit` committed pages from slot `cursor` on, and the cursor to go on with (0: the end)."""
-    end = min(store.slots.slots, cursor + SCAN_SLOTS)
-    if not 0 <= cursor < end:
+    """At most `limit` pages from the cursor on, and the cursor to go on with (0: the end)."""
+    slots = store.slots.slots
+    if cursor < 0:
         return [], 0
+    if cursor >= slots:
+        return _list_below(store, sharing, below, namespace, cursor, limit, asker)
+    end = min(slots, cursor + SCAN_SLOTS)
     numbers = np.frombuffer(store.facts.namespace, np.uint32)[cursor:end]
     committed = np.frombuffer(store.states, np.uint8)[cursor:end] == COMMITTED
     found = np.flatnonzero((numbers == namespace) & committed) + cursor
     pages = [_entry(store, sharing, slot) for slot in found[:limit].tolist()]
     if len(found) > limit:
         return pages, int(found[limit])
-    return pages, end if end < store.slots.slots else 0
+    if end < slots or sharing.ownership.keys_below(namespace, asker, at=0):
+        return pages, end
+    return pages, 0
+
+
+def _list_below(
+    store: PageStore, sharing: Sharing, below: Below, namespace: int, cursor: int, limit: int, asker: str
+) -> tuple[list[PageEntry], int]:
+    """The part of the answers that concerns the tiers."""
+    start = cursor - store.slots.slots
+    keys = sharing.ownership.keys_below(namespace, asker, at=start)
+    committed = store.index.namespace(namespace).committed
+    pages = []
+    for key in keys[start : start + limit]:
+        place, length_bytes = below.place(namespace, key)
+        if length_bytes and key not in committed:
+            pages.append(PageEntry(key, length_bytes, place))
+    return pages, cursor + limit if start + limit < len(keys) else 0
 
 
 def _entry(store: PageStore, sharing: Sharing, slot: int) -> PageEntry:

@@ -156,7 +156,7 @@ class Ownership:
             cursor = found[-1] + 1
         elif len(slots) == MAX_LOOKED_AT:
             cursor = int(slots[-1]) + 1
-        if cursor >= self._store.slots.slots and not self._keys_below(request, at=0):
+        if cursor >= self._store.slots.slots and not self.keys_below(request.namespace, request.node, at=0):
             cursor = 0
         facts = self._store.facts
         lengths = [facts.length_bytes[slot] for slot in found]
@@ -165,7 +165,7 @@ class Ownership:
     def _list_below(self, request: ListOwned, ring: Ring, number: int) -> Owned:
         """The part of the answers that concerns the tiers."""
         start = request.cursor - self._store.slots.slots
-        every = self._keys_below(request, at=start)
+        every = self.keys_below(request.namespace, request.node, at=start)
         keys = every[start : start + MAX_LOOKED_AT]
         found: list[bytes] = []
         lengths: list[int] = []
@@ -185,12 +185,12 @@ class Ownership:
             self._lists.pop((request.namespace, request.node), None)
         return Owned(request.id, found, lengths, cursor, 0)
 
-    def _keys_below(self, request: ListOwned, *, at: int) -> list[bytes]:
+    def keys_below(self, namespace: int, asker: str, *, at: int) -> list[bytes]:
         """The list that the asker goes through; made anew when it begins, or was forgotten."""
-        name = (request.namespace, request.node)
+        name = (namespace, asker)
         known = self._lists.pop(name, None)
         if known is None or at == 0:
-            known = self._below.keys(request.namespace)
+            known = self._below.keys(namespace)
         if known:
             self._lists[name] = known
             while len(self._lists) > MAX_KEY_LISTS:

@@ -101,7 +101,7 @@ class NodeState:
         tags = Tags(incarnation, FIRST_TAG)
         bounds = tiering or TieringLimits()
         self.below = Below(store, tiers, bounds, self._settings, self._pin, self._readable, self._found)
-        self._early = Early(started_s, bool(tiers))
+        self._early = Early(started_s, bounds.promotion_timeout_s, tiers=bool(tiers))
         self._durable = DurableAnswers(name, len(tiers))
         self.waits = Waits(store, limits.max_waiters, self.below.has)
         self.reads = Reads(store, limits, tags)
@@ -409,7 +409,10 @@ class NodeState:
             message = f"node {self.name} has no namespace '{request.name}'"
             out.append(Answer(session.connection, m.Fault(request.id, "unknown_namespace", message)))
             return
-        pages, cursor = list_pages(self.store, self.sharing, namespace.number, request.cursor, request.limit)
+        asker = f"client {session.connection}"
+        pages, cursor = list_pages(
+            self.store, self.sharing, self.below, namespace.number, request.cursor, request.limit, asker
+        )
         out.append(Answer(session.connection, PageList(request.id, pages, cursor)))
 
     def status(self, request_id: int, now_s: float, session: Session | None = None) -> m.StatusReport:

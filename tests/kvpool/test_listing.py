@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 from pdserve.kvpool import listing
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.cluster_messages import ListPages, PageEntry, PageList
+from pdserve.kvpool.events import PagesFound
+from pdserve.kvpool.tiering import TierSpec
+from pdserve.kvpool.tiers.base import TierPage
 
 from .node_model import KIB, Node, key
 
@@ -84,3 +87,20 @@ def test_a_cursor_from_nowhere_ends_the_listing(cursor: int) -> None:
     c = node.connect()
     node.put(c, node.open(c, "a"), *range(64))  # every slot there is
     assert node.ask(c, ListPages(1, "a", cursor, 10), PageList) == PageList(1, [], 0)
+
+
+@settings(deadline=None)
+@given(st.sets(st.integers(0, 60)), st.sets(st.integers(0, 60)), st.integers(1, 70))
+def test_pages_in_a_tier_only_are_listed_with_their_place(
+    here: set[int], below: set[int], limit: int
+) -> None:
+    node = Node(slabs=8, tiers=[TierSpec("ssd:/a", "ssd", 1 << 30)])
+    c = node.connect()
+    ns = node.open(c, "a")
+    if here:
+        node.put(c, ns, *here)
+    pages = tuple(TierPage(ns, key(k), 8 * KIB, 0, 1) for k in below)
+    node.do(PagesFound(0, pages, 0, last=True))
+    found = {page.key: (page.place, page.length_bytes) for page in listed(node, c, "a", limit)}
+    in_memory = {key(k): ("dram", 4 * KIB) for k in here}
+    assert found == {key(k): ("ssd:/a", 8 * KIB) for k in below} | in_memory

@@ -10,6 +10,7 @@ import pytest
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.cluster_messages import EndReplicas, ListOwned, Owned
 from pdserve.kvpool.events import (
+    LOCAL,
     Action,
     AskReplicas,
     Connected,
@@ -21,7 +22,6 @@ from pdserve.kvpool.events import (
 from pdserve.kvpool.leases import ReplicationLimits
 from pdserve.kvpool.ring import Ring
 from pdserve.kvpool.sharing import Sharing
-from pdserve.kvpool.state import LOCAL
 
 from .node_model import KIB, Node, answers, key, statuses
 

@@ -8,9 +8,8 @@ from hypothesis.stateful import initialize, rule
 
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.cluster_messages import EndReplicas, ListOwned, Owned
-from pdserve.kvpool.events import AskReplicas, Connected, ReplicasMade, ViewChanged
+from pdserve.kvpool.events import LOCAL, AskReplicas, Connected, ReplicasMade, ViewChanged
 from pdserve.kvpool.ring import Ring
-from pdserve.kvpool.state import LOCAL
 
 from .node_model import KIB, answers, key
 from .test_state_properties import KEYS, Clients

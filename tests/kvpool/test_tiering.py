@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.cluster_messages import NamespaceSettings
-from pdserve.kvpool.early import MAX_HELD, PATIENCE_S, WINDOW_S
+from pdserve.kvpool.early import MAX_HELD
 from pdserve.kvpool.events import (
     Action,
     Answer,
@@ -691,11 +691,11 @@ def test_a_read_that_comes_before_the_tiers_have_told_gets_its_page_from_there()
 
 
 def test_who_comes_before_the_tiers_have_told_waits_for_a_moment_only() -> None:
-    rig = Rig(ready=False)
+    rig = Rig(ready=False, promotion_timeout_s=1.0)
     exists(rig, 1, 2)
-    assert rig.node.state.next_deadline_s == rig.node.now_s + PATIENCE_S
-    assert answers(rig.node.pass_time(PATIENCE_S), rig.c) == [m.Present(1, b"\0")]
-    rig.node.now_s += WINDOW_S  # a tier that takes long
+    assert rig.node.state.next_deadline_s == rig.node.now_s + 0.5
+    assert answers(rig.node.pass_time(0.5), rig.c) == [m.Present(1, b"\0")]
+    rig.node.now_s += 2.5  # a tier that takes long
     assert answers(exists(rig, 2, 2), rig.c) == [m.Present(2, b"\0")]
 
 

@@ -102,7 +102,7 @@ def ask(
 
 
 def pages_on(node: NodeProcess) -> dict[bytes, int]:
-    """Keys and lengths of all pages that the node lists in the workers' namespace. Raises PoolError."""
+    """Keys and lengths of the pages of the workers' namespace there, in memory or below. Raises PoolError."""
     found: dict[bytes, int] = {}
     cursor = 0
     with NodeClient(node.address, ADMIN_TOKEN, ASK_TIMEOUT_S) as asked:

@@ -120,10 +120,11 @@ def visit(field: Field, fault: Fault) -> None:
     count, in_order = len(field.nodes), False
     try:
         start_s = time.monotonic()
+        had = set().union(*map(pages_on, field.nodes))
         node.start()
         await_settled([*field.nodes, node])
-        moved, left = node.status().pages, sum(other.status().pages for other in field.nodes)
-        field.note(Moved(start_s, time.monotonic(), node.name, count, moved, moved + left))
+        moved, left = had & pages_on(node).keys(), had & set().union(*map(pages_on, field.nodes))
+        field.note(Moved(start_s, time.monotonic(), node.name, count, len(moved), len(moved | left)))
         field.stop.wait(fault.for_s)
         start_s = time.monotonic()
         ask(node, Drain, m.Done)

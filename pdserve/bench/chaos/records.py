@@ -93,8 +93,9 @@ class Abandoned(msgspec.Struct, frozen=True, tag="abandoned"):
 
 
 class Moved(msgspec.Struct, frozen=True, tag="moved"):
-    """A node joined or left: from start to end pages moved. `moved_pages` of `all_pages` came to the one that
-    joined `nodes` others; a node that left has 0 of 0.
+    """A node joined or left: from start to end pages moved. Of the `all_pages` that were there before and are
+    still there, in memory or below, `moved_pages` came to the one that joined `nodes` others; a node that
+    left has 0 of 0.
     """
 
     start_s: float
