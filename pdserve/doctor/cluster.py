@@ -18,7 +18,7 @@ from pdserve.errors import PdserveError, PoolError
 from pdserve.kvpool.cluster_messages import DEAD
 from pdserve.kvpool.commands.asking import TIMEOUT_S, NodeClient, all_nodes, in_parallel
 from pdserve.kvpool.messages import NodeAddress, StatusReport
-from pdserve.router.first_token import CACHED_HEADER, cached_tokens
+from pdserve.router.first_token import CACHED_HEADER, PREFILL_CACHED_HEADER, parse_cached
 
 FULL: Final = 0.95  # of a quota
 PROBE_PAGES: Final = 4
@@ -162,15 +162,8 @@ def node_of(address: str, report: StatusReport) -> PoolNode:
 # --- the live probe
 
 
-class _Details(msgspec.Struct):
-    device: int = 0
-    host: int = 0
-    storage: int = 0
-
-
 class _Meta(msgspec.Struct):
     prompt_tokens: int
-    cached_tokens_details: _Details | None = None
 
 
 class _Generated(msgspec.Struct):
@@ -204,14 +197,11 @@ def probe(router_url: str, page_size: int, key: str, dice: random.Random) -> Pro
 
 
 def _turn(meta: _Meta, headers: httpx.Headers, seconds: float) -> Turn:
-    cached = headers.get(CACHED_HEADER.decode(), "").encode()
-    details = meta.cached_tokens_details or _Details()
-    told = {"device": details.device, "host": details.host, "pool": details.storage}
-    told["computed"] = meta.prompt_tokens - sum(told.values())
+    prefill = headers.get(PREFILL_CACHED_HEADER.decode())
     return Turn(
         prompt_tokens=meta.prompt_tokens,
-        prefill=told if "x-pdserve-prefill" in headers else None,
-        decode=cached_tokens([(CACHED_HEADER, cached)]),
+        prefill=None if prefill is None else parse_cached(prefill),
+        decode=parse_cached(headers.get(CACHED_HEADER.decode(), "")),
         plan=headers.get("x-pdserve-plan", ""),
         seconds=seconds,
     )

@@ -255,7 +255,7 @@ def probe(found: Probe) -> Iterator[Finding]:
         return
     first, second = found.turns
     pages = (first.prompt_tokens - 1) // found.page_size * found.page_size
-    got = first.decode.get("pool", 0)
+    got = first.decode.get("pool", 0) + first.decode.get("ssd", 0)
     says = f"turn 1, {_told(first)}"
     if first.prefill is None:
         yield _finding("live probe", "ok", f"{says} (no prefill stage: {first.plan})")

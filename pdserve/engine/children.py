@@ -13,7 +13,7 @@ import multiprocessing
 import signal
 from typing import Any
 
-from pdserve.engine import prepare
+from pdserve.engine import prepare, ssd_tokens
 
 prepare.before_sglang()
 if multiprocessing.parent_process() is not None:
@@ -27,6 +27,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
         from sglang.srt.managers.scheduler import run_scheduler_process as run
 
         prepare.in_scheduler()
+        ssd_tokens.install()
 
     logging.getLogger(run.__module__).addFilter(_without_traceback)
 

@@ -11,13 +11,15 @@ else by `cached_tokens` in two cases:
 The router says what prefill found, prompt by prompt: `x-pdserve-prefilled: DEVICE/HOST/POOL, ...`. The
 numbers are replaced where SGLang makes the answer, so usage, `meta_info` and the details agree in every form
 of it. What this worker itself found stands in the answer's header `x-pdserve-cached: device=D, host=H,
-pool=P, computed=C`: the router learns from it where prompts live.
+pool=P, ssd=S, computed=C` (pool: in a pool node's memory; ssd: brought up from a tier below it): the router
+learns from it where prompts live.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+SSD_DETAIL = "ssd"  # of `cached_tokens_details`: so many of its `storage` (see ssd_tokens)
 PREFILLED_HEADER = b"x-pdserve-prefilled"
 CACHED_HEADER = b"x-pdserve-cached"
 
@@ -28,13 +30,20 @@ class Found(NamedTuple):
     device: int = 0
     host: int = 0
     pool: int = 0
+    ssd: int = 0
 
     @classmethod
     def of(cls, cached_tokens: int, details: dict[str, Any] | None) -> Found:
         """SGLang's count and its `cached_tokens_details`, which may be missing."""
         if not details:
             return cls(device=cached_tokens)
-        return cls(details.get("device") or 0, details.get("host") or 0, details.get("storage") or 0)
+        storage, ssd = details.get("storage") or 0, details.get(SSD_DETAIL) or 0
+        return cls(details.get("device") or 0, details.get("host") or 0, storage - ssd, ssd)
+
+    @property
+    def by_memory(self) -> tuple[int, int, int]:
+        """Device, host, pool: its memory and what is below it together."""
+        return self.device, self.host, self.pool + self.ssd
 
 
 class Reuse:
@@ -79,7 +88,7 @@ class Reuse:
         own = self.own()
         if own is None:
             return []
-        said = b"device=%d, host=%d, pool=%d" % own
+        said = b"device=%d, host=%d, pool=%d, ssd=%d" % own
         if prompt_tokens is not None:
             said += b", computed=%d" % max(0, prompt_tokens - sum(own))
         return [(CACHED_HEADER, said)]
@@ -113,7 +122,9 @@ def replace_counts(output: Any, reuse_of: dict[str, Reuse]) -> None:
 
 
 def _details(told: Found, given: dict[str, Any]) -> dict[str, Any]:
-    said = {**given, "device": told.device, "host": told.host}
-    if told.pool or "storage" in given:
-        said["storage"] = told.pool
+    device, host, storage = told.by_memory
+    said = {**given, "device": device, "host": host}
+    said.pop(SSD_DETAIL, None)
+    if storage or "storage" in given:
+        said["storage"] = storage
     return said

@@ -37,8 +37,15 @@ _TOKENIZER = "sglang.srt.managers.tokenizer_manager"
 _SERVER = "sglang.srt.entrypoints.http_server"
 _STORAGE = "sglang.srt.mem_cache.hicache_storage"
 _SERVING = "sglang.srt.entrypoints.openai"
+_STREAMER = "sglang.srt.managers.scheduler_components.output_streamer"
 
 PLACES: tuple[Place, ...] = (
+    Place(
+        "sglang.srt.managers.cache_controller",
+        "HiCacheController._page_get_zero_copy",
+        ("operation", "hash_values", "host_indices", "extra_info"),
+    ),
+    Place(_STREAMER, "SchedulerOutputStreamer.get_cached_tokens_details", ("req",)),
     Place(
         _SERVER,
         "launch_server",

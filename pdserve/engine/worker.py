@@ -218,7 +218,7 @@ def _info_router(worker: Worker) -> APIRouter:
                 "kv_geometry": worker.identity.geometry.as_dict(),
                 "tokenizer": tokenizer_fingerprint(manager.tokenizer),
                 "chat_template": chat_template_fingerprint(
-                    manager.tokenizer, manager.server_args.chat_template
+                    manager.tokenizer, _template(manager.server_args.chat_template)
                 ),
                 "pdserve_version": __version__,
                 "sglang_version": _sglang_version(),
@@ -243,6 +243,12 @@ def _info_router(worker: Worker) -> APIRouter:
     router.add_api_route("/pd/info", info, methods=["GET"], response_model=None)
     router.add_api_route("/pd/ready", ready, methods=["GET"], response_model=None)
     return router
+
+
+def _template(named: str | None) -> str | None:
+    """What SGLang was told to use: a file's text, wherever it lies, or the name of one of its own."""
+    path = Path(named) if named else None
+    return path.read_text(errors="replace") if path is not None and path.is_file() else named
 
 
 def _sglang_version() -> str:

@@ -43,6 +43,7 @@ class ClientCounters:
         0  # of those read: not by the node asked first, while pages moved or after replicas went
     )
     pages_replica: int = 0  # of those read: from a replica of a hot page
+    pages_ssd: int = 0  # of those read: the node had to bring them up from a tier (SSD, directory)
     bytes_read: int = 0
     bytes_written: int = 0
     failures: int = 0
@@ -87,7 +88,8 @@ def read(
     """
     segment_bytes = [segment.nbytes for segment in pages[0]]
     request = m.Get(opened.next_id(), opened.namespace, keys, segment_bytes)
-    pins = expect(opened, request, m.Got, deadline).pins
+    got = expect(opened, request, m.Got, deadline)
+    pins = got.pins
     _check_length(opened, pins, keys)
     held = [i for i, pin in enumerate(pins) if pin.status == m.HIT]
     result = [False] * len(keys)
@@ -98,7 +100,8 @@ def read(
             result[i] = outcome == OK
         corrupt = [i for i, outcome in zip(held, outcomes, strict=True) if outcome == CORRUPT]
         lost = sum(outcome not in (OK, CORRUPT) for outcome in outcomes)
-        tally.add(pages_corrupt=len(corrupt), pages_lost=lost)
+        below = sum(0 <= i < len(result) and result[i] for i in got.below)
+        tally.add(pages_corrupt=len(corrupt), pages_lost=lost, pages_ssd=below)
         if corrupt:
             text = "pool node %s: %d of %d pages did not match their checksum; they are recomputed"
             logger.error(text, opened.node, len(corrupt), len(held))

@@ -84,6 +84,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self._trace = PageTrace(os.environ)
         self._page_tokens = int(self._settings.geometry.page_size)
         self._warned_at_s = 0.0
+        self.ssd_pages_read = 0  # by the last `batch_get_v1`: a node brought them up from a tier
 
     # -- start and end
 
@@ -144,6 +145,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Fill the host pages of `keys`. `host_indices`: int64 [pages * page_size]. Never raises."""
+        ssd_before = self._client.counters.pages_ssd
         try:
             with self._metrics.timed("read"), self._trace.span("get", len(keys)):
                 return self._client.get(self._pool_keys(keys), self._page_buffers(keys, host_indices))
@@ -151,6 +153,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             self._complain("read", error)
             return [False] * len(keys)
         finally:
+            self.ssd_pages_read = self._client.counters.pages_ssd - ssd_before
             self._metrics.publish(self._client.counters)
 
     def batch_set_v1(

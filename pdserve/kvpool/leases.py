@@ -88,7 +88,9 @@ class Waiter:
 
 @dataclass(slots=True, eq=False)
 class PendingGet:
-    """A Get that waits for `missing` pages to come up from a tier; `pins` is its answer so far."""
+    """A Get that waits for `missing` pages to come up from a tier; `pins` is its answer so far, `below` the
+    places in it of those that have come.
+    """
 
     session: Session
     request: Get
@@ -96,6 +98,7 @@ class PendingGet:
     missing: int
     deadline_s: float
     answered: bool = False
+    below: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -248,11 +248,14 @@ class Pin(Message, tag=94, frozen=True):
 
 
 class Got(Message, tag=20, frozen=True):
-    """`ages_s`: for how long each page has been in the pool; for nodes, where pages have a time to live."""
+    """`ages_s`: for how long each page has been in the pool; for nodes, where pages have a time to live.
+    `below`: places in `pins` of the pages that came up from a tier (SSD, directory) for this Get.
+    """
 
     id: int
     pins: list[Pin]
     ages_s: list[float] = []
+    below: list[int] = []
 
 
 class Release(Message, tag=21, frozen=True):

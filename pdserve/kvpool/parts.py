@@ -8,7 +8,7 @@ room for; only where every part was refused is the whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, Final, TypeAlias
 
 from msgspec.structs import replace
@@ -60,6 +60,7 @@ class Gathered:
         self._sizes = {part.id: size(part) for part in parts}
         self._answers: dict[int, Sequence[Any] | None] = dict.fromkeys(self._sizes)
         self._ages_s: dict[int, list[float]] = {}
+        self._below: dict[int, list[int]] = {}
         self._open = len(parts)
         self._refused = 0
 
@@ -70,6 +71,8 @@ class Gathered:
             answer = reply.pins
             if reply.ages_s:
                 self._ages_s[reply.id] = reply.ages_s
+            if reply.below:
+                self._below[reply.id] = reply.below
         elif isinstance(reply, Reserved):
             answer = reply.grants
         elif isinstance(reply, Committed):
@@ -87,7 +90,11 @@ class Gathered:
         items = [item for found in self._answers.values() for item in found or ()]
         if isinstance(self.request, Get):
             ages_s = [self._ages_s.get(part, [0.0] * size) for part, size in self._sizes.items()]
-            return Got(self.request.id, items, list(chain(*ages_s)) if self._ages_s else [])
+            starts = accumulate(self._sizes.values(), initial=0)
+            below = [
+                s + i for s, part in zip(starts, self._sizes, strict=False) for i in self._below.get(part, ())
+            ]
+            return Got(self.request.id, items, list(chain(*ages_s)) if self._ages_s else [], below)
         if isinstance(self.request, Reserve):
             return Reserved(self.request.id, items)
         return Committed(self.request.id, bytes(items))

@@ -19,7 +19,7 @@ from typing import TypeAlias
 from pdserve.kvpool.events import Action, Answer, LoadPages, PagesLoaded, ReserveRows, SlotPage
 from pdserve.kvpool.index import NONE
 from pdserve.kvpool.leases import PendingGet, Session
-from pdserve.kvpool.messages import MISS, Get, Got, Pin
+from pdserve.kvpool.messages import HIT, MISS, Get, Got, Pin
 from pdserve.kvpool.store import QUARANTINED, RESERVED, PageStore
 from pdserve.kvpool.tiering import Tiering, TieringLimits
 from pdserve.kvpool.tiers.base import GONE, LOADED, PageName, TierPage
@@ -182,7 +182,9 @@ class Promotions:
             if get.answered:
                 continue
             if slot != NONE:
-                get.pins[place] = self._pin(get.session, slot, get.request, now_s, out)
+                pin = get.pins[place] = self._pin(get.session, slot, get.request, now_s, out)
+                if pin.status == HIT:
+                    get.below.append(place)
             get.missing -= 1
             if not get.missing:
                 self._answer(get, out)
@@ -194,7 +196,7 @@ class Promotions:
         if not get.session.peer:
             pages = self._store.index.namespace(get.request.namespace)
             pages.misses += sum(pin.status == MISS for pin in get.pins)
-        out.append(Answer(get.session.connection, Got(get.request.id, get.pins)))
+        out.append(Answer(get.session.connection, Got(get.request.id, get.pins, below=get.below)))
 
     # --- what happens meanwhile
 

@@ -95,7 +95,7 @@ class Prefill:
         return {
             "prompt_tokens": outcome.prompt_tokens,
             "cached": Found(*map(sum, zip(*outcome.found, strict=True)))._asdict(),
-            "cached_by_prompt": outcome.found,
+            "cached_by_prompt": [found.by_memory for found in outcome.found],
             "published_pages": published,
             "missing_pages": len(keys) - published,
             "prefill_ms": round((computed_s - started_s) * 1e3, 3),

@@ -75,6 +75,7 @@ _HEADERS = {
     "x-request-id": "The request's id: the client's own, or a new one.",
     "x-pdserve-plan": "Who was chosen, and why.",
     "x-pdserve-prefill": "The prefill worker.",
+    "x-pdserve-prefill-cached": "Prompt tokens that it had not to compute, by place.",
     "x-pdserve-decode": "The worker that answered.",
     "x-pdserve-cached": "Prompt tokens that it had not to compute, by place.",
 }

@@ -2,10 +2,11 @@
 it in their answers' headers, and what the client is told. Pure.
 
     server-timing: queue;dur=1.2, pull;dur=3.4, compute;dur=20.1  milliseconds (W3C Server Timing)
-    x-pdserve-cached: device=0, host=0, pool=704, computed=17     prompt tokens
+    x-pdserve-cached: device=0, host=0, pool=704, ssd=0, computed=17     prompt tokens
 
 Workers send both (pdserve/engine: first_token, reuse). The client of a stream gets the first one with the
-router's own parts (`metric_names.PARTS`), so a browser's developer tools show them; the second one as it is.
+router's own parts (`metric_names.PARTS`), so a browser's developer tools show them; the second one as it is,
+and beside it `x-pdserve-prefill-cached` with what the prefill worker found.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pdserve.router.metric_names import PARTS, TIERS
 
 TIMING_HEADER = b"server-timing"
 CACHED_HEADER = b"x-pdserve-cached"
+PREFILL_CACHED_HEADER = b"x-pdserve-prefill-cached"
 
 
 def pull_s(headers: Iterable[tuple[bytes, bytes]]) -> float:
@@ -30,15 +32,20 @@ def pull_s(headers: Iterable[tuple[bytes, bytes]]) -> float:
 
 def cached_tokens(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, int]:
     """Prompt tokens by tier, as far as the worker says."""
-    found = {}
-    for name, value in headers:
-        if name == CACHED_HEADER:
-            for part in value.split(b","):
-                tier, _, count = part.strip().partition(b"=")
-                word = tier.decode("latin-1")
-                if word in TIERS:
-                    found[word] = int(_number(count))
-    return found
+    return next(
+        (parse_cached(value.decode("latin-1")) for name, value in headers if name == CACHED_HEADER), {}
+    )
+
+
+def parse_cached(header: str) -> dict[str, int]:
+    """A value of `x-pdserve-(prefill-)cached`: tokens by tier; 0 for what is no number."""
+    entries = [entry.strip().partition("=") for entry in header.split(",")]
+    return {tier: int(_number(count)) for tier, _, count in entries if tier in TIERS}
+
+
+def cached_words(tokens: Mapping[str, int]) -> bytes:
+    """Such a value."""
+    return ", ".join([f"{tier}={count}" for tier, count in tokens.items()]).encode()
 
 
 def own_memory_tokens(headers: Iterable[tuple[bytes, bytes]]) -> int | None:

@@ -22,8 +22,9 @@ from pdserve.router.budget import RetryBudget
 from pdserve.router.call import Call
 from pdserve.router.config import RouterConfig
 from pdserve.router.exchange import UpstreamError
+from pdserve.router.first_token import PREFILL_CACHED_HEADER, cached_words
 from pdserve.router.fleet import Fleet, Worker
-from pdserve.router.metric_names import TIERS, turn_label
+from pdserve.router.metric_names import CACHES, TIERS, turn_label
 from pdserve.router.metrics import Stats
 from pdserve.router.placer import Placer
 from pdserve.router.plan import Plan, Settle, choose_alternate
@@ -54,6 +55,12 @@ class PrefillReport(msgspec.Struct):
     cached_by_prompt: list[tuple[int, int, int]] = []
     prefill_ms: float = 0.0
     publish_ms: float = 0.0
+
+    @property
+    def by_tier(self) -> dict[str, int]:
+        """Prompt tokens by where they came from."""
+        tokens = {tier: max(0, self.cached.get(tier, 0)) for tier in CACHES}
+        return {**tokens, "computed": max(0, self.prompt_tokens - sum(tokens.values()))}
 
 
 def prefilled_header(cached_by_prompt: list[tuple[int, int, int]]) -> bytes:
@@ -230,12 +237,16 @@ class Stages:
                 report.missing_pages,
                 self._loop.time(),
             )
-            call.workers[:] = [(b"x-pdserve-prefill", worker.id_header)]
+            tokens = report.by_tier
+            call.workers[:] = [
+                (b"x-pdserve-prefill", worker.id_header),
+                (PREFILL_CACHED_HEADER, cached_words(tokens)),
+            ]
             call.prefilled = prefilled_header(report.cached_by_prompt)
             if call.meter is not None:
                 call.meter.prompt_tokens = report.prompt_tokens
             call.parts_s["publish"] = max(0.0, report.publish_ms / 1e3)
-            return self._count_prefill(call, plan, report)
+            return self._count_prefill(call, plan, report, tokens)
         self._stats.prefill[outcome] += 1
         opened = self._fleet.on_failure(worker, self._loop.time())
         self._failures.warning(
@@ -245,18 +256,16 @@ class Stages:
             logger.warning("prefill worker %s: circuit opened", worker.id)
         return outcome
 
-    def _count_prefill(self, call: Call, plan: Plan, report: PrefillReport) -> str:
+    def _count_prefill(self, call: Call, plan: Plan, report: PrefillReport, tokens: Mapping[str, int]) -> str:
         stats = self._stats
         outcome = "partial" if report.missing_pages else "ok"
         stats.prefill[outcome] += 1
         stats.prompt_tokens += report.prompt_tokens
         stats.missing_pages += report.missing_pages
-        for source, tokens in report.cached.items():
-            if source in ("device", "host", "pool"):
-                stats.cached_tokens[source] += tokens
+        for tier in CACHES:
+            stats.cached_tokens[tier] += tokens[tier]
         if not call.prompt_counted:
-            computed = max(0, report.prompt_tokens - sum(report.cached.values()))
-            self.count_prompt(call, plan, {**report.cached, "computed": computed})
+            self.count_prompt(call, plan, tokens)
         return outcome
 
     def count_prompt(self, call: Call, plan: Plan, tokens: Mapping[str, int]) -> None:

@@ -33,6 +33,9 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     sglang_version: str = ""
     tasks: tuple[str, ...] = ("generate",)
     """What its model can do: generate, embed."""
+    tokenizer: str = ""
+    """A fingerprint; empty: it does not say."""
+    chat_template: str = ""
 
 
 class WorkerLoad(msgspec.Struct, frozen=True):
@@ -126,6 +129,7 @@ def find_mismatch(worker: Worker, others: Iterable[Worker]) -> str | None:
     """Why `worker` cannot serve beside those of `others` that have joined: one line, or None if it can.
 
     Workers of one model exchange KV pages, and workers of one namespace must have pages that mean the same.
+    Those that make other tokens of a prompt would not find each other's pages, and answer other things.
     A worker that no longer answers does not keep others out: it is compared anew when it comes back.
     """
     info = worker.info
@@ -142,7 +146,7 @@ def find_mismatch(worker: Worker, others: Iterable[Worker]) -> str | None:
             name, mine, theirs = field
             return (
                 f"{worker.role} worker {worker.id} and {other.role} worker {other.id} differ in {name} "
-                f"({mine!r} and {theirs!r}) and cannot share KV pages; start them with the same settings"
+                f"({mine!r} and {theirs!r}) and cannot share KV pages; give them the same settings and files"
             )
     return None
 
@@ -158,4 +162,8 @@ def _differing_field(mine: WorkerInfo, theirs: WorkerInfo) -> tuple[str, Any, An
             return f"kv_geometry.{key}", mine.kv_geometry.get(key), theirs.kv_geometry.get(key)
     if mine.namespace != theirs.namespace:
         return "namespace", mine.namespace, theirs.namespace
+    for name in ("tokenizer", "chat_template"):
+        ours, others = getattr(mine, name), getattr(theirs, name)
+        if ours and others and ours != others:
+            return name.replace("_", " "), ours, others
     return None

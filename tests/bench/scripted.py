@@ -62,10 +62,14 @@ class ScriptedServer(MockWorker):
             if self.one_at_a_time:
                 async with self._turn:
                     await asyncio.sleep(self.pause_s)
-            await wire.head(200, "text/event-stream")
-            await asyncio.sleep(self.pause_s * (1 + int(session[-1:] or 0) if self.pause_grows else 1))
             body = request.json()
-            for data in answer_events(body, cached=len(body.get("prompt", ())) // 2):
+            cached = len(body.get("prompt", ())) // 2
+            said = (
+                f"x-pdserve-cached: device=0, host={cached // 2}, pool=1, ssd={cached // 8}, computed=9\r\n"
+            )
+            await wire.head(200, "text/event-stream", extra=said)
+            await asyncio.sleep(self.pause_s * (1 + int(session[-1:] or 0) if self.pause_grows else 1))
+            for data in answer_events(body, cached=cached):
                 await wire.chunk(data)
             self.order.append(("answered", session))
             await wire.end()

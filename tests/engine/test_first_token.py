@@ -91,7 +91,7 @@ def test_the_head_of_a_stream_says_what_the_first_step_said_and_it_is_counted_on
     assert [message.get("body") for message in sent[1:]] == [b"a", b"ab", b""]
     [family] = metrics._tokens.collect()
     tokens = {s.labels["tier"]: s.value for s in family.samples if s.name.endswith("_total")}
-    assert tokens == {"device": 0, "host": 0, "pool": 0, "computed": 100}
+    assert tokens == {"device": 0, "host": 0, "pool": 0, "ssd": 0, "computed": 100}
 
 
 def test_a_reader_that_leaves_ends_the_engines_request() -> None:

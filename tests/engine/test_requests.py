@@ -310,7 +310,7 @@ def test_what_was_found_cached_is_told_in_the_head_and_what_prefill_found_in_the
 
     asyncio.run(run())
     assert manager.said == [3]
-    assert sent[0]["headers"] == [(b"a", b"b"), (b"x-pdserve-cached", b"device=0, host=0, pool=64")]
+    assert sent[0]["headers"] == [(b"a", b"b"), (b"x-pdserve-cached", b"device=0, host=0, pool=64, ssd=0")]
     assert sent[1]["body"] == b"x"
 
 

@@ -41,7 +41,25 @@ def test_after_a_prefill_stage_the_client_is_told_what_that_stage_found() -> Non
     reuse.begin(1, 1)
     reuse.sent("a")
     assert out(reuse, "a", (0, 0, 1984)) == (64, details(0, 0, 64))
-    assert reuse.headers() == [(b"x-pdserve-cached", b"device=0, host=0, pool=1984")]
+    assert reuse.headers() == [(b"x-pdserve-cached", b"device=0, host=0, pool=1984, ssd=0")]
+
+
+def test_what_the_pool_had_on_ssd_is_told_apart_here_and_is_storage_in_sglangs_words() -> None:
+    reuse = Reuse([])
+    reuse.begin(1, 1)
+    reuse.sent("a")
+    given = details(64, 0, 640) | {"ssd": 128}
+    output = Output(["a"], [704], [dict(given)])
+    replace_counts(output, {"a": reuse})
+    assert (output.cached_tokens, output.cached_tokens_details) == ([704], [given])
+    assert reuse.own() == Found(64, 0, 512, 128)
+    assert Found(64, 0, 512, 128).by_memory == (64, 0, 640)
+    assert reuse.headers(800) == [(b"x-pdserve-cached", b"device=64, host=0, pool=512, ssd=128, computed=96")]
+    told = Reuse([Found(0, 0, 64)])
+    told.begin(1, 1)
+    told.sent("a")
+    replace_counts(output, {"a": told})
+    assert output.cached_tokens_details == [details(0, 0, 64)], "prefill found nothing of this on SSD"
 
 
 def test_without_one_sglangs_own_count_stands() -> None:
@@ -50,7 +68,7 @@ def test_without_one_sglangs_own_count_stands() -> None:
     reuse.sent("a")
     assert reuse.headers() == []
     assert out(reuse, "a", (128, 64, 0)) == (192, details(128, 64, 0))
-    assert reuse.headers() == [(b"x-pdserve-cached", b"device=128, host=64, pool=0")]
+    assert reuse.headers() == [(b"x-pdserve-cached", b"device=128, host=64, pool=0, ssd=0")]
 
 
 @pytest.mark.parametrize(("told", "said"), [([], [64, 0]), ([Found(7), Found(9)], [7, 9])])
@@ -64,7 +82,7 @@ def test_choices_do_not_count_what_their_own_request_computed(told: list[Found],
         for choice in range(3):
             reuse.sent(f"p{prompt}c{choice}")
             assert out(reuse, f"p{prompt}c{choice}", (320, 0, 0))[0] == said[prompt]
-    assert reuse.headers() == [(b"x-pdserve-cached", b"device=64, host=0, pool=0")]
+    assert reuse.headers() == [(b"x-pdserve-cached", b"device=64, host=0, pool=0, ssd=0")]
 
 
 def test_every_prompt_of_a_batch_has_its_own_count() -> None:
@@ -89,14 +107,14 @@ def test_a_count_without_details_is_of_the_device() -> None:
     reuse.begin(1, 1)
     reuse.sent("a")
     replace_counts(Output(["a"], [5], None), {"a": reuse})
-    assert reuse.headers() == [(b"x-pdserve-cached", b"device=5, host=0, pool=0")]
+    assert reuse.headers() == [(b"x-pdserve-cached", b"device=5, host=0, pool=0, ssd=0")]
 
 
 @given(st.binary())
 def test_any_bytes_can_be_the_header(value: bytes) -> None:
-    assert all(len(found) == 3 for found in parse_prefilled(value))
+    assert all(len(found) == 4 for found in parse_prefilled(value))
 
 
 def test_the_header_is_understood() -> None:
     assert parse_prefilled(b"1/2/3,4/5/6") == [Found(1, 2, 3), Found(4, 5, 6)]
-    assert parse_prefilled(b"1/2/3/4") == parse_prefilled(b"") == []
+    assert parse_prefilled(b"1/2/3/4/5") == parse_prefilled(b"") == []

@@ -156,10 +156,10 @@ def test_with_write_all_a_reboot_loses_nothing(tmp_path: Path) -> None:
         rig.until(lambda report: report.tiers[0].pages == 32)
         assert get(client, range(32)) == 32
         [space] = rig.until(lambda _: True).namespaces
-        assert (space.hits, space.counters["hits_below"]) == (32, 32)
+        assert (space.hits, space.counters["hits_below"], client.counters.pages_ssd) == (32, 32, 32)
         assert get(client, range(32)) == 32  # from memory now
         [space] = rig.until(lambda _: True).namespaces
-        assert (space.hits, space.counters["hits_below"]) == (64, 32)
+        assert (space.hits, space.counters["hits_below"], client.counters.pages_ssd) == (64, 32, 32)
         client.close()
         # and memory as it was, after a kill without a reboot
         rig.pool.kill()

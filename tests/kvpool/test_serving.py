@@ -17,7 +17,7 @@ from pdserve.kvpool.cluster_messages import NamespaceSettings, PutNamespace
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.events import Event, Received
 from pdserve.kvpool.fairness import MAX_QUEUED, MAX_QUEUED_S
-from pdserve.kvpool.parts import PART_KEYS
+from pdserve.kvpool.parts import PART_KEYS, Gathered, divide
 from pdserve.kvpool.serving import TURN_KEYS, Serving
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 
@@ -191,6 +191,18 @@ def reserve_many(served: Served, client: Client, namespace: int) -> list[m.Grant
     assert isinstance(reply, m.Reserved)
     assert reply.id == 9000
     return reply.grants
+
+
+def test_what_came_up_from_a_tier_has_its_place_in_the_whole() -> None:
+    request, ids = m.Get(1, 1, MANY_KEYS, [4 * KIB]), iter(range(-1, -9, -1))
+    parts = divide(request, lambda: next(ids))
+    gathered = Gathered(request, parts)
+    for part in reversed(parts):
+        pins = [m.Pin(m.HIT)] * len(part.keys)  # type: ignore[union-attr]
+        got = gathered.add(m.Got(part.id, pins, below=[2, 5] if part is not parts[1] else []))
+    assert got == m.Got(
+        1, [m.Pin(m.HIT)] * MANY, below=[start + n for start in (0, 256, 384, 512) for n in (2, 5)]
+    )
 
 
 def test_a_small_request_is_answered_between_the_parts_of_a_big_one() -> None:

@@ -214,8 +214,12 @@ def test_a_get_is_answered_after_the_page_came_up() -> None:
     rig.sink(1, 2)
     rig.put(3)
     assert rig.ask(1, 3, 2, 99) == []
-    assert rig.replies(rig.load()) == [[m.HIT, m.HIT, m.HIT, m.MISS]]
-    assert rig.ask(1) == [[m.HIT]]
+    actions = rig.load()
+    assert rig.replies(actions) == [[m.HIT, m.HIT, m.HIT, m.MISS]]
+    assert [sorted(got.below) for got in answers(actions, rig.c) if isinstance(got, m.Got)] == [[0, 2]]
+    actions = rig.node.send(rig.c, m.Get(rig.node.next_id(), rig.ns, [key(1)], [4 * KIB]))
+    assert rig.replies(actions) == [[m.HIT]]
+    assert [got.below for got in answers(actions, rig.c) if isinstance(got, m.Got)] == [[]]
     assert rig.counter("promoted") == 2
 
 

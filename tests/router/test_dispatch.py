@@ -176,7 +176,9 @@ def test_pages_that_were_not_published_in_time_do_not_hold_up_decode() -> None:
             response = await harness.chat()
             assert response.headers["x-pdserve-plan"].endswith("stage=partial")
             assert harness.stats.missing_pages == 2
-            assert harness.stats.cached_tokens == {"device": 8, "host": 0, "pool": 16}
+            assert harness.stats.cached_tokens == {"device": 8, "host": 0, "pool": 16, "ssd": 0}
+            found = response.headers["x-pdserve-prefill-cached"]
+            assert found == "device=8, host=0, pool=16, ssd=0, computed=16"
 
     run(main())
 

@@ -19,6 +19,8 @@ def info(role: str = "decode", **fields: Any) -> WorkerInfo:
         "namespace": "ns",
         "kv_geometry": GEOMETRY,
         "context_length": 4096,
+        "tokenizer": "f00d",
+        "chat_template": "beef",
     }
     return WorkerInfo(**(base | fields))
 
@@ -115,6 +117,8 @@ def test_coming_back_closes_the_circuit() -> None:
         ({"kv_geometry": {"layers": 2}}, "kv_geometry.dtype"),
         ({"namespace": "other"}, "namespace"),
         ({"model": "m2"}, "model ('m2' and 'm')"),
+        ({"tokenizer": "cafe"}, "tokenizer ('cafe' and 'f00d')"),
+        ({"chat_template": "none"}, "chat template ('none' and 'beef')"),
     ],
 )
 def test_a_worker_whose_pages_differ_is_refused(fields: dict[str, Any], named: str) -> None:
@@ -130,6 +134,11 @@ def test_a_worker_whose_pages_differ_is_refused(fields: dict[str, Any], named: s
     assert fleet.snapshot("m", 0).decode == ()
     assert fleet.models == ("m",)
     assert fleet.on_info(second, info()) is None
+
+
+def test_a_worker_that_does_not_say_what_tokenizer_it_has_may_join() -> None:
+    fleet = make("prefill", "decode")
+    assert fleet.on_info(fleet.workers[1], info(tokenizer="", chat_template="")) is None
 
 
 def test_a_worker_in_the_wrong_list_is_refused() -> None:

@@ -25,6 +25,7 @@ from pdserve.router.serve import bind, make_server
 from tests.e2e.cluster import PoolNode
 
 from .harness import Harness, disagg, run
+from .mock_worker import REPORT, answer
 from .test_first_token import TOLD, telling
 
 KEY = "administrators-key-of-this-test"
@@ -32,7 +33,11 @@ CHAT = "/v1/chat/completions"
 SHOTS = os.environ.get("PDSERVE_SCREENSHOTS")
 CHROMIUM = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
 CACHED = "x-pdserve-cached: device=10, host=5, pool=100, computed=7\r\n"
+FOUND = {"device": 4, "host": 0, "pool": 10, "ssd": 12}
 EVIL = "<img src=x onerror=document.title='owned'>"
+CLIPPED = (
+    "[...document.querySelectorAll('.wide')].filter(e => e.scrollWidth > e.clientWidth).map(e => e.innerText)"
+)
 
 
 @asynccontextmanager
@@ -82,7 +87,8 @@ def look(url: str, node: PoolNode, drain: Any) -> None:
             expect(page.locator("#state")).to_have_text("all 4 parts are up")
             for word in ("prefill", "pull", "decode", "router"):
                 expect(page.locator("#parts-legend")).to_contain_text(word)
-            expect(page.locator("#tiers-legend")).to_contain_text("computed")
+            for word in ("device", "pool DRAM", "pool SSD", "computed"):
+                expect(page.locator("#tiers-legend")).to_contain_text(word)
             expect(page.locator("#tiers-chart polygon").first).to_be_visible()
             expect(page.locator("#namespaces tbody")).to_contain_text(EVIL)  # as text
             expect(page.locator("#nodes tbody")).to_contain_text("pool0")
@@ -90,6 +96,7 @@ def look(url: str, node: PoolNode, drain: Any) -> None:
             expect(page.locator("#problems li")).to_have_count(1)
             expect(page.locator("#sessions")).to_have_text("1")
             assert page.title() == "pdserve"
+            assert page.evaluate(CLIPPED) == []
             day = _look(page, "day")
             page.emulate_media(color_scheme="dark")
             assert _look(page, "night") != day
@@ -123,7 +130,7 @@ def test_the_page_shows_workers_flow_caches_pool_and_errors(tmp_path: Path) -> N
     async def main() -> None:
         put_pages(node)
         admin = Admin(key=KEY, pool=(node.address,))
-        async with disagg(decode=2, decode_policy="affinity", admin=admin) as (harness, _, decodes):  # noqa: SIM117
+        async with disagg(decode=2, decode_policy="affinity", admin=admin) as (harness, [prefill], decodes):  # noqa: SIM117
             async with shown(harness) as url:
                 loop = asyncio.get_running_loop()
 
@@ -134,6 +141,7 @@ def test_the_page_shows_workers_flow_caches_pool_and_errors(tmp_path: Path) -> N
                 looking = asyncio.create_task(asyncio.to_thread(look, url, node, drain))
                 first = True
                 while not looking.done():
+                    prefill.script("/pd/prefill", *[answer(200, REPORT | {"cached": FOUND})] * 3)
                     for decode in decodes:
                         decode.scripts.pop(CHAT, None)
                         decode.script(CHAT, *[telling(TOLD + CACHED)] * 8)

@@ -52,7 +52,14 @@ def test_a_frame_is_shown_whole_and_names_are_no_markup() -> None:
         "p50 10.0 ms, p90 20.0 ms",
     ):
         assert word in said
-    for word in ("prefill 30.0 ms", "pull 10.0 ms", "pool 75.0 %", "computed 25.0 %", "2 + 1", "refused"):
+    for word in (
+        "prefill 30.0 ms",
+        "pull 10.0 ms",
+        "pool DRAM 75.0 %",
+        "computed 25.0 %",
+        "2 + 1",
+        "refused",
+    ):
         assert word in said
     for word in (
         "50.0 %",

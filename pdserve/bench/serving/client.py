@@ -18,12 +18,15 @@ import msgspec
 from pdserve.bench.serving.records import Cached
 from pdserve.bench.serving.words import Api
 from pdserve.bench.stores import BenchError
+from pdserve.router import first_token
 
 PATHS: Final[dict[Api, str]] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 CONNECT_TIMEOUT_S: Final = 5.0
 MAX_DETAIL: Final = 200  # characters of an error's text that are kept
 MAX_EVENT_BYTES: Final = 16 << 20
 NOT_CACHED: Final = Cached()
+CACHED_HEADER: Final = first_token.CACHED_HEADER.decode()
+PREFILL_CACHED_HEADER: Final = first_token.PREFILL_CACHED_HEADER.decode()
 
 
 @dataclass
@@ -136,6 +139,7 @@ class ServerClient:
                 headers={"content-type": "application/json", **headers},
             ) as answer:
                 heard.server_timing = answer.headers.get("server-timing", "")
+                heard.cached = Cached(ssd=_ssd_tokens(answer.headers))
                 if answer.status_code != 200:
                     heard.error = f"status {answer.status_code}"
                     heard.detail = _shortened((await answer.aread()).decode(errors="replace"))
@@ -227,8 +231,15 @@ def _note(event: _Event, heard: Heard) -> None:
         if details is not None:
             cached = msgspec.structs.replace(cached, total=details.cached_tokens)
     if event.sglext is not None and (places := event.sglext.cached_tokens_details) is not None:
-        cached = Cached(cached.total, places.device, places.host, places.storage)
+        ssd = cached.ssd if cached.ssd is None else min(cached.ssd, places.storage or 0)
+        cached = Cached(cached.total, places.device, places.host, places.storage, ssd)
     heard.cached = cached
+
+
+def _ssd_tokens(headers: Mapping[str, str]) -> int | None:
+    """What the worker that computed the prompt had from SSD; None where nobody says."""
+    said = headers.get(PREFILL_CACHED_HEADER) or headers.get(CACHED_HEADER)
+    return None if said is None else first_token.parse_cached(said).get("ssd")
 
 
 def _message(error: Any) -> str:

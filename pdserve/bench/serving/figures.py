@@ -20,6 +20,7 @@ from pdserve.bench.serving.records import Cached, Record, Run
 CPU_BOUND: Final = 0.8  # of a core: beyond, the client measures itself
 DELAY_SHARE: Final = 0.05  # of the median first-token time that the client itself may add, at p99
 DELAY_FLOOR_S: Final = 0.005
+PLACES: Final = ("device", "host", "storage", "ssd")
 
 
 class Quantiles(msgspec.Struct, frozen=True):
@@ -116,7 +117,7 @@ def figures_of(records: Sequence[Record]) -> Figures:
         output_tokens_s=per_s(output),
         prompt_tokens=prompt,
         output_tokens=output,
-        cached=Cached(cached, *(_place(good, name) for name in ("device", "host", "storage"))),
+        cached=Cached(cached, *(_place(good, name) for name in PLACES)),
         cached_share=round(cached / prompt, 4) if prompt else 0.0,
         reusable_share=round(sum(r.reusable_tokens for r in good) / prompt, 4) if prompt else 0.0,
     )

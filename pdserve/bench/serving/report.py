@@ -16,8 +16,14 @@ from pdserve.bench.serving.sweep import Tried
 CONTENDER_COLOURS = {"plain": "#b0b0b0", "file": "#d9822b", "agg": "#6fa8dc", "disagg": "#1f5fa8"}
 COLUMNS = (
     *("turn", "asks", "failed", "first token p50", "p90", "p99 ms", "inter-token p50", "p99 ms"),
-    *("prompt tokens/s", "answer tokens/s", "cached", "device", "host", "pool", "could be"),
+    *("prompt tokens/s", "answer tokens/s", "cached", "device", "host", "pool DRAM", "pool SSD", "could be"),
 )
+PLACES = {
+    "device": ("device", "#1f5fa8"),
+    "host": ("host", "#6fa8dc"),
+    "dram": ("pool DRAM", "#d9822b"),
+    "ssd": ("pool SSD", "#8a4f1d"),
+}
 
 
 def turns_table(outcome: Outcome, title: str) -> Table:
@@ -59,9 +65,9 @@ def plot_turns(path: Path, outcome: Outcome, title: str) -> None:
     middle.bar(numbers, [turn.prompt_tokens_s for turn in outcome.turns], color="#6fa8dc")
     middle.set_title("prompt tokens/s, cached ones too", loc="left")
     below = [0.0] * len(numbers)
-    for place, colour in (("device", "#1f5fa8"), ("host", "#6fa8dc"), ("storage", "#d9822b")):
+    for place, (label, colour) in PLACES.items():
         shares = [_share(turn, place) for turn in outcome.turns]
-        right.bar(numbers, shares, bottom=below, label=place.replace("storage", "pool"), color=colour)
+        right.bar(numbers, shares, bottom=below, label=label, color=colour)
         below = [a + b for a, b in zip(below, shares, strict=True)]
     right.plot(numbers, [100 * turn.reusable_share for turn in outcome.turns], "k_", label="could be")
     right.set_title("prompt tokens found cached, %", loc="left")
@@ -185,7 +191,7 @@ def _cells(figures: Figures) -> Iterator[str]:
     yield from map(_ms, (first.p50, first.p90, first.p99, between.p50, between.p99))
     yield from (f"{figures.prompt_tokens_s:,.0f}", f"{figures.output_tokens_s:,.1f}")
     yield f"{figures.cached_share:.1%}"
-    for place in ("device", "host", "storage"):
+    for place in PLACES:
         known = getattr(figures.cached, place) is not None
         yield f"{_share(figures, place):.1f}" if known else "?"
     yield f"{figures.reusable_share:.1%}"
