@@ -109,6 +109,9 @@ def look(url: str, node: PoolNode, drain: Any) -> None:
             node.stop()
             expect(page.locator("#state")).to_have_text("1 of 4 parts are not well")
             expect(page.locator("#nodes .long")).to_contain_text("pool0")
+            assert page.evaluate(
+                "document.querySelector('.long span').getBoundingClientRect().right <= innerWidth"
+            )
             _look(page, "phone-trouble")
         finally:
             browser.close()

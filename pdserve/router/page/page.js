@@ -160,27 +160,25 @@ function showTable(id, rows, none) {
   }));
 }
 
-const workerRow = (worker) => {
-  const cells = [cell(worker.id), cell(worker.role), cell(worker.state, worker.state)];
-  if (worker.says) {
-    const says = cell(worker.says, "long");
-    says.colSpan = 3;
-    return [...cells, says];
-  }
+// A row of its own, which is never wider than the screen.
+const longRow = (text) => {
+  const made = cell(undefined, "long");
+  made.colSpan = 9;
+  made.append(element("span", text));
+  return [made];
+};
+const workerRows = (worker) => {
   const requests = worker.in_flight + (worker.elsewhere ? ` + ${worker.elsewhere}` : "");
-  return [...cells, number(requests), number(count(worker.queued_tokens)), number(worker.free_kv_tokens === null ? "-" : count(worker.free_kv_tokens))];
-};
-const nodeRow = (node) => {
-  if (node.error) {
-    const error = cell(node.error, "long");
-    error.colSpan = 7;
-    return [cell(node.node, "down"), error];
-  }
-  return [
-    cell(node.node), filled(node.used_bytes, node.capacity_bytes, percent(node.used_bytes / node.capacity_bytes)), number(count(node.pages)), number(percent(node.hit_rate)),
-    number(rate(node.operations_s)), number(size(node.read_bytes_s)), number(size(node.written_bytes_s)), number(count(node.clients)),
+  const row = [
+    cell(worker.id), cell(worker.role), cell(worker.state, worker.state),
+    number(requests), number(count(worker.queued_tokens)), number(worker.free_kv_tokens === null ? "-" : count(worker.free_kv_tokens)),
   ];
+  return worker.says ? [row, longRow(worker.says)] : [row];
 };
+const nodeRow = (node) => node.error ? longRow(`${node.node}: ${node.error}`) : [
+  cell(node.node), filled(node.used_bytes, node.capacity_bytes, percent(node.used_bytes / node.capacity_bytes)), number(count(node.pages)), number(percent(node.hit_rate)),
+  number(rate(node.operations_s)), number(size(node.read_bytes_s)), number(size(node.written_bytes_s)), number(count(node.clients)),
+];
 const spaceRow = (space) => [
   cell(space.name), space.quota_bytes ? filled(space.slot_bytes, space.quota_bytes, percent(space.slot_bytes / space.quota_bytes)) : cell("no quota"),
   number(count(space.pages)), number(size(space.page_bytes)), number(percent(space.hit_rate)), number(count(space.evictions)), number(rate(space.evictions_s)),
@@ -208,7 +206,7 @@ function showFrame(frame) {
   $("sessions").textContent = count(frame.sessions);
   $("first-byte").textContent = point.first_byte_p50_s === null ? "-" : `${duration(point.first_byte_p50_s)} / ${duration(point.first_byte_p90_s)}`;
   showPoints();
-  showTable("workers", workers.map(workerRow), "no worker");
+  showTable("workers", workers.flatMap(workerRows), "no worker");
   showTable("nodes", nodes.map(nodeRow), "the router knows no pool node: admin.pool is empty");
   showTable("namespaces", frame.namespaces.map(spaceRow), "none");
   $("problems").replaceChildren(...(frame.problems.length ? frame.problems.map(problemRow) : [element("li", "none")]));
