@@ -25,7 +25,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pdserve import __version__
 from pdserve.errors import ConfigError, RequestError
 from pdserve.router.app import Router, add_error_handlers
-from pdserve.router.call import JSON, Receive, Scope, Send
+from pdserve.router.call import JSON
+from pdserve.router.client import Receive, Scope, Send
 from pdserve.router.fleet import FleetError, Role
 from pdserve.router.live_feed import LiveFeed
 from pdserve.router.live_page import BASIC, add_live_page, is_of_live_page, password_as_bearer

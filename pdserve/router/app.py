@@ -20,7 +20,8 @@ from starlette.exceptions import HTTPException
 from pdserve import __version__
 from pdserve.errors import RequestError
 from pdserve.logs import served_request
-from pdserve.router.call import JSON, Message, Receive, Scope, Send, request_id
+from pdserve.router.call import JSON, request_id
+from pdserve.router.client import Message, Receive, Scope, Send
 from pdserve.router.config import RouterConfig
 from pdserve.router.discovery import Discovery
 from pdserve.router.dispatch import Dispatcher
@@ -63,7 +64,7 @@ class Router:
         self.dispatcher = dispatcher
         self.stats = stats
         self.created_s = int(time.time())
-        self._hot = HotRoutes(config, entrance, dispatcher, upstream.deadlines, stats, tracer)
+        self.hot = HotRoutes(config, entrance, dispatcher, upstream.deadlines, stats, tracer)
         self._hot_paths = frozenset(HOT_ROUTES)
         collector = RouterCollector(stats, fleet, upstream, lambda: len(dispatcher.placer.sessions))
         self.registry = make_registry(collector, EntranceCollector(entrance))
@@ -71,12 +72,12 @@ class Router:
         """The metrics of all of the router's processes, in Prometheus' text form."""
         self.told_reload: Callable[[], None] | None = None
         """Is told of `reload_all`, to tell the router's other processes."""
-        self.app = make_app(self, self._hot)
+        self.app = make_app(self, self.hot)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hot paths go past FastAPI; everything else goes to it."""
         if scope["type"] == "http" and scope["path"] in self._hot_paths:
-            await self._hot(scope, receive, send)
+            await self.hot(scope, receive, send)
         elif scope["type"] == "http":
             await self._serve_ordinary(scope, receive, send)
         else:

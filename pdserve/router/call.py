@@ -1,9 +1,9 @@
 """One client request on a hot route: its state, its way back to the client, and its end when the client
 leaves.
 
-A `Call` runs in the task that the ASGI server gave it. When the client goes away (see
-`client_protocol.watch`) that task is cancelled, in whatever phase it is; what the phase holds (a connection
-to a worker, a count of load) is released by its `finally`. The total deadline ends a call in the same way.
+A `Call` runs in the task that the server gave it. When the client goes away (see `Client.watch`) that task is
+cancelled, in whatever phase it is; what the phase holds (a connection to a worker, a count of load) is
+released by its `finally`. The total deadline ends a call in the same way.
 """
 
 from __future__ import annotations
@@ -11,20 +11,16 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, Literal
+from typing import Literal
 
 from pdserve.errors import RequestError
+from pdserve.router.client import Client, Headers
 from pdserve.router.facts import Facts
 from pdserve.router.openai_errors import convert_error, error_event, error_of, error_type
 from pdserve.router.tenants import TenantState
 from pdserve.router.usage import Meter
 from pdserve.tracing import PASSED_ON, Trace
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 Phase = Literal["body", "plan", "queue", "settle", "prefill", "decode", "stream"]
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
@@ -43,6 +39,7 @@ class Call:
     __slots__ = (
         "asked_s",
         "body",
+        "client",
         "deadline_s",
         "end",
         "facts",
@@ -62,7 +59,6 @@ class Call:
         "prompt_counted",
         "queued_tokens",
         "request_id",
-        "send",
         "started_s",
         "status",
         "task",
@@ -72,10 +68,10 @@ class Call:
         "workers",
     )
 
-    def __init__(self, scope: Scope, send: Send, now_s: float, deadline_s: float) -> None:
-        self.path: str = scope["path"]
-        self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.send = send
+    def __init__(self, client: Client, now_s: float, deadline_s: float) -> None:
+        self.client = client
+        self.path = client.path
+        self.headers = dict(client.headers)
         self.started_s = now_s
         self.deadline_s = deadline_s
         task = asyncio.current_task()
@@ -155,16 +151,10 @@ class Call:
         """The client went away."""
         self.stop("client")
 
-    async def watch_client(self, receive: Receive) -> None:
-        """Runs beside the call where nobody else says that the client goes away."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.on_client_gone()
-
     # --- the way back
 
-    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Send the status and headers, ours added."""
+    def start(self, status: int, headers: Headers, length: int | None, *, closes: bool = False) -> None:
+        """Begin the answer (see `Client.start`), headers of ours added."""
         self.is_started = True
         self.first_byte_s = asyncio.get_running_loop().time()
         self.status = status
@@ -172,37 +162,31 @@ class Call:
         if self.plan_words:
             headers.append((b"x-pdserve-plan", self.plan_words))
             headers += self.workers
-        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        self.client.start(status, headers, length, closes=closes)
 
     async def write(self, body: bytes, more: bool) -> None:
         """Send a piece of the body; waits while the client is slow to read."""
         if self.meter is not None:
             self.meter.count(body)
-        await self.send({"type": "http.response.body", "body": body, "more_body": more})
+        await self.client.write(body, more)
         self.is_complete = not more
 
     async def answer(
-        self,
-        status: int,
-        body: bytes,
-        content_type: bytes = JSON,
-        more_headers: tuple[tuple[bytes, bytes], ...] = (),
+        self, status: int, body: bytes, *more_headers: tuple[bytes, bytes], closes: bool = False
     ) -> None:
         """Send a whole answer, JSON."""
-        length = b"%d" % len(body)
-        own = [(b"content-type", JSON), (b"content-length", length)]
-        await self.start(status, [*own, *more_headers])
+        self.start(status, [(b"content-type", JSON), *more_headers], len(body), closes=closes)
         await self.write(body, more=False)
 
     async def answer_error(self, error: RequestError) -> None:
         """Send an error that the router found itself, in OpenAI's form."""
         more = ((b"retry-after", b"%d" % error.retry_after_s),) if error.status in (429, 503) else ()
-        await self.answer(error.status, error_of(error), more_headers=more)
+        await self.answer(error.status, error_of(error), *more)
 
     async def answer_worker_error(self, status: int, body: bytes) -> None:
         """Send a worker's error answer on, in OpenAI's form."""
         more = ((b"retry-after", b"1"),) if status in (429, 503) else ()
-        await self.answer(status, convert_error(status, body), more_headers=more)
+        await self.answer(status, convert_error(status, body), *more)
 
     async def break_off(self, status: int, message: str, code: str) -> None:
         """End the call with an error in whatever way is still open: an answer, an error event, or the

@@ -13,19 +13,18 @@ before.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, Final
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from pdserve.router.coalesce import CoalescingTransport
+from pdserve.router.direct_client import DirectClient
 
 MAX_HEAD_BYTES = 64 * 1024
 """Longest request line and headers; httptools has no bound of its own."""
 LINGER_S = 1.0
-SCOPE_KEY: Final = "pdserve.client"
-"""Where the ASGI scope of a request has the connection that it came on."""
 _CLOSING = b"content-length: 0\r\nconnection: close\r\n\r\n"
 _TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\n" + _CLOSING
 _TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSING
@@ -37,17 +36,36 @@ class Connections(ServerState):
     is_stopping = False
 
 
-class ClientProtocol(HttpToolsProtocol):
-    """One connection. A head must be whole within `head_s` of its first byte."""
+class HotTargets(Protocol):
+    """Whoever serves hot routes past ASGI."""
 
-    def __init__(self, *, head_s: float, **given: Any) -> None:
+    @property
+    def targets(self) -> Mapping[bytes, str]:
+        """Path by request target."""
+        ...
+
+    async def serve(self, client: DirectClient) -> None:
+        """Answer one request."""
+        ...
+
+
+class ClientProtocol(HttpToolsProtocol):
+    """One connection. A head must be whole within `head_s` of its first byte; what is for `hot` goes there,
+    and the rest to uvicorn's application.
+    """
+
+    def __init__(self, *, head_s: float, hot: HotTargets | None = None, **given: Any) -> None:
         super().__init__(**given)
         self._head_s = head_s
+        self._hot = hot
         self._head_bytes = 0
         self._in_head = True
         self._has_ended = False
         """A request ended in what was received last; the rest of that does not count to the next head."""
         self._late: asyncio.TimerHandle | None = None
+        self._idle: asyncio.TimerHandle | None = None
+        self._idle_since_s = math.inf
+        """On the loop's clock; infinite while there is a request."""
         self._is_last = False
         """The router stops: the next answer here is the last."""
         self._is_gone = False
@@ -55,16 +73,17 @@ class ClientProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         """The client's connection stands."""
-        super().connection_made(CoalescingTransport(transport, self.loop))  # type: ignore[arg-type]
-        self.timeout_keep_alive_task = self.loop.call_later(
-            self.timeout_keep_alive, self.timeout_keep_alive_handler
-        )
+        super().connection_made(transport)
+        self._idle_since_s = self.loop.time()
+        self._idle = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
         if isinstance(self.server_state, Connections) and self.server_state.is_stopping:
             self.shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is over."""
         self._unset_late()
+        if self._idle is not None:
+            self._idle.cancel()
         super().connection_lost(exc)
         # request and connection hold each other, and the garbage collector runs seldom (serve.py)
         self.cycle = self.scope = None  # type: ignore[assignment]
@@ -72,10 +91,19 @@ class ClientProtocol(HttpToolsProtocol):
         if self._on_gone is not None:
             self._on_gone()
 
-    def watch(self, on_gone: Callable[[], None]) -> None:
-        """Call `on_gone` when the client goes away, now if it has, until `unwatch`. A task that waits for
-        ASGI's `http.disconnect` does the same; it would be one more for each request.
+    def timeout_keep_alive_handler(self) -> None:
+        """Close if idle for long enough, else look again when it may be. uvicorn sets a timer after each
+        answer instead, which costs more than the time it is exact by.
         """
+        left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
+        if left_s <= 0:
+            self.transport.close()
+        else:
+            left_s = min(left_s, self.timeout_keep_alive)
+            self._idle = self.loop.call_later(left_s, self.timeout_keep_alive_handler)
+
+    def watch(self, on_gone: Callable[[], None]) -> None:
+        """Call `on_gone` when the client goes away, now if it has, until `unwatch`."""
         self._on_gone = on_gone
         self.flow.resume_reading()  # paused for a large body, which was read
         if self._is_gone:
@@ -88,6 +116,7 @@ class ClientProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Bytes from the client. A head of more than `MAX_HEAD_BYTES` ends the connection."""
         self._has_ended = False
+        self._idle_since_s = math.inf
         super().data_received(data)
         if self._in_head:
             self._head_bytes = 0 if self._has_ended else self._head_bytes + len(data)
@@ -98,16 +127,55 @@ class ClientProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """A head begins."""
-        super().on_message_begin()
-        self.scope[SCOPE_KEY] = self  # type: ignore[typeddict-unknown-key]
+        self.url, self.headers, self.expect_100_continue = b"", [], False
 
     def on_headers_complete(self) -> None:
         """The head is whole."""
         self._in_head = False
         self._unset_late()
-        super().on_headers_complete()
+        path = None if self._hot is None else self._hot.targets.get(self.url)
+        if path is not None and self.parser.get_method() == b"POST" and self._is_plain:
+            self._begin_hot(path)
+        else:
+            self._begin_ordinary()
         if self._is_last:
             self.cycle.keep_alive = False
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.parser.get_http_version() == "1.1" and not self.parser.should_upgrade()
+
+    def _begin_hot(self, path: str) -> None:
+        before = self.cycle
+        client = DirectClient(
+            self,
+            path,
+            self.headers,
+            keep_alive=self.parser.should_keep_alive(),
+            expects_continue=self.expect_100_continue,
+        )
+        self.cycle = client  # type: ignore[assignment]
+        if before is None or before.response_complete:
+            self._start_asgi_task(client, self.app)
+        else:  # pipelined: its turn comes
+            self.flow.pause_reading()
+            self.pipeline.appendleft((client, self.app))  # type: ignore[arg-type]
+
+    def _begin_ordinary(self) -> None:
+        """uvicorn's way; the scope that it makes at the beginning of every head is made here."""
+        url, headers, expects = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()
+        self.url, self.expect_100_continue = url, expects
+        self.scope["headers"] = self.headers = headers
+        super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        """A pipelined request's turn has come."""
+        if isinstance(cycle, DirectClient):
+            assert self._hot is not None
+            cycle.begin(self._hot.serve)
+        else:
+            super()._start_asgi_task(cycle, app)
 
     def on_message_complete(self) -> None:
         """The request is whole; what comes next is another head."""
@@ -116,8 +184,17 @@ class ClientProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The answer is sent. Should the request not be whole, the rest has as much time as a head."""
-        super().on_response_complete()
+        """The answer is sent, and the next request's turn. Should this one not be whole, the rest has as much
+        time as a head.
+        """
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        else:
+            self._idle_since_s = self.loop.time()
         if not self._in_head and self._late is None:
             self._late = self.loop.call_later(self._head_s, self._on_late)
         if self._is_last:

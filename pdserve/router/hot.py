@@ -1,4 +1,4 @@
-"""The streaming routes as raw ASGI: read the body, plan, dispatch, and account for every way it can end."""
+"""The streaming routes: read the body, plan, dispatch, and account for every way it can end."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import asyncio
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from types import MappingProxyType
+from typing import Final
 
 from pdserve.errors import RequestError
 from pdserve.logs import served_request
 from pdserve.router import spans
-from pdserve.router.call import JSON, Call, Receive, Scope, Send
-from pdserve.router.client_protocol import SCOPE_KEY, ClientProtocol
+from pdserve.router.call import JSON, Call
+from pdserve.router.client import AsgiClient, Client, Receive, Scope, Send
 from pdserve.router.config import RouterConfig
 from pdserve.router.deadlines import Deadlines
 from pdserve.router.dispatch import Dispatcher
+from pdserve.router.document import HOT_ROUTES
 from pdserve.router.entrance import Entrance
 from pdserve.router.facts import Facts
 from pdserve.router.isolation import SALTED_PATHS, isolated
@@ -37,7 +39,10 @@ DRAIN_S = 5.0
 
 
 class HotRoutes:
-    """ASGI application of the hot paths."""
+    """Serves the hot paths; past ASGI where it can be (see `direct_client`), and as an ASGI application."""
+
+    targets: Final = MappingProxyType({path.encode("ascii"): path for path in HOT_ROUTES})
+    """Path by request target."""
 
     def __init__(
         self,
@@ -62,20 +67,24 @@ class HotRoutes:
         self._turns: defaultdict[str, int] = defaultdict(int)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, by ASGI."""
+        await self.serve(AsgiClient(scope, receive, send))
+
+    async def serve(self, client: Client) -> None:
         """One request. Never raises: whatever happens is answered, or ends with the connection."""
         now_s = self._loop.time()
-        call = Call(scope, send, now_s, now_s + self._body_s)
+        call = Call(client, now_s, now_s + self._body_s)
         served_request.set(call.request_id)
         if self._tracer is not None:
             spans.begin(self._tracer, call)
         self._stats.in_flight += 1
         self._deadlines.add(call)
         try:
-            if scope["method"] == "POST":
-                await self._serve(call, receive, scope.get(SCOPE_KEY))
+            if client.method == "POST":
+                await self._serve(call, client)
             else:
                 error = RequestError(405, "Only POST is allowed here.")
-                await call.answer(405, error_of(error), more_headers=((b"allow", b"POST"),))
+                await call.answer(405, error_of(error), (b"allow", b"POST"))
         except asyncio.CancelledError:
             call.task.uncancel()
             await self._on_cancelled(call)
@@ -88,13 +97,12 @@ class HotRoutes:
             if call.trace is not None:
                 spans.end(call, self._loop.time())
 
-    async def _serve(self, call: Call, receive: Receive, client: ClientProtocol | None) -> None:
-        """`client`: None under another server than our own."""
+    async def _serve(self, call: Call, client: Client) -> None:
         try:
             call.tenant = self._entrance.authenticate(call.headers)
-            body = await self._read_body(call, receive)
+            body = await self._read_body(call, client)
         except RequestError as error:
-            await self._refuse_body(call, receive, error)
+            await self._refuse_body(call, client, error)
             return
         if body is None:
             call.end = "client"
@@ -102,7 +110,7 @@ class HotRoutes:
             return
         call.phase = "plan"
         call.deadline_s = call.started_s + self._total_s
-        unwatch = self._watch(call, receive, client)
+        client.watch(call.on_client_gone)
         try:
             self._understand(call, body)
             ticket = await self._entrance.enter(call)
@@ -114,14 +122,7 @@ class HotRoutes:
         except RequestError as error:
             await call.answer_error(error)
         finally:
-            unwatch()
-
-    def _watch(self, call: Call, receive: Receive, client: ClientProtocol | None) -> Callable[[], object]:
-        """End the call when its client goes away, until what is returned is called."""
-        if client is None:
-            return self._loop.create_task(call.watch_client(receive)).cancel
-        client.watch(call.on_client_gone)
-        return client.unwatch
+            client.unwatch()
 
     def _understand(self, call: Call, body: bytes) -> None:
         """Fill in what planning needs. Raises RequestError."""
@@ -148,48 +149,41 @@ class HotRoutes:
             prefix=prefix_of(view, scope) if self._needs_prefix else None,
         )
 
-    async def _read_body(self, call: Call, receive: Receive) -> bytes | None:
+    async def _read_body(self, call: Call, client: Client) -> bytes | None:
         """The request's body, None if the client left before its end. Raises RequestError 413."""
         limit = self._body_limit_bytes
         length = call.headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > limit:
             raise _too_large(limit)
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        body: bytes = message.get("body", b"")
-        if not message.get("more_body", False) and len(body) <= limit:
-            return body
-        parts, size = [body], len(body)
-        while message.get("more_body", False):
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
+        parts: list[bytes] = []
+        size = 0
+        while (piece := await client.read()) is not None:
+            part, more = piece
+            size += len(part)
             if size > limit:
                 raise _too_large(limit)
+            if not more and not parts:
+                return part
+            parts.append(part)
+            if not more:
+                return b"".join(parts)
             call.deadline_s = call.started_s + min(self._total_s, self._body_s + size / BODY_BYTES_S)
-        if size > limit:
-            raise _too_large(limit)
-        return b"".join(parts)
+        return None
 
-    async def _refuse_body(self, call: Call, receive: Receive, error: RequestError) -> None:
+    async def _refuse_body(self, call: Call, client: Client, error: RequestError) -> None:
         """Answer while the client still sends: take in, bounded, what it sends until it reads, then close."""
         body = error_of(error)
-        headers = [(b"content-type", JSON), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+        headers = [(b"content-type", JSON)]
         if error.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
-        await call.start(error.status, headers)
+        call.start(error.status, headers, len(body), closes=True)
         await call.write(body, more=True)
         left = self._body_limit_bytes
         try:
             async with asyncio.timeout(DRAIN_S):
-                while left > 0:
-                    message = await receive()
-                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                        break
-                    left -= len(message.get("body", b""))
+                while left > 0 and (piece := await client.read()) is not None:
+                    part, more = piece
+                    left = left - len(part) if more else 0
         except TimeoutError:
             pass
         await call.write(b"", more=False)
@@ -202,7 +196,7 @@ class HotRoutes:
             return
         if call.phase == "body" and call.end == "deadline" and not call.is_started:
             error = RequestError(408, "The request's body did not come in time.", code="body_too_slow")
-            await call.answer(408, error_of(error), more_headers=((b"connection", b"close"),))
+            await call.answer(408, error_of(error), closes=True)
             return
         if call.end == "deadline":
             status, message, code = 504, "The request took longer than it may in all.", "deadline_exceeded"

@@ -54,9 +54,7 @@ async def relay_whole(call: Call, exchange: Exchange, first_byte_s: float, betwe
     body = await exchange.read_some(first_byte_s)
     if not exchange.at_end:
         body += await exchange.read_all(between_s, MAX_ANSWER_BYTES)
-    headers = passed_headers(exchange)
-    headers.append((b"content-length", b"%d" % len(body)))
-    await call.start(exchange.status, headers)
+    call.start(exchange.status, passed_headers(exchange), len(body))
     await call.write(body, more=False)
 
 
@@ -79,7 +77,7 @@ async def relay_events(
                     call.parts_s, call.asked_s, first_token.pull_s(exchange.headers), call.started_s, now_s
                 )
                 headers.append((first_token.TIMING_HEADER, first_token.timing(call.parts_s)))
-                await call.start(exchange.status, headers)
+                call.start(exchange.status, headers, None)
                 call.phase = "stream"
             await call.write(ready, more=not at_end)
             if at_end:

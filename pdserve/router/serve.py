@@ -172,7 +172,11 @@ def make_server(application: object, config: RouterConfig, access: Access | None
     access = access or Access()
     settings = uvicorn.Config(
         application,  # type: ignore[arg-type]  # our own, looser ASGI types
-        http=partial(ClientProtocol, head_s=config.deadlines.head_s),  # type: ignore[arg-type]  # a factory will do
+        http=partial(  # type: ignore[arg-type]  # a factory will do
+            ClientProtocol,
+            head_s=config.deadlines.head_s,
+            hot=application.hot if isinstance(application, Router) else None,
+        ),
         ws="none",
         lifespan="off",
         interface="asgi3",
