@@ -105,7 +105,6 @@ class Connection(asyncio.Protocol):
         self._exchange = None
         self.used = True
         if whole and self._keep_alive and not self._closed:
-            self.resume_reading()
             self._pool.keep(self)
         else:
             self.cut()

@@ -28,7 +28,7 @@ class Deadlines:
     """The set of watched things. Not thread-safe: one event loop owns it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self.loop = loop
         self._watched: set[Watched] = set()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -39,7 +39,7 @@ class Deadlines:
         """Watch `item` until it is discarded."""
         self._watched.add(item)
         if self._timer is None:
-            self._timer = self._loop.call_later(TICK_S, self._sweep)
+            self._timer = self.loop.call_later(TICK_S, self._sweep)
 
     def discard(self, item: Watched) -> None:
         """No longer watch `item`."""
@@ -53,7 +53,7 @@ class Deadlines:
             self._timer = None
 
     def _sweep(self) -> None:
-        now_s = self._loop.time()
+        now_s = self.loop.time()
         for item in [item for item in self._watched if item.deadline_s <= now_s]:
             item.expire()
-        self._timer = self._loop.call_later(TICK_S, self._sweep) if self._watched else None
+        self._timer = self.loop.call_later(TICK_S, self._sweep) if self._watched else None

@@ -130,8 +130,9 @@ class Dispatcher:
 
     def _computed(self, call: Call, decode: Worker) -> None:
         """The call's prompt no longer waits to be computed by its decode worker. May be called again."""
-        self._fleet.on_queued(decode, -call.queued_tokens)
-        call.queued_tokens = 0
+        if call.queued_tokens:
+            self._fleet.on_queued(decode, -call.queued_tokens)
+            call.queued_tokens = 0
 
     def _share(self, call: Call, turn: SessionEntry | None) -> None:
         if self._shared is not None and turn is not None and call.facts.session is not None:

@@ -106,9 +106,7 @@ class Exchange:
         chunks.clear()
         self._buffered_bytes = 0
         if self._paused:
-            self._paused = False
-            if self._connection is not None:
-                self._connection.resume_reading()
+            self._resume()
         return data
 
     async def read_all(self, timeout_s: float, limit_bytes: int) -> bytes:
@@ -134,6 +132,8 @@ class Exchange:
         again.
         """
         self._deadlines.discard(self)
+        if self._paused:
+            self._resume()
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.end_exchange(self.complete and self.error is None)
@@ -168,12 +168,17 @@ class Exchange:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
+    def _resume(self) -> None:
+        self._paused = False
+        if self._connection is not None:
+            self._connection.resume_reading()
+
     async def _wait(self, timeout_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._waiter = loop.create_future()
+        loop = self._deadlines.loop
+        self._waiter = waiter = loop.create_future()
         self.deadline_s = loop.time() + timeout_s
         try:
-            await self._waiter
+            await waiter
         finally:
             self._waiter = None
             self.deadline_s = math.inf

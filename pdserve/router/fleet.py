@@ -257,7 +257,8 @@ class Fleet:
 
     def on_queued(self, worker: Worker, tokens: int) -> None:
         """So many prompt tokens were sent to be computed there; negative: they are, or will not be."""
-        worker.queued_tokens = max(0, worker.queued_tokens + tokens)
+        left = worker.queued_tokens + tokens
+        worker.queued_tokens = left if left > 0 else 0
 
     def on_load(self, worker: Worker, load: WorkerLoad | None, *, pool_up: bool = False) -> None:
         """The worker said how busy it is, or that it does not know: then our own requests are what counts."""

@@ -38,6 +38,7 @@ class WorkerPool(ConnectionOwner):
 
     def __init__(self, worker: Worker, limits: Limits, counts: ConnectionCounts) -> None:
         self._worker = worker
+        self._loop = asyncio.get_running_loop()
         self._limits = limits
         self._counts = counts
         self._idle: deque[Connection] = deque()
@@ -73,11 +74,10 @@ class WorkerPool(ConnectionOwner):
         """A fresh connection. Raises UpstreamError (`connect`, `busy`)."""
         if len(self._open) + self._connecting >= self._limits.worker_connections:
             raise UpstreamError("busy", f"worker {self._worker.id} has all its connections in use")
-        loop = asyncio.get_running_loop()
         self._connecting += 1
         try:
             async with asyncio.timeout(timeout_s):
-                _, connection = await loop.create_connection(
+                _, connection = await self._loop.create_connection(
                     lambda: Connection(self), self._worker.host, self._worker.port
                 )
         except TimeoutError:
@@ -98,7 +98,7 @@ class WorkerPool(ConnectionOwner):
         if len(self._idle) >= self._limits.idle_connections:
             self._discard(connection)
             return
-        connection.idle_since_s = asyncio.get_running_loop().time()
+        connection.idle_since_s = self._loop.time()
         self._idle.append(connection)
 
     def forget(self, connection: Connection) -> None:
@@ -161,7 +161,7 @@ class Upstream:
         `headers` are finished header lines, each ended by CRLF; host and length are added here. The caller
         must `release()` the exchange. Raises UpstreamError; then, as on cancellation, nothing is left open.
         """
-        pool = self.pool(worker)
+        pool = self._pools.get(worker.id) or self.pool(worker)
         head = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-length: %d\r\n%b%b\r\n" % (
             target.encode("ascii"),
             worker.id_header,

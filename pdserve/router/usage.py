@@ -16,8 +16,7 @@ _EVENT = b"data: "
 _MARK = b'"completion_tokens":'
 _ENDED = b'"finish_reason":{'
 """`/generate` alone has an object there, in the last event of each choice."""
-_PROMPT = re.compile(rb'"prompt_tokens":\s*(\d{1,15})\b')
-_OUTPUT = re.compile(rb'"completion_tokens":\s*(\d{1,15})\b')
+_TOKENS = re.compile(rb'"(?:(prompt)|completion)_tokens":\s*(\d{1,15})\b')
 _LAST_OUTPUT = re.compile(rb'"finish_reason":\{[^\n]*?"completion_tokens":\s*(\d{1,15})\b')
 
 
@@ -49,13 +48,11 @@ class Meter:
         """
         if not self._said:
             return self.prompt_tokens, self.events if streamed else 0
-        prompt = _numbers(_PROMPT, self._said)
-        output = _numbers(_OUTPUT, self._said)
+        prompt: list[int] = []
+        output: list[int] = []
+        for is_prompt, number in _TOKENS.findall(self._said):
+            (prompt if is_prompt else output).append(int(number))
         if not streamed:
             return (sum(prompt) or self.prompt_tokens), sum(output)
-        ended = [number for data in self._ended for number in _numbers(_LAST_OUTPUT, data)]
+        ended = [int(number) for data in self._ended for number in _LAST_OUTPUT.findall(data)]
         return (prompt or [self.prompt_tokens])[-1], sum(ended) or (output or [self.events])[-1]
-
-
-def _numbers(name: re.Pattern[bytes], data: bytes) -> list[int]:
-    return [int(number) for number in name.findall(data)]
