@@ -1,20 +1,35 @@
 #!/usr/bin/env bash
 # Measure serving on this machine as the README shows it, in under 30 minutes on two cores, which it wants to itself.
 #
-#   launch/bench.sh [--out DIR] [--model PATH]
+#   launch/bench.sh [--out DIR] [--model PATH] [--only NAME,...] [--resume] [-- SGLANG_FLAGS]
 #
 # Sets everything up first, and makes the demo model where no other is given. The raw lines go to DIR
 # (pdserve/bench/results), pictures and logs to logs/bench; `python -m tests.readme` makes the README's tables of them.
+# What fails does not stop the others; it is named at the end, and the exit status is 1. --only: compare-small,
+# compare-large, weights, sweep. --resume: not what was measured today at this commit. Flags: --dtype float32 if none.
 set -euo pipefail
-out='' model=''
+out='' model='' only='' resume=''
 while [ $# -gt 0 ]; do
   case $1 in
     --help | -h) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit ;;
     --out) out=$(realpath -m "$2") && shift 2 ;;
     --model) model=$(realpath -m "$2") && shift 2 ;;
+    --only) only=$2 && shift 2 ;;
+    --resume) resume=yes && shift ;;
+    --) shift && break ;;
     *) echo "launch/bench.sh: unknown argument '$1'; see --help" >&2; exit 2 ;;
   esac
 done
+names=(compare-small compare-large weights sweep)
+for name in ${only//,/ }; do
+  case " ${names[*]} " in
+    *" $name "*) ;;
+    *) echo "launch/bench.sh: --only: '$name' is not one of ${names[*]}" >&2; exit 2 ;;
+  esac
+done
+# float32: processors without bfloat16 instructions compute it almost three times as fast
+flags=("$@")
+[ $# -gt 0 ] || flags=(--dtype float32)
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$root"
 unset PYTHONDONTWRITEBYTECODE # or every process would compile pdserve
@@ -26,25 +41,64 @@ if [ -z "$model" ]; then
   [ -f "$model/config.json" ] || "$venv/bin/pdserve" model demo --size small --out "$model"
 fi
 today=$(date -u +%F)
+commit=$(git rev-parse --short HEAD 2>/dev/null || echo none)
+began=$SECONDS child='' failed=()
 
-# measure NAME COMMAND...: a command's JSON lines, kept under the day's name once all of them are there
+# Ctrl-C, SIGTERM: what runs stops its servers, and nothing more is begun
+stop() {
+  trap '' INT TERM HUP
+  [ -z "$child" ] || { kill -TERM "$child" && wait "$child"; } || true
+  exit 130
+}
+trap stop INT TERM HUP
+
+# current FILE NAME: whether FILE was measured whole, at this commit
+current() { [ -e "$1" ] && [ ! -e "$pictures/$2.failed" ] && head -n 1 "$1" | grep -q "\"commit\": \"$commit\""; }
+
+# measure NAME MINUTES COMMAND...: run a command, which is stopped after so many minutes, and keep its JSON lines under
+# the day's name; of one that failed what it measured, where nothing better is there
 measure() {
-  local name=$1
-  shift
+  local name=$1 minutes=$2 status=0
+  local lines=$pictures/$name.jsonl kept=$out/$name-$today.jsonl
+  shift 2
+  case ",${only:-$name}," in *",$name,"*) ;; *) return 0 ;; esac
+  if [ -n "$resume" ] && current "$kept" "$name"; then
+    printf '\n== %s: measured today at %s\n' "$name" "$commit" >&2
+    return 0
+  fi
   printf '\n== pdserve bench %s\n' "$*" >&2
-  "$venv/bin/pdserve" bench "$1" --json --plot "$pictures/$name.png" "${@:2}" >"$pictures/$name.jsonl"
-  mv "$pictures/$name.jsonl" "$out/$name-$today.jsonl"
+  timeout --kill-after=90 "${minutes}m" "$venv/bin/pdserve" bench "$1" --json --plot "$pictures/$name.png" "${@:2}" \
+    --model "$model" -- "${flags[@]}" >"$lines" &
+  child=$!
+  wait "$child" || status=$?
+  child=''
+  if [ "$status" -ne 0 ]; then
+    failed+=("$name (status $status)")
+    if [ -e "$kept" ] || [ "$(wc -l <"$lines")" -lt 2 ]; then return 0; fi
+    touch "$pictures/$name.failed"
+  else
+    rm -f "$pictures/$name.failed"
+  fi
+  mv "$lines" "$kept"
 }
 
-# float32: processors without bfloat16 instructions compute it almost three times as fast
-one=(--model "$model" -- --dtype float32)
-began=$SECONDS
-measure weights weights --tokens 1024 --repeat 5 "${one[@]}"
-measure compare-no-reuse compare --preset no-reuse --scale 0.1 --users 4 --rounds 2 --sizes large --repeat 1 \
-  --against plain,agg,disagg "${one[@]}"
-measure sweep sweep disagg --scale 0.05 --rounds 4 --limit-ms 4000 --start 0.25 --steps 1 "${one[@]}"
-measure compare-turns compare --preset eic --scale 0.05 --users 6 --rounds 4 --sizes small --repeat 3 \
-  --minutes 9 "${one[@]}"
-measure compare-documents compare --preset long-input-short-output --scale 0.05 --users 6 --rounds 4 --repeat 3 \
-  --minutes 12 "${one[@]}"
-printf '\nmeasured in %d minutes: %s\n' $(((SECONDS - began + 59) / 60)) "$out/*-$today.jsonl" >&2
+# The time, for two cores that compute 500 to 600 of a prompt's tokens a second and decode ten: a server is up in 35 to
+# 50 s, so all loads of one device cache share their servers (about 3 minutes for the four, with the stop).
+#   documents, 4 users of 2,100 tokens, 3 turns, 10 tokens answered: a cold turn takes 5.6 s, one from the pool 1.4 to
+#     1.8 s. Small cache: plain 12 x 5.6 s, each of the others 4 x 5.6 + 8 x 1.6 s: 3 minutes a round. Large: 2.5.
+#   turns, 8 users, 3 turns of 330 new tokens, 8 answered: 2.5 minutes a round. More turns would show more reuse (here a
+#     cache that forgets nothing gains 2.5 x at most), and cost more than there is time for.
+#   no-reuse, 16 prompts of 410 tokens, 1.3 s each: 1.5 minutes a round.
+# compare-small 3 + 2 x 5.5 with 15 at most, compare-large 3 + 4 with 8 at most, weights 2.8, sweep 1.5 + 2: 27 minutes.
+# --minutes of a command begins no round that would end later, so a slower machine measures fewer rounds. One request at
+# a time: a prompt's computing has both cores. The sessions of the small cache are gone from device and host when they
+# come again, but for the second turn of `turns`, which the host still holds.
+documents=long-input-short-output,scale=0.1,users=4,rounds=3
+measure compare-small 18 compare --sizes small --load "$documents" --load eic,scale=0.04,rounds=3 \
+  --concurrency 1 --repeat 3 --minutes 13.5 --silence 60
+measure compare-large 11 compare --sizes large --load "$documents" --load no-reuse,scale=0.1,rounds=2 \
+  --concurrency 1 --repeat 3 --minutes 7.5 --silence 60
+measure weights 6 weights --tokens 1024 --repeat 5 --silence 60
+measure sweep 6 sweep disagg --scale 0.04 --rounds 3 --limit-ms 4000 --start 0.25 --steps 1 --seconds 20 --minutes 2.5
+printf '\n%d minutes; kept: %s\n' $(((SECONDS - began + 59) / 60)) "$out/*-$today.jsonl" >&2
+[ ${#failed[@]} -eq 0 ] || { printf 'failed: %s\n' "${failed[@]}" >&2; exit 1; }

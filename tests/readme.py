@@ -8,7 +8,10 @@ from typing import Any
 
 import msgspec
 
+from pdserve.bench.serving.goals import Row, goal_rows, times
 from pdserve.bench.serving.parts import Weights
+from pdserve.bench.serving.summary import Measured, summaries
+from pdserve.bench.serving.sweep import Tried, best
 from pdserve.bench.serving.weights_report import text
 from pdserve.config import option_table
 from pdserve.engine.metric_names import METRICS as WORKER_METRICS
@@ -135,8 +138,15 @@ def policies() -> str:
 
 def serving() -> str:
     """Conversations beside other servers, from the raw lines of the last kept runs."""
-    kinds = ("turns", "documents", "no-reuse")
-    out = [line for kind in kinds for line in _compared(f"compare-{kind}")] + [*_swept(), *_weighed()]
+    kinds = sorted({path.name.rpartition("-20")[0] for path in RESULTS.glob("compare-*.jsonl")}, reverse=True)
+    compared = [(lines[0], _measured(lines)) for lines in map(_newest, kinds)]
+    found = [one for run, measured in compared for one in summaries(measured, run["against"][0])]
+    out = [
+        *_goals(goal_rows(found, _hop_ms())),
+        *(line for run, measured in compared for line in _compared(run, measured)),
+        *_swept(),
+        *_weighed(),
+    ]
     return "\n".join(out or ["`launch/bench.sh` measures it; no run is kept yet."]) + "\n"
 
 
@@ -146,41 +156,68 @@ def _newest(kind: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in kept[-1].read_text().splitlines()] if kept else []
 
 
-def _compared(kind: str) -> list[str]:
-    lines = _newest(kind)
-    if not lines:
+def _measured(lines: list[dict[str, Any]]) -> list[Measured]:
+    return [msgspec.convert(line, Measured) for line in lines if "outcome" in line]
+
+
+def _hop_ms() -> float | None:
+    """From the end of the prefill until the decode worker has the pages, of a first turn."""
+    found = _weights(_newest("weights"))
+    return found[0].parts.get("publish", 0.0) + found[0].parts.get("pull", 0.0) if found else None
+
+
+def _goals(rows: list[Row]) -> list[str]:
+    if not rows:
         return []
-    run, rows = lines[0], [line for line in lines[1:] if "outcome" not in line]
-    columns = (
-        *("device cache", "what serves", "first token, turn 1, ms", "over", "from turn 2, ms", "over"),
-        *("prompt tokens/s from turn 2", "over", "cached, %", "could be, %", "failed"),
-    )
-    out = [
-        f"`{run['command']}`, {run['date'][:10]}, {run['machine']}; {run['load']}; medians of",
-        f"{rows[0]['rounds']} rounds.\n",
-        f"| {' | '.join(columns)} |",
-        "|---" * len(columns) + "|",
-    ]
+    out = ["| goal | load | what serves | measured | met |", "|---" * 5 + "|"]
     for row in rows:
-        cells = (
-            *(row["size"], row["contender"]),
-            *(_figure(row["first_turn_ms"]), _times(row["first_turn_over"])),
-            *(_figure(row["later_turns_ms"]), _times(row["later_turns_over"])),
-            *(_figure(row["prompt_tokens_s"]), _times(row["prompt_tokens_s_over"])),
-            *(f"{100 * row['cached_share']:.0f}", f"{100 * row['reusable_share']:.0f}", str(row["failed"])),
-        )
-        out.append(f"| {' | '.join(cells)} |")
+        met = {True: "yes", False: "**no**", None: "-"}[row.met]
+        out.append(f"| {row.goal} | {row.load} | {row.contender} | {row.measured} | {met} |")
     return [*out, ""]
+
+
+def _compared(run: dict[str, Any], measured: list[Measured]) -> list[str]:
+    columns = (
+        *(
+            "device cache",
+            "what serves",
+            "rounds",
+            "first token, turn 1, ms",
+            "over",
+            "from turn 2, ms",
+            "over",
+        ),
+        *("prompt tokens/s from turn 2", "over", "cached, %", "from storage, %", "could be, %", "failed"),
+    )
+    out = [f"`{run['command']}`, {run['date'][:10]}, {run['machine']}; medians of the rounds.", ""]
+    found = summaries(measured, run["against"][0])
+    for load in dict.fromkeys(one.load for one in found):
+        out += [f"{load}:", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        for one in found:
+            if one.load != load:
+                continue
+            cells = (
+                *(one.size, one.contender, str(one.rounds)),
+                *(_figure(one.first_turn_ms), times(one.first_turn_over)),
+                *(_figure(one.later_turns_ms), times(one.later_turns_over)),
+                *(_figure(one.prompt_tokens_s), times(one.prompt_tokens_s_over)),
+                *map(_share, (one.cached_share, one.storage_share, one.reusable_share)),
+                str(one.failed),
+            )
+            out.append(f"| {' | '.join(cells)} |")
+        out.append("")
+    return out
 
 
 def _swept() -> list[str]:
     lines = _newest("sweep")
     if not lines:
         return []
-    run, *rates, best = lines
+    run, rates = lines[0], [line for line in lines[1:] if "rate_s" in line]
+    chosen = best([msgspec.convert(rate, Tried) for rate in rates])
     out = [
         f"`{run['command']}`, {run['date'][:10]}, {run['machine']}; {run['load']}; highest rate that holds:",
-        f"{best['best_rate_s'] or 'none'} asks/s.\n",
+        f"{f'{chosen.rate_s:.3g} asks/s' if chosen else 'none'}.\n",
         "| asks/s | in time, % | asks in time/s | first token p50, ms | p99 | failed |",
         "|---" * 6 + "|",
     ]
@@ -197,17 +234,21 @@ def _weighed() -> list[str]:
     lines = _newest("weights")
     if not lines:
         return []
-    run, turns = lines[0], [msgspec.convert(line, Weights) for line in lines[1:] if "parts" in line]
+    run, turns = lines[0], _weights(lines)
     head = f"`{run['command']}`, {run['date'][:10]}, {run['machine']}; {run['load']}:"
     return [head, "", "```text", *(line for turn in turns for line in text(turn)), "```", ""]
+
+
+def _weights(lines: list[dict[str, Any]]) -> list[Weights]:
+    return [msgspec.convert(line, Weights) for line in lines if "parts" in line]
 
 
 def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
-def _times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f} ×"
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f}"
 
 
 def with_block(text: str, name: str, block: str) -> str:

@@ -95,6 +95,8 @@ PURE = (
     "pdserve.bench.serving.words",
     "pdserve.bench.serving.records",
     "pdserve.bench.serving.figures",
+    "pdserve.bench.serving.summary",
+    "pdserve.bench.serving.goals",
     "pdserve.bench.serving.contenders",
     "pdserve.bench.serving.parts",
     "pdserve.router.plan",

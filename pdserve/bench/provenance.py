@@ -14,6 +14,15 @@ from typing import Any, Final
 
 import psutil
 
+CHANGES: Final = (
+    "status",
+    "--porcelain",
+    "-uno",
+    "--",
+    ":/",
+    ":(top,exclude)pdserve/bench/results",
+    ":(top,exclude)README.md",
+)
 PACKAGES: Final = ("sglang", "torch", "ucxx-cu13", "numpy")
 
 
@@ -49,7 +58,9 @@ def _text(path: str) -> str:
 
 
 def _commit() -> str:
-    """Of the checkout this runs from, with a + where it was changed since; empty where there is none."""
+    """Of the checkout this runs from, with a + where it was changed since, but for results and the README;
+    empty where there is none.
+    """
     here = Path(__file__).parent
 
     def git(*words: str) -> str:
@@ -57,7 +68,7 @@ def _commit() -> str:
         return done.stdout.strip()
 
     try:
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+        return git("rev-parse", "--short", "HEAD") + ("+" if git(*CHANGES) else "")
     except OSError:
         return ""
 

@@ -265,3 +265,8 @@ def test_quantiles_are_ordered_and_within_what_was_seen(values_s: list[float]) -
 def test_a_client_that_measures_itself_says_so(more: dict[str, Any], sent_s: float, says: str | None) -> None:
     warnings = outcome_of(run(record(1, 1.0, sent_s=sent_s), **more)).warnings
     assert [says in warning for warning in warnings] == [True] if says else warnings == []
+
+
+def test_answers_shorter_than_asked_for_are_told() -> None:
+    (warning,) = outcome_of(run(record(1, 1.0, asked_tokens=11), record(1, 1.0, asked_tokens=10))).warnings
+    assert warning.startswith("1 answers were shorter than asked for")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +15,7 @@ import typer
 from msgspec import Meta
 
 from pdserve.bench.cli import app as bench_app
+from pdserve.bench.commands.load_options import loads_of
 from pdserve.errors import ConfigError
 from pdserve.up.cli import SCHEMAS, check_tables
 from pdserve.up.config import ClusterFile, read_cluster_file
@@ -77,31 +80,121 @@ def test_scripts_are_valid_bash() -> None:
         subprocess.run(["bash", "-n", str(script)], check=True)
 
 
+NAMES = ("compare-large", "compare-small", "sweep", "weights")
+
+
+class BenchScript:
+    """launch/bench.sh in a checkout of its own, with `pdserve` replaced by `program`, a few lines of bash."""
+
+    def __init__(self, root: Path, program: str) -> None:
+        self.root, self.asked = root, root / "asked"
+        self.results = root / "pdserve/bench/results"
+        for directory in (root / "launch", root / ".venv/bin", root / "models/demo-small"):
+            directory.mkdir(parents=True)
+        (root / "models/demo-small/config.json").touch()
+        shutil.copy(LAUNCH / "bench.sh", root / "launch")
+        (root / "launch/setup.sh").write_text(f"root={root} venv={root}/.venv\n")
+        path = root / ".venv/bin/pdserve"
+        path.write_text(f'#!/bin/bash\nprintf "%s\\n" "$*" >>{self.asked}\n{program}\n')
+        path.chmod(0o755)
+        for words in (("init", "-q"), ("add", "launch"), ("commit", "-qm", "x")):
+            user = ("-c", "user.name=x", "-c", "user.email=x")
+            subprocess.run(["git", "-C", str(root), *user, *words], check=True)
+        self.commit = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "--short", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [str(self.root / "launch/bench.sh"), *words], stderr=subprocess.PIPE, text=True
+        )
+
+    def run(self, *words: str) -> tuple[int, str, list[str]]:
+        """Exit status, what it said, and what was asked of `pdserve`."""
+        self.asked.unlink(missing_ok=True)
+        process = self.start(*words)
+        said = process.communicate(timeout=120)[1]
+        asked = self.asked.read_text().splitlines() if self.asked.exists() else []
+        return process.returncode, said, asked
+
+    def kept(self) -> list[str]:
+        return [path.name.rpartition("-20")[0] for path in sorted(self.results.glob("*.jsonl"))]
+
+
+MEASURES = 'printf \'{"commit": "%s"}\\n%s\\n\' "$(git rev-parse --short HEAD)" "$2"'
+
+
 def test_bench_runs_commands_that_exist_and_keeps_their_lines(tmp_path: Path) -> None:
-    launch, program = tmp_path / "launch", tmp_path / ".venv/bin/pdserve"
-    for directory in (launch, program.parent, tmp_path / "models/demo-small"):
-        directory.mkdir(parents=True)
-    (tmp_path / "models/demo-small/config.json").touch()
-    shutil.copy(LAUNCH / "bench.sh", launch)
-    (launch / "setup.sh").write_text(f"root={tmp_path} venv={tmp_path}/.venv\n")
-    asked = tmp_path / "asked"
-    program.write_text(f'#!/bin/bash\nprintf "%s\\n" "$*" >>{asked}\necho "$2"\n')
-    program.chmod(0o755)
-    subprocess.run([str(launch / "bench.sh")], check=True, timeout=120, capture_output=True)
-    kept = sorted((tmp_path / "pdserve/bench/results").glob("*.jsonl"))
-    assert [path.name.rpartition("-20")[0] for path in kept] == [
-        *("compare-documents", "compare-no-reuse", "compare-turns", "sweep", "weights")
-    ]
-    assert [path.read_text() for path in kept] == [
-        "compare\n",
-        "compare\n",
-        "compare\n",
-        "sweep\n",
-        "weights\n",
-    ]
+    script = BenchScript(tmp_path, MEASURES)
+    status, _, asked = script.run()
+    assert status == 0
+    assert script.kept() == list(NAMES)
+    lines = [path.read_text().splitlines()[1] for path in sorted(script.results.glob("*.jsonl"))]
+    assert lines == ["compare", "compare", "sweep", "weights"]
     commands = typer.main.get_command(bench_app).commands  # type: ignore[attr-defined]
-    for line in asked.read_text().splitlines():
+    for line in asked:
         bench, name, *words = line.split()
         assert bench == "bench"
-        commands[name].make_context(name, words)  # raises for an option or value that it does not know
+        context = commands[name].make_context(name, words)  # raises for an option or value it does not know
+        assert context.params["extra"] == ["--dtype", "float32"]
+        if name == "compare":
+            assert len(loads_of(context.params["load"], "eic", 1.0, {})) == 2
         assert "/" not in line.replace("models/demo-small", "").replace("logs/bench/", "")
+
+
+def test_bench_goes_on_after_a_failure_and_keeps_what_was_measured(tmp_path: Path) -> None:
+    script = BenchScript(tmp_path, f'[ "$2" = weights ] && exit 3; {MEASURES}; [ "$2" != sweep ]')
+    status, said, _ = script.run()
+    assert status == 1
+    assert script.kept() == [
+        "compare-large",
+        "compare-small",
+        "sweep",
+    ]  # the sweep failed after its first rate
+    assert said.endswith("failed: weights (status 3)\nfailed: sweep (status 1)\n")
+
+
+def test_bench_measures_only_what_it_is_told_and_not_again_what_it_has(tmp_path: Path) -> None:
+    script = BenchScript(tmp_path, MEASURES)
+    assert [line.split()[1] for line in script.run("--only", "sweep,weights")[2]] == ["weights", "sweep"]
+    assert [line.split()[1] for line in script.run("--resume")[2]] == ["compare", "compare"]
+    assert script.run("--resume")[2] == []
+    assert len(script.run("--", "--dtype", "bfloat16")[2]) == 4
+    (kept,) = script.results.glob("sweep-*.jsonl")
+    kept.write_text('{"commit": "another"}\n')
+    assert [line.split()[1] for line in script.run("--resume")[2]] == ["sweep"]
+    status, said, _ = script.run("--only", "sweeep")
+    assert (status, "'sweeep' is not one of" in said) == (2, True)
+
+
+def test_a_failed_run_does_not_take_a_whole_ones_place_and_is_not_taken_for_one(tmp_path: Path) -> None:
+    fails = f'{MEASURES}; echo again; exit "$(cat {tmp_path}/status)"'
+    script = BenchScript(tmp_path, fails)
+    (tmp_path / "status").write_text("1")
+    assert script.run("--only", "sweep")[0] == 1
+    assert len(script.run("--only", "sweep", "--resume")[2]) == 1
+    (tmp_path / "status").write_text("0")
+    assert script.run("--only", "sweep")[0] == 0
+    (kept,) = script.results.glob("sweep-*.jsonl")
+    kept.write_text(whole := kept.read_text() + "whole\n")
+    (tmp_path / "status").write_text("1")
+    assert script.run("--only", "sweep")[0] == 1
+    assert kept.read_text() == whole
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_bench_told_to_stop_lets_what_runs_stop_its_servers(tmp_path: Path, number: signal.Signals) -> None:
+    waits = f"sleep 600 & trap 'touch {tmp_path}/stopped; kill $!; exit 1' TERM; touch {tmp_path}/begun; wait"
+    process = (script := BenchScript(tmp_path, waits)).start()
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "begun").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (tmp_path / "stopped").exists()
+    assert len(script.asked.read_text().splitlines()) == 1

@@ -13,15 +13,18 @@ import typer
 from rich.console import Console
 
 from pdserve.bench.commands import load_options as options
-from pdserve.bench.commands.options import choices
+from pdserve.bench.commands.options import choices, failed_with
 
 if TYPE_CHECKING:
-    from pdserve.bench.serving.compare import Launch, Measured, Summary
+    from pdserve.bench.serving.compare import Launch
     from pdserve.bench.serving.load import Shape
     from pdserve.bench.serving.run import Say
+    from pdserve.bench.serving.summary import Measured, Summary
 
+PAGE_SIZE: Final = 64
 SHARES: Final = {"small": 0.3, "large": 1.1}
-"""Device's KV cache over what all sessions have at their end: they do not fit, they do."""
+"""Device's KV cache over what all sessions have at their end: they do not fit, they do; the smallest load and
+the largest counts."""
 
 ModelPath = Annotated[Path, typer.Option("--model", help="Model directory: pdserve model demo makes one.")]
 ExtraArgs = Annotated[
@@ -40,9 +43,13 @@ def compare(
         str, typer.Option(help="Device KV caches: small, the sessions do not fit; large, they do.")
     ] = "small,large",
     repeat: Annotated[int, typer.Option(min=1, help="Rounds; medians are taken over them.")] = 3,
-    minutes: Annotated[
-        float, typer.Option(min=0, help="No round begins that would not end within this time; 0: all.")
-    ] = 0.0,
+    minutes: options.Minutes = 0.0,
+    load: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="PRESET,scale=S,users=N,rounds=N in place of --preset; several: to the same servers in turn."
+        ),
+    ] = None,
     preset: options.Preset = "eic",
     scale: options.Scale = 0.1,
     users: options.Users = None,
@@ -60,67 +67,99 @@ def compare(
 ) -> None:
     """The same conversations against plain SGLang, SGLang with its file storage, and pdserve.
 
-    Each is started on this machine for every round, one after the other. Fails when any ask failed.
+    All are started on this machine, one after the other, and take turns. Fails when one of them could not be
+    measured or any ask failed; what was measured is shown all the same.
     """
     from pdserve.bench.cluster import stopped_cleanly
     from pdserve.bench.plot import pyplot
     from pdserve.bench.provenance import provenance
-    from pdserve.bench.serving import compare as bench
-    from pdserve.bench.serving.contenders import NAMES
+    from pdserve.bench.serving.compare import compare as run
+    from pdserve.bench.serving.contenders import NAMES, cache_tokens
     from pdserve.bench.serving.report import plot_summaries
+    from pdserve.bench.serving.summary import summaries
 
     names, chosen = choices("against", against, NAMES), choices("sizes", sizes, tuple(SHARES))
     options.check_model(model)
     if plot is not None:
         pyplot()  # before the work: is it there?
-    shape = options.shape_of(preset, scale, {"users": users, "rounds": rounds, "spread": spread})
-    title = f"{preset}, scale {scale:g}, {shape.users} users, {shape.rounds} rounds, {model.name}"
+    loads = options.loads_of(load or [], preset, scale, {"users": users, "rounds": rounds, "spread": spread})
+    tokens = {size: cache_tokens(loads.values(), SHARES[size], concurrency, PAGE_SIZE) for size in chosen}
     say = partial(typer.echo, err=True)
-    measured: list[Measured] = []
+    origin = {"load": "; ".join(loads), "model": model.name, "seed": seed, "against": names}
     if as_json:
-        typer.echo(json.dumps({**provenance(), "load": title, "seed": seed}))
-    with stopped_cleanly(), _launching(shape, seed, model, pool_capacity, out, extra or []) as launch:
-        for one in bench.compare(
-            names,
-            chosen,
-            repeat,
-            shape,
-            seed,
-            launch,
-            say,
+        typer.echo(json.dumps({**provenance(), **origin, "device_tokens": tokens}))
+    for line in _unfit(loads, tokens):
+        say(f"WARNING: {line}")
+    measured: list[Measured] = []
+    keep = partial(_keep, measured, as_json, say)
+    with stopped_cleanly(), _launching(tokens, model, pool_capacity, out, extra or []) as launch:
+        problems = run(
+            *(names, chosen, repeat, loads, seed, launch, keep, say),
             concurrency=concurrency,
             silence_s=silence,
             limit_s=60 * minutes,
-        ):
-            measured.append(one)
-            _show(one, as_json, say)
-    found = bench.summaries(measured)
-    _print(found, title, as_json)
-    if plot is not None:
-        plot_summaries(plot, found, title)
-    if any(summary.failed for summary in found):
-        raise typer.Exit(1)
+        )
+    found = summaries(measured, names[0])
+    _print(found, model.name, as_json)
+    if plot is not None and found:
+        plot_summaries(plot, found, model.name)
+    failed_with(problems)
+
+
+def _keep(measured: list[Measured], as_json: bool, say: Say, one: Measured) -> None:
+    import msgspec
+
+    from pdserve.bench.serving.report import remarks
+
+    measured.append(one)
+    if as_json:
+        typer.echo(msgspec.json.encode(one).decode())
+    for line in remarks(one.outcome):
+        say(f"{one.contender}, {one.size}: {line}")
+
+
+def _print(found: list[Summary], model: str, as_json: bool) -> None:
+    """As JSON lines, or a table for each load."""
+    import msgspec
+
+    from pdserve.bench.serving.report import summaries_table
+
+    for summary in found if as_json else ():
+        typer.echo(msgspec.json.encode(summary).decode())
+    for load in () if as_json else dict.fromkeys(summary.load for summary in found):
+        its = [summary for summary in found if summary.load == load]
+        Console().print(summaries_table(its, f"{load}, {model}"))
+
+
+def _unfit(loads: dict[str, Shape], tokens: dict[str, int]) -> Iterator[str]:
+    """Loads that the small cache holds after all."""
+    from pdserve.bench.serving.load import first_turn_tokens, make_load
+
+    for title, shape in loads.items():
+        held = first_turn_tokens(make_load(shape, 0))
+        if shape.keeps_history and shape.rounds > 1 and held <= tokens.get("small", 0):
+            yield (
+                f"{title}: the small device cache of {tokens['small']:,} tokens holds all {held:,} of the "
+                "first turn: take more users"
+            )
 
 
 @contextmanager
 def _launching(
-    shape: Shape, seed: int, model: Path, pool_capacity: str, out: Path | None, extra: list[str]
+    tokens: dict[str, int], model: Path, pool_capacity: str, out: Path | None, extra: list[str]
 ) -> Iterator[Launch]:
     """How to start a contender with a device cache of a size; directories of our own until the end."""
     from pdserve.bench.serving.cluster import launched, workplace
-    from pdserve.bench.serving.compare import total_tokens
-    from pdserve.bench.serving.contenders import Setting, device_tokens
-    from pdserve.bench.serving.load import make_load
+    from pdserve.bench.serving.contenders import Setting
 
-    load = make_load(shape, seed)
-    total, longest = total_tokens(load), load.longest_tokens
     with workplace(out) as (directory, memory):
 
         def launch(name: str, size: str) -> AbstractContextManager[str]:
             setting = Setting(
                 model_path=str(model.resolve()),
                 directory=directory,
-                device_tokens=device_tokens(total, longest, SHARES[size], 64),
+                device_tokens=tokens[size],
+                page_size=PAGE_SIZE,
                 pool_capacity=pool_capacity,
                 arena_directory=memory,
                 extra_args=tuple(extra),
@@ -128,26 +167,3 @@ def _launching(
             return launched(name, setting)
 
         yield launch
-
-
-def _show(one: Measured, as_json: bool, say: Say) -> None:
-    import msgspec
-
-    from pdserve.bench.serving.report import remarks
-
-    if as_json:
-        typer.echo(msgspec.json.encode(one).decode())
-    for line in remarks(one.outcome):
-        say(f"{one.contender}, {one.size}: {line}")
-
-
-def _print(found: list[Summary], title: str, as_json: bool) -> None:
-    import msgspec
-
-    from pdserve.bench.serving.report import summaries_table
-
-    if as_json:
-        for summary in found:
-            typer.echo(msgspec.json.encode(summary).decode())
-    else:
-        Console().print(summaries_table(found, title))

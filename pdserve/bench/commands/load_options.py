@@ -57,6 +57,9 @@ ApiKey: TypeAlias = Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="S
 DeviceTokens: TypeAlias = Annotated[
     int, typer.Option(min=1, help="Device KV cache of each worker that is started.")
 ]
+Minutes: TypeAlias = Annotated[
+    float, typer.Option(min=0, help="Nothing more is begun that would end later; 0: no limit.")
+]
 Silence: TypeAlias = Annotated[float, typer.Option(min=0.1, help="Seconds a server may say nothing.")]
 
 
@@ -70,6 +73,35 @@ def shape_of(preset: str, scale: float, given: dict[str, Any]) -> Shape:
         raise ConfigError(f"--preset: '{preset}' is not one of {', '.join(PRESETS)}")
     own = {name: value for name, value in given.items() if value is not None}
     return replace(PRESETS[preset].scaled(scale), **own)
+
+
+def load_title(preset: str, scale: float, shape: Shape) -> str:
+    """A scaled preset for people."""
+    return f"{preset}, scale {scale:g}, {shape.users} users, {shape.rounds} rounds"
+
+
+def loads_of(texts: list[str], preset: str, scale: float, given: dict[str, Any]) -> dict[str, Shape]:
+    """Loads by title: `PRESET,scale=0.1,users=4,rounds=3`, where what a text leaves out is as the others say;
+    without texts the one of the others. Raises ConfigError.
+    """
+    found = {}
+    for text in texts or [preset]:
+        name, *settings = text.split(",")
+        own, its_scale = dict(given), scale
+        for setting in settings:
+            key, _, value = setting.partition("=")
+            try:
+                if key == "scale" and (number := float(value)) > 0:
+                    its_scale = number
+                elif key in ("users", "rounds") and (count := int(value)) > 0:
+                    own[key] = count
+                else:
+                    raise ValueError
+            except ValueError:
+                raise ConfigError(f"--load {text}: '{setting}' is not scale=S, users=N or rounds=N") from None
+        shape = shape_of(name, its_scale, own)
+        found[load_title(name, its_scale, shape)] = shape
+    return found
 
 
 def trace_load(path: Path, requests: int, scale: float, speed: float, max_tokens: int, seed: int) -> Load:

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import typer
+
 from pdserve.errors import ConfigError
+
+
+class Judged(Protocol):
+    """An outcome (a msgspec struct) that reached its goal or did not."""
+
+    @property
+    def passed(self) -> bool: ...
 
 
 def page_sizes(text: str) -> list[int]:
@@ -25,3 +38,24 @@ def choices(option: str, text: str, allowed: tuple[str, ...]) -> list[str]:
         if word not in allowed:
             raise ConfigError(f"--{option}: '{word}' is not one of {', '.join(allowed)}")
     return words
+
+
+def conclude(outcome: Judged, as_json: bool, show: Callable[[], None]) -> None:
+    """Print an outcome, as one JSON object or by `show`. Raises typer.Exit where it did not pass."""
+    import msgspec
+
+    if as_json:
+        told: dict[str, Any] = msgspec.to_builtins(outcome)
+        typer.echo(json.dumps({**told, "passed": outcome.passed}))
+    else:
+        show()
+    if not outcome.passed:
+        raise typer.Exit(1)
+
+
+def failed_with(problems: Sequence[str]) -> None:
+    """Say what went wrong, a line each. Raises typer.Exit where anything did."""
+    for problem in problems:
+        typer.echo(f"FAILED: {problem}", err=True)
+    if problems:
+        raise typer.Exit(1)

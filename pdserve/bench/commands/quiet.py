@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -12,9 +11,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.bench.commands.options import choices
+from pdserve.bench.commands.options import choices, conclude
 
 if TYPE_CHECKING:
+    from pdserve.bench.quiet import Quiet
     from pdserve.kvpool.messages import DataPathChoice
 
 
@@ -28,8 +28,6 @@ def quiet(
     as_json: Annotated[bool, typer.Option("--json", help="The outcome as one JSON object.")] = False,
 ) -> None:
     """A quiet namespace beside one at 10 times its limit: p99 over p99 alone (R7). Fails beyond 1.3."""
-    import msgspec
-
     from pdserve.bench.cluster import stopped_cleanly
     from pdserve.bench.quiet import quiet as run
     from pdserve.kvpool.config import parse_bytes
@@ -37,17 +35,16 @@ def quiet(
     (chosen,) = choices("path", path, ("shm", "ucx"))
     with stopped_cleanly(), tempfile.TemporaryDirectory(prefix="pdserve-quiet-") as directory:
         outcome = run(cast("DataPathChoice", chosen), parse_bytes(limit), phases, seconds, Path(directory))
-    if as_json:
-        typer.echo(json.dumps({**msgspec.to_builtins(outcome), "passed": outcome.passed}))
-    else:
-        table = Table(title="A quiet namespace's gets", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for name in ("neighbour", "gets", "missed", "p50 µs", "p99 µs", "neighbour MB/s"):
-            table.add_column(name, justify="right")
-        for phase in outcome.phases:
-            numbers = (f"{phase.p50_us:.0f}", f"{phase.p99_us:.0f}", f"{phase.loud_bytes_s / 1e6:.0f}")
-            table.add_row("loud" if phase.loud else "none", str(phase.gets), str(phase.missed), *numbers)
-        Console().print(table)
-        verdict = "pass" if outcome.passed else "MISS"
-        typer.echo(f"p99 beside over alone: {outcome.ratio:.2f} (goal: at most 1.3, none missed): {verdict}")
-    if not outcome.passed:
-        raise typer.Exit(1)
+    conclude(outcome, as_json, lambda: _show(outcome))
+
+
+def _show(outcome: Quiet) -> None:
+    table = Table(title="A quiet namespace's gets", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("neighbour", "gets", "missed", "p50 µs", "p99 µs", "neighbour MB/s"):
+        table.add_column(name, justify="right")
+    for phase in outcome.phases:
+        numbers = (f"{phase.p50_us:.0f}", f"{phase.p99_us:.0f}", f"{phase.loud_bytes_s / 1e6:.0f}")
+        table.add_row("loud" if phase.loud else "none", str(phase.gets), str(phase.missed), *numbers)
+    Console().print(table)
+    verdict = "pass" if outcome.passed else "MISS"
+    typer.echo(f"p99 beside over alone: {outcome.ratio:.2f} (goal: at most 1.3, none missed): {verdict}")

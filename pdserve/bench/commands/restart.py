@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from pdserve.bench.commands.options import conclude
+
+if TYPE_CHECKING:
+    from pdserve.bench.restart import Restarts
 
 
 def restart(
@@ -19,20 +23,17 @@ def restart(
     """Kill -9 and restart of a node full of pages: time to the first hit, pages kept (R8). Fails beyond 1 s,
     or below 99.9 %.
     """
-    import msgspec
-
     from pdserve.bench.cluster import stopped_cleanly
     from pdserve.bench.restart import restart as run
 
     with stopped_cleanly(), tempfile.TemporaryDirectory(prefix="pdserve-restart-") as directory:
         outcome = run(pages, rounds, seed, Path(directory), lambda line: typer.echo(line, err=True))
-    if as_json:
-        typer.echo(json.dumps({**msgspec.to_builtins(outcome), "passed": outcome.passed}))
-    else:
-        times = ", ".join(f"{one.first_hit_s:.3f}" for one in outcome.restarts)
-        typer.echo(f"{outcome.pages:,} pages; first hit {times} s after the start")
-        typer.echo(f"median {outcome.first_hit_s:.3f} s (goal: 1 s)")
-        kept = f"{outcome.kept:.3%} of the pages kept (goal: 99.9 %), {outcome.wrong} wrong"
-        typer.echo(f"{kept}: {'pass' if outcome.passed else 'MISS'}")
-    if not outcome.passed:
-        raise typer.Exit(1)
+    conclude(outcome, as_json, lambda: _show(outcome))
+
+
+def _show(outcome: Restarts) -> None:
+    times = ", ".join(f"{one.first_hit_s:.3f}" for one in outcome.restarts)
+    typer.echo(f"{outcome.pages:,} pages; first hit {times} s after the start")
+    typer.echo(f"median {outcome.first_hit_s:.3f} s (goal: 1 s)")
+    kept = f"{outcome.kept:.3%} of the pages kept (goal: 99.9 %), {outcome.wrong} wrong"
+    typer.echo(f"{kept}: {'pass' if outcome.passed else 'MISS'}")

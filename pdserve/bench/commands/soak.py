@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,8 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from pdserve.bench.commands.options import conclude
 
 if TYPE_CHECKING:
     from pdserve.bench.soak.run import Soaked
@@ -53,12 +54,7 @@ def soak(
         (kept / "samples.jsonl").write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in samples))
     if plot is not None:
         plot_soak(plot, samples, f"{minutes:g} minutes, {outcome.operations:,} operations")
-    if as_json:
-        typer.echo(json.dumps({**msgspec.to_builtins(outcome), "passed": outcome.passed}))
-    else:
-        Console().print(_soak_table(outcome))
-    if not outcome.passed:
-        raise typer.Exit(1)
+    conclude(outcome, as_json, lambda: Console().print(_soak_table(outcome)))
 
 
 def _soak_table(outcome: Soaked) -> Table:

@@ -7,16 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
 
 from pdserve.bench.commands import load_options as options
 from pdserve.bench.commands.compare import ExtraArgs
-from pdserve.bench.commands.options import choices
+from pdserve.bench.commands.options import choices, failed_with
 
 if TYPE_CHECKING:
+    from pdserve.bench.serving.load import Shape
+    from pdserve.bench.serving.run import Server
+    from pdserve.bench.serving.sweep import Tried
     from pdserve.bench.serving.words import Api
 
 
@@ -35,6 +38,7 @@ def sweep(
         int, typer.Option(min=0, help="Rates between the last that held and the first not.")
     ] = 3,
     seconds: Annotated[float, typer.Option(min=1, help="Time that the asks of a rate take to come.")] = 30.0,
+    minutes: options.Minutes = 0.0,
     preset: options.Preset = "eic",
     scale: options.Scale = 1.0,
     rounds: options.Rounds = None,
@@ -54,15 +58,13 @@ def sweep(
     """The highest rate of asks whose first tokens come in time, and what becomes of those above it.
 
     Conversations arrive at random times, whatever the server does; there are as many as the rate needs.
-    Fails when no rate was met.
+    Fails when no rate was met, or the server was lost; what was measured before is shown.
     """
-    import msgspec
-
     from pdserve.bench.plot import pyplot
     from pdserve.bench.provenance import provenance
-    from pdserve.bench.serving import sweep as bench
     from pdserve.bench.serving.report import plot_sweep, sweep_table
     from pdserve.bench.serving.run import Server
+    from pdserve.bench.serving.sweep import best as best_of
 
     if plot is not None:
         pyplot()  # before the work: is it there?
@@ -71,24 +73,42 @@ def sweep(
     title = f"{preset}, scale {scale:g}, first token within {limit_ms:g} ms for {share:.0%}"
     if as_json:
         typer.echo(json.dumps({**provenance(), "load": title, "seed": seed}))
-    tried = []
-    say = partial(typer.echo, err=True)
-    search = {"limit_s": limit_ms / 1e3, "share": share, "start_s": start, "seconds": seconds}
+    search = {"limit_s": limit_ms / 1e3, "share": share, "start_s": start, "steps": steps, "seconds": seconds}
+    search["time_limit_s"] = 60 * minutes
     with _served(url, model, device_tokens, extra or []) as (at, name):
         server = Server(at, api=chosen, model=name, api_key=api_key, silence_s=silence)
-        for one in bench.sweep(server, shape, seed, say, steps=steps, **search):
-            tried.append(one)
-            if as_json:
-                typer.echo(msgspec.json.encode(one).decode())
-    best = bench.best(tried)
+        tried, problems = _search(server, shape, seed, at != url, as_json, search)
+    best = best_of(tried)
     if as_json:
         typer.echo(json.dumps({"best_rate_s": None if best is None else best.rate_s}))
     else:
         Console().print(sweep_table(tried, best, title))
-    if plot is not None:
+    if plot is not None and tried:
         plot_sweep(plot, tried, limit_ms, title)
-    if best is None:
-        raise typer.Exit(1)
+    failed_with([*problems, *(["no rate was met"] if best is None else [])])
+
+
+def _search(
+    server: Server, shape: Shape, seed: int, warm: bool, as_json: bool, search: dict[str, Any]
+) -> tuple[list[Tried], list[str]]:
+    """All rates tried, each shown as it was, and what ended the search early; `warm`: warm the server up."""
+    import msgspec
+
+    from pdserve.bench.serving.compare import warm_up
+    from pdserve.bench.serving.sweep import sweep as rates
+    from pdserve.bench.stores import BenchError
+
+    tried = []
+    try:
+        if warm:
+            warm_up(server, shape)
+        for one in rates(server, shape, seed, partial(typer.echo, err=True), **search):
+            tried.append(one)
+            if as_json:
+                typer.echo(msgspec.json.encode(one).decode())
+    except BenchError as error:
+        return tried, [str(error)]
+    return tried, []
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import typer
 
 from pdserve.bench.commands import load_options as options
 from pdserve.bench.commands.compare import ExtraArgs, ModelPath
+from pdserve.bench.commands.options import failed_with
 
 
 def weights(
@@ -30,7 +31,8 @@ def weights(
 ) -> None:
     """Where the time to the first token goes when prefill and decode are two workers, one request at a time.
 
-    Starts a pool node, a prefill worker, a decode worker and a router on this machine.
+    Starts a pool node, a prefill worker, a decode worker and a router on this machine. Fails when any request
+    did.
     """
     import msgspec
 
@@ -39,7 +41,7 @@ def weights(
     from pdserve.bench.provenance import provenance
     from pdserve.bench.serving.cluster import workplace
     from pdserve.bench.serving.contenders import Setting
-    from pdserve.bench.serving.load import Shape, make_load
+    from pdserve.bench.serving.load import Shape
     from pdserve.bench.serving.parts import weigh
     from pdserve.bench.serving.weights import weights as run
     from pdserve.bench.serving.weights_report import plot_weights, text
@@ -61,11 +63,13 @@ def weights(
             arena_directory=memory,
             extra_args=tuple(extra or ()),
         )
-        samples = run(make_load(shape, seed), setting, partial(typer.echo, err=True), silence)
-    found = [weigh([one for one in samples if one.turn == turn + 1]) for turn in range(rounds)]
+        samples, problems = run(shape, seed, setting, partial(typer.echo, err=True), silence)
+    turns = sorted({one.turn for one in samples})
+    found = [weigh([one for one in samples if one.turn == turn]) for turn in turns]
     for line in [*samples, *found] if as_json else ():
         typer.echo(msgspec.json.encode(line).decode())
     for of_turn in () if as_json else found:
         typer.echo("\n".join(text(of_turn)))
-    if plot is not None:
+    if plot is not None and samples:
         plot_weights(plot, samples, title)
+    failed_with(problems)

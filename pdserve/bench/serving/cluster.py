@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -22,10 +21,12 @@ from pdserve.bench.serving.contenders import Contender, Setting, contender
 from pdserve.bench.stores import BenchError
 from pdserve.up.ports import free_ports
 from pdserve.up.toml import to_toml
+from pdserve.up.warden import Warden
 
-START_TIMEOUT_S: Final = 600.0
+START_TIMEOUT_S: Final = 300.0
 STOP_TIMEOUT_S: Final = 60.0
 LAST_LINES: Final = 12
+PREFIX: Final = "pdserve-serving-"
 
 
 @contextmanager
@@ -33,11 +34,22 @@ def workplace(out: Path | None) -> Iterator[tuple[str, str]]:
     """(directory of logs and configuration, directory in memory for pools) until the block ends; the first
     one is `out` where that is given, and stays.
     """
+    forget_dead()
+    mine = f"{PREFIX}{os.getpid()}-"
     with (
-        tempfile.TemporaryDirectory(prefix="pdserve-bench-") as own,
-        tempfile.TemporaryDirectory(prefix="pdserve-bench-", dir=memory_dir()) as memory,
+        tempfile.TemporaryDirectory(prefix=mine, ignore_cleanup_errors=True) as own,
+        tempfile.TemporaryDirectory(prefix=mine, dir=memory_dir(), ignore_cleanup_errors=True) as memory,
     ):
         yield str((out or Path(own)).resolve()), memory
+
+
+def forget_dead() -> None:
+    """Remove the directories of benchmarks that were killed without time to do it themselves."""
+    for parent in {Path(tempfile.gettempdir()), memory_dir() or Path(tempfile.gettempdir())}:
+        for left in parent.glob(f"{PREFIX}*-*"):
+            owner = left.name.removeprefix(PREFIX).partition("-")[0]
+            if owner.isdigit() and not Path("/proc", owner).exists():
+                shutil.rmtree(left, ignore_errors=True)
 
 
 @contextmanager
@@ -50,21 +62,23 @@ def launched(name: str, setting: Setting) -> Iterator[str]:
     (directory / "pages").mkdir(parents=True)
     file = directory / "cluster.toml"
     file.write_text(to_toml(chosen.tables))
-    with (directory / "up.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pdserve", "up", str(file)],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    try:
+    with ExitStack() as cleaning:
+        cleaning.callback(shutil.rmtree, directory / "pages", ignore_errors=True)
+        cleaning.callback(shutil.rmtree, Path(setting.arena_directory) / name, ignore_errors=True)
+        warden = Warden()  # ends the cluster should this process be killed
+        cleaning.callback(warden.close)
+        with (directory / "up.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pdserve", "up", str(file)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        warden.watch(process.pid)
+        cleaning.callback(_stop, process, warden)
         _await_ready(process, chosen, directory / "up.log")
         yield f"http://127.0.0.1:{chosen.port}"
-    finally:
-        _stop(process)
-        shutil.rmtree(directory / "pages", ignore_errors=True)
-        shutil.rmtree(Path(setting.arena_directory) / name, ignore_errors=True)
 
 
 def _await_ready(process: subprocess.Popen[bytes], chosen: Contender, log: Path) -> None:
@@ -81,13 +95,9 @@ def _await_ready(process: subprocess.Popen[bytes], chosen: Contender, log: Path)
             time.sleep(0.2)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """As Ctrl-C does; the supervisor's warden ends what that leaves."""
-    with suppress(ProcessLookupError):
-        process.send_signal(signal.SIGINT)
-    try:
+def _stop(process: subprocess.Popen[bytes], warden: Warden) -> None:
+    """As an operator would; the warden ends what that leaves, and all of it where we are told to hurry."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        warden.forget(process.pid)

@@ -1,150 +1,137 @@
-"""The same load against several servers, in rounds: each is started anew for each round, so that all begin
-cold, and every round has texts of its own and begins with another of them.
+"""The same loads against several servers. All are started, one after the other, and then take turns: in each
+round every load goes to each of them, and every round begins with another. Rounds have texts of their own, so
+their first turns find nothing cached. Those that are not asked take about 2 % of a core each meanwhile.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from statistics import median
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Final
 
-import msgspec
+from msgspec.structs import replace
 
-from pdserve.bench.serving.figures import Figures, Outcome, outcome_of
+from pdserve.bench.serving.figures import outcome_of
 from pdserve.bench.serving.load import Load, Shape, make_load
-from pdserve.bench.serving.run import Server, run_load
+from pdserve.bench.serving.run import Say, Server, run_load
+from pdserve.bench.serving.summary import Measured
+from pdserve.bench.stores import BenchError
 
-WARM_UP: Final = Shape(users=2, rounds=2, turn_tokens=200, output_tokens=8)
 WARM_UP_SEED: Final = 1 << 40
+SEEDS_OF_A_LOAD: Final = 1 << 32  # loads have texts of their own, as rounds have
 
 Launch = Callable[[str, str], AbstractContextManager[str]]
 """(contender, size of the device's cache) to the URL of its cluster."""
-
-
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One contender in one round. `size`: of the device's cache, `small` or `large`."""
-
-    size: str
-    contender: str
-    round: int
-    outcome: Outcome
-
-
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Medians over the rounds; from the second turn on, and of the first, whose prompts nobody has seen.
-    `*_over` are ratios to the first contender's.
-    """
-
-    size: str
-    contender: str
-    rounds: int
-    failed: int
-    first_turn_ms: float | None
-    later_turns_ms: float | None
-    later_p99_ms: float | None
-    inter_token_ms: float | None
-    prompt_tokens_s: float
-    cached_share: float
-    reusable_share: float
-    first_turn_over: float | None = None
-    later_turns_over: float | None = None
-    prompt_tokens_s_over: float | None = None
 
 
 def compare(
     contenders: Sequence[str],
     sizes: Sequence[str],
     rounds: int,
-    shape: Shape,
+    loads: Mapping[str, Shape],
     seed: int,
     launch: Launch,
-    say: Callable[[str], None],
+    keep: Callable[[Measured], None],
+    say: Say,
     *,
     concurrency: int,
     silence_s: float,
     limit_s: float = 0.0,
-) -> Iterator[Measured]:
-    """Each round of each size as it is measured; but for the first no round that, as long as those before
-    it, would end after `limit_s` (0: none). Raises BenchError.
+) -> list[str]:
+    """Measure; `keep` gets each contender's run as it ends. Each size has its share of `limit_s` (0: no
+    limit): after the first no round of a load begins that, as long as the one before, would end later. A
+    contender that does not start, or no longer answers, is left out. Returns what went wrong, a line each.
     """
-    began_s = time.monotonic()
-    for number in range(rounds):
-        spent_s = time.monotonic() - began_s
-        if number and limit_s and spent_s * (number + 1) / number > limit_s:
-            say(
-                f"{number} of {rounds} rounds: another would take longer than {limit_s / 60:g} minutes in all"
-            )
-            return
-        for size in sizes:
-            turn = number % len(contenders)
-            for name in (*contenders[turn:], *contenders[:turn]):
-                say(f"round {number + 1} of {rounds}, {size} device cache: starting {name}")
-                with launch(name, size) as url:
-                    server = Server(url, silence_s=silence_s)
-                    run_load(server, make_load(WARM_UP, WARM_UP_SEED), lambda line: None, tag="warm-up")
-                    load = make_load(shape, seed + number)
-                    say(f"{name}: {len(load.asks)} asks")
-                    run = run_load(server, load, say, concurrency=concurrency, lockstep=True)
-                yield Measured(size=size, contender=name, round=number, outcome=outcome_of(run))
+    began_s, problems = time.monotonic(), list[str]()
+    for number, size in enumerate(sizes):
+        end_s = began_s + limit_s * (number + 1) / len(sizes) if limit_s else math.inf
+        turns = _Turns(loads, seed, keep, say, concurrency=concurrency, silence_s=silence_s)
+        with ExitStack() as running:
+            for name in contenders:
+                say(f"{size} device cache: starting {name}")
+                try:
+                    turns.add(name, running.enter_context(launch(name, size)))
+                except BenchError as error:
+                    turns.problems.append(f"{name}, {size}: {error}")
+                    say(f"left out: {error}")
+            turns.run(size, rounds, end_s)
+        problems += turns.problems
+    return problems
 
 
-def summaries(measured: Sequence[Measured]) -> list[Summary]:
-    """A summary for each contender and size, in the order they were measured."""
-    found: list[Summary] = []
-    first: dict[str, Summary] = {}
-    contenders = dict.fromkeys(one.contender for one in measured if one.round == 0)
-    for size in dict.fromkeys(one.size for one in measured):
-        for name in contenders:
-            mine = [one.outcome for one in measured if (one.size, one.contender) == (size, name)]
-            if mine:
-                alone = _summary(size, name, mine)
-                found.append(_over(alone, first.setdefault(size, alone)))
-    return found
+class _Turns:
+    """The contenders that run, taking turns."""
+
+    def __init__(
+        self,
+        loads: Mapping[str, Shape],
+        seed: int,
+        keep: Callable[[Measured], None],
+        say: Say,
+        *,
+        concurrency: int,
+        silence_s: float,
+    ) -> None:
+        self.problems: list[str] = []
+        self._loads = loads
+        self._seed = seed
+        self._keep = keep
+        self._say = say
+        self._concurrency = concurrency
+        self._silence_s = silence_s
+        self._servers: dict[str, Server] = {}
+
+    def add(self, name: str, url: str) -> None:
+        """One that has started. Raises BenchError where it cannot be asked."""
+        server = Server(url, silence_s=self._silence_s)
+        warm_up(server, max(self._loads.values(), key=lambda shape: make_load(shape, 0).longest_tokens))
+        self._servers[name] = server
+
+    def run(self, size: str, rounds: int, end_s: float) -> None:
+        took_s = dict.fromkeys(self._loads, 0.0)
+        for number in range(rounds):
+            for place, (name, shape) in enumerate(self._loads.items()):
+                began_s = time.monotonic()
+                if number and began_s + took_s[name] > end_s:
+                    self._say(f"{number} of {rounds} rounds of {name}: another would take too long")
+                    continue
+                self._round(
+                    size, number, name, make_load(shape, self._seed + place * SEEDS_OF_A_LOAD + number)
+                )
+                took_s[name] = time.monotonic() - began_s
+
+    def _round(self, size: str, number: int, name: str, load: Load) -> None:
+        order = list(self._servers)
+        first = number % max(1, len(order))
+        for contender in (*order[first:], *order[:first]):
+            self._say(f"{size} device cache, round {number + 1}: {contender}: {name}: {len(load.asks)} asks")
+            try:
+                server = self._servers[contender]
+                run = run_load(server, load, self._say, concurrency=self._concurrency, lockstep=True)
+            except BenchError as error:
+                self._leave_out(contender, f"{name}, {size}, {contender}: {error}")
+                continue
+            outcome = outcome_of(run)
+            self._keep(Measured(load=name, size=size, contender=contender, round=number, outcome=outcome))
+            if outcome.all.failed:
+                problem = (
+                    f"{name}, {size}, {contender}: {outcome.all.failed} of {outcome.all.asks} asks failed"
+                )
+                self.problems.append(problem)
+            if outcome.all.failed == outcome.all.asks:
+                self._leave_out(contender, f"{contender} answers nothing")
+
+    def _leave_out(self, contender: str, why: str) -> None:
+        del self._servers[contender]
+        self.problems.append(why)
+        self._say(f"left out from here on: {why}")
 
 
-def total_tokens(load: Load) -> int:
-    """What all sessions have at their end: what a cache must hold to miss nothing."""
-    return sum(session[-1].prompt_tokens + session[-1].output_tokens for session in load.sessions)
-
-
-def _summary(size: str, name: str, outcomes: Sequence[Outcome]) -> Summary:
-    firsts = [outcome.turns[0] for outcome in outcomes]
-    later = [outcome.later or outcome.all for outcome in outcomes]
-
-    def of(figures: Sequence[Figures], quantile: str) -> float | None:
-        values = [getattr(one.first_token_ms, quantile) for one in figures]
-        return _median([value for value in values if value is not None])
-
-    gaps = [one.inter_token_ms.p50 for one in later if one.inter_token_ms.p50 is not None]
-    return Summary(
-        size=size,
-        contender=name,
-        rounds=len(outcomes),
-        failed=sum(outcome.all.failed for outcome in outcomes),
-        first_turn_ms=of(firsts, "p50"),
-        later_turns_ms=of(later, "p50"),
-        later_p99_ms=of(later, "p99"),
-        inter_token_ms=_median(gaps),
-        prompt_tokens_s=median(one.prompt_tokens_s for one in later),
-        cached_share=median(one.cached_share for one in later),
-        reusable_share=median(one.reusable_share for one in later),
-    )
-
-
-def _over(one: Summary, first: Summary) -> Summary:
-    return msgspec.structs.replace(
-        one,
-        first_turn_over=_ratio(one.first_turn_ms, first.first_turn_ms),
-        later_turns_over=_ratio(one.later_turns_ms, first.later_turns_ms),
-        prompt_tokens_s_over=_ratio(one.prompt_tokens_s, first.prompt_tokens_s),
-    )
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return round(median(values), 2) if values else None
-
-
-def _ratio(value: float | None, base: float | None) -> float | None:
-    return round(value / base, 3) if value is not None and base else None
+def warm_up(server: Server, shape: Shape) -> None:
+    """One conversation of two turns, of the load's lengths, so that a server's first work is not measured.
+    Raises BenchError where it cannot be asked.
+    """
+    short = replace(shape, users=1, rounds=min(2, shape.rounds), output_tokens=min(8, shape.output_tokens))
+    run_load(server, make_load(short, WARM_UP_SEED), lambda line: None, tag="warm-up")

@@ -8,16 +8,19 @@ disaggregated. Pure.
 | `agg` | one aggregated worker on a pool node, behind the router |
 | `disagg` | one prefill and one decode worker on a pool node, behind the router |
 
-All have the same model, page size and KV memory of the device; all but `plain` the same host memory for KV.
+All workers have the same model, page size and KV memory of the device, and all but those of `plain` the same
+host memory for KV; `disagg` has two of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
+
+from pdserve.bench.serving.load import Shape, make_load, total_tokens
 
 PAGE_TRACE: Final = "PDSERVE_PAGE_TRACE"  # kvpool/page_trace.py
 NAMES: Final = ("plain", "file", "agg", "disagg")
@@ -103,3 +106,13 @@ def device_tokens(total_tokens: int, longest_tokens: int, share: float, page_siz
     """
     wanted = max(int(share * total_tokens), int(1.1 * longest_tokens)) + page_size
     return -(-wanted // page_size) * page_size
+
+
+def cache_tokens(shapes: Collection[Shape], share: float, concurrency: int, page_size: int) -> int:
+    """The device's KV cache for all these loads: below 1 `share` is of the smallest, so that none fits, else
+    of the largest; room for `concurrency` of the longest sessions (0: of all) in any case.
+    """
+    loads = [make_load(shape, 0) for shape in shapes]
+    total = (min if share < 1 else max)(map(total_tokens, loads))
+    longest = max(load.longest_tokens * (concurrency or len(load.sessions)) for load in loads)
+    return device_tokens(total, longest, share, page_size)

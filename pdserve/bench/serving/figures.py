@@ -1,7 +1,7 @@
 """What a run took, from the records of its asks. Pure.
 
 First-token time counts from the moment an ask was planned for, in the closed loop from when it was sent.
-Throughput of a turn is its tokens over the time from its first ask to its last answer; in the open loop
+Throughput of a turn is its tokens over the time from its first ask to its last answer; but for lockstep
 turns of several users overlap, and so do these times. A failed ask counts as failed only: its time would say
 nothing.
 """
@@ -146,7 +146,7 @@ def _warnings(run: Run, whole: Figures, delay_s: float) -> list[str]:
             f"this client was late itself, by {delay_s * 1e3:.0f} ms at p99 (first token: median "
             f"{median_s * 1e3:.0f} ms): give it a processor of its own, or less to do"
         )
-    short = sum(not record.error and record.output_tokens == 0 for record in run.records)
+    short = sum(not record.error and record.output_tokens < record.asked_tokens for record in run.records)
     if short:
-        found.append(f"{short} answers came without usage: their tokens are not counted")
+        found.append(f"{short} answers were shorter than asked for, or came without usage: others did more")
     return found

@@ -128,6 +128,16 @@ def make_load(shape: Shape, seed: int, rate_s: float | None = None) -> Load:
     return _with_shared(Load(tuple(sessions), shape.keeps_history, seed), shape.system_tokens)
 
 
+def total_tokens(load: Load) -> int:
+    """What all sessions have at their end: what a cache must hold to miss nothing."""
+    return sum(session[-1].prompt_tokens + session[-1].output_tokens for session in load.sessions)
+
+
+def first_turn_tokens(load: Load) -> int:
+    """What all sessions have after their first turn; a smaller cache has lost each when it comes again."""
+    return sum(session[0].prompt_tokens + session[0].output_tokens for session in load.sessions)
+
+
 def replay_load(
     requests: Iterable[tuple[float, int, int, Sequence[int]]], *, scale: float, speed: float, seed: int
 ) -> Load:

@@ -24,7 +24,8 @@ class Cached(msgspec.Struct, frozen=True):
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One ask and its answer. Times in s since the run began: `planned_s`, from which its latency counts;
-    `due_s`, when the answer before it was there too; `sent_s`; the first token; the end.
+    `due_s`, when the answer before it was there too; `sent_s`; the first token; the end. `asked_tokens`: the
+    answer's planned length.
     """
 
     session: int
@@ -36,6 +37,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     done_s: float
     prompt_tokens: int
     output_tokens: int
+    asked_tokens: int = 0
     reusable_tokens: int = 0
     cached: Cached = Cached()
     gaps_s: list[float] = []

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
 from rich import box
 from rich.table import Table
 
 from pdserve.bench.plot import pyplot
-from pdserve.bench.serving.compare import Summary
 from pdserve.bench.serving.figures import Figures, Outcome
+from pdserve.bench.serving.goals import times
+from pdserve.bench.serving.summary import Summary
 from pdserve.bench.serving.sweep import Tried
 
 CONTENDER_COLOURS = {"plain": "#b0b0b0", "file": "#d9822b", "agg": "#6fa8dc", "disagg": "#1f5fa8"}
+FEW: Final = 100  # a p99 of fewer lies between the largest two
 COLUMNS = (
     *("turn", "asks", "failed", "first token p50", "p90", "p99 ms", "inter-token p50", "p99 ms"),
     *("prompt tokens/s", "answer tokens/s", "cached", "device", "host", "pool DRAM", "pool SSD", "could be"),
@@ -47,6 +50,8 @@ def remarks(outcome: Outcome) -> Iterator[str]:
         f"client: {outcome.client_cpu:.0%} of a core, late by {outcome.client_delay_p99_ms:.1f} ms at p99; "
         f"whole run {outcome.wall_s:.1f} s"
     )
+    if 0 < (answered := outcome.all.asks - outcome.all.failed) < FEW:
+        yield f"{answered} answers: p99 is about their maximum"
     for warning in outcome.warnings:
         yield f"WARNING: {warning}"
 
@@ -94,31 +99,37 @@ def summaries_table(found: Sequence[Summary], title: str) -> Table:
         table.add_row(
             one.size,
             one.contender,
-            *(_ms(one.first_turn_ms), _times(one.first_turn_over)),
-            *(_ms(one.later_turns_ms), _times(one.later_turns_over), _ms(one.later_p99_ms)),
-            *(_ms(one.inter_token_ms), f"{one.prompt_tokens_s:,.0f}", _times(one.prompt_tokens_s_over)),
+            *(_ms(one.first_turn_ms), times(one.first_turn_over)),
+            *(_ms(one.later_turns_ms), times(one.later_turns_over), _ms(one.later_p99_ms)),
+            *(_ms(one.inter_token_ms), _ms(one.prompt_tokens_s), times(one.prompt_tokens_s_over)),
             *(f"{one.cached_share:.0%}", f"{one.reusable_share:.0%}", str(one.failed or "-")),
         )
     return table
 
 
 def plot_summaries(path: Path, found: Sequence[Summary], title: str) -> None:
-    """First-token time of turn 1 and later, and throughput, a group of bars for each size, as a PNG."""
+    """First-token time of turn 1 and later, and throughput, a row of panels for each load, as a PNG."""
     plt = pyplot()
     panels = {
         "first_turn_ms": "first token, turn 1, ms",
         "later_turns_ms": "first token, from turn 2, ms",
         "prompt_tokens_s": "prompt tokens/s, from turn 2",
     }
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4.5), layout="constrained")
-    labels = [f"{one.contender}\n{one.size}" for one in found]
-    colours = [CONTENDER_COLOURS.get(one.contender, "#b0b0b0") for one in found]
-    for axis, (name, label) in zip(axes, panels.items(), strict=True):
-        bars = axis.bar(range(len(found)), [getattr(one, name) or 0.0 for one in found], color=colours)
-        axis.bar_label(bars, fmt="%.0f", fontsize=8, padding=1)
-        axis.set_xticks(range(len(found)), labels, fontsize=7)
-        axis.set_title(label, loc="left", fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
+    loads = list(dict.fromkeys(one.load for one in found))
+    figure, rows = plt.subplots(
+        len(loads), 3, figsize=(14, 1 + 3.8 * len(loads)), squeeze=False, layout="constrained"
+    )
+    for load, axes in zip(loads, rows, strict=True):
+        mine = [one for one in found if one.load == load]
+        labels = [f"{one.contender}\n{one.size}" for one in mine]
+        colours = [CONTENDER_COLOURS.get(one.contender, "#b0b0b0") for one in mine]
+        for axis, (name, label) in zip(axes, panels.items(), strict=True):
+            bars = axis.bar(range(len(mine)), [getattr(one, name) or 0.0 for one in mine], color=colours)
+            axis.bar_label(bars, fmt="%.0f", fontsize=8, padding=1)
+            axis.set_xticks(range(len(mine)), labels, fontsize=7)
+            axis.set_title(label, loc="left", fontsize=10)
+            axis.spines[["top", "right"]].set_visible(False)
+        axes[0].set_ylabel(load.replace(", scale", "\nscale"), fontsize=9)
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -205,7 +216,3 @@ def _share(figures: Figures, place: str) -> float:
 
 def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f} ×"

@@ -175,6 +175,7 @@ class _Loading:
             done_s=heard.done_s - zero_s,
             prompt_tokens=heard.prompt_tokens or ask.prompt_tokens,
             output_tokens=heard.output_tokens,
+            asked_tokens=ask.output_tokens,
             reusable_tokens=ask.reusable_tokens,
             cached=heard.cached,
             gaps_s=heard.gaps_s,

@@ -9,6 +9,7 @@ what lies between, in ratio, so many times. Pure but for `sweep` itself.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -44,11 +45,19 @@ def sweep(
     start_s: float,
     steps: int,
     seconds: float,
+    time_limit_s: float = 0.0,
 ) -> Iterator[Tried]:
-    """Each rate as it is tried; texts differ between rates. Raises BenchError."""
+    """Each rate as it is tried; texts differ between rates. But for the first no rate is tried whose asks
+    would come until after `time_limit_s` (0: none). Raises BenchError.
+    """
     tried: list[Tried] = []
+    began_s = time.monotonic()
     while (rate_s := next_rate([(one.rate_s, one.met) for one in tried], start_s, steps)) is not None:
         load = make_load(shape_for(shape, rate_s, seconds), seed + len(tried), rate_s)
+        ends_s = time.monotonic() - began_s + len(load.asks) / rate_s
+        if tried and time_limit_s and ends_s > time_limit_s:
+            say(f"{rate_s:.3g} asks/s is left out: it would take too long")
+            return
         say(f"{rate_s:.3g} asks/s: {len(load.asks)} asks")
         run = run_load(server, load, say, tag=f"sweep-{seed}-{len(tried)}")
         tried.append(judged(rate_s, run.records, outcome_of(run), limit_s, share))

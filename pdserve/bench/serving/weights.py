@@ -13,9 +13,9 @@ import httpx
 import msgspec
 
 from pdserve.bench.serving.cluster import launched
-from pdserve.bench.serving.compare import WARM_UP, WARM_UP_SEED
+from pdserve.bench.serving.compare import warm_up
 from pdserve.bench.serving.contenders import Setting, trace_path
-from pdserve.bench.serving.load import Load, make_load
+from pdserve.bench.serving.load import Shape, make_load
 from pdserve.bench.serving.parts import WORKER_PARTS, Interval, Sample, part_sums
 from pdserve.bench.serving.records import Record
 from pdserve.bench.serving.run import Say, Server, run_load
@@ -27,19 +27,25 @@ ROLES: Final = ("prefill", "decode")
 SETTLE_S: Final = 1.0  # after each request: its pages are written back, and belong to no other
 
 
-def weights(load: Load, setting: Setting, say: Say, silence_s: float) -> list[Sample]:
-    """Start a cluster, send the load one ask at a time, stop it. Raises BenchError."""
+def weights(
+    shape: Shape, seed: int, setting: Setting, say: Say, silence_s: float
+) -> tuple[list[Sample], list[str]]:
+    """Start a cluster, send the load one ask at a time, stop it: a sample for each ask that was answered, and
+    what went wrong with the others. Raises BenchError.
+    """
     with launched("disagg", setting) as url:
         server = Server(url, silence_s=silence_s)
-        run_load(server, make_load(WARM_UP, WARM_UP_SEED), lambda line: None, tag="warm-up")
+        warm_up(server, shape)
         workers = _Workers(Path(setting.directory) / "disagg")
-        run = run_load(server, load, say, concurrency=1, lockstep=True, watch=workers.note)
+        run = run_load(server, make_load(shape, seed), say, concurrency=1, lockstep=True, watch=workers.note)
         workers.close()
         spans = {role: _spans(Path(trace_path(setting, "disagg", role))) for role in ROLES}
-    failed = [record for record in run.records if record.error]
-    if failed:
-        raise BenchError(f"{len(failed)} requests failed, the first: {failed[0].error} {failed[0].detail}")
-    return [_sample(record, workers.parts(record), spans, run.began_at_s) for record in run.records]
+    samples = [
+        _sample(record, workers.parts(record), spans, run.began_at_s)
+        for record in run.records
+        if record.first_token_s is not None
+    ]
+    return samples, [f"{one.error} {one.detail}".strip() for one in run.records if one.error]
 
 
 class _Workers:

@@ -1,0 +1,110 @@
+"""What a comparison was to reach, and what it reached: the serving table of the goals. Pure.
+
+| measured with | goal |
+|---|---|
+| `small`: sessions larger than the device's cache, from turn 2 on | tokens/s ≥ 3.7 × plain SGLang's |
+| the same | time to the first token ≤ 0.33 × plain SGLang's |
+| the same | time to the first token ≤ 0.8 × that of SGLang with its file backend |
+| nothing cached | first token: disaggregated ≤ 1.05 × aggregated, plus the hop through the pool |
+| nothing cached | first token: aggregated ≤ 1.03 × plain SGLang, the cost of having asked the pool |
+| `large`: sessions that fit the device's cache | none, there is nothing to be won |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import msgspec
+
+from pdserve.bench.serving.summary import Summary, of, ratio
+
+THROUGHPUT: Final = 3.7
+FIRST_TOKEN: Final = 0.33
+OVER_FILE: Final = 0.8
+COLD: Final = 1.05
+MISS: Final = 1.03
+WORTH_SAYING: Final = 2 * THROUGHPUT  # what a load allows at most, by its tokens
+OURS: Final = ("agg", "disagg")
+
+
+class Row(msgspec.Struct, frozen=True):
+    """`met`: None where there is no goal."""
+
+    goal: str
+    load: str
+    contender: str
+    measured: str
+    met: bool | None
+
+
+def goal_rows(found: Sequence[Summary], hop_ms: float | None) -> list[Row]:
+    """A row for each goal and each load and contender it was measured with. `hop_ms`: from the end of the
+    prefill until the decode worker has its pages; None: not measured.
+    """
+    ours = [one for one in found if one.contender in OURS]
+    reusing = [one for one in ours if one.reusable_share]
+    small = [one for one in reusing if one.size == "small"]
+    return [
+        *(row for one in small for row in _over_plain(one, found)),
+        *(row for one in small for row in _over_file(one, found)),
+        *(row for one in ours if not one.reusable_share for row in _cold(one, found, hop_ms)),
+        *(row for one in reusing if one.size == "large" for row in _fitting(one, found)),
+    ]
+
+
+def _over_plain(one: Summary, found: Sequence[Summary]) -> Iterator[Row]:
+    plain = of(found, one.load, one.size, "plain")
+    if plain is None:
+        return
+    rate = ratio(one.prompt_tokens_s, plain.prompt_tokens_s)
+    first = ratio(one.later_turns_ms, plain.later_turns_ms)
+    what = f"from turn 2, over plain: tokens/s ≥ {THROUGHPUT} ×"
+    bound = 1 / (1 - one.reusable_share) if one.reusable_share < 1 else None
+    most = f" (all reused: about {bound:.1f} ×)" if bound and bound < WORTH_SAYING else ""
+    yield Row(what, one.load, one.contender, times(rate) + most, rate is not None and rate >= THROUGHPUT)
+    what = f"from turn 2, over plain: first token ≤ {FIRST_TOKEN} ×"
+    yield Row(what, one.load, one.contender, times(first), first is not None and first <= FIRST_TOKEN)
+
+
+def _over_file(one: Summary, found: Sequence[Summary]) -> Iterator[Row]:
+    file = of(found, one.load, one.size, "file")
+    if file is None:
+        return
+    first = ratio(one.later_turns_ms, file.later_turns_ms)
+    from_storage = " / ".join(f"{100 * (each.storage_share or 0):.0f}" for each in (one, file))
+    what = f"from turn 2, over the file backend: first token ≤ {OVER_FILE} ×"
+    measured = f"{times(first)} (from storage: {from_storage} %)"
+    yield Row(what, one.load, one.contender, measured, first is not None and first <= OVER_FILE)
+
+
+def _cold(one: Summary, found: Sequence[Summary], hop_ms: float | None) -> Iterator[Row]:
+    if one.contender == "disagg" and (agg := of(found, one.load, one.size, "agg")) is not None:
+        first = None if one.all_turns_ms is None else one.all_turns_ms - (hop_ms or 0.0)
+        cold, whole = ratio(first, agg.all_turns_ms), ratio(one.all_turns_ms, agg.all_turns_ms)
+        what = f"nothing cached, over agg: first token ≤ {COLD} × plus the hop"
+        hop = "the hop's time unknown" if hop_ms is None else f"{times(cold)} less {hop_ms:.0f} ms of hop"
+        met = cold is not None and cold <= COLD
+        yield Row(what, one.load, one.contender, f"{times(whole)}; {hop}", met)
+    if one.contender == "agg" and (plain := of(found, one.load, one.size, "plain")) is not None:
+        asked = ratio(one.all_turns_ms, plain.all_turns_ms)
+        what = f"nothing cached, over plain: having asked, first token ≤ {MISS} ×"
+        yield Row(what, one.load, one.contender, times(asked), asked is not None and asked <= MISS)
+
+
+def _fitting(one: Summary, found: Sequence[Summary]) -> Iterator[Row]:
+    plain = of(found, one.load, one.size, "plain")
+    if plain is None:
+        return
+    rate = ratio(one.prompt_tokens_s, plain.prompt_tokens_s)
+    first = ratio(one.later_turns_ms, plain.later_turns_ms)
+    measured = f"{times(rate)}, {times(first)}"
+    yield Row(
+        "the device's cache holds all: from turn 2, over plain, tokens/s and first token",
+        *(one.load, one.contender, measured, None),
+    )
+
+
+def times(value: float | None) -> str:
+    """A ratio for people."""
+    return "-" if value is None else f"{value:.2f} ×"

@@ -1,0 +1,81 @@
+"""The goals of the serving table, judged by what was measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdserve.bench.serving.goals import Row, goal_rows
+from pdserve.bench.serving.summary import Summary
+
+
+def summary(contender: str, **more: Any) -> Summary:
+    given: dict[str, Any] = {
+        "load": "documents",
+        "size": "small",
+        "rounds": 3,
+        "failed": 0,
+        "first_turn_ms": 1000.0,
+        "later_turns_ms": 1000.0,
+        "later_p99_ms": None,
+        "all_turns_ms": 1000.0,
+        "inter_token_ms": None,
+        "prompt_tokens_s": 100.0,
+        "cached_share": 0.9,
+        "storage_share": 0.8,
+        "reusable_share": 0.99,
+    }
+    return Summary(**{**given, "contender": contender, **more})
+
+
+def measured(*found: Summary, hop_ms: float | None = None) -> dict[str, tuple[str, bool | None]]:
+    rows: list[Row] = goal_rows(found, hop_ms)
+    return {
+        f"{row.contender}: {row.goal.partition(':')[2].split()[0]}": (row.measured, row.met) for row in rows
+    }
+
+
+@pytest.mark.parametrize(
+    ("rate", "first_ms", "met"), [(370.0, 330.0, (True, True)), (369.0, 331.0, (False, False))]
+)
+def test_from_turn_2_on_the_pool_is_judged_over_plain_sglang(
+    rate: float, first_ms: float, met: tuple[bool, bool]
+) -> None:
+    agg = summary("agg", prompt_tokens_s=rate, later_turns_ms=first_ms)
+    found = measured(summary("plain"), agg)
+    assert (found["agg: tokens/s"][1], found["agg: first"][1]) == met
+
+
+def test_what_a_load_allows_at_most_is_said_where_it_is_little() -> None:
+    plain, agg = summary("plain"), summary("agg", prompt_tokens_s=150.0, reusable_share=0.6)
+    assert measured(plain, agg)["agg: tokens/s"] == ("1.50 × (all reused: about 2.5 ×)", False)
+
+
+def test_the_file_backend_is_judged_with_what_came_from_storage() -> None:
+    agg, file = summary("agg", later_turns_ms=810.0), summary("file", storage_share=0.5)
+    assert measured(file, agg) == {"agg: first": ("0.81 × (from storage: 80 / 50 %)", False)}
+
+
+def test_cold_prompts_are_judged_less_the_hop_and_by_all_turns() -> None:
+    cold = {"reusable_share": 0.0, "size": "large", "later_turns_ms": None}
+    plain = summary("plain", **cold)
+    agg = summary("agg", all_turns_ms=1030.0, **cold)
+    disagg = summary("disagg", all_turns_ms=1140.0, **cold)
+    found = measured(plain, agg, disagg, hop_ms=60.0)
+    assert found == {
+        "agg: having": ("1.03 ×", True),
+        "disagg: first": ("1.11 ×; 1.05 × less 60 ms of hop", True),
+    }
+    assert measured(agg, disagg)["disagg: first"] == ("1.11 ×; the hop's time unknown", False)
+
+
+def test_sessions_that_fit_have_no_goal() -> None:
+    plain, agg = summary("plain", size="large"), summary("agg", size="large", prompt_tokens_s=98.0)
+    assert list(measured(plain, agg).values()) == [("0.98 ×, 1.00 ×", None)]
+
+
+def test_what_was_not_measured_has_no_row() -> None:
+    assert goal_rows([summary("agg"), summary("disagg")], None) == []
+    failed = summary("agg", prompt_tokens_s=None, later_turns_ms=None)
+    assert measured(summary("plain"), failed)["agg: tokens/s"] == ("-", False)
