@@ -40,6 +40,7 @@ if [ -z "$model" ]; then
   model=models/demo-small
   [ -f "$model/config.json" ] || "$venv/bin/pdserve" model demo --size small --out "$model"
 fi
+LIMIT_S=$((30 * 60))
 today=$(date -u +%F)
 commit=$(git rev-parse --short HEAD 2>/dev/null || echo none)
 began=$SECONDS child='' failed=()
@@ -55,10 +56,10 @@ trap stop INT TERM HUP
 # current FILE NAME: whether FILE was measured whole, at this commit
 current() { [ -e "$1" ] && [ ! -e "$pictures/$2.failed" ] && head -n 1 "$1" | grep -q "\"commit\": \"$commit\""; }
 
-# measure NAME MINUTES COMMAND...: run a command, which is stopped after so many minutes, and keep its JSON lines under
-# the day's name; of one that failed what it measured, where nothing better is there
+# measure NAME MINUTES COMMAND...: run a command that takes so long, if there is time for it, and stop it when there is no
+# more; keep its JSON lines under the day's name, of one that failed what it measured, where nothing better is there
 measure() {
-  local name=$1 minutes=$2 status=0
+  local name=$1 minutes=$2 status=0 left=$((LIMIT_S - SECONDS + began))
   local lines=$pictures/$name.jsonl kept=$out/$name-$today.jsonl
   shift 2
   case ",${only:-$name}," in *",$name,"*) ;; *) return 0 ;; esac
@@ -66,8 +67,12 @@ measure() {
     printf '\n== %s: measured today at %s\n' "$name" "$commit" >&2
     return 0
   fi
+  if [ $((60 * minutes)) -gt "$left" ]; then
+    failed+=("$name (no time left; --only $name measures it)")
+    return 0
+  fi
   printf '\n== pdserve bench %s\n' "$*" >&2
-  timeout --kill-after=90 "${minutes}m" "$venv/bin/pdserve" bench "$1" --json --plot "$pictures/$name.png" "${@:2}" \
+  timeout --kill-after=90 "$left" "$venv/bin/pdserve" bench "$1" --json --plot "$pictures/$name.png" "${@:2}" \
     --model "$model" -- "${flags[@]}" >"$lines" &
   child=$!
   wait "$child" || status=$?
@@ -83,22 +88,23 @@ measure() {
 }
 
 # The time, for two cores that compute 500 to 600 of a prompt's tokens a second and decode ten: a server is up in 35 to
-# 50 s, so all loads of one device cache share their servers (about 3 minutes for the four, with the stop).
+# 50 s, so all loads of one device cache share their servers (3.3 minutes for the four, with warm-up).
 #   documents, 4 users of 2,100 tokens, 3 turns, 10 tokens answered: a cold turn takes 5.6 s, one from the pool 1.4 to
 #     1.8 s. Small cache: plain 12 x 5.6 s, each of the others 4 x 5.6 + 8 x 1.6 s: 3 minutes a round. Large: 2.5.
 #   turns, 8 users, 3 turns of 330 new tokens, 8 answered: 2.5 minutes a round. More turns would show more reuse (here a
 #     cache that forgets nothing gains 2.5 x at most), and cost more than there is time for.
-#   no-reuse, 16 prompts of 410 tokens, 1.3 s each: 1.5 minutes a round.
-# compare-small 3 + 2 x 5.5 with 15 at most, compare-large 3 + 4 with 8 at most, weights 2.8, sweep 1.5 + 2: 27 minutes.
-# --minutes of a command begins no round that would end later, so a slower machine measures fewer rounds. One request at
-# a time: a prompt's computing has both cores. The sessions of the small cache are gone from device and host when they
-# come again, but for the second turn of `turns`, which the host still holds.
+#   no-reuse, 16 prompts of 410 tokens, 1.3 s each: 1.4 minutes a round.
+# compare-small 3.3 + 5.5 for a round of each + 3 for documents again, compare-large 3.3 + 4 + 1.4 for no-reuse again,
+# weights 2.8, sweep 1 + 2.5: 27 minutes. --minutes of a command begins no round of a load that would end later, so a
+# slower machine measures fewer rounds. One request at a time: a prompt's computing has both cores. The sessions of the
+# small cache are gone from device and host when they come again, but for the second turn of `turns`, which the host
+# still holds.
 documents=long-input-short-output,scale=0.1,users=4,rounds=3
-measure compare-small 18 compare --sizes small --load "$documents" --load eic,scale=0.04,rounds=3 \
-  --concurrency 1 --repeat 3 --minutes 13.5 --silence 60
-measure compare-large 11 compare --sizes large --load "$documents" --load no-reuse,scale=0.1,rounds=2 \
-  --concurrency 1 --repeat 3 --minutes 7.5 --silence 60
-measure weights 6 weights --tokens 1024 --repeat 5 --silence 60
-measure sweep 6 sweep disagg --scale 0.04 --rounds 3 --limit-ms 4000 --start 0.25 --steps 1 --seconds 20 --minutes 2.5
+measure compare-small 13 compare --sizes small --load "$documents" --load eic,scale=0.04,rounds=3 \
+  --concurrency 1 --repeat 3 --minutes 13 --silence 60
+measure compare-large 9 compare --sizes large --load "$documents" --load no-reuse,scale=0.1,rounds=2 \
+  --concurrency 1 --repeat 3 --minutes 8.7 --silence 60
+measure weights 3 weights --tokens 1024 --repeat 5 --silence 60
+measure sweep 4 sweep disagg --scale 0.04 --rounds 3 --limit-ms 4000 --start 0.25 --steps 1 --seconds 20 --minutes 2.5
 printf '\n%d minutes; kept: %s\n' $(((SECONDS - began + 59) / 60)) "$out/*-$today.jsonl" >&2
 [ ${#failed[@]} -eq 0 ] || { printf 'failed: %s\n' "${failed[@]}" >&2; exit 1; }

@@ -55,6 +55,8 @@ def test_what_a_load_allows_at_most_is_said_where_it_is_little() -> None:
 def test_the_file_backend_is_judged_with_what_came_from_storage() -> None:
     agg, file = summary("agg", later_turns_ms=810.0), summary("file", storage_share=0.5)
     assert measured(file, agg) == {"agg: first": ("0.81 × (from storage: 80 / 50 %)", False)}
+    from_host = summary("file", storage_share=0.4)
+    assert measured(from_host, agg) == {"agg: first": ("0.81 × (from storage: 80 / 40 %)", None)}
 
 
 def test_cold_prompts_are_judged_less_the_hop_and_by_all_turns() -> None:

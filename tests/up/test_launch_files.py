@@ -157,6 +157,16 @@ def test_bench_goes_on_after_a_failure_and_keeps_what_was_measured(tmp_path: Pat
     assert said.endswith("failed: weights (status 3)\nfailed: sweep (status 1)\n")
 
 
+def test_bench_begins_nothing_that_would_not_end_in_its_time(tmp_path: Path) -> None:
+    script = BenchScript(tmp_path, MEASURES)
+    path = tmp_path / "launch/bench.sh"
+    path.write_text(path.read_text().replace("LIMIT_S=$((30 * 60))", "LIMIT_S=$((3 * 60))"))
+    status, said, asked = script.run()
+    assert status == 1
+    assert [line.split()[1] for line in asked] == ["weights"]
+    assert said.count("no time left") == 3
+
+
 def test_bench_measures_only_what_it_is_told_and_not_again_what_it_has(tmp_path: Path) -> None:
     script = BenchScript(tmp_path, MEASURES)
     assert [line.split()[1] for line in script.run("--only", "sweep,weights")[2]] == ["weights", "sweep"]
