@@ -99,11 +99,12 @@ measure() {
 # slower machine measures fewer rounds. One request at a time: a prompt's computing has both cores. The sessions of the
 # small cache are gone from device and host when they come again, but for the second turn of `turns`, which the host
 # still holds.
+# Memory: five workers of 2.5 GiB each, their KV caches (at most 0.7 GiB each), two pools of 1 GiB: 18 GiB.
 documents=long-input-short-output,scale=0.1,users=4,rounds=3
 measure compare-small 13 compare --sizes small --load "$documents" --load eic,scale=0.04,rounds=3 \
-  --concurrency 1 --repeat 3 --minutes 13 --silence 60
+  --concurrency 1 --repeat 3 --minutes 13 --silence 60 --pool-capacity 1GiB
 measure compare-large 9 compare --sizes large --load "$documents" --load no-reuse,scale=0.1,rounds=2 \
-  --concurrency 1 --repeat 3 --minutes 8.7 --silence 60
+  --concurrency 1 --repeat 3 --minutes 8.7 --silence 60 --pool-capacity 1GiB
 measure weights 3 weights --tokens 1024 --repeat 5 --silence 60
 measure sweep 4 sweep disagg --scale 0.04 --rounds 3 --limit-ms 4000 --start 0.25 --steps 1 --seconds 20 --minutes 2.5
 printf '\n%d minutes; kept: %s\n' $(((SECONDS - began + 59) / 60)) "$out/*-$today.jsonl" >&2
