@@ -61,7 +61,7 @@ def doctor(
     Exit status: 0 nothing to change, 1 warnings, 2 something does not work.
     """
     plan = None if config is None else _plan(config, run_dir)
-    place = _place(plan, router, token, key)
+    place = _place(plan, router.rstrip("/"), token)
     console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
     findings: list[Finding] = []
     for finding in _findings(plan, place, key, probe, measure):
@@ -116,7 +116,7 @@ def _pool_memory(plan: Plan) -> tuple[int, bool]:
     return sum(pool.capacity for pool in pools), any(pool.huge_pages == "2MiB" for pool in pools)
 
 
-def _place(plan: Plan | None, router: str, token: str, key: str) -> Place | None:
+def _place(plan: Plan | None, router: str, token: str) -> Place | None:
     """Where the cluster is: by the configuration that `pdserve up` wrote, or by what the router says."""
     if plan is not None:
         spec = plan.processes[-1]
@@ -135,6 +135,8 @@ def _place(plan: Plan | None, router: str, token: str, key: str) -> Place | None
         return None
     try:
         said = httpx.get(f"{router}/ready", timeout=READY_TIMEOUT_S, trust_env=False, verify=False).json()
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"--router {router}: {error}; it is of the form http://HOST:PORT") from None
     except (httpx.HTTPError, ValueError):
         return Place(router_url=router)
     if "workers" not in said:

@@ -56,7 +56,7 @@ class LiveFeed:
         self._router = router
         self._interval_s = interval_s
         pool = router.config.admin.pool
-        self._pools = [Nodes(address, "", POOL_TIMEOUT_S) for address in pool[:1]]
+        self._pool = Nodes(pool, "", POOL_TIMEOUT_S) if pool else None
         self._before: tuple[float, Samples] | None = None
         self._problems = Problems()
         self.points: deque[Point] = deque(maxlen=MAX_POINTS)
@@ -89,7 +89,7 @@ class LiveFeed:
 
     async def _sample(self) -> None:
         samples = read_samples((await self._router.exposition()).decode())
-        rows = await asyncio.to_thread(self._ask_pool) if self._pools else []
+        rows = await asyncio.to_thread(self._ask, self._pool) if self._pool is not None else []
         now_s = time.monotonic()
         before_s, before = self._before or (now_s, samples)
         self._before = now_s, samples
@@ -102,13 +102,15 @@ class LiveFeed:
             self._number += 1
             self._changed.notify_all()
 
-    def _ask_pool(self) -> list[Row]:
-        """In a thread: the pool's nodes, or the one address that does not answer."""
+    def _ask(self, pool: Nodes) -> list[Row]:
+        """In a thread: the pool's nodes, or the addresses where none answers."""
         try:
-            return self._pools[0].sample()
+            return pool.sample()
         except PoolError as error:
-            address = self._router.config.admin.pool[0]
-            return [Row(NodeAddress(address, address), None, str(error), Rates(address), [])]
+            return [
+                Row(NodeAddress(address, address), None, str(error), Rates(address), [])
+                for address in self._router.config.admin.pool
+            ]
 
     async def events(self) -> AsyncIterator[bytes]:
         """Server-sent events: `history`, the points so far, then a `frame` for each sample."""

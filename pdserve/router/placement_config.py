@@ -60,7 +60,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "`user` (the body's field), `body:PATH` (dotted path into the body), `messages` (hash chain of "
             "the messages after the system prompt)."
         ),
-    ] = ("header:x-session-id", "user")
+    ] = ("header:x-session-id", "header:x-user-id", "user")
     ttl_s: Annotated[float, Meta(gt=0, description="A session unseen for this long is forgotten.")] = 3600.0
     capacity: Annotated[
         int, Meta(ge=1, description="Sessions remembered; the longest unseen is forgotten first.")

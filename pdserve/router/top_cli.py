@@ -87,8 +87,10 @@ def frames(url: str, key: str) -> Iterator[Frame]:
             found = decode(answer.iter_lines())
             next(found, None)
             yield from found
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise NoRouter(f"{url} does not answer: {error or type(error).__name__}") from None
+    except msgspec.MsgspecError as error:
+        raise NoRouter(f"{url} says what this version does not understand ({error}): upgrade both") from None
     raise NoRouter(f"{url}: the router has ended")
 
 

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.cluster_messages import ACTIVE, LEAVING, LEFT, Drain, Member
 from pdserve.kvpool.commands import drain as drain_module
+from pdserve.kvpool.commands import top
 from pdserve.kvpool.commands.asking import NodeClient
 from pdserve.kvpool.commands.top import Rates, add, rates
 
@@ -66,6 +67,17 @@ def run(*words: str, columns: int = 80, status: int = 0) -> subprocess.Completed
     )
     assert done.returncode == status, done.stderr
     return done
+
+
+def test_all_addresses_are_asked_and_one_that_is_dead_hides_no_other(two_nodes: Nodes) -> None:
+    first, second = (node.address for node in two_nodes)
+    seen = top.Nodes(["unix:/nowhere", first, second], "", 20.0)
+    for _ in range(2):
+        found = {row.node.node: not row.error for row in seen.sample()}
+        assert found == {"a": True, "b": True, "unix:/nowhere": False}
+    two_nodes[0].kill()
+    found = {row.node.node: not row.error for row in seen.sample()}
+    assert found == {"b": True, "a": False, "unix:/nowhere": False}
 
 
 def test_status_of_all_marks_the_node_that_does_not_answer(two_nodes: Nodes) -> None:

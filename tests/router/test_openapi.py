@@ -1,5 +1,5 @@
 """The published document is right: schemathesis makes requests from it, valid ones and others, and holds
-the router's answers to it. All its phases take some minutes and are run by hand. Workers are scripted;
+the router's answers to it. Its phase of coverage takes some minutes and is run by hand. Workers are scripted;
 they check bodies as SGLang does, by the same schemas.
 """
 
@@ -22,6 +22,7 @@ from .harness import Harness, disagg, run
 from .mock_worker import ANSWER, EVENTS, REPORT, MockWorker, Received, Wire, stream
 
 SEED = 20261121
+PHASES = "examples,fuzzing,stateful"
 HOOKS = '''
 import schemathesis
 
@@ -114,7 +115,7 @@ def test_schemathesis_finds_nothing_wrong_with_the_document(tmp_path: Path) -> N
             for worker in (*prefills, *decodes):
                 assert isinstance(worker, CheckingWorker)
                 worker.learn(document)
-            status, report = await checked(harness, hooks, "--phases", "fuzzing", "--max-examples", "3")
+            status, report = await checked(harness, hooks, "--phases", PHASES, "--max-examples", "3")
             assert status == 0, report
             assert decodes[0].answered > 10, report  # type: ignore[attr-defined]
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import ConfigError
+from pdserve.router.placement_config import Session
 from pdserve.router.schema import parse_request
 from pdserve.router.session_keys import (
     MAX_LINKS,
@@ -37,6 +38,13 @@ def test_session_key_sources_are_tried_in_order() -> None:
     assert find({"user": "u"}, *sources) == "u"
     assert find({}, *sources) is None
     assert find({"metadata": ["x"], "user": ""}, *sources) is None
+
+
+def test_without_configuration_a_session_wins_over_its_user() -> None:
+    sources, user = Session().sources, {"x-user-id": "ada"}
+    assert find({"user": "u"}, *sources, **user, **{"x-session-id": "s"}) == "s"
+    assert find({"user": "u"}, *sources, **user) == "ada"
+    assert find({"user": "u"}, *sources) == "u"
 
 
 def test_a_long_session_key_is_digested_and_still_exact() -> None:

@@ -6,7 +6,7 @@ Rates are the growth of counters between two samples. A node that restarted in b
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -65,7 +65,7 @@ def top(
 ) -> None:
     """Show operations, bytes and hits a second of every node and of the busiest namespaces."""
     secret = chosen_token(token, token_file)
-    seen = Nodes(address, secret, timeout)
+    seen = Nodes([address], secret, timeout)
     console = make_console()
     seen.sample()
     if once or as_json_ or not console.is_terminal:
@@ -95,10 +95,12 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Nodes:
-    """Samples every node of a pool. The list of nodes is asked for anew each time, of any that answers."""
+    """Samples every node that those at some addresses know; who that is is asked anew each time."""
 
-    def __init__(self, address: str, token: str, timeout_s: float) -> None:
-        self._seeds = [address]
+    def __init__(self, addresses: Sequence[str], token: str, timeout_s: float) -> None:
+        self._addresses = list(addresses)
+        self._seeds = self._addresses
+        self._names: dict[str, str] = {}  # of nodes seen before, by address
         self._token = token
         self._timeout_s = timeout_s
         self._last: dict[str, tuple[float, StatusReport]] = {}
@@ -120,17 +122,25 @@ class Nodes:
         return rows
 
     def _nodes(self) -> list[NodeAddress]:
-        error: PoolError | None = None
+        """Those that answer, those that these know, and under their addresses those that nobody knows."""
+        found: dict[str, NodeAddress] = {}
+        errors: dict[str, PoolError] = {}
         for seed in self._seeds:
-            try:
-                nodes = all_nodes(seed, self._token, self._timeout_s)
-            except PoolError as failed:
-                error = error or failed
-                continue
-            self._seeds = [seed, *(node.address for node in nodes if node.address != seed)]
-            return nodes
-        assert error is not None, "there is always one seed"
-        raise error
+            if all(node.address != seed for node in found.values()):
+                try:
+                    found |= {node.node: node for node in all_nodes(seed, self._token, self._timeout_s)}
+                except PoolError as error:
+                    errors[seed] = error
+        if not found:
+            raise errors[self._seeds[0]]
+        self._names |= {node.address: node.node for node in found.values()}
+        answered = [node.address for node in found.values() if node.address not in errors]
+        self._seeds = list(dict.fromkeys([*answered, *self._addresses]))
+        lost = [seed for seed in errors if seed in self._addresses and self._names.get(seed) not in found]
+        return [
+            *sorted(found.values(), key=lambda node: node.node),
+            *(NodeAddress(self._names.get(seed, seed), seed) for seed in lost),
+        ]
 
     def _ask(self, node: NodeAddress) -> tuple[float, StatusReport]:
         with NodeClient(node.address, self._token, self._timeout_s) as client:
