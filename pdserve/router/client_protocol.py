@@ -105,7 +105,8 @@ class ClientProtocol(HttpToolsProtocol):
     def watch(self, on_gone: Callable[[], None]) -> None:
         """Call `on_gone` when the client goes away, now if it has, until `unwatch`."""
         self._on_gone = on_gone
-        self.flow.resume_reading()  # paused for a large body, which was read
+        if self.flow.read_paused:  # for a large body, which was read
+            self.flow.resume_reading()
         if self._is_gone:
             on_gone()
 
@@ -132,7 +133,8 @@ class ClientProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head is whole."""
         self._in_head = False
-        self._unset_late()
+        if self._late is not None:
+            self._unset_late()
         path = None if self._hot is None else self._hot.targets.get(self.url)
         if path is not None and self.parser.get_method() == b"POST" and self._is_plain:
             self._begin_hot(path)
@@ -180,7 +182,8 @@ class ClientProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The request is whole; what comes next is another head."""
         self._in_head = self._has_ended = True
-        self._unset_late()
+        if self._late is not None:
+            self._unset_late()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -190,7 +193,8 @@ class ClientProtocol(HttpToolsProtocol):
         self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
-        self.flow.resume_reading()
+        if self.flow.read_paused:
+            self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
         else:

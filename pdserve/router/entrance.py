@@ -100,7 +100,9 @@ class Entrance:
         estimate = call.facts.prompt_tokens_estimate
         tenant.take(estimate, now_s)
         ticket = Ticket(tenant, model, now_s, now_s + self._queue_s)
-        self._wake(self.admission.arrive(ticket, slots, now_s))
+        changed = self.admission.arrive(ticket, slots, now_s)
+        if self._waiters:
+            self._wake(changed)
         try:
             if ticket.state is State.WAITING:
                 call.phase = "queue"
@@ -122,7 +124,9 @@ class Entrance:
         meter = call.meter
         assert meter is not None
         ticket.tenant.settle(meter.charged_tokens, *meter.total(call.is_sse))
-        self._wake(self.admission.leave(ticket, self._loop.time()))
+        changed = self.admission.leave(ticket, self._loop.time())
+        if self._waiters:
+            self._wake(changed)
 
     def close(self) -> None:
         """Stop the timer."""

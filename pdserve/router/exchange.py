@@ -88,7 +88,7 @@ class Exchange:
         while not self.status:
             if self.error is not None:
                 raise self.error
-            await self._wait(timeout_s)
+            await self._news(timeout_s)
         return self.status
 
     async def read_some(self, timeout_s: float) -> bytes:
@@ -100,7 +100,11 @@ class Exchange:
                 raise self.error
             if self.complete:
                 return b""
-            await self._wait(timeout_s)
+            await self._news(timeout_s)
+        return self.take()
+
+    def take(self) -> bytes:
+        """What has come of the body and was not read."""
         chunks = self._chunks
         data = chunks.popleft() if len(chunks) == 1 else b"".join(chunks)
         chunks.clear()
@@ -165,20 +169,20 @@ class Exchange:
     def wake(self) -> None:
         """There is something new for the owner."""
         waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        if waiter is not None:
+            self._waiter = None
+            self.deadline_s = math.inf
+            if not waiter.done():  # cancelled: the owner is about to release
+                waiter.set_result(None)
 
     def _resume(self) -> None:
         self._paused = False
         if self._connection is not None:
             self._connection.resume_reading()
 
-    async def _wait(self, timeout_s: float) -> None:
+    def _news(self, timeout_s: float) -> asyncio.Future[None]:
+        """Is done when there is something new; the deadline runs until then."""
         loop = self._deadlines.loop
         self._waiter = waiter = loop.create_future()
         self.deadline_s = loop.time() + timeout_s
-        try:
-            await waiter
-        finally:
-            self._waiter = None
-            self.deadline_s = math.inf
+        return waiter

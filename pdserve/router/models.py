@@ -46,7 +46,7 @@ class Models:
         Raises NoWorkerError for a model that no worker serves yet; RequestError 404 for one that there is
         not, and 400 when none is named and the choice is not unique, and when the model cannot do it.
         """
-        model = self._named(requested, served)
+        model = requested if requested and requested in served else self._named(requested, served)
         task = TASK_OF.get(path)
         if task is not None and task not in served[model]:
             raise RequestError(
@@ -55,8 +55,6 @@ class Models:
         return model
 
     def _named(self, requested: str | None, served: Mapping[str, frozenset[str]]) -> str:
-        if requested in served:
-            return requested  # type: ignore[return-value]  # `in` a mapping with keys of str
         if requested is None or requested in ("", DEFAULT_MODEL):
             return self._unnamed(served)
         base = requested.partition(":")[0]

@@ -51,9 +51,12 @@ def passed_headers(exchange: Exchange) -> list[tuple[bytes, bytes]]:
 
 async def relay_whole(call: Call, exchange: Exchange, first_byte_s: float, between_s: float) -> None:
     """Pass on an answer that is not a stream, once it is there. Raises UpstreamError with nothing sent."""
-    body = await exchange.read_some(first_byte_s)
-    if not exchange.at_end:
-        body += await exchange.read_all(between_s, MAX_ANSWER_BYTES)
+    if exchange.complete:
+        body = exchange.take()
+    else:
+        body = await exchange.read_some(first_byte_s)
+        if not exchange.at_end:
+            body += await exchange.read_all(between_s, MAX_ANSWER_BYTES)
     call.start(exchange.status, passed_headers(exchange), len(body))
     await call.write(body, more=False)
 

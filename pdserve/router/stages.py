@@ -283,7 +283,11 @@ class Stages:
             worker, target, call.upstream_headers, body, connect_s=self._deadlines.connect_s, head_s=limit_s
         )
         try:
-            answer = await exchange.read_all(max(0.0, end_s - self._loop.time()), MAX_ERROR_BYTES)
+            if exchange.complete:
+                answer = exchange.take()
+            else:
+                left_s = max(0.0, end_s - self._loop.time())
+                answer = await exchange.read_all(left_s, MAX_ERROR_BYTES)
             if exchange.status != 200:
                 raise WorkerAnswerError(exchange.status, answer)
             return answer
