@@ -24,13 +24,14 @@ from pdserve.tracing import PASSED_ON, Trace
 Phase = Literal["body", "plan", "queue", "settle", "prefill", "decode", "stream"]
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
+_FIGURES = re.compile(rb"\([^)]*\)")
 _FIELD_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]{1,1024}")
 JSON = b"application/json"
 
 
 def request_id(given: bytes) -> bytes:
     """The id of a request: what its client gave it, if short and plain, else a new one (no secret)."""
-    return given if _REQUEST_ID.fullmatch(given) else b"%024x" % random.getrandbits(96)
+    return given if given and _REQUEST_ID.fullmatch(given) else b"%024x" % random.getrandbits(96)
 
 
 class Call:
@@ -59,6 +60,7 @@ class Call:
         "prompt_counted",
         "queued_tokens",
         "request_id",
+        "shows_figures",
         "started_s",
         "status",
         "task",
@@ -105,6 +107,8 @@ class Call:
         """Of the time to the first token of a stream: `metric_names.PARTS`."""
         self.status = 0
         self.plan_words = b""
+        self.shows_figures = True
+        """The client may see how much the workers have to do."""
         self.prefilled = b""
         """Header for the decode worker: what prefill found cached."""
         self.prompt_counted = False
@@ -159,8 +163,8 @@ class Call:
         self.first_byte_s = asyncio.get_running_loop().time()
         self.status = status
         headers.append((b"x-request-id", self.request_id))
-        if self.plan_words:
-            headers.append((b"x-pdserve-plan", self.plan_words))
+        if words := self.plan_words:
+            headers.append((b"x-pdserve-plan", words if self.shows_figures else _FIGURES.sub(b"", words)))
             headers += self.workers
         self.client.start(status, headers, length, closes=closes)
 

@@ -60,6 +60,7 @@ class HotRoutes:
         self._stats = stats
         self._needs_prefix = dispatcher.placer.needs_prefix
         self._sources = parse_sources(config.session.sources)
+        self._shows_load = config.access.show_load
         self._body_limit_bytes = config.limits.body_bytes
         self._total_s = config.deadlines.total_s
         self._body_s = min(config.deadlines.body_s, self._total_s)
@@ -133,7 +134,8 @@ class HotRoutes:
         session, scope = find_session_key(self._sources, call.header, view, body), view.model or model
         if session is not None:
             session = session.of_model(scope)
-        if self._entrance.tenants.has_keys:  # tenants share neither caches nor sessions
+        if self._entrance.tenants.has_keys:  # tenants share neither caches nor sessions, nor see others' load
+            call.shows_figures = self._shows_load
             if call.path in SALTED_PATHS:
                 call.body = isolated(body, view.cache_salt, call.tenant.cache)
             if session is not None:

@@ -80,6 +80,13 @@ class Access(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Path | None, Meta(description="Certificate chain (PEM): the public port then speaks TLS.")
     ] = None
     tls_key_file: Annotated[Path | None, Meta(description="Its private key (PEM).")] = None
+    show_load: Annotated[
+        bool,
+        Meta(
+            description="`x-pdserve-plan` holds figures where there are keys, too: how much the workers have "
+            "to do, so what other tenants send."
+        ),
+    ] = False
 
 
 class Admin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdserve.errors import ConfigError
@@ -389,5 +390,20 @@ def test_a_worker_that_asks_for_the_token_joins_a_router_that_has_it() -> None:
                 assert (await harness.chat()).body == ANSWER
             async with routed(RouterConfig(decode=(worker.url,))) as harness:
                 assert (await harness.chat()).status == 503
+
+    run(main())
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_how_much_workers_have_to_do_is_no_tenants_business_unless_configured(
+    access: Access, shown: bool
+) -> None:
+    async def main() -> None:
+        settings = msgspec.structs.replace(access, show_load=shown)
+        async with disagg(prefill_policy="cache_aware", access=settings) as (harness, _, _):
+            plan = (await harness.chat(headers=by(ALICE))).headers["x-pdserve-plan"]
+            assert ("requests=" in plan) is shown
+            if not shown:
+                assert plan == "decode=least-loaded, prefill=cache-aware, stage=ok"
 
     run(main())

@@ -54,7 +54,12 @@ def test_what_decides_pages_beside_the_text_keeps_blocks_apart(more: dict[str, o
 
 def test_models_keep_blocks_apart() -> None:
     view = parse_request(json.dumps({"prompt": "a" * 5000}).encode())
-    assert set(prefix_of(view, "m").digests).isdisjoint(prefix_of(view, "n").digests)
+    of_m, of_n = prefix_of(view, "m"), prefix_of(view, "n")
+    assert set(of_m.digests).isdisjoint(of_n.digests)
+    table = PrefixTable(SETTINGS)
+    table.record(of_m, A, 0.0, in_pool=True)
+    assert table.places(of_m, 0.0).cached(A).total == tokens(4)
+    assert table.places(of_n, 0.0).cached(A).total == 0
 
 
 def test_blocks_grow_so_that_the_longest_prompt_has_some_hundreds() -> None:
