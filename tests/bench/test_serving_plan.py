@@ -106,6 +106,12 @@ def test_asks_arrive_at_the_rate_that_was_asked_for() -> None:
     assert gaps.std() == pytest.approx(gaps.mean(), rel=0.1)  # exponential: as many are close as far apart
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_few_asks_too_arrive_at_the_rate_that_was_asked_for(seed: int) -> None:
+    load = make_load(Shape(users=4, rounds=3, turn_tokens=1, output_tokens=1), seed, rate_s=0.25)
+    assert load.asks[-1].at_s == pytest.approx(12 / 0.25)
+
+
 def test_users_come_in_another_order_each_round() -> None:
     load = make_load(Shape(users=20, rounds=2, turn_tokens=1, output_tokens=1), 3, rate_s=4.0)
     orders = [[ask.session for ask in load.asks if ask.turn == turn] for turn in (1, 2)]

@@ -12,7 +12,7 @@ what their spans share. `words.py` makes tokens or words of them.
 | closed | when the answer before it is there, at most `concurrency` at a time |
 
 In the open loop asks arrive like a Poisson process: the users' first turns in a random order, then all second
-turns in another, and so on, at exponential gaps of mean 1 / rate.
+turns in another, and so on, at exponential gaps whose mean is 1 / rate exactly.
 """
 
 from __future__ import annotations
@@ -182,6 +182,7 @@ def _arrivals(shape: Shape, rng: np.random.Generator, rate_s: float | None) -> l
         return None
     gaps = rng.exponential(1 / rate_s, (shape.rounds, shape.users))
     times = np.cumsum(gaps).reshape(gaps.shape)
+    times *= gaps.size / rate_s / times[-1, -1]  # few asks too come at the rate that was asked for
     return [rng.permutation(times[round_]).tolist() for round_ in range(shape.rounds)]
 
 
