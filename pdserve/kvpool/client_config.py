@@ -54,7 +54,11 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     put_timeout_s: Annotated[float, Meta(gt=0, description="time to write one batch of pages")] = 5.0
     retry_after_s: Annotated[
         float,
-        Meta(gt=0, description="a node that failed is left alone this long, then probed in the background"),
+        Meta(
+            gt=0,
+            description="a node that failed is left alone this long, then probed in the background; sooner "
+            "where nobody listens",
+        ),
     ] = 0.5
     restart_wait_s: Annotated[
         float, Meta(ge=0, description="how much longer an operation may take while a node is being upgraded")

@@ -5,7 +5,9 @@
     RESTARTING  the node said that it would be back in a moment (an upgrade): operations wait for it, their
                 deadline put off by `restart_wait_s` (deadline.py), while a thread connects anew for that long
     DOWN        after one failure every operation is refused at once, without touching the network, and a
-                thread tries the node every `retry_after_s` until a connection succeeds
+                thread tries the node every `retry_after_s` until a connection succeeds. Where there is
+                nobody to connect to, trying costs next to nothing and a restart is likely: such a node is
+                tried whenever it has been away for a tenth longer
 
 So a dead pool costs a request one short deadline in all, not one per page, and a node that came back is
 noticed without a request paying for the attempt.
@@ -41,6 +43,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RESTART_RETRY_S: Final = 0.02
+RETRY_SHARE: Final = 0.1  # of the time that a node has been away
 
 
 class LinkState(enum.Enum):
@@ -182,7 +185,7 @@ class NodeLink:
             generation = opened.generation
             yield opened
         except PoolError as error:
-            stale = False
+            stale, gone = False, opened is None and isinstance(error, PoolUnavailable)
             if opened is not None:
                 stale = opened.reused and not last and (repeatable or not opened.answered)
                 stale = stale and isinstance(error, PoolUnavailable)
@@ -194,7 +197,7 @@ class NodeLink:
                 self._drop_idle(generation)
                 raise StaleConnection(str(error)) from error
             else:
-                self._fail(error, generation)
+                self._fail(error, generation, gone=gone)
             raise
         except BaseException:
             # an operation cut short leaves the connection in an unknown state
@@ -291,10 +294,11 @@ class NodeLink:
             logger.info("pool node %s: %s", self.name, error)
             self._start(self._probe_restarting)
 
-    def _fail(self, error: PdserveError, generation: int) -> None:
+    def _fail(self, error: PdserveError, generation: int, *, gone: bool) -> None:
+        """`gone`: nobody could be connected to."""
         if self._turn(generation, LinkState.DOWN):
             logger.warning("pool node %s is down, its pages are recomputed: %s", self.name, error)
-            self._start(self._probe)
+            self._start(lambda: self._probe(gone=gone))
 
     def _turn(self, generation: int, state: LinkState) -> bool:
         """Close the idle connections and enter `state`; whether that is news. Nothing happens for a
@@ -330,10 +334,17 @@ class NodeLink:
             logger.warning(text, self.name, self._restart_wait_s)
         self._probe()
 
-    def _probe(self) -> None:
+    def _probe(self, *, gone: bool = False) -> None:
+        since_s, tell_at_s = time.monotonic(), 0.0
         while not self._closed.is_set():
-            self._on_lost(self.name)
-            if self._closed.wait(self._retry_after_s) or self._try():
+            now_s = time.monotonic()
+            if now_s >= tell_at_s:
+                tell_at_s = now_s + self._retry_after_s
+                self._on_lost(self.name)
+            pause_s = self._retry_after_s
+            if gone:
+                pause_s = min(pause_s, max(RESTART_RETRY_S, RETRY_SHARE * (now_s - since_s)))
+            if self._closed.wait(pause_s) or self._try():
                 return
 
     def _try(self) -> bool:

@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -63,8 +63,6 @@ from pdserve.kvpool.messages import (
     Welcome,
 )
 from pdserve.kvpool.meter import LoopLag, Meter
-from pdserve.kvpool.metrics import NodeSnapshot
-from pdserve.kvpool.metrics_server import MetricsServer
 from pdserve.kvpool.mover import Mover
 from pdserve.kvpool.namespace_rules import is_peer, rules_of
 from pdserve.kvpool.registry import Floors
@@ -75,6 +73,10 @@ from pdserve.kvpool.ucx_path import UcxPath
 from pdserve.kvpool.upgrade import Upgrader
 from pdserve.kvpool.visitors import Visitors
 from pdserve.tokens import digest
+
+if TYPE_CHECKING:
+    from pdserve.kvpool.metrics import NodeSnapshot
+    from pdserve.kvpool.metrics_server import MetricsServer
 
 logger = logging.getLogger(__name__)
 
@@ -323,12 +325,17 @@ class PoolNode:
         config = self.config
         if not config.metrics:
             return
+        # a tenth of a second that others need not wait for
+        from pdserve.kvpool.metrics_server import MetricsServer
+
         self._metrics = MetricsServer(
             config.metrics, self._loop, self._snapshot, self._lag, config.metrics_namespaces
         )
         logger.info("node %s: metrics at %s", self.name, self._metrics.url)
 
     def _snapshot(self) -> NodeSnapshot:
+        from pdserve.kvpool.metrics import NodeSnapshot
+
         return NodeSnapshot(
             report=self._report(0),
             series=self.meter.snapshot(),

@@ -25,7 +25,7 @@ def run_node(config: PoolNodeConfig) -> None:
     succession = received()
     if succession is not None:
         found = check_start(config) if succession.stands_in else None
-        _load(succession)
+        _load(succession, config)
         if not succession.await_turn(msgspec.json.encode(found).decode()):
             return
     handover = uvloop.run(_run(config, succession))
@@ -33,8 +33,10 @@ def run_node(config: PoolNodeConfig) -> None:
         replace_process(handover)
 
 
-def _load(succession: Succession) -> None:
+def _load(succession: Succession, config: PoolNodeConfig) -> None:
     """What the node will need at once, and is loaded late otherwise."""
+    if config.metrics:
+        import pdserve.kvpool.metrics_server  # noqa: F401
     if succession.handover.ucx:
         from pdserve.kvpool.transports.ucx import UcxLibrary
 

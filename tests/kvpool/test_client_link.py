@@ -132,6 +132,18 @@ def test_a_node_that_came_back_is_found_by_the_probe() -> None:
     link.close()
 
 
+def test_a_node_that_nobody_could_connect_to_is_tried_more_often() -> None:
+    node = Node()
+    link = make(node, retry_after_s=60.0)
+    node.alive = False
+    with pytest.raises(PoolUnavailable), link.borrow(soon()):
+        raise AssertionError("not reached")
+    wait_for(lambda: node.attempts >= 3, [node.attempted])
+    node.alive = True
+    wait_for(lambda: link.up, [node.attempted])
+    link.close()
+
+
 def test_idle_connections_of_before_a_failure_are_not_used_after_it() -> None:
     node = Node()
     link = make(node, limit=2)
