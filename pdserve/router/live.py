@@ -13,7 +13,8 @@ from typing import Final
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.kvpool.commands.top import Row, add, busiest
+from pdserve.kvpool.commands.top import Rates, Row, busiest
+from pdserve.kvpool.messages import NamespaceStatus
 from pdserve.router.metric_names import PARTS, PREFIX, TIERS
 from pdserve.router.workers import Worker
 
@@ -233,25 +234,26 @@ def _node(row: Row) -> NodeView:
 
 def _namespaces(rows: Sequence[Row]) -> list[SpaceView]:
     """Those with most bytes moved, then by their size."""
-    found = {}
     rates = {each.name: each for each in busiest(list(rows), 10**6)}
-    spaces = [space for row in rows if row.report is not None for space in row.report.namespaces]
-    for name in dict.fromkeys([*rates, *(space.name for space in spaces)]):
-        own = [space for space in spaces if space.name == name]
-        rate = rates.get(name) or add(name, [])
-        found[name] = SpaceView(
-            name,
-            sum(space.pages for space in own),
-            sum(space.page_bytes for space in own),
-            sum(space.slot_bytes for space in own),
-            sum(space.settings.quota_bytes or 0 for space in own),
-            sum(space.evictions for space in own),
-            rate.evictions_s,
-            rate.hit_rate,
-            rate.read_bytes_s,
-            rate.written_bytes_s,
-        )
-    listed = sorted(
-        found.values(), key=lambda s: (-(s.read_bytes_s + s.written_bytes_s), -s.page_bytes, s.name)
-    )
+    spaces: dict[str, list[NamespaceStatus]] = {name: [] for name in rates}
+    for row in rows:
+        for space in row.report.namespaces if row.report is not None else ():
+            spaces.setdefault(space.name, []).append(space)
+    listed = [_space(name, own, rates.get(name) or Rates(name)) for name, own in spaces.items()]
+    listed.sort(key=lambda s: (-(s.read_bytes_s + s.written_bytes_s), -s.page_bytes, s.name))
     return listed[:MAX_NAMESPACES]
+
+
+def _space(name: str, own: Sequence[NamespaceStatus], rate: Rates) -> SpaceView:
+    return SpaceView(
+        name,
+        sum(space.pages for space in own),
+        sum(space.page_bytes for space in own),
+        sum(space.slot_bytes for space in own),
+        sum(space.settings.quota_bytes or 0 for space in own),
+        sum(space.evictions for space in own),
+        rate.evictions_s,
+        rate.hit_rate,
+        rate.read_bytes_s,
+        rate.written_bytes_s,
+    )

@@ -88,13 +88,13 @@ class LiveFeed:
             root.removeHandler(self._problems)
 
     async def _sample(self) -> None:
-        samples = read_samples((await self._router.exposition()).decode())
-        rows = await asyncio.to_thread(self._ask, self._pool) if self._pool is not None else []
-        now_s = time.monotonic()
+        exposition = await self._router.exposition()
+        now_s, at_s = time.monotonic(), time.time()
+        samples, rows = await asyncio.to_thread(self._read, exposition.decode())
         before_s, before = self._before or (now_s, samples)
         self._before = now_s, samples
         seconds = max(now_s - before_s, 1e-3)
-        point = point_of(before, samples, seconds, time.time())
+        point = point_of(before, samples, seconds, at_s)
         workers, problems = self._router.fleet.workers, self._problems.kept
         self.points.append(point)
         self.frame = frame_of(point, seconds, samples, workers, rows, problems)
@@ -102,15 +102,18 @@ class LiveFeed:
             self._number += 1
             self._changed.notify_all()
 
-    def _ask(self, pool: Nodes) -> list[Row]:
-        """In a thread: the pool's nodes, or the addresses where none answers."""
+    def _read(self, exposition: str) -> tuple[Samples, list[Row]]:
+        """In a thread, since it takes milliseconds: the metrics, and the pool's nodes or the addresses where
+        none answers.
+        """
+        samples = read_samples(exposition)
+        if self._pool is None:
+            return samples, []
         try:
-            return pool.sample()
+            return samples, self._pool.sample()
         except PoolError as error:
-            return [
-                Row(NodeAddress(address, address), None, str(error), Rates(address), [])
-                for address in self._router.config.admin.pool
-            ]
+            addresses = self._router.config.admin.pool
+            return samples, [Row(NodeAddress(a, a), None, str(error), Rates(a), []) for a in addresses]
 
     async def events(self) -> AsyncIterator[bytes]:
         """Server-sent events: `history`, the points so far, then a `frame` for each sample."""
