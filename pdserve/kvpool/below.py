@@ -92,6 +92,11 @@ class Below:
         return self._tiering.ready
 
     @property
+    def behind(self) -> bool:
+        """Whether the tiers cannot keep up for the moment."""
+        return self.any and self._tiering.behind
+
+    @property
     def free_bytes(self) -> int:
         """What the tiers have room for without dropping anything."""
         return sum(max(0, tier.capacity_bytes - tier.used_bytes) for tier in self.status())

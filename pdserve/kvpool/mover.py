@@ -9,7 +9,8 @@ A page that comes in is a reservation of the node's own session: its slot is fil
 with the checksum that it was checked by, or given back, after the thread has ended. A thread that is late for
 its lease finds its reservation in quarantine, and its commit refused. Pages that are pulled are inserted as
 if a client had written them: where there is no free space they take the place of the coldest pages here, for
-DISPLACED_SHARE of the node at most.
+DISPLACED_SHARE of the node at most. They wait for those to be written to a tier first, within reason: nobody
+waits for a pull.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ MAX_PULLS: Final = 4  # requests of others for replicas that are carried out at 
 STOP_TIMEOUT_S: Final = 2.0  # for threads to end; slots of those that do not are quarantined by the next node
 LEFT_GRACE_S: Final = 1.0  # from having left until the process stops: the others are told meanwhile
 DISPLACED_SHARE: Final = 0.5  # of the capacity: pages here that pulled ones may displace, beside free space
+BEHIND_POLLS: Final = 500  # of a tier that cannot keep up, for each batch: 10 s
+BEHIND_POLL_S: Final = 0.02
 SLOWEST_BYTES_S: Final = 20e6  # a batch may take as long as it would at this rate
 
 Space: TypeAlias = tuple[str, Mapping[str, str], int]  # a namespace's name, geometry, generation
@@ -63,7 +66,8 @@ T = TypeVar("T")
 
 class Mover:
     """What a node has to do with the pages of others. `memory`: its arena, shape [capacity]. `free_bytes`
-    tells how much of it holds nothing; `feed` and `stop` are the node's.
+    tells how much of it holds nothing, `behind` whether a tier below it cannot keep up; `feed` and `stop` are
+    the node's.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Mover:
         local: LocalSession,
         namespaces: Namespaces,
         free_bytes: Callable[[], int],
+        behind: Callable[[], bool],
         feed: Callable[[Event], None],
         stop: Callable[[], None],
     ) -> None:
@@ -83,6 +88,7 @@ class Mover:
         self._local = local
         self._namespaces = namespaces
         self._free_bytes = free_bytes
+        self._behind = behind
         self._feed = feed
         self._stop = stop
         self._loop = asyncio.get_running_loop()
@@ -240,8 +246,16 @@ class Mover:
         return space
 
     async def _pull(self, action: Pull) -> Pulled:
+        await self._kept_up()
         space = self._surveyed(action)
         return await self._fetch(action.peer, "move", space, action.keys, action.lengths, ask=action.ask)
+
+    async def _kept_up(self) -> None:
+        """Wait for a tier below, within reason."""
+        for _ in range(BEHIND_POLLS):
+            if self._closed or not self._behind():
+                return
+            await asyncio.sleep(BEHIND_POLL_S)
 
     # --- pages
 

@@ -278,6 +278,7 @@ class PoolNode:
             self.local,
             self.arena.namespaces,
             lambda: store.free_bytes + self.state.below.free_bytes,
+            lambda: self.state.below.behind,
             self.feed,
             self.stop,
         )

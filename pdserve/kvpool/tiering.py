@@ -178,6 +178,14 @@ class Tiering:
         return bool(self._at_once or self._unsaved) or self._scan_due
 
     @property
+    def behind(self) -> bool:
+        """Whether memory is full and more pages wait to be stored than can be under way: what comes in now
+        may displace them.
+        """
+        waiting = bool(self._at_once or self._scan) and not self.tiers[0].failures
+        return waiting and self._above_watermark()
+
+    @property
     def _scan_due(self) -> bool:
         return self._scan or self._commits >= SCAN_EVERY or self._committed_bytes > self._scan_bytes
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -19,6 +20,8 @@ from pdserve.kvpool.moving_config import MovingConfig
 from pdserve.kvpool.namespace_config import NamespaceConfig
 from pdserve.kvpool.node import PoolNode
 from pdserve.kvpool.ring import Ring
+from pdserve.kvpool.tiers.base import PageMemory, PutResult, TierPage
+from pdserve.kvpool.tiers.segments import SegmentTier
 from pdserve.kvpool.wire import NodeAddress
 
 from .moving_nodes import DEADLINE_S, PAGE_BYTES, Nodes, Reader, page_of, some_keys, wait_for
@@ -34,6 +37,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 def test_what_was_to_be_had_from_a_node_that_was_lost_meanwhile_is_asked_for_again() -> None:
     mover = object.__new__(Mover)
     mover._spaces = {}  # as after a view without the node
+    mover._closed, mover._behind = False, lambda: False
     for action, work in (
         (List(1, 7, "b", "ns", 0, 10), mover._list),
         (Pull(1, 7, "b", "ns", [], []), mover._pull),
@@ -110,7 +114,7 @@ def test_pages_that_are_on_ssd_only_move_to_a_node_that_joins_and_from_one_that_
 ) -> None:
     def start(name: str) -> PoolNode:
         tier = TierConfig(kind="ssd", path=tmp_path / f"{name}.ssd", capacity_bytes="64MiB", write="all")
-        moving = MovingConfig(timeout_s=10.0, bytes_s=8_000_000)  # no faster than the tier writes
+        moving = MovingConfig(timeout_s=10.0)
         sizes = {"capacity_bytes": "4MiB", "slab_bytes": "256KiB", "promotion_timeout_s": 10.0}
         return nodes.start(name, tiers=[tier], moving=moving, **sizes)
 
@@ -151,6 +155,27 @@ def test_pages_that_are_on_ssd_only_move_to_a_node_that_joins_and_from_one_that_
     wait_for(lambda: first.gossip.cluster.me.status == LEFT, "n0 has left")
     nodes.stop("n0")
     check_all_there({second: len(keys)})
+
+
+@pytest.mark.parametrize("write", ["all", "cold"])
+def test_a_node_with_little_memory_pulls_no_faster_than_its_tier_writes(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Literal["all", "cold"]
+) -> None:
+    put = SegmentTier.put
+
+    def slow_put(tier: SegmentTier, pages: Sequence[TierPage], data: Sequence[PageMemory]) -> PutResult:
+        time.sleep(0.002 * len(pages))  # a slow disk
+        return put(tier, pages, data)
+
+    monkeypatch.setattr(SegmentTier, "put", slow_put)
+    nodes.start("n0")
+    keys = some_keys(800, seed=14)
+    fill(nodes, keys)
+    tier = TierConfig(kind="ssd", path=tmp_path / "ssd", capacity_bytes="256MiB", write=write)
+    second = nodes.start("n1", tiers=[tier], capacity_bytes="2MiB", slab_bytes="256KiB")
+    nodes.settle()
+    assert nodes.counters("n1")["pages_pulled"] > 300
+    assert nodes.run(lambda: second.state.below.counters()["evicted_unwritten"]) == 0
 
 
 def test_a_page_that_moves_has_the_rest_of_its_time_to_live(tmp_path: Path) -> None:
