@@ -42,8 +42,14 @@ async def ask(router: RouterProcess, path: str = CHAT) -> Response:
 
 def pids_of(router: RouterProcess) -> set[int]:
     path = Path(f"/proc/{router.process.pid}/task/{router.process.pid}/children")
-    found = {int(pid) for pid in path.read_text().split()}
-    return {pid for pid in found if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    return {int(pid) for pid in path.read_text().split() if is_router(int(pid))}
+
+
+def is_router(pid: int) -> bool:
+    try:
+        return b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:  # it has just ended
+        return False
 
 
 async def children(router: RouterProcess) -> set[int]:
@@ -72,10 +78,19 @@ def test_processes_share_the_port_and_add_up_their_metrics_and_are_replaced_with
             await router.listening()
             answers = await asyncio.gather(*(ask(router) for _ in range(20)))
             assert {answer.body for answer in answers} == {ANSWER}
-            text = (await ask(router, "/metrics")).body.decode()
-            assert counted(text, "pdserve_router_requests_total") == 20
-            assert counted(text, "pdserve_router_worker_healthy") == 1
 
+            async def added_up() -> (
+                bool
+            ):  # a process counts a request a moment after its answer, and has 2 s to tell
+                text = (await ask(router, "/metrics")).body.decode()
+                assert counted(text, "pdserve_router_requests_total") <= 20
+                assert counted(text, "pdserve_router_worker_healthy") <= 1
+                return (
+                    counted(text, "pdserve_router_requests_total") == 20
+                    and counted(text, "pdserve_router_worker_healthy") == 1
+                )
+
+            await until(added_up)
             before = await children(router)
             assert len(before) == 2
             gate = Gate()
@@ -108,12 +123,15 @@ def test_processes_share_the_port_and_add_up_their_metrics_and_are_replaced_with
                 return not (await children(router) & before)
 
             await until(alone)
-            seen = len(other.got(CHAT))
-            await ask(router)
-            assert len(other.got(CHAT)) > seen
+            seen = count
+
+            async def served_by_the_new() -> bool:
+                return count > seen or loading.done()
+
+            await until(served_by_the_new)
             stop.set()
             await loading
-            assert count > 0
+            assert len(other.got(CHAT)) > 0
 
             victim = min(await children(router))
             os.kill(victim, signal.SIGKILL)
@@ -126,7 +144,7 @@ def test_processes_share_the_port_and_add_up_their_metrics_and_are_replaced_with
             router.process.send_signal(signal.SIGTERM)
             assert (await router.ended())[0] == 0
 
-    run(main(), timeout_s=120)
+    run(main(), timeout_s=300)
 
 
 def test_children_end_with_their_parent() -> None:
@@ -144,7 +162,7 @@ def test_children_end_with_their_parent() -> None:
             await until(gone)
             await router.ended()
 
-    run(main(), timeout_s=60)
+    run(main(), timeout_s=150)
 
 
 def test_limits_that_count_in_each_process_are_named_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
@@ -188,7 +206,7 @@ def test_a_reload_takes_over_the_lists_of_workers(tmp_path: Path) -> None:
             assert f"joined: decode {second.id}; left: decode {first.id}" in said
             assert "taken over at the next start only: client_keepalive_s, probe" in said
 
-    run(main(), timeout_s=60)
+    run(main(), timeout_s=150)
 
 
 def test_a_child_that_cannot_start_ends_the_router() -> None:
@@ -200,7 +218,7 @@ def test_a_child_that_cannot_start_ends_the_router() -> None:
         assert status == 1
         assert "unknown policy 'x'" in said
 
-    run(main(), timeout_s=60)
+    run(main(), timeout_s=150)
 
 
 HELP = "# HELP pdserve_router_{0} x\n# TYPE pdserve_router_{0} {1}\n"
