@@ -14,6 +14,7 @@ import pytest
 from pdserve.engine.demo_model import make_demo_model
 from tests.e2e.cluster import PoolNode, Router, Worker
 from tests.e2e.prompts import NEW_TOKENS, Answer, first_turns, second_turn
+from tests.kvpool.etcd_server import EtcdServer
 
 
 def engine_settings(model: Path, **more: Any) -> dict[str, Any]:
@@ -76,6 +77,7 @@ class Alone:
 
     workers: dict[str, Worker]
     pools: dict[str, PoolNode]
+    etcd: EtcdServer
 
     def start(self, wanted: set[str]) -> None:
         """The wanted workers, without waiting for them."""
@@ -87,6 +89,7 @@ class Alone:
     def stop(self) -> None:
         for one in (*self.workers.values(), *self.pools.values()):
             one.stop()
+        self.etcd.kill()
 
 
 @pytest.fixture(scope="session")
@@ -94,10 +97,13 @@ def alone(request: pytest.FixtureRequest, model: Path, run_dir: Path) -> Iterato
     """Started are the workers that collected tests ask for, by the names of the fixtures below."""
     peers = [f"unix:{run_dir}/ucxpool{i}.sock" for i in range(2)]
     more = {"cluster": {"peers": peers}}
+    ssd = {"kind": "ssd", "path": run_dir / "ssd", "capacity_bytes": "512MiB", "write": "all"}
     pools = {
-        "aggpool": PoolNode(run_dir, "aggpool"),
+        "aggpool": PoolNode(run_dir, "aggpool", extra={"tiers": [ssd]}),
         **{name: PoolNode(run_dir, name, "128MiB", extra=more) for name in ("ucxpool0", "ucxpool1")},
     }
+    etcd = EtcdServer(run_dir)
+    registered = {"etcd": {"endpoints": [etcd.url]}}
     exact = engine_settings(model)
     other = engine_settings(model, dtype="bfloat16", layout="layer_first")
     shm = {"nodes": [pools["aggpool"].ref], "checksum": False}
@@ -107,11 +113,12 @@ def alone(request: pytest.FixtureRequest, model: Path, run_dir: Path) -> Iterato
     alone = Alone(
         {
             "plain_worker": Worker("agg", "plain", run_dir, exact, settings={"storage": "none"}),
-            "agg_worker": Worker("agg", "agg", run_dir, exact, shm),
+            "agg_worker": Worker("agg", "agg", run_dir, exact, shm, settings=registered),
             "ucx_worker": Worker("agg", "agg-ucx", run_dir, other, ucx),
             "file_worker": Worker("agg", "agg-file", run_dir, file, settings={"storage": "file"}, env=pages),
         },
         pools,
+        etcd,
     )
     try:
         alone.start({name for item in request.session.items for name in getattr(item, "fixturenames", ())})

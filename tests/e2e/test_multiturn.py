@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from pdserve.bench.serving.figures import outcome_of
 from pdserve.bench.serving.load import Shape, make_load
 from pdserve.bench.serving.run import Server, run_load
-from tests.e2e.cluster import Worker
+from tests.e2e.cluster import Worker, eventually, http
+from tests.e2e.conftest import Alone
 from tests.e2e.prompts import PAGE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
@@ -34,3 +37,36 @@ def test_a_chat_is_about_as_long_as_planned(agg_worker: Worker) -> None:
     assert outcome.errors == {}
     assert outcome.turns[0].prompt_tokens == pytest.approx(400, rel=0.25)  # the template comes on top
     assert outcome.turns[1].cached.total > 0
+
+
+def test_it_is_told_which_pages_came_from_the_pools_memory_and_which_from_its_ssd(
+    alone: Alone, agg_worker: Worker
+) -> None:
+    load, pool = (
+        make_load(Shape(users=1, rounds=1, turn_tokens=10 * PAGE + 7, output_tokens=1), 73),
+        alone.pools["aggpool"],
+    )
+
+    def cached() -> tuple[int | None, int | None]:
+        outcome = outcome_of(run_load(Server(agg_worker.url), load, lambda line: None))
+        assert outcome.errors == {}
+        return outcome.all.cached.dram, outcome.all.cached.ssd
+
+    def stored() -> bool:
+        report = pool.status()
+        return bool(report.pages and report.tiers[0].pages >= report.pages)
+
+    assert not any(cached())
+    eventually(stored, "all pages are on SSD", 60.0)
+    agg_worker.flush()
+    assert cached() == (10 * PAGE, 0)
+    pool.kill()
+    shutil.rmtree(pool.directory / "arena" / pool.name)  # as a reboot does
+    pool.start()
+    eventually(
+        lambda: http.get(f"{agg_worker.url}/pd/ready").json()["pool"] == "up", "the pool is back", 60.0
+    )
+    agg_worker.flush()
+    assert cached() == (0, 10 * PAGE)
+    agg_worker.flush()
+    assert cached() == (10 * PAGE, 0)  # they are in memory again

@@ -82,6 +82,7 @@ def test_asked_to_end_it_finishes_what_it_has_and_publishes_its_pages(
 
     status, rest = ends(agg_worker, 120, stop)
     assert status == 0
+    assert alone.etcd.keys("/pdserve/") == []
     assert rest[-1] == "data: [DONE]"
     last = json.loads(rest[-2].removeprefix("data: "))
     assert last["meta_info"]["finish_reason"]["type"] == "length"

@@ -73,9 +73,16 @@ class EtcdServer:
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.02)
 
-    def post(self, path: str, body: dict[str, Any]) -> None:
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Ask it something, as an administrator."""
-        httpx.post(f"{self.url}/v3/{path}", json=body, verify=self._verify).raise_for_status()
+        answer = httpx.post(f"{self.url}/v3/{path}", json=body, verify=self._verify).raise_for_status()
+        return dict(answer.json())
+
+    def keys(self, prefix: str) -> list[str]:
+        """All that begin so; it ends with a slash."""
+        first, last = (base64.b64encode(f"{prefix[:-1]}{end}".encode()).decode() for end in "/0")
+        found = self.post("kv/range", {"key": first, "range_end": last, "keys_only": True})
+        return [base64.b64decode(one["key"]).decode() for one in found.get("kvs", [])]
 
     def ask_for_passwords(self, user: str, password: str, prefix: str) -> None:
         """From now on only this user may read and write, and only under the prefix."""
