@@ -30,6 +30,7 @@ PURE = (
     "pdserve.kvpool.wire",
     "pdserve.kvpool.ring",
     "pdserve.kvpool.forgetting",
+    "pdserve.kvpool.cluster_state",
     "pdserve.kvpool.membership",
     "pdserve.kvpool.detector",
     "pdserve.kvpool.migration",

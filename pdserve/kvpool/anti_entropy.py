@@ -2,7 +2,7 @@
 
 An exchange begins with "this is the digest of all that I know", or with a change; the other answers with all
 that it knows unless the digests are equal, and is told everything if they still differ then. States larger
-than a frame go in parts, which is as good as whole (membership.py).
+than a frame go in parts, which is as good as whole (cluster_state.py).
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from msgspec.structs import replace
 from pdserve.errors import FrameError, PdserveError, PoolRefused, PoolTimeout
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.cluster_messages import ClusterState, Gossip, Gossiped, NamespaceRecord
+from pdserve.kvpool.cluster_state import parts
 from pdserve.kvpool.detector import Outcome
-from pdserve.kvpool.membership import Cluster, Update, parts
+from pdserve.kvpool.membership import Cluster, Update
 from pdserve.kvpool.peers import PeerControls
 
 logger = logging.getLogger(__name__)

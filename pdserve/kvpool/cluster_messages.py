@@ -59,7 +59,7 @@ class NamespaceRecord(Message, tag=97, frozen=True):
 
 class Member(Message, tag=98, frozen=True):
     """A node as the others know it. Of two records the one with the larger `version` is newer, whatever the
-    incarnations (membership.py says more).
+    incarnations (cluster_state.py says more).
 
     `settled`: the epoch for which this node has pulled everything that it owns. `renewed`: when it last said
     that it is still there, on the scale of versions; 0: not since its version.

@@ -40,9 +40,10 @@ from pdserve.kvpool.cluster_messages import (
     ProbePeer,
     View,
 )
+from pdserve.kvpool.cluster_state import parts
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.connection import ClientConnection
-from pdserve.kvpool.membership import Cluster, Update, parts
+from pdserve.kvpool.membership import Cluster, Update
 from pdserve.kvpool.namespace_rules import shows_token
 from pdserve.kvpool.peers import PeerControls
 from pdserve.kvpool.registry import Floors

@@ -20,9 +20,10 @@ from pdserve.kvpool.cluster_messages import (
     NamespaceSettings,
     PutNamespace,
 )
+from pdserve.kvpool.cluster_state import encoded
 from pdserve.kvpool.events import NamespacesForgotten, NamespacesLearned, PublishNamespace
 from pdserve.kvpool.fairness import FairQueue
-from pdserve.kvpool.membership import MAX_NAMESPACE_BYTES, Cluster, encoded
+from pdserve.kvpool.membership import MAX_NAMESPACE_BYTES, Cluster
 from pdserve.kvpool.registry import MAX_GEOMETRY_CHARS, bucket_of
 from pdserve.kvpool.ring import MAX_WEIGHT_SUM, Ring
 from pdserve.kvpool.wire import NodeAddress

@@ -20,16 +20,14 @@ from pdserve.kvpool.cluster_messages import (
     NamespaceRecord,
     NamespaceSettings,
 )
-from pdserve.kvpool.membership import (
-    FORGET_MS,
+from pdserve.kvpool.cluster_state import (
     MAX_MEMBERS,
-    Cluster,
-    Update,
     check_state,
     epoch_of,
     merge,
     owners_of,
 )
+from pdserve.kvpool.membership import FORGET_MS, Cluster, Update
 from pdserve.kvpool.registry import Registry, bucket_of
 from pdserve.kvpool.ring import MAX_WEIGHT_SUM
 from pdserve.kvpool.wire import NodeAddress
