@@ -26,8 +26,8 @@ from pdserve.engine.device import Device
 from pdserve.errors import ConfigError
 
 Role = Literal["prefill", "decode", "agg"]
-Storage = Mapping[str, Any] | Literal["file"] | None
-"""Extra config of the `dynamic` storage backend; SGLang's own `file` backend; or None, plain SGLang without
+Storage = Mapping[str, Any] | Literal["file", "mooncake"] | None
+"""Extra config of the `dynamic` storage backend; a backend of SGLang's own; or None, plain SGLang without
 HiCache.
 """
 
@@ -136,7 +136,7 @@ def _sizes(config: EngineConfig, device: Device) -> list[str]:
     return argv
 
 
-def _hicache(config: EngineConfig, device: Device, storage: Mapping[str, Any] | Literal["file"]) -> list[str]:
+def _hicache(config: EngineConfig, device: Device, storage: Mapping[str, Any] | str) -> list[str]:
     if device == "cpu" and config.io_backend != "direct":
         raise ConfigError(f"engine.io_backend: {config.io_backend!r} needs a GPU; on CPU use direct")
     if config.layout == "page_first_direct" and config.io_backend != "direct":
@@ -151,16 +151,16 @@ def _hicache(config: EngineConfig, device: Device, storage: Mapping[str, Any] | 
         else ["--hicache-ratio", str(config.hicache_ratio)]
     )
     threshold = {"prefetch_threshold": config.page_size}
-    extra_config = threshold if storage == "file" else {**threshold, **storage}
+    backend, more = (storage, {}) if isinstance(storage, str) else ("dynamic", storage)
     return [
         "--enable-hierarchical-cache",
         *size,
         *("--hicache-mem-layout", config.layout),
         *("--hicache-io-backend", config.io_backend),
         *("--hicache-write-policy", "write_through"),
-        *("--hicache-storage-backend", "file" if storage == "file" else "dynamic"),
+        *("--hicache-storage-backend", backend),
         *("--hicache-storage-prefetch-policy", "wait_complete"),
-        *("--hicache-storage-backend-extra-config", json.dumps(extra_config)),
+        *("--hicache-storage-backend-extra-config", json.dumps({**threshold, **more})),
     ]
 
 

@@ -116,8 +116,8 @@ def _closing(tracer: Tracer | None) -> Iterator[None]:
 def _storage(config: WorkerConfig, namespace: str, geometry: dict[str, str]) -> Storage:
     if config.storage == "none":
         return None
-    if config.storage == "file":
-        return "file"
+    if config.storage != "pool":
+        return config.storage
     return {
         "backend_name": "pdserve",
         "module_path": "pdserve.kvpool.hicache",

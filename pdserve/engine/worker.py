@@ -50,9 +50,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     engine: Annotated[EngineConfig, Meta(description="SGLang.")]
     storage: Annotated[
-        Literal["pool", "file", "none"],
+        Literal["pool", "file", "mooncake", "none"],
         Meta(
-            description="Where pages go beyond this worker; file: SGLang's own backend, none: plain SGLang."
+            description="Where pages go beyond this worker; file, mooncake: SGLang's own backends, set up by "
+            "their variables in the environment; none: plain SGLang."
         ),
     ] = "pool"
     pool: Annotated[PoolClientConfig, Meta(description="The KV page pool.")] = PoolClientConfig()

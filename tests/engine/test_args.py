@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Literal
 
 import pytest
 
@@ -33,9 +34,10 @@ def test_pool_storage_is_written_through_and_waited_for() -> None:
     }
 
 
-def test_file_storage_has_the_same_threshold() -> None:
-    argv = server_argv(config(), "agg", "cpu", "file")
-    assert value(argv, "--hicache-storage-backend") == "file"
+@pytest.mark.parametrize("name", ["file", "mooncake"])
+def test_storage_of_sglangs_own_has_the_same_threshold(name: Literal["file", "mooncake"]) -> None:
+    argv = server_argv(config(), "agg", "cpu", name)
+    assert value(argv, "--hicache-storage-backend") == name
     assert json.loads(value(argv, "--hicache-storage-backend-extra-config")) == {"prefetch_threshold": 64}
 
 

@@ -1,4 +1,4 @@
-"""Mooncake Store: its master, one store process with all the memory, and a client here, over TCP on loopback.
+"""Mooncake Store: its master, one store process with all the memory, and a client, over TCP on loopback.
 
 The client brings no memory of its own, so that every page crosses between processes as it would between
 hosts. Buffers are registered once, and batches go by `batch_put_from` and `batch_get_into`, its zero-copy
@@ -72,7 +72,18 @@ def _places(pages: Sequence[PageBuffers]) -> tuple[list[int], list[int]]:
 
 @contextmanager
 def mooncake_store(capacity_bytes: int, directory: Path) -> Iterator[PageStore]:
-    """The store's three processes (this is one of them). Raises BenchError."""
+    """The store's servers, and a client of them here. Raises BenchError."""
+    with mooncake_servers(capacity_bytes, directory) as address:
+        store = joined(address, 0)
+        try:
+            yield MooncakeStore(store)
+        finally:
+            store.close()
+
+
+@contextmanager
+def mooncake_servers(capacity_bytes: int, directory: Path) -> Iterator[str]:
+    """The master and one process with all the memory; the master's HOST:PORT. Raises BenchError."""
     found = importlib.util.find_spec("mooncake")
     if found is None or not found.submodule_search_locations:
         raise BenchError(f"mooncake is not installed: {HOW_TO_INSTALL}")
@@ -99,11 +110,7 @@ def mooncake_store(capacity_bytes: int, directory: Path) -> Iterator[PageStore]:
             environment,
         ),
     ):
-        store = joined(address, 0)
-        try:
-            yield MooncakeStore(store)
-        finally:
-            store.close()
+        yield address
 
 
 def joined(address: str, segment_bytes: int) -> Any:

@@ -17,8 +17,10 @@ from typing import Final
 import httpx
 
 from pdserve.bench.cluster import memory_dir
+from pdserve.bench.peers.mooncake import mooncake_servers
 from pdserve.bench.serving.contenders import Contender, Setting, contender
 from pdserve.bench.stores import BenchError
+from pdserve.kvpool.sizes import parse_bytes
 from pdserve.up.ports import free_ports
 from pdserve.up.toml import to_toml
 from pdserve.up.warden import Warden
@@ -56,15 +58,19 @@ def forget_dead() -> None:
 def launched(name: str, setting: Setting) -> Iterator[str]:
     """A contender's cluster, ready, until the block ends; where to ask it. Raises BenchError."""
     ports = free_ports("127.0.0.1", random.SystemRandom())
-    chosen = contender(name, setting, next(ports), next(ports))
     directory = Path(setting.directory) / name
     shutil.rmtree(directory, ignore_errors=True)
     (directory / "pages").mkdir(parents=True)
-    file = directory / "cluster.toml"
-    file.write_text(to_toml(chosen.tables))
     with ExitStack() as cleaning:
         cleaning.callback(shutil.rmtree, directory / "pages", ignore_errors=True)
         cleaning.callback(shutil.rmtree, Path(setting.arena_directory) / name, ignore_errors=True)
+        master = ""
+        if name == "mooncake":
+            servers = mooncake_servers(parse_bytes(setting.pool_capacity), directory)
+            master = cleaning.enter_context(servers)
+        chosen = contender(name, setting, next(ports), next(ports), master)
+        file = directory / "cluster.toml"
+        file.write_text(to_toml(chosen.tables))
         warden = Warden()  # ends the cluster should this process be killed
         cleaning.callback(warden.close)
         with (directory / "up.log").open("wb") as log:

@@ -5,11 +5,12 @@ disaggregated. Pure.
 |---|---|
 | `plain` | SGLang alone, asked directly |
 | `file` | SGLang with HiCache and its own file backend, asked directly |
+| `mooncake` | SGLang with HiCache and its own Mooncake backend, over TCP, asked directly |
 | `agg` | one aggregated worker on a pool node, behind the router |
 | `disagg` | one prefill and one decode worker on a pool node, behind the router |
 
 All workers have the same model, page size and KV memory of the device, and all but those of `plain` the same
-host memory for KV; `disagg` has two of them.
+host memory for KV; `disagg` has two of them. Mooncake's store has the pool's memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from msgspec import Meta
 from pdserve.bench.serving.load import Shape, make_load, total_tokens
 
 PAGE_TRACE: Final = "PDSERVE_PAGE_TRACE"  # kvpool/page_trace.py
-NAMES: Final = ("plain", "file", "agg", "disagg")
+NAMES: Final = ("plain", "file", "mooncake", "agg", "disagg")
+OURS: Final = ("agg", "disagg")
 FILE_DIRECTORY: Final = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 
 
@@ -52,8 +54,10 @@ class Contender(msgspec.Struct, frozen=True):
     router_port: int
 
 
-def contender(name: str, setting: Setting, router_port: int, worker_port: int) -> Contender:
-    """One of NAMES. Ports are free ones."""
+def contender(
+    name: str, setting: Setting, router_port: int, worker_port: int, mooncake_master: str = ""
+) -> Contender:
+    """One of NAMES. Ports are free ones. `mooncake_master`: HOST:PORT, for `mooncake`."""
     directory = f"{setting.directory}/{name}"
     engine: dict[str, Any] = {
         "model_path": setting.model_path,
@@ -76,11 +80,12 @@ def contender(name: str, setting: Setting, router_port: int, worker_port: int) -
                 }
             ]
         },
+        "mooncake": {"agg": [{**alone, "storage": "mooncake", "env": _mooncake(mooncake_master)}]},
         "agg": {"agg": [{}]},
         "disagg": {"prefill": [{}], "decode": [{}]},
     }
     own = roles[name]
-    if name in ("agg", "disagg"):
+    if name in OURS:
         arena = {"arena_dir": f"{setting.arena_directory}/{name}", "keep": False}
         if setting.trace_pages:
             for role in own:
@@ -92,7 +97,17 @@ def contender(name: str, setting: Setting, router_port: int, worker_port: int) -
         "worker": worker,
         **own,
     }
-    return Contender(name, tables, worker_port if name in ("plain", "file") else router_port, router_port)
+    return Contender(name, tables, router_port if name in OURS else worker_port, router_port)
+
+
+def _mooncake(master: str) -> dict[str, str]:
+    """The worker brings no memory of its own to the store, as it brings none to the pool."""
+    return {
+        "MOONCAKE_MASTER": master,
+        "MOONCAKE_PROTOCOL": "tcp",
+        "MOONCAKE_GLOBAL_SEGMENT_SIZE": "0",
+        "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1",
+    }
 
 
 def trace_path(setting: Setting, name: str, role: str) -> str:

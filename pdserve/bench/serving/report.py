@@ -15,7 +15,13 @@ from pdserve.bench.serving.goals import times
 from pdserve.bench.serving.summary import Summary
 from pdserve.bench.serving.sweep import Tried
 
-CONTENDER_COLOURS = {"plain": "#b0b0b0", "file": "#d9822b", "agg": "#6fa8dc", "disagg": "#1f5fa8"}
+CONTENDER_COLOURS = {
+    "plain": "#b0b0b0",
+    "file": "#d9822b",
+    "mooncake": "#b45f9b",
+    "agg": "#6fa8dc",
+    "disagg": "#1f5fa8",
+}
 FEW: Final = 100  # a p99 of fewer lies between the largest two
 COLUMNS = (
     *("turn", "asks", "failed", "first token p50", "p90", "p99 ms", "inter-token p50", "p99 ms"),
