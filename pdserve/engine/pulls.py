@@ -4,7 +4,8 @@ more.
 SGLang fetches pages from storage only for requests that wait to be scheduled, and has no other way in. So a
 request whose id begins with PULL_ID waits like any other while its pages come, and is taken out of the queue
 when none of them is under way any more: by then they are in the tree of host pages, where the real request
-finds them. It is never computed, not even where nothing was found or host memory is short.
+finds them. It is never computed, not even where nothing was found or host memory is short. SGLang's counts of
+waiting requests and tokens include it for that while, those of aborted requests too.
 
 All ranks of a worker decide alike: SGLang ends a fetch on all of them in the same step.
 """
