@@ -94,17 +94,18 @@ measure() {
 #   turns, 8 users, 3 turns of 330 new tokens, 8 answered: 2.5 minutes a round. More turns would show more reuse (here a
 #     cache that forgets nothing gains 2.5 x at most), and cost more than there is time for.
 #   no-reuse, 16 prompts of 410 tokens, 1.3 s each: 1.4 minutes a round.
-# compare-small 3.3 + 5.5 for a round of each + 3 for documents again, compare-large 3.3 + 4 + 1.4 for no-reuse again,
-# weights 2.8, sweep 1 + 2.5: 27 minutes. --minutes of a command begins no round of a load that would end later, so a
+# compare-small, with Mooncake where it is installed, 4 + 6.5 for a round of each + 3.5 for documents again, compare-large
+# 3.3 + 4, weights 2.8, sweep 1 + 2.5: 28 minutes. --minutes of a command begins no round of a load that would end later, so a
 # slower machine measures fewer rounds. One request at a time: a prompt's computing has both cores. The sessions of the
 # small cache are gone from device and host when they come again, but for the second turn of `turns`, which the host
 # still holds.
-# Memory: five workers of 2.5 GiB each, their KV caches (at most 0.7 GiB each), two pools of 1 GiB: 18 GiB.
+# Memory: compare-small six workers of 2.5 GiB each, with KV caches of at most 0.3 GiB, three pools of 1 GiB: 20 GiB;
+# compare-large five, with at most 0.7 GiB, and two pools: 18 GiB.
 documents=long-input-short-output,scale=0.1,users=4,rounds=3
-measure compare-small 13 compare --sizes small --load "$documents" --load eic,scale=0.04,rounds=3 \
-  --concurrency 1 --repeat 3 --minutes 13 --silence 60 --pool-capacity 1GiB
-measure compare-large 9 compare --sizes large --load "$documents" --load no-reuse,scale=0.1,rounds=2 \
-  --concurrency 1 --repeat 3 --minutes 8.7 --silence 60 --pool-capacity 1GiB
+measure compare-small 14 compare --sizes small --load "$documents" --load eic,scale=0.04,rounds=3 \
+  --concurrency 1 --repeat 3 --minutes 14 --silence 60 --pool-capacity 1GiB
+measure compare-large 8 compare --sizes large --load "$documents" --load no-reuse,scale=0.1,rounds=2 \
+  --concurrency 1 --repeat 3 --minutes 7.7 --silence 60 --pool-capacity 1GiB --against plain,file,agg,disagg
 measure weights 3 weights --tokens 1024 --repeat 5 --silence 60
 measure sweep 4 sweep disagg --scale 0.04 --rounds 3 --limit-ms 4000 --start 0.25 --steps 1 --seconds 20 --minutes 2.5
 printf '\n%d minutes; kept: %s\n' $(((SECONDS - began + 59) / 60)) "$out/*-$today.jsonl" >&2

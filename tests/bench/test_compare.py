@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pdserve.bench.commands.load_options import loads_of
 from pdserve.bench.serving.cluster import launched, workplace
 from pdserve.bench.serving.compare import compare
-from pdserve.bench.serving.contenders import NAMES, Setting, cache_tokens, contender, device_tokens
+from pdserve.bench.serving.contenders import NAMES, OURS, Setting, cache_tokens, contender, device_tokens
 from pdserve.bench.serving.load import Shape, first_turn_tokens, make_load, total_tokens
 from pdserve.bench.serving.summary import Measured, of, summaries
 from pdserve.bench.stores import BenchError
@@ -35,6 +35,7 @@ SETTING = Setting(
 PROCESSES = {
     "plain": ["agg0", "router"],
     "file": ["agg0", "router"],
+    "mooncake": ["agg0", "router"],
     "agg": ["pool0", "agg0", "router"],
     "disagg": ["pool0", "prefill0", "decode0", "router"],
 }
@@ -60,7 +61,7 @@ def test_a_contenders_cluster_is_valid_for_every_process(name: str, tmp_path: Pa
     assert {worker["cluster_token"] for worker in workers} == {""}  # the worker itself can be asked
     asked = chosen.port
     listening = {place.port: spec.role for spec in plan.processes for place in spec.listening}
-    assert listening[asked] == ("agg" if name in ("plain", "file") else "router")
+    assert listening[asked] == ("router" if name in OURS else "agg")
     assert listening[chosen.router_port] == "router"
 
 

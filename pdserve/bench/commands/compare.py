@@ -37,8 +37,12 @@ ExtraArgs = Annotated[
 
 def compare(
     against: Annotated[
-        str, typer.Option(help="Contenders, separated by commas; ratios are over the first.")
-    ] = "plain,file,agg,disagg",
+        str,
+        typer.Option(
+            help="Contenders, separated by commas; ratios are over the first. Empty: plain, file, mooncake "
+            "where it is installed, agg, disagg."
+        ),
+    ] = "",
     sizes: Annotated[
         str, typer.Option(help="Device KV caches: small, the sessions do not fit; large, they do.")
     ] = "small,large",
@@ -65,12 +69,14 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Origin, every round, then the medians.")] = False,
     extra: ExtraArgs = None,
 ) -> None:
-    """The same conversations against plain SGLang, SGLang with its file storage, and pdserve.
+    """The same conversations against plain SGLang, SGLang with its file storage and with Mooncake, and
+    pdserve.
 
     All are started on this machine, one after the other, and take turns. Fails when one of them could not be
     measured or any ask failed; what was measured is shown all the same.
     """
     from pdserve.bench.cluster import stopped_cleanly
+    from pdserve.bench.peers.mooncake import is_installed as mooncake_is_installed
     from pdserve.bench.plot import pyplot
     from pdserve.bench.provenance import provenance
     from pdserve.bench.serving.compare import compare as run
@@ -78,7 +84,9 @@ def compare(
     from pdserve.bench.serving.report import plot_summaries
     from pdserve.bench.serving.summary import summaries
 
-    names, chosen = choices("against", against, NAMES), choices("sizes", sizes, tuple(SHARES))
+    there = [name for name in NAMES if name != "mooncake" or mooncake_is_installed()]
+    names = choices("against", against or ",".join(there), NAMES)
+    chosen = choices("sizes", sizes, tuple(SHARES))
     options.check_model(model)
     if plot is not None:
         pyplot()  # before the work: is it there?

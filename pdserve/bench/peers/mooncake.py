@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
@@ -70,6 +71,11 @@ def _places(pages: Sequence[PageBuffers]) -> tuple[list[int], list[int]]:
     return [page.ctypes.data for (page,) in pages], [page.nbytes for (page,) in pages]
 
 
+def is_installed() -> bool:
+    """Whether its package is there."""
+    return importlib.util.find_spec("mooncake") is not None
+
+
 @contextmanager
 def mooncake_store(capacity_bytes: int, directory: Path) -> Iterator[PageStore]:
     """The store's servers, and a client of them here. Raises BenchError."""
@@ -84,10 +90,9 @@ def mooncake_store(capacity_bytes: int, directory: Path) -> Iterator[PageStore]:
 @contextmanager
 def mooncake_servers(capacity_bytes: int, directory: Path) -> Iterator[str]:
     """The master and one process with all the memory; the master's HOST:PORT. Raises BenchError."""
-    found = importlib.util.find_spec("mooncake")
-    if found is None or not found.submodule_search_locations:
+    if not is_installed():
         raise BenchError(f"mooncake is not installed: {HOW_TO_INSTALL}")
-    master = Path(found.submodule_search_locations[0]) / "mooncake_master"
+    master = Path(str(files("mooncake") / "mooncake_master"))
     port, metrics_port = free_ports(2)
     command: list[str | Path] = [
         master,
