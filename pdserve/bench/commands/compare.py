@@ -76,17 +76,14 @@ def compare(
     measured or any ask failed; what was measured is shown all the same.
     """
     from pdserve.bench.cluster import stopped_cleanly
-    from pdserve.bench.peers.mooncake import is_installed as mooncake_is_installed
     from pdserve.bench.plot import pyplot
     from pdserve.bench.provenance import provenance
     from pdserve.bench.serving.compare import compare as run
-    from pdserve.bench.serving.contenders import NAMES, cache_tokens
+    from pdserve.bench.serving.contenders import cache_tokens
     from pdserve.bench.serving.report import plot_summaries
     from pdserve.bench.serving.summary import summaries
 
-    there = [name for name in NAMES if name != "mooncake" or mooncake_is_installed()]
-    names = choices("against", against or ",".join(there), NAMES)
-    chosen = choices("sizes", sizes, tuple(SHARES))
+    names, chosen = _contenders(against), choices("sizes", sizes, tuple(SHARES))
     options.check_model(model)
     if plot is not None:
         pyplot()  # before the work: is it there?
@@ -112,6 +109,14 @@ def compare(
     if plot is not None and found:
         plot_summaries(plot, found, model.name)
     failed_with(problems)
+
+
+def _contenders(against: str) -> list[str]:
+    from pdserve.bench.peers.mooncake import is_installed
+    from pdserve.bench.serving.contenders import NAMES
+
+    there = [name for name in NAMES if name != "mooncake" or is_installed()]
+    return choices("against", against, NAMES) if against else there
 
 
 def _keep(measured: list[Measured], as_json: bool, say: Say, one: Measured) -> None:
