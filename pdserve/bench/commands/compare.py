@@ -26,6 +26,13 @@ SHARES: Final = {"small": 0.3, "large": 1.1}
 """Device's KV cache over what all sessions have at their end: they do not fit, they do; the smallest load and
 the largest counts."""
 
+Against = Annotated[
+    str,
+    typer.Option(
+        help="Contenders, separated by commas; ratios are over the first. Empty: plain, file, mooncake "
+        "where it is installed, agg, disagg."
+    ),
+]
 ModelPath = Annotated[Path, typer.Option("--model", help="Model directory: pdserve model demo makes one.")]
 ExtraArgs = Annotated[
     list[str] | None,
@@ -36,13 +43,7 @@ ExtraArgs = Annotated[
 
 
 def compare(
-    against: Annotated[
-        str,
-        typer.Option(
-            help="Contenders, separated by commas; ratios are over the first. Empty: plain, file, mooncake "
-            "where it is installed, agg, disagg."
-        ),
-    ] = "",
+    against: Against = "",
     sizes: Annotated[
         str, typer.Option(help="Device KV caches: small, the sessions do not fit; large, they do.")
     ] = "small,large",
