@@ -47,6 +47,9 @@ CLOSE_WAIT_S: Final = 0.2  # forced closing is local work; what is not done by t
 
 # UCX's default TCP segments (8 KiB) cap it at 1.6 GB/s on loopback; with these it reaches 8.
 _TCP_SEGMENTS: Final = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "1m"}
+# A connection uses one or two of them at a time, and UCX allocates eight at once, for each network interface:
+# 20 MiB that come and go with it, and leave holes in the heap of a process that lives long.
+_FEW_SEGMENTS: Final = {"TCP_TX_BUFS_GROW": "2", "TCP_RX_BUFS_GROW": "1"}
 # Of two peers the one with the lower address connects to the other's interface, while its endpoint is made.
 # UCX 1.21 dies (SIGSEGV in ucp_is_uct_ep_failed) where a blocking connect succeeds there, is reset before the
 # first send (the peer was killed, or gave up on a busy machine), and the retry is refused: the failure
@@ -71,6 +74,7 @@ def ucx_options(overrides: Mapping[str, str]) -> dict[str, str]:
     options = {
         "TLS": "tcp,self,ib" if has_infiniband else "tcp,self",
         **_TCP_SEGMENTS,
+        **_FEW_SEGMENTS,
         **_CONNECT_IN_PROGRESS,
     }
     if not has_infiniband:
