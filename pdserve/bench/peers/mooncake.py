@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,7 +72,13 @@ def _places(pages: Sequence[PageBuffers]) -> tuple[list[int], list[int]]:
 
 def is_installed() -> bool:
     """Whether its package is there."""
-    return importlib.util.find_spec("mooncake") is not None
+    return _package() is not None
+
+
+def _package() -> Path | None:
+    found = importlib.util.find_spec("mooncake")
+    places = found.submodule_search_locations if found is not None else None
+    return Path(places[0]) if places else None
 
 
 @contextmanager
@@ -90,12 +95,12 @@ def mooncake_store(capacity_bytes: int, directory: Path) -> Iterator[PageStore]:
 @contextmanager
 def mooncake_servers(capacity_bytes: int, directory: Path) -> Iterator[str]:
     """The master and one process with all the memory; the master's HOST:PORT. Raises BenchError."""
-    if not is_installed():
+    package = _package()
+    if package is None:
         raise BenchError(f"mooncake is not installed: {HOW_TO_INSTALL}")
-    master = Path(str(files("mooncake") / "mooncake_master"))
     port, metrics_port = free_ports(2)
     command: list[str | Path] = [
-        master,
+        package / "mooncake_master",
         f"-rpc_port={port}",
         "-rpc_address=127.0.0.1",
         f"-metrics_port={metrics_port}",
