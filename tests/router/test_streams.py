@@ -14,7 +14,7 @@ import pytest
 
 from pdserve.bench.router.contenders import mock_worker
 from pdserve.bench.router.load import Load, run_load
-from pdserve.router.config import Deadlines
+from pdserve.router.config import Deadlines, Probe
 
 from .harness import chat_body, disagg, run
 from .mock_worker import EVENTS, STREAM, Gate, answer, close, hang, stream
@@ -76,7 +76,8 @@ def many_files() -> Iterator[None]:
 @pytest.mark.usefixtures("many_files")
 def test_two_thousand_streams_at_once_without_error_or_leak() -> None:
     async def main() -> None:
-        async with disagg(prefill=1, decode=2, deadlines=Deadlines()) as (harness, _, decodes):
+        patient = {"deadlines": Deadlines(connect_s=60.0), "probe": Probe(timeout_s=60.0)}
+        async with disagg(prefill=1, decode=2, **patient) as (harness, _, decodes):
             gate = Gate()
             for decode in decodes:
                 decode.script(CHAT, *[stream(EVENTS, gate, gate_after=1)] * MANY)
