@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from pdserve.engine.prompt import CHAT, ENDPOINTS, prefill_request
+from pdserve.engine.prompt import CHAT, prefill_request
 from pdserve.engine.pulls import PULL_ID
 from pdserve.engine.requests import PageNames
 from pdserve.errors import RequestError
@@ -65,10 +64,8 @@ class PullAhead:
         """Body: the client's body for `endpoint`, byte for byte. Answers with the tokens whose pages were
         asked for.
         """
+        body = await request.body()
         try:
-            if endpoint not in ENDPOINTS:
-                raise RequestError(404, f"endpoint must be one of {', '.join(ENDPOINTS)}, not {endpoint!r}")
-            body = await request.body()
             asked = await prefill_request(self._engine.app_state, endpoint, body, request)
         except RequestError as error:
             return JSONResponse(error.body(), status_code=error.status)
@@ -86,9 +83,8 @@ class PullAhead:
         tokens = await self._tokens(asked)
         steps = self._steps(tokens, asked)
         done = 0  # steps
-        give_up_s = time.monotonic() + LIMIT_S
         while done < len(steps):
-            if not all(await self._pool.wait(steps[done].keys, give_up_s - time.monotonic())):
+            if not all(await self._pool.wait(steps[done].keys, LIMIT_S)):
                 break
             done += await self._committed(steps[done:])
             fetch = asyncio.create_task(self._fetch(tokens[: steps[done - 1].tokens + 1], asked))

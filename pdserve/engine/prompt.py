@@ -51,8 +51,11 @@ class Prefilled:
 async def prefill_request(app_state: Any, endpoint: str, body: bytes, http_request: Any) -> GenerateReqInput:
     """SGLang's internal request for the prefill of `body`.
 
-    `app_state` is SGLang's `app.state`. Raises RequestError (400) exactly where SGLang would refuse the body.
+    `app_state` is SGLang's `app.state`. Raises RequestError: 400 exactly where SGLang would refuse the body,
+    404 for an endpoint that has no prefill.
     """
+    if endpoint not in ENDPOINTS:
+        raise RequestError(404, f"endpoint must be one of {', '.join(ENDPOINTS)}, not {endpoint!r}")
     if endpoint == GENERATE:
         request = _native(body)
     else:

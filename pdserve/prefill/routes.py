@@ -18,7 +18,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from pdserve.engine.first_token import WorkerMetrics
-from pdserve.engine.prompt import ENDPOINTS, prefill_request, run_prefill
+from pdserve.engine.prompt import prefill_request, run_prefill
 from pdserve.engine.requests import HttpRequest, PageNames, current_request
 from pdserve.engine.reuse import Found
 from pdserve.errors import RequestError
@@ -62,8 +62,6 @@ class Prefill:
     async def prefill(self, request: Request, endpoint: str = "/v1/chat/completions") -> Response:
         """Body: the client's body for `endpoint`, byte for byte."""
         try:
-            if endpoint not in ENDPOINTS:
-                raise RequestError(404, f"endpoint must be one of {', '.join(ENDPOINTS)}, not {endpoint!r}")
             return JSONResponse(await self._run(request, endpoint))
         except RequestError as error:
             return JSONResponse(error.body(), status_code=error.status)

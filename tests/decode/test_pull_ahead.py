@@ -98,6 +98,15 @@ class Asked:
         return response.status_code, json.loads(bytes(response.body))
 
 
+async def first_fetch_held() -> Asked:
+    """PROMPT asked for, its first step being fetched until `release` is set."""
+    asked = Asked({"input_ids": PROMPT})
+    asked.tokenizer_manager.release.clear()
+    await asked.pool.commit(8)
+    await asked.tokenizer_manager.until(1)
+    return asked
+
+
 def run(main: Any) -> None:
     asyncio.run(asyncio.wait_for(main, 30))
 
@@ -118,11 +127,8 @@ def test_each_step_is_fetched_as_soon_as_it_is_there() -> None:
 
 def test_steps_that_came_during_a_fetch_are_fetched_together() -> None:
     async def main() -> None:
-        asked = Asked({"input_ids": PROMPT})
+        asked = await first_fetch_held()
         manager = asked.tokenizer_manager
-        manager.release.clear()
-        await asked.pool.commit(8)
-        await manager.until(1)
         await asked.pool.commit(24)
         manager.release.set()
         await asked.answer()
@@ -147,11 +153,8 @@ def test_a_step_of_which_a_rank_lacks_its_page_is_not_there() -> None:
 
 def test_nothing_is_begun_after_the_router_hung_up_and_what_was_begun_goes_on() -> None:
     async def main() -> None:
-        asked = Asked({"input_ids": PROMPT})
+        asked = await first_fetch_held()
         manager = asked.tokenizer_manager
-        manager.release.clear()
-        await asked.pool.commit(8)
-        await manager.until(1)
         asked.hang_up()
         assert await asked.answer() == (200, {"pulled_tokens": None})
         await asked.pool.commit(24)

@@ -17,6 +17,7 @@ from typing import Final
 
 import msgspec
 
+from pdserve.bench.serving.contenders import OURS
 from pdserve.bench.serving.summary import Summary, of, ratio
 
 THROUGHPUT: Final = 3.7
@@ -25,7 +26,6 @@ OVER_FILE: Final = 0.8
 COLD: Final = 1.05
 MISS: Final = 1.03
 WORTH_SAYING: Final = 2 * THROUGHPUT  # what a load allows at most, by its tokens
-OURS: Final = ("agg", "disagg")
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -57,14 +57,13 @@ def _over_plain(one: Summary, found: Sequence[Summary]) -> Iterator[Row]:
     plain = of(found, one.load, one.size, "plain")
     if plain is None:
         return
-    rate = ratio(one.prompt_tokens_s, plain.prompt_tokens_s)
-    first = ratio(one.later_turns_ms, plain.later_turns_ms)
+    rate, first = _rate_and_first(one, plain)
     what = f"from turn 2, over plain: tokens/s ≥ {THROUGHPUT} ×"
     bound = 1 / (1 - one.reusable_share) if one.reusable_share < 1 else None
     most = f" (all reused: about {bound:.1f} ×)" if bound and bound < WORTH_SAYING else ""
     yield Row(what, one.load, one.contender, times(rate) + most, rate is not None and rate >= THROUGHPUT)
     what = f"from turn 2, over plain: first token ≤ {FIRST_TOKEN} ×"
-    yield Row(what, one.load, one.contender, times(first), first is not None and first <= FIRST_TOKEN)
+    yield Row(what, one.load, one.contender, times(first), _at_most(first, FIRST_TOKEN))
 
 
 def _over_file(one: Summary, found: Sequence[Summary]) -> Iterator[Row]:
@@ -76,7 +75,7 @@ def _over_file(one: Summary, found: Sequence[Summary]) -> Iterator[Row]:
     what = f"from turn 2, over the file backend: first token ≤ {OVER_FILE} ×"
     measured = f"{times(first)} (from storage: {from_storage} %)"
     mostly = all((each.storage_share or 0) >= each.cached_share / 2 for each in (one, file))
-    met = (first is not None and first <= OVER_FILE) if mostly else None
+    met = _at_most(first, OVER_FILE) if mostly else None
     yield Row(what, one.load, one.contender, measured, met)
 
 
@@ -86,25 +85,35 @@ def _cold(one: Summary, found: Sequence[Summary], hop_ms: float | None) -> Itera
         cold, whole = ratio(first, agg.all_turns_ms), ratio(one.all_turns_ms, agg.all_turns_ms)
         what = f"nothing cached, over agg: first token ≤ {COLD} × plus the hop"
         hop = "the hop's time unknown" if hop_ms is None else f"{times(cold)} less {hop_ms:.0f} ms of hop"
-        met = cold is not None and cold <= COLD
-        yield Row(what, one.load, one.contender, f"{times(whole)}; {hop}", met)
+        yield Row(what, one.load, one.contender, f"{times(whole)}; {hop}", _at_most(cold, COLD))
     if one.contender == "agg" and (plain := of(found, one.load, one.size, "plain")) is not None:
         asked = ratio(one.all_turns_ms, plain.all_turns_ms)
         what = f"nothing cached, over plain: having asked, first token ≤ {MISS} ×"
-        yield Row(what, one.load, one.contender, times(asked), asked is not None and asked <= MISS)
+        yield Row(what, one.load, one.contender, times(asked), _at_most(asked, MISS))
 
 
 def _fitting(one: Summary, found: Sequence[Summary]) -> Iterator[Row]:
     plain = of(found, one.load, one.size, "plain")
     if plain is None:
         return
-    rate = ratio(one.prompt_tokens_s, plain.prompt_tokens_s)
-    first = ratio(one.later_turns_ms, plain.later_turns_ms)
+    rate, first = _rate_and_first(one, plain)
     measured = f"{times(rate)}, {times(first)}"
     yield Row(
         "the device's cache holds all: from turn 2, over plain, tokens/s and first token",
         *(one.load, one.contender, measured, None),
     )
+
+
+def _rate_and_first(one: Summary, plain: Summary) -> tuple[float | None, float | None]:
+    """From turn 2 on, over plain: tokens/s, and time to the first token."""
+    return (
+        ratio(one.prompt_tokens_s, plain.prompt_tokens_s),
+        ratio(one.later_turns_ms, plain.later_turns_ms),
+    )
+
+
+def _at_most(value: float | None, bound: float) -> bool:
+    return value is not None and value <= bound
 
 
 def times(value: float | None) -> str:
