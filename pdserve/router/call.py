@@ -175,6 +175,12 @@ class Call:
         await self.client.write(body, more)
         self.is_complete = not more
 
+    def write_now(self, body: bytes) -> None:
+        """As `write`, where the client `takes_now`, and more follows."""
+        if self.meter is not None:
+            self.meter.count(body)
+        self.client.write_now(body)
+
     async def answer(
         self, status: int, body: bytes, *more_headers: tuple[bytes, bytes], closes: bool = False
     ) -> None:

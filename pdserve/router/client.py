@@ -45,6 +45,15 @@ class Client(Protocol):
         """Send a piece of the answer's body; waits while the client is slow to read."""
         ...
 
+    @property
+    def takes_now(self) -> bool:
+        """`write_now` can be used: the client is there and not slow to read."""
+        ...
+
+    def write_now(self, body: bytes) -> None:
+        """Send a piece of the answer's body, not the last, without a task's help."""
+        ...
+
     def watch(self, on_gone: Callable[[], None]) -> None:
         """Call `on_gone` when the client goes away, now if it has, until `unwatch`."""
         ...
@@ -86,6 +95,12 @@ class AsgiClient:
             head, self._head = self._head, None
             await self._send(head)
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    takes_now = False
+
+    def write_now(self, body: bytes) -> None:
+        """ASGI has no such thing."""
+        raise NotImplementedError
 
     def watch(self, on_gone: Callable[[], None]) -> None:
         """Wait for the client's going beside the request."""

@@ -131,6 +131,7 @@ class Connection(asyncio.Protocol):
             self._keep_alive = False
             exchange.fail(UpstreamError("protocol", f"answer is not HTTP: {error}"))
             return
+        exchange.received()
         if not exchange.status and exchange.received_bytes > MAX_HEAD_BYTES:
             self._keep_alive = False
             exchange.fail(UpstreamError("protocol", f"answer's head is longer than {MAX_HEAD_BYTES} bytes"))

@@ -143,11 +143,7 @@ class DirectClient:
             await protocol.flow.drain()
         if self.disconnected or self.response_complete:
             return
-        data, self._head = self._head, b""
-        if not self._is_chunked:
-            data += body
-        elif body:
-            data = b"%b%x\r\n%b\r\n" % (data, len(body), body)
+        data = self._framed(body)
         if self._is_chunked and not more:
             data += _LAST_CHUNK
         protocol.transport.write(data)
@@ -156,6 +152,22 @@ class DirectClient:
             if not self.keep_alive:
                 protocol.transport.close()
             protocol.on_response_complete()
+
+    @property
+    def takes_now(self) -> bool:
+        """Nothing is to be waited for."""
+        return not (self._protocol.flow.write_paused or self.disconnected)
+
+    def write_now(self, body: bytes) -> None:
+        """Send a piece of the answer's body, not the last and not empty."""
+        self._protocol.transport.write(self._framed(body))
+
+    def _framed(self, body: bytes) -> bytes:
+        """What stands before it, with it."""
+        head, self._head = self._head, b""
+        if not self._is_chunked:
+            return head + body
+        return b"%b%x\r\n%b\r\n" % (head, len(body), body) if body else head
 
     def watch(self, on_gone: Callable[[], None]) -> None:
         """The connection knows when its client goes."""

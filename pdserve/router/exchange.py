@@ -5,6 +5,8 @@
 - Back-pressure: beyond `HIGH_WATER_BYTES` unread, reading from the worker pauses until they were read.
 - Every wait has a deadline (see `deadlines`), counted only while somebody waits for the worker, not while the
   client is slow to read.
+- Waking a task for each token of each stream costs more than passing the token on. So who relays a stream may
+  leave a `Taker` here, which gets what comes as soon as it was read from the connection.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from typing import Literal, Protocol
+from collections.abc import Callable
+from typing import Literal, Protocol, TypeAlias
 
 from pdserve.errors import PdserveError
 from pdserve.router.deadlines import Deadlines
@@ -20,6 +23,9 @@ from pdserve.router.deadlines import Deadlines
 HIGH_WATER_BYTES = 256 * 1024
 
 ErrorKind = Literal["connect", "timeout", "closed", "protocol", "busy", "cut", "down"]
+
+Taker: TypeAlias = Callable[[bytes], bool]
+"""Takes a piece of the body at once, or says that it cannot now. Must not raise."""
 
 
 class UpstreamError(PdserveError):
@@ -55,6 +61,8 @@ class Exchange:
         "_connection",
         "_deadlines",
         "_paused",
+        "_taker",
+        "_timeout_s",
         "_waiter",
         "complete",
         "deadline_s",
@@ -71,6 +79,9 @@ class Exchange:
         self._buffered_bytes = 0
         self._paused = False
         self._waiter: asyncio.Future[None] | None = None
+        self._taker: Taker | None = None
+        self._timeout_s = math.inf
+        """Of the wait that runs."""
         self.deadline_s = math.inf
         self.status = 0
         """0 until the head has come."""
@@ -102,6 +113,16 @@ class Exchange:
                 return b""
             await self._news(timeout_s)
         return self.take()
+
+    async def give(self, taker: Taker, timeout_s: float) -> bytes:
+        """As `read_some`, but what comes meanwhile goes to `taker`, and each time the wait begins anew; until
+        it declines, or the body ends or breaks. What comes together with the end is not given to it.
+        """
+        self._taker = taker
+        try:
+            return await self.read_some(timeout_s)
+        finally:
+            self._taker = None
 
     def take(self) -> bytes:
         """What has come of the body and was not read."""
@@ -164,6 +185,17 @@ class Exchange:
         if self._buffered_bytes > HIGH_WATER_BYTES and not self._paused and self._connection is not None:
             self._paused = True
             self._connection.pause_reading()
+
+    def received(self) -> None:
+        """All that was read from the connection at once has been pushed."""
+        if self._waiter is None or not self._chunks:
+            return
+        if self._taker is not None:
+            data = self.take()
+            if self._taker(data):
+                self.deadline_s = self._deadlines.loop.time() + self._timeout_s
+                return
+            self.push(data)
         self.wake()
 
     def wake(self) -> None:
@@ -184,5 +216,6 @@ class Exchange:
         """Is done when there is something new; the deadline runs until then."""
         loop = self._deadlines.loop
         self._waiter = waiter = loop.create_future()
+        self._timeout_s = timeout_s
         self.deadline_s = loop.time() + timeout_s
         return waiter

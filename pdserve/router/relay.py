@@ -4,7 +4,8 @@ A stream (server-sent events) is passed on as it comes, but only up to the end o
 should the worker break off inside one, the client gets the error event at a place where it can be read. An
 answer that is not a stream is passed on when it is whole, so that half an answer is never sent as one.
 Nothing is sent before the first byte of the body is there; until then the request can still go to another
-worker.
+worker. Once a stream has begun, its pieces go from one connection to the other without waking the call's
+task, which only sees to a slow client and to the end.
 """
 
 from __future__ import annotations
@@ -68,10 +69,21 @@ async def relay_events(
     anything was sent.
     """
     call.is_sse = True
+    held = b""
+
+    def pass_on(data: bytes) -> bool:
+        nonlocal held
+        if not call.client.takes_now:
+            return False
+        ready, held = trail.take(held + data, at_end=False)
+        if ready:
+            call.write_now(ready)
+        return True
+
     data = await exchange.read_some(first_byte_s)
     while True:
         at_end = exchange.at_end
-        ready, held = trail.take(data, at_end)
+        ready, held = trail.take(held + data, at_end)
         if ready or at_end:
             if not call.is_started:
                 headers = passed_headers(exchange)
@@ -85,4 +97,7 @@ async def relay_events(
             await call.write(ready, more=not at_end)
             if at_end:
                 return
-        data = held + await exchange.read_some(between_s)
+        if call.is_started:
+            data = await exchange.give(pass_on, between_s)
+        else:
+            data = await exchange.read_some(between_s)

@@ -204,6 +204,25 @@ def test_a_client_that_does_not_read_holds_up_only_itself() -> None:
     run(main())
 
 
+def test_a_client_that_reads_by_fits_gets_every_byte_in_order() -> None:
+    async def main() -> None:
+        async with disagg() as (harness, _, [decode]):
+            events = [b"data: %d" % number + b"x" * 8192 + b"\n\n" for number in range(1500)]
+            decode.script(CHAT, stream(events))
+            client = await harness.connect()
+            transport: Any = client.writer.transport
+            await client.send(CHAT, json.dumps(chat_body(stream=True)).encode())
+            answer = asyncio.ensure_future(client.response())
+            for number in range(40):
+                (transport.resume_reading if number % 2 else transport.pause_reading)()
+                for _ in range(50):
+                    await asyncio.sleep(0)
+            assert (await asyncio.wait_for(answer, 30)).body == b"".join(events)
+            client.leave()
+
+    run(main())
+
+
 def test_a_kept_connection_serves_one_request_after_another() -> None:
     async def main() -> None:
         async with disagg() as (harness, _, _):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,7 +17,18 @@ from pdserve.router.fleet import Worker
 from pdserve.router.upstream import Upstream
 
 from .harness import run
-from .mock_worker import Gate, MockWorker, Received, Wire, close, hang, raw_answer, stream, workers
+from .mock_worker import (
+    CloseConnection,
+    Gate,
+    MockWorker,
+    Received,
+    Wire,
+    close,
+    hang,
+    raw_answer,
+    stream,
+    workers,
+)
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
@@ -115,6 +127,86 @@ def test_chunks_are_handed_on_as_they_come() -> None:
             assert await exchange.read_some(5) == b"two"
             assert await exchange.read_some(5) == b""
             exchange.release()
+
+    run(main())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_given_as_it_comes_and_what_is_declined_make_up_the_body_in_order(seed: int) -> None:
+    async def main() -> None:
+        dice = random.Random(seed)
+        pieces = [dice.randbytes(dice.randrange(1, 5000)) for _ in range(60)]
+
+        async def script(wire: Wire, request: Received) -> None:
+            await wire.head(200, "text/event-stream")
+            for piece in pieces:
+                await wire.chunk(piece)
+                if dice.random() < 0.7:
+                    await asyncio.sleep(0)
+            await wire.end()
+
+        mock = MockWorker("decode")
+        mock.script("/x", script)
+        async with client_of(mock) as client:
+            exchange = await client.post()
+            got, given = b"", 0
+
+            def take(data: bytes) -> bool:
+                nonlocal got, given
+                if dice.random() < 0.2:
+                    return False
+                got += data
+                given += 1
+                return True
+
+            while not exchange.at_end:
+                data = await exchange.give(take, 5)
+                got += data
+            exchange.release()
+            assert got == b"".join(pieces)
+            assert given
+
+    run(main())
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+def test_what_is_given_starts_the_wait_anew_and_an_end_is_told(breaks: bool) -> None:
+    async def main() -> None:
+        gate = Gate()
+
+        async def script(wire: Wire, request: Received) -> None:
+            await wire.head(200, "text/event-stream")
+            for _ in range(6):
+                await wire.chunk(b"x")
+                await asyncio.sleep(0.02)
+            if breaks:
+                raise CloseConnection
+            await gate.passed()
+
+        mock = MockWorker("decode")
+        mock.script("/x", script)
+        async with client_of(mock) as client:
+            exchange = await client.post()
+            got: list[bytes] = []
+            deadlines_s: list[float] = []
+
+            def take(data: bytes) -> bool:
+                got.append(data)
+                deadlines_s.append(exchange.deadline_s)
+                return True
+
+            async def to_the_end() -> None:
+                while True:
+                    got.append(await exchange.give(take, 0.5))
+
+            with pytest.raises(UpstreamError) as caught:
+                await to_the_end()
+            assert b"".join(got) == b"xxxxxx"
+            assert len(deadlines_s) > 1
+            assert deadlines_s == sorted(set(deadlines_s))
+            assert caught.value.kind == ("cut" if breaks else "timeout")
+            exchange.release()
+            gate.open.set()
 
     run(main())
 
