@@ -11,7 +11,7 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
 from typing import Final
 
@@ -99,8 +99,20 @@ def upgrade(field: Field, fault: Fault) -> None:
         end_s = time.monotonic()
         if not error and node.pid != pid:
             error = f"{node.name} is another process"
-        lost = had.keys() - damaged - pages_on(node).keys()
+        lost = _nowhere(field, node, had.keys() - damaged)
         field.note(Upgraded(start_s, end_s, node.name, len(had), len(lost), error))
+
+
+def _nowhere(field: Field, node: NodeProcess, had: Set[bytes]) -> Set[bytes]:
+    """Pages that `node` had and that are lost. One that it does not list any more need not be: a listing may
+    miss a page that rises from a tier or sinks meanwhile, and a replica that has ended is at its owner.
+    """
+    lost = had - pages_on(node).keys()
+    for other in field.nodes if lost else ():
+        lost -= pages_on(other).keys()
+    for key in lost:
+        logger.warning("page %s was on %s before its upgrade and is nowhere now", key.hex(), node.name)
+    return lost
 
 
 def _until_upgraded(node: NodeProcess, incarnation: int) -> str:

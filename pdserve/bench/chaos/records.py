@@ -149,7 +149,7 @@ class Restarted(msgspec.Struct, frozen=True, tag="restarted"):
 
 class Upgraded(msgspec.Struct, frozen=True, tag="upgraded"):
     """A node was told to upgrade at `start_s`; at `end_s` the pool was whole again. `error`: why it was not
-    the same process on the same pages. `lost` of `pages` that it listed before are not there any more.
+    the same process on the same pages. `lost` of `pages` that it listed before are on no node any more.
     """
 
     start_s: float
