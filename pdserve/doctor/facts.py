@@ -36,6 +36,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     ucx_error: str = ""
     has_infiniband: bool = False
     has_gpu: bool = False
+    has_bfloat16: bool = True
+    """The processor has instructions that compute it."""
     copy_gbps: float = 0.0
     """Plain copy in memory, 10^9 bytes/s."""
     ucx_gbps: float = 0.0

@@ -49,9 +49,15 @@ def gather(sglang_tested: str, *, measure: bool = True) -> Machine:
         ucx_error=ucx_error,
         has_infiniband=infiniband.is_dir() and any(infiniband.iterdir()),
         has_gpu=Path("/dev/nvidia0").exists(),
+        has_bfloat16=has_bfloat16(Path("/proc/cpuinfo").read_text()),
         copy_gbps=_copy_gbps() if measure else 0.0,
         ucx_gbps=_ucx_gbps() if measure and not ucx_error else 0.0,
     )
+
+
+def has_bfloat16(cpuinfo: str) -> bool:
+    """Whether /proc/cpuinfo names instructions for bfloat16, Intel's, AMD's or Arm's."""
+    return re.search(r"^(flags|Features)\s*:.*\b(avx512_bf16|amx_bf16|bf16)\b", cpuinfo, re.M) is not None
 
 
 def _limit(value: int) -> int:

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from pdserve.doctor import judge
 from pdserve.doctor.facts import Finding, Machine, PoolNode, Probe, Turn, Worker
+from pdserve.doctor.machine import has_bfloat16
 
 MACHINE = Machine(
     open_files=100_000,
@@ -96,6 +97,26 @@ def test_huge_pages_are_looked_at_where_they_are_asked_for() -> None:
     assert troubles(judge.machine(MACHINE, 50 << 30, huge_pages=True)) == [("fail", "huge pages")]
     enough = replace(MACHINE, huge_pages_free=25_600, shm_free_bytes=7 << 30)
     assert troubles(judge.machine(enough, 50 << 30, huge_pages=True)) == []
+
+
+def test_a_processor_without_bfloat16_gets_a_hint_and_no_warning() -> None:
+    slow = [*judge.machine(replace(MACHINE, has_bfloat16=False), 50 << 30)]
+    assert troubles(slow) == []
+    assert any("float32" in finding.says for finding in slow)
+    assert not any("float32" in finding.says for finding in judge.machine(MACHINE, 50 << 30))
+
+
+@pytest.mark.parametrize(
+    ("line", "has"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512_bf16 amx_tile", True),
+        ("flags\t\t: fpu avx2 avx512f avx512vl", False),
+        ("Features\t: fp asimd i8mm bf16 dgh", True),
+        ("bugs\t\t: bf16", False),
+    ],
+)
+def test_bfloat16_is_known_by_the_processors_flags(line: str, has: bool) -> None:
+    assert has_bfloat16(f"processor\t: 0\n{line}\nbogomips : 1\n") is has
 
 
 def test_the_transport_that_will_be_used_is_named() -> None:
