@@ -11,7 +11,7 @@ import importlib
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Annotated, NamedTuple, NoReturn
+from typing import Annotated, Final, NamedTuple, NoReturn
 
 import typer
 
@@ -40,12 +40,17 @@ SUB_COMMANDS: Mapping[str, SubCommand] = {
     "bench": SubCommand("pdserve.bench.cli:app", "Measure serving and the pool."),
 }
 
+IN_A_HURRY: Final[Mapping[tuple[str, ...], str]] = {("pool", "serve"): "pdserve.kvpool.serve_cli:command"}
+"""Words of a sub-command that are loaded without the rest of it."""
+
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run `pdserve` with these arguments (the process's own by default) and exit."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = words[0] if words else ""
     try:
+        if target := IN_A_HURRY.get(tuple(words[:2])):
+            _run(load(target), words[2:], f"pdserve {' '.join(words[:2])}")
         if name in SUB_COMMANDS:
             _run(load(SUB_COMMANDS[name].target), words[1:], f"pdserve {name}")
         _run(_overview(), words or ["--help"], "pdserve")

@@ -1,0 +1,24 @@
+"""`pdserve pool serve`, by itself: a node that restarts is waited for, so it loads nothing of the other words
+of `pdserve pool` (tables, clients), nor anything twice.
+"""
+
+from __future__ import annotations
+
+from pdserve.command import config_command
+from pdserve.kvpool.config import PoolNodeConfig
+from pdserve.logs import configure_logs
+
+
+def _serve(config: PoolNodeConfig) -> None:
+    # its help needs neither event loop nor UCX
+    from pdserve.kvpool.process import run_node
+
+    configure_logs(config.log_format, config.log_level, node=config.name)
+    run_node(config)
+
+
+command = config_command(
+    PoolNodeConfig,
+    _serve,
+    help="Run a pool node until SIGTERM. Pages stay in memory for the next start.",
+)
