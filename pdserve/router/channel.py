@@ -11,6 +11,7 @@ import msgspec
 
 from pdserve.errors import PdserveError
 from pdserve.router.changes import FleetChange
+from pdserve.router.shares import Share, Want
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 COLLECT_TIMEOUT_S = 2.0
@@ -37,7 +38,19 @@ class Reload(msgspec.Struct, tag="reload", frozen=True):
     """The API keys are to be read anew: one process was told so."""
 
 
-Message = Ready | Collect | Collected | FleetChange | Reload
+class Wants(msgspec.Struct, tag="wants", frozen=True):
+    """Child to parent: what changed of its tenants."""
+
+    tenants: dict[str, Want]
+
+
+class Shared(msgspec.Struct, tag="shared", frozen=True):
+    """To a child: what changed of its tenants' shares."""
+
+    tenants: dict[str, Share]
+
+
+Message = Ready | Collect | Collected | FleetChange | Reload | Wants | Shared
 _decoder = msgspec.json.Decoder(Message)
 _encoder = msgspec.json.Encoder()
 

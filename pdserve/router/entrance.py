@@ -128,6 +128,12 @@ class Entrance:
         if self._waiters:
             self._wake(changed)
 
+    def fill(self) -> None:
+        """Somebody who waits may be let in now: there are more workers, or a tenant has a larger share."""
+        now_s = self._loop.time()
+        for model in self.admission.busy_lanes:
+            self._wake(self.admission.resize(model, self._slots(model, now_s), now_s))
+
     def close(self) -> None:
         """Stop the timer."""
         if self._timer is not None:
@@ -165,8 +171,6 @@ class Entrance:
                 waiter.set_result(None)
 
     def _tick(self) -> None:
-        now_s = self._loop.time()
-        self._wake(self.admission.expire(now_s))
-        for model in self.admission.busy_lanes:
-            self._wake(self.admission.resize(model, self._slots(model, now_s), now_s))
+        self._wake(self.admission.expire(self._loop.time()))
+        self.fill()
         self._timer = self._loop.call_later(TICK_S, self._tick) if self._waiters else None

@@ -12,8 +12,19 @@ from prometheus_client import generate_latest
 from pdserve.errors import ConfigError
 from pdserve.router.app import Router
 from pdserve.router.changes import FleetChange
-from pdserve.router.channel import Channel, ChannelClosed, Collect, Collected, Message, Ready, Reload
+from pdserve.router.channel import (
+    Channel,
+    ChannelClosed,
+    Collect,
+    Collected,
+    Message,
+    Ready,
+    Reload,
+    Shared,
+    Wants,
+)
 from pdserve.router.fleet import FleetError
+from pdserve.router.shares import TELL_S, SharedLimits
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +38,7 @@ class Peers:
         self._router = router
         self._server = server
         self._channel = Channel(self._on_message)
+        self._limits = SharedLimits(router.entrance.tenants)
 
     async def run(self, sock: socket.socket) -> None:
         """Until the parent is gone; then the server stops."""
@@ -34,11 +46,12 @@ class Peers:
         self._router.exposition = self._everybodys
         self._router.fleet.told = lambda act, worker, role: self._channel.send(FleetChange(act, worker, role))
         self._router.told_reload = lambda: self._channel.send(Reload())
-        announcing = asyncio.create_task(self._announce())
+        tasks = asyncio.create_task(self._announce()), asyncio.create_task(self._tell())
         try:
             await self._channel.run(sock)
         finally:
-            announcing.cancel()
+            for task in tasks:
+                task.cancel()
             if not self._server.should_exit:
                 logger.warning("the parent process is gone")
                 self._server.should_exit = True
@@ -47,6 +60,12 @@ class Peers:
         while not self._server.started:  # noqa: ASYNC110 - uvicorn tells nobody
             await asyncio.sleep(START_POLL_S)
         self._channel.send(Ready())
+
+    async def _tell(self) -> None:
+        while True:
+            if wants := self._limits.changed():
+                self._channel.send(Wants(wants))
+            await asyncio.sleep(TELL_S)
 
     async def _everybodys(self) -> bytes:
         try:
@@ -60,6 +79,9 @@ class Peers:
             self._channel.send(Collected(message.number, own))
         elif isinstance(message, FleetChange):
             self._apply(message)
+        elif isinstance(message, Shared):
+            self._limits.apply(message.tenants)
+            self._router.entrance.fill()
         elif isinstance(message, Reload):
             try:
                 self._router.reload()

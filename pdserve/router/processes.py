@@ -9,6 +9,7 @@ old child told to stop, to finish what it has.
 - A child that dies is started again, after a pause.
 - SIGTERM, SIGINT: every child finishes what it has, within `stop_grace_s`.
 - Metrics: the child that is asked asks the parent, which asks all and adds up.
+- Limits of tenants hold over all of them, see `shares`.
 - What the admin API of one child does to the fleet, the parent tells the others, and those started later;
   that it reads the API keys anew, it tells the others.
 
@@ -18,6 +19,7 @@ A child ends when its parent is gone, for whatever reason: its end of their sock
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import multiprocessing
 import signal
@@ -29,11 +31,12 @@ from multiprocessing.context import SpawnProcess
 from pdserve.command import ConfigSource
 from pdserve.errors import ConfigError, PdserveError, StartupError
 from pdserve.router.changes import Changes, FleetChange
-from pdserve.router.channel import Channel, Collect, Collected, Message, Ready, Reload
+from pdserve.router.channel import Channel, Collect, Collected, Message, Ready, Reload, Shared, Wants
 from pdserve.router.config import RouterConfig
 from pdserve.router.hot import LAST_WORD_S
 from pdserve.router.reload import watch_file
 from pdserve.router.serve import bind, configure_logging, serve_child
+from pdserve.router.shares import Divider, Shares
 from pdserve.router.sums import add_up
 
 logger = logging.getLogger(__name__)
@@ -43,6 +46,7 @@ RESTART_PAUSE_S = 1.0
 STOP_SLACK_S = LAST_WORD_S + 3.0
 """On top of `stop_grace_s`, until a child is killed."""
 _spawn = multiprocessing.get_context("spawn")
+_numbers = itertools.count()
 
 
 class Child:
@@ -55,6 +59,7 @@ class Child:
         admin: socket.socket | None,
         on_message: Callable[[Child, Message], None],
     ) -> None:
+        self.number = next(_numbers)
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self.is_ready = asyncio.Event()
@@ -98,16 +103,6 @@ class Child:
         return self.process.exitcode or 0
 
 
-def unshared_limits(config: RouterConfig) -> str:
-    """A line about limits that are not what they seem with several processes; empty if there are none."""
-    if not any(limits.is_limited for limits in (config.tenant_defaults, *config.tenants)):
-        return ""
-    return (
-        f"limits of tenants count in each of the {config.processes} processes: a tenant may use up to so "
-        "many times as much, and one whose connections all meet the same process as much as they say"
-    )
-
-
 class Processes:
     """The parent."""
 
@@ -121,6 +116,7 @@ class Processes:
         self._live: set[Child] = set()
         """Those that start or stop, too."""
         self._changes = Changes()
+        self._divider = Divider()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = asyncio.Event()
         self._reload = asyncio.Event()
@@ -128,8 +124,6 @@ class Processes:
     async def run(self) -> None:
         """Until SIGTERM or SIGINT. Raises StartupError."""
         loop = asyncio.get_running_loop()
-        if note := unshared_limits(self._config):
-            logger.warning("%s", note)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopped.set)
         loop.add_signal_handler(signal.SIGHUP, self._reload.set)
@@ -159,7 +153,7 @@ class Processes:
         admin = self._admin if listening is self._sockets[0] else None
         child = Child(self._config, listening, admin, self._on_message)
         self._live.add(child)
-        child.serving.add_done_callback(lambda _: self._live.discard(child))
+        child.serving.add_done_callback(lambda _: self._ended(child))
         return child
 
     async def _keep(self, slot: int) -> None:
@@ -216,11 +210,22 @@ class Processes:
                 child.channel.send(change)
         elif isinstance(message, Collect):
             self._later(self._collect(child, message.number))
+        elif isinstance(message, Wants):
+            self._share(self._divider.told(child.number, message.tenants))
         elif isinstance(message, FleetChange):
             self._changes.note(message)
             self._tell_others(child, message)
         elif isinstance(message, Reload):
             self._tell_others(child, message)
+
+    def _ended(self, child: Child) -> None:
+        self._live.discard(child)
+        self._share(self._divider.gone(child.number))
+
+    def _share(self, shares: Shares) -> None:
+        for child in self._live:
+            if child.number in shares:
+                child.channel.send(Shared(shares[child.number]))
 
     def _tell_others(self, child: Child, message: Message) -> None:
         for other in self._live - {child}:

@@ -14,28 +14,27 @@ SHARED = "shared"
 
 
 class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a tenant may use of one router process."""
+    """What a tenant may use of a router, all its processes together."""
 
     requests_s: Annotated[
         float,
         Meta(
             ge=0,
-            description="Requests per second in each router process, a second's worth at once; 0: no limit.",
+            description="Requests per second, a second's worth at once; 0: no limit.",
         ),
     ] = 0.0
     tokens_min: Annotated[
         int,
         Meta(
             ge=0,
-            description="Prompt and output tokens per minute in each router process, a minute's worth at "
-            "once; 0: no limit.",
+            description="Prompt and output tokens per minute, a minute's worth at once; 0: no limit.",
         ),
     ] = 0
     concurrency: Annotated[
         int,
         Meta(
             ge=0,
-            description="Requests that each router process answers at the same time, more wait; 0: no limit.",
+            description="Requests that are answered at the same time, more wait; 0: no limit.",
         ),
     ] = 0
     weight: Annotated[
@@ -52,7 +51,7 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def is_limited(self) -> bool:
-        """It has limits that every router process counts for itself."""
+        """It has limits that the processes of a router share."""
         return bool(self.requests_s or self.tokens_min or self.concurrency)
 
 

@@ -67,15 +67,33 @@ class Use(msgspec.Struct):
 class TenantState:
     """A tenant as the router knows it."""
 
-    __slots__ = ("limits", "name", "requests", "running", "tokens", "use", "waiting")
+    __slots__ = (
+        "grant_number",
+        "granted",
+        "limits",
+        "name",
+        "requests",
+        "running",
+        "spent_requests",
+        "spent_tokens",
+        "tokens",
+        "use",
+        "waiting",
+    )
 
-    def __init__(self, name: str, limits: TenantLimits, now_s: float) -> None:
+    def __init__(self, name: str, limits: TenantLimits, now_s: float, granted: int | None = None) -> None:
         self.name = name
         self.limits = limits
         self.running = 0
         """Requests let in and not over; kept by `Admission`."""
         self.waiting = 0
         """Requests in the queue; kept by `Admission`."""
+        self.granted = granted
+        """How much of its concurrency this process may use, if there are several; see `shares`."""
+        self.grant_number = 0
+        self.spent_requests = 0.0
+        self.spent_tokens = 0.0
+        """Charged to its buckets, and not told to other processes yet."""
         self.use = Use()
         self.requests: Bucket | None = None
         self.tokens: Bucket | None = None
@@ -89,7 +107,10 @@ class TenantState:
     @property
     def is_free(self) -> bool:
         """It may run one more request."""
-        return not self.limits.concurrency or self.running < self.limits.concurrency
+        most = self.limits.concurrency
+        if not most:
+            return True
+        return self.running < (most if self.granted is None else min(self.granted, most))
 
     def set_limits(self, limits: TenantLimits, now_s: float) -> None:
         """Other limits from now on; what was used stays used."""
@@ -109,8 +130,10 @@ class TenantState:
             raise TooManyError(f"You may use {limit}.", wait_s, RATE_EXCEEDED)
         if self.requests is not None:
             self.requests.charge(1)
+            self.spent_requests += 1
         if self.tokens is not None:
             self.tokens.charge(tokens)
+            self.spent_tokens += tokens
 
     def settle(self, charged_tokens: int, prompt_tokens: int, output_tokens: int) -> None:
         """A request that was charged by `take` is over and used so much."""
@@ -118,6 +141,14 @@ class TenantState:
         self.use.output_tokens += output_tokens
         if self.tokens is not None:
             self.tokens.charge(prompt_tokens + output_tokens - charged_tokens)
+            self.spent_tokens += prompt_tokens + output_tokens - charged_tokens
+
+    def charge_elsewhere(self, requests: float, tokens: float) -> None:
+        """Other processes have charged this."""
+        if self.requests is not None:
+            self.requests.charge(requests)
+        if self.tokens is not None:
+            self.tokens.charge(tokens)
 
 
 def _bucket(old: Bucket | None, rate_s: float, capacity: float, now_s: float) -> Bucket | None:
@@ -151,6 +182,18 @@ class Tenants:
         self._by_name: dict[str, TenantState] = {}
         self._by_prefix: dict[str, list[tuple[str, TenantState]]] = {}
         self.has_keys = False
+        self._granted: int | None = None
+
+    @property
+    def granted(self) -> int | None:
+        """What new tenants may use of their concurrency here; setting it sets that of all."""
+        return self._granted
+
+    @granted.setter
+    def granted(self, granted: int | None) -> None:
+        self._granted = granted
+        for state in self.all:
+            state.granted = granted
 
     def configure(
         self,
@@ -176,7 +219,7 @@ class Tenants:
         for name in names:
             state = self._by_name.get(name)
             if state is None:
-                state = TenantState(name, limits.get(name, defaults), now_s)
+                state = TenantState(name, limits.get(name, defaults), now_s, self.granted)
             else:
                 state.set_limits(limits.get(name, defaults), now_s)
             states[name] = state
@@ -190,6 +233,10 @@ class Tenants:
     def all(self) -> tuple[TenantState, ...]:
         """In the order of the keys."""
         return tuple(self._by_name.values())
+
+    def get(self, name: str) -> TenantState | None:
+        """The tenant of this name."""
+        return self._by_name.get(name)
 
     @property
     def anonymous(self) -> TenantState:

@@ -11,14 +11,10 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.errors import StartupError
-from pdserve.router.config import RouterConfig
-from pdserve.router.processes import Processes, unshared_limits
 from pdserve.router.sums import add_up
-from pdserve.router.tenant_config import Tenant, TenantLimits
 
 from .harness import Response, chat_body, run
-from .mock_worker import ANSWER, EVENTS, Gate, MockWorker, stream, workers
+from .mock_worker import ANSWER, EVENTS, Gate, MockWorker, Received, Wire, stream, workers
 from .test_serve import RouterProcess, start_streaming
 
 CHAT = "/v1/chat/completions"
@@ -165,18 +161,57 @@ def test_children_end_with_their_parent() -> None:
     run(main(), timeout_s=150)
 
 
-def test_limits_that_count_in_each_process_are_named_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
-    limited = TenantLimits(tokens_min=1000)
-    assert unshared_limits(RouterConfig(processes=2)) == ""
-    assert "each of the 2" in unshared_limits(RouterConfig(processes=2, tenant_defaults=limited))
-    mine = (Tenant(name="a", concurrency=1),)
-    config = RouterConfig(
-        processes=2, tenants=mine, decode_policy="x", decode=("http://127.0.0.1:1",), port=0
-    )
-    assert "each of the 2" in unshared_limits(config)
-    with pytest.raises(StartupError):
-        run(Processes(config, None).run())
-    assert unshared_limits(config) in caplog.messages
+def test_a_tenants_limits_hold_over_all_processes(tmp_path: Path) -> None:
+    async def main() -> None:
+        decode = MockWorker("decode")
+        running = most = done = 0
+        enough = asyncio.Event()
+
+        async def count(wire: Wire, request: Received) -> None:
+            nonlocal running, most, done
+            running += 1
+            most = max(most, running)
+            if running == 3:
+                enough.set()
+            await enough.wait()
+            await wire.body(200, ANSWER)
+            running -= 1
+            done += 1
+
+        decode.script(CHAT, *[count] * 24)
+        async with workers(decode):
+            file = tmp_path / "router.toml"
+            file.write_text(f'decode = ["{decode.url}"]\nprocesses = 2\n[tenant_defaults]\nconcurrency = 3\n')
+            router = await RouterProcess.start("--config", str(file))
+            await router.listening()
+            answers = await asyncio.gather(*(ask(router) for _ in range(24)))
+            assert {answer.status for answer in answers} == {200}
+            assert (most, done) == (3, 24)
+
+            file.write_text(f'decode = ["{decode.url}"]\nprocesses = 2\n[tenant_defaults]\nrequests_s = 20\n')
+            before = await children(router)
+            router.process.send_signal(signal.SIGHUP)
+
+            async def replaced() -> bool:
+                there = await children(router)
+                return len(there) == 2 and not there & before
+
+            await until(replaced)
+            loop = asyncio.get_running_loop()
+            begun_s, let_in = loop.time(), 0
+            while loop.time() < begun_s + 3:
+                statuses = [
+                    answer.status for answer in await asyncio.gather(*(ask(router) for _ in range(4)))
+                ]
+                assert set(statuses) <= {200, 429}
+                let_in += statuses.count(200)
+            took_s = loop.time() - begun_s
+            # a second's worth at once, what was let in before the other process heard of it, and the rate
+            assert 20 <= let_in <= 20 + 16 + 20 * took_s
+            router.process.terminate()
+            await router.ended()
+
+    run(main(), timeout_s=150)
 
 
 def test_a_reload_takes_over_the_lists_of_workers(tmp_path: Path) -> None:

@@ -1,0 +1,159 @@
+"""A tenant's limits over several processes: never exceeded, never left unused, whatever comes when."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.router.shares import Divider, Share, SharedLimits, Shares, Want, split
+from pdserve.router.tenant_config import Tenant, TenantLimits
+from pdserve.router.tenants import Tenants
+
+NAME = "t"
+
+
+class Process:
+    """One whose messages take their time."""
+
+    def __init__(self, concurrency: int) -> None:
+        self.tenants = Tenants()
+        limits = Tenant(name=NAME, concurrency=concurrency, requests_s=10.0, tokens_min=6000)
+        self.tenants.configure({"0" * 64: NAME}, [limits], TenantLimits(), 0.0)
+        self.limits = SharedLimits(self.tenants)
+        self.said: deque[dict[str, Want]] = deque()
+        self.heard: deque[dict[str, Share]] = deque()
+        (self.tenant,) = self.tenants.all
+
+    def tell(self) -> None:
+        if wants := self.limits.changed():
+            self.said.append(wants)
+
+    def start(self) -> None:
+        """Whoever waits and may."""
+        while self.tenant.waiting and self.tenant.is_free:
+            self.tenant.waiting -= 1
+            self.tenant.running += 1
+
+
+class Cluster:
+    def __init__(self, processes: int, concurrency: int) -> None:
+        self.divider = Divider()
+        self.processes = {number: Process(concurrency) for number in range(processes)}
+
+    @property
+    def running(self) -> int:
+        return sum(process.tenant.running for process in self.processes.values())
+
+    def deliver(self, shares: Shares) -> None:
+        for number, of_tenants in shares.items():
+            if number in self.processes:
+                self.processes[number].heard.append(of_tenants)
+
+    def step(self, number: int, which: str) -> None:
+        process = self.processes[number]
+        if which == "arrive":
+            process.tenant.waiting += 1
+        elif which == "end" and process.tenant.running:
+            process.tenant.running -= 1
+        elif which == "tell":
+            process.tell()
+        elif which == "parent" and process.said:
+            self.deliver(self.divider.told(number, process.said.popleft()))
+        elif which == "hear" and process.heard:
+            process.limits.apply(process.heard.popleft())
+        elif which == "die":
+            del self.processes[number]
+            self.deliver(self.divider.gone(number))
+            return
+        process.start()
+
+    def settle(self) -> None:
+        """Until nobody has anything to say."""
+        for _ in range(1000):
+            for number, process in self.processes.items():
+                process.tell()
+                for which in ("parent", "hear"):
+                    while process.said if which == "parent" else process.heard:
+                        self.step(number, which)
+            if not any(process.heard or process.limits.changed() for process in self.processes.values()):
+                return
+
+
+WHICH = ("arrive", "arrive", "end", "tell", "parent", "hear")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_concurrency_is_never_exceeded_and_is_used_where_it_is_wanted(seed: int) -> None:
+    dice = random.Random(seed)
+    concurrency = dice.choice([1, 2, 3, 8, 50])
+    cluster = Cluster(dice.randrange(1, 6), concurrency)
+    for _ in range(600):
+        if len(cluster.processes) > 1 and dice.random() < 0.002:
+            cluster.step(dice.choice(list(cluster.processes)), "die")
+        if dice.random() < 0.002:
+            cluster.processes[max(cluster.processes) + 1] = Process(concurrency)
+        cluster.step(dice.choice(list(cluster.processes)), dice.choice(WHICH))
+        assert cluster.running <= concurrency
+    for _ in range(12):
+        cluster.settle()
+    waiting = sum(process.tenant.waiting for process in cluster.processes.values())
+    assert cluster.running == concurrency or not waiting
+    assert cluster.divider.held(NAME) == concurrency
+
+
+@pytest.mark.parametrize("concurrency", [1, 2, 5])
+def test_nobody_waits_for_ever(concurrency: int) -> None:
+    cluster = Cluster(4, concurrency)
+    ended = dict.fromkeys(cluster.processes, 0)
+    for _ in range(40):
+        for process in cluster.processes.values():
+            process.tenant.waiting = 50
+        cluster.settle()
+        for number, process in cluster.processes.items():
+            ended[number] += process.tenant.running
+            process.tenant.running = 0
+    assert min(ended.values()) * 3 >= max(ended.values()) > 0
+    assert sum(ended.values()) >= 0.9 * 40 * concurrency
+
+
+def test_what_one_process_charges_the_others_charge_once() -> None:
+    cluster = Cluster(3, 0)
+    for process in cluster.processes.values():
+        process.tell()
+    cluster.settle()
+    cluster.processes[0].tenant.take(100, 0.0)
+    cluster.processes[1].tenant.take(50, 0.0)
+    cluster.settle()
+    cluster.processes[0].tenant.settle(100, 30, 20)
+    cluster.settle()
+    for process in cluster.processes.values():
+        assert process.tenant.requests is not None
+        assert process.tenant.tokens is not None
+        assert process.tenant.requests.level == 10.0 - 2
+        assert process.tenant.tokens.level == 6000 - 100
+
+
+def test_a_process_alone_divides_with_nobody() -> None:
+    tenants = Tenants()
+    tenants.configure({}, [], TenantLimits(concurrency=2), 0.0)
+    tenants.anonymous.running = 1
+    assert tenants.anonymous.is_free
+
+
+@given(
+    st.integers(0, 100),
+    st.dictionaries(st.integers(0, 20), st.integers(0, 200), min_size=1),
+    st.integers(0, 50),
+)
+def test_the_limit_is_divided_whole_and_fairly(limit: int, demands: dict[int, int], turn: int) -> None:
+    given_ = split(limit, demands, turn)
+    assert sum(given_.values()) == limit
+    short = [process for process in demands if given_[process] < demands[process]]
+    for process in short:  # nobody who wants more has less than another, but for what cannot be divided
+        assert given_[process] >= max(given_.values()) - 1
+    if sum(demands.values()) <= limit:
+        assert not short
