@@ -172,8 +172,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             ge=1,
             le=64,
-            description="Router processes that share the port; metrics are added up, limits and queue "
-            "count in each.",
+            description="Router processes that share the port; metrics are added up, tenants' limits are "
+            "shared, the queue is each one's own.",
         ),
     ] = 1
     watch_config_s: Annotated[

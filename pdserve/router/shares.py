@@ -11,12 +11,12 @@ grant that is lowered counts until the process has said that it knows, and what 
 
 A process is sent no other grant while one is on its way. The limit is divided by max-min fairness over what
 runs and waits at each process; what nobody wants is spread evenly, so that who comes is let in without
-asking. Where there is less than one for each process with somebody waiting, they take turns.
+asking. What cannot be divided goes to who ran nothing for longest, so they take turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -100,10 +100,12 @@ def _want(tenant: TenantState) -> Want:
 class _Part:
     """A process, as far as one tenant goes."""
 
-    __slots__ = ("known", "number", "sent", "want")
+    __slots__ = ("known", "number", "sent", "served", "want")
 
     def __init__(self, want: Want) -> None:
         self.want = want
+        self.served = 0
+        """When it last said that it runs something, in messages."""
         self.number = 0
         self.sent = 0
         """The grant that was sent last, under `number`."""
@@ -125,7 +127,7 @@ class Divider:
     def __init__(self) -> None:
         self._tenants: dict[str, dict[int, _Part]] = {}
         self._limits: dict[str, int] = {}
-        self._turn = 0
+        self._told = 0
 
     def told(self, process: int, wants: Mapping[str, Want]) -> Shares:
         """A process has said this; what is to be said now, and to whom."""
@@ -134,6 +136,9 @@ class Divider:
             parts = self._tenants.setdefault(name, {})
             part = parts.setdefault(process, _Part(want))
             part.want = want
+            self._told += 1
+            if want.running:
+                part.served = self._told
             if want.number == part.number:
                 part.known = part.sent
             self._limits[name] = want.limit
@@ -161,13 +166,12 @@ class Divider:
         content = all(part.demand <= part.sent for part in parts.values())
         if not limit or (content and given == limit):
             return
-        self._turn += 1
-        ideal = split(limit, {process: part.demand for process, part in parts.items()}, self._turn)
-        settled = {process: part for process, part in parts.items() if part.known == part.sent}
+        in_turn = sorted(parts, key=lambda process: parts[process].served)
+        ideal = split(limit, {process: parts[process].demand for process in in_turn})
+        settled = {process: part for process in in_turn if (part := parts[process]).known == part.sent}
         grants = {process: min(part.sent, ideal[process]) for process, part in settled.items()}
         free = limit - self.held(name)
-        for process in _rotated(settled, self._turn):
-            part = settled[process]
+        for process, part in settled.items():
             more = min(ideal[process], part.held + max(0, free)) - grants[process]
             if more > 0:
                 free -= max(0, grants[process] + more - part.held)
@@ -181,23 +185,24 @@ class Divider:
                 shares.setdefault(process, {})[name] = share
 
 
-def split(limit: int, demands: Mapping[int, int], turn: int) -> dict[int, int]:
+def split(limit: int, demands: Mapping[int, int]) -> dict[int, int]:
     """`limit` divided by max-min fairness over `demands`; what nobody demands, evenly. Adds up to `limit`.
-    Equals come first in turn.
+    Who stands first in `demands` gets what cannot be divided.
     """
-    order = _rotated(demands, turn)
-    left, given = limit, {}
-    for place, process in enumerate(sorted(order, key=lambda one: demands[one])):
-        given[process] = min(demands[process], left // (len(order) - place))
-        left -= given[process]
-    for place, process in enumerate(order):
-        more = -(-left // (len(order) - place))
+    left, level = limit, max(demands.values())
+    for place, demand in enumerate(sorted(demands.values())):
+        if demand > left // (len(demands) - place):
+            level = left // (len(demands) - place)
+            break
+        left -= demand
+    given = {process: min(demand, level) for process, demand in demands.items()}
+    left = limit - sum(given.values())
+    for process, demand in demands.items():
+        more = min(1, left, demand - given[process])
+        given[process] += more
+        left -= more
+    for place, process in enumerate(demands):
+        more = -(-left // (len(demands) - place))
         given[process] += more
         left -= more
     return given
-
-
-def _rotated(processes: Iterable[int], turn: int) -> list[int]:
-    order = sorted(processes)
-    at = turn % len(order) if order else 0
-    return order[at:] + order[:at]
