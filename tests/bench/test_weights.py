@@ -21,7 +21,9 @@ from pdserve.bench.serving.parts import (
     weigh,
 )
 from pdserve.bench.serving.weights_report import plot_weights, text
+from pdserve.engine.worker import WorkerConfig
 from pdserve.kvpool.page_trace import VARIABLE, PageSpan, PageTrace
+from pdserve.router.config import RouterConfig
 from pdserve.router.first_token import parse_timing, timing
 
 intervals = st.lists(
@@ -131,6 +133,16 @@ def test_workers_trace_their_pages_where_the_benchmark_looks() -> None:
         assert tables[role][0]["env"] == {VARIABLE: trace_path(setting, "disagg", role)}
     off = contender("disagg", msgspec.structs.replace(setting, trace_pages=False), 9000, 9001).tables
     assert "env" not in off["prefill"][0]
+
+
+def test_prompts_are_pulled_ahead_as_asked_for_by_settings_that_workers_and_router_know() -> None:
+    setting = Setting(model_path="/m", directory="/run/b", device_tokens=640, pull_step_tokens=512)
+    tables = contender("disagg", setting, 9000, 9001).tables
+    worker = msgspec.convert(tables["worker"], WorkerConfig)
+    router = msgspec.convert(tables["router"], RouterConfig)
+    assert (worker.pull_step_tokens, router.pull_ahead_tokens) == (512, 1024)
+    usual = contender("disagg", msgspec.structs.replace(setting, pull_step_tokens=None), 9000, 9001).tables
+    assert "pull_step_tokens" not in usual["worker"]
 
 
 def test_a_trace_has_a_line_for_each_call_also_of_one_that_raises(tmp_path: Path) -> None:

@@ -19,6 +19,14 @@ def weights(
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each conversation.")] = 2,
     repeat: Annotated[int, typer.Option(min=1, help="Conversations; medians are taken over them.")] = 5,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of every answer.")] = 32,
+    pull_step: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Pages are pulled while their prompt is computed, in steps of so many tokens, from "
+            "prompts of twice as many on; none: as the configuration has it.",
+        ),
+    ] = None,
     device_tokens: options.DeviceTokens = 16384,
     model: ModelPath = Path(options.DEMO_MODEL),
     pool_capacity: Annotated[str, typer.Option(help="Memory of the pool node.")] = "2GiB",
@@ -60,6 +68,7 @@ def weights(
             device_tokens=device_tokens,
             pool_capacity=pool_capacity,
             trace_pages=True,
+            pull_step_tokens=pull_step,
             arena_directory=memory,
             extra_args=tuple(extra or ()),
         )

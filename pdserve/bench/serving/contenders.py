@@ -41,6 +41,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     pool_capacity: str = "2GiB"
     trace_pages: bool = False
     """Workers write when their pages moved into `trace_path`."""
+    pull_step_tokens: int | None = None
+    """Prompts of twice as many are pulled in such steps while they are computed; none: as is usual."""
     arena_directory: str = "/dev/shm/pdserve"
     extra_args: tuple[str, ...] = ()
 
@@ -68,6 +70,10 @@ def contender(
         "extra_args": list(setting.extra_args),
     }
     worker: dict[str, Any] = {"engine": engine, "cluster_token": ""}  # asked directly by us, on this host
+    router: dict[str, Any] = {"port": router_port}
+    if setting.pull_step_tokens is not None:
+        worker["pull_step_tokens"] = setting.pull_step_tokens
+        router["pull_ahead_tokens"] = 2 * setting.pull_step_tokens
     alone = {"engine": {"port": worker_port}}
     roles: dict[str, dict[str, Any]] = {
         "plain": {"agg": [{**alone, "storage": "none"}]},
@@ -93,7 +99,7 @@ def contender(
         own["pool"] = [{"capacity_bytes": setting.pool_capacity, **arena}]
     tables = {
         "cluster": {"name": name, "run_dir": directory, "restart": "never"},
-        "router": {"port": router_port},
+        "router": router,
         "worker": worker,
         **own,
     }
