@@ -145,7 +145,8 @@ def serving() -> str:
         *_goals(goal_rows(found, _hop_ms())),
         *(line for run, measured in compared for line in _compared(run, measured)),
         *_swept(),
-        *_weighed(),
+        *_weighed("weights"),
+        *_weighed("overlap"),
     ]
     return "\n".join(out or ["`launch/bench.sh` measures it; no run is kept yet."]) + "\n"
 
@@ -230,8 +231,8 @@ def _swept() -> list[str]:
     return [*out, ""]
 
 
-def _weighed() -> list[str]:
-    lines = _newest("weights")
+def _weighed(kind: str) -> list[str]:
+    lines = _newest(kind)
     if not lines:
         return []
     run, turns = lines[0], _weights(lines)

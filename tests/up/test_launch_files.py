@@ -80,7 +80,7 @@ def test_scripts_are_valid_bash() -> None:
         subprocess.run(["bash", "-n", str(script)], check=True)
 
 
-NAMES = ("compare-large", "compare-small", "sweep", "weights")
+NAMES = ("compare-large", "compare-small", "overlap", "sweep", "weights")
 
 
 class BenchScript:
@@ -133,25 +133,27 @@ def test_bench_runs_commands_that_exist_and_keeps_their_lines(tmp_path: Path) ->
     assert status == 0
     assert script.kept() == list(NAMES)
     lines = [path.read_text().splitlines()[1] for path in sorted(script.results.glob("*.jsonl"))]
-    assert lines == ["compare", "compare", "sweep", "weights"]
+    assert lines == ["compare", "compare", "weights", "sweep", "weights"]
     commands = typer.main.get_command(bench_app).commands  # type: ignore[attr-defined]
     for line in asked:
         bench, name, *words = line.split()
         assert bench == "bench"
         context = commands[name].make_context(name, words)  # raises for an option or value it does not know
-        assert context.params["extra"] == ["--dtype", "float32"]
+        chunks = ["--chunked-prefill-size", "256"] if "--pull-step" in line else []
+        assert context.params["extra"] == ["--dtype", "float32", *chunks]
         if name == "compare":
             assert len(loads_of(context.params["load"], "eic", 1.0, {})) == 2
         assert "/" not in line.replace("models/demo-small", "").replace("logs/bench/", "")
 
 
 def test_bench_goes_on_after_a_failure_and_keeps_what_was_measured(tmp_path: Path) -> None:
-    script = BenchScript(tmp_path, f'[ "$2" = weights ] && exit 3; {MEASURES}; [ "$2" != sweep ]')
+    script = BenchScript(tmp_path, f'[[ "$*" = *"--repeat 5"* ]] && exit 3; {MEASURES}; [ "$2" != sweep ]')
     status, said, _ = script.run()
     assert status == 1
     assert script.kept() == [
         "compare-large",
         "compare-small",
+        "overlap",
         "sweep",
     ]  # the sweep failed after its first rate
     assert said.endswith("failed: weights (status 3)\nfailed: sweep (status 1)\n")
@@ -160,19 +162,19 @@ def test_bench_goes_on_after_a_failure_and_keeps_what_was_measured(tmp_path: Pat
 def test_bench_begins_nothing_that_would_not_end_in_its_time(tmp_path: Path) -> None:
     script = BenchScript(tmp_path, MEASURES)
     path = tmp_path / "launch/bench.sh"
-    path.write_text(path.read_text().replace("LIMIT_S=$((30 * 60))", "LIMIT_S=$((3 * 60))"))
+    path.write_text(path.read_text().replace("LIMIT_S=$((30 * 60))", "LIMIT_S=150"))
     status, said, asked = script.run()
     assert status == 1
-    assert [line.split()[1] for line in asked] == ["weights"]
-    assert said.count("no time left") == 3
+    assert ["--pull-step" in line for line in asked] == [True]
+    assert said.count("no time left") == 4
 
 
 def test_bench_measures_only_what_it_is_told_and_not_again_what_it_has(tmp_path: Path) -> None:
     script = BenchScript(tmp_path, MEASURES)
     assert [line.split()[1] for line in script.run("--only", "sweep,weights")[2]] == ["weights", "sweep"]
-    assert [line.split()[1] for line in script.run("--resume")[2]] == ["compare", "compare"]
+    assert [line.split()[1] for line in script.run("--resume")[2]] == ["compare", "compare", "weights"]
     assert script.run("--resume")[2] == []
-    assert len(script.run("--", "--dtype", "bfloat16")[2]) == 4
+    assert len(script.run("--", "--dtype", "bfloat16")[2]) == 5
     (kept,) = script.results.glob("sweep-*.jsonl")
     kept.write_text('{"commit": "another"}\n')
     assert [line.split()[1] for line in script.run("--resume")[2]] == ["sweep"]
