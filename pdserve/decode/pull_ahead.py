@@ -22,7 +22,8 @@ from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from pdserve.engine.prompt import CHAT, prefill_request
+from pdserve.engine.endpoints import CHAT
+from pdserve.engine.prompt import prefill_request
 from pdserve.engine.pulls import PULL_ID
 from pdserve.engine.requests import PageNames
 from pdserve.errors import RequestError

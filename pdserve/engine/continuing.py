@@ -34,13 +34,13 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from pdserve.engine.endpoints import ENDPOINTS, check_endpoint
 from pdserve.engine.requests import CONTINUE_PATH, AsgiApp, Receive, Scope, Send
 from pdserve.errors import PdserveError, RequestError
 
 logger = logging.getLogger(__name__)
 
 ASK_HEADER = b"x-pdserve-marks"
-ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
 MAX_BODY_BYTES = 64 * 1024 * 1024
 DETOKENIZE_BEHIND = 5  # tokens of the prompt: INIT_INCREMENTAL_DETOKENIZATION_OFFSET
 MAX_INCOMPLETE = 8  # tokens that one character may be spread over, and more
@@ -254,9 +254,7 @@ def _asks(scope: Scope) -> bool:
 async def _unwrap(scope: Scope, receive: Receive) -> tuple[Scope, Receive, SoFar]:
     """The request as the client sent it, and what it has of the answer. Raises RequestError."""
     endpoint = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("endpoint", [""])[0]
-    if endpoint not in ENDPOINTS:
-        known = ", ".join(sorted(ENDPOINTS))
-        raise RequestError(404, f"endpoint must be one of {known}, not {endpoint[:200]!r}")
+    check_endpoint(endpoint)
     parts: list[bytes] = []
     size, more = 0, True
     while more:

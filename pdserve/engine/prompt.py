@@ -16,13 +16,9 @@ import pydantic
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from pdserve.engine.endpoints import CHAT, GENERATE, check_endpoint
 from pdserve.engine.reuse import Found
 from pdserve.errors import RequestError
-
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-GENERATE = "/generate"
-ENDPOINTS = (CHAT, COMPLETIONS, GENERATE)
 
 # Sampling parameters that could end or constrain the single token, or make more than one sequence of it.
 _GENERATION_ONLY = (
@@ -54,8 +50,7 @@ async def prefill_request(app_state: Any, endpoint: str, body: bytes, http_reque
     `app_state` is SGLang's `app.state`. Raises RequestError: 400 exactly where SGLang would refuse the body,
     404 for an endpoint that has no prefill.
     """
-    if endpoint not in ENDPOINTS:
-        raise RequestError(404, f"endpoint must be one of {', '.join(ENDPOINTS)}, not {endpoint!r}")
+    check_endpoint(endpoint)
     if endpoint == GENERATE:
         request = _native(body)
     else:

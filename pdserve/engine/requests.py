@@ -35,6 +35,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdserve.engine.endpoints import ENDPOINTS
 from pdserve.engine.first_token import TIMING_HEADER, FirstToken, WorkerMetrics, first_token
 from pdserve.engine.reuse import PREFILLED_HEADER, Reuse, parse_prefilled, replace_counts
 from pdserve.pages import namespace_seed, page_hashes, pool_key
@@ -46,9 +47,7 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 REQUEST_ID_HEADER = b"x-request-id"
 CONTINUE_PATH = "/pd/continue"
-GENERATING_PATHS = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/generate", "/pd/prefill", CONTINUE_PATH}
-)
+GENERATING_PATHS = frozenset({*ENDPOINTS, "/pd/prefill", CONTINUE_PATH})
 _BODY_QUEUE_MESSAGES = 8  # the server's own flow control does the rest
 
 

@@ -18,6 +18,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from pdserve.engine.first_token import WorkerMetrics
+from pdserve.engine.endpoints import CHAT
 from pdserve.engine.prompt import prefill_request, run_prefill
 from pdserve.engine.requests import HttpRequest, PageNames, current_request
 from pdserve.engine.reuse import Found
@@ -59,7 +60,7 @@ class Prefill:
         router.add_api_route("/pd/prefill", self.prefill, methods=["POST"], response_model=None)
         return router
 
-    async def prefill(self, request: Request, endpoint: str = "/v1/chat/completions") -> Response:
+    async def prefill(self, request: Request, endpoint: str = CHAT) -> Response:
         """Body: the client's body for `endpoint`, byte for byte."""
         try:
             return JSONResponse(await self._run(request, endpoint))
