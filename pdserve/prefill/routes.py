@@ -17,8 +17,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from pdserve.engine.first_token import WorkerMetrics
 from pdserve.engine.endpoints import CHAT
+from pdserve.engine.first_token import WorkerMetrics
 from pdserve.engine.prompt import prefill_request, run_prefill
 from pdserve.engine.requests import HttpRequest, PageNames, current_request
 from pdserve.engine.reuse import Found
