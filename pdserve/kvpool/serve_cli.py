@@ -1,5 +1,5 @@
 """`pdserve pool serve`, by itself: a node that restarts is waited for, so it loads nothing of the other words
-of `pdserve pool` (tables, clients), nor anything twice.
+of `pdserve pool` (tables, clients).
 """
 
 from __future__ import annotations

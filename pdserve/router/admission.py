@@ -185,6 +185,14 @@ class Admission:
         waiting = sum(map(len, lane.queues.values()))
         return min(MAX_RETRY_AFTER_S, waiting * lane.service_s / lane.slots)
 
+    def held_back(self, tenant: TenantState) -> int:
+        """How many of its requests would run now if its concurrency were larger."""
+        return sum(
+            max(0, min(len(lane.queues[tenant]), lane.slots - lane.running))
+            for lane in self._lanes.values()
+            if tenant in lane.queues
+        )
+
     @property
     def busy_lanes(self) -> list[str]:
         """Lanes that somebody waits in."""

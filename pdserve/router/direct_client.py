@@ -156,7 +156,8 @@ class DirectClient:
     @property
     def takes_now(self) -> bool:
         """Nothing is to be waited for."""
-        return not (self._protocol.flow.write_paused or self.disconnected)
+        protocol = self._protocol
+        return not (protocol.flow.write_paused or self.disconnected or protocol.transport.is_closing())
 
     def write_now(self, body: bytes) -> None:
         """Send a piece of the answer's body, not the last and not empty."""

@@ -112,8 +112,9 @@ class Entrance:
                 tenant.use.refused += 1
                 self._refuse(ticket)
         except BaseException:  # refused, or its client left
-            tenant.settle(estimate, 0, 0)
-            self._wake(self.admission.leave(ticket, self._loop.time()))
+            now_s = self._loop.time()
+            tenant.settle(estimate, 0, 0, now_s)
+            self._wake(self.admission.leave(ticket, now_s))
             raise
         tenant.use.requests += 1
         call.meter = Meter(estimate)
@@ -123,8 +124,9 @@ class Entrance:
         """A call that entered is over, in whatever way."""
         meter = call.meter
         assert meter is not None
-        ticket.tenant.settle(meter.charged_tokens, *meter.total(call.is_sse))
-        changed = self.admission.leave(ticket, self._loop.time())
+        now_s = self._loop.time()
+        ticket.tenant.settle(meter.charged_tokens, *meter.total(call.is_sse), now_s)
+        changed = self.admission.leave(ticket, now_s)
         if self._waiters:
             self._wake(changed)
 

@@ -38,7 +38,8 @@ class Peers:
         self._router = router
         self._server = server
         self._channel = Channel(self._on_message)
-        self._limits = SharedLimits(router.entrance.tenants)
+        entrance = router.entrance
+        self._limits = SharedLimits(entrance.tenants, entrance.admission.held_back)
 
     async def run(self, sock: socket.socket) -> None:
         """Until the parent is gone; then the server stops."""
@@ -80,7 +81,7 @@ class Peers:
         elif isinstance(message, FleetChange):
             self._apply(message)
         elif isinstance(message, Shared):
-            self._limits.apply(message.tenants)
+            self._limits.apply(message.tenants, asyncio.get_running_loop().time())
             self._router.entrance.fill()
         elif isinstance(message, Reload):
             try:

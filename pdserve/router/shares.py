@@ -2,7 +2,7 @@
 
 *Rates.* Every process has the tenant's whole token buckets. What one charges the others hear of, and charge
 too, so each has the tenant's one bucket, late by the time of telling. What is let in at several processes
-within that time is paid back: the tenant waits that much longer.
+within that time is paid back: the tenant waits that much longer. A process that starts knows of no debt.
 
 *Concurrency* is exact. A process runs no more of a tenant's requests than the parent has granted to it. A
 grant that is lowered counts until the process has said that it knows, and what runs above it until it ends:
@@ -11,12 +11,12 @@ grant that is lowered counts until the process has said that it knows, and what 
 
 A process is sent no other grant while one is on its way. The limit is divided by max-min fairness over what
 runs and waits at each process; what nobody wants is spread evenly, so that who comes is let in without
-asking. What cannot be divided goes to who ran nothing for longest, so they take turns.
+asking. What cannot be divided goes to whose turn was longest ago.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import msgspec
@@ -28,8 +28,8 @@ TELL_S: Final = 0.1
 
 
 class Want(msgspec.Struct, frozen=True):
-    """What a process says of a tenant. `limit`: its concurrency, 0: none. `number`: of the last share that it
-    got. `requests`, `tokens`: charged to the buckets since it last said so.
+    """What a process says of a tenant. `limit`: its concurrency, 0: none. `waiting`: for a larger share.
+    `number`: of the last share that it got. `requests`, `tokens`: charged to the buckets since it last said.
     """
 
     limit: int
@@ -56,41 +56,42 @@ Shares = dict[int, dict[str, Share]]
 
 
 class SharedLimits:
-    """A process's part. From the beginning it runs nothing of who has a limit, until that is granted."""
+    """A process's part. From its beginning it runs nothing of who has a limit, until that is granted."""
 
-    def __init__(self, tenants: Tenants) -> None:
+    def __init__(self, tenants: Tenants, held_back: Callable[[TenantState], int]) -> None:
+        """`held_back`: how many of a tenant's requests here wait for nothing but a larger share."""
         self._tenants = tenants
+        self._held_back = held_back
         self._said: dict[str, Want] = {}
         tenants.granted = 0
 
     def changed(self) -> dict[str, Want]:
         """What is new since the last call, to be told."""
         wants = {}
-        for tenant in self._tenants.all:
+        for tenant in self._tenants.known:
             if tenant.limits.is_limited:
-                want = _want(tenant)
+                want = _want(tenant, self._held_back(tenant))
                 if want != self._said.get(tenant.name):
                     wants[tenant.name] = want
                     self._said[tenant.name] = msgspec.structs.replace(want, requests=0.0, tokens=0.0)
                     tenant.spent_requests = tenant.spent_tokens = 0.0
         return wants
 
-    def apply(self, shares: Mapping[str, Share]) -> None:
+    def apply(self, shares: Mapping[str, Share], now_s: float) -> None:
         """What the parent says."""
         for name, share in shares.items():
             tenant = self._tenants.get(name)
-            if tenant is None:  # it has no key any more
-                continue
-            tenant.charge_elsewhere(share.requests, share.tokens)
+            assert tenant is not None, "told of what was told there"
+            tenant.charge_elsewhere(share.requests, share.tokens, now_s)
             if share.granted is not None:
                 tenant.granted, tenant.grant_number = share.granted, share.number
 
 
-def _want(tenant: TenantState) -> Want:
+def _want(tenant: TenantState, waiting: int) -> Want:
     return Want(
         tenant.limits.concurrency,
         tenant.running,
-        tenant.waiting,
+        waiting,
         tenant.grant_number,
         tenant.spent_requests,
         tenant.spent_tokens,
@@ -105,7 +106,7 @@ class _Part:
     def __init__(self, want: Want) -> None:
         self.want = want
         self.served = 0
-        """When it last said that it runs something, in messages."""
+        """When it last said that it runs something, or got more, in messages."""
         self.number = 0
         self.sent = 0
         """The grant that was sent last, under `number`."""
@@ -126,7 +127,6 @@ class Divider:
 
     def __init__(self) -> None:
         self._tenants: dict[str, dict[int, _Part]] = {}
-        self._limits: dict[str, int] = {}
         self._told = 0
 
     def told(self, process: int, wants: Mapping[str, Want]) -> Shares:
@@ -141,7 +141,6 @@ class Divider:
                 part.served = self._told
             if want.number == part.number:
                 part.known = part.sent
-            self._limits[name] = want.limit
             if want.requests or want.tokens:
                 for other in parts.keys() - {process}:
                     shares.setdefault(other, {})[name] = Share(0, None, want.requests, want.tokens)
@@ -151,9 +150,11 @@ class Divider:
     def gone(self, process: int) -> Shares:
         """A process has ended."""
         shares: Shares = {}
-        for name, parts in self._tenants.items():
-            if parts.pop(process, None) is not None:
+        for name, parts in list(self._tenants.items()):
+            if parts.pop(process, None) is not None and parts:
                 self._divide(name, parts, shares)
+            elif not parts:
+                del self._tenants[name]
         return shares
 
     def held(self, name: str) -> int:
@@ -161,9 +162,9 @@ class Divider:
         return sum(part.held for part in self._tenants.get(name, {}).values())
 
     def _divide(self, name: str, parts: Mapping[int, _Part], shares: Shares) -> None:
-        limit = self._limits[name]
+        limit = parts[max(parts)].want.limit  # of the newest: others may have an earlier configuration
         given = sum(part.sent for part in parts.values())
-        content = all(part.demand <= part.sent for part in parts.values())
+        content = all(part.demand <= part.sent and part.number for part in parts.values())
         if not limit or (content and given == limit):
             return
         in_turn = sorted(parts, key=lambda process: parts[process].served)
@@ -178,6 +179,8 @@ class Divider:
                 grants[process] += more
         for process, granted in grants.items():
             part = settled[process]
+            if granted > part.sent:
+                part.served = self._told
             if granted != part.sent:
                 part.sent, part.number = granted, part.number + 1
                 charged = shares.get(process, {}).get(name, Share(0, None, 0.0, 0.0))

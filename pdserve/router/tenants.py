@@ -37,20 +37,25 @@ class Bucket:
 
     def wait_s(self, amount: float, now_s: float) -> float:
         """Seconds until `amount` (at most the capacity counts) is there; 0: it is."""
-        if now_s > self.at_s:
-            self.level = min(self.capacity, self.level + (now_s - self.at_s) * self.rate_s)
-            self.at_s = now_s
+        self._refill(now_s)
         missing = min(amount, self.capacity) - self.level
         return missing / self.rate_s if missing > 1e-9 * self.capacity else 0.0
 
-    def charge(self, amount: float) -> None:
+    def charge(self, amount: float, now_s: float) -> None:
         """Take `amount`, below zero if need be; a negative one gives back."""
+        self._refill(now_s)  # first: what overflowed until now pays for nothing later
         self.level = min(self.capacity, self.level - amount)
 
-    def resized(self, rate_s: float, capacity: float) -> None:
+    def resized(self, rate_s: float, capacity: float, now_s: float) -> None:
         """Another rate from now on; a debt stays."""
+        self._refill(now_s)
         self.rate_s, self.capacity = rate_s, capacity
         self.level = min(self.level, capacity)
+
+    def _refill(self, now_s: float) -> None:
+        if now_s > self.at_s:
+            self.level = min(self.capacity, self.level + (now_s - self.at_s) * self.rate_s)
+            self.at_s = now_s
 
 
 class Use(msgspec.Struct):
@@ -129,26 +134,26 @@ class TenantState:
             limit = f"{self.limits.tokens_min:,} tokens per minute"
             raise TooManyError(f"You may use {limit}.", wait_s, RATE_EXCEEDED)
         if self.requests is not None:
-            self.requests.charge(1)
+            self.requests.charge(1, now_s)
             self.spent_requests += 1
         if self.tokens is not None:
-            self.tokens.charge(tokens)
+            self.tokens.charge(tokens, now_s)
             self.spent_tokens += tokens
 
-    def settle(self, charged_tokens: int, prompt_tokens: int, output_tokens: int) -> None:
+    def settle(self, charged_tokens: int, prompt_tokens: int, output_tokens: int, now_s: float) -> None:
         """A request that was charged by `take` is over and used so much."""
         self.use.prompt_tokens += prompt_tokens
         self.use.output_tokens += output_tokens
         if self.tokens is not None:
-            self.tokens.charge(prompt_tokens + output_tokens - charged_tokens)
+            self.tokens.charge(prompt_tokens + output_tokens - charged_tokens, now_s)
             self.spent_tokens += prompt_tokens + output_tokens - charged_tokens
 
-    def charge_elsewhere(self, requests: float, tokens: float) -> None:
+    def charge_elsewhere(self, requests: float, tokens: float, now_s: float) -> None:
         """Other processes have charged this."""
         if self.requests is not None:
-            self.requests.charge(requests)
+            self.requests.charge(requests, now_s)
         if self.tokens is not None:
-            self.tokens.charge(tokens)
+            self.tokens.charge(tokens, now_s)
 
 
 def _bucket(old: Bucket | None, rate_s: float, capacity: float, now_s: float) -> Bucket | None:
@@ -156,8 +161,7 @@ def _bucket(old: Bucket | None, rate_s: float, capacity: float, now_s: float) ->
         return None
     if old is None:
         return Bucket(rate_s, capacity, now_s)
-    old.wait_s(0, now_s)  # fill it up to now at the old rate
-    old.resized(rate_s, capacity)
+    old.resized(rate_s, capacity, now_s)
     return old
 
 
@@ -180,6 +184,8 @@ class Tenants:
 
     def __init__(self) -> None:
         self._by_name: dict[str, TenantState] = {}
+        self._known: dict[str, TenantState] = {}
+        """Those, too, that have no key any more: their requests may still run, and they may come back."""
         self._by_prefix: dict[str, list[tuple[str, TenantState]]] = {}
         self.has_keys = False
         self._granted: int | None = None
@@ -192,7 +198,7 @@ class Tenants:
     @granted.setter
     def granted(self, granted: int | None) -> None:
         self._granted = granted
-        for state in self.all:
+        for state in self.known:
             state.granted = granted
 
     def configure(
@@ -217,9 +223,9 @@ class Tenants:
             )
         states = {}
         for name in names:
-            state = self._by_name.get(name)
+            state = self._known.get(name)
             if state is None:
-                state = TenantState(name, limits.get(name, defaults), now_s, self.granted)
+                state = self._known[name] = TenantState(name, limits.get(name, defaults), now_s, self.granted)
             else:
                 state.set_limits(limits.get(name, defaults), now_s)
             states[name] = state
@@ -234,9 +240,14 @@ class Tenants:
         """In the order of the keys."""
         return tuple(self._by_name.values())
 
+    @property
+    def known(self) -> tuple[TenantState, ...]:
+        """And those that had a key before."""
+        return tuple(self._known.values())
+
     def get(self, name: str) -> TenantState | None:
-        """The tenant of this name."""
-        return self._by_name.get(name)
+        """The tenant of this name, of those known."""
+        return self._known.get(name)
 
     @property
     def anonymous(self) -> TenantState:

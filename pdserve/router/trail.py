@@ -103,7 +103,7 @@ class Trail:
     def _note(self, mark: bytes) -> None:
         try:
             characters, first, *tokens = map(int, mark.split())
-        except ValueError:  # "off"
+        except (ValueError, OverflowError):  # "off", or no number of ours
             self._is_marked = False
             return
         self._characters = characters

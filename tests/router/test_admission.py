@@ -88,6 +88,19 @@ def test_a_tenants_concurrency_counts_over_all_models() -> None:
     assert admission.leave(first, 1.0) == [second]
 
 
+def test_what_waits_for_a_slot_is_not_held_back_by_its_tenants_share() -> None:
+    admission, a, b = Admission(10), tenant("a", concurrency=5), tenant("b")
+    a.granted = 1
+    for _ in range(4):
+        come(admission, a, 3)
+    assert (a.running, admission.held_back(a)) == (1, 2)  # of three that wait: there are two slots
+    running = [come(admission, b, 3) for _ in range(2)]
+    assert admission.held_back(a) == 0
+    admission.leave(running[0], 1.0)
+    assert admission.held_back(a) == 1
+    assert admission.held_back(b) == 0
+
+
 def test_a_full_queue_refuses_the_newcomer_of_the_tenant_that_fills_it() -> None:
     admission, a = Admission(2), tenant("a")
     tickets = [come(admission, a, 1) for _ in range(4)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdserve.router.shares import Divider, Share, SharedLimits, Shares, Want, split
 from pdserve.router.tenant_config import Tenant, TenantLimits
-from pdserve.router.tenants import Tenants
+from pdserve.router.tenants import Tenants, TooManyError
 
 NAME = "t"
 
@@ -21,12 +22,18 @@ class Process:
 
     def __init__(self, concurrency: int) -> None:
         self.tenants = Tenants()
-        limits = Tenant(name=NAME, concurrency=concurrency, requests_s=10.0, tokens_min=6000)
-        self.tenants.configure({"0" * 64: NAME}, [limits], TenantLimits(), 0.0)
-        self.limits = SharedLimits(self.tenants)
+        self.lane_is_full = False
+        self.configure(concurrency)
+        self.limits = SharedLimits(self.tenants, lambda one: 0 if self.lane_is_full else one.waiting)
         self.said: deque[dict[str, Want]] = deque()
         self.heard: deque[dict[str, Share]] = deque()
         (self.tenant,) = self.tenants.all
+
+    def configure(self, concurrency: int | None) -> None:
+        """None: another has the only key."""
+        limits = Tenant(name=NAME, concurrency=concurrency or 0, requests_s=10.0, tokens_min=6000)
+        name = "another" if concurrency is None else NAME
+        self.tenants.configure({"0" * 64: name}, [] if name != NAME else [limits], TenantLimits(), 0.0)
 
     def tell(self) -> None:
         if wants := self.limits.changed():
@@ -34,7 +41,7 @@ class Process:
 
     def start(self) -> None:
         """Whoever waits and may."""
-        while self.tenant.waiting and self.tenant.is_free:
+        while self.tenant.waiting and self.tenant.is_free and not self.lane_is_full:
             self.tenant.waiting -= 1
             self.tenant.running += 1
 
@@ -43,6 +50,7 @@ class Cluster:
     def __init__(self, processes: int, concurrency: int) -> None:
         self.divider = Divider()
         self.processes = {number: Process(concurrency) for number in range(processes)}
+        self.now_s = 0.0
 
     @property
     def running(self) -> int:
@@ -64,7 +72,7 @@ class Cluster:
         elif which == "parent" and process.said:
             self.deliver(self.divider.told(number, process.said.popleft()))
         elif which == "hear" and process.heard:
-            process.limits.apply(process.heard.popleft())
+            process.limits.apply(process.heard.popleft(), self.now_s)
         elif which == "die":
             del self.processes[number]
             self.deliver(self.divider.gone(number))
@@ -116,6 +124,7 @@ def test_nobody_waits_for_ever(concurrency: int) -> None:
         for number, process in cluster.processes.items():
             ended[number] += process.tenant.running
             process.tenant.running = 0
+            process.start()
     assert min(ended.values()) * 3 >= max(ended.values()) > 0
     assert sum(ended.values()) >= 0.9 * 40 * concurrency
 
@@ -141,13 +150,90 @@ def test_what_one_process_charges_the_others_charge_once() -> None:
     cluster.processes[0].tenant.take(100, 0.0)
     cluster.processes[1].tenant.take(50, 0.0)
     cluster.settle()
-    cluster.processes[0].tenant.settle(100, 30, 20)
+    cluster.processes[0].tenant.settle(100, 30, 20, 0.0)
     cluster.settle()
     for process in cluster.processes.values():
         assert process.tenant.requests is not None
         assert process.tenant.tokens is not None
         assert process.tenant.requests.level == 10.0 - 2
         assert process.tenant.tokens.level == 6000 - 100
+
+
+def test_what_is_charged_after_a_quiet_time_is_not_forgotten() -> None:
+    cluster = Cluster(4, 0)
+    cluster.settle()
+    cluster.now_s, let_in = 100.0, 0
+    for process in cluster.processes.values():
+        with suppress(TooManyError):
+            for _ in range(30):
+                process.tenant.take(1, cluster.now_s)
+                let_in += 1
+        cluster.settle()
+    assert let_in == 10
+
+
+def test_what_nobody_wants_is_spread_evenly() -> None:
+    cluster = Cluster(4, 8)
+    cluster.settle()
+    assert [process.tenant.granted for process in cluster.processes.values()] == [2, 2, 2, 2]
+
+
+def test_the_last_process_may_end_whatever_its_tenants_are() -> None:
+    divider = Divider()
+    want = Want(limit=4, running=1, waiting=0, number=0, requests=0.0, tokens=0.0)
+    divider.told(1, {"a": want, "b": want})
+    assert divider.gone(1) == {}
+    assert divider.held("a") == divider.held("b") == 0
+    divider.told(2, {"b": want})
+    assert divider.held("b") == 4
+
+
+def test_a_tenant_whose_key_is_taken_away_and_given_back_has_its_share() -> None:
+    cluster = Cluster(2, 4)
+    cluster.settle()
+    (tenant,) = cluster.processes[0].tenants.all
+    tenant.waiting = 2
+    cluster.step(0, "tell")
+    for process in cluster.processes.values():
+        process.configure(None)
+    assert tenant.running == 2
+    cluster.settle()
+    for process in cluster.processes.values():
+        process.configure(4)
+        (process.tenant,) = process.tenants.all
+        process.tenant.waiting = 9
+    assert cluster.processes[0].tenant is tenant
+    cluster.settle()
+    assert cluster.running == 4
+
+
+def test_the_newest_process_says_what_the_limit_is() -> None:
+    cluster = Cluster(2, 10)
+    cluster.settle()
+    for number in (2, 3):
+        cluster.processes[number] = Process(3)
+    cluster.settle()
+    cluster.step(0, "die")
+    cluster.step(1, "die")
+    for process in cluster.processes.values():
+        process.tenant.waiting = 9
+    cluster.settle()
+    assert cluster.running == 3
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_who_waits_for_workers_holds_up_nobody_elsewhere(concurrency: int) -> None:
+    cluster = Cluster(2, concurrency)
+    cluster.processes[0].lane_is_full = True
+    ended = 0
+    for _ in range(20):
+        for process in cluster.processes.values():
+            process.tenant.waiting = 9
+        cluster.settle()
+        other = cluster.processes[1].tenant
+        ended += other.running
+        other.running = 0
+    assert ended == 20 * concurrency
 
 
 def test_a_process_alone_divides_with_nobody() -> None:

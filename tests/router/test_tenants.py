@@ -30,7 +30,7 @@ def test_a_bucket_never_lets_in_more_than_its_capacity_and_rate(
         if bucket.wait_s(amount, now_s) == 0.0:
             # one larger than the bucket goes into debt, which later ones wait for
             assert let_in <= capacity + rate * now_s + 1e-3
-            bucket.charge(amount)
+            bucket.charge(amount, now_s)
             let_in += amount
         assert bucket.level <= capacity
 
@@ -45,7 +45,7 @@ def test_after_the_time_that_a_bucket_says_it_lets_in(
     rate: float, capacity: float, amount: float, debt: float
 ) -> None:
     bucket = Bucket(rate, capacity, 0.0)
-    bucket.charge(debt)
+    bucket.charge(debt, 0.0)
     wait_s = bucket.wait_s(amount, 0.0)
     assert bucket.wait_s(amount, wait_s * (1 + 1e-6)) == 0.0
 
@@ -65,7 +65,7 @@ def test_requests_over_the_rate_are_told_when_to_come_back() -> None:
 def test_tokens_are_charged_by_estimate_and_then_by_what_was_used() -> None:
     tenant = state(tokens_min=600)
     tenant.take(100, 0.0)
-    tenant.settle(100, prompt_tokens=120, output_tokens=700)  # 220 more than there were
+    tenant.settle(100, prompt_tokens=120, output_tokens=700, now_s=0.0)  # 220 more than there were
     with pytest.raises(TooManyError, match="600 tokens per minute") as caught:
         tenant.take(80, 0.0)
     assert caught.value.retry_after_s == 30  # (220 + 80) / 10 per second
@@ -77,7 +77,7 @@ def test_a_request_that_came_to_nothing_gives_its_tokens_back() -> None:
     tenant = state(tokens_min=600)
     for _ in range(10):
         tenant.take(600, 0.0)
-        tenant.settle(600, 0, 0)
+        tenant.settle(600, 0, 0, 0.0)
 
 
 def test_a_request_larger_than_a_minutes_worth_is_let_in_when_the_bucket_is_full() -> None:
@@ -94,7 +94,7 @@ def test_new_limits_keep_the_debt_and_the_use() -> None:
     tenants.configure(keys, [Tenant(name="a", tokens_min=60)], TenantLimits(), 0.0)
     [a] = tenants.all
     a.take(60, 0.0)
-    a.settle(60, 660, 0)
+    a.settle(60, 660, 0, 0.0)
     tenants.configure(keys, [Tenant(name="a", tokens_min=6000)], TenantLimits(), 0.0)
     assert tenants.all == (a,)
     with pytest.raises(TooManyError):
