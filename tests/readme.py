@@ -137,9 +137,11 @@ def policies() -> str:
 
 
 def serving() -> str:
-    """Conversations beside other servers, from the raw lines of the last kept runs."""
+    """Conversations beside other servers, from the raw lines of the kept runs: the last ones, of comparisons
+    also those of the same command before, so that a disturbed hour decides nothing alone.
+    """
     kinds = sorted({path.name.rpartition("-20")[0] for path in RESULTS.glob("compare-*.jsonl")}, reverse=True)
-    compared = [(lines[0], _measured(lines)) for lines in map(_newest, kinds)]
+    compared = [(lines[0], _measured(lines)) for lines in map(_alike, kinds)]
     found = [one for run, measured in compared for one in summaries(measured, run["against"][0])]
     out = [
         *_goals(goal_rows(found, _hop_ms())),
@@ -155,6 +157,18 @@ def _newest(kind: str) -> list[dict[str, Any]]:
     """The lines of the last kept run of a kind; none where there is none."""
     kept = sorted(RESULTS.glob(f"{kind}-[0-9]*.jsonl"))
     return [json.loads(line) for line in kept[-1].read_text().splitlines()] if kept else []
+
+
+def _alike(kind: str) -> list[dict[str, Any]]:
+    """The lines of all kept runs of the last one's command on its machine, the last one's origin first."""
+    runs = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted(RESULTS.glob(f"{kind}-[0-9]*.jsonl"), reverse=True)
+    ]
+    last = runs[0][0]
+    alike = [run for run in runs if all(run[0][name] == last[name] for name in ("command", "machine"))]
+    dates = " and ".join(sorted({run[0]["date"][:10] for run in alike}))
+    return [{**last, "date": dates}, *(line for run in alike for line in run[1:])]
 
 
 def _measured(lines: list[dict[str, Any]]) -> list[Measured]:
@@ -190,7 +204,7 @@ def _compared(run: dict[str, Any], measured: list[Measured]) -> list[str]:
         ),
         *("prompt tokens/s from turn 2", "over", "cached, %", "from storage, %", "could be, %", "failed"),
     )
-    out = [f"`{run['command']}`, {run['date'][:10]}, {run['machine']}; medians of the rounds.", ""]
+    out = [f"`{run['command']}`, {run['date']}, {run['machine']}; medians of all rounds.", ""]
     found = summaries(measured, run["against"][0])
     for load in dict.fromkeys(one.load for one in found):
         out += [f"{load}:", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
