@@ -95,7 +95,7 @@ measure() {
 #     cache that forgets nothing gains 2.5 x at most), and cost more than there is time for.
 #   no-reuse, 16 prompts of 410 tokens, 1.3 s each: 1.4 minutes a round.
 # compare-small, with Mooncake where it is installed, 4 + 6.5 for a round of each + 3.5 for documents again, compare-large
-# 3.3 + 4, weights 2.8, sweep 1 + 2.5, overlap 1.3: 29 minutes. --minutes of a command begins no round of a load that would end later, so a
+# 3.3 + 4, weights 2.3, sweep 0.8 + 2.2, overlap 1.3: 28 minutes. --minutes of a command begins no round of a load that would end later, so a
 # slower machine measures fewer rounds. One request at a time: a prompt's computing has both cores. The sessions of the
 # small cache are gone from device and host when they come again, but for the second turn of `turns`, which the host
 # still holds.
@@ -106,8 +106,8 @@ measure compare-small 14 compare --sizes small --load "$documents" --load eic,sc
   --concurrency 1 --repeat 3 --minutes 14 --silence 60 --pool-capacity 1GiB
 measure compare-large 8 compare --sizes large --load "$documents" --load no-reuse,scale=0.1,rounds=2 \
   --concurrency 1 --repeat 3 --minutes 7.7 --silence 60 --pool-capacity 1GiB --against plain,file,agg,disagg
-measure weights 3 weights --tokens 1024 --repeat 5 --silence 60
-measure sweep 4 sweep disagg --scale 0.04 --rounds 3 --limit-ms 4000 --start 0.18 --steps 1 --seconds 20 --minutes 2.5
+measure weights 3 weights --tokens 1024 --repeat 4 --silence 60
+measure sweep 3 sweep disagg --scale 0.04 --rounds 3 --limit-ms 4000 --start 0.2 --steps 1 --seconds 20 --minutes 2.2
 # as with a long prompt, which is computed in chunks
 flags+=(--chunked-prefill-size 256)
 measure overlap 2 weights --tokens 1024 --rounds 1 --repeat 3 --pull-step 256 --silence 60

@@ -21,6 +21,8 @@ from pdserve.config import NONE, REQUIRED, Option, load_config, options, parse_v
 from pdserve.errors import ConfigError
 
 T = TypeVar("T")
+RESTARTED = "PDSERVE_RESTARTED"
+"""Set in the environment of a process that a supervisor starts again."""
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 reading a model's files.
 
 **Page hash.** SGLang names a page by the chain `sha256(previous digest || the page's token ids as little-
-endian u32)` (`mem_cache/utils.py: get_hash_str`); the chain starts from nothing, or from a seed made of the
-request's `extra_key` and `cache_salt` (`storage_namespace_seed`). `page_hashes` computes the same chain
-without SGLang, so that a worker's HTTP process can name the pages of a prompt it has tokenised; tests/engine
-compare the two.
+endian u32)` (`mem_cache/utils.py: get_hash_str`; larger ids: see `token_bytes`); the chain starts from
+nothing, or from a seed made of the request's `extra_key` and `cache_salt` (`storage_namespace_seed`).
+`page_hashes` computes the same chain without SGLang, so that a worker's HTTP process can name the pages of a
+prompt it has tokenised; tests/engine compare the two.
 
 **Namespace.** The chain says nothing of the model. Everything else that decides a page's bytes (weights,
 dtype, KV dtype, page size, layout, parallel sizes) is the `KvGeometry`; a namespace belongs to exactly one
@@ -23,6 +23,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -73,26 +74,44 @@ def namespace_seed(extra_key: str | None, cache_salt: str | None) -> bytes | Non
 def page_hashes(token_ids: Sequence[int], page_size: int, seed: bytes | None = None) -> list[bytes]:
     """32-byte digest of every full page of `token_ids`, in order; the last partial page has none."""
     full_tokens = len(token_ids) // page_size * page_size
-    words = array("I", token_ids[:full_tokens])
-    if words.itemsize != 4:
-        raise StartupError("this platform's unsigned int is not 4 bytes wide; page hashes need u32")
-    data = memoryview(words.tobytes() if _LITTLE else _swapped(words))
+    page_bytes = page_size * 4
+    try:
+        data = memoryview(_words("I", token_ids[:full_tokens]))
+        pages = [data[start : start + page_bytes] for start in range(0, full_tokens * 4, page_bytes)]
+    except OverflowError:
+        pages = [
+            memoryview(token_bytes(token_ids[start : start + page_size]))
+            for start in range(0, full_tokens, page_size)
+        ]
     digests: list[bytes] = []
     prior = seed or b""
-    page_bytes = page_size * 4
-    for start in range(0, full_tokens * 4, page_bytes):
+    for page in pages:
         digest = hashlib.sha256(prior)
-        digest.update(data[start : start + page_bytes])
+        digest.update(page)
         prior = digest.digest()
         digests.append(prior)
     return digests
 
 
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """What SGLang hashes of these tokens: little-endian u32 each. If one needs more, as those that stand for
+    images do, a byte of ones and then u64 each.
+    """
+    try:
+        return _words("I", token_ids)
+    except OverflowError:
+        return b"\xff" + _words("Q", token_ids)
+
+
 _LITTLE = struct.pack("=I", 1) == struct.pack("<I", 1)
 
 
-def _swapped(words: array[int]) -> bytes:
-    words.byteswap()
+def _words(code: Literal["I", "Q"], token_ids: Sequence[int]) -> bytes:
+    words = array(code, token_ids)
+    if words.itemsize != (4 if code == "I" else 8):
+        raise StartupError("this platform's integers are not as wide as page hashes need them")
+    if not _LITTLE:
+        words.byteswap()
     return words.tobytes()
 
 

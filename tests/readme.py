@@ -26,6 +26,7 @@ from pdserve.up.config import ClusterSettings
 
 README = Path(__file__).parents[1] / "README.md"
 RESULTS = README.parent / "pdserve" / "bench" / "results"
+ROUNDS_OF_A_RUN = 1000  # more than any has
 
 TABLES = {
     "[cluster] and <code>pdserve up</code>": ClusterSettings,
@@ -160,7 +161,9 @@ def _newest(kind: str) -> list[dict[str, Any]]:
 
 
 def _alike(kind: str) -> list[dict[str, Any]]:
-    """The lines of all kept runs of the last one's command on its machine, the last one's origin first."""
+    """The lines of all kept runs of the last one's command on its machine, the last one's origin first; each
+    run's rounds with numbers of their own.
+    """
     runs = [
         [json.loads(line) for line in path.read_text().splitlines()]
         for path in sorted(RESULTS.glob(f"{kind}-[0-9]*.jsonl"), reverse=True)
@@ -168,7 +171,14 @@ def _alike(kind: str) -> list[dict[str, Any]]:
     last = runs[0][0]
     alike = [run for run in runs if all(run[0][name] == last[name] for name in ("command", "machine"))]
     dates = " and ".join(sorted({run[0]["date"][:10] for run in alike}))
-    return [{**last, "date": dates}, *(line for run in alike for line in run[1:])]
+    return [
+        {**last, "date": dates},
+        *(
+            {**line, "round": number * ROUNDS_OF_A_RUN + line["round"]} if "round" in line else line
+            for number, run in enumerate(alike)
+            for line in run[1:]
+        ),
+    ]
 
 
 def _measured(lines: list[dict[str, Any]]) -> list[Measured]:
@@ -204,7 +214,11 @@ def _compared(run: dict[str, Any], measured: list[Measured]) -> list[str]:
         ),
         *("prompt tokens/s from turn 2", "over", "cached, %", "from storage, %", "could be, %", "failed"),
     )
-    out = [f"`{run['command']}`, {run['date']}, {run['machine']}; medians of all rounds.", ""]
+    out = [
+        f"`{run['command']}`, {run['date']}, {run['machine']}; medians of all rounds,",
+        "ratios medians of the rounds' own.",
+        "",
+    ]
     found = summaries(measured, run["against"][0])
     for load in dict.fromkeys(one.load for one in found):
         out += [f"{load}:", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]

@@ -23,6 +23,7 @@ CHANGES: Final = (
     ":(top,exclude)pdserve/bench/results",
     ":(top,exclude)README.md",
 )
+KEY_OPTION: Final = "--api-key"
 PACKAGES: Final = ("sglang", "torch", "ucxx-cu13", "numpy")
 
 
@@ -33,9 +34,18 @@ def provenance(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
         "commit": _commit(),
         "machine": _machine(),
         "load_before": [round(load, 2) for load in os.getloadavg()],
-        "command": " ".join(["pdserve", *sys.argv[1:]]),
+        "command": " ".join(["pdserve", *without_keys(sys.argv[1:])]),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
     }
+
+
+def without_keys(words: Sequence[str]) -> list[str]:
+    """A command line as it may be kept: what stands for API keys is blanked."""
+    shown = [f"{KEY_OPTION}=..." if word.startswith(f"{KEY_OPTION}=") else word for word in words]
+    for number, word in enumerate(words[:-1]):
+        if word == KEY_OPTION:
+            shown[number + 1] = "..."
+    return shown
 
 
 def _machine() -> str:

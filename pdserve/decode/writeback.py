@@ -7,7 +7,8 @@ answered. It names the pages (the hash chain over prompt and output tokens) and 
 commit. `/pd/settled` asks here.
 
 Bounded: at most `limit` requests are remembered, the oldest forgotten first; each is followed for at most
-`timeout_s` after its answer.
+`timeout_s` after its answer. After one whose last page never came (the pool is full, or refuses pages),
+nobody waits for another's longer than a moment, until one's does come.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ import asyncio
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
 from pdserve.engine.requests import HttpRequest, PageNames
 from pdserve.kvpool.aclient import AsyncPoolClient
+
+MOMENT_S: Final = 0.5
+"""Pages that come at all are usually there within 0.1 s."""
 
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +74,8 @@ class WriteBack:
         self._timeout_s = timeout_s
         self._limit = limit
         self._followed: OrderedDict[str, _Followed] = OrderedDict()
+        self._publishing = True
+        """Of the request followed to its end last, a last page has come."""
 
     def follow(self, request: HttpRequest) -> None:
         """Start to follow a request; called before SGLang sees it, so that its next turn always finds it
@@ -85,6 +92,8 @@ class WriteBack:
 
     async def settled(self, request_id: str, timeout_s: float) -> Settlement:
         """Wait, at most `timeout_s`, until every full page of the request is committed."""
+        if not self._publishing:
+            timeout_s = min(timeout_s, MOMENT_S)
         followed = self._followed.get(request_id)
         if followed is None:
             return Settlement(request_id=request_id, known=False)
@@ -122,7 +131,7 @@ class WriteBack:
             # Of a request cut short SGLang keeps what was computed; how much of it is not known, so there is
             # nothing to wait for.
             if not followed.request.cut_short:
-                await self._pool.wait(ends, self._timeout_s)
+                self._publishing = any(await self._pool.wait(ends, self._timeout_s))
             # A page before the end may be missing all the same: found by SGLang in its own cache, and lost by
             # the pool since it was stored. Nobody stores it again now, so it is not waited for.
             return _count(await self._pool.exists(keys))

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from pdserve.config import build_config, read_toml
-from pdserve.doctor import cluster, judge, machine
+from pdserve.doctor import arenas, cluster, judge, machine
 from pdserve.doctor.facts import Finding
 from pdserve.engine.selfcheck import TESTED_SGLANG
 from pdserve.errors import ConfigError
@@ -29,12 +29,15 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a cluster is."""
+    """Where a cluster is. `router_url`: empty where not known; `unwritten`: where its configuration should
+    be, and is not.
+    """
 
     router_url: str
     workers: tuple[str, ...] = ()
     pool: tuple[str, ...] = ()
     token: str = ""
+    unwritten: Path | None = None
 
 
 @app.command()
@@ -61,7 +64,7 @@ def doctor(
     Exit status: 0 nothing to change, 1 warnings, 2 something does not work.
     """
     plan = None if config is None else _plan(config, run_dir)
-    place = _place(plan, router.rstrip("/"), token)
+    place = _place(plan, _checked(router.rstrip("/")), token)
     console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
     findings: list[Finding] = []
     for finding in _findings(plan, place, key, probe, measure):
@@ -82,14 +85,25 @@ def _findings(
     plan: Plan | None, place: Place | None, key: str, probe: bool, measure: bool
 ) -> Iterator[Finding]:
     runs = place is not None and _answers(place)
-    pool_bytes, huge_pages = (0, False) if plan is None or runs else _pool_memory(plan)
-    yield from judge.machine(machine.gather(TESTED_SGLANG, measure=measure), pool_bytes, huge_pages)
+    rooms = [] if plan is None or runs else arenas.gather(_pools(plan))
+    yield from judge.machine(machine.gather(TESTED_SGLANG, measure=measure), rooms)
     if place is None:
         return
+    silent = f"nothing answers at {place.router_url}" if place.router_url and not runs else ""
+    if place.unwritten is not None:
+        says = f"no cluster of this file has run in {place.unwritten}" + (f"; {silent}" if silent else "")
+        yield Finding("cluster", "warn", says, "start it; if it runs, give --run-dir as it was given to `up`")
+    elif silent:
+        yield Finding("cluster", "warn", silent, "start it, then ask again")
     if not runs:
-        yield Finding("cluster", "warn", f"nothing answers at {place.router_url}", "start it, then ask again")
         return
-    workers = cluster.gather_workers(place.workers, place.token)
+    urls, why_none = place.workers, ""
+    if not urls:
+        urls, why_none = cluster.members(place.router_url)
+    if not urls:
+        change = "start one, or see the router's log; --config FILE, with --run-dir, names them too"
+        yield Finding("worker", "fail", f"no worker is known: {why_none}", change)
+    workers = cluster.gather_workers(urls, place.token)
     addresses = [*place.pool, *(address for worker in workers for address in worker.pool_nodes)]
     nodes = cluster.gather_pool(addresses)
     yield from judge.workers([cluster.with_host_tokens(worker, nodes) for worker in workers])
@@ -106,14 +120,26 @@ def _plan(config: Path, run_dir: Path | None) -> Plan:
     return make_plan(file, program=("pdserve",), run_dir=folder, ports=itertools.count(1))
 
 
-def _pool_memory(plan: Plan) -> tuple[int, bool]:
-    """(bytes that the plan's pool nodes take here, whether in huge pages)"""
-    pools = [
+def _pools(plan: Plan) -> list[PoolNodeConfig]:
+    return [
         build_config(PoolNodeConfig, spec.config, source=spec.table)
         for spec in plan.processes
         if spec.role == "pool"
     ]
-    return sum(pool.capacity for pool in pools), any(pool.huge_pages == "2MiB" for pool in pools)
+
+
+def _checked(router: str) -> str:
+    """The URL that was given for it. Raises ConfigError."""
+    if not router:
+        return ""
+    try:
+        url = httpx.URL(router)
+        wrong = "" if url.scheme in ("http", "https") and url.host else "no host"
+    except httpx.InvalidURL as error:
+        wrong = str(error)
+    if wrong:
+        raise ConfigError(f"--router {router}: {wrong}; it is of the form http://HOST:PORT")
+    return router
 
 
 def _place(plan: Plan | None, router: str, token: str) -> Place | None:
@@ -121,9 +147,11 @@ def _place(plan: Plan | None, router: str, token: str) -> Place | None:
     if plan is not None:
         spec = plan.processes[-1]
         if not spec.config_path.is_file():
-            return Place(router_url=router or plan.router_url)
+            known = plan.router_url if spec.listening[0].chosen else ""  # else the port is not the real one
+            return Place(router_url=router or known, token=token, unwritten=spec.config_path.parent)
         written: dict[str, Any] = read_toml(spec.config_path)
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(written["host"], written["host"])
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(written["host"], written["host"])
+        host = f"[{host}]" if ":" in host else host
         scheme = "https" if written.get("access", {}).get("tls_cert_file") else "http"
         return Place(
             router_url=router or f"{scheme}://{host}:{written['port']}",
@@ -131,27 +159,16 @@ def _place(plan: Plan | None, router: str, token: str) -> Place | None:
             pool=tuple(written.get("admin", {}).get("pool", [])),
             token=token or str(written.get("access", {}).get("cluster_token", "")),
         )
-    if not router:
-        return None
-    try:
-        said = httpx.get(f"{router}/ready", timeout=READY_TIMEOUT_S, trust_env=False, verify=False).json()
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"--router {router}: {error}; it is of the form http://HOST:PORT") from None
-    except (httpx.HTTPError, ValueError):
-        return Place(router_url=router)
-    if "workers" not in said:
-        raise ConfigError(
-            f"{router} does not tell who its workers are (it asks for API keys): give --config FILE"
-        )
-    return Place(router_url=router, workers=tuple(f"http://{w['id']}" for w in said["workers"]), token=token)
+    return Place(router_url=router, token=token) if router else None
 
 
 def _answers(place: Place) -> bool:
     """Anything of it."""
-    for url in (f"{place.router_url}/health", *(f"{worker}/pd/ready" for worker in place.workers)):
+    health = [f"{place.router_url}/health"] if place.router_url else []
+    for url in (*health, *(f"{worker}/pd/ready" for worker in place.workers)):
         try:
             httpx.get(url, timeout=READY_TIMEOUT_S, trust_env=False, verify=False)
-        except httpx.HTTPError:
+        except (httpx.HTTPError, httpx.InvalidURL):
             continue
         return True
     return False

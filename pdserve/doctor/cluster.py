@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
 from typing import Any, Final
@@ -21,6 +21,7 @@ from pdserve.kvpool.messages import NodeAddress, StatusReport
 from pdserve.router.first_token import CACHED_HEADER, PREFILL_CACHED_HEADER, parse_cached
 
 FULL: Final = 0.95  # of a quota
+ARGUMENTS_S: Final = 30.0  # for a step of SGLang's to end, a long prefill on a processor
 PROBE_PAGES: Final = 4
 PROBE_TIMEOUT_S: Final = 120.0
 LEAST_TOKEN, LAST_TOKEN = 200, 1200  # ids that every vocabulary has, none of them special
@@ -31,47 +32,87 @@ def _client(token: str, timeout_s: float) -> httpx.Client:
     return httpx.Client(headers=headers, timeout=timeout_s, trust_env=False, verify=False)
 
 
-def gather_workers(urls: Sequence[str], token: str, timeout_s: float = TIMEOUT_S) -> list[Worker]:
-    """Each, asked at the same time; `token`: the cluster's."""
+class _Member(msgspec.Struct):
+    id: str
+
+
+class _RouterReady(msgspec.Struct):
+    workers: list[_Member] | None = None
+
+
+def members(router_url: str) -> tuple[tuple[str, ...], str]:
+    """(URLs of the workers that a router has, why there are none)"""
+    try:
+        with _client("", TIMEOUT_S) as client:
+            said = msgspec.json.decode(client.get(f"{router_url}/ready").content, type=_RouterReady)
+    except (httpx.HTTPError, ValueError) as error:
+        return (), f"{router_url}/ready does not answer as a router's does: {error}"
+    if said.workers is None:
+        return (), f"{router_url} does not tell who its workers are (it asks for API keys)"
+    return tuple(f"http://{one.id}" for one in said.workers), f"{router_url} has none"
+
+
+def gather_workers(
+    urls: Sequence[str],
+    token: str,
+    timeout_s: float = TIMEOUT_S,
+    arguments_s: float = ARGUMENTS_S,
+    clock: Callable[[], float] = time.time,
+) -> list[Worker]:
+    """Each, asked at the same time. `token`: the cluster's; `arguments_s`: time to tell SGLang's."""
     with _client(token, timeout_s) as client, ThreadPoolExecutor(32) as threads:
-        return list(threads.map(lambda url: _worker(client, url), urls))
+        return list(threads.map(lambda url: _worker(client, url, arguments_s, clock), urls))
 
 
-def _worker(client: httpx.Client, url: str) -> Worker:
+def _worker(client: httpx.Client, url: str, arguments_s: float, clock: Callable[[], float]) -> Worker:
     try:
         said = client.get(f"{url}/pd/ready")
-        ready = said.json()
-        if said.status_code != 200:
-            return Worker(url=url)
-        info = _answer(client.get(f"{url}/pd/info"))
-        server = _answer(client.get(f"{url}/get_server_info"))
-        return worker_of(url, ready, info, server, _ahead_s(said.headers.get("date", "")))
-    except (httpx.HTTPError, ValueError) as error:
+        ahead_s = _ahead_s(said.headers.get("date", ""), clock())
+        ready = _answer(said, 200, 503)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         return Worker(url=url, error=f"does not answer as a pdserve worker does: {error}")
+    try:
+        info = _answer(client.get(f"{url}/pd/info"))
+        return worker_of(url, ready, info, _arguments(client, url, arguments_s), ahead_s)
+    except (httpx.HTTPError, ValueError) as error:
+        if ready.get("ready"):
+            return Worker(url=url, error=f"does not answer as a pdserve worker does: {error}")
+        return Worker(url=url, draining=bool(ready.get("draining")), described=False, clock_ahead_s=ahead_s)
 
 
-def _answer(response: httpx.Response) -> dict[str, Any]:
-    """Raises ValueError for what is no object."""
+def _arguments(client: httpx.Client, url: str, timeout_s: float) -> dict[str, Any] | None:
+    """SGLang's; None: it had no time to tell them. It does between two steps, and a step on a processor may
+    take long.
+    """
+    try:
+        return _answer(client.get(f"{url}/get_server_info", timeout=httpx.Timeout(TIMEOUT_S, read=timeout_s)))
+    except httpx.ReadTimeout:
+        return None
+
+
+def _answer(response: httpx.Response, *statuses: int) -> dict[str, Any]:
+    """Raises ValueError for what is no object, or of none of these statuses (none given: 200)."""
     if response.status_code == 401:
         raise ValueError("it asks for the cluster's token: give --config, or PDSERVE_CLUSTER_TOKEN")
-    if response.status_code != 200 or not isinstance(found := response.json(), dict):
+    if response.status_code not in (statuses or (200,)) or not isinstance(found := response.json(), dict):
         raise ValueError(f"{response.url.path}: status {response.status_code}")
     return found
 
 
-def _ahead_s(date: str) -> float:
+def _ahead_s(date: str, now_s: float) -> float:
     """How far the clock of who wrote an HTTP date is ahead; a date has whole seconds."""
     try:
-        ahead_s = parsedate_to_datetime(date).timestamp() - time.time()
+        ahead_s = parsedate_to_datetime(date).timestamp() - now_s
     except ValueError:
         return 0.0
     return ahead_s if ahead_s > 0 else min(0.0, ahead_s + 1.0)
 
 
 def worker_of(
-    url: str, ready: dict[str, Any], info: dict[str, Any], server: dict[str, Any], ahead_s: float
+    url: str, ready: dict[str, Any], info: dict[str, Any], server: dict[str, Any] | None, ahead_s: float
 ) -> Worker:
-    """From the answers of `/pd/ready`, `/pd/info` and `/get_server_info`."""
+    """From the answers of `/pd/ready`, `/pd/info` and `/get_server_info`, None where that did not come."""
+    busy, server = server is None, server or {}
     extra = server.get("hicache_storage_backend_extra_config") or "{}"
     storage = json.loads(extra) if isinstance(extra, str) else extra
     pool = (storage.get("pdserve") or {}).get("pool") or {}
@@ -81,6 +122,8 @@ def worker_of(
     return Worker(
         url=url,
         ready=bool(ready.get("ready")),
+        draining=bool(ready.get("draining")),
+        busy=busy,
         pool=str(ready.get("pool", "down")),
         role=str(info.get("role", "")),
         model=str(info.get("model", "")),

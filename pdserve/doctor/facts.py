@@ -25,8 +25,6 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Hard limit of open files; what processes raise theirs to."""
     shm_bytes: int
     shm_free_bytes: int
-    huge_pages_free: int
-    """Reserved 2 MiB pages that are free."""
     memory_bytes: int
     sglang: str = ""
     """Version; empty: not installed."""
@@ -42,6 +40,22 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Plain copy in memory, 10^9 bytes/s."""
     ucx_gbps: float = 0.0
     """UCX over this machine's loopback with pdserve's settings; 0: not measured."""
+    ucx_trouble: str = ""
+    """Why it was to be measured and could not be."""
+
+
+class ArenaRoom(msgspec.Struct, frozen=True, kw_only=True):
+    """What pool nodes that are to run here, and do not yet, take of one place."""
+
+    nodes: tuple[str, ...] = ()
+    place: str = ""
+    page_bytes: int = 0
+    """Of huge pages; 0: the place is a file system."""
+    free_bytes: int = 0
+    needed_bytes: int = 0
+    """Beyond what their earlier arenas hold there."""
+    error: str = ""
+    """Why they have no place at all."""
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +65,11 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     """Why it says nothing."""
     ready: bool = False
+    draining: bool = False
+    described: bool = True
+    """It told what it serves; one that starts or stops may not."""
+    busy: bool = False
+    """It had no time to tell SGLang's arguments: those below are not known."""
     pool: str = "down"
     role: str = ""
     model: str = ""

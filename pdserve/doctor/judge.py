@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from pdserve.doctor.facts import Finding, Level, Machine, PoolNode, Probe, Turn, Worker
+from pdserve.doctor.facts import ArenaRoom, Finding, Level, Machine, PoolNode, Probe, Turn, Worker
 
 MIN_OPEN_FILES: Final = 4096
 GOOD_OPEN_FILES: Final = 16_384
@@ -13,7 +13,9 @@ MAX_CLOCK_S: Final = 2.0
 RDMA: Final = ("rc_verbs", "rc_mlx5", "dc_mlx5", "ud_verbs", "ud_mlx5")
 GPU_DIRECT: Final = ("gdr_copy", "cuda_ipc")
 SHARED_MEMORY: Final = ("sysv", "posix", "cma", "xpmem", "knem")
-HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
+# Words of the router's plan.
+PREFILLED: Final = ("stage=ok", "stage=partial")
+NO_PREFILL_WORKER: Final = ("prefill=none-ready", "prefill=session-worker-gone")
 
 
 def status(findings: Iterable[Finding]) -> int:
@@ -29,13 +31,13 @@ def _finding(check: str, level: Level, says: str, change: str = "") -> Finding:
 # --- the machine
 
 
-def machine(facts: Machine, pool_bytes: int = 0, huge_pages: bool = False) -> Iterator[Finding]:
-    """`pool_bytes`: memory of pool nodes that are to run here and do not yet; `huge_pages`: from those."""
+def machine(facts: Machine, arenas: Sequence[ArenaRoom] = ()) -> Iterator[Finding]:
+    """`arenas`: of pool nodes that are to run here and do not yet."""
     yield _sglang(facts)
     yield _processor(facts)
     yield _open_files(facts.open_files)
-    yield _shm(facts, 0 if huge_pages else pool_bytes)
-    yield _huge_pages(facts, pool_bytes if huge_pages else 0)
+    yield _shm(facts)
+    yield from map(_arena, arenas)
     yield ucx(facts)
 
 
@@ -66,25 +68,27 @@ def _open_files(limit: int) -> Finding:
     return _finding("open files", level, f"a process may open {limit}", change)
 
 
-def _shm(facts: Machine, pool_bytes: int) -> Finding:
+def _shm(facts: Machine) -> Finding:
     says = f"/dev/shm has {_size(facts.shm_free_bytes)} free of {_size(facts.shm_bytes)}"
-    if facts.shm_free_bytes < pool_bytes:
-        change = "enlarge it (mount -o remount,size=..., --shm-size), or lower capacity_bytes"
-        return _finding("/dev/shm", "fail", says, change)
     if facts.shm_free_bytes < facts.shm_bytes // 10:
         return _finding("/dev/shm", "warn", says, "free what nobody uses there; SGLang needs some too")
     return _finding("/dev/shm", "ok", says)
 
 
-def _huge_pages(facts: Machine, pool_bytes: int) -> Finding:
-    free_bytes = facts.huge_pages_free * HUGE_PAGE_BYTES
-    says = f"{facts.huge_pages_free} huge pages of 2 MiB are free"
-    if free_bytes < pool_bytes:
-        change = f"reserve {-(-pool_bytes // HUGE_PAGE_BYTES)} (vm.nr_hugepages), or set huge_pages otherwise"
-        return _finding("huge pages", "fail", says, change)
-    return _finding(
-        "huge pages", "ok", says if facts.huge_pages_free else "none are reserved, none are asked for"
-    )
+def _arena(room: ArenaRoom) -> Finding:
+    """Whether there is room for it."""
+    nodes = ", ".join(room.nodes)
+    if room.error:
+        return _finding("arena", "fail", f"{nodes}: {room.error}", "do so, or set huge_pages otherwise")
+    says = f"{nodes}: {_size(room.needed_bytes)} more in {room.place}, {_size(room.free_bytes)} are free"
+    if room.needed_bytes <= room.free_bytes:
+        return _finding("arena", "ok", says)
+    if room.page_bytes:
+        pages = -(-(room.needed_bytes - room.free_bytes) // room.page_bytes)
+        change = f"reserve {pages} pages more (vm.nr_hugepages), or set huge_pages otherwise"
+    else:
+        change = "enlarge it (mount -o remount,size=..., --shm-size), or lower capacity_bytes"
+    return _finding("arena", "fail", says, change)
 
 
 def ucx(facts: Machine) -> Finding:
@@ -102,6 +106,9 @@ def ucx(facts: Machine) -> Finding:
     says = f"found {', '.join(there) or 'nothing'}; {figures}"
     if "TCP" not in there and "RDMA" not in there:
         return _finding("UCX", "fail", says, "UCX sees no network: check UCX_TLS and UCX_NET_DEVICES")
+    if facts.ucx_trouble:
+        change = "see UCX_TLS and UCX_NET_DEVICES in the environment: hosts cannot exchange pages so"
+        return _finding("UCX", "fail", f"{says}; measuring it failed: {facts.ucx_trouble}", change)
     if facts.has_infiniband and "RDMA" not in there:
         change = (
             "InfiniBand/RoCE is there but UCX cannot use it: install rdma-core, check UCX_TLS and memlock"
@@ -122,24 +129,39 @@ def workers(found: Sequence[Worker]) -> Iterator[Finding]:
     for worker in found:
         if worker.error:
             yield _finding("worker", "fail", f"{worker.url}: {worker.error}", "see its log; start it")
+        elif worker.draining:
+            says = f"{worker.url} drains: it finishes what it has and takes nothing new"
+            yield _finding("worker", "warn", says, "start it again where it is to stay")
         elif not worker.ready:
-            yield _finding("worker", "fail", f"{worker.url} is not ready", "wait, or see its log")
-    there = [worker for worker in found if not worker.error]
-    roles = {worker.role for worker in there}
+            says = f"{worker.url} is not ready: it still starts, or SGLang in it is not well"
+            yield _finding("worker", "fail", says, "wait, or see its log")
+        if worker.busy:
+            says = f"{worker.url} is busy: it did not tell SGLang's arguments in time"
+            yield _finding("worker", "warn", says, "ask again when it has less to do")
+    answered = [worker for worker in found if not worker.error]
+    there = [worker for worker in answered if worker.described]
+    if len(there) == len(answered):
+        yield from _roles(found)
+    for model in dict.fromkeys(worker.model for worker in there):
+        yield from _alike(model, [worker for worker in there if worker.model == model])
+    for worker in there:
+        if not worker.busy:
+            yield from _hand_off(worker)
+            yield from _host_pool(worker)
+    for worker in answered:
+        if abs(worker.clock_ahead_s) > MAX_CLOCK_S:
+            says = f"{worker.url}: its clock is {worker.clock_ahead_s:+.1f} s off ours"
+            yield _finding("clock", "warn", says, "run NTP on all hosts: logs and etcd leases rest on it")
+    if answered and all(abs(worker.clock_ahead_s) <= MAX_CLOCK_S for worker in answered):
+        yield _finding("clock", "ok", f"{len(answered)} workers agree with this clock")
+
+
+def _roles(found: Sequence[Worker]) -> Iterator[Finding]:
+    roles = {worker.role for worker in found if not worker.error}
     if found and not roles & {"decode", "agg"}:
         yield _finding("worker", "fail", "no decode or aggregated worker answers", "start one")
     if "prefill" in roles and "decode" not in roles:
         yield _finding("worker", "warn", "prefill workers without a decode worker", "start a decode worker")
-    for model in dict.fromkeys(worker.model for worker in there):
-        yield from _alike(model, [worker for worker in there if worker.model == model])
-    for worker in there:
-        yield from _hand_off(worker)
-        yield from _host_pool(worker)
-        if abs(worker.clock_ahead_s) > MAX_CLOCK_S:
-            says = f"{worker.url}: its clock is {worker.clock_ahead_s:+.1f} s off ours"
-            yield _finding("clock", "warn", says, "run NTP on all hosts: logs and etcd leases rest on it")
-    if there and all(abs(worker.clock_ahead_s) <= MAX_CLOCK_S for worker in there):
-        yield _finding("clock", "ok", f"{len(there)} workers agree with this clock")
 
 
 _ALIKE: Final = (
@@ -268,7 +290,9 @@ def probe(found: Probe) -> Iterator[Finding]:
     pages = (first.prompt_tokens - 1) // found.page_size * found.page_size
     got = first.decode.get("pool", 0) + first.decode.get("ssd", 0)
     says = f"turn 1, {_told(first)}"
-    if first.prefill is None:
+    if skipped := _skipped_stage(first):
+        yield _without_prefill(says, skipped)
+    elif first.prefill is None:
         yield _finding("live probe", "ok", f"{says} (no prefill stage: {first.plan})")
     elif got < pages:
         change = "see the findings above, the workers' logs, and stage= in the plan: " + first.plan
@@ -278,7 +302,9 @@ def probe(found: Probe) -> Iterator[Finding]:
     known = second.prefill if second.prefill is not None else second.decode
     reused = sum(count for tier, count in known.items() if tier != "computed")
     says = f"turn 2, {_told(second)}"
-    if reused < pages:
+    if skipped := _skipped_stage(second):
+        yield _without_prefill(says, skipped)
+    elif reused < pages:
         yield _finding(
             "live probe", "fail", f"{says}: turn 1's {pages} tokens were not found again", "see above"
         )
@@ -287,6 +313,25 @@ def probe(found: Probe) -> Iterator[Finding]:
         yield _finding("live probe", "warn", f"{says}: the answer was computed again", change)
     else:
         yield _finding("live probe", "ok", says)
+
+
+def _skipped_stage(turn: Turn) -> str:
+    """The plan's word for a prefill stage that was to be and was not; empty: all is as planned."""
+    if turn.prefill is not None:
+        return ""
+    for word in turn.plan.split(", "):
+        if word in NO_PREFILL_WORKER or (word.startswith("stage=") and word not in PREFILLED):
+            return word
+    return ""
+
+
+def _without_prefill(says: str, word: str) -> Finding:
+    """The decode worker computed the prompt itself, which it was not to do."""
+    if word in NO_PREFILL_WORKER:
+        change = "see the findings above, and at the router's /ready who is not ready, refused or draining"
+    else:
+        change = "see the logs of the prefill workers and of the router"
+    return _finding("live probe", "fail", f"{says}: no prefill worker computed it ({word})", change)
 
 
 def _told(turn: Turn) -> str:

@@ -37,11 +37,11 @@ def gather(sglang_tested: str, *, measure: bool = True) -> Machine:
     except PackageNotFoundError:
         sglang = ""
     infiniband = Path("/sys/class/infiniband")
+    ucx_gbps, ucx_trouble = measured_ucx() if measure and not ucx_error else (0.0, "")
     return Machine(
         open_files=_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         shm_bytes=shm.f_blocks * shm.f_frsize,
         shm_free_bytes=shm.f_bavail * shm.f_frsize,
-        huge_pages_free=_huge_pages_free(),
         memory_bytes=psutil.virtual_memory().total,
         sglang=sglang,
         sglang_tested=sglang_tested,
@@ -51,7 +51,8 @@ def gather(sglang_tested: str, *, measure: bool = True) -> Machine:
         has_gpu=Path("/dev/nvidia0").exists(),
         has_bfloat16=has_bfloat16(Path("/proc/cpuinfo").read_text()),
         copy_gbps=_copy_gbps() if measure else 0.0,
-        ucx_gbps=_ucx_gbps() if measure and not ucx_error else 0.0,
+        ucx_gbps=ucx_gbps,
+        ucx_trouble=ucx_trouble,
     )
 
 
@@ -62,11 +63,6 @@ def has_bfloat16(cpuinfo: str) -> bool:
 
 def _limit(value: int) -> int:
     return 2**31 if value == resource.RLIM_INFINITY else value
-
-
-def _huge_pages_free() -> int:
-    found = re.search(r"^HugePages_Free:\s+(\d+)", Path("/proc/meminfo").read_text(), re.M)
-    return int(found[1]) if found else 0
 
 
 def _transports() -> tuple[tuple[str, ...], str]:
@@ -100,9 +96,9 @@ def _copy_gbps() -> float:
     return COPY_BYTES / statistics.median(seconds) / 1e9
 
 
-def _ucx_gbps() -> float:
-    """`ucx_perftest` over loopback, a fifth of a second; 0 where it cannot run."""
+def measured_ucx() -> tuple[float, str]:
+    """(`ucx_perftest` over loopback, a fifth of a second, in 10^9 bytes/s; why it cannot run)"""
     try:
-        return ucx_perftest_gbps(UCX_PAGE_BYTES, ucx_options({}), runs=1, move_bytes=UCX_MOVE_BYTES)
-    except BenchError:
-        return 0.0
+        return ucx_perftest_gbps(UCX_PAGE_BYTES, ucx_options({}), runs=1, move_bytes=UCX_MOVE_BYTES), ""
+    except BenchError as error:
+        return 0.0, str(error)

@@ -55,6 +55,7 @@ _REFUSED: dict[str, str] = {
     "--hicache-host-memory-mode": _OURS,
     "--hicache-storage-prefetch-policy": "decode workers would recompute what is being fetched",
     "--enable-lmcache": _OURS,
+    "--strip-thinking-cache": "a conversation's next turn would wait for pages that are never stored",
     "--enable-unified-cache-external-linker": _OURS,
     "--disaggregation-mode": "pages are handed over through the pool, not by SGLang itself",
     "--speculative-algorithm": "the pool does not store the state of draft models yet",

@@ -12,20 +12,20 @@ and then the body that a client sent to PATH. It is served as that path would, w
 - The tokens are added to the prompt (SGLang's `_send_one_request`), the limits of new tokens lowered by their
   number. A token whose character is not complete is left out, it will come again. So the model is given
   exactly what it had produced, and seeded sampling, which depends on the position, goes on as it would have.
+  Where the rest would not be what it had been (penalties, stop strings, grammars, as SGLang has them in the
+  end), the answer is a 400.
 - What the engine yields is given the earlier text and tokens in front, and counts as if all had been computed
   here. SGLang's own formatting sees first the earlier text, whose events are dropped, then the rest.
 
 The text of the tokens is made as SGLang's detokenizer makes it (`init_incremental_detokenize`, 0.5.23): they
 are decoded behind the prompt's last five tokens, whose text is then cut off.
 
-A server that stops aborts what runs, which SGLang would report as an answer that is complete. A marked stream
-breaks off instead, so that another worker takes over.
+A server that stops breaks off what runs (`connection.py`): another worker takes over from the last mark.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, MutableMapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -34,17 +34,21 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from pdserve.engine.connection import AsgiApp, BrokenOff, Receive, Scope, Send, answer
 from pdserve.engine.endpoints import ENDPOINTS, check_endpoint
-from pdserve.engine.requests import CONTINUE_PATH, AsgiApp, Receive, Scope, Send
-from pdserve.errors import PdserveError, RequestError
-
-logger = logging.getLogger(__name__)
+from pdserve.engine.requests import CONTINUE_PATH
+from pdserve.engine.reuse import clipped
+from pdserve.errors import RequestError
 
 ASK_HEADER = b"x-pdserve-marks"
 MAX_BODY_BYTES = 64 * 1024 * 1024
 DETOKENIZE_BEHIND = 5  # tokens of the prompt: INIT_INCREMENTAL_DETOKENIZATION_OFFSET
 MAX_INCOMPLETE = 8  # tokens that one character may be spread over, and more
 REPLACEMENT = "\ufffd"
+_LOOKING_BACK = (
+    *("frequency_penalty", "presence_penalty", "stop_strs", "stop_regex_strs", "watermark"),
+    *("json_schema", "regex", "ebnf", "structural_tag"),
+)
 
 
 class SoFar(msgspec.Struct, frozen=True):
@@ -52,10 +56,6 @@ class SoFar(msgspec.Struct, frozen=True):
 
     characters: int
     token_ids: list[int]
-
-
-class StreamAborted(PdserveError):
-    """A marked stream was aborted here by the server's end: the connection is closed without a last chunk."""
 
 
 class Stream:
@@ -72,16 +72,31 @@ class Stream:
         self._kept: list[int] = []
         self._delivered = ""
         self._marked_tokens = 0
+        self._thought: int | None = None  # tokens of reasoning among them
+        self._thought_is_over = False
+        self._refusal: RequestError | None = None
 
     # --- what SGLang is told
 
-    def extend(self, tokenized: Any, tokenizer: Any) -> None:
-        """Add the tokens so far to the prompt. Raises ValueError, which SGLang answers with a 400."""
+    def extend(self, tokenized: Any, manager: Any) -> None:
+        """Add the tokens so far to the prompt. Raises ValueError where that cannot be; `send` then answers
+        400.
+        """
         if self._so_far is None:
             return
+        try:
+            self._extend(self._so_far, tokenized, manager.tokenizer)
+            self._count_thought(tokenized, manager.model_config)
+        except ValueError as error:
+            self._refusal = RequestError(400, str(error))
+            raise
+
+    def _extend(self, so_far: SoFar, tokenized: Any, tokenizer: Any) -> None:
         if tokenized.mm_inputs is not None or tokenized.input_ids is None:
             raise ValueError("an answer to this kind of prompt cannot be continued")
         sampling = tokenized.sampling_params
+        if said := _looks_back(sampling):
+            raise ValueError(f"an answer under {said} cannot be continued")
         prompt = list(tokenized.input_ids)
         tail = prompt[-DETOKENIZE_BEHIND:]
 
@@ -94,11 +109,11 @@ class Stream:
             return text
 
         behind = len(decode(tail))
-        ids = self._so_far.token_ids
+        ids = so_far.token_ids
         whole = decode([*tail, *ids])[behind:]
-        if len(whole) < self._so_far.characters:
+        if len(whole) < so_far.characters:
             raise ValueError("the tokens do not make the text that was sent")
-        self._delivered = whole[: self._so_far.characters]
+        self._delivered = whole[: so_far.characters]
         count = len(ids)
         while count > max(0, len(ids) - MAX_INCOMPLETE):
             self._text = decode([*tail, *ids[:count]])[behind:]
@@ -114,21 +129,35 @@ class Stream:
             sampling.max_new_tokens = max(1, sampling.max_new_tokens - count)
         sampling.min_new_tokens = max(0, sampling.min_new_tokens - count)
 
-    async def follow(self, contents: AsyncGenerator[Any, None], manager: Any) -> AsyncIterator[Any]:
+    def _count_thought(self, tokenized: Any, model_config: Any) -> None:
+        """Reasoning among the tokens so far, up to its end, as SGLang counts it (`update_reasoning_tokens`).
+        Where the model begins it by itself SGLang cannot count the rest, and nothing is said.
+        """
+        if not tokenized.require_reasoning:
+            return
+        custom = tokenized.sampling_params.custom_params or {}
+        end = list(custom.get("__sglang_reasoning_end_token_ids") or model_config.think_end_ids or ())
+        ends = (i for i in range(len(end), len(self._kept) + 1) if self._kept[i - len(end) : i] == end)
+        over_at = next(ends, None) if end else None
+        self._thought_is_over = over_at is not None
+        self._thought = len(self._kept) if over_at is None else over_at
+
+    async def follow(
+        self, contents: AsyncGenerator[Any, None], asked: Any, manager: Any
+    ) -> AsyncIterator[Any]:
         """What the engine yields, as its caller may see it; a step's events are marked when the caller comes
-        for the next step.
+        for the next step. Token ids that `asked` wants beside the text do not end where the text does.
         """
         begun = self._so_far is None
+        may_go_on = not (asked.return_prompt_token_ids or manager.incremental_streaming_output)
         async with aclosing(contents):
             async for content in contents:
-                if "index" in content or "text" not in content or manager.incremental_streaming_output:
+                if "index" in content or "text" not in content or not may_go_on:
                     await self._off()
                 if not self._is_marked:
                     yield content
                     continue
                 finish = content["meta_info"].get("finish_reason")
-                if finish and finish.get("type") == "abort" and getattr(manager, "pdserve_stopping", False):
-                    raise StreamAborted("the server stops")
                 step = self._shifted(content)
                 if not begun:
                     begun = self._drops = True
@@ -147,6 +176,11 @@ class Stream:
         meta["prompt_tokens"] -= count
         meta["completion_tokens"] += count
         meta["cached_tokens"] = min(meta.get("cached_tokens", 0), meta["prompt_tokens"])
+        if meta.get("cached_tokens_details"):
+            meta["cached_tokens_details"] = clipped(meta["cached_tokens_details"], meta["prompt_tokens"])
+        thought = meta.pop("reasoning_tokens", 0)
+        if self._thought is not None:
+            meta["reasoning_tokens"] = self._thought + (0 if self._thought_is_over else thought)
         output_ids = [*self._kept, *content["output_ids"]]
         return {**content, "text": self._text + content["text"], "output_ids": output_ids, "meta_info": meta}
 
@@ -158,7 +192,12 @@ class Stream:
     # --- what the caller is sent
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """For the app, in place of the server's `send`."""
+        """For the app, in place of the server's `send`. Raises BrokenOff where the stream was refused:
+        SGLang's `/generate` would say it in a stream that ends well.
+        """
+        if self._refusal is not None:
+            await answer(self._send, self._refusal)
+            raise BrokenOff(str(self._refusal))
         if message["type"] == "http.response.start":
             self._is_begun = True
             message = {**message, "headers": [*message.get("headers", ()), (ASK_HEADER, b"1")]}
@@ -210,7 +249,7 @@ class Continuing:
             try:
                 scope, receive, so_far = await _unwrap(scope, receive)
             except RequestError as error:
-                await _answer(send, error)
+                await answer(send, error)
                 return
         elif scope["type"] != "http" or scope["path"] not in ENDPOINTS or not _asks(scope):
             await self._app(scope, receive, send)
@@ -220,8 +259,6 @@ class Continuing:
         token = _stream.set(stream)
         try:
             await self._app(scope, receive, stream.send)
-        except StreamAborted as error:
-            logger.info("%s: a stream is broken off", error)  # the server closes the connection now
         finally:
             _stream.reset(token)
 
@@ -236,15 +273,29 @@ class Continuing:
             contents = generate(obj, request)
             if stream is None or not getattr(obj, "stream", False):
                 return contents
-            return stream.follow(contents, manager)
+            return stream.follow(contents, obj, manager)
 
         async def send_one_request(tokenized: Any) -> Any:
             stream = _stream.get()
             if stream is not None:
-                stream.extend(tokenized, manager.tokenizer)
+                stream.extend(tokenized, manager)
             return await send_one(tokenized)
 
         manager.generate_request, manager._send_one_request = generate_request, send_one_request
+
+
+def _looks_back(sampling: Any) -> str:
+    """What makes the rest of an answer depend on more than the tokens so far, once they are part of the
+    prompt; empty where nothing does. The router has looked at the client's body; these are SGLang's own
+    SamplingParams, with what the model's generation_config.json and --preferred-sampling-params set. What
+    SGLang notes for itself among `custom_params` serves grammars and counting.
+    """
+    set_for = {name: getattr(sampling, name) for name in _LOOKING_BACK}
+    set_for["custom_params"] = [
+        key for key in sampling.custom_params or () if not key.startswith("__sglang_")
+    ]
+    set_for["repetition_penalty"] = sampling.repetition_penalty != 1.0
+    return ", ".join(name for name, value in set_for.items() if value)
 
 
 def _asks(scope: Scope) -> bool:
@@ -281,10 +332,3 @@ async def _unwrap(scope: Scope, receive: Receive) -> tuple[Scope, Receive, SoFar
 
     path = {"path": endpoint, "raw_path": endpoint.encode(), "query_string": b"", "headers": headers}
     return {**scope, **path}, replay, so_far
-
-
-async def _answer(send: Send, error: RequestError) -> None:
-    body = msgspec.json.encode(error.body())
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})

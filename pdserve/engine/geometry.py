@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+from sglang.srt.model_loader.checkpoint_quantization import resolve_checkpoint_quant_spec
 
 from pdserve.errors import StartupError
 from pdserve.pages import KvGeometry, adapter_fingerprint, all_rank_suffixes, model_fingerprint
@@ -25,6 +26,9 @@ _VALUE_OPTIONS = (
 
 # SGLang's --kv-cache-dtype values by the torch dtype of the host pool's pages.
 _KV_DTYPES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+# Quantizations whose configuration in SGLang knows of FP8 KV, and so decides what "auto" is.
+_OF_MODELOPT = "modelopt"
+_OF_FP8 = ("fp8", "mxfp8")
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def kv_identity(server_args: Any) -> KvIdentity:
     geometry = KvGeometry(
         model=model_fingerprint(model_path),
         dtype=dtype,
-        kv_dtype=dtype if wanted == "auto" else _KV_DTYPES.get(wanted, wanted),
+        kv_dtype=_auto_kv_dtype(config, model_path) if wanted == "auto" else _KV_DTYPES.get(wanted, wanted),
         page_size=str(server_args.page_size),
         layout=server_args.hicache_mem_layout,
         tp_size="replicated" if replicated else str(tp_size),
@@ -71,6 +75,34 @@ def kv_identity(server_args: Any) -> KvIdentity:
         replicated=replicated, tp_size=tp_size, pp_size=server_args.pp_size, cp_size=cp_size
     )
     return KvIdentity(geometry, suffixes)
+
+
+def _auto_kv_dtype(config: Any, model_path: Path) -> str:
+    """What SGLang keeps KV in when it is not told: FP8 where the checkpoint was quantized for it
+    (`configure_kv_cache_dtype`), else the model's dtype.
+    """
+    method = config.quantization or ""
+    if method.startswith(_OF_MODELOPT) or method in _OF_FP8:
+        said = _quantization(config, model_path)
+        scheme = said.get("kv_cache_scheme")
+        algorithm = said.get("kv_cache_quant_algo")
+        if method.startswith(_OF_MODELOPT) and isinstance(scheme, dict):
+            algorithm = "FP8" if (scheme.get("type"), scheme.get("num_bits")) == ("float", 8) else None
+        if str(algorithm).upper() == "FP8":
+            return _KV_DTYPES["fp8_e4m3"]
+    return str(config.dtype).removeprefix("torch.")
+
+
+def _quantization(config: Any, model_path: Path) -> dict[str, Any]:
+    """The checkpoint's own word on it: in config.json, or where ModelOpt first wrote it."""
+    spec = resolve_checkpoint_quant_spec(config.hf_config)
+    if spec is not None:
+        declared: dict[str, Any] = spec.config
+        return declared
+    written = model_path / "hf_quant_config.json"
+    found: dict[str, Any] = json.loads(written.read_text()) if written.is_file() else {}
+    nested: dict[str, Any] = found.get("quantization", found)
+    return nested
 
 
 def _options(server_args: Any) -> str:
@@ -86,15 +118,21 @@ def _options(server_args: Any) -> str:
 
 def _entries(lora_paths: Any) -> list[Any]:
     if isinstance(lora_paths, dict):
-        return list(lora_paths.values())
+        return [f"{name}={path}" for name, path in lora_paths.items()]
     return list(lora_paths or [])
 
 
 def _adapter(entry: Any) -> str:
-    """Fingerprint of an adapter as --lora-paths gives it: PATH, NAME=PATH, a mapping, or a LoRARef."""
-    if isinstance(entry, dict):
-        entry = entry["lora_path"]
-    path = Path(str(getattr(entry, "lora_path", entry)).rpartition("=")[2])
-    if not path.is_dir():
+    """Name, path and fingerprint of an adapter as --lora-paths gives it: PATH, NAME=PATH, a mapping, or a
+    LoRARef. SGLang makes the adapter's id, a part of its pages' keys, of name and path
+    (`LoRARef.deterministic_id`): workers share its pages only where both agree.
+    """
+    if isinstance(entry, str):
+        name, path = entry.split("=", 1) if "=" in entry else (entry, entry)
+    elif isinstance(entry, dict):
+        name, path = entry["lora_name"], entry["lora_path"]
+    else:
+        name, path = entry.lora_name, entry.lora_path
+    if not Path(path).is_dir():
         raise StartupError(f"LoRA adapter {path} is no local directory: download it first, and give its path")
-    return adapter_fingerprint(path)
+    return f"{name}={path}@{adapter_fingerprint(Path(path))}"

@@ -17,10 +17,9 @@ is ready, this host may do so without the token.
 from __future__ import annotations
 
 import ipaddress
-import json
 
+from pdserve.engine.connection import AsgiApp, Receive, Scope, Send, answer, stopping
 from pdserve.engine.drain import Drain
-from pdserve.engine.requests import AsgiApp, Receive, Scope, Send
 from pdserve.errors import RequestError
 from pdserve.tokens import bearer, digest, same
 
@@ -62,7 +61,7 @@ class Guard:
             await receive()  # the handshake; closed before it is accepted, it is answered 403
             await send({"type": "websocket.close", "code": 1008, "reason": str(refusal)})
         else:
-            await _answer(send, refusal)
+            await answer(send, refusal)
 
     def _refusal(self, scope: Scope) -> RequestError | None:
         path = scope["path"]
@@ -102,7 +101,7 @@ class Draining:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
         elif self._drain.is_closed:
-            await _answer(send, RequestError(503, "this worker stops", code="worker_stopping"))
+            await answer(send, stopping())
         else:
             self._drain.running += 1
             try:
@@ -122,12 +121,3 @@ def _is_this_host(scope: Scope) -> bool:
         return False
     mapped = getattr(address, "ipv4_mapped", None)
     return (mapped or address).is_loopback or (server is not None and client[0] == server[0])
-
-
-async def _answer(send: Send, error: RequestError) -> None:
-    body = json.dumps(error.body()).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    if error.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

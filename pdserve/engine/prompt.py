@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pydantic
+from sglang.srt.entrypoints.api_contract import generate_contract_error
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -33,6 +34,9 @@ _GENERATION_ONLY = (
     "custom_params",
     "logit_bias",
 )
+
+_native_body: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(GenerateReqInput)
+"""As SGLang's own route reads it: types are checked, what is unknown is ignored."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +115,15 @@ async def _openai(app_state: Any, endpoint: str, body: bytes, http_request: Any)
 def _native(body: bytes) -> GenerateReqInput:
     try:
         fields = json.loads(body)
-        return GenerateReqInput(**fields)
-    except (ValueError, TypeError) as error:
+        asked = _native_body.validate_python(fields)
+    except pydantic.ValidationError as error:
+        raise RequestError(400, f"not a /generate request: {_first_line(error)}") from error
+    except ValueError as error:
         raise RequestError(400, f"not a /generate request: {error}") from error
+    refusal = generate_contract_error(fields)
+    if refusal:
+        raise RequestError(400, f"not a /generate request: {refusal}")
+    return asked
 
 
 def _reduced(sampling_params: Any) -> Any:

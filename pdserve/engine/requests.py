@@ -11,44 +11,36 @@ record in a context variable, and wrapped methods of the tokenizer manager fill 
     _handle_batch_output what it found cached; not in that context, but for all requests that run
     generate_request     where the time to its first token went
 
-The middleware is the only reader of the connection's `receive`: it passes the body on to SGLang, and once the
-body is through it waits for the disconnect, so that one is seen at once in every phase. A server says
-"disconnected" also once the answer is complete (uvicorn does at once): that is no client that left.
+A server that stops aborts what runs (`server.py`), which SGLang would answer as something complete. Such an
+answer is broken off, see `connection.py`.
+
+A client's `rid` and the like are not used: see `_disown`. Its own name for a request is `x-request-id`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import uuid
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdserve.engine.connection import AsgiApp, BrokenOff, Connection, Receive, Scope, Send
 from pdserve.engine.endpoints import ENDPOINTS
 from pdserve.engine.first_token import TIMING_HEADER, FirstToken, WorkerMetrics, first_token
 from pdserve.engine.reuse import PREFILLED_HEADER, Reuse, parse_prefilled, replace_counts
 from pdserve.pages import namespace_seed, page_hashes, pool_key
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = b"x-request-id"
 CONTINUE_PATH = "/pd/continue"
 GENERATING_PATHS = frozenset({*ENDPOINTS, "/pd/prefill", CONTINUE_PATH})
-_BODY_QUEUE_MESSAGES = 8  # the server's own flow control does the rest
+_SGLANGS_OWN = ("rid", "lora_id", "mm_hashes", "positional_embed_overrides")
+EMBEDDINGS_PATH = "/v1/embeddings"
 
 
 @dataclass
@@ -81,7 +73,8 @@ class HttpRequest:
     first: FirstToken | None = None  # None until it is there
     requests: dict[str, SglangRequest] = field(default_factory=dict)
     left: asyncio.Event = field(default_factory=asyncio.Event)  # the client, before its answer was complete
-    cut_short: bool = False  # it left while SGLang computed
+    cut_short: bool = False  # it left while SGLang computed, or this server's end aborted it
+    is_stopped: bool = False  # by this server's end
     answered: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -117,6 +110,13 @@ class PageNames:
         return self._keys(
             self._chains(request, lambda made: (made.input_ids or [])[: tokens.get(made.rid, 0)])
         )
+
+    def unnamed(self, request: HttpRequest, prompt_tokens: int) -> int:
+        """How many pages the prompts of the request have, `prompt_tokens` in all, that cannot be named: those
+        of images and the like.
+        """
+        named_tokens = sum(len(_prompt(made)) for made in request.requests.values())
+        return max(0, prompt_tokens - named_tokens) // self.page_size * len(self.rank_suffixes)
 
     def _chains(
         self, request: HttpRequest, tokens: Callable[[SglangRequest], Sequence[int]]
@@ -163,6 +163,8 @@ class RequestTracking:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] not in GENERATING_PATHS:
+            if scope["type"] == "http" and scope["path"] == EMBEDDINGS_PATH:
+                self._watch(self._tokenizer_manager())
             await self._app(scope, receive, send)
             return
         manager = self._tokenizer_manager()
@@ -177,13 +179,20 @@ class RequestTracking:
                 self._reuse_of.pop(rid, None)
             request.answered.set()
 
-        connection = _Connection(
-            receive, send, lambda: _abort(request, manager), lambda: _told(request), answered
+        connection = Connection(
+            receive,
+            send,
+            on_left=lambda: _abort(request, manager),
+            more_headers=lambda: _told(request),
+            on_complete=answered,
+            is_stopped=lambda: request.is_stopped,
         )
         reader = asyncio.create_task(connection.read())
         token = _current.set(request)
         try:
             await self._app(scope, connection.receive, connection.send)
+        except BrokenOff as error:
+            logger.info("request %s is not answered to its end: %s", request.request_id, error)
         finally:
             _current.reset(token)
             answered()
@@ -200,61 +209,6 @@ class RequestTracking:
         _wrap_generate(manager, self._metrics)
         _wrap_send(manager, "_send_one_request", lambda argument: [argument])
         _wrap_send(manager, "_send_batch_request", list)
-
-
-class _Connection:
-    """The server's side of one request, read ahead of the app that answers it."""
-
-    def __init__(
-        self,
-        receive: Receive,
-        send: Send,
-        on_left: Callable[[], None],
-        more_headers: Callable[[], list[tuple[bytes, bytes]]],
-        on_complete: Callable[[], None],
-    ) -> None:
-        self._receive = receive
-        self._send = send
-        self._on_left = on_left
-        self._more_headers = more_headers
-        self._on_complete = on_complete
-        self._start: MutableMapping[str, Any] | None = None
-        self._messages: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue(_BODY_QUEUE_MESSAGES)
-        self._ended: MutableMapping[str, Any] | None = None
-        self._complete = False
-
-    async def read(self) -> None:
-        """Until the server reports the end of the connection, or of the answer."""
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                if not self._complete:
-                    self._on_left()
-                await self._messages.put(message)
-                return
-            await self._messages.put(message)
-
-    async def receive(self) -> MutableMapping[str, Any]:
-        """For the app. A disconnect is told to everyone who asks, as servers do."""
-        if self._ended is None:
-            message = await self._messages.get()
-            if message["type"] != "http.disconnect":
-                return message
-            self._ended = message
-        return self._ended
-
-    async def send(self, message: MutableMapping[str, Any]) -> None:
-        """For the app. The head waits for the first piece of the body: then its headers are known."""
-        if message["type"] == "http.response.start":
-            self._start = message
-            return
-        if self._start is not None:
-            start, self._start = self._start, None
-            await self._send({**start, "headers": [*start.get("headers", ()), *self._more_headers()]})
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self._complete = True
-            self._on_complete()  # SGLang 0.5.23 returns from a stream 2 s after its end
-        await self._send(message)
 
 
 def _abort(request: HttpRequest, manager: Any) -> None:
@@ -300,16 +254,37 @@ def _wrap_generate(manager: Any, metrics: WorkerMetrics | None) -> None:
     original = manager.generate_request
 
     async def generate_request(obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        http = _current.get()
+        if http is not None or (request is not None and request.scope["path"] == EMBEDDINGS_PATH):
+            _disown(obj)
         async with contextlib.aclosing(original(obj, request)) as contents:
             async for content in contents:
                 http = _current.get()
+                answers = content if isinstance(content, list) else [content]
+                if http is not None and getattr(manager, "pdserve_stopping", False):
+                    http.is_stopped = http.is_stopped or any(map(_is_aborted, answers))
+                    http.cut_short = http.cut_short or http.is_stopped
                 if http is not None and http.first is None:
-                    http.first = first_token(content if isinstance(content, list) else [content])
+                    http.first = first_token(answers)
                     if metrics is not None:
                         metrics.count(http.first, http.reuse.own())
                 yield content
 
     manager.generate_request = generate_request
+
+
+def _is_aborted(answer: dict[str, Any]) -> bool:
+    return ((answer.get("meta_info") or {}).get("finish_reason") or {}).get("type") == "abort"
+
+
+def _disown(obj: Any) -> None:
+    """Take out of a client's request what SGLang sets itself. The scheduler aborts every request whose id
+    *begins* with the one that it is told, so no client may choose ids. The others change what a page's key
+    stands for (pages under another's name), or end the scheduler when they are no tensors.
+    """
+    for name in _SGLANGS_OWN:
+        if hasattr(obj, name):
+            setattr(obj, name, None)
 
 
 def _told(request: HttpRequest) -> list[tuple[bytes, bytes]]:

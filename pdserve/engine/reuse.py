@@ -128,3 +128,17 @@ def _details(told: Found, given: dict[str, Any]) -> dict[str, Any]:
     if storage or "storage" in given:
         said["storage"] = storage
     return said
+
+
+def clipped(details: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """`cached_tokens_details` of the first so many tokens: what is on the device comes first in a prompt,
+    then what is on the host.
+    """
+    said, left = dict(details), tokens
+    for place in ("device", "host", "storage"):
+        if place in said:
+            said[place] = min(said[place] or 0, left)
+            left -= said[place]
+    if SSD_DETAIL in said:
+        said[SSD_DETAIL] = min(said[SSD_DETAIL] or 0, said.get("storage", 0))
+    return said

@@ -235,7 +235,7 @@ class _Ending:
         if manager._subprocess_watchdog is not None:
             manager._subprocess_watchdog.stop()  # children that end now are no crash
         if not self.failed:
-            manager.pdserve_stopping = True  # for streams that another worker can go on with
+            manager.pdserve_stopping = True  # what is aborted now is not answered as if it were complete
             manager.abort_request(abort_all=True)
             await _until(lambda: not manager.rid_to_state, _ABORT_S)
             manager._dispatch_to_scheduler(ShutdownReq())

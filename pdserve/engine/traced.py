@@ -12,15 +12,8 @@ import time
 from collections.abc import MutableMapping
 from typing import Any
 
-from pdserve.engine.requests import (
-    GENERATING_PATHS,
-    AsgiApp,
-    HttpRequest,
-    Receive,
-    Scope,
-    Send,
-    current_request,
-)
+from pdserve.engine.connection import AsgiApp, Receive, Scope, Send
+from pdserve.engine.requests import GENERATING_PATHS, HttpRequest, current_request
 from pdserve.tracing import Trace, Tracer, current_trace
 
 

@@ -261,12 +261,16 @@ class FairQueue(Generic[T]):
         self.waiting -= len(gone)
         return gone
 
-    def remove(self, unwanted: Callable[[T], bool]) -> None:
-        """Forget requests, of a client that went, say."""
+    def remove(self, unwanted: Callable[[T], bool]) -> list[Queued[T]]:
+        """Forget requests, of a client that went, say; those, in the order of each flow's queue."""
+        gone = []
         for flow in self._flows.values():
-            kept = deque(queued for queued in flow.queue if not unwanted(queued.item))
-            self.waiting -= len(flow.queue) - len(kept)
-            flow.queue = kept
+            removed = [queued for queued in flow.queue if unwanted(queued.item)]
+            if removed:
+                flow.queue = deque(queued for queued in flow.queue if not unwanted(queued.item))
+                gone += removed
+        self.waiting -= len(gone)
+        return gone
 
     # --- inside
 

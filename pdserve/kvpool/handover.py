@@ -21,7 +21,9 @@ who come that they shall wait. The pages stay where they are, in files; each tak
 
 Who dies on the way: the stand-in, before "go": no upgrade; later: the process goes on, as soon as it has
 loaded. The process: the stand-in ends, before it serves or at once; the pages stay for the next start.
-SIGTERM and SIGINT to the process are held back until it serves again, and then end it.
+SIGTERM and SIGINT to the process are held back until it serves again, and then end it. Holding concerns the
+thread that does it, and libraries have threads of their own (UCX, BLAS) that take a signal all the same: the
+program that is told so passes that on, too.
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     stand_in: int = 0  # the child's pid, for the process itself
     stderr_fd: int = -1  # a stand-in's, from the moment it serves
     ucx: bool = False
+    told_to_end: bool = False  # by a signal, meanwhile
 
     @property
     def fds(self) -> set[int]:
@@ -202,7 +205,7 @@ def replace_process(handover: Handover) -> NoReturn:
 
 
 def hold_signals(*, hold: bool) -> None:
-    """Whether what would end this process waits; what is held outlives `exec`."""
+    """Whether what would end this process waits, as far as this thread goes; what is held outlives `exec`."""
     signal.pthread_sigmask(signal.SIG_BLOCK if hold else signal.SIG_UNBLOCK, ENDING)
 
 

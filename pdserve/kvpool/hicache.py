@@ -102,9 +102,12 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                     f"{self._settings.namespace} is declared with {getattr(declared, field)}"
                 )
         kv_dtype = str(mem_pool_host.dtype).removeprefix("torch.")
-        if declared.kv_dtype not in ("auto", kv_dtype):
+        # SGLang keeps FP8 as bytes. Which FP8 they are is told apart by what was declared.
+        is_fp8 = kv_dtype == "uint8" and declared.kv_dtype.startswith("float8_")
+        if declared.kv_dtype not in ("auto", kv_dtype) and not is_fp8:
             raise StartupError(
-                f"SGLang keeps KV in {kv_dtype}, but this worker declared {declared.kv_dtype} to the pool"
+                f"SGLang keeps KV in {kv_dtype}, but this worker declared {declared.kv_dtype} to the pool: "
+                "say which with --kv-cache-dtype in engine.extra_args"
             )
         for node, error in self._client.check().items():
             if isinstance(error, PoolRefused):

@@ -97,7 +97,6 @@ class PendingGet:
     pins: list[PinReply]
     missing: int
     deadline_s: float
-    answered: bool = False
     below: list[int] = field(default_factory=list)
 
 

@@ -43,7 +43,7 @@ R = TypeVar("R", bound=Message)
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 4 * 1024 * 1024  # 4,096 grants take ~200 KB; the rest is room for status reports
-MAX_KEYS = 4096  # per message; clients split longer batches
+MAX_KEYS = 4096  # per message, and slots; clients split longer batches
 MAX_SEGMENTS = 1024  # per page; HiCache's layer_first layout has two per layer
 
 # "none": a connection for questions only (exists, wait, status); it may neither reserve nor get
@@ -414,9 +414,15 @@ def refusal(reply: Reply) -> str:
 
 
 def _check_bounds(message: Request) -> None:
+    request_id: int = getattr(message, "id", 0)
+    if request_id < 0:  # those are the node's own, for parts of requests
+        raise FrameError(f"a request's id of {request_id}, it must not be negative")
     keys: list[bytes] = getattr(message, "keys", [])
     if len(keys) > MAX_KEYS:
         raise FrameError(f"{len(keys)} keys in one message, at most {MAX_KEYS} are allowed")
+    slots: list[int] = getattr(message, "slots", [])
+    if len(slots) > MAX_KEYS:
+        raise FrameError(f"{len(slots)} slots in one message, at most {MAX_KEYS} are allowed")
     for key in keys:
         if len(key) != KEY_BYTES:
             raise FrameError(f"a key of {len(key)} bytes, keys have {KEY_BYTES}")

@@ -417,17 +417,15 @@ class Mover:
         self, peer: str, purpose: str, ask: Callable[[PeerLink, float], T], *, more_s: float = 0.0
     ) -> T:
         """Run one request to a peer in a thread. Raises what it raised."""
-        address = self._address(peer)
-        if address is None:
-            raise PoolUnavailable(f"pool node {peer} is not in the pool any more")
-        lock, link = self._links.setdefault(
-            (peer, purpose), (asyncio.Lock(), PeerLink(self._config, peer, address))
-        )
+        lock, link = self._links.setdefault((peer, purpose), (asyncio.Lock(), PeerLink(self._config, peer)))
         async with lock:
+            address = self._address(peer)
+            if address is None:
+                raise PoolUnavailable(f"pool node {peer} is not in the pool any more")
+            self._links.setdefault((peer, purpose), (lock, link))  # it may have been away meanwhile
             if link.address != address:  # it came back elsewhere
                 link.close()
-                link = PeerLink(self._config, peer, address)
-                self._links[peer, purpose] = (lock, link)
+                link.address = address
             limit_s = self._config.reservation_lease_s * 0.8
             deadline = self._loop.time() + min(limit_s, self._config.moving.timeout_s + more_s)
             try:
@@ -436,7 +434,6 @@ class Mover:
                 raise
             except BaseException:
                 link.close()  # what state it is in is not known; the next request opens it anew
-                self._links[peer, purpose] = (lock, PeerLink(self._config, peer, address))
                 raise
 
     def _spawn(self, work: Awaitable[None]) -> None:

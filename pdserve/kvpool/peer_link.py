@@ -25,13 +25,14 @@ R = TypeVar("R", bound=m.Reply)
 
 
 class PeerLink:
-    """One data connection, opened when first used; for one thread at a time. After any error but StaleView
-    it must be closed. All methods raise PoolUnavailable, PoolTimeout, PoolRefused.
+    """One data connection, opened when first used, and again after `close`; for one thread at a time. After
+    any error but StaleView it must be closed, and before its `address` changes. All methods raise
+    PoolUnavailable, PoolTimeout, PoolRefused.
     """
 
-    def __init__(self, config: PoolNodeConfig, peer: str, address: str) -> None:
+    def __init__(self, config: PoolNodeConfig, peer: str) -> None:
         self.peer = peer
-        self.address = address
+        self.address = ""
         self._config = config
         self._connection: Connection | None = None
         self._numbers: dict[tuple[str, int], int] = {}  # of the namespaces that are open
@@ -114,6 +115,7 @@ class PeerLink:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+        self._numbers.clear()  # the peer's next incarnation may give them to others
 
     def _open(self, space: tuple[str, Mapping[str, str], int], deadline: float) -> int:
         """The peer's number of a namespace."""

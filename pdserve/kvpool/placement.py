@@ -122,14 +122,9 @@ class Placement:
 
     def _check_huge_pages(self, name: str, needed: int, replaced: int) -> None:
         size = self.huge_page_bytes
-        pool = _SYS / f"kernel/mm/hugepages/hugepages-{size // 1024}kB"
-        where = ""
-        if self.numa_node is not None:
-            pool = _SYS / f"devices/system/node/node{self.numa_node}/hugepages/hugepages-{size // 1024}kB"
-            where = f" on NUMA node {self.numa_node}"
-        free = _number(pool / "free_hugepages") - _number(pool / "resv_hugepages")
-        free += max(0, _number(pool / "nr_overcommit_hugepages") - _number(pool / "surplus_hugepages"))
-        free += replaced // size
+        pool = _huge_page_pool(size, self.numa_node)
+        where = "" if self.numa_node is None else f" on NUMA node {self.numa_node}"
+        free = free_huge_pages(size, self.numa_node) + replaced // size
         pages = -(-needed // size)
         if pages > free:
             wanted = _number(pool / "nr_hugepages") + pages - free
@@ -147,6 +142,20 @@ def does_not_fit(name: str, directory: Path, needed: int, free: int | None) -> S
         f"node {name}: arena of {needed / GIB:.2f} GiB does not fit in {directory}{space}: lower "
         "capacity_bytes or choose another arena_dir"
     )
+
+
+def free_huge_pages(page_bytes: int, numa_node: int | None = None) -> int:
+    """How many can still be taken; with a NUMA node, of its own."""
+    pool = _huge_page_pool(page_bytes, numa_node)
+    free = _number(pool / "free_hugepages") - _number(pool / "resv_hugepages")
+    return free + max(0, _number(pool / "nr_overcommit_hugepages") - _number(pool / "surplus_hugepages"))
+
+
+def _huge_page_pool(page_bytes: int, numa_node: int | None) -> Path:
+    name = f"hugepages-{page_bytes // 1024}kB"
+    if numa_node is None:
+        return _SYS / "kernel/mm/hugepages" / name
+    return _SYS / f"devices/system/node/node{numa_node}/hugepages" / name
 
 
 def numa_nodes() -> list[int]:

@@ -7,6 +7,7 @@ import contextlib
 
 import msgspec
 import uvloop
+from msgspec.structs import replace
 
 from pdserve.errors import StartupError
 from pdserve.kvpool.config import PoolNodeConfig
@@ -47,8 +48,18 @@ def _load(succession: Succession, config: PoolNodeConfig) -> None:
 async def _run(config: PoolNodeConfig, succession: Succession | None) -> Handover | None:
     node = PoolNode(config, succession)
     loop = asyncio.get_running_loop()
+    told_to_end = asyncio.Event()
+
+    def end() -> None:
+        told_to_end.set()
+        node.stop()
+
     for number in ENDING:
-        loop.add_signal_handler(number, node.stop)
+        loop.add_signal_handler(number, end)
+    if succession is not None and succession.handover.told_to_end:
+        end()  # once it serves
     hold_signals(hold=False)
     await node.serve()
-    return node.handover
+    if node.handover is None:
+        return None
+    return replace(node.handover, told_to_end=told_to_end.is_set())

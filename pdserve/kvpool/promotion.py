@@ -6,8 +6,9 @@
       -> PagesLoaded: the slot is committed and pinned for every Get that waits for it, or given back
 
 One load serves all Gets of its key. A Get is answered once, when all its loads have ended or at its deadline;
-pages that are late are misses then, and are promoted all the same. A load whose namespace was dropped or
-cleared is void: its slot is in quarantine until the thread reports that it has stopped writing into it.
+pages that are late are misses then, for later Gets at once, and are promoted all the same. A load whose
+namespace was dropped or cleared is void: its slot is in quarantine until the thread reports that it has
+stopped writing into it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Load:
     sequence: int
     tier: int
     void: bool = False
-    waiting: list[tuple[PendingGet, int]] = field(default_factory=list)  # and the page's place in it
+    late: bool = False  # a Get has waited for it in vain: no other does
+    waiting: dict[PendingGet, list[int]] = field(default_factory=dict)  # and the page's places in each
 
 
 class Promotions:
@@ -86,7 +88,7 @@ class Promotions:
         for place in missing:
             load = self._load(request.namespace, request.keys[place], length_bytes, batches, out)
             if load is not None:
-                load.waiting.append((get, place))
+                load.waiting.setdefault(get, []).append(place)
                 get.missing += 1
         slots = [one.slot for batch in batches.values() for one in batch]
         if slots:
@@ -106,7 +108,7 @@ class Promotions:
     ) -> Load | None:
         load = self._by_name.get((namespace, key))
         if load is not None:
-            return load if load.name.length_bytes == length_bytes else None
+            return load if load.name.length_bytes == length_bytes and not load.late else None
         tier, found_bytes = self._tiering.find(namespace, key)
         if tier == NONE or found_bytes != length_bytes:
             return None
@@ -178,20 +180,17 @@ class Promotions:
 
     def _resolve(self, load: Load, slot: int, now_s: float, out: list[Action]) -> None:
         """Tell those who wait for the page: it is in `slot`, or NONE."""
-        for get, place in load.waiting:
-            if get.answered:
-                continue
-            if slot != NONE:
+        for get, places in load.waiting.items():
+            for place in places if slot != NONE else ():
                 pin = get.pins[place] = self._pin(get.session, slot, get.request, now_s, out)
                 if pin.status == HIT:
                     get.below.append(place)
-            get.missing -= 1
+            get.missing -= len(places)
             if not get.missing:
                 self._answer(get, out)
         load.waiting.clear()
 
     def _answer(self, get: PendingGet, out: list[Action]) -> None:
-        get.answered = True
         del get.session.gets[get.request.id]
         if not get.session.peer:
             pages = self._store.index.namespace(get.request.namespace)
@@ -203,13 +202,20 @@ class Promotions:
     def expire(self, session: Session, now_s: float, out: list[Action]) -> None:
         for get in [get for get in session.gets.values() if get.deadline_s <= now_s]:
             self.late += get.missing
+            for load in self._left(get):
+                load.late = True
             self._answer(get, out)
 
     def disconnected(self, session: Session) -> None:
         """Its loads go on: others may want the pages."""
         for get in session.gets.values():
-            get.answered = True
+            self._left(get)
         session.gets.clear()
+
+    def _left(self, get: PendingGet) -> list[Load]:
+        """The loads that the Get waited for; it does not any more."""
+        loads = [self._by_name.get((get.request.namespace, key)) for key in get.request.keys]
+        return [load for load in loads if load is not None and load.waiting.pop(get, [])]
 
     def clear(self, namespace: int, out: list[Action]) -> None:
         """What is being loaded for the namespace is not wanted any more."""
@@ -241,12 +247,6 @@ class Promotions:
             assert self._store.facts.sequence[slot] == load.sequence
             assert load.void == (self._by_name.get((load.name.namespace, load.name.key)) is not load)
         assert self._load_bytes == sum(self._store.slots.slot_bytes(slot) for slot in self._loads)
-        waiting: dict[int, int] = {}
-        for load in self._loads.values():
-            for get, _ in load.waiting:
-                if not get.answered:
-                    waiting[id(get)] = waiting.get(id(get), 0) + 1
-                    assert get.session.gets[get.request.id] is get
-                    assert get.missing == sum(
-                        other is get for one in self._loads.values() for other, _ in one.waiting
-                    )
+        for get in {get for load in self._loads.values() for get in load.waiting}:
+            assert get.session.gets[get.request.id] is get
+            assert get.missing == sum(len(load.waiting.get(get, ())) for load in self._loads.values())

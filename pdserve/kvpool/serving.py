@@ -11,7 +11,7 @@ same queue. The first takes what the whole costs of a rate; once it was served t
 What never waits: requests that free something or end what was granted (Commit, Abort, Release, Discard), that
 the node lives by (Ping, messages between nodes), and what is asked rarely (opening, status, administration).
 They are bounded by what was granted, or by `FRAMES_A_TURN` of each connection. Of large commits each turn
-serves one part beside what it takes from the queue.
+serves one part beside what it takes from the queue; their client is not read from until the last was served.
 
 When a namespace's queue is full, the connection whose request filled it is not read from until half of the
 queue is gone: TCP tells the client's sends to wait. What waits too long is answered with a Fault
@@ -25,12 +25,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, Protocol, TypeAlias, cast
 
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.events import Event, Received
-from pdserve.kvpool.fairness import MAX_QUEUED_S, FairQueue, cost_of
+from pdserve.kvpool.fairness import MAX_QUEUED_S, FairQueue, Queued, cost_of
 from pdserve.kvpool.parts import PART_KEYS, Divisible, Gathered, divide
 from pdserve.kvpool.state import NodeState
 
@@ -80,7 +80,7 @@ class Serving:
         self._watched: Item | None = None  # the request being served: what it is not given does not count
         self._watched_flow = PEERS
         self._gathered: dict[tuple[int, int], Gathered] = {}  # connection, id of a part
-        self._commits: deque[tuple[int, m.Commit]] = deque()  # connection, part
+        self._commits: dict[int, deque[m.Commit]] = {}  # parts by connection; the first has its turn next
         self._last_part = 0
         self._turn_keys = 0  # served in this turn
         self._turn: asyncio.Handle | None = None  # the next one
@@ -92,7 +92,7 @@ class Serving:
         """A request of a client."""
         if type(message) not in QUEUEABLE:
             if isinstance(message, m.Commit):
-                self._commit(client.number, message)
+                self._commit(client, message)
             else:
                 self._feed(Received(client.number, message))
             return
@@ -132,13 +132,23 @@ class Serving:
             given = sum(pin.status == m.HIT for pin in reply.pins)
         elif isinstance(reply, m.Reserved):
             given = sum(grant.status == m.GRANTED for grant in reply.grants)
-        self._queue.give_back(self._watched_flow, (len(request.keys) - given) * sum(request.segment_bytes))
+        self._queue.give_back(self._watched_flow, (len(request.keys) - given) * self._page_bytes(request))
+
+    def _give_back_unserved(self, removed: Iterable[Queued[Item]]) -> None:
+        """What the first part of a request took of its flow's bytes for these, which will not be served."""
+        untaken = set()
+        for queued in removed:
+            connection, request = queued.item
+            if queued.keys:  # a first part: nothing was taken yet, for those that follow neither
+                untaken.add((queued.flow, connection))
+            elif (queued.flow, connection) not in untaken:
+                self._queue.give_back(queued.flow, self._size_bytes(request))
 
     def gone(self, connection: int) -> None:
         """A client went."""
         if self._queue.waiting:
-            self._queue.remove(lambda item: item[0] == connection)
-        self._commits = deque(commit for commit in self._commits if commit[0] != connection)
+            self._give_back_unserved(self._queue.remove(lambda item: item[0] == connection))
+        self._commits.pop(connection, None)
         for asker, part in [gathered for gathered in self._gathered if gathered[0] == connection]:
             del self._gathered[asker, part]
         for paused in self._paused.values():
@@ -170,7 +180,7 @@ class Serving:
         if message.namespace not in state.namespaces or state.may_not(session, message):
             self._feed(Received(client.number, message))  # costs the namespace nothing: it is refused
             return
-        now_s, keys, size_bytes = self._loop.time(), len(message.keys), _size_bytes(message)
+        now_s, keys, size_bytes = self._loop.time(), len(message.keys), self._size_bytes(message)
         parts = [message]
         if keys > PART_KEYS and isinstance(message, m.Get | m.Reserve):
             parts = cast(list[Queueable], self._divide(client.number, message))
@@ -180,7 +190,7 @@ class Serving:
             keys = size_bytes = 0
         room = True
         for part in parts:
-            cost = cost_of(len(part.keys), _size_bytes(part))
+            cost = cost_of(len(part.keys), self._size_bytes(part))
             room = self._queue.put(flow, (client.number, part), keys, size_bytes, now_s, cost)
             keys = size_bytes = 0
         if not room:
@@ -201,13 +211,25 @@ class Serving:
         self._last_part -= 1
         return self._last_part
 
-    def _commit(self, connection: int, commit: m.Commit) -> None:
-        if len(commit.slots) <= PART_KEYS or connection not in self._state.sessions:
-            self._serve_commit(connection, commit)
+    def _commit(self, client: Client, commit: m.Commit) -> None:
+        if len(commit.slots) <= PART_KEYS or client.number not in self._state.sessions:
+            self._serve_commit(client.number, commit)
             return
-        parts = cast(list[m.Commit], self._divide(connection, commit))
-        self._commits.extend((connection, part) for part in parts)
+        parts = cast(list[m.Commit], self._divide(client.number, commit))
+        self._commits.setdefault(client.number, deque()).extend(parts)
+        client.pause()
         self._arm()
+
+    def _next_commit(self) -> None:
+        """Serve one part, of each connection in turn."""
+        connection = next(iter(self._commits))
+        parts = self._commits.pop(connection)
+        part = parts.popleft()
+        if parts:
+            self._commits[connection] = parts
+        elif connection in self._clients:
+            self._clients[connection].resume()
+        self._serve_commit(connection, part)
 
     def _serve_commit(self, connection: int, commit: m.Commit) -> None:
         self._feed(Received(connection, commit))
@@ -231,7 +253,7 @@ class Serving:
         if self._turn is None:
             self._turn_keys = 0
         if self._commits:
-            self._serve_commit(*self._commits.popleft())
+            self._next_commit()
         while self._turn_keys < TURN_KEYS:
             queued = self._queue.next(self._loop.time())
             if queued is None:
@@ -259,7 +281,9 @@ class Serving:
 
     def _sweep(self) -> None:
         self._sweeper = None
-        for queued in self._queue.expired(self._loop.time()):
+        expired = self._queue.expired(self._loop.time())
+        self._give_back_unserved(expired)
+        for queued in expired:
             self.overloaded += 1
             connection, message = queued.item
             reply = self.answered(connection, self._overloaded(message))
@@ -300,8 +324,9 @@ class Serving:
             flow = self._state.store.facts.namespace[commit.slots[0]]
             self._queue.charge(flow, len(commit.slots))
 
+    def _size_bytes(self, message: Queueable) -> int:
+        return len(message.keys) * self._page_bytes(message) if isinstance(message, m.Get | m.Reserve) else 0
 
-def _size_bytes(message: Queueable) -> int:
-    if isinstance(message, m.Get | m.Reserve):
-        return len(message.keys) * sum(message.segment_bytes)
-    return 0
+    def _page_bytes(self, message: m.Get | m.Reserve) -> int:
+        """There are no larger pages than a slab, whatever was asked for."""
+        return min(sum(message.segment_bytes), self._state.store.slots.slab_bytes)

@@ -32,7 +32,7 @@ def take_memory(
         lock_fd=None if inherited is None else inherited.lock_fd,
     )
     try:
-        tiers = NodeTiers(config, arena.memory, arena.namespaces)
+        tiers = NodeTiers(config, arena.memory, arena.namespaces, takes_over=inherited is not None)
     except PdserveError:
         arena.close(keep=arena.contents is not None)
         raise

@@ -279,6 +279,8 @@ class NodeState:
         self._hold(now_s, out)
 
     def _clear(self, session: Session, request: m.Clear, now_s: float, out: list[Action]) -> None:
+        for other in self.sessions.values():  # what is in these slots may be of before
+            self.writes.drop_namespace(other, request.namespace, out)
         count = self.below.clear(request.namespace, dropped=False, out=out)
         count += self.store.clear(request.namespace, self.namespaces.clear(request.namespace), out)
         out.append(SaveNamespaces(self.namespaces.dump()))

@@ -137,6 +137,7 @@ class Tiering:
         self._void_before: dict[int, int] = {}
         self._stores: dict[int, _Store] = {}  # by slot
         self._store_bytes = 0
+        self._storing_bytes: dict[int, int] = {}  # the same by namespace, for their quotas
         self._at_once: OrderedDict[int, int] = OrderedDict()  # slot -> sequence, to be written in this order
         self._commits = 0  # since the last pass over the coldest
         self._committed_bytes = 0
@@ -265,7 +266,8 @@ class Tiering:
             return False
         settings = self._settings(namespace)
         assert settings is not None
-        held = sum(tier.page_bytes.get(namespace, 0) for tier in self.tiers)
+        held = self._storing_bytes.get(namespace, 0)
+        held += sum(tier.page_bytes.get(namespace, 0) for tier in self.tiers)
         if settings.tier_quota_bytes and held + length > settings.tier_quota_bytes:
             return False
         return facts.sequence[slot] >= self._void_before.get(namespace, 0)
@@ -282,9 +284,15 @@ class Tiering:
             facts.sequence[slot],
         )
         self._stores[slot] = _Store(page)
-        self._store_bytes += page.length_bytes
+        self._count(page, page.length_bytes)
         self._store.hold(slot)
         return SlotPage(slot, self._store.slots.offset(slot), page)
+
+    def _count(self, page: TierPage, size_bytes: int) -> None:
+        self._store_bytes += size_bytes
+        under_way = self._storing_bytes.pop(page.namespace, 0) + size_bytes
+        if under_way:
+            self._storing_bytes[page.namespace] = under_way
 
     # --- what the tiers report
 
@@ -295,7 +303,7 @@ class Tiering:
         for slot, status in zip(event.slots, event.statuses, strict=True):
             storing = self._stores.pop(slot)
             page = storing.page
-            self._store_bytes -= page.length_bytes
+            self._count(page, -page.length_bytes)
             in_use = self._store.state(slot) == COMMITTED
             self._store.let_go(slot, out)
             if status == STORED:
@@ -443,6 +451,7 @@ class Tiering:
     def check(self) -> None:
         """Assert that what is counted is there. Slow: for tests."""
         assert self._store_bytes == sum(storing.page.length_bytes for storing in self._stores.values())
+        assert self._store_bytes == sum(self._storing_bytes.values())
         for slot, storing in self._stores.items():
             assert self._store.holds(slot)
             assert self._store.facts.sequence[slot] == storing.page.sequence

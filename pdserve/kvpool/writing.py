@@ -256,7 +256,7 @@ class Writes:
             self._end(session, reservation, writer_stopped=False, out=out)
 
     def drop_namespace(self, session: Session, namespace: int, out: list[Action]) -> None:
-        """End this session's reservations in a namespace that is going."""
+        """End this session's reservations in a namespace that is going, or is cleared."""
         for reservation in list(session.reservations.values()):
             if self._store.facts.namespace[reservation.slot] == namespace:
                 self._end(session, reservation, writer_stopped=False, out=out)

@@ -3,7 +3,8 @@
 SGLang answers a prefill before it has even queued the copy of its pages; a decode worker sent there at once
 would find nothing. So the worker names the prompt's pages from the token ids SGLang itself made of it and
 lets the pool report their commit. The wait is bounded by `publish_timeout_s`; what is not there by then is
-reported as missing, and the decode worker computes it.
+reported as missing, and the decode worker computes it. So are the pages of prompts with images, which cannot
+be named here and so are not waited for.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Prefill:
             "cached": Found(*map(sum, zip(*outcome.found, strict=True)))._asdict(),
             "cached_by_prompt": [found.by_memory for found in outcome.found],
             "published_pages": published,
-            "missing_pages": len(keys) - published,
+            "missing_pages": len(keys) - published + self._names.unnamed(record, outcome.prompt_tokens),
             "prefill_ms": round((computed_s - started_s) * 1e3, 3),
             "publish_ms": round(publish_s * 1e3, 3),
         }

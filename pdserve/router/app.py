@@ -179,9 +179,11 @@ class Router:
 
 
 @asynccontextmanager
-async def open_router(config: RouterConfig, tracer: Tracer | None = None) -> AsyncIterator[Router]:
+async def open_router(
+    config: RouterConfig, tracer: Tracer | None = None, *, strict: bool = True
+) -> AsyncIterator[Router]:
     """A running router: connections, probes, application. `tracer` replaces the configured one. Raises
-    ConfigError, StartupError.
+    ConfigError, StartupError; without `strict` not for workers that do not fit together.
     """
     tracer = tracer or open_tracer(config.tracing, "pdserve-router")
     fleet, stats = Fleet.from_config(config), Stats()
@@ -198,7 +200,7 @@ async def open_router(config: RouterConfig, tracer: Tracer | None = None) -> Asy
         if discovery is not None:
             await discovery.first()
             tasks.append(asyncio.create_task(discovery.run(), name="router-discovery"))
-        await prober.first_round()
+        await prober.first_round(strict=strict)
         tasks.append(asyncio.create_task(prober.run(), name="router-probes"))
         for task in tasks:
             task.add_done_callback(_report_end)

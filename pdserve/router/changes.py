@@ -6,7 +6,7 @@ later what all changes until then come to.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import msgspec
 
@@ -15,7 +15,9 @@ from pdserve.router.workers import Role, Worker
 
 
 class FleetChange(msgspec.Struct, tag="fleet", frozen=True):
-    """A worker joined, left or is drained by somebody's word to one process: the others shall do the same."""
+    """A worker joined, left or is drained by somebody's word to one process: the others shall do the same. Or
+    one is gone from etcd: the others see that for themselves.
+    """
 
     act: Act
     worker: str
@@ -28,7 +30,7 @@ class FleetChange(msgspec.Struct, tag="fleet", frozen=True):
             fleet.join(self.worker, self.role)
         elif self.act == "leave":
             fleet.leave(self.worker)
-        else:
+        elif self.act in ("drain", "undrain"):
             fleet.drain(self.worker, self.act == "drain")
 
 
@@ -54,14 +56,25 @@ class Changes:
         elif change.act == "leave":
             self._members[change.worker] = (change,)
             self._drains.pop(change.worker, None)
+        elif change.act == "gone":
+            self._forget_leave(change.worker)
+            self._drains.pop(change.worker, None)
         else:
             self._drains[change.worker] = change
 
-    def configured(self) -> None:
-        """The configuration is read anew: workers that it lists are there, whoever had them leave."""
-        for id_, changes in list(self._members.items()):
-            joined = tuple(change for change in changes if change.act == "join")
-            if joined:
-                self._members[id_] = joined
-            else:
-                del self._members[id_]
+    def configured(self, before: Collection[str], now: Collection[str]) -> Changes:
+        """What is left of them when the configuration is read anew, which listed the workers `before`, and
+        lists others `now`: those are there, whoever had them leave, and those that it lists no more are not.
+        """
+        changes = Changes()
+        changes._members, changes._drains = dict(self._members), dict(self._drains)
+        for id_ in now:
+            changes._forget_leave(id_)
+        for id_ in before:
+            if id_ not in now and id_ not in changes._members:
+                changes._drains.pop(id_, None)
+        return changes
+
+    def _forget_leave(self, id_: str) -> None:
+        if joined := tuple(change for change in self._members.pop(id_, ()) if change.act == "join"):
+            self._members[id_] = joined

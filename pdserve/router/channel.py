@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import socket
 from collections.abc import Callable
@@ -14,7 +15,11 @@ from pdserve.router.changes import FleetChange
 from pdserve.router.shares import Share, Want
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
-COLLECT_TIMEOUT_S = 2.0
+COLLECT_TIMEOUT_S = 1.0
+"""For a child's answer to its parent."""
+SUM_TIMEOUT_S = 5.0
+"""For the parent's answer to a child: it has all children's by then, and has added them up."""
+CLOSE_TIMEOUT_S = 1.0
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
@@ -34,6 +39,12 @@ class Collected(msgspec.Struct, tag="collected", frozen=True):
     text: str
 
 
+class Last(msgspec.Struct, tag="last", frozen=True):
+    """Child to parent: its metrics, as it ends."""
+
+    text: str
+
+
 class Reload(msgspec.Struct, tag="reload", frozen=True):
     """The API keys are to be read anew: one process was told so."""
 
@@ -50,7 +61,7 @@ class Shared(msgspec.Struct, tag="shared", frozen=True):
     tenants: dict[str, Share]
 
 
-Message = Ready | Collect | Collected | FleetChange | Reload | Wants | Shared
+Message = Ready | Collect | Collected | Last | FleetChange | Reload | Wants | Shared
 _decoder = msgspec.json.Decoder(Message)
 _encoder = msgspec.json.Encoder()
 
@@ -68,6 +79,7 @@ class Channel:
         self._early: list[bytes] = []
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[str]] = {}
+        self._is_over = False
 
     async def run(self, sock: socket.socket) -> None:
         """Take in messages until the other end is gone."""
@@ -86,6 +98,7 @@ class Channel:
         except OSError:
             pass
         finally:
+            self._is_over = True
             self._writer.close()
             for asked in self._asked.values():
                 if not asked.done():
@@ -99,14 +112,24 @@ class Channel:
         elif not self._writer.is_closing():
             self._writer.write(line)
 
-    async def collect(self) -> str:
+    async def collect(self, timeout_s: float) -> str:
         """The other end's metrics. Raises ChannelClosed."""
+        if self._is_over:
+            raise ChannelClosed("the process is gone")
         number = next(self._numbers)
         asked = self._asked[number] = asyncio.get_running_loop().create_future()
         self.send(Collect(number))
         try:
-            return await asyncio.wait_for(asked, COLLECT_TIMEOUT_S)
+            return await asyncio.wait_for(asked, timeout_s)
         except TimeoutError:
             raise ChannelClosed("no answer in time") from None
         finally:
             self._asked.pop(number, None)
+
+    async def close(self) -> None:
+        """Hang up once all is sent."""
+        if self._writer is not None:
+            self._writer.close()
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._writer.wait_closed()

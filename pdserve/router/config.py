@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
+import httpx
 import msgspec
 from msgspec import Meta
 
+from pdserve.errors import ConfigError
+from pdserve.kvpool.transports.control import parse_address
 from pdserve.kvpool.worker_etcd import WorkerEtcdConfig
 from pdserve.router.placement_config import PlacementSettings, Session
 from pdserve.router.tenant_config import SHARED, Access, Admin, Admission, Tenant, TenantLimits
@@ -216,6 +219,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(f"worker {url} is listed twice")
         if any(tenant.name == SHARED for tenant in self.tenants):
             raise ValueError(f"no tenant can be called {SHARED!r}: it names the shared cache namespace")
+        for address in self.admin.pool:
+            check_pool_address(address)
         if self.models and self.default_model and self.default_model not in self.models:
             raise ValueError(f"default_model {self.default_model!r} is none of 'models'")
         if (self.access.tls_cert_file is None) != (self.access.tls_key_file is None):
@@ -233,11 +238,21 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 def parse_base_url(url: str) -> tuple[str, int]:
     """(host, port) of a worker's base URL. Raises ValueError that says what is wrong with it."""
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         host, port = parts.hostname, parts.port
-    except ValueError as error:
+        httpx.URL(url)  # 10.0.0.256 is no address
+        (host or "").encode("idna")  # a..b is no name
+    except (ValueError, httpx.InvalidURL) as error:
         raise ValueError(f"worker URL {url!r}: {error}") from None
     if parts.scheme != "http" or not host or parts.path not in ("", "/") or parts.query or parts.username:
         raise ValueError(f"worker URL {url!r} is not of the form http://HOST:PORT")
     return host, port or 80
+
+
+def check_pool_address(address: str) -> None:
+    """Raises ValueError for what is no control address of a pool node."""
+    try:
+        parse_address(address)
+    except ConfigError as error:
+        raise ValueError(f"admin.pool: {error}") from None

@@ -35,7 +35,8 @@ from pdserve.router.workers import ROLES, Role, Source, Worker, WorkerInfo, Work
 __all__ = ["Fleet", "FleetError", "Role", "Snapshot", "Source", "Worker", "WorkerInfo", "find_mismatch"]
 
 
-Act = Literal["join", "leave", "drain", "undrain"]
+Act = Literal["join", "leave", "drain", "undrain", "gone"]
+"""`gone`: etcd no longer names the worker, so what the admin API said of it is over."""
 
 
 class FleetError(PdserveError):
@@ -81,9 +82,15 @@ class Fleet:
         """What the workers of each model can do. The models are those that workers have said they serve,
         those now unhealthy included; refused workers are not asked.
         """
+        self._kept: dict[str, Act] = {}
+        """By worker id, what the admin API said and etcd must not undo: one that etcd names shall stay away
+        (`leave`), or be drained once etcd names it (`drain`). Over when etcd does not name it.
+        """
         self._next_incarnation = 0
         self.told: Callable[[Act, str, Role], None] | None = None
-        """Is told what the admin API does here, to tell the router's other processes."""
+        """Is told what the admin API does here, to tell the router's other processes, and whom etcd no longer
+        names.
+        """
 
     @classmethod
     def from_config(cls, config: RouterConfig) -> Fleet:
@@ -116,6 +123,7 @@ class Fleet:
         if known is None:
             self.by_id[worker.id] = worker
             self._members_changed()
+        self._kept.pop(worker.id, None)
         joined = known or worker
         joined.sources.add(source)
         if self.told is not None and source == "admin":
@@ -123,9 +131,13 @@ class Fleet:
         return joined
 
     def leave(self, worker_id: str) -> Worker:
-        """A worker is gone, whoever named it; its running requests may finish. Raises FleetError."""
+        """A worker is gone, whoever named it; its running requests may finish. It stays away until etcd has
+        stopped naming it, or the configuration is read anew. Raises FleetError.
+        """
         worker = self._get(worker_id)
         del self.by_id[worker.id]
+        if "etcd" in worker.sources:
+            self._kept[worker.id] = "leave"
         self._members_changed()
         if self.told is not None:
             self.told("leave", worker.id, worker.role)
@@ -140,6 +152,15 @@ class Fleet:
             self.told("drain" if draining else "undrain", worker.id, worker.role)
         return worker
 
+    def expect(self, act: Act, worker_id: str) -> None:
+        """What another process was told of a worker that this one may yet learn of from etcd."""
+        if worker_id in self.by_id:
+            return
+        if act in ("leave", "drain"):
+            self._kept[worker_id] = act
+        elif act == "undrain" and self._kept.get(worker_id) == "drain":
+            del self._kept[worker_id]
+
     def sync(self, source: Source, urls: Mapping[str, Role]) -> tuple[list[Worker], list[Worker]]:
         """Exactly `urls` are what `source` names from now on. Returns (joined, left).
 
@@ -147,7 +168,12 @@ class Fleet:
         then, for what is no base URL and for a worker that another source has in another role.
         """
         wanted = {worker.id: worker for worker in self._made(source, urls)}
-        left, joined = [], []
+        if source == "etcd":
+            wanted = self._as_kept(wanted)
+        else:  # the configuration is read anew: what it lists is there
+            self._kept = {id_: act for id_, act in self._kept.items() if id_ not in wanted}
+        left: list[Worker] = []
+        joined: list[Worker] = []
         for worker in self.workers:
             new = wanted.get(worker.id)
             if source in worker.sources and (new is None or new.role != worker.role):
@@ -162,7 +188,21 @@ class Fleet:
                 joined.append(worker)
         if left or joined:
             self._members_changed()
+        if self.told is not None:
+            for worker in left:
+                self.told("gone", worker.id, worker.role)
         return joined, left
+
+    def _as_kept(self, named: dict[str, Worker]) -> dict[str, Worker]:
+        """What there is to be of the workers that etcd names."""
+        for id_ in self._kept.keys() - named.keys():
+            del self._kept[id_]
+            if self.told is not None:
+                self.told("gone", id_, "decode")
+        for id_ in [id_ for id_, act in self._kept.items() if act == "drain"]:
+            named[id_].drained = True
+            del self._kept[id_]
+        return {id_: worker for id_, worker in named.items() if id_ not in self._kept}
 
     def _made(self, source: Source, urls: Mapping[str, Role]) -> Iterable[Worker]:
         for url, role in urls.items():

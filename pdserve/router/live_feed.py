@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from pdserve.errors import PoolError
+from pdserve.errors import PdserveError
 from pdserve.kvpool.commands.top import Nodes, Rates, Row
 from pdserve.kvpool.messages import NodeAddress
 from pdserve.router.live import Frame, Point, Problem, Samples, frame_of, point_of, read_samples
@@ -74,6 +74,8 @@ class LiveFeed:
             while True:
                 try:
                     await self._sample()
+                except PdserveError as error:
+                    logger.warning("the live page is not updated: %s", error)
                 except Exception:  # boundary: the page may fail, the router must not notice
                     logger.exception("the live page could not be updated")
                 self._wake.clear()
@@ -111,7 +113,7 @@ class LiveFeed:
             return samples, []
         try:
             return samples, self._pool.sample()
-        except PoolError as error:
+        except PdserveError as error:
             addresses = self._router.config.admin.pool
             return samples, [Row(NodeAddress(a, a), None, str(error), Rates(a), []) for a in addresses]
 

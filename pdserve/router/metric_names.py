@@ -72,7 +72,7 @@ METRICS: Final = (
     _one("prefill_hedges", "counter", (), "Prefills asked of a second worker."),
     _one("prompt_tokens", "counter", (), "Prompt tokens that prefill workers saw."),
     _one("prompt_cached_tokens", "counter", ("source",), "Prompt tokens found cached by prefill workers."),
-    _one("prefill_missing_pages", "counter", (), "Pages not published when the publish deadline passed."),
+    _one("prefill_missing_pages", "counter", (), "Pages not published in time, or with images."),
     _one("worker_requests_in_flight", "gauge", _OF_WORKER, "Requests this router has at a worker."),
     _one("worker_healthy", "gauge", _OF_WORKER, "1: its last probe said ready, and it has joined."),
     _one("worker_draining", "gauge", _OF_WORKER, "1: it finishes what it has and is given nothing new."),

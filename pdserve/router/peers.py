@@ -9,14 +9,16 @@ import socket
 import uvicorn
 from prometheus_client import generate_latest
 
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, RequestError
 from pdserve.router.app import Router
 from pdserve.router.changes import FleetChange
 from pdserve.router.channel import (
+    SUM_TIMEOUT_S,
     Channel,
     ChannelClosed,
     Collect,
     Collected,
+    Last,
     Message,
     Ready,
     Reload,
@@ -57,6 +59,11 @@ class Peers:
                 logger.warning("the parent process is gone")
                 self._server.should_exit = True
 
+    async def leave(self) -> None:
+        """The last word: what this process has counted."""
+        self._channel.send(Last(generate_latest(self._router.registry).decode()))
+        await self._channel.close()
+
     async def _announce(self) -> None:
         while not self._server.started:  # noqa: ASYNC110 - uvicorn tells nobody
             await asyncio.sleep(START_POLL_S)
@@ -70,9 +77,9 @@ class Peers:
 
     async def _everybodys(self) -> bytes:
         try:
-            return (await self._channel.collect()).encode()
-        except ChannelClosed:
-            return generate_latest(self._router.registry)
+            return (await self._channel.collect(SUM_TIMEOUT_S)).encode()
+        except ChannelClosed as error:  # this process's alone would look as if the counters had fallen
+            raise RequestError(503, f"The router's metrics cannot be added up now: {error}.") from None
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Collect):
@@ -94,7 +101,8 @@ class Peers:
         told, fleet.told = fleet.told, None
         try:
             change.apply(fleet)
-        except FleetError as error:  # it is as the others want it already
+        except FleetError as error:  # it is as the others want it already, or etcd has yet to name it
             logger.info("not done here: %s", error)
+            fleet.expect(change.act, change.worker)
         finally:
             fleet.told = told

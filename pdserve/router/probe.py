@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 
 import httpx
 import msgspec
@@ -78,14 +79,16 @@ class Prober:
         """Close the probes' connections."""
         await self._client.aclose()
 
-    async def first_round(self) -> None:
-        """Probe all once. Raises StartupError if workers that answer do not fit together; absent ones may
-        join later.
+    async def first_round(self, *, strict: bool) -> None:
+        """Probe all once. With `strict`, raises StartupError if workers of the configuration that answer do
+        not fit together; others are only refused, and absent ones may join later.
         """
-        await self.round()
-        refused = [worker.refused for worker in self._fleet.workers if worker.refused]
-        if refused:
+        listed = [worker for worker in self._fleet.workers if "config" in worker.sources]
+        await self._probe_all(listed)  # before the others, which are to fit beside them
+        refused = [worker.refused for worker in listed if worker.refused]
+        if strict and refused:
             raise StartupError(refused[0])
+        await self._probe_all(worker for worker in self._fleet.workers if worker not in listed)
 
     async def run(self) -> None:
         """Probe all, again and again, until cancelled."""
@@ -94,17 +97,23 @@ class Prober:
             await self.round()
 
     async def round(self) -> None:
-        """Probe all workers at once; takes at most a few times `timeout_s`."""
+        """Probe all workers at once; takes at most twice `timeout_s`."""
         self._rounds += 1
-        workers = self._fleet.workers
-        await asyncio.gather(*(self.probe(worker) for worker in workers))
+        await self._probe_all(self._fleet.workers)
         for gone in self._said.keys() - self._fleet.by_id.keys():
             del self._said[gone]
+
+    async def _probe_all(self, workers: Iterable[Worker]) -> None:
+        await asyncio.gather(*(self.probe(worker) for worker in workers))
+
+    async def _get(self, url: str) -> httpx.Response:
+        async with asyncio.timeout(self._config.timeout_s):  # httpx's own is for each read
+            return await self._client.get(url)
 
     async def probe(self, worker: Worker) -> None:
         """Ask one worker how it is, and tell the fleet."""
         try:
-            response = await self._client.get(f"{worker.url}/pd/ready")
+            response = await self._get(f"{worker.url}/pd/ready")
             said = _ready_in(response.content)
             if said.draining:
                 self._fleet.on_load(worker, said.load, pool_up=said.pool == "up")
@@ -117,10 +126,10 @@ class Prober:
             self._fleet.on_load(worker, said.load, pool_up=said.pool == "up")
             if not worker.ready or worker.stopping or worker.refused or self._rounds % INFO_EVERY == 0:
                 await self._ask_info(worker)
-        except httpx.ConnectError as error:
+        except (httpx.ConnectError, httpx.InvalidURL, UnicodeError) as error:  # the last: a host's name
             self._lost(worker, self._fleet.on_probe_not_ready(worker), f"cannot be reached: {error}")
             return
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, TimeoutError) as error:
             went = self._fleet.on_probe_unanswered(worker, self._config.failures_to_down)
             self._lost(worker, went, f"does not answer probes ({type(error).__name__})")
             return
@@ -140,7 +149,7 @@ class Prober:
 
     async def _ask_info(self, worker: Worker) -> None:
         """Learn what the worker serves. One that does not say is not used."""
-        response = await self._client.get(f"{worker.url}/pd/info")
+        response = await self._get(f"{worker.url}/pd/info")
         try:
             if response.status_code != 200:
                 raise ValueError(f"status {response.status_code}")

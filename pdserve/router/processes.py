@@ -5,10 +5,11 @@ them). The parent holds all of these sockets for as long as it lives. So a child
 connection refused or reset: its successor is started on the same socket, and only when that one serves is the
 old child told to stop, to finish what it has.
 
-- SIGHUP: the configuration is read again, and every child replaced, one after the other, by one with it.
+- SIGHUP: the configuration is read again, and successors with it are started, one after the other. When all
+  serve they take the children's places; when one does not start, none does.
 - A child that dies is started again, after a pause.
 - SIGTERM, SIGINT: every child finishes what it has, within `stop_grace_s`.
-- Metrics: the child that is asked asks the parent, which asks all and adds up.
+- Metrics: the child that is asked asks the parent, which asks all and adds up, with what ended ones counted.
 - Limits of tenants hold over all of them, see `shares`.
 - What the admin API of one child does to the fleet, the parent tells the others, and those started later;
   that it reads the API keys anew, it tells the others.
@@ -19,103 +20,49 @@ A child ends when its parent is gone, for whatever reason: its end of their sock
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import multiprocessing
 import signal
 import socket
-import sys
-from collections.abc import Callable, Coroutine
-from multiprocessing.context import SpawnProcess
+from collections.abc import Coroutine
 
 from pdserve.command import ConfigSource
 from pdserve.errors import ConfigError, PdserveError, StartupError
 from pdserve.router.changes import Changes, FleetChange
-from pdserve.router.channel import Channel, Collect, Collected, Message, Ready, Reload, Shared, Wants
+from pdserve.router.channel import Collect, Collected, Last, Message, Ready, Reload, Shared, Wants
+from pdserve.router.child import Child, Setup
 from pdserve.router.config import RouterConfig
-from pdserve.router.hot import LAST_WORD_S
-from pdserve.router.reload import watch_file
-from pdserve.router.serve import bind, configure_logging, serve_child
+from pdserve.router.fleet import Worker, listed_workers
+from pdserve.router.reload import stamp, watch_file
+from pdserve.router.serve import bind
 from pdserve.router.shares import Divider, Shares
-from pdserve.router.sums import add_up
+from pdserve.router.sums import GROWING, add_up
 
 logger = logging.getLogger(__name__)
 
-READY_TIMEOUT_S = 60.0
 RESTART_PAUSE_S = 1.0
-STOP_SLACK_S = LAST_WORD_S + 3.0
-"""On top of `stop_grace_s`, until a child is killed."""
-_spawn = multiprocessing.get_context("spawn")
-_numbers = itertools.count()
-
-
-class Child:
-    """One process and the parent's end of its channel."""
-
-    def __init__(
-        self,
-        config: RouterConfig,
-        listening: socket.socket,
-        admin: socket.socket | None,
-        on_message: Callable[[Child, Message], None],
-    ) -> None:
-        self.number = next(_numbers)
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self.is_ready = asyncio.Event()
-        self.is_stopping = False
-        self.channel = Channel(lambda message: on_message(self, message))
-        self.process: SpawnProcess = _spawn.Process(
-            target=run_child, args=(config, listening, theirs, admin), daemon=False
-        )
-        self.process.start()
-        theirs.close()
-        self.serving = asyncio.create_task(self.channel.run(ours))
-
-    async def ready(self) -> None:
-        """Until it serves. Raises StartupError when it ends, or takes too long."""
-        waiting = asyncio.create_task(self.is_ready.wait())
-        await asyncio.wait(
-            {waiting, self.serving}, timeout=READY_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
-        )
-        waiting.cancel()
-        if not self.is_ready.is_set():
-            raise StartupError("a router process did not start; its last words are above")
-
-    async def ended(self) -> int:
-        """Its exit status, once it has ended."""
-        await asyncio.wait({self.serving})  # its end of the channel closes when it ends
-        return await asyncio.to_thread(self._join)
-
-    async def stop(self, grace_s: float) -> None:
-        """Let it finish what it has, and kill it when that takes longer than `grace_s`."""
-        self.is_stopping = True
-        if self.process.is_alive():
-            self.process.terminate()
-        await asyncio.wait({self.serving}, timeout=grace_s)
-        if not self.serving.done():
-            logger.warning("router process %s does not end, it is killed", self.process.pid)
-            self.process.kill()
-        await self.ended()
-
-    def _join(self) -> int:
-        self.process.join()
-        return self.process.exitcode or 0
 
 
 class Processes:
     """The parent."""
 
-    def __init__(self, config: RouterConfig, source: ConfigSource[RouterConfig] | None) -> None:
-        self._config = config
+    def __init__(
+        self, config: RouterConfig, source: ConfigSource[RouterConfig] | None, *, strict: bool = True
+    ) -> None:
+        self._setup = Setup(config, Changes())
+        self._coming: Setup | None = None
+        """That of the successors that are being started."""
         self._source = source
+        self._seen = stamp(source.path) if source is not None else None
+        self._strict = strict
         self._sockets: list[socket.socket] = []
         self._admin: socket.socket | None = None
         """The admin API's; the first child serves it."""
         self._children: list[Child] = []
+        """By their place, that of their socket."""
         self._live: set[Child] = set()
         """Those that start or stop, too."""
-        self._changes = Changes()
+        self._ended_metrics = ""
+        """What those counted that have ended."""
         self._divider = Divider()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = asyncio.Event()
@@ -127,50 +74,57 @@ class Processes:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopped.set)
         loop.add_signal_handler(signal.SIGHUP, self._reload.set)
-        port = self._config.port
+        config = self._setup.config
+        port = config.port
         try:
-            for _ in range(self._config.processes):
-                listening = bind(self._config.host, port, shared=True)
+            for _ in range(config.processes):
+                listening = bind(config.host, port, shared=True)
                 self._sockets.append(listening)
                 port = listening.getsockname()[1]
-            if self._config.admin.port is not None:
-                self._admin = bind(self._config.admin.host, self._config.admin.port)
-            self._children = [self._start(listening) for listening in self._sockets]
+            if config.admin.port is not None:
+                self._admin = bind(config.admin.host, config.admin.port)
+            places = range(config.processes)
+            self._children = [self._start(place, self._setup, strict=self._strict) for place in places]
             await asyncio.gather(*(child.ready() for child in self._children))
-            for slot in range(len(self._children)):
-                self._later(self._keep(slot))
-            logger.info(
-                "listening on http://%s:%d with %d processes", self._config.host, port, len(self._children)
-            )
+            for place, child in enumerate(self._children):
+                self._later(self._keep(place, child))
+            logger.info("listening on http://%s:%d with %d processes", config.host, port, config.processes)
             self._later(self._reloading())
-            if self._source is not None and self._config.watch_config_s > 0:
-                self._later(watch_file(self._source.path, self._config.watch_config_s, self._reload.set))
+            if self._source is not None and config.watch_config_s > 0:
+                self._later(
+                    watch_file(self._source.path, config.watch_config_s, self._reload.set, self._seen)
+                )
             await self._stopped.wait()
         finally:
             await self._stop()
 
-    def _start(self, listening: socket.socket) -> Child:
-        admin = self._admin if listening is self._sockets[0] else None
-        child = Child(self._config, listening, admin, self._on_message)
+    def _start(self, place: int, setup: Setup, *, strict: bool = False) -> Child:
+        """Raises StartupError."""
+        admin = self._admin if place == 0 else None
+        child = Child(setup, self._sockets[place], admin, self._on_message, strict=strict)
         self._live.add(child)
-        child.serving.add_done_callback(lambda _: self._ended(child))
+        child.serving.add_done_callback(lambda _: self._share(self._divider.gone(child.number)))
+        child.ended.add_done_callback(lambda _: self._ended(child))
         return child
 
-    async def _keep(self, slot: int) -> None:
-        """Start the slot's child again whenever it dies."""
-        while not self._stopped.is_set():
-            child = self._children[slot]
-            status = await child.ended()
-            if child.is_stopping:  # its successor is there, or none is wanted
-                if self._children[slot] is child:
-                    return
-                continue
-            logger.error(
-                "router process %s ended with status %d, it is started again", child.process.pid, status
-            )
-            await asyncio.sleep(RESTART_PAUSE_S)
-            if self._children[slot] is child and not self._stopped.is_set():
-                self._children[slot] = self._start(self._sockets[slot])
+    async def _keep(self, place: int, child: Child) -> None:
+        """Start another when the child has died, unless its place is another's by then."""
+        try:
+            await child.ready()
+        except StartupError:
+            await child.kill()
+        status = await asyncio.shield(child.ended)
+        if child.is_stopping:
+            return
+        logger.error("router process %s ended with status %d, it is started again", child.process.pid, status)
+        await asyncio.sleep(RESTART_PAUSE_S)
+        while self._children[place] is child:
+            try:
+                new = self._children[place] = self._start(place, self._setup)
+                self._later(self._keep(place, new))
+            except StartupError as error:
+                logger.error("%s; it is tried again", error)  # noqa: TRY400 - one line
+                await asyncio.sleep(RESTART_PAUSE_S)
 
     async def _reloading(self) -> None:
         while True:
@@ -182,45 +136,55 @@ class Processes:
                 logger.error("the configuration is not changed: %s", error)  # noqa: TRY400 - one line
 
     async def _replace_all(self) -> None:
-        """Every child by a new one with the configuration as it is now. Raises PdserveError."""
+        """Every child by a new one with the configuration as it is now, or none. Raises PdserveError."""
         if self._source is None:
             return
-        config, before = self._source.load(), self._config
+        config, before = self._source.load(), self._setup.config
         for name in ("host", "port", "processes", "admin"):
             if getattr(config, name) != getattr(before, name):
                 raise ConfigError(f"a change of '{name}' needs a restart of the router")
-        self._config = config
-        self._changes.configured()
-        for slot, listening in enumerate(self._sockets):
-            old, new = self._children[slot], self._start(listening)
-            try:
-                await new.ready()
-            except StartupError:
-                self._config = before
-                await new.stop(STOP_SLACK_S)
-                raise
-            self._children[slot] = new
-            self._later(old.stop(before.stop_grace_s + STOP_SLACK_S))
+        coming = Setup(config, self._setup.changes.configured(_ids(before), _ids(config)))
+        started: list[Child] = []
+        self._coming = coming
+        try:
+            for place in range(len(self._sockets)):
+                started.append(self._start(place, coming))
+                await started[-1].ready()
+        except StartupError:
+            for child in started:
+                self._later(child.stop())
+            raise
+        finally:
+            self._coming = None
+        replaced, self._children, self._setup = self._children, started, coming
+        for old in replaced:
+            self._later(old.stop())
+        for place, child in enumerate(started):
+            self._later(self._keep(place, child))
         logger.info("all router processes have the new configuration")
 
     def _on_message(self, child: Child, message: Message) -> None:
         if isinstance(message, Ready):
             child.is_ready.set()
-            for change in self._changes:
+            for change in child.setup.changes:
                 child.channel.send(change)
         elif isinstance(message, Collect):
             self._later(self._collect(child, message.number))
+        elif isinstance(message, Last):
+            child.metrics = message.text
         elif isinstance(message, Wants):
             self._share(self._divider.told(child.number, message.tenants))
         elif isinstance(message, FleetChange):
-            self._changes.note(message)
-            self._tell_others(child, message)
+            for setup in filter(None, (self._setup, self._coming)):
+                setup.changes.note(message)
+            if message.act != "gone":
+                self._tell_others(child, message)
         elif isinstance(message, Reload):
             self._tell_others(child, message)
 
     def _ended(self, child: Child) -> None:
         self._live.discard(child)
-        self._share(self._divider.gone(child.number))
+        self._ended_metrics = add_up((self._ended_metrics, child.metrics), GROWING).decode()
 
     def _share(self, shares: Shares) -> None:
         for child in self._live:
@@ -232,23 +196,25 @@ class Processes:
             other.channel.send(message)
 
     async def _collect(self, child: Child, number: int) -> None:
-        found = await asyncio.gather(
-            *(other.channel.collect() for other in self._children), return_exceptions=True
-        )
-        texts = [text for text in found if isinstance(text, str)]
+        await asyncio.gather(*(other.ask_metrics() for other in self._live))
+        texts = (self._ended_metrics, *(other.metrics for other in self._live))  # all of one moment
         child.channel.send(Collected(number, add_up(texts).decode()))
 
     async def _stop(self) -> None:
         self._stopped.set()
+        await self._cancel_tasks()  # from here on nobody is started, and all that live are stopped here
         for listening in self._sockets:
             listening.close()
         if self._admin is not None:
             self._admin.close()
-        grace_s = self._config.stop_grace_s + STOP_SLACK_S
-        await asyncio.gather(*(child.stop(grace_s) for child in self._children))
-        for task in self._tasks:
+        await asyncio.gather(*(child.stop() for child in self._live))
+        await self._cancel_tasks()
+
+    async def _cancel_tasks(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _later(self, what: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(what)
@@ -256,24 +222,19 @@ class Processes:
         task.add_done_callback(self._tasks.discard)
 
 
-def run_processes(config: RouterConfig, source: ConfigSource[RouterConfig] | None) -> None:
-    """Run `config.processes` router processes until they are stopped. Raises StartupError."""
+def _ids(config: RouterConfig) -> set[str]:
+    return {Worker(role, url).id for url, role in listed_workers(config).items()}
+
+
+def run_processes(
+    config: RouterConfig, source: ConfigSource[RouterConfig] | None, *, strict: bool = True
+) -> None:
+    """Run `config.processes` router processes until they are stopped. Raises StartupError; without `strict`
+    not for workers that do not fit together.
+    """
 
     async def main() -> None:
-        await Processes(config, source).run()
+        await Processes(config, source, strict=strict).run()
 
     asyncio.run(main())
     logger.info("stopped")
-
-
-def run_child(
-    config: RouterConfig, listening: socket.socket, channel: socket.socket, admin: socket.socket | None
-) -> None:
-    """A child's whole life."""
-    configure_logging(config)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal's goes to all; the parent's is what counts
-    try:
-        serve_child(config, listening, channel, admin)
-    except PdserveError as error:
-        sys.stderr.write(f"pdserve router: error: {error}\n")
-        sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -48,21 +48,27 @@ def changed_options(before: RouterConfig, after: RouterConfig) -> list[str]:
     return [name for name in names if getattr(before, name) != getattr(after, name)]
 
 
-async def watch_file(path: Path | None, every_s: float, on_change: Callable[[], None]) -> None:
-    """Call `on_change` whenever the file is another than before, until cancelled."""
+Stamp = tuple[int, int, int]
+
+
+async def watch_file(
+    path: Path | None, every_s: float, on_change: Callable[[], None], seen: Stamp | None
+) -> None:
+    """Call `on_change` whenever the file is another than before, first than `seen`, until cancelled."""
     if path is None:
         return
-    seen = _stamp(path)
     while True:
         await asyncio.sleep(every_s)
-        stamp = _stamp(path)
-        if stamp not in (seen, None):
-            seen = stamp
+        now = stamp(path)
+        if now not in (seen, None):
+            seen = now
             on_change()
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """None while it is being replaced."""
+def stamp(path: Path | None) -> Stamp | None:
+    """What tells one state of a file from another; None while it is being replaced, or for none."""
+    if path is None:
+        return None
     try:
         found = path.stat()
     except OSError:

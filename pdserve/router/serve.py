@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import math
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -15,7 +16,7 @@ from functools import partial
 import uvicorn
 import uvloop
 
-from pdserve.command import ConfigSource
+from pdserve.command import RESTARTED, ConfigSource
 from pdserve.errors import ConfigError, StartupError
 from pdserve.logs import configure_logs
 from pdserve.router.admin import AdminApp
@@ -24,7 +25,7 @@ from pdserve.router.client_protocol import ClientProtocol, Connections
 from pdserve.router.config import RouterConfig
 from pdserve.router.hot import LAST_WORD_S
 from pdserve.router.live_feed import LiveFeed
-from pdserve.router.reload import take_over, watch_file
+from pdserve.router.reload import stamp, take_over, watch_file
 from pdserve.router.tenant_config import Access
 
 logger = logging.getLogger(__name__)
@@ -42,12 +43,13 @@ def run(config: RouterConfig, source: ConfigSource[RouterConfig] | None = None) 
         raise ConfigError(
             "no workers: list 'decode' (and 'prefill') workers, or 'agg' workers, or set etcd.endpoints"
         )
+    strict = RESTARTED not in os.environ
     if config.processes > 1:
         from pdserve.router.processes import run_processes
 
-        run_processes(config, source)
+        run_processes(config, source, strict=strict)
     else:
-        uvloop.run(_serve_alone(config, source))
+        uvloop.run(_serve_alone(config, source, strict=strict))
     return 0
 
 
@@ -58,10 +60,13 @@ def configure_logging(config: RouterConfig) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-async def _serve_alone(config: RouterConfig, source: ConfigSource[RouterConfig] | None) -> None:
+async def _serve_alone(
+    config: RouterConfig, source: ConfigSource[RouterConfig] | None, *, strict: bool
+) -> None:
     loop = asyncio.get_running_loop()
+    seen = stamp(source.path) if source is not None else None
     with bind(config.host, config.port) as listening:
-        async with _server(config) as (router, server):
+        async with _server(config, strict=strict) as (router, server):
             host, port = listening.getsockname()[:2]
             watching = None
             if source is not None:
@@ -76,7 +81,8 @@ async def _serve_alone(config: RouterConfig, source: ConfigSource[RouterConfig] 
 
                 loop.add_signal_handler(signal.SIGHUP, reload)
                 if config.watch_config_s > 0:
-                    watching = asyncio.create_task(watch_file(source.path, config.watch_config_s, reload))
+                    every_s = config.watch_config_s
+                    watching = asyncio.create_task(watch_file(source.path, every_s, reload, seen))
             logger.info(
                 "listening on %s://%s:%d (%s; prefill %d, decode %d, agg %d workers)",
                 "https" if server.config.is_ssl else "http",
@@ -95,26 +101,33 @@ async def _serve_alone(config: RouterConfig, source: ConfigSource[RouterConfig] 
 
 
 def serve_child(
-    config: RouterConfig, listening: socket.socket, channel: socket.socket, admin: socket.socket | None
+    config: RouterConfig,
+    listening: socket.socket,
+    channel: socket.socket,
+    admin: socket.socket | None,
+    *,
+    strict: bool,
 ) -> None:
     """Serve as one of several processes, until SIGTERM or until the parent is gone. Raises StartupError."""
     from pdserve.router.peers import Peers
 
     async def main() -> None:
-        async with _server(config) as (router, server):
-            talking = asyncio.create_task(Peers(router, server).run(channel))
+        async with _server(config, strict=strict) as (router, server):
+            peers = Peers(router, server)
+            talking = asyncio.create_task(peers.run(channel))
             async with administered(router, config, admin) if admin else contextlib.nullcontext():
                 await serve_until_stopped(server, listening)
+            await peers.leave()
             talking.cancel()
 
     uvloop.run(main())
 
 
 @contextlib.asynccontextmanager
-async def _server(config: RouterConfig) -> AsyncIterator[tuple[Router, uvicorn.Server]]:
+async def _server(config: RouterConfig, *, strict: bool) -> AsyncIterator[tuple[Router, uvicorn.Server]]:
     """A router and its server, to be stopped by SIGTERM or SIGINT."""
     loop = asyncio.get_running_loop()
-    async with open_router(config) as router:
+    async with open_router(config, strict=strict) as router:
         server = make_server(router, config, config.access)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, server.handle_exit, number, None)

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 MAX_WAITING = 10_000
 MAX_BATCH = 500
+BATCH_TIMEOUTS = 10
+"""A batch has so many times as long as a look-up."""
 CONNECTIONS = 16
 
 
@@ -59,13 +61,18 @@ class SharedSessions:
         self._waiting: dict[str, tuple[SessionEntry, tuple[str, ...]]] = {}
         """Last link → (entry, links that it replaces), oldest first."""
         self._wake = asyncio.Event()
+        self._is_closing = False
         self._writer = self._loop.create_task(self._write_all(), name="router-shared-sessions")
 
     async def close(self) -> None:
-        """Write what waits, within `timeout_s`, and hang up."""
+        """Write what waits, within the time for one batch, and hang up."""
+        self._is_closing = True
+        self._wake.set()
+        _, late = await asyncio.wait({self._writer}, timeout=self._settings.timeout_s * BATCH_TIMEOUTS)
+        if late:
+            logger.warning("%d sessions were not written to Redis in time", len(self._waiting))
         self._writer.cancel()
         await asyncio.gather(self._writer, return_exceptions=True)
-        await self._write()
         await self._redis.aclose()
 
     async def get(self, key: SessionKey) -> SessionEntry | None:
@@ -105,7 +112,7 @@ class SharedSessions:
         self._wake.set()
 
     async def _write_all(self) -> None:
-        while True:
+        while not self._is_closing:
             await self._wake.wait()
             self._wake.clear()
             while self._waiting:
@@ -119,7 +126,7 @@ class SharedSessions:
         if not batch:
             return
         try:
-            async with asyncio.timeout(self._settings.timeout_s * 10):
+            async with asyncio.timeout(self._settings.timeout_s * BATCH_TIMEOUTS):
                 pipeline = self._redis.pipeline(transaction=False)
                 for link, (entry, replaced) in batch.items():
                     value = _Stored(

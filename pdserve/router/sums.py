@@ -13,6 +13,8 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+GROWING = frozenset(("counter", "histogram"))
+"""Types of what a process that has ended leaves behind: what it counted has happened."""
 LARGEST = frozenset(
     f"pdserve_router_worker_{what}" for what in ("healthy", "draining", "circuit_open", "refused")
 )
@@ -26,12 +28,16 @@ class _Summed(Collector):
         return self._families
 
 
-def add_up(texts: Iterable[str]) -> bytes:
-    """One exposition of the given ones, in Prometheus' text form. Raises ValueError for what is none."""
+def add_up(texts: Iterable[str], types: frozenset[str] | None = None) -> bytes:
+    """One exposition of the given ones, of all types or those, in Prometheus' text form. Raises ValueError
+    for what is none.
+    """
     families: dict[str, Metric] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for text in texts:
         for family in text_string_to_metric_families(text):
+            if types is not None and family.type not in types:
+                continue
             families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             found = values.setdefault(family.name, {})
             for sample in family.samples:

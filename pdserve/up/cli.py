@@ -16,11 +16,12 @@ from typing import Annotated, Any
 import typer
 
 from pdserve.config import build_config
+from pdserve.up.claims import check_ports, claimed
 from pdserve.up.config import Role, read_cluster_file
 from pdserve.up.console import Console
 from pdserve.up.plan import Plan, make_plan
 from pdserve.up.ports import free_ports
-from pdserve.up.supervisor import Supervisor, check_ports, claimed
+from pdserve.up.supervisor import Supervisor
 
 PROGRAM = (sys.executable, "-m", "pdserve")
 

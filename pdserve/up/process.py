@@ -8,11 +8,12 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Final
 
+from pdserve.command import RESTARTED
 from pdserve.errors import StartupError
 from pdserve.up.console import Console
 from pdserve.up.plan import ProcessSpec
@@ -44,22 +45,31 @@ class Child:
             log = spec.log_path.open("ab" if again else "wb", buffering=0)
         except OSError as error:
             raise StartupError(f"{spec.log_path}: cannot be written: {error.strerror}") from None
+        # A pipe of our own: with one of asyncio's, `wait` would wait for all that hold its other end.
+        reads, writes = os.pipe()
+        output = FileIO(reads)
         try:
             process = await asyncio.create_subprocess_exec(
                 *spec.argv,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
+                stdout=writes,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **spec.env},
+                env=os.environ
+                | {"PYTHONUNBUFFERED": "1"}
+                | ({RESTARTED: "1"} if again else {})
+                | dict(spec.env),
                 start_new_session=True,
-                preexec_fn=_die_with_parent(os.getpid()),
+                preexec_fn=die_with_parent(os.getpid()),
             )
         except OSError as error:
             log.close()
+            output.close()
             raise StartupError(f"{spec.name}: cannot run {spec.argv[0]}: {error.strerror}") from None
+        finally:
+            os.close(writes)
         child = cls(spec, process, warden)
         warden.watch(child.session)
-        child._pump = asyncio.create_task(child._copy_output(log, console))
+        child._pump = asyncio.create_task(child._copy_output(output, log, console))
         return child
 
     async def wait(self) -> int:
@@ -91,12 +101,14 @@ class Child:
         """The last lines of output, at most `TAIL_LINES`."""
         return list(self._tail)
 
-    async def _copy_output(self, log: FileIO, console: Console) -> None:
+    async def _copy_output(self, output: FileIO, log: FileIO, console: Console) -> None:
         """Output to the log as it comes, to the console and the tail by lines. Goes on when the log cannot be
         written: a process whose output nobody reads would stand still.
         """
-        stream = self._process.stdout
-        assert stream is not None
+        stream = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), output
+        )
         lines = LineSplitter()
 
         def show(parts: list[str]) -> None:
@@ -104,7 +116,7 @@ class Child:
                 self._tail.append(line)
                 console.log(self.spec.name, line)
 
-        with log:
+        with log, closing(transport):
             writable = True
             while data := await stream.read(READ_BYTES):
                 try:
@@ -153,7 +165,7 @@ def write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
+def die_with_parent(parent: int) -> Callable[[], None]:
     """To run in the child before exec: ask for SIGTERM when the parent dies. The wish survives exec."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 

@@ -1,37 +1,30 @@
 """Runs a plan: starts its stages in order, watches, restarts what may be restarted, stops all of it.
 
-One task keeps one process (`_keep`); it ends only by an error that the cluster cannot go on from. Whatever
-ends `run` (a signal, a death, a time-out, a bug), every process is stopped in reverse order before it
-returns. SIGUSR1 restarts all processes in the order of their start, each once the one before is ready again.
+One task keeps one process (`_keep`). It ends by an error that the cluster cannot go on from, or because the
+process ended with status 0 and the others can do without it. Whatever ends `run` (a signal, a death, a
+time-out, a bug), every process is stopped in reverse order before it returns. SIGUSR1 restarts all processes
+in the order of their start, each once the one before is ready again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
-import logging
-import os
 import shlex
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Final
 
-from pdserve.errors import PdserveError, StartupError
+from pdserve.errors import PdserveError
 from pdserve.up.console import Console
 from pdserve.up.plan import STOP_SLACK_S, Plan, ProcessSpec
-from pdserve.up.ports import is_free
 from pdserve.up.process import Child, describe_status, write_private
 from pdserve.up.readiness import is_ready, served_model
 from pdserve.up.restart import restart_delay_s
 from pdserve.up.scraping import TARGETS_FILE, targets
 from pdserve.up.toml import to_toml
 from pdserve.up.warden import Warden
-
-logger = logging.getLogger(__name__)
 
 PROBE_INTERVAL_S: Final = 0.2
 PROGRESS_INTERVAL_S: Final = 5.0
@@ -46,40 +39,14 @@ class ProcessDeathError(PdserveError):
         self.lines = lines
 
 
-def check_ports(plan: Plan) -> None:
-    """Raise StartupError, one line, when a port that was asked for is in use."""
-    for spec in plan.processes:
-        for place in spec.listening:
-            if place.chosen and not is_free(place.host, place.port):
-                remedy = " with --port" if spec.role == "router" else ""
-                raise StartupError(
-                    f"{spec.name}: port {place.port} on {place.host} is in use; "
-                    f"stop what listens there or give another{remedy}"
-                )
+@dataclass(frozen=True)
+class Renewal:
+    """The restart of one process that SIGUSR1 asked for."""
 
-
-@contextmanager
-def claimed(run_dir: Path) -> Iterator[None]:
-    """Make the run directory and hold it for this process alone. Raises StartupError."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / "lock").open("a+")
-    except OSError as error:
-        raise StartupError(f"{run_dir}: cannot be used as run_dir: {error.strerror}") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            owner = lock.read().strip() or "unknown"
-            raise StartupError(
-                f"{run_dir}: a cluster runs from here already (process {owner}); "
-                "stop it, or give another --run-dir"
-            ) from None
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
-        yield
+    asked: Child
+    """Asked to end; its end is no failure, and its successor's is."""
+    done: asyncio.Future[None]
+    """Set once a successor is ready, or has ended without a failure."""
 
 
 class Supervisor:
@@ -92,9 +59,9 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._starting_since_s: dict[str, float] = {}
         self._starts = asyncio.Semaphore(plan.settings.start_parallelism)
-        self._renewed: dict[str, asyncio.Future[None]] = {}
-        """Processes that are restarted as SIGUSR1 asks; done once they are ready again."""
         self._renew = asyncio.Event()
+        self._renewal: Renewal | None = None
+        """Of the process that SIGUSR1 restarts now."""
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -104,7 +71,8 @@ class Supervisor:
         """
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
-            loop.add_signal_handler(number, self._on_signal, number)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
+                loop.add_signal_handler(number, self._on_signal, number)
         loop.add_signal_handler(signal.SIGUSR1, self._renew.set)
         for spec in self._plan.processes:
             write_private(spec.config_path, to_toml(spec.config))
@@ -144,7 +112,9 @@ class Supervisor:
             group.create_task(self._renewing())
 
     async def _keep(self, spec: ProcessSpec, warden: Warden, ready: asyncio.Future[None]) -> None:
-        """Start a process, say when it is ready, and start it again when it dies and may be."""
+        """Start a process, say when it is ready, and start it again when it dies and may be. Returns when it
+        has ended without a failure, as a drained one does.
+        """
         restarts_s: list[float] = []
         again = False
         while True:
@@ -154,19 +124,23 @@ class Supervisor:
                 status = await self._until_ready(child)
             again = True
             if status is None:
-                for waiting in (ready, self._renewed.pop(spec.name, ready)):
-                    if not waiting.done():
-                        waiting.set_result(None)
+                if not ready.done():
+                    ready.set_result(None)
+                self._end_renewal(child)
                 status = await child.wait()
             await child.end(0.0, self._hurry)
             del self._children[spec.name]
-            if spec.name in self._renewed:
+            if self._renewal is not None and self._renewal.asked is child:
                 continue
             died = ProcessDeathError(f"{spec.name} {describe_status(status)}", child.last_lines())
             if not ready.done():
                 raise ProcessDeathError(
                     f"{died} before it was ready; its whole log: {spec.log_path}", died.lines
                 )
+            if status == 0 and spec.restart == "on-failure" and spec.role != "router":
+                self._console.say(f"{died} and stays ended")
+                self._end_renewal(child)
+                return
             now_s = time.monotonic()
             delay_s = restart_delay_s(spec.restart, status, restarts_s, now_s, self._settings)
             if delay_s is None:
@@ -212,19 +186,30 @@ class Supervisor:
             self._console.say("SIGUSR1: restarting all processes, one after the other")
             for spec in self._plan.processes:
                 if (child := self._children.get(spec.name)) is None:
-                    continue  # it starts anew anyway
+                    continue  # it starts anew anyway, or has ended for good
                 if spec.role == "router" and spec.config.get("processes", 1) > 1:
                     child.signal(
                         signal.SIGHUP
                     )  # it replaces its processes itself, and refuses nobody meanwhile
                     continue
-                renewed = self._renewed[spec.name] = asyncio.get_running_loop().create_future()
+                self._renewal = Renewal(child, asyncio.get_running_loop().create_future())
                 child.signal(signal.SIGTERM)
-                await asyncio.wait({renewed}, timeout=self._grace_s(spec))
-                if spec.name in self._renewed and self._children.get(spec.name) is child:
+                await asyncio.wait({self._renewal.done}, timeout=self._grace_s(spec))
+                if self._children.get(spec.name) is child:
                     await child.end(0.0, self._hurry)
-                await renewed
+                await self._renewal.done
+                self._renewal = None
             self._console.say("all processes have been restarted")
+
+    def _end_renewal(self, child: Child) -> None:
+        """This process is ready, or has ended for good. If SIGUSR1 had it restarted, the next one's turn has
+        come.
+        """
+        renewal = self._renewal
+        if renewal is None or renewal.asked is child or renewal.asked.spec is not child.spec:
+            return
+        if not renewal.done.done():
+            renewal.done.set_result(None)
 
     # --- stopping
 
@@ -232,8 +217,8 @@ class Supervisor:
         if self._stop.is_set():
             self._hurry.set()
         else:
-            self._console.say(f"{number.name}: stopping all processes (once more: at once)")
             self._stop.set()
+            self._console.say(f"{number.name}: stopping all processes (once more: at once)")
 
     async def _stop_all(self) -> None:
         """Stop what runs: router, workers, pool nodes."""

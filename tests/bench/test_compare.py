@@ -11,13 +11,16 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pdserve.bench.commands.load_options import loads_of
 from pdserve.bench.serving.cluster import launched, workplace
 from pdserve.bench.serving.compare import compare
 from pdserve.bench.serving.contenders import NAMES, OURS, Setting, cache_tokens, contender, device_tokens
+from pdserve.bench.serving.figures import Outcome
 from pdserve.bench.serving.load import Shape, first_turn_tokens, make_load, total_tokens
-from pdserve.bench.serving.summary import Measured, of, summaries
+from pdserve.bench.serving.report import summaries_table
+from pdserve.bench.serving.summary import Measured, of, ratio, summaries
 from pdserve.bench.stores import BenchError
 from pdserve.errors import ConfigError
 from pdserve.up.cli import SCHEMAS, check_tables
@@ -178,11 +181,32 @@ def test_medians_are_over_rounds_and_ratios_over_the_base(
     assert len(later) == 2
     assert agg.later_turns_ms == pytest.approx(sum(filter(None, later)) / 2, abs=0.01)
     assert (plain.later_turns_over, plain.prompt_tokens_s_over) == (1.0, 1.0)
-    assert plain.later_turns_ms is not None
-    assert agg.later_turns_ms is not None
-    assert agg.later_turns_over == pytest.approx(agg.later_turns_ms / plain.later_turns_ms, abs=0.01)
+    assert agg.later_turns_over == ratio(agg, plain, "later_turns_ms")
     assert (agg.rounds, agg.failed, agg.cached_share) == (2, 0, pytest.approx(0.5, abs=0.05))
     assert agg.storage_share == pytest.approx(0.25, abs=0.05)
+
+
+def test_a_ratio_is_the_median_of_the_rounds_own(compared: tuple[Launcher, list[Measured]]) -> None:
+    """In hours that differ: 10 ms beside 100, 40 beside 200, 90 beside 300."""
+    _, measured = compared
+    template = next(one for one in measured if one.outcome.later is not None)
+    firsts = {"plain": (100.0, 200.0, 300.0), "agg": (10.0, 40.0, 90.0)}
+    rounds = [
+        replace(template, contender=name, round=number, outcome=_with_later(template.outcome, first_ms))
+        for name, found in firsts.items()
+        for number, first_ms in enumerate(found)
+    ]
+    plain, agg = summaries(rounds, "plain")
+    assert (agg.later_turns_ms, agg.later_turns_over) == (40.0, 0.2)
+    assert ratio(agg, plain, "later_turns_ms", less=10.0) == 0.15
+    first_is_missing = [one for one in rounds if (one.contender, one.round) != ("plain", 0)]
+    assert summaries(first_is_missing, "plain")[1].later_turns_over == 0.25
+
+
+def _with_later(outcome: Outcome, first_ms: float) -> Outcome:
+    assert outcome.later is not None
+    first_token = replace(outcome.later.first_token_ms, p50=first_ms)
+    return replace(outcome, later=replace(outcome.later, first_token_ms=first_token))
 
 
 def test_without_its_base_a_contender_has_no_ratio(compared: tuple[Launcher, list[Measured]]) -> None:
@@ -207,6 +231,20 @@ def test_one_that_answers_nothing_is_told_and_does_not_spoil_the_others() -> Non
     failed = of(summaries(measured, "plain"), "turns", "small", "plain")
     assert failed is not None
     assert (failed.failed, failed.later_turns_ms, failed.prompt_tokens_s) == (4, None, None)
+    assert (failed.cached_share, failed.storage_share, failed.reusable_share) == (None, None, None)
+
+
+def test_rounds_in_which_nothing_was_answered_do_not_count_in_the_shares(
+    compared: tuple[Launcher, list[Measured]],
+) -> None:
+    _, measured = compared
+    found = [one for one in measured if (one.load, one.size, one.contender) == ("turns", "small", "agg")]
+    refused, _ = compared_by(Launcher(silent=("agg",)), ("agg",), rounds=1)
+    mixed = [found[0], *(replace(one, round=number) for number, one in enumerate([refused[0]] * 2, 2))]
+    (alone,), (all_,) = summaries(found[:1], "agg"), summaries(mixed, "agg")
+    assert (all_.rounds, all_.failed) == (3, 8)
+    assert (all_.cached_share, all_.reusable_share) == (alone.cached_share, alone.reusable_share)
+    summaries_table(summaries([*mixed, *refused], "agg"), "shown")
 
 
 def test_no_round_begins_that_would_not_end_in_time() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.bench.serving.goals import Row, goal_rows
-from pdserve.bench.serving.summary import Summary
+from pdserve.bench.serving.summary import Round, Summary
 
 
 def summary(contender: str, **more: Any) -> Summary:
@@ -26,7 +26,9 @@ def summary(contender: str, **more: Any) -> Summary:
         "storage_share": 0.8,
         "reusable_share": 0.99,
     }
-    return Summary(**{**given, "contender": contender, **more})
+    given |= more
+    given["by_round"] = {0: Round(**{name: given[name] for name in Round.__struct_fields__})}
+    return Summary(contender=contender, **given)
 
 
 def measured(*found: Summary, hop_ms: float | None = None) -> dict[str, tuple[str, bool | None]]:
@@ -75,6 +77,30 @@ def test_cold_prompts_are_judged_less_the_hop_and_by_all_turns() -> None:
 def test_sessions_that_fit_have_no_goal() -> None:
     plain, agg = summary("plain", size="large"), summary("agg", size="large", prompt_tokens_s=98.0)
     assert list(measured(plain, agg).values()) == [("0.98 ×, 1.00 ×", None)]
+
+
+def test_where_asks_failed_no_goal_is_met_and_their_number_is_said() -> None:
+    good = {"prompt_tokens_s": 400.0, "later_turns_ms": 100.0}
+    plain, agg = summary("plain"), summary("agg", failed=2, **good)
+    assert measured(plain, agg)["agg: tokens/s"] == (
+        "4.00 ×; failed: 2 asks of agg, 0 of plain",
+        None,
+    )
+    plain, agg = summary("plain", failed=1), summary("agg", **good)
+    assert [met for _, met in measured(plain, agg).values()] == [None, None]
+
+
+@pytest.mark.parametrize("share", [None, 0.0])
+def test_one_that_answered_nothing_is_under_no_goal(share: float | None) -> None:
+    nothing = {"all_turns_ms": None, "later_turns_ms": None, "prompt_tokens_s": None, "failed": 8}
+    agg = summary("agg", reusable_share=share, cached_share=share, **nothing)
+    assert goal_rows([summary("plain", reusable_share=0.0), agg], None) == []
+    assert goal_rows([summary("plain", **nothing), summary("agg")], None) == []
+
+
+def test_a_contender_of_which_only_first_turns_were_answered_is_not_one_with_nothing_cached() -> None:
+    agg = summary("agg", reusable_share=None, later_turns_ms=None)
+    assert goal_rows([summary("plain"), agg], None) == []
 
 
 def test_what_was_not_measured_has_no_row() -> None:

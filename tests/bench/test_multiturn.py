@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from pdserve.bench.provenance import without_keys
+from pdserve.bench.serving.client import END_TIMEOUT_S
 from pdserve.bench.serving.figures import outcome_of
 from pdserve.bench.serving.load import Shape, make_load
 from pdserve.bench.serving.records import Cached, Run
@@ -154,6 +156,29 @@ def test_errors_are_counted_by_kind_and_the_load_goes_on() -> None:
     assert lengths == [8] * len(FAULTS) + [8 + 3 + 8] * len(FAULTS)  # as long as with an answer
 
 
+def test_the_asks_of_a_session_share_one_connection() -> None:
+    """Opening one would count as time to the first token."""
+    with serving(ScriptedServer()) as server:
+        run = load_it(server, Shape(users=1, rounds=4, turn_tokens=8, output_tokens=3))
+    assert not any(record.error for record in run.records)
+    assert server.connections == 1
+
+
+def test_an_answer_is_whole_at_its_last_word_though_its_end_does_not_come() -> None:
+    with serving(ScriptedServer()) as server:
+        server.script("/v1/completions", silent(TOKEN, mock.DONE), broken(TOKEN, mock.DONE))
+        run = load_it(server, Shape(users=1, rounds=3, turn_tokens=8, output_tokens=1))
+    assert [record.error for record in run.records] == ["", "", ""]
+    first, second, _ = run.records
+    assert first.done_s < second.sent_s - END_TIMEOUT_S / 2  # the wait for it is not the answer's time
+
+
+def test_a_url_that_is_none_is_said_in_one_line() -> None:
+    for url in ("http://::1:8000", "http://host:port"):
+        with pytest.raises(BenchError, match="http://HOST:PORT"):
+            run_load(Server(url), make_load(SHAPE, 1), lambda line: None)
+
+
 def test_a_server_that_is_not_there_is_said_in_one_line() -> None:
     with serving(ScriptedServer()) as server:
         url = server.url
@@ -233,6 +258,27 @@ def test_the_command_prints_where_it_measured_and_what_and_draws_it(tmp_path: Pa
     assert outcome["errors"] == {}
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert len(records.read_text().splitlines()) == 4
+
+
+def test_records_that_cannot_be_written_are_told_before_the_work_and_cost_no_figures(tmp_path: Path) -> None:
+    words = ("--scale", "0.01", "--users", "1", "--rounds", "1", "--api-key", "hush")
+    with serving(ScriptedServer()) as server:
+        status, out, err = bench(server.url, *words, "--records", str(tmp_path / "none" / "records"))
+        assert (status, out, server.bodies()) == (2, "", [])
+        assert "No such file or directory" in err.splitlines()[-1]
+        status, out, err = bench(server.url, *words, "--records", "/dev/full", "--json")
+    assert status == 2
+    assert "No space left" in err.splitlines()[-1]
+    origin, outcome = map(json.loads, out.splitlines())
+    assert outcome["all"]["asks"] == 1
+    assert "hush" not in origin["command"]
+
+
+@pytest.mark.parametrize("words", [["--api-key", "hush"], ["--api-key=hush"], ["--api-key"]])
+def test_a_key_is_in_no_kept_command_line(words: list[str]) -> None:
+    kept = without_keys(["bench", *words, "--json"])
+    assert "hush" not in " ".join(kept)
+    assert (kept[0], kept[1][:9]) == ("bench", "--api-key")
 
 
 def test_the_command_replays_a_trace_and_fails_when_every_ask_failed(tmp_path: Path) -> None:

@@ -95,6 +95,30 @@ def test_a_stopped_or_killed_benchmark_leaves_no_process_and_no_directory(
         assert not any(place.iterdir())
 
 
+# a peer's server that listens to nothing
+PEER = """
+import sys, time
+from pathlib import Path
+from pdserve.bench.peers.process import server
+with server("peer", ["sleep", "600"], Path(sys.argv[1]), lambda: True) as process:
+    print(process.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_killed_benchmark_leaves_no_server_of_a_peer(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PEER, str(tmp_path / "log")]
+    bench = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        assert bench.stdout is not None
+        peer = Path("/proc", bench.stdout.readline().decode().strip())
+        assert peer.exists()
+    finally:
+        bench.kill()
+        bench.communicate()
+    until(lambda: not (peer / "exe").exists(), 10.0)  # a zombie has none
+
+
 def test_the_next_benchmark_removes_what_a_killed_one_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -264,8 +264,9 @@ def test_quantiles_are_ordered_and_within_what_was_seen(values_s: list[float]) -
     [
         ({}, 0.0, None),
         ({"client_cpu": 0.95}, 0.0, "95% of a core"),
-        ({}, 0.4, "late itself, by 3"),
+        ({}, 0.4, "late itself, by 400 ms"),
         ({"lags_s": [0.3] * 50}, 0.0, "late itself, by 300 ms"),
+        ({"lags_s": [0.0] * 5000}, 0.3, "late itself, by 300 ms"),
     ],
 )
 def test_a_client_that_measures_itself_says_so(more: dict[str, Any], sent_s: float, says: str | None) -> None:

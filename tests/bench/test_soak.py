@@ -80,6 +80,9 @@ def test_a_short_run_reads_right_bytes_and_holds_nothing_at_rest(tmp_path: Path)
     assert outcome["wrong"] == 0
     assert outcome["pages_read"] > 0
     at_rest = [one for one in outcome["watched"] if one["what"] in ("pins", "reserved_bytes")]
-    assert {one["process"] for one in at_rest} == {"node0", "client-shm", "client-ucx"}
+    assert {one["process"] for one in at_rest} == {
+        "node0",
+        *("client-shm", "client-shm-renewed", "client-ucx", "client-ucx-renewed"),
+    }
     assert all(one["drift"]["last"] == 0 for one in at_rest)
     assert picture.read_bytes().startswith(b"\x89PNG")

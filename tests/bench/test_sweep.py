@@ -11,10 +11,23 @@ from hypothesis import strategies as st
 from pdserve.bench.serving.figures import outcome_of
 from pdserve.bench.serving.load import Shape
 from pdserve.bench.serving.run import Server
-from pdserve.bench.serving.sweep import MAX_DOUBLINGS, Tried, best, judged, next_rate, shape_for, sweep
+from pdserve.bench.serving.sweep import (
+    LONGEST_S,
+    MAX_DOUBLINGS,
+    MIN_ASKS,
+    Tried,
+    best,
+    judged,
+    next_rate,
+    shape_for,
+    sweep,
+)
+from pdserve.bench.stores import BenchError
 from tests.bench.scripted import ScriptedServer
 from tests.bench.test_multiturn import serving
 from tests.bench.test_serving_plan import record, run
+from tests.router import mock_worker as mock
+from tests.router.mock_worker import Received, Wire
 
 
 def searched(highest_s: float, start_s: float, steps: int) -> list[tuple[float, bool]]:
@@ -37,9 +50,19 @@ def test_the_search_closes_in_on_the_highest_rate_that_holds(
     assert len(tried) <= 12 + steps
 
 
-@pytest.mark.parametrize("highest_s", [0.0, 1e12])
-def test_a_search_without_end_ends(highest_s: float) -> None:
-    assert len(searched(highest_s, 1.0, 3)) == MAX_DOUBLINGS + 1
+def test_a_search_without_end_ends() -> None:
+    assert len(searched(1e12, 1.0, 3)) == MAX_DOUBLINGS + 1
+
+
+@given(st.floats(0.05, 50))
+def test_where_nothing_can_be_met_the_search_takes_minutes(start_s: float) -> None:
+    rates = [rate_s for rate_s, _ in searched(0.0, start_s, 3)]
+    assert max(MIN_ASKS / rate_s for rate_s in rates) <= LONGEST_S
+    assert sum(MIN_ASKS / rate_s for rate_s in rates) <= 2 * LONGEST_S
+
+
+def test_a_rate_that_was_asked_for_is_tried_however_low_it_is() -> None:
+    assert searched(0.0, 1e-4, 3) == [(1e-4, False)]
 
 
 def tried(rate_s: float, met: bool) -> Tried:
@@ -70,6 +93,36 @@ def test_a_rate_gets_users_enough_for_its_time(rate_s: float, seconds: float, ro
     shape = shape_for(Shape(users=1, rounds=rounds, turn_tokens=1, output_tokens=1), rate_s, seconds)
     asks = shape.users * rounds
     assert max(10, rate_s * seconds) <= asks <= max(10, rate_s * seconds) + rounds
+
+
+SHAPE = Shape(users=1, rounds=1, turn_tokens=5, output_tokens=1)
+SEARCH: dict[str, Any] = {"limit_s": 60.0, "share": 0.5, "start_s": 50.0, "steps": 0, "seconds": 0.1}
+
+
+def test_a_server_that_refuses_every_ask_ends_the_search_and_says_what_it_said() -> None:
+    with serving(ScriptedServer()) as server:
+        server.script("/v1/completions", *(mock.answer(429, {"error": "slow down"}) for _ in range(1000)))
+        found = sweep(Server(server.url, silence_s=60.0), SHAPE, 1, lambda line: None, **SEARCH)
+        assert not next(found).met
+        with pytest.raises(BenchError, match=r"every ask failed at 50 asks/s: status 429: .*slow down"):
+            next(found)
+
+
+def test_a_server_that_is_lost_during_the_last_rate_is_told_and_no_miss() -> None:
+    with serving(ScriptedServer()) as server:
+
+        async def end(wire: Wire, request: Received) -> None:
+            assert server._server is not None
+            server._server.close()
+            raise mock.CloseConnection
+
+        server.script("/v1/completions", *[server._default] * 9, end)
+        found = sweep(
+            Server(server.url, silence_s=60.0), SHAPE, 1, lambda line: None, **SEARCH, time_limit_s=1e-6
+        )
+        assert next(found).outcome.all.failed >= 1
+        with pytest.raises(BenchError, match="does not list a model"):
+            next(found)
 
 
 def test_a_sweep_finds_what_a_server_of_one_at_a_time_can_take() -> None:

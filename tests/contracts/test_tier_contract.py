@@ -259,6 +259,23 @@ def test_pages_of_unknown_namespaces_are_dropped_at_a_start(place: Place) -> Non
     assert set(found) == {(2, key(2))}
 
 
+def test_a_number_that_was_unknown_at_a_start_names_no_page_of_before_ever_again(place: Place) -> None:
+    tier, _ = place.open()
+    put(tier, 1, 2)
+    put(tier, 3, 4, namespace=2)
+    tier.close()
+    tier, _ = place.open(known=[1])
+    assert tier.save_namespaces("2 is another") == ""
+    put(tier, 5, namespace=2)
+    tier.close()
+    tier, found = place.open()
+    assert set(found) == {(1, key(1)), (1, key(2)), (2, key(5))}
+    assert read(tier, 3, 4, namespace=2) == [GONE] * 2
+    tier.close()
+    tier, found = place.open()
+    assert set(found) == {(1, key(1)), (1, key(2)), (2, key(5))}
+
+
 def test_the_list_of_namespaces_is_kept(place: Place) -> None:
     tier, _ = place.open()
     assert tier.namespaces() is None

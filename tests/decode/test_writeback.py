@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
+from pdserve.decode import writeback
 from pdserve.decode.writeback import WriteBack
 from pdserve.engine.requests import HttpRequest, PageNames, SglangRequest
 
@@ -130,6 +133,47 @@ def test_a_request_without_full_pages_is_settled_once_answered() -> None:
         assert (settlement.settled, settlement.missing_pages) == (True, 0)
 
     asyncio.run(run())
+
+
+def test_pages_that_never_come_are_waited_for_once_and_then_no_longer_than_a_moment_until_some_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writeback, "MOMENT_S", 0.0)
+
+    class Pool:
+        """Each wait ends as it is told."""
+
+        def __init__(self) -> None:
+            self.ends = asyncio.Queue[bool]()
+
+        async def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+            return [await self.ends.get()] * len(keys)
+
+        async def exists(self, keys: Sequence[bytes]) -> list[bool]:
+            return [False] * len(keys)
+
+    async def run() -> None:
+        pool = Pool()
+        write_back = make(pool)
+
+        async def is_waited_for(name: str, comes: bool) -> bool:
+            """Whether a question about a request is open until the wait for its pages ends."""
+            write_back.follow(answered_request(name, list(range(8)), [1]))
+            question = asyncio.create_task(write_back.settled(name, 60.0))
+            for _ in range(10):
+                await asyncio.sleep(0)
+            is_open = not question.done()
+            pool.ends.put_nowait(comes)
+            await question
+            await asyncio.wait({write_back._followed[name].task})
+            return is_open
+
+        assert await is_waited_for("a", comes=False)
+        assert not await is_waited_for("b", comes=False)
+        assert not await is_waited_for("c", comes=True)
+        assert await is_waited_for("d", comes=True)
+
+    asyncio.run(asyncio.wait_for(run(), 10))
 
 
 def test_of_two_requests_with_one_id_the_later_is_followed() -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from pdserve.doctor import cluster
+import pytest
+
+from pdserve.doctor import cluster, judge, machine
 from pdserve.doctor.facts import PoolNode
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
 from tests.e2e.cluster import PoolNode as RealNode
+from tests.e2e.cluster import to_toml
+from tests.router import mock_worker as mock
 from tests.router.harness import disagg, run
 from tests.router.mock_worker import REPORT, MockWorker, Received, Wire
 
@@ -97,6 +102,134 @@ def test_a_cluster_that_is_well_a_fault_in_it_and_one_that_is_away(tmp_path: Pat
         run(main(), timeout_s=280)
     finally:
         node.stop()
+
+
+def test_a_hand_off_that_fails_is_found_though_every_worker_is_ready(tmp_path: Path) -> None:
+    node = RealNode(tmp_path, capacity="16MiB").start()
+
+    async def main() -> None:
+        async with disagg() as (harness, [prefill], [decode]):
+            prefill.script("/pd/prefill", *(mock.answer(500, {}) for _ in range(2)))
+            for worker in (prefill, decode):
+                serves(worker, node)
+            status, said = await doctor("--json", "--router", harness.url)
+            failed = [one for one in json.loads(said)["findings"] if one["level"] == "fail"]
+            assert {one["check"] for one in failed} == {"live probe"}
+            assert all("stage=status-500" in one["says"] for one in failed)
+            assert status == 2
+
+    try:
+        run(main(), timeout_s=140)
+    finally:
+        node.stop()
+
+
+def test_a_cluster_of_which_no_worker_is_known_is_no_cluster_that_is_well(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with disagg(0, 0) as (harness, _, _):
+            status, said = await doctor("--json", "--router", harness.url)
+            assert status == 2
+            assert levels(said)["worker"] == "fail"
+            assert "no worker is known" in said
+
+    run(main(), timeout_s=140)
+
+
+def cluster_file(directory: Path, port: int, **cluster: str) -> Path:
+    """Of one aggregated worker and a router at that port."""
+    tables = {"cluster": {"run_dir": str(directory / "run"), **cluster}, "router": {"port": port}}
+    path = directory / "cluster.toml"
+    path.write_text(to_toml(tables) + f'[[agg]]\n[agg.engine]\nmodel_path = "{directory}"\n')
+    return path
+
+
+def test_workers_that_no_configuration_lists_are_asked_for_at_the_router(tmp_path: Path) -> None:
+    """The configuration is not where it is looked for, or the workers are in etcd."""
+    node = RealNode(tmp_path, capacity="16MiB").start()
+
+    async def main() -> None:
+        async with disagg() as (harness, [prefill], [decode]):
+            for worker in (prefill, decode):
+                worker.info |= {"tokenizer": "t", "chat_template": "c"}
+                serves(worker, node)
+            asked = ("--json", "--config", str(cluster_file(tmp_path, harness.port)))
+            status, said = await doctor(*asked)
+            found = levels(said)
+            assert found["cluster"] == "warn"
+            assert "--run-dir" in said
+            assert (status, found["tokenizer"], found["live probe"]) == (1, "ok", "ok")
+
+            (tmp_path / "run").mkdir()
+            written = to_toml({"host": "127.0.0.1", "port": harness.port})
+            (tmp_path / "run" / "router.toml").write_text(written)
+            status, said = await doctor(*asked)
+            found = levels(said)
+            assert "cluster" not in found
+            assert (found["tokenizer"], found["live probe"]) == ("ok", "ok")
+
+    try:
+        run(main(), timeout_s=280)
+    finally:
+        node.stop()
+
+
+def test_a_router_of_ipv6_and_one_that_is_no_url(tmp_path: Path) -> None:
+    async def main() -> None:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "router.toml").write_text(to_toml({"host": "::1", "port": 9}))
+        status, said = await doctor("--config", str(cluster_file(tmp_path, 9)))
+        assert status >= 1
+        assert "nothing answers at http://[::1]:9" in said
+        for url in ("http://::1:8000", "http://host:port", "host:8000"):
+            assert await doctor("--router", url) == (2, "")
+
+    run(main(), timeout_s=140)
+
+
+def test_a_worker_that_drains_or_starts_is_said_to_and_not_called_misconfigured() -> None:
+    async def main() -> None:
+        async with disagg() as (_, [starts], [drains]):
+            starts.ready = False
+            starts.script("/pd/info", mock.answer(500, {}))
+            drains.draining = True
+            drains.script("/get_server_info", mock.answer(503, {}))
+            found = await asyncio.to_thread(cluster.gather_workers, (starts.url, drains.url), "")
+        assert [(one.error, one.described, one.draining) for one in found] == [
+            ("", False, False),
+            ("", False, True),
+        ]
+        worst = {one.check: one.says for one in judge.workers(found) if one.level != "ok"}
+        assert worst.keys() == {"worker", "clock"}  # the scripted ones live in the past
+
+    run(main())
+
+
+def test_a_busy_workers_clock_is_right_and_its_silence_no_fault() -> None:
+    """An answer of SGLang's waits for a step to end."""
+    clock = [1767225600.0]  # the scripted workers' date
+
+    async def step(wire: Wire, request: Received) -> None:
+        clock[0] += 60.0
+        await wire.json(200, SERVER)
+
+    async def main() -> None:
+        async with disagg(0, 2) as (_, _, [slow, silent]):
+            slow.script("/get_server_info", step)
+            silent.script("/get_server_info", mock.hang(mock.Gate()))
+            ask = functools.partial(cluster.gather_workers, arguments_s=0.3, clock=lambda: clock[0])
+            (one,) = await asyncio.to_thread(ask, (slow.url,), "")
+            assert (one.clock_ahead_s, one.busy, one.write_policy) == (0.0, False, "write_through")
+            (other,) = await asyncio.to_thread(ask, (silent.url,), "")
+            assert (other.error, other.busy, other.role) == ("", True, "decode")
+
+    run(main())
+
+
+def test_a_measurement_of_ucx_that_fails_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "nonsense")
+    gbps, trouble = machine.measured_ucx()
+    assert gbps == 0.0
+    assert "ucx_perftest" in trouble
 
 
 def test_what_workers_say_becomes_facts() -> None:

@@ -8,14 +8,13 @@ import pytest
 from msgspec.structs import replace
 
 from pdserve.doctor import judge
-from pdserve.doctor.facts import Finding, Machine, PoolNode, Probe, Turn, Worker
+from pdserve.doctor.facts import ArenaRoom, Finding, Machine, PoolNode, Probe, Turn, Worker
 from pdserve.doctor.machine import has_bfloat16
 
 MACHINE = Machine(
     open_files=100_000,
     shm_bytes=64 << 30,
     shm_free_bytes=60 << 30,
-    huge_pages_free=0,
     memory_bytes=128 << 30,
     sglang="0.5.23",
     sglang_tested="0.5.23",
@@ -23,6 +22,7 @@ MACHINE = Machine(
     copy_gbps=5.0,
     ucx_gbps=3.0,
 )
+ROOM = ArenaRoom(nodes=("a", "b"), place="/dev/shm", free_bytes=60 << 30, needed_bytes=50 << 30)
 GEOMETRY = {"model": "aa", "kv_dtype": "bfloat16", "page_size": "64", "layout": "page_first_direct"}
 WORKER = Worker(
     url="http://a",
@@ -62,7 +62,7 @@ def troubles(findings: Any) -> list[tuple[str, str]]:
 
 def test_nothing_is_said_of_what_is_well() -> None:
     findings = [
-        *judge.machine(MACHINE, 50 << 30),
+        *judge.machine(MACHINE, [ROOM]),
         *judge.workers([WORKER, PREFILL]),
         *judge.pool([NODE]),
         *judge.probe(PROBE),
@@ -81,29 +81,47 @@ def test_nothing_is_said_of_what_is_well() -> None:
         ({"sglang": "0.6"}, "warn", "sglang"),
         ({"open_files": 1024}, "fail", "open files"),
         ({"open_files": 8192}, "warn", "open files"),
-        ({"shm_free_bytes": 40 << 30}, "fail", "/dev/shm"),
         ({"shm_bytes": 1 << 40}, "warn", "/dev/shm"),
         ({"transports": (), "ucx_error": "no ucxx"}, "fail", "UCX"),
         ({"transports": ("self", "sysv")}, "fail", "UCX"),
         ({"has_infiniband": True}, "warn", "UCX"),
         ({"has_gpu": True}, "warn", "UCX"),
+        ({"ucx_gbps": 0.0, "ucx_trouble": "no such device"}, "fail", "UCX"),
     ],
 )
 def test_a_machines_fault_is_found(change: dict[str, Any], level: str, check: str) -> None:
-    assert troubles(judge.machine(replace(MACHINE, **change), 50 << 30)) == [(level, check)]
+    assert troubles(judge.machine(replace(MACHINE, **change), [ROOM])) == [(level, check)]
 
 
-def test_huge_pages_are_looked_at_where_they_are_asked_for() -> None:
-    assert troubles(judge.machine(MACHINE, 50 << 30, huge_pages=True)) == [("fail", "huge pages")]
-    enough = replace(MACHINE, huge_pages_free=25_600, shm_free_bytes=7 << 30)
-    assert troubles(judge.machine(enough, 50 << 30, huge_pages=True)) == []
+@pytest.mark.parametrize(
+    ("change", "levels"),
+    [
+        ({}, []),
+        ({"needed_bytes": (60 << 30) + 1}, ["fail"]),
+        ({"error": "no hugetlbfs is mounted"}, ["fail"]),
+        ({"place": "huge pages of 2 MiB", "page_bytes": 1 << 21}, []),
+    ],
+)
+def test_arenas_need_room_where_they_will_be(change: dict[str, Any], levels: list[str]) -> None:
+    found = [(level, "arena") for level in levels]
+    assert troubles(judge.machine(MACHINE, [ROOM, replace(ROOM, **change)])) == found
+
+
+def test_the_huge_pages_that_lack_are_counted() -> None:
+    room = ArenaRoom(nodes=("a",), place="huge pages of 1024 MiB", page_bytes=1 << 30, free_bytes=1 << 30)
+    (lacks,) = [
+        one
+        for one in judge.machine(MACHINE, [replace(room, needed_bytes=(3 << 30) - 1)])
+        if one.level == "fail"
+    ]
+    assert "reserve 2 pages more" in lacks.change
 
 
 def test_a_processor_without_bfloat16_gets_a_hint_and_no_warning() -> None:
-    slow = [*judge.machine(replace(MACHINE, has_bfloat16=False), 50 << 30)]
+    slow = [*judge.machine(replace(MACHINE, has_bfloat16=False))]
     assert troubles(slow) == []
     assert any("float32" in finding.says for finding in slow)
-    assert not any("float32" in finding.says for finding in judge.machine(MACHINE, 50 << 30))
+    assert not any("float32" in finding.says for finding in judge.machine(MACHINE))
 
 
 @pytest.mark.parametrize(
@@ -153,6 +171,8 @@ def test_the_transport_that_will_be_used_is_named() -> None:
         ({"host_tokens": 4000}, "fail", "host pool"),
         ({"host_tokens": 20_000}, "warn", "host pool"),
         ({"clock_ahead_s": -7.0}, "warn", "clock"),
+        ({"ready": False, "draining": True}, "warn", "worker"),
+        ({"busy": True, "has_storage": False, "write_policy": ""}, "warn", "worker"),
     ],
 )
 def test_one_workers_fault_is_found(change: dict[str, Any], level: str, check: str) -> None:
@@ -161,6 +181,12 @@ def test_one_workers_fault_is_found(change: dict[str, Any], level: str, check: s
         found.remove(("warn", "prefetch"))
     assert found == [(level, check)]
     assert judge.status([Finding(check, level, "")]) == {"warn": 1, "fail": 2}[level]  # type: ignore[arg-type]
+
+
+def test_of_a_worker_that_tells_nothing_of_itself_nothing_is_made_up() -> None:
+    starts = Worker(url="http://c", described=False)
+    assert troubles(judge.workers([WORKER, PREFILL, starts])) == [("fail", "worker")]
+    assert troubles(judge.workers([PREFILL, replace(starts, draining=True)])) == [("warn", "worker")]
 
 
 def test_workers_of_different_models_may_differ() -> None:
@@ -193,7 +219,7 @@ def test_a_pool_nodes_fault_is_found(change: dict[str, Any], level: str, check: 
     [
         (0, {"decode": {"pool": 192, "computed": 71}}, ["fail"]),
         (0, {"decode": {}}, ["fail"]),
-        (0, {"prefill": None, "decode": {"computed": 263}}, []),
+        (0, {"prefill": None, "decode": {"computed": 263}, "plan": "decode=only, prefill=agg"}, []),
         (1, {"prefill": {"device": 256, "computed": 78}}, ["warn"]),
         (1, {"prefill": {"computed": 334}}, ["fail"]),
         (1, {"prefill": None, "decode": {"device": 320, "computed": 14}}, []),
@@ -205,6 +231,27 @@ def test_the_live_probe_is_judged_by_the_tokens_each_step_reused(
 ) -> None:
     turns = list(TURNS)
     turns[turn] = replace(turns[turn], **change)
+    assert [level for level, _ in troubles(judge.probe(replace(PROBE, turns=tuple(turns))))] == levels
+
+
+@pytest.mark.parametrize(
+    ("plan", "levels"),
+    [
+        ("decode=only, prefill=only, stage=status-500", ["fail"]),
+        ("decode=only, prefill=only, settle=settled, stage=garbage, retried", ["fail"]),
+        ("decode=only, prefill=none-ready", ["fail"]),
+        ("decode=only, prefill=session-worker-gone", ["fail"]),
+        ("decode=only, prefill=no-stage", []),
+        ("decode=only, prefill=direct(uncached=9<64)", []),
+        ("decode=agg, prefill=agg", []),
+    ],
+)
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_prefill_stage_that_was_to_be_and_was_not_is_a_failure(
+    plan: str, levels: list[str], turn: int
+) -> None:
+    turns = list(TURNS)
+    turns[turn] = replace(turns[turn], prefill=None, plan=plan)
     assert [level for level, _ in troubles(judge.probe(replace(PROBE, turns=tuple(turns))))] == levels
 
 

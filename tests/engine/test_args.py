@@ -82,6 +82,7 @@ def test_users_flags_come_last_and_win() -> None:
         ["--hicache_write_policy", "write_back"],
         ["--hicache-storage-prefetch"],  # SGLang accepts unambiguous beginnings
         ["--tokenizer-worker-num", "4"],
+        ["--strip-thinking-cache"],
         ["--port", "1"],
         ["--dp-size", "2"],
     ],

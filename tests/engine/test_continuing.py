@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang.srt.sampling.sampling_params import SamplingParams
 
+from pdserve.engine.connection import BrokenOff
 from pdserve.engine.continuing import Continuing
 from pdserve.router.trail import Trail
 
@@ -25,6 +29,9 @@ class Tokenizer:
     def decode(self, ids: Any, **_: Any) -> str:
         return b"".join(i.to_bytes(1 + (i > 255), "big") for i in ids).decode("utf-8", "replace")
 
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return list(text.encode())
+
 
 def tokens(text: str, is_wide: bool = False) -> list[int]:
     data = text.encode()
@@ -34,18 +41,11 @@ def tokens(text: str, is_wide: bool = False) -> list[int]:
 
 
 @dataclass
-class Sampling:
-    max_new_tokens: int | None = None
-    min_new_tokens: int = 0
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-
-
-@dataclass
 class Tokenized:
     rid: str
     input_ids: Any
-    sampling_params: Sampling
+    sampling_params: SamplingParams
+    require_reasoning: bool = False
     mm_inputs: Any = None
 
 
@@ -53,6 +53,7 @@ class Tokenized:
 class Obj:
     rid: str
     max_new_tokens: int | None
+    return_prompt_token_ids: bool = False
     stream: bool = True
 
 
@@ -67,14 +68,22 @@ class Engine:
     rid: str = "first"
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     incremental_streaming_output: bool = False
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Set by the model or the server, whatever the client says."""
+    think_end: int | None = None
+    """The token that ends the reasoning that the answer begins with, if it does."""
     sent: list[Tokenized] = field(default_factory=list)
-    aborts_after: int | None = None
+
+    @property
+    def model_config(self) -> Any:
+        return SimpleNamespace(think_end_ids=None if self.think_end is None else [self.think_end])
 
     async def _send_one_request(self, tokenized: Tokenized) -> None:
         self.sent.append(tokenized)
 
     async def generate_request(self, obj: Obj, request: Any = None) -> AsyncGenerator[dict[str, Any], None]:
-        asked = Tokenized(obj.rid, array("q", PROMPT), Sampling(obj.max_new_tokens))
+        sampling = self._sampling(obj.max_new_tokens)
+        asked = Tokenized(obj.rid, array("q", PROMPT), sampling, self.think_end is not None)
         await self._send_one_request(asked)
         prompt = list(asked.input_ids)
         limit = asked.sampling_params.max_new_tokens
@@ -93,25 +102,42 @@ class Engine:
                 text, pending, surrounded, read = text + new, "", read, len(whole)
             else:
                 pending = new.rstrip("\ufffd")
-            aborted = self.aborts_after is not None and len(ids) >= self.aborts_after
-            if done or aborted or len(ids) % self.step == 0:
+            if done or len(ids) % self.step == 0:
                 yield {
                     "text": text + pending,
                     "output_ids": ids,
                     "meta_info": {
                         "id": obj.rid,
-                        "finish_reason": {"type": "abort"} if aborted else finish if done else None,
+                        "finish_reason": finish if done else None,
                         "prompt_tokens": len(prompt),
                         "completion_tokens": len(ids),
                         "cached_tokens": len(prompt) - 1,
+                        "cached_tokens_details": {"device": 1, "host": 1, "storage": len(prompt) - 3},
+                        "reasoning_tokens": self._thought(ids),
                     },
                 }
-            if aborted:
-                return
+
+    def _thought(self, ids: list[int]) -> int:
+        if self.think_end is None:
+            return 0
+        return ids.index(self.think_end) + 1 if self.think_end in ids else len(ids)
+
+    def _sampling(self, max_new_tokens: int | None) -> SamplingParams:
+        params = SamplingParams(max_new_tokens=max_new_tokens, **self.sampling)
+        params.normalize(self.tokenizer)
+        return params
 
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
-        """SGLang's chat route, in small."""
+        """SGLang's chat route, in small, and its `/generate`, as far as it refuses."""
         body = json.loads((await receive())["body"])
+        if scope["path"] == "/generate":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            try:
+                await anext(self._events(body))
+            except ValueError as error:
+                refusal = f"data: {error}\n\ndata: [DONE]\n\n".encode()
+                await send({"type": "http.response.body", "body": refusal, "more_body": False})
+            return
         assert scope["path"] == "/v1/chat/completions"
         events = self._events(body)
         first = await anext(events)  # to refuse before the status is sent
@@ -131,7 +157,9 @@ class Engine:
             return f"data: {text}\n\n".encode()
 
         offset, content = -1, {}
-        async for content in self.generate_request(Obj(self.rid, body.get("max_tokens"))):
+        async for content in self.generate_request(
+            Obj(self.rid, body.get("max_tokens"), body.get("return_token_ids", False))
+        ):
             if offset < 0:
                 yield event(role="assistant")
                 offset = 0
@@ -140,7 +168,10 @@ class Engine:
             offset = len(content["text"])
         yield event(finish=content["meta_info"]["finish_reason"])
         meta = content["meta_info"]
-        yield event(usage=[meta["prompt_tokens"], meta["completion_tokens"]])
+        thought = meta.get("reasoning_tokens", 0)
+        cached = sum(meta["cached_tokens_details"].values())
+        assert cached == meta["cached_tokens"] <= meta["prompt_tokens"]
+        yield event(usage=[meta["prompt_tokens"], meta["completion_tokens"], thought])
         yield b"data: [DONE]\n\n"
 
 
@@ -203,17 +234,25 @@ TEXT = st.text(st.sampled_from("ab \"'\\é漢🙂\n:"), min_size=1, max_size=12)
     st.none() | st.integers(1, 30),
     st.lists(st.integers(0, 4000), min_size=1),
     st.booleans(),
+    st.none() | st.integers(0, 40),
 )
 def test_the_client_cannot_tell(
-    text: str, step: int, other_step: int, limit: int | None, cuts: list[int], is_wide: bool
+    text: str,
+    step: int,
+    other_step: int,
+    limit: int | None,
+    cuts: list[int],
+    is_wide: bool,
+    thought: int | None,
 ) -> None:
     answer = tokens(text, is_wide)
+    end = None if thought is None else answer[thought] if thought < len(answer) else 0
     body = json.dumps({"max_tokens": limit}).encode()
-    whole = chat(Engine(answer, step), body, marks=False)
-    marked = chat(Engine(answer, step), body)
+    whole = chat(Engine(answer, step, think_end=end), body, marks=False)
+    marked = chat(Engine(answer, step, think_end=end), body)
     ends = sorted(cut % (len(marked) + 1) for cut in cuts)
     trail = Trail()
-    other = Engine(answer, other_step, rid="the other")
+    other = Engine(answer, other_step, rid="the other", think_end=end)
     seen = cut_and_continue(marked, ends, other, body, trail)
     assert facts(seen) == facts(whole)
     first = seen.split(b",")[0]
@@ -273,14 +312,10 @@ def test_several_choices_are_passed_on_as_they_come() -> None:
     assert not trail.is_marked
 
 
-def test_a_stream_that_the_servers_end_aborts_is_broken_off() -> None:
-    engine = Engine(list(b"hello"), aborts_after=3)
-    engine.pdserve_stopping = True  # type: ignore[attr-defined]
-    _, pieces = asyncio.run(post(engine, "/v1/chat/completions", b"{}"))
-    assert pieces[-1] != b""
-    assert b"abort" not in b"".join(pieces)
-    said_by_client = Engine(list(b"hello"), aborts_after=3)
-    assert b"abort" in chat(said_by_client, b"{}")
+def test_a_stream_with_token_ids_is_passed_on_as_it_comes() -> None:
+    """They do not end where the text does, so a part of them would come twice."""
+    _, pieces = asyncio.run(post(Engine([65, 66]), "/v1/chat/completions", b'{"return_token_ids":true}'))
+    assert pieces[0].startswith(b": pd off\n\ndata: ")
 
 
 @pytest.mark.parametrize(
@@ -297,7 +332,73 @@ def test_what_is_no_continuation_is_refused(path: str, body: bytes, status: int)
     assert json.loads(pieces[0])["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"repetition_penalty": 1.1},
+        {"frequency_penalty": 0.5},
+        {"presence_penalty": -0.5},
+        {"stop": ["x"]},
+        {"stop_regex": "x+"},
+        {"json_schema": "{}"},
+        {"custom_params": {"thinking_budget": 9}},
+    ],
+    ids=lambda sampling: next(iter(sampling)),
+)
+def test_an_answer_whose_rest_depends_on_more_than_its_tokens_is_not_gone_on_with(
+    sampling: dict[str, Any],
+) -> None:
+    """The model's generation_config.json may set these, unseen by the router."""
+    status, said = refused(
+        Engine(list(b"hello"), sampling=sampling), b'{"characters":1,"token_ids":[104]}\n{}'
+    )
+    assert status == 400
+    assert next(iter(sampling)) in said
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"repetition_penalty": 1.0, "temperature": 0.5, "top_k": 20, "sampling_seed": 1},
+        {"custom_params": {"__sglang_reasoning_end_token_ids": [7]}},
+    ],
+)
+def test_other_sampling_can_be_gone_on_with(sampling: dict[str, Any]) -> None:
+    body = b'{"characters":1,"token_ids":[104]}\n{}'
+    path = "/pd/continue?endpoint=/v1/chat/completions"
+    status, pieces = asyncio.run(post(Engine(list(b"hello"), sampling=sampling), path, body))
+    assert status == 200
+    assert b'"delta":"e"' in b"".join(pieces)
+
+
 def test_tokens_that_do_not_make_the_text_are_refused() -> None:
-    body = b'{"characters":5,"token_ids":[65]}\n{}'
-    with pytest.raises(ValueError, match="do not make the text"):
-        asyncio.run(post(Engine([65, 66]), "/pd/continue?endpoint=/v1/chat/completions", body))
+    status, said = refused(Engine([65, 66]), b'{"characters":5,"token_ids":[65]}\n{}')
+    assert status == 400
+    assert "do not make the text" in said
+
+
+def refused(engine: Engine, body: bytes) -> tuple[int, str]:
+    """(status, message) at `/generate`, which has begun its answer before it knows."""
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        headers = [(b"x-pdserve-marks", b"1")]
+        scope = {
+            "type": "http",
+            "path": "/pd/continue",
+            "headers": headers,
+            "query_string": b"endpoint=/generate",
+        }
+        with contextlib.suppress(BrokenOff):
+            await Continuing(engine.app, lambda: engine)(scope, receive, send)
+
+    asyncio.run(run())
+    *_, head, last = sent  # of several heads the last counts: it is held until there is a body
+    return head["status"], last["body"].decode()

@@ -115,6 +115,22 @@ def test_hashes_are_the_page_chain_with_a_partial_last_page() -> None:
     assert hashing.get_native_hash(tokens[:16], None) == chain[0].hex()
 
 
+def test_hashes_of_image_tokens_are_sglangs() -> None:
+    """What SGLang's native extension (0.5.23) gives for these. Ids of 62 bits stand for images."""
+    image = 1_000_000 + (1 << 62) - 1
+    tokens = [1, 2, 3, 4, 5, image, image, 6, 7, 2**32 - 1, 2**32, 8, 9, 10]
+    chain = [
+        "cf97adeedb59e05bfd73a2b4c2a8885708c4f4f70c84c64b27120e72ab733b72",
+        "58782f7269cc4d445a13a8a06506dae6136f2487335f6094806b402e3a76d851",
+        "81165be5b2565666468c08a5953f82e24fa5e87d246e849b54fc12aa61ee7a1c",
+        "c3bfd03cb4b972549546146b63125b5762bb1d6cca0097b6a29d3bb841c50c6a",
+    ]
+    assert hashing.get_native_hash(KeyOf(tokens, len(tokens)), None, 4) == chain
+    assert [digest.hex() for digest in page_hashes(tokens, 4)] == chain[:3]
+    of_all = "b9fb57a0232c4cdf58aaa6cc503d106013730900f3ded7c4a32fdf307cb26ede"
+    assert hashing.get_native_hash(array("q", tokens), None) == of_all
+
+
 def test_streams_and_events_have_cudas_interface() -> None:
     begin, end = streams.Event(enable_timing=True), streams.Event(enable_timing=True)
     stream = streams.Stream()

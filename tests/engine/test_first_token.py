@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def asked(manager: Manager, metrics: WorkerMetrics, steps: int) -> list[Any]:
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
-        contents = manager.generate_request(None)
+        contents = manager.generate_request(SimpleNamespace(rid=None))
         for _ in range(steps):
             content = await anext(contents)
             await send({"type": "http.response.body", "body": content["text"].encode(), "more_body": True})

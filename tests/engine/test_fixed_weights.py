@@ -34,6 +34,13 @@ def test_new_weights_are_refused(path: str) -> None:
     assert "start a worker" in json.loads(body["body"])["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["/generate", "/update_weight_version"])
+@pytest.mark.parametrize("path", ["/load_lora_adapter", "/load_lora_adapter_from_tensors"])
+def test_adapters_are_there_from_the_start(path: str) -> None:
+    start, body = ask(path)
+    assert start["status"] == 403
+    assert "--lora-paths" in json.loads(body["body"])["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/unload_lora_adapter", "/update_weight_version"])
 def test_other_routes_pass(path: str) -> None:
     assert ask(path) == [{"type": "passed"}]

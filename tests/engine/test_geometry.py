@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.lora.lora_registry import LoRARef
 
 from pdserve.engine import geometry
 from pdserve.errors import StartupError
@@ -35,8 +37,16 @@ def identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The identity under arguments that differ from the defaults in these."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.bin").write_bytes(b"weights")
-    config = SimpleNamespace(dtype="torch.bfloat16", attention_arch=geometry.AttentionArch.MHA)
-    monkeypatch.setattr(geometry, "ModelConfig", SimpleNamespace(from_server_args=lambda _: config))
+
+    def model_config(server_args: Any) -> Any:
+        return SimpleNamespace(
+            dtype="torch.bfloat16",
+            attention_arch=geometry.AttentionArch.MHA,
+            quantization=server_args.quantization,
+            hf_config=json.loads((tmp_path / "config.json").read_text()),
+        )
+
+    monkeypatch.setattr(geometry, "ModelConfig", SimpleNamespace(from_server_args=model_config))
     return lambda **changed: geometry.kv_identity(
         SimpleNamespace(**{**DEFAULTS, "model_path": str(tmp_path), **changed})
     )
@@ -75,14 +85,26 @@ def test_the_order_of_overrides_does_not_matter(identity: Any) -> None:
     assert identity(json_model_override_args='{"b": 2, "a": 1}').geometry == one
 
 
-@pytest.mark.parametrize("form", ["{}", "name={}", {"lora_path": "{}"}], ids=["path", "named", "mapping"])
+@pytest.mark.parametrize("form", ["{}", "name={}", {"lora_name": "name"}], ids=["path", "named", "mapping"])
 def test_an_adapter_trained_on_in_place_is_another(identity: Any, tmp_path: Path, form: Any) -> None:
     path = adapter(tmp_path / "adapter", b"one")
-    entry = {"lora_path": str(path)} if isinstance(form, dict) else form.format(path)
+    entry = {**form, "lora_path": str(path)} if isinstance(form, dict) else form.format(path)
     before = identity(lora_paths=[entry]).geometry
     assert identity(lora_paths=[entry]).geometry == before
     adapter(path, b"two")
     assert identity(lora_paths=[entry]).geometry != before
+
+
+def test_an_adapter_that_sglang_gives_another_id_is_another(identity: Any, tmp_path: Path) -> None:
+    """Its id is part of its pages' keys; without this workers would share none and nobody would say why."""
+    one, two = adapter(tmp_path / "one", b"weights"), adapter(tmp_path / "two", b"weights")
+    geometry = identity(lora_paths=[f"a={one}"]).geometry
+    assert identity(lora_paths={"a": str(one)}).geometry == geometry
+    assert identity(lora_paths=[LoRARef(lora_name="a", lora_path=str(one))]).geometry == geometry
+    for entry, told in ((f"a={two}", f"a={two}@"), (f"b={one}", f"b={one}@")):
+        other = identity(lora_paths=[entry]).geometry
+        assert other != geometry
+        assert told in other.options
 
 
 @pytest.mark.parametrize(
@@ -99,3 +121,37 @@ def test_data_parallel_attention_divides_heads_by_what_is_left(
 def test_pages_that_cannot_be_named_are_refused(identity: Any) -> None:
     with pytest.raises(StartupError, match="dcp"):
         identity(dcp_size=2)
+
+
+def test_the_two_kinds_of_fp8_do_not_share_pages(identity: Any) -> None:
+    kinds = [identity(kv_cache_dtype=f"fp8_{kind}").geometry for kind in ("e4m3", "e5m2")]
+    assert [one.kv_dtype for one in kinds] == ["float8_e4m3fn", "float8_e5m2"]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "said", "kv_dtype"),
+    [
+        ("modelopt_fp8", {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, "float8_e4m3fn"),
+        (
+            "modelopt_fp4",
+            {"quant_algo": "NVFP4", "kv_cache_scheme": {"type": "float", "num_bits": 8}},
+            "float8_e4m3fn",
+        ),
+        (
+            "modelopt_fp4",
+            {"quant_algo": "NVFP4", "kv_cache_scheme": {"type": "int", "num_bits": 8}},
+            "bfloat16",
+        ),
+        ("modelopt_fp8", {"quant_algo": "FP8"}, "bfloat16"),
+        ("fp8", {"quant_method": "fp8", "kv_cache_quant_algo": "fp8"}, "float8_e4m3fn"),
+        ("compressed-tensors", {"kv_cache_scheme": {"type": "float", "num_bits": 8}}, "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("place", ["config.json", "hf_quant_config.json"])
+def test_a_checkpoint_quantized_for_fp8_pages_has_them_without_being_told(
+    identity: Any, tmp_path: Path, quantization: str, said: dict[str, Any], kv_dtype: str, place: str
+) -> None:
+    """As SGLang's `configure_kv_cache_dtype` takes it from its quantization configuration."""
+    key = "quantization_config" if place == "config.json" else "quantization"
+    (tmp_path / place).write_text(json.dumps({key: said}))
+    assert identity(quantization=quantization).geometry.kv_dtype == kv_dtype

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from pdserve.engine.requests import HttpRequest, RequestTracking
 
@@ -50,8 +54,12 @@ class Manager:
     async def _handle_batch_output(self, output: Any) -> None:
         self.said = output.cached_tokens
 
-    def generate_request(self, obj: Any, request: Any = None) -> Any:
-        raise AssertionError("nothing is generated here")
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        obj.normalize_batch_and_arguments()
+        self._init_req_state(obj, request)
+        for rid in [obj.rid] if isinstance(obj.rid, str) else obj.rid:
+            await self._send_one_request(Obj(rid, [1]))
+        yield {"text": "a", "meta_info": {}}
 
     def abort_request(self, rid: str) -> None:
         self.aborted.append(rid)
@@ -337,3 +345,82 @@ def test_a_stream_is_answered_with_its_last_piece_though_sglang_returns_later() 
 
     manager = Manager()
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("rid", ["1", "", ["1", "12"]], ids=repr)
+def test_a_client_that_leaves_aborts_its_own_requests_whatever_it_calls_them(rid: Any) -> None:
+    """SGLang's scheduler aborts every request whose id begins with the one it is told."""
+    manager, client = Manager(), Client()
+    text = ["a", "b"] if isinstance(rid, list) else "a"
+
+    async def app(_scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        answer = manager.generate_request(GenerateReqInput(rid=rid, text=text))
+        await anext(answer)
+        client.leave()
+        await receive()
+        await answer.aclose()
+
+    async def run() -> None:
+        await RequestTracking(app, lambda: manager)(scope(), client.messages.get, client.send)
+
+    asyncio.run(asyncio.wait_for(run(), 5))
+    assert manager.aborted == list(manager.rid_to_state)
+    assert len(manager.aborted) == (len(rid) if isinstance(rid, list) else 1)
+    assert all(len(made) == 32 for made in manager.aborted)  # a UUID: nobody else's begins with it
+
+
+def test_embeddings_too_get_ids_that_no_client_chose() -> None:
+    manager = Manager()
+
+    async def app(scope_: Any, receive: Any, send: Any) -> None:
+        asked = EmbeddingReqInput(rid="1", text="a")
+        async for _ in manager.generate_request(asked, SimpleNamespace(scope=scope_)):
+            pass
+
+    async def run() -> None:
+        client = Client()
+        await RequestTracking(app, lambda: manager)(scope("/v1/embeddings"), client.messages.get, client.send)
+
+    asyncio.run(run())
+    assert [len(rid) for rid in manager.rid_to_state] == [32]
+
+
+def test_what_names_pages_is_not_the_clients_to_say() -> None:
+    """Image X under the page keys of image Y would be found by all who send Y."""
+    manager = Manager()
+    asked = GenerateReqInput(
+        text="a", image_data="x", mm_hashes=["00"], lora_id="b", positional_embed_overrides={}, lora_path="p"
+    )
+
+    async def app(_scope: Any, receive: Any, send: Any) -> None:
+        async for _ in manager.generate_request(asked):
+            pass
+
+    async def run() -> None:
+        client = Client()
+        await RequestTracking(app, lambda: manager)(scope(), client.messages.get, client.send)
+
+    asyncio.run(run())
+    assert (asked.mm_hashes, asked.lora_id, asked.positional_embed_overrides) == (None, None, None)
+    assert (asked.image_data, asked.lora_path) == ("x", "p")
+
+
+def test_ids_that_are_not_a_clients_are_kept() -> None:
+    """`/pd/pull` and SGLang's own health check are known by theirs."""
+    manager = Manager()
+
+    async def app(scope_: Any, receive: Any, send: Any) -> None:
+        own = [GenerateReqInput(rid="pull", text="a"), GenerateReqInput(rid="HEALTH_CHECK_1", text="a")]
+        for asked, request in zip(own, (None, SimpleNamespace(scope=scope_)), strict=True):
+            async for _ in manager.generate_request(asked, request):
+                pass
+
+    async def run() -> None:
+        client = Client()
+        tracking = RequestTracking(app, lambda: manager)
+        tracking._watch(manager)
+        await tracking(scope("/health_generate"), client.messages.get, client.send)
+
+    asyncio.run(run())
+    assert list(manager.rid_to_state) == ["pull", "HEALTH_CHECK_1"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.engine.reuse import Found, Reuse, parse_prefilled, replace_counts
+from pdserve.engine.reuse import Found, Reuse, clipped, parse_prefilled, replace_counts
 
 
 @dataclass
@@ -118,3 +118,11 @@ def test_any_bytes_can_be_the_header(value: bytes) -> None:
 def test_the_header_is_understood() -> None:
     assert parse_prefilled(b"1/2/3,4/5/6") == [Found(1, 2, 3), Found(4, 5, 6)]
     assert parse_prefilled(b"1/2/3/4/5") == parse_prefilled(b"") == []
+
+
+def test_details_are_cut_to_a_prompts_beginning() -> None:
+    details = {"device": 4, "host": 3, "storage": 8, "ssd": 6, "storage_backend": "pool"}
+    assert clipped(details, 99) == details
+    assert clipped(details, 9) == {**details, "storage": 2, "ssd": 2}
+    assert clipped(details, 5) == {**details, "host": 1, "storage": 0, "ssd": 0}
+    assert clipped({"device": 4, "host": None}, 2) == {"device": 2, "host": 0}

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from pdserve.errors import PoolError
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.cluster_messages import ACTIVE, LEAVING, LEFT, Drain, Member
 from pdserve.kvpool.commands import drain as drain_module
@@ -78,6 +79,36 @@ def test_all_addresses_are_asked_and_one_that_is_dead_hides_no_other(two_nodes: 
     two_nodes[0].kill()
     found = {row.node.node: not row.error for row in seen.sample()}
     assert found == {"b": True, "a": False, "unix:/nowhere": False}
+
+
+def test_addresses_where_nobody_answers_are_waited_for_together(tmp_path: Path) -> None:
+    together = threading.Barrier(3)
+    listeners = [socket.socket(socket.AF_UNIX) for _ in range(4)]
+    addresses = []
+    for i, listening in enumerate(listeners):
+        listening.bind(str(tmp_path / str(i)))
+        listening.listen()
+        addresses.append(f"unix:{tmp_path / str(i)}")
+
+    def hang_up(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        together.wait(10)
+        connection.close()
+
+    def refuse(listening: socket.socket) -> None:
+        listening.accept()[0].close()
+
+    work = [(refuse, listeners[0]), *((hang_up, listening) for listening in listeners[1:])]
+    threads = [threading.Thread(target=each, args=(listening,), daemon=True) for each, listening in work]
+    for thread in threads:
+        thread.start()
+    with pytest.raises(PoolError):
+        top.Nodes(addresses, "", 20.0).sample()
+    for thread in threads:
+        thread.join(30)
+    assert not together.broken
+    for listening in listeners:
+        listening.close()
 
 
 def test_status_of_all_marks_the_node_that_does_not_answer(two_nodes: Nodes) -> None:

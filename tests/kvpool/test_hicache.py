@@ -28,10 +28,10 @@ HOST_PAGES = 200
 class HostPool:
     """SGLang's host KV pool, as far as a backend sees it."""
 
-    def __init__(self, layout: str) -> None:
+    def __init__(self, layout: str, dtype: torch.dtype = torch.bfloat16) -> None:
         self.layout = layout
         self.page_size = PAGE_TOKENS
-        self.dtype = torch.bfloat16
+        self.dtype = dtype
         shape = (
             (2, HOST_PAGES, LAYERS * PAGE_TOKENS * TOKEN_BYTES)
             if layout == "page_first"
@@ -214,6 +214,22 @@ def test_a_worker_that_declared_other_pages_does_not_start(
         hicache.PdserveHiCache(
             storage_config(pool, geometry(**declared), **config), {}
         ).register_mem_pool_host(HostPool("page_first"))
+
+
+@pytest.mark.parametrize("kind", ["e4m3fn", "e5m2"])
+def test_a_worker_with_fp8_pages_starts(pool: Pool, kind: str) -> None:
+    """SGLang keeps them as bytes (`KVCache.store_dtype`)."""
+    made = hicache.PdserveHiCache(storage_config(pool, geometry(kv_dtype=f"float8_{kind}")), {})
+    made.register_mem_pool_host(HostPool("page_first", torch.uint8))
+    made.close()
+
+
+@pytest.mark.parametrize("declared", ["bfloat16", "mxfp8", "nvfp4"])
+def test_bytes_that_are_no_plain_fp8_are_refused(pool: Pool, declared: str) -> None:
+    """The latter two have scales beside their pages."""
+    made = hicache.PdserveHiCache(storage_config(pool, geometry(kv_dtype=declared)), {})
+    with pytest.raises(StartupError, match="kv-cache-dtype"):
+        made.register_mem_pool_host(HostPool("page_first", torch.uint8))
 
 
 def test_a_model_with_state_beside_its_pages_does_not_start(pool: Pool) -> None:

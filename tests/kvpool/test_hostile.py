@@ -17,11 +17,15 @@ from hypothesis import strategies as st
 
 from pdserve.errors import FrameError
 from pdserve.kvpool import messages as m
-from pdserve.kvpool.events import Answer, CancelTransfers, Close, StartReceive, StartSend, TransferDone
+from pdserve.kvpool.events import CancelTransfers, Close, StartReceive, StartSend, TransferDone
+from pdserve.kvpool.parts import PART_KEYS
 
 from .node_model import KIB, Node, key
+from .served import Served
 
 REQUESTS = [kind for kind in get_args(m.Request) if kind is not m.Hello]
+PATHS: tuple[m.DataPathName, ...] = ("shm", "ucx", "none")
+MANY = 2 * PART_KEYS + 1
 FLAT = [part for kind in REQUESTS for part in (get_args(kind) or (kind,))]
 INTS = st.one_of(
     st.integers(-2, 70),  # slots, sequences, namespace numbers and ids that mean something here
@@ -82,28 +86,34 @@ class Victim:
 
     def __init__(self) -> None:
         self.node = Node(slabs=4, slab_bytes=16 * KIB, lease_s=1e6, reservation_lease_s=1e6, max_waiters=4)
-        node = self.node
-        self.one, self.two = node.connect("shm"), node.connect("ucx")
-        self.hostile = [node.connect("shm"), node.connect("ucx"), node.connect("none")]
-        self.ns = node.open(self.one, "innocent", model="m")
-        node.put(self.one, self.ns, 20, 21, 22)
-        self.pins = node.get(self.one, self.ns, 20, 21)
-        [self.reserved] = node.reserve(self.one, self.ns, 23)
+        self.served = served = Served(node=self.node)
+        node, one, two = self.node, served.connect(data_path="shm"), served.connect(data_path="ucx")
+        self.one = one
+        self.hostile = [served.connect(data_path=path) for path in PATHS]
+        self.ns = node.open(one.number, "innocent", model="m")
+        node.put(one.number, self.ns, 20, 21, 22)
+        self.pins = node.get(one.number, self.ns, 20, 21)
+        [self.reserved] = node.reserve(one.number, self.ns, 23)
         self.waiting = m.Wait(node.next_id(), self.ns, [key(23)], 500.0)
-        node.send(self.two, self.waiting)
+        node.send(two.number, self.waiting)
         self.transfers: list[tuple[int, int]] = []
 
     def attack(self, who: int, message: m.Request, ok: bool) -> None:
-        connection = self.hostile[who]
-        actions = self.node.send(connection, message)
-        told = [action for action in actions if isinstance(action, Answer | Close)]
-        assert {action.connection for action in told} <= {connection, self.two}
+        served, hostile = self.served, self.hostile[who]
+        served.serving.received(hostile, message)
+        served.loop.turns()
+        for client in served.clients.values():
+            for reply in client.sent:
+                m.encode_frame(reply)  # whatever was said can be sent
+                assert getattr(reply, "id", 0) >= 0, "the answer to a part"
+            assert client is not self.one or not client.sent
+            client.sent.clear()
+        actions, served.actions = served.actions, []
         for action in actions:
-            if isinstance(action, Answer):
-                m.encode_frame(action.message)  # whatever was said can be sent
-            elif isinstance(action, Close):
-                self.node.disconnect(connection, by_peer=False)
-                self.hostile[who] = self.node.connect(("shm", "ucx", "none")[who])  # type: ignore[arg-type]
+            if isinstance(action, Close):
+                assert action.connection == hostile.number
+                served.disconnect(hostile, by_peer=False)
+                self.hostile[who] = served.connect(data_path=PATHS[who])
             elif isinstance(action, StartSend | StartReceive):
                 slots = self.node.state.store.slots
                 slot_bytes = slots.slab_class[action.offset // slots.slab_bytes]
@@ -123,8 +133,9 @@ class Victim:
         assert store.facts.sequence[self.reserved.slot] == self.reserved.sequence
 
     def end(self) -> None:
-        for connection in self.hostile:
-            self.node.disconnect(connection)
+        for client in self.hostile:
+            self.served.disconnect(client)
+        self.served.loop.turns()
         self.innocents_are_whole()
 
 
@@ -136,7 +147,17 @@ OF_PAGES = st.one_of(
         for kind in (m.Get, m.Reserve)
     ]
 )
-AIMED_OR_NOT = st.booleans().flatmap(lambda aimed: OF_PAGES if aimed else ANY_REQUEST)
+MANY_KEYS = KEYS.map(lambda key: [key] * MANY)
+LARGE = st.one_of(  # divided into parts
+    [
+        st.builds(
+            kind, id=INTS, namespace=st.just(1), keys=KEYS.map(lambda k: [k] * MANY), segment_bytes=LENGTHS
+        )
+        for kind in (m.Get, m.Reserve)
+    ]
+    + [st.builds(lambda n, slot: m.Commit(n, [slot] * MANY, [slot] * MANY, [0] * MANY), INTS, INTS)]
+)
+AIMED_OR_NOT = st.sampled_from([OF_PAGES, ANY_REQUEST, LARGE]).flatmap(lambda some: some)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), AIMED_OR_NOT, st.booleans()), min_size=1, max_size=12))
@@ -155,6 +176,19 @@ def test_nothing_that_a_client_can_say_harms_the_node_or_the_others(
             continue  # open to all here: a right of everybody
         victim.attack(who, received, ok)
         victim.innocents_are_whole()
+    victim.end()
+
+
+def test_the_parts_of_a_request_are_answered_by_nothing_that_its_client_asks_meanwhile() -> None:
+    victim = Victim()
+    hostile = victim.hostile[0]
+    victim.served.serving.received(hostile, m.Commit(1, [0] * MANY, [0] * MANY, [0] * MANY))
+    for number in range(1, 9):
+        ping = through_the_wire(m.Ping(-number))
+        if ping is not None:
+            victim.served.serving.received(hostile, ping)
+    victim.served.loop.turns()
+    assert hostile.sent == [m.Committed(1, bytes(MANY))]
     victim.end()
 
 

@@ -65,6 +65,24 @@ def test_more_keys_than_allowed_are_refused(kind: type) -> None:
         m.decode_request(m.encode_frame(request(m.MAX_KEYS + 1))[4:])
 
 
+@pytest.mark.parametrize("kind", [m.Commit, m.Abort, m.Release])
+def test_more_slots_than_allowed_are_refused(kind: type) -> None:
+    def request(count: int) -> m.Request:
+        slots = [0] * count
+        made: m.Request = kind(1, slots, slots, slots) if kind is m.Commit else kind(slots, slots)
+        return made
+
+    assert m.decode_request(m.encode_frame(request(m.MAX_KEYS))[4:])
+    with pytest.raises(FrameError, match="4097 slots"):
+        m.decode_request(m.encode_frame(request(m.MAX_KEYS + 1))[4:])
+
+
+@pytest.mark.parametrize("request_id", [-1, -(1 << 63)])
+def test_negative_ids_are_refused(request_id: int) -> None:
+    with pytest.raises(FrameError, match="must not be negative"):
+        m.decode_request(m.encode_frame(m.Ping(request_id))[4:])
+
+
 @pytest.mark.parametrize("length", [0, 31, 33])
 def test_keys_of_another_length_are_refused(length: int) -> None:
     with pytest.raises(FrameError, match=f"{length} bytes"):

@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-from pdserve.errors import StaleView
+from pdserve.errors import PoolTimeout, StaleView
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.cluster_messages import LEFT, Drain
 from pdserve.kvpool.config import TierConfig
@@ -19,6 +19,7 @@ from pdserve.kvpool.mover import Mover
 from pdserve.kvpool.moving_config import MovingConfig
 from pdserve.kvpool.namespace_config import NamespaceConfig
 from pdserve.kvpool.node import PoolNode
+from pdserve.kvpool.peer_link import PeerLink
 from pdserve.kvpool.ring import Ring
 from pdserve.kvpool.tiers.base import PageMemory, PutResult, TierPage
 from pdserve.kvpool.tiers.segments import SegmentTier
@@ -206,6 +207,31 @@ def test_a_page_that_moves_has_the_rest_of_its_time_to_live(tmp_path: Path) -> N
             assert 1000.0 <= lived_s <= 1000.0 + 2 * (time.monotonic() - began_s) + DEADLINE_S
     finally:
         nodes.close()
+
+
+def test_a_request_that_waited_behind_one_that_failed_takes_nothing_over_from_it(nodes: Nodes) -> None:
+    nodes.start("n0")
+    nodes.start("n1")
+    nodes.settle()
+    space = ("ns", {"a": "b"}, 1)
+    mover = nodes.nodes["n0"].mover
+
+    def breaks(link: PeerLink, deadline: float) -> None:
+        link._open(space, deadline)
+        raise PoolTimeout("too late")
+
+    def opens(link: PeerLink, deadline: float) -> int:
+        assert link._numbers == {}
+        return link._open(space, deadline)
+
+    async def ask() -> list[object]:
+        asked = [mover._ask("n1", "move", work) for work in (breaks, opens, PeerLink.survey)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    failed, number, report = nodes.run(ask)
+    assert isinstance(failed, PoolTimeout)
+    assert isinstance(number, int), number
+    assert isinstance(report, m.StatusReport)
 
 
 def test_the_last_node_does_not_drain(nodes: Nodes) -> None:

@@ -740,6 +740,26 @@ def test_ucx_is_loaded_at_the_start_where_other_hosts_may_come_in(address: str, 
     assert is_remote(address) == remote
 
 
+def test_connections_to_one_node_share_one_mapping_of_its_memory(start: Start) -> None:
+    pool = start()
+
+    def mappings() -> int:
+        """Those of earlier tests' arenas at the same path end in "(deleted)"."""
+        found = Path("/proc/self/maps").read_text().splitlines()
+        return sum(line.endswith(str(pool.arena_path)) for line in found)
+
+    connections = [pool.connect() for _ in range(3)]
+    assert mappings() == 1
+    ns = open_namespace(connections[0])
+    assert put(connections[0], ns, keys(2, 0)) == get(connections[2], ns, keys(2, 0))
+    while connections:
+        assert mappings() == 1
+        connections.pop().close()
+    deadline = soon()
+    while mappings():  # the thread that made it present may have it for a moment
+        assert time.monotonic() < deadline
+
+
 def test_a_pipeline_of_requests_is_answered_in_full(start: Start) -> None:
     pool = start()
     channel = ControlChannel.connect(pool.address, make_hello("x", "", "none"), soon())

@@ -225,6 +225,53 @@ def test_pages_that_were_dropped_stay_so_after_a_reboot_right_after_the_answer(r
     again.close()
 
 
+def names_in(rig: Rig) -> set[str]:
+    """Of the namespaces in the list that the tier keeps."""
+    text = (rig.directory / "ssd" / "namespaces.json").read_bytes()
+    return {namespace["name"] for namespace in msgspec.json.decode(text)["namespaces"]}
+
+
+def test_a_tier_that_was_away_brings_no_namespaces_pages_back_as_anothers(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, write="all")
+    ssd = rig.config.tiers[0]
+
+    def start_again(tiers: list[TierConfig], *, reboot: bool = False) -> None:
+        rig.pool.kill()
+        if reboot:
+            remove_arena(rig.config)
+        rig.config = msgspec.structs.replace(rig.config, tiers=tiers)
+        rig.pool = rig.start()
+        rig.until(lambda report: len(report.tiers) == len(tiers))
+
+    try:
+        a, b = rig.client("a"), rig.client("b")
+        for first in range(0, 24, 4):  # side by side in the segments
+            put(a, range(first, first + 4))
+            put(b, range(100 + first, 104 + first))
+        rig.until_stored(48)
+        a.close()
+        b.close()
+        start_again([], reboot=True)
+        a, c = rig.client("a"), rig.client("c")  # c has the number that b had
+        put(a, range(50, 51))
+        put(c, range(200, 201))
+        a.close()
+        c.close()
+        start_again([ssd])
+        rig.until(lambda report: report.tiers[0].pages >= 24 and names_in(rig) == {"a", "c"})
+        start_again([ssd])
+        rig.until(lambda report: report.tiers[0].pages >= 24)
+        a, c = rig.client("a"), rig.client("c")
+        assert not any(c.exists([key(n) for n in range(100, 124)]))
+        assert get(c, range(100, 124)) == 0
+        assert get(c, range(200, 201)) == 1
+        assert get(a, range(24)) == 24
+        a.close()
+        c.close()
+    finally:
+        rig.close()
+
+
 def test_a_flipped_bit_on_the_disk_is_a_miss(rig: Rig) -> None:
     client = rig.client()
     fill(rig, client, 192)

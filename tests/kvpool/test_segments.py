@@ -26,12 +26,12 @@ class Rig:
         self.left: list[PageName] = []
         self.tier = self.open()
 
-    def open(self, capacity: int = 8 * SEGMENT, **options: int) -> SegmentTier:
+    def open(self, capacity: int = 8 * SEGMENT, known: Sequence[int] = (1,), **options: int) -> SegmentTier:
         settings = TierSettings(
             "n0", self.path, capacity, {"segment_bytes": SEGMENT, **options}, self.left.extend
         )
         self.tier = SegmentTier(settings)
-        self.found = [one for batch in self.tier.scan([1]) for one in batch]
+        self.found = [one for batch in self.tier.scan(known) for one in batch]
         return self.tier
 
     def put(self, numbers: Sequence[int]) -> list[int]:
@@ -125,6 +125,73 @@ def test_a_file_that_is_no_segment_is_removed_and_harms_nobody(rig: Rig) -> None
     assert len(rig.files) == 1
     assert rig.read(range(5)) == [LOADED] * 5
     assert rig.tier.used_bytes == sum(file.stat().st_size for file in rig.files)
+
+
+def in_the_way(path: Path) -> Path:
+    """Nothing can be written durably under this name until this is removed."""
+    made = path.with_suffix(".new")
+    made.mkdir()
+    return made
+
+
+def test_a_list_of_namespaces_is_not_kept_while_what_it_does_not_name_is_not_void(rig: Rig) -> None:
+    rig.put(range(5))
+    assert rig.tier.save_namespaces("1 is one") == ""
+    rig.tier.close()
+    obstacle = in_the_way(rig.path / "origins.json")
+    rig.open(known=[2])
+    assert "origins" in rig.tier.save_namespaces("1 is another")
+    rig.tier.close()
+    rig.open(known=[2])
+    assert rig.tier.namespaces() == "1 is one"
+    obstacle.rmdir()
+    assert rig.tier.save_namespaces("1 is another") == ""
+    rig.tier.close()
+    rig.open()
+    assert rig.found == []
+
+
+@pytest.mark.parametrize("name", ["origins.json", "forgotten.json"])
+def test_where_it_cannot_be_known_which_pages_are_void_all_are(rig: Rig, name: str) -> None:
+    rig.put(range(5))
+    rig.tier.close()
+    (rig.path / name).write_text("{")
+    rig.open()
+    assert rig.found == []
+    assert rig.put([7]) == [STORED]
+    rig.tier.close()
+    rig.open()
+    assert [one.key for one in rig.found] == [page(7, LENGTH)[0].key]
+
+
+def test_a_segment_that_cannot_be_read_for_a_moment_is_left_alone(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.put(range(15))
+    rig.tier.close()
+    [file] = rig.files
+    saved = file.read_bytes()
+
+    def fail(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", fail)
+        rig.open()
+    assert rig.found == []
+    assert rig.put([20]) == [STORED]
+    assert file.read_bytes() == saved
+    rig.tier.close()
+    rig.open()
+    assert len(rig.found) == 16
+
+
+def test_a_file_that_is_in_the_way_of_a_new_segment_is_not_removed(rig: Rig) -> None:
+    file = rig.path / "00000001.seg"
+    file.write_bytes(b"mine")
+    pages, data = zip(page(1, LENGTH), strict=True)
+    assert "File exists" in rig.tier.put(pages, data).error
+    assert file.read_bytes() == b"mine"
 
 
 def test_a_lower_capacity_holds_soon_after_a_start(rig: Rig) -> None:

@@ -5,136 +5,22 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pdserve.kvpool import messages as m
-from pdserve.kvpool.administration import Rules
 from pdserve.kvpool.cluster_messages import NamespaceSettings, PutNamespace
 from pdserve.kvpool.config import PoolNodeConfig
-from pdserve.kvpool.events import Event, Received
 from pdserve.kvpool.fairness import MAX_QUEUED, MAX_QUEUED_S
 from pdserve.kvpool.parts import PART_KEYS, Gathered, divide
-from pdserve.kvpool.serving import TURN_KEYS, Serving
+from pdserve.kvpool.serving import TURN_KEYS
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 
 from ..contracts.pools import ProcessPool, arena_dir, remove_arena
-from .node_model import KIB, Node, key
-
-KEYS = [key(n) for n in range(16)]
-
-
-class Loop:
-    """Of an event loop what Serving uses; time passes when told."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-        self._soon: list[Call] = []
-        self._later: list[tuple[float, Call]] = []
-
-    def time(self) -> float:
-        return self.now_s
-
-    def call_soon(self, function: Callable[[], None]) -> Call:
-        self._soon.append(Call(function))
-        return self._soon[-1]
-
-    def call_at(self, when_s: float, function: Callable[[], None]) -> Call:
-        call = Call(function)
-        self._later.append((when_s, call))
-        return call
-
-    def call_later(self, delay_s: float, function: Callable[[], None]) -> Call:
-        return self.call_at(self.now_s + delay_s, function)
-
-    def turn(self) -> None:
-        """One round: what was to be called soon, and what is due."""
-        calls, self._soon = self._soon, []
-        for call in calls:
-            call.run()
-        self.later()
-
-    def later(self) -> None:
-        """What is due."""
-        due = [call for when_s, call in self._later if when_s <= self.now_s]
-        self._later = [entry for entry in self._later if entry[0] > self.now_s]
-        for call in due:
-            call.run()
-
-    def turns(self) -> None:
-        """Until nothing is to be called soon."""
-        for _ in range(1000):
-            if not self._soon:
-                return
-            self.turn()
-        raise AssertionError("it never ends")
-
-    def pass_time(self, seconds: float) -> None:
-        self.now_s += seconds
-        self.turn()
-
-
-class Call:
-    def __init__(self, function: Callable[[], None]) -> None:
-        self.run = function
-
-    def cancel(self) -> None:
-        self.run = lambda: None
-
-
-class Client:
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.paused = False
-        self.sent: list[m.Reply] = []
-
-    def send(self, message: m.Reply) -> None:
-        self.sent.append(message)
-
-    def pause(self) -> None:
-        self.paused = True
-
-    def resume(self) -> None:
-        self.paused = False
-
-
-class Served:
-    """A node's state behind Serving; `order` is who was served, by connection."""
-
-    def __init__(self, slabs: int = 4, **settings: NamespaceSettings) -> None:
-        self.node = Node(slabs, rules=Rules(named=settings))
-        self.loop = Loop()
-        self.order: list[int] = []
-        self.clients: dict[int, Client] = {}
-        self.serving = Serving(self.loop, self.node.state, self.feed, self.clients)  # type: ignore[arg-type]
-        self._ids = 0
-
-    def feed(self, event: Event) -> None:
-        assert isinstance(event, Received)
-        self.order.append(event.connection)
-        for action in self.node.do(event):
-            reply = getattr(action, "message", None)
-            if reply is not None:
-                reply = self.serving.answered(event.connection, reply)
-            if reply is not None and event.connection in self.clients:
-                self.clients[event.connection].send(reply)
-
-    def client(self, namespace: str, **connect: Any) -> tuple[Client, int]:
-        """A connected client, and the number of its namespace."""
-        client = Client(self.node.connect(**connect))
-        self.clients[client.number] = client
-        return client, self.node.open(client.number, namespace)
-
-    def ask(self, client: Client, namespace: int, keys: list[bytes] = KEYS) -> None:
-        self._ids += 1
-        self.serving.received(client, m.Exists(self._ids, namespace, keys))
-
-    def get(self, client: Client, namespace: int, keys: list[bytes] = KEYS) -> None:
-        self._ids += 1
-        self.serving.received(client, m.Get(self._ids, namespace, keys, [4 * KIB]))
+from .node_model import KIB, key
+from .served import KEYS, Client, Served
 
 
 def test_requests_are_served_at_once_while_nothing_waits() -> None:
@@ -288,6 +174,29 @@ def test_parts_that_cannot_be_served_any_more_are_misses(why: str) -> None:
         assert isinstance(a.sent[-1], m.Fault)
 
 
+def test_a_client_is_not_read_from_while_parts_of_its_commit_wait() -> None:
+    served = Served(MANY_SLABS)
+    a, ns = served.client("a")
+    grants = reserve_many(served, a, ns)
+    slots, sequences = [grant.slot for grant in grants], [grant.sequence for grant in grants]
+    served.serving.received(a, m.Commit(1, slots, sequences, [7] * MANY))
+    while not a.sent:
+        assert a.paused
+        served.loop.turn()
+    assert not a.paused
+
+
+def test_clients_that_commit_much_take_turns() -> None:
+    served = Served(MANY_SLABS)
+    a, _ = served.client("a")
+    b, _ = served.client("b")
+    nothing = [0] * MANY
+    for client in (a, b):
+        served.serving.received(client, m.Commit(1, nothing, nothing, nothing))
+    served.loop.turns()
+    assert served.order == [a.number, b.number] * 5
+
+
 def test_a_client_that_goes_between_the_parts_of_its_request_leaves_nothing() -> None:
     served = Served(MANY_SLABS)
     a, ns = served.client("a")
@@ -334,6 +243,37 @@ def test_misses_take_no_bytes() -> None:
         served.get(a, ns, KEYS[:4])
         served.loop.turn()
     assert len(a.sent) == 5
+
+
+@pytest.mark.parametrize("how", ["gone", "late"])
+def test_parts_that_are_never_served_leave_their_namespace_no_debt(how: str) -> None:
+    page = 4 * KIB
+    served = Served(MANY_SLABS, a=NamespaceSettings(bytes_s=float(8 * page)))
+    a, ns = served.client("a")
+    other, _ = served.client("a")
+    served.node.commit(other.number, *served.node.reserve(other.number, ns, 0))
+    for _ in range(2):  # the parts after the first have no page to read, the second waits as a whole
+        served.get(a, ns, MANY_KEYS)
+    if how == "gone":
+        served.disconnect(a)
+    else:
+        served.loop.now_s += MAX_QUEUED_S
+        served.loop.later()
+    assert served.serving.counters()["requests_waiting"] == 0
+    served.loop.pass_time(1.0)
+    served.get(other, ns, KEYS[:1])
+    served.loop.turn()
+    assert len(other.sent) == 1
+
+
+def test_what_cannot_be_a_page_takes_no_more_of_a_rate_than_the_largest_page() -> None:
+    slab = 64 * KIB
+    served = Served(a=NamespaceSettings(bytes_s=float(8 * slab)))
+    a, ns = served.client("a")
+    served.serving.received(a, m.Get(1, ns, MANY_KEYS, [1 << 60]))
+    served.serving.gone(a.number)
+    flow = served.serving._queue._flows[ns]
+    assert flow.bytes.ready_at_s(slab, served.loop.now_s) <= served.loop.now_s + MANY
 
 
 def test_the_client_that_fills_the_queue_is_not_read_from_until_half_is_gone() -> None:

@@ -404,6 +404,21 @@ def test_clear_keeps_the_namespace() -> None:
     assert node.exists(c, ns, 1, 2) == [0, 0]
 
 
+def test_clear_ends_what_is_being_written() -> None:
+    node = Node()
+    c, other = node.connect(), node.connect()
+    ns, spared = node.open(c), node.open(c, "spared")
+    [grant] = node.reserve(c, ns, 1)
+    [kept] = node.reserve(c, spared, 1)
+    node.send(other, m.Clear(9, ns))
+    assert node.status().quarantined_bytes == 4 * KIB
+    assert node.commit(c, grant, kept) == [0, 1]
+    assert node.exists(c, ns, 1) == [0]
+    assert node.status().quarantined_bytes == 0
+    node.put(c, ns, 1)
+    assert node.exists(c, ns, 1) == [1]
+
+
 def test_discard_drops_only_that_very_page_and_leaves_it_to_its_readers() -> None:
     node = Node()
     c = node.connect()

@@ -246,6 +246,24 @@ def test_a_late_page_is_a_miss_and_comes_up_all_the_same() -> None:
     assert rig.ask(1) == [[m.HIT]]
 
 
+def test_a_page_that_one_read_waited_for_in_vain_delays_no_other() -> None:
+    rig = Rig(promotion_timeout_s=1.0)
+    rig.sink(1, 2)
+    other = rig.node.connect()
+    assert rig.ask(1) == []
+    rig.node.pass_time(0.6)
+    assert rig.ask(1, 1, c=other) == []
+    assert rig.replies(rig.node.pass_time(0.6)) == [[m.MISS]]
+    assert rig.ask(1) == [[m.MISS]]
+    assert rig.ask(2) == []  # that one may be in time
+    rig.node.disconnect(other)
+    waiting = [load.waiting for load in rig.node.state.below._promotions._loads.values()]
+    assert [len(gets) for gets in waiting] == [0, 1]
+    rig.load()
+    assert rig.replies(rig.load()) == [[m.HIT]]
+    assert rig.ask(1) == [[m.HIT]]
+
+
 def test_a_corrupt_page_is_a_miss_and_forgotten() -> None:
     for status in (CORRUPT, READ_FAILED):
         rig = Rig()
@@ -455,6 +473,19 @@ def test_media_decide_where_a_page_goes() -> None:
     rig.put(3)
     rig.commits()
     assert rig.writes == [[]], "the quota is used up"
+
+
+def test_stores_under_way_count_for_a_namespaces_quota() -> None:
+    rig = Rig(TierSpec("ssd", "ssd", 1 << 30, write="all"))
+    rig.node.state.below._tiering._settings = lambda namespace: NamespaceSettings(tier_quota_bytes=4 * KIB)
+    rig.put(1, 2)
+    [[store]] = rig.writes
+    assert isinstance(store, StorePages)
+    assert len(store.pages) == 1
+    rig.write(status=WRITE_FAILED)
+    rig.node.pass_time(1.0)
+    rig.drain()
+    assert len(rig.disks[0]) == 1, "what failed does not count"
 
 
 def test_pages_found_at_a_start_come_up_and_end_waits() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -521,6 +522,47 @@ def test_a_small_read_is_sent_between_the_pages_of_a_big_one(monkeypatch: pytest
         assert sorted(done) == [*range(100, 150), *range(200, 203)]
 
     asyncio.run(asyncio.wait_for(read(), 30))
+
+
+class BrokenLink(SlowLink):
+    """A link that fails as soon as something is sent; ended, it may not be used any more."""
+
+    def __init__(self, clock_s: list[float], epoll_fd: int) -> None:
+        super().__init__(clock_s)
+        self.epoll_fd = epoll_fd
+        self.ended = False
+
+    def send(self, buffer: np.ndarray, tag: int) -> SimpleNamespace:
+        raise PoolUnavailable("the endpoint failed")
+
+    def arm(self) -> bool:
+        assert not self.ended
+        return True
+
+    def destroy(self, operations: list[object]) -> None:
+        self.ended = True
+
+
+def test_a_connection_that_ends_as_a_send_begins_is_left_alone_from_then_on() -> None:
+    async def send() -> None:
+        done: list[bool] = []
+        lost: list[int] = []
+        server = UcxServer(
+            np.zeros(4096, np.uint8),
+            lambda event: done.append(event.ok),
+            lambda connection, reason: lost.append(connection),
+        )
+        server._loop = asyncio.get_running_loop()
+        with socket.socket() as sock:
+            peer = ucx_server._Peer(0, BrokenLink([0.0], sock.fileno()), 0.0)  # type: ignore[arg-type]
+            peer.greeted = True
+            server._peers[0] = peer
+            peer.waiting = {tag: StartSend(0, tag, 0, (4096,)) for tag in (100, 101)}
+            server._pump(peer)
+            await asyncio.sleep(0)
+        assert (done, lost) == ([False, False], [0])
+
+    asyncio.run(asyncio.wait_for(send(), 30))
 
 
 def test_destroy_ends_the_worker_itself() -> None:

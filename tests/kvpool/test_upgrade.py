@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -170,20 +171,67 @@ def test_upgrades_under_load_fail_no_operation_and_lose_no_page(
 @pytest.fixture
 def slow_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A kind of tier, installed for nodes that are started: an SSD that takes long to tell what it has."""
-    (tmp_path / "slow_tier.py").write_text(
+    return install_tier(
+        tmp_path,
+        monkeypatch,
+        "slow",
         "import time\n"
         "from pdserve.kvpool.tiers.segments import SegmentTier\n"
-        "class SlowTier(SegmentTier):\n"
+        "class Installed(SegmentTier):\n"
         "    def scan(self, known):\n"
         "        time.sleep(0.3)\n"
-        "        yield from super().scan(known)\n"
+        "        yield from super().scan(known)\n",
     )
-    installed = tmp_path / "slow_tier-1.dist-info"
+
+
+def install_tier(directory: Path, monkeypatch: pytest.MonkeyPatch, kind: str, code: str) -> str:
+    """For nodes that are started from now on: the class `Installed` of this code. The kind's name."""
+    (directory / f"{kind}_tier.py").write_text(code)
+    installed = directory / f"{kind}_tier-1.dist-info"
     installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-tier\nVersion: 1\n")
-    (installed / "entry_points.txt").write_text("[pdserve.kvpool.tiers]\nslow = slow_tier:SlowTier\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    return "slow"
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {kind}-tier\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text(f"[pdserve.kvpool.tiers]\n{kind} = {kind}_tier:Installed\n")
+    monkeypatch.setenv("PYTHONPATH", f"{directory}:{os.environ.get('PYTHONPATH', '')}")
+    return kind
+
+
+@pytest.fixture
+def hung_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """As `slow_tier`: an SSD that never comes back from its first write."""
+    return install_tier(
+        tmp_path,
+        monkeypatch,
+        "hung",
+        "import threading\n"
+        "from pdserve.kvpool.tiers.segments import SegmentTier\n"
+        "class Installed(SegmentTier):\n"
+        "    def put(self, pages, data):\n"
+        "        threading.Event().wait()\n",
+    )
+
+
+@pytest.mark.parametrize("written_to", ["the process", "its stand-in"])
+def test_a_node_with_a_tier_that_hangs_is_upgraded_all_the_same(
+    make_node: Callable[..., ProcessPool], tmp_path: Path, hung_tier: str, written_to: str
+) -> None:
+    tier = TierConfig(kind=hung_tier, path=tmp_path / "ssd", capacity_bytes="64MiB", write="all")
+    node = make_node(tiers=[tier])
+    client = client_of(node)
+    if written_to == "the process":
+        assert client.put([key(1)], [page_of(1)]) == [True]
+    upgrading = threading.Thread(target=upgrade, args=(node.address,), kwargs={"deadline": SOON_S})
+    upgrading.start()
+    if written_to != "the process":
+        stand_in_of(node)
+        assert client.put([key(1)], [page_of(1)]) == [True]
+    upgrading.join(SOON_S)
+    assert "it was upgraded" in node.log.read_text()
+    assert "goes on without this tier" in node.log.read_text()
+    page = empty()
+    assert client.get([key(1)], [page]) == [True]
+    assert np.array_equal(page[0], page_of(1)[0])
+    client.close()
+    node.close()
 
 
 def test_pages_that_are_only_on_ssd_are_found_throughout_an_upgrade(
@@ -349,12 +397,27 @@ def stand_in_of(node: ProcessPool) -> int:
     while "its stand-in serves" not in node.log.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.002)  # between looks
-    (found,) = (
+    (found,) = children_of(node)
+    return found
+
+
+def children_of(node: ProcessPool) -> list[int]:
+    return [
         int(entry.name)
         for entry in Path("/proc").iterdir()
         if entry.name.isdecimal() and f"PPid:\t{node.pid}\n" in _status_of(entry)
-    )
-    return found
+    ]
+
+
+def until_signals_are_held(node: ProcessPool) -> None:
+    """By the node's main thread."""
+    deadline = time.monotonic() + SOON_S
+    while True:
+        (held,) = re.findall(r"SigBlk:\t(\w+)", _status_of(Path(f"/proc/{node.pid}")))
+        if int(held, 16) >> (signal.SIGTERM - 1) & 1:
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.002)  # between looks
 
 
 def _status_of(entry: Path) -> str:
@@ -424,6 +487,25 @@ def test_a_node_that_is_told_to_stop_while_it_is_upgraded_stops_afterwards_and_l
     until_gone(stand_in)
     node.close()
     assert not node.arena_path.parent.exists()
+
+
+def test_a_node_that_is_told_to_stop_while_it_waits_for_its_stand_in_stops_afterwards(
+    make_node: Callable[..., ProcessPool],
+) -> None:
+    """Its main thread holds signals back then; others of its threads do not."""
+    node = make_node()
+    begin_upgrade(node)
+    (stand_in,) = children_of(node)
+    os.kill(stand_in, signal.SIGSTOP)
+    try:
+        assert "its stand-in serves" not in node.log.read_text()
+        until_signals_are_held(node)
+        node._process.terminate()
+    finally:
+        os.kill(stand_in, signal.SIGCONT)
+    assert node._process.wait(SOON_S) == 0, node.log.read_text()
+    until_gone(stand_in)
+    node.close()
 
 
 def test_a_new_version_that_would_not_start_leaves_the_node_as_it_is(

@@ -67,7 +67,12 @@ class Manager:
 
 
 def serve(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch, cached: int, *, leaves: bool = False
+    pool: Pool,
+    monkeypatch: pytest.MonkeyPatch,
+    cached: int,
+    *,
+    leaves: bool = False,
+    prompt: list[int] | None = PROMPT,
 ) -> tuple[dict[str, Any], float]:
     """One /pd/prefill of PROMPT of which SGLang had `cached` tokens: the answer, and how long it took."""
 
@@ -76,7 +81,7 @@ def serve(
     async def run_prefill(*_: Any) -> Prefilled:
         request = current_request()
         assert request is not None
-        request.requests["r"] = SglangRequest("r", State(), PROMPT)
+        request.requests["r"] = SglangRequest("r", State(), prompt)
         return Prefilled(len(PROMPT), [Found(cached)], {"r": cached})
 
     monkeypatch.setattr(routes, "prefill_request", prefill_request)
@@ -130,6 +135,12 @@ def test_a_prompt_found_whole_whose_pages_are_lost_is_not_waited_for(monkeypatch
     answer, took_s = serve(Pool(), monkeypatch, len(PROMPT))
     assert (answer["published_pages"], answer["missing_pages"]) == (0, 4)
     assert took_s < 10
+
+
+def test_pages_that_cannot_be_named_are_not_said_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt with an image gets its token ids in the scheduler."""
+    answer, _ = serve(Pool(), monkeypatch, 0, prompt=None)
+    assert (answer["published_pages"], answer["missing_pages"]) == (0, 4)
 
 
 def test_a_client_that_leaves_ends_the_wait_for_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,7 @@ def test_workers_join_drain_and_leave() -> None:
     ("method", "path", "body", "status"),
     [
         ("POST", "/workers", {"url": "nonsense", "role": "decode"}, 400),
+        ("POST", "/workers", {"url": "http://10.0.0.256:1", "role": "decode"}, 400),
         ("POST", "/workers", {"url": "http://h:1", "role": "boss"}, 400),
         ("POST", "/workers", {"url": "http://h:1"}, 400),
         ("POST", "/workers", {"url": "http://h:1", "role": "decode", "more": 1}, 400),

@@ -15,7 +15,7 @@ from pdserve.router.app import open_router
 from pdserve.router.config import Probe, RouterConfig
 
 from .harness import FAST, Harness, chat_body, disagg, routed, run
-from .mock_worker import ANSWER, Gate, MockWorker, answer, close, hang, workers
+from .mock_worker import ANSWER, Gate, MockWorker, Received, Wire, answer, close, hang, workers
 
 CHAT = "/v1/chat/completions"
 OFTEN = Probe(interval_s=0.02, timeout_s=0.5)
@@ -129,6 +129,48 @@ def test_workers_that_do_not_fit_stop_the_router_at_start() -> None:
             assert prefill.id in said
             assert decode.id in said
             assert "\n" not in said
+
+    run(main())
+
+
+def test_a_router_that_starts_again_serves_with_the_workers_that_fit() -> None:
+    async def main() -> None:
+        good, odd = MockWorker("decode"), MockWorker("decode", model="other")
+        async with workers(good, odd):
+            config = RouterConfig(decode=(good.url, odd.url), models=("m",))
+            async with open_router(config, strict=False) as router:
+                found = {worker.id: worker.refused is None for worker in router.fleet.workers}
+                assert found == {good.id: True, odd.id: False}
+
+    run(main())
+
+
+@pytest.mark.parametrize("host", ["10.0.0.256", "a..b"])
+def test_a_worker_whose_name_cannot_be_looked_up_leaves_the_others_probed(host: str) -> None:
+    async def main() -> None:
+        async with disagg(probe=OFTEN) as (harness, _, [good]):
+            nowhere = harness.router.fleet.join("http://127.0.0.1:1", "decode")
+            nowhere.id = f"{host}:1"
+            await harness.until(lambda: nowhere.probe_failures > 1)
+            good.ready = False
+            await until(harness, good, False)
+
+    run(main())
+
+
+def test_a_worker_that_answers_drop_by_drop_leaves_the_others_probed() -> None:
+    async def drip(wire: Wire, request: Received) -> None:
+        await wire.head(200, "application/json")
+        while True:
+            await wire.chunk(b" ")
+            await asyncio.sleep(0.05)
+
+    async def main() -> None:
+        async with disagg(decode=2, probe=OFTEN) as (harness, _, [good, odd]):
+            odd.script("/pd/ready", *[drip] * 100)
+            await until(harness, odd, False)
+            good.ready = False
+            await until(harness, good, False)
 
     run(main())
 

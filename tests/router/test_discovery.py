@@ -159,6 +159,21 @@ def test_nonsense_there_keeps_no_worker_out(etcd: EtcdServer) -> None:
     run(main(), timeout_s=120)
 
 
+def test_a_worker_there_that_does_not_fit_is_refused_and_keeps_no_router_from_starting(
+    etcd: EtcdServer,
+) -> None:
+    async def main() -> None:
+        listed, odd = MockWorker("decode"), MockWorker("decode", page_size=32)
+        async with workers(listed, odd):
+            register(etcd, odd)
+            async with watching(etcd, decode=(listed.url,)) as harness:
+                found = {worker.id: worker.refused is None for worker in harness.router.fleet.workers}
+                assert found == {listed.id: True, odd.id: False}
+                assert (await harness.chat()).body == ANSWER
+
+    run(main(), timeout_s=120)
+
+
 def test_a_router_starts_while_etcd_is_away(etcd: EtcdServer) -> None:
     async def main() -> None:
         worker = MockWorker("agg")

@@ -15,7 +15,7 @@ from pdserve.router.config import RouterConfig
 from pdserve.router.placement_config import Session, SharedTable
 from pdserve.router.session_keys import SessionKey, named
 from pdserve.router.sessions import SessionEntry
-from pdserve.router.shared_sessions import SharedSessions
+from pdserve.router.shared_sessions import MAX_BATCH, SharedSessions
 
 from .harness import FAST, routed, run
 from .mock_worker import MockWorker, workers
@@ -80,6 +80,22 @@ def test_what_one_router_records_another_finds(redis_url: str) -> None:
         assert {0 < await there._redis.ttl(name) <= 100 for name in names} == {True}
         assert not any(name.rpartition(b":")[2] == b"s" for name in names)  # keys are hashed
         await here.close()
+        await there.close()
+
+    run(main())
+
+
+def test_what_waits_when_a_router_ends_is_written(redis_url: str) -> None:
+    async def main() -> None:
+        here, there = SharedSessions(settings(redis_url)), SharedSessions(settings(redis_url))
+        await ready(here)
+        names = [f"s{i}" for i in range(2 * MAX_BATCH + 1)]
+        for name in names:
+            here.record(named(name), entry(name))
+        await asyncio.sleep(0)  # the first batch is on its way
+        await asyncio.sleep(0)
+        await here.close()
+        assert [name for name in names if await there.get(named(name)) is None] == []
         await there.close()
 
     run(main())

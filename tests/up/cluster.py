@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.left_behind import warden
+
 STAND_IN = Path(__file__).with_name("stand_in.py")
 TIMEOUT_S = 30.0
 
@@ -52,8 +54,7 @@ class Cluster:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in self.process.stdout or ():
             self._queue.put(line.rstrip("\n"))
         self._queue.put(None)
 
@@ -82,6 +83,16 @@ class Cluster:
         """What the stand-ins noted, in order."""
         return [json.loads(line) for line in self._journal.read_text().splitlines()]
 
+    def wait_for_note(self, role: str, what: str) -> None:
+        """Wait until a stand-in has noted this."""
+        wait_until(
+            lambda: (
+                self._journal.exists()
+                and (role, what) in [(note["role"], note["what"]) for note in self.journal()]
+            ),
+            f"{role}: {what}",
+        )
+
     def started(self) -> dict[str, int]:
         """Process id of the latest start of each role."""
         return {entry["role"]: entry["pid"] for entry in self.journal() if entry["what"] == "start"}
@@ -92,25 +103,32 @@ class Cluster:
 
 
 @contextmanager
-def running(tmp_path: Path, toml: str) -> Iterator[Cluster]:
-    """A cluster file's supervisor; `JOURNAL` in the file is the stand-ins' journal. Killed at the end if need
-    be.
+def running(tmp_path: Path, toml: str, **popen: Any) -> Iterator[Cluster]:
+    """A cluster file's supervisor; `JOURNAL` in the file is the stand-ins' journal. `popen`: how to start it
+    otherwise; there are no lines where its output goes elsewhere. Killed at the end if need be.
     """
     journal, file, run_dir = tmp_path / "journal", tmp_path / "cluster.toml", tmp_path / "run"
     file.write_text(toml.replace("JOURNAL", str(journal)))
     process = subprocess.Popen(
         [sys.executable, "-c", RUN, str(STAND_IN), str(file), str(run_dir)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # a buffered stdout, as a user has: what is left in it is flushed at exit
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **popen},
     )
+    warden().watch(process.pid)
     try:
         yield Cluster(process, journal, run_dir)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            process.wait(TIMEOUT_S)
+            try:
+                process.wait(TIMEOUT_S)
+            finally:
+                process.kill()
+                process.wait()
+        warden().forget(process.pid)
 
 
 def processes_that_mention(text: str) -> list[str]:

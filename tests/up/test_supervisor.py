@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import os
 import signal
 import socket
+import termios
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 from pdserve.up.sessions import session_members
 
-from .cluster import Cluster, processes_that_mention, running, wait_until
+from .cluster import TIMEOUT_S, Cluster, processes_that_mention, running, wait_until
 
 DISAGG = """
 [cluster]
@@ -30,17 +33,20 @@ journal = "JOURNAL"
 """
 
 
-def ask_to_die(cluster: Cluster, name: str) -> None:
+def ask(cluster: Cluster, name: str, path: str) -> None:
     config = tomllib.loads((cluster.run_dir / f"{name}.toml").read_text())
     home = config.get("engine", config)
     connection = http.client.HTTPConnection(home["host"], home["port"], timeout=10)
     try:
-        connection.request("GET", "/die")
+        connection.request("GET", path)
         connection.getresponse()
-    except (http.client.HTTPException, ConnectionError):
-        pass
     finally:
         connection.close()
+
+
+def ask_to_die(cluster: Cluster, name: str) -> None:
+    with suppress(http.client.HTTPException, ConnectionError):
+        ask(cluster, name, "/die")
 
 
 def alive_sessions(cluster: Cluster) -> list[int]:
@@ -163,12 +169,37 @@ def test_a_worker_that_dies_later_is_reported_and_started_again_on_the_same_port
         cluster.wait_for(r"restarting decode0")
         cluster.wait_for(r"decode0 is ready")
         assert cluster.started()["decode"] != first
+        starts = [line for line in cluster.journal() if (line["role"], line["what"]) == ("decode", "start")]
+        assert [line["again"] for line in starts] == [False, True]  # it may be less strict then
         assert (cluster.run_dir / "decode0.log").read_text().count("decode listens") == 2
         assert cluster.process.poll() is None
 
 
+def test_a_death_is_seen_at_once_though_the_dead_ones_child_lives_and_holds_its_output(
+    tmp_path: Path,
+) -> None:
+    with running(tmp_path, DISAGG.replace("[router]", '[router]\nbehave = "parent"')) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        first = cluster.started()["router"]
+        os.kill(first, signal.SIGKILL)
+        cluster.wait_for(r"error: router was killed by SIGKILL")
+        cluster.wait_for(r"router is ready")
+        assert not session_members(first)
+
+
+def test_a_death_at_start_is_reported_though_the_dead_ones_child_lives(tmp_path: Path) -> None:
+    toml = DISAGG.replace("[[decode]]", '[[decode]]\nengine.behave = "orphan"')
+    with running(tmp_path, toml) as cluster:
+        assert cluster.finish() == 1
+        assert any(
+            "error: decode0 exited with status 3 before it was ready" in line for line in cluster.lines
+        )
+        assert not processes_that_mention(str(tmp_path))
+
+
 def test_sigusr1_restarts_every_process_in_order_each_once_the_one_before_is_ready(tmp_path: Path) -> None:
-    with running(tmp_path, DISAGG) as cluster:
+    toml = DISAGG.replace("[[prefill]]", '[[prefill]]\nengine.behave = "graceful"')
+    with running(tmp_path, toml) as cluster:
         cluster.wait_for(r"stand-in is ready at")
         before, known = cluster.started(), len(cluster.journal())
         cluster.process.send_signal(signal.SIGUSR1)
@@ -196,6 +227,66 @@ def test_sigusr1_leaves_a_router_of_several_processes_to_itself(tmp_path: Path) 
         wait_until(lambda: "reload" in [e["what"] for e in cluster.journal() if e["role"] == "router"], "hup")
         after = cluster.started()
         assert {role for role in before if before[role] != after[role]} == {"pool", "prefill", "decode"}
+
+
+def test_a_renewed_process_that_cannot_start_is_restarted_as_often_as_any_other(tmp_path: Path) -> None:
+    toml = DISAGG.replace("[[decode]]", '[[decode]]\nengine.behave = "die_at_restart"\nengine.status = 5')
+    toml = toml.replace("[cluster]", "[cluster]\nmax_restarts = 2")
+    with running(tmp_path, toml) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        cluster.process.send_signal(signal.SIGUSR1)
+        assert cluster.finish() == 1
+        text = "\n".join(cluster.lines)
+        assert text.count("error: decode0 exited with status 5") == 3
+        assert "error: decode0 exited with status 5 and is not restarted" in text
+        assert not processes_that_mention(str(tmp_path))
+
+
+def test_sigusr1_goes_on_once_a_renewed_process_that_died_is_ready_and_can_come_again(tmp_path: Path) -> None:
+    toml = DISAGG.replace("[[decode]]", '[[decode]]\nengine.behave = "stumble"\nengine.status = 5')
+    with running(tmp_path, toml) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        cluster.process.send_signal(signal.SIGUSR1)
+        cluster.wait_for(r"error: decode0 exited with status 5")
+        cluster.wait_for(r"restarting decode0")
+        cluster.wait_for(r"decode0 is ready")
+        cluster.wait_for(r"router is ready")
+        cluster.wait_for(r"all processes have been restarted")
+        cluster.process.send_signal(signal.SIGUSR1)
+        cluster.wait_for(r"all processes have been restarted")
+
+
+def test_sigusr1_goes_on_when_a_renewed_process_has_ended_for_good(tmp_path: Path) -> None:
+    toml = DISAGG.replace("[[decode]]", '[[decode]]\nengine.behave = "die_at_restart"\nengine.status = 0')
+    with running(tmp_path, toml) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        cluster.process.send_signal(signal.SIGUSR1)
+        cluster.wait_for(r"decode0 exited with status 0 and stays ended")
+        cluster.wait_for(r"router is ready")
+        cluster.wait_for(r"all processes have been restarted")
+        assert cluster.process.poll() is None
+
+
+def test_a_worker_that_ends_by_itself_with_status_0_stays_ended_and_the_others_serve_on(
+    tmp_path: Path,
+) -> None:
+    toml = DISAGG.replace("[[decode]]", '[[decode]]\nengine.behave = "graceful"')
+    with running(tmp_path, toml) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        os.kill(cluster.started()["decode"], signal.SIGTERM)
+        cluster.wait_for(r"decode0 exited with status 0 and stays ended")
+        ask(cluster, "router", "/ready")
+        cluster.process.send_signal(signal.SIGINT)
+        assert cluster.finish() == 0
+        assert [e["role"] for e in cluster.journal() if e["what"] == "start"].count("decode") == 1
+
+
+def test_the_routers_end_takes_the_cluster_down_whatever_its_status(tmp_path: Path) -> None:
+    with running(tmp_path, DISAGG.replace("[router]", '[router]\nbehave = "graceful"')) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        os.kill(cluster.started()["router"], signal.SIGTERM)
+        assert cluster.finish() == 1
+        assert any("router exited with status 0 and is not restarted" in line for line in cluster.lines)
 
 
 def test_a_worker_that_may_not_be_restarted_takes_the_cluster_down(tmp_path: Path) -> None:
@@ -236,3 +327,53 @@ def test_a_log_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path: P
     with running(tmp_path, DISAGG) as cluster:
         cluster.wait_for(r"error: .*/decode0.log: no longer written: No space left on device")
         cluster.wait_for(r"stand-in is ready at")
+
+
+def test_a_full_disk_under_the_console_stalls_no_process_and_a_signal_still_stops_the_cluster(
+    tmp_path: Path,
+) -> None:
+    with Path("/dev/full").open("w") as full, running(tmp_path, DISAGG, stdout=full) as cluster:
+        cluster.wait_for_note("router", "ready")
+        ask(cluster, "decode0", "/talk")
+        cluster.process.send_signal(signal.SIGTERM)
+        assert cluster.process.wait(TIMEOUT_S) == 0
+        assert not processes_that_mention(str(tmp_path))
+
+
+def test_a_terminal_that_goes_away_silences_the_console_and_stalls_no_process(tmp_path: Path) -> None:
+    terminal, ours = os.openpty()
+    with running(tmp_path, DISAGG, stdout=ours, stderr=ours) as cluster:
+        os.close(ours)
+        cluster.wait_for_note("router", "ready")
+        os.close(terminal)  # not the supervisor's controlling one: no SIGHUP comes
+        ask(cluster, "decode0", "/talk")
+        ask_to_die(cluster, "decode0")
+        wait_until(lambda: len([e for e in cluster.journal() if e["what"] == "start"]) == 5, "restarted")
+        cluster.process.send_signal(signal.SIGTERM)
+        assert cluster.process.wait(TIMEOUT_S) == 0
+        assert not processes_that_mention(str(tmp_path))
+
+
+def test_the_hang_up_of_its_terminal_stops_the_cluster(tmp_path: Path) -> None:
+    terminal, ours = os.openpty()
+
+    def control() -> None:
+        fcntl.ioctl(ours, termios.TIOCSCTTY, 0)
+
+    with running(tmp_path, DISAGG, stdout=ours, stderr=ours, preexec_fn=control) as cluster:
+        os.close(ours)
+        cluster.wait_for_note("router", "ready")
+        os.close(terminal)
+        assert cluster.process.wait(TIMEOUT_S) == 0
+        assert not processes_that_mention(str(tmp_path))
+
+
+def test_a_hang_up_that_was_ignored_before_the_start_as_by_nohup_stops_nothing(tmp_path: Path) -> None:
+    def ignore() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    with running(tmp_path, DISAGG, preexec_fn=ignore) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        cluster.process.send_signal(signal.SIGHUP)
+        cluster.process.send_signal(signal.SIGUSR1)
+        cluster.wait_for(r"all processes have been restarted")

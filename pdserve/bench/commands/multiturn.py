@@ -105,12 +105,12 @@ def _run(
     from pdserve.bench.serving.report import plot_turns, remarks, turns_table
     from pdserve.bench.serving.run import run_load
 
+    if records is not None:
+        _write(records, "ab", b"")  # before the work: can it be written?
     origin = provenance()
     say = partial(typer.echo, err=True)
     run = run_load(server, load, say, concurrency=concurrency, lockstep=lockstep)
     outcome = outcome_of(run)
-    if records is not None:
-        records.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in run.records))
     if as_json:
         typer.echo(json.dumps({**origin, "load": name, "seed": load.seed}))
         typer.echo(msgspec.json.encode(outcome).decode())
@@ -119,7 +119,18 @@ def _run(
         console.print(turns_table(outcome, f"{name}: {outcome.model} at {server.url}"))
         for line in remarks(outcome):
             console.print(line, highlight=False, markup=False)
+    if records is not None:
+        _write(records, "wb", b"".join(msgspec.json.encode(record) + b"\n" for record in run.records))
     if plot is not None:
         plot_turns(plot, outcome, f"{name}: {outcome.model}")
     if outcome.all.failed == outcome.all.asks:
         raise typer.Exit(1)
+
+
+def _write(path: Path, mode: str, data: bytes) -> None:
+    """Raises ConfigError where it cannot be written."""
+    try:
+        with path.open(mode) as file:
+            file.write(data)
+    except OSError as error:
+        raise ConfigError(f"--records {path}: {error.strerror}") from None

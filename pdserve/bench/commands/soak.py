@@ -24,7 +24,9 @@ def soak(
         str, typer.Option(help="Memory of each node; half of what is written fits.")
     ] = "128MiB",
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between samples.")] = 5.0,
-    operations: Annotated[float, typer.Option(min=0.1, help="Operations a second of each thread.")] = 100.0,
+    operations: Annotated[
+        float, typer.Option(min=0.1, help="Operations a second of each of 8 threads.")
+    ] = 50.0,
     plot: Annotated[Path | None, typer.Option(help="Draw the samples into this PNG file.")] = None,
     out: Annotated[Path | None, typer.Option(help="Keep samples and logs in this directory.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The outcome as one JSON object.")] = False,

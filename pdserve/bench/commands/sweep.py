@@ -58,7 +58,8 @@ def sweep(
     """The highest rate of asks whose first tokens come in time, and what becomes of those above it.
 
     Conversations arrive at random times, whatever the server does; there are as many as the rate needs.
-    Fails when no rate was met, or the server was lost; what was measured before is shown.
+    Fails when no rate was met, every ask of one failed, or the server was lost; what was measured before is
+    shown.
     """
     from pdserve.bench.plot import pyplot
     from pdserve.bench.provenance import provenance

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from pdserve.bench.stores import BenchError
+from pdserve.up.process import die_with_parent
 
 START_TIMEOUT_S: Final = 20.0
 STOP_TIMEOUT_S: Final = 5.0
@@ -26,11 +28,17 @@ def server(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run `command` until the block ends; entered once `ready()` is true. Raises BenchError.
 
-    Its standard input is a pipe that ends with this process, should the server listen to that.
+    Its standard input is a pipe that ends with this process, should the server listen to that; the kernel
+    sends it SIGTERM then. To be called in the main thread: it is that thread's end that counts.
     """
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            preexec_fn=die_with_parent(os.getpid()),
         )
     try:
         deadline = time.monotonic() + START_TIMEOUT_S

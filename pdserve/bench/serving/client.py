@@ -7,8 +7,10 @@ few words, and `detail`, what the server or the system said; nothing is raised.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,6 +24,7 @@ from pdserve.router import first_token
 
 PATHS: Final[dict[Api, str]] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 CONNECT_TIMEOUT_S: Final = 5.0
+END_TIMEOUT_S: Final = 1.0  # from an answer's last word to its end, which servers send together
 MAX_DETAIL: Final = 200  # characters of an error's text that are kept
 MAX_EVENT_BYTES: Final = 16 << 20
 NOT_CACHED: Final = Cached()
@@ -105,13 +108,18 @@ class ServerClient:
     """Connections to one server. Close it with `aclose`."""
 
     def __init__(self, url: str, *, api_key: str = "", api: Api = "completions", silence_s: float) -> None:
-        """`silence_s`: how long a server may say nothing, before the first token or after it."""
+        """`silence_s`: how long a server may say nothing, before the first token or after it. Raises
+        BenchError for what is no URL.
+        """
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0)
         timeout = httpx.Timeout(silence_s, connect=CONNECT_TIMEOUT_S, pool=None)
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.AsyncClient(
-            base_url=url, headers=headers, limits=limits, timeout=timeout, trust_env=False, verify=False
-        )
+        try:
+            self._http = httpx.AsyncClient(
+                base_url=url, headers=headers, limits=limits, timeout=timeout, trust_env=False, verify=False
+            )
+        except httpx.InvalidURL as error:
+            raise BenchError(f"{url}: {error}; a server's URL is of the form http://HOST:PORT") from None
         self._path = PATHS[api]
 
     async def aclose(self) -> None:
@@ -155,7 +163,7 @@ class ServerClient:
         except httpx.HTTPError as error:
             cut = "no answer" if heard.first_s is None else "cut off"
             heard.error, heard.detail = cut, _shortened(f"{type(error).__name__}: {error}")
-        heard.done_s = time.monotonic()
+        heard.done_s = heard.done_s or time.monotonic()
         return heard
 
 
@@ -163,9 +171,12 @@ async def _listen(answer: httpx.Response, heard: Heard) -> None:
     """Fill in what the stream says."""
     said: list[str] = []
     last_s, ended = 0.0, False
-    async for data in _events(answer):
+    events = _events(answer)
+    async for data in events:
         if data == b"[DONE]":
             ended = True
+            heard.done_s = time.monotonic()
+            await _read_out(events)
             break
         now_s = time.monotonic()
         try:
@@ -197,6 +208,14 @@ async def _listen(answer: httpx.Response, heard: Heard) -> None:
     elif heard.first_s is None:
         heard.error = "an answer without text"
     heard.output_tokens = heard.output_tokens or len(heard.token_ids) or 1 + len(heard.gaps_s)
+
+
+async def _read_out(events: AsyncIterator[bytes]) -> None:
+    """To the end of an answer that is whole, so that the next ask gets its connection."""
+    with suppress(TimeoutError, httpx.HTTPError):  # costs the connection, and nothing else
+        async with asyncio.timeout(END_TIMEOUT_S):
+            async for _ in events:
+                pass
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[bytes]:

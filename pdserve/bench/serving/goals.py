@@ -42,13 +42,14 @@ def goal_rows(found: Sequence[Summary], hop_ms: float | None) -> list[Row]:
     """A row for each goal and each load and contender it was measured with. `hop_ms`: from the end of the
     prefill until the decode worker has its pages; None: not measured.
     """
+    found = [one for one in found if one.all_turns_ms is not None]
     ours = [one for one in found if one.contender in OURS]
     reusing = [one for one in ours if one.reusable_share]
     small = [one for one in reusing if one.size == "small"]
     return [
         *(row for one in small for row in _over_plain(one, found)),
         *(row for one in small for row in _over_file(one, found)),
-        *(row for one in ours if not one.reusable_share for row in _cold(one, found, hop_ms)),
+        *(row for one in ours if one.reusable_share == 0 for row in _cold(one, found, hop_ms)),
         *(row for one in reusing if one.size == "large" for row in _fitting(one, found)),
     ]
 
@@ -59,37 +60,37 @@ def _over_plain(one: Summary, found: Sequence[Summary]) -> Iterator[Row]:
         return
     rate, first = _rate_and_first(one, plain)
     what = f"from turn 2, over plain: tokens/s ≥ {THROUGHPUT} ×"
-    bound = 1 / (1 - one.reusable_share) if one.reusable_share < 1 else None
+    share = one.reusable_share or 0.0
+    bound = 1 / (1 - share) if share < 1 else None
     most = f" (all reused: about {bound:.1f} ×)" if bound and bound < WORTH_SAYING else ""
-    yield Row(what, one.load, one.contender, times(rate) + most, rate is not None and rate >= THROUGHPUT)
+    yield _row(what, one, plain, times(rate) + most, rate is not None and rate >= THROUGHPUT)
     what = f"from turn 2, over plain: first token ≤ {FIRST_TOKEN} ×"
-    yield Row(what, one.load, one.contender, times(first), _at_most(first, FIRST_TOKEN))
+    yield _row(what, one, plain, times(first), _at_most(first, FIRST_TOKEN))
 
 
 def _over_file(one: Summary, found: Sequence[Summary]) -> Iterator[Row]:
     file = of(found, one.load, one.size, "file")
     if file is None:
         return
-    first = ratio(one.later_turns_ms, file.later_turns_ms)
+    first = ratio(one, file, "later_turns_ms")
     from_storage = " / ".join(f"{100 * (each.storage_share or 0):.0f}" for each in (one, file))
     what = f"from turn 2, over the file backend: first token ≤ {OVER_FILE} ×"
     measured = f"{times(first)} (from storage: {from_storage} %)"
-    mostly = all((each.storage_share or 0) >= each.cached_share / 2 for each in (one, file))
+    mostly = all((each.storage_share or 0) >= (each.cached_share or 0) / 2 for each in (one, file))
     met = _at_most(first, OVER_FILE) if mostly else None
-    yield Row(what, one.load, one.contender, measured, met)
+    yield _row(what, one, file, measured, met)
 
 
 def _cold(one: Summary, found: Sequence[Summary], hop_ms: float | None) -> Iterator[Row]:
     if one.contender == "disagg" and (agg := of(found, one.load, one.size, "agg")) is not None:
-        first = None if one.all_turns_ms is None else one.all_turns_ms - (hop_ms or 0.0)
-        cold, whole = ratio(first, agg.all_turns_ms), ratio(one.all_turns_ms, agg.all_turns_ms)
+        cold, whole = (ratio(one, agg, "all_turns_ms", less_ms) for less_ms in (hop_ms or 0.0, 0.0))
         what = f"nothing cached, over agg: first token ≤ {COLD} × plus the hop"
         hop = "the hop's time unknown" if hop_ms is None else f"{times(cold)} less {hop_ms:.0f} ms of hop"
-        yield Row(what, one.load, one.contender, f"{times(whole)}; {hop}", _at_most(cold, COLD))
+        yield _row(what, one, agg, f"{times(whole)}; {hop}", _at_most(cold, COLD))
     if one.contender == "agg" and (plain := of(found, one.load, one.size, "plain")) is not None:
-        asked = ratio(one.all_turns_ms, plain.all_turns_ms)
+        asked = ratio(one, plain, "all_turns_ms")
         what = f"nothing cached, over plain: having asked, first token ≤ {MISS} ×"
-        yield Row(what, one.load, one.contender, times(asked), _at_most(asked, MISS))
+        yield _row(what, one, plain, times(asked), _at_most(asked, MISS))
 
 
 def _fitting(one: Summary, found: Sequence[Summary]) -> Iterator[Row]:
@@ -97,19 +98,21 @@ def _fitting(one: Summary, found: Sequence[Summary]) -> Iterator[Row]:
     if plain is None:
         return
     rate, first = _rate_and_first(one, plain)
-    measured = f"{times(rate)}, {times(first)}"
-    yield Row(
-        "the device's cache holds all: from turn 2, over plain, tokens/s and first token",
-        *(one.load, one.contender, measured, None),
-    )
+    what = "the device's cache holds all: from turn 2, over plain, tokens/s and first token"
+    yield _row(what, one, plain, f"{times(rate)}, {times(first)}", None)
+
+
+def _row(goal: str, one: Summary, other: Summary, measured: str, met: bool | None) -> Row:
+    """Where asks failed, of either, those that were answered prove nothing."""
+    if one.failed or other.failed:
+        failed = f"{one.failed} asks of {one.contender}, {other.failed} of {other.contender}"
+        return Row(goal, one.load, one.contender, f"{measured}; failed: {failed}", None)
+    return Row(goal, one.load, one.contender, measured, met)
 
 
 def _rate_and_first(one: Summary, plain: Summary) -> tuple[float | None, float | None]:
     """From turn 2 on, over plain: tokens/s, and time to the first token."""
-    return (
-        ratio(one.prompt_tokens_s, plain.prompt_tokens_s),
-        ratio(one.later_turns_ms, plain.later_turns_ms),
-    )
+    return ratio(one, plain, "prompt_tokens_s"), ratio(one, plain, "later_turns_ms")
 
 
 def _at_most(value: float | None, bound: float) -> bool:

@@ -108,7 +108,7 @@ def summaries_table(found: Sequence[Summary], title: str) -> Table:
             *(_ms(one.first_turn_ms), times(one.first_turn_over)),
             *(_ms(one.later_turns_ms), times(one.later_turns_over), _ms(one.later_p99_ms)),
             *(_ms(one.inter_token_ms), _ms(one.prompt_tokens_s), times(one.prompt_tokens_s_over)),
-            *(f"{one.cached_share:.0%}", f"{one.reusable_share:.0%}", str(one.failed or "-")),
+            *(_percent(one.cached_share), _percent(one.reusable_share), str(one.failed or "-")),
         )
     return table
 
@@ -222,6 +222,10 @@ def _share(figures: Figures, place: str) -> float:
     """Of the prompts' tokens, %."""
     tokens = getattr(figures.cached, place) or 0
     return 100 * tokens / figures.prompt_tokens if figures.prompt_tokens else 0.0
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
 
 
 def _ms(value: float | None) -> str:

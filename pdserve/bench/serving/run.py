@@ -58,6 +58,23 @@ def run_load(
     return asyncio.run(_Loading(server, load, say, concurrency, lockstep, tag, watch).run())
 
 
+def check_answers(server: Server) -> None:
+    """Whether it can still be asked. Raises BenchError where it cannot."""
+
+    async def check() -> None:
+        client = _client(server)
+        try:
+            await client.model()
+        finally:
+            await client.aclose()
+
+    asyncio.run(check())
+
+
+def _client(server: Server) -> ServerClient:
+    return ServerClient(server.url, api_key=server.api_key, api=server.api, silence_s=server.silence_s)
+
+
 class _Loading:
     """One run."""
 
@@ -85,9 +102,7 @@ class _Loading:
 
     async def run(self) -> Run:
         server = self._server
-        self._client = ServerClient(
-            server.url, api_key=server.api_key, api=server.api, silence_s=server.silence_s
-        )
+        self._client = _client(server)
         try:
             self._model, context = await self._client.model()
             self._model = server.model or self._model

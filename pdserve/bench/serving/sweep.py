@@ -2,8 +2,8 @@
 shows.
 
 A rate is met when at least `share` of its asks, failed ones counted as late, have their first token within
-the limit. The search doubles from its start until a rate is not met (or halves until one is), and then halves
-what lies between, in ratio, so many times. Pure but for `sweep` itself.
+the limit. The search doubles from its start until a rate is not met (or halves until one is, or until rates
+take too long), and then halves what lies between, in ratio, so many times. Pure but for `sweep` itself.
 """
 
 from __future__ import annotations
@@ -18,10 +18,15 @@ import msgspec
 from pdserve.bench.serving.figures import Outcome, outcome_of
 from pdserve.bench.serving.load import Shape, make_load
 from pdserve.bench.serving.records import Record
-from pdserve.bench.serving.run import Say, Server, run_load
+from pdserve.bench.serving.run import Say, Server, check_answers, run_load
+from pdserve.bench.stores import BenchError
 
 MAX_DOUBLINGS: Final = 12
 MIN_ASKS: Final = 10
+LONGEST_S: Final = 600.0
+"""The search halves its rate no further than to ten asks in ten minutes: these hardly meet each other, and
+are late by themselves. Each further rate would take twice the time.
+"""
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +53,8 @@ def sweep(
     time_limit_s: float = 0.0,
 ) -> Iterator[Tried]:
     """Each rate as it is tried; texts differ between rates. But for the first no rate is tried whose asks
-    would come until after `time_limit_s` (0: none). Raises BenchError.
+    would come until after `time_limit_s` (0: none). Raises BenchError after a rate of which every ask failed,
+    and once the server is lost.
     """
     tried: list[Tried] = []
     began_s = time.monotonic()
@@ -60,8 +66,14 @@ def sweep(
             return
         say(f"{rate_s:.3g} asks/s: {len(load.asks)} asks")
         run = run_load(server, load, say, tag=f"sweep-{seed}-{len(tried)}")
-        tried.append(judged(rate_s, run.records, outcome_of(run), limit_s, share))
+        outcome = outcome_of(run)
+        tried.append(judged(rate_s, run.records, outcome, limit_s, share))
         yield tried[-1]
+        if outcome.all.failed:
+            check_answers(server)
+        if outcome.all.failed == outcome.all.asks:
+            kind, detail = next(iter(outcome.first_details.items()))
+            raise BenchError(f"every ask failed at {rate_s:.3g} asks/s: {kind}: {detail}")
 
 
 def next_rate(tried: Sequence[tuple[float, bool]], start_s: float, steps: int) -> float | None:
@@ -73,7 +85,10 @@ def next_rate(tried: Sequence[tuple[float, bool]], start_s: float, steps: int) -
     if not met or not missed:
         if len(tried) > MAX_DOUBLINGS:
             return None
-        return 2 * max(met) if met else min(missed) / 2
+        if met:
+            return 2 * max(met)
+        lower = min(missed) / 2
+        return lower if MIN_ASKS / lower <= LONGEST_S else None
     narrowed = len(tried) - _reached(tried)
     return math.sqrt(max(met) * min(missed)) if narrowed < steps and max(met) < min(missed) else None
 

@@ -1,11 +1,12 @@
 """A client of the soak: a steady mix of operations from two threads that share one pool client.
 
-Run as `python -m pdserve.bench.soak.client CONFIG.json`. It ends at SIGTERM. Every RENEW_S the pool client is
-closed and another made, so that what a connection leaves behind adds up.
+Run as `python -m pdserve.bench.soak.client CONFIG.json`. It ends at SIGTERM. Where it is to be renewed, the
+pool client is closed every so often and another made, so that what a connection leaves behind adds up.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import signal
 import sys
@@ -27,7 +28,6 @@ NAMESPACE: Final = "soak"
 GEOMETRY: Final = {"soak": "1"}
 THREADS: Final = 2
 BATCH: Final = 8
-RENEW_S: Final = 10.0
 WAIT_S: Final = 0.02
 HOLD_POLL_S: Final = 0.002
 POISON: Final = 0xEE
@@ -51,6 +51,7 @@ class SoakClientConfig(msgspec.Struct, frozen=True):
     row: int
     pages: int
     operations_s: float  # of each thread
+    renew_s: float  # after so long the pool client is closed and made anew; 0: never
 
 
 def open_board(path: str) -> npt.NDArray[np.int64]:
@@ -60,7 +61,7 @@ def open_board(path: str) -> npt.NDArray[np.int64]:
 
 
 class SharedClient:
-    """The pool client of both threads, renewed now and then."""
+    """The pool client of both threads, renewed now and then where that is asked for."""
 
     def __init__(self, config: SoakClientConfig) -> None:
         self._config = config
@@ -85,7 +86,7 @@ class SharedClient:
 
     def _renew(self) -> None:
         self._client = PoolClient(self._config.client, NAMESPACE, GEOMETRY, name=self._config.name)
-        self._until_s = time.monotonic() + RENEW_S
+        self._until_s = time.monotonic() + (self._config.renew_s or math.inf)
 
 
 class SoakThread:

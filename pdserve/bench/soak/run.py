@@ -3,9 +3,10 @@
 For a sample the load is held: clients end what they do and wait. So pins and reserved bytes must then be
 none, and memory and descriptors are those of a process at rest.
 
-Clients are renewed every few seconds, threads and all, far more often than a worker's. glibc gives each new
-thread one of several heaps, and it takes hours until all of these are as fragmented as they get, which hides
-what a leak would add: the clients have one heap. The nodes run as anywhere.
+Of each path to the pool there are two clients: one that stays, as a worker's does, and one that is renewed
+every few seconds, threads and all, which shows what a connection leaves behind. glibc gives each new thread
+one of several heaps, and it takes hours until all of these are as fragmented as they get, which hides what a
+leak would add: the clients have one heap. The nodes run as anywhere.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -37,7 +39,8 @@ logger = logging.getLogger(__name__)
 Board: TypeAlias = npt.NDArray[np.int64]
 Clients: TypeAlias = dict[str, subprocess.Popen[bytes]]
 
-PATHS: Final[tuple[DataPathChoice, ...]] = ("shm", "ucx")  # one client process each
+PATHS: Final[tuple[DataPathChoice, ...]] = ("shm", "ucx")
+RENEW_S: Final = {"": 0.0, "-renewed": 10.0}  # a client process of each path, by what its name says
 IDLE_WITHIN_S: Final = 20.0
 REST_S: Final = 0.2  # after the last operation: releases have no reply
 STOP_TIMEOUT_S: Final = 15.0
@@ -140,7 +143,7 @@ def _running(
     nodes: int, capacity_bytes: int, operations_s: float, directory: Path
 ) -> Iterator[tuple[list[NodeProcess], Clients, Board]]:
     board_path = directory / "board"
-    rows = 1 + len(PATHS) * c.THREADS
+    rows = 1 + len(PATHS) * len(RENEW_S) * c.THREADS
     board_path.write_bytes(np.zeros((rows, c.COLUMNS), np.int64).tobytes())
     with ExitStack() as stack:
         settings = {"capacity_bytes": capacity_bytes, "slab_bytes": 4 << 20, "keep": False}
@@ -148,14 +151,15 @@ def _running(
         refs = [PoolNodeRef(node=node.name, address=node.address) for node in processes]
         clients = {}
         pages = int(nodes * capacity_bytes * OVERCOMMIT) // (16 * 1024)
-        for index, path in enumerate(PATHS):
+        for index, (path, kind) in enumerate(product(PATHS, RENEW_S)):
             config = c.SoakClientConfig(
-                name=f"client-{path}",
+                name=f"client-{path}{kind}",
                 client=PoolClientConfig(nodes=refs, data_path=path),
                 board=str(board_path),
                 row=1 + index * c.THREADS,
                 pages=pages // c.BATCH,
                 operations_s=operations_s,
+                renew_s=RENEW_S[kind],
             )
             clients[config.name] = _start_client(config, directory)
             stack.callback(clients[config.name].wait)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 from typing import Any
 
-from pdserve.pages import page_hashes
+from pdserve.pages import page_hashes, token_bytes
 
 
 def get_native_hash(
@@ -33,5 +32,4 @@ def get_native_hash(
 
 
 def _digest(prior_digest: bytes, tokens: Any) -> bytes:
-    # native byte order: SGLang's own extension refuses big-endian machines
-    return hashlib.sha256(prior_digest + array("I", tokens).tobytes()).digest()
+    return hashlib.sha256(prior_digest + token_bytes(tokens)).digest()

@@ -124,23 +124,30 @@ class Nodes:
     def _nodes(self) -> list[NodeAddress]:
         """Those that answer, those that these know, and under their addresses those that nobody knows."""
         found: dict[str, NodeAddress] = {}
+        answered: list[str] = []
         errors: dict[str, PoolError] = {}
-        for seed in self._seeds:
-            if all(node.address != seed for node in found.values()):
-                try:
-                    found |= {node.node: node for node in all_nodes(seed, self._token, self._timeout_s)}
-                except PoolError as error:
-                    errors[seed] = error
+        for some in (self._seeds[:1], self._seeds[1:]):  # mostly the first knows all the others
+            known = {node.address for node in found.values()}
+            unknown = [NodeAddress(seed, seed) for seed in some if seed not in known]
+            for seed, nodes in zip(unknown, in_parallel(unknown, self._known_to), strict=True):
+                if isinstance(nodes, PoolError):
+                    errors[seed.address] = nodes
+                else:
+                    answered.append(seed.address)
+                    found |= {node.node: node for node in nodes}
         if not found:
             raise errors[self._seeds[0]]
         self._names |= {node.address: node.node for node in found.values()}
-        answered = [node.address for node in found.values() if node.address not in errors]
-        self._seeds = list(dict.fromkeys([*answered, *self._addresses]))
+        others = [node.address for node in found.values() if node.address not in errors]
+        self._seeds = list(dict.fromkeys([*answered, *others, *self._addresses]))
         lost = [seed for seed in errors if seed in self._addresses and self._names.get(seed) not in found]
         return [
             *sorted(found.values(), key=lambda node: node.node),
             *(NodeAddress(self._names.get(seed, seed), seed) for seed in lost),
         ]
+
+    def _known_to(self, node: NodeAddress) -> list[NodeAddress]:
+        return all_nodes(node.address, self._token, self._timeout_s)
 
     def _ask(self, node: NodeAddress) -> tuple[float, StatusReport]:
         with NodeClient(node.address, self._token, self._timeout_s) as client:

@@ -126,14 +126,17 @@ class Tier(Protocol):
         ...
 
     def save_namespaces(self, text: str) -> str:
-        """Keep this text through a reboot; "" or what went wrong, in words."""
+        """Keep this text through a reboot; "" or what went wrong, in words: then no page is put until it
+        succeeds.
+        """
         ...
 
     def scan(self, known: Collection[int]) -> Iterator[list[TierPage]]:
         """Report what survived since the tier was last open, in batches of bounded size; the last word on
         a page counts.
 
-        Pages of namespaces that are not `known` are forgotten. Pages may be read as soon as they were
+        Pages of namespaces that are not `known` are forgotten, for good once `save_namespaces` has succeeded
+        after it: by then their numbers may mean others. Pages may be read as soon as they were
         reported.
         """
         ...

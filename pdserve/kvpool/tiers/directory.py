@@ -79,6 +79,7 @@ class DirectoryTier:
             OrderedDict()
         )  # -> length; unused for longest first
         self._used_bytes = 0
+        self._known: Collection[int] | None = None  # while folders of others are to be discarded
         self._closed = False
 
     @property
@@ -91,18 +92,19 @@ class DirectoryTier:
         return read_text(self._path / "namespaces.json")
 
     def save_namespaces(self, text: str) -> str:
-        """See `Tier`."""
-        return write_durably(self._path / "namespaces.json", text)
+        """See `Tier`. Not before the folders are gone that the list does not speak of."""
+        return self._discard_unknown() or write_durably(self._path / "namespaces.json", text)
 
     # --- starting
 
     def scan(self, known: Collection[int]) -> Iterator[list[TierPage]]:
         """See `Tier`. Checksums and sequences are in the files, which are not opened: reported as 0."""
         ages: list[tuple[float, int, bytes]] = []
+        self._known = known
+        self._discard_unknown()
         for folder in _entries(self._pages):
-            namespace = int(folder.name) if folder.name.isdecimal() else -1
+            namespace = _namespace(folder)
             if namespace not in known:
-                self._discard(Path(folder.path))
                 continue
             for shard in _entries(Path(folder.path)):
                 pages = []
@@ -115,6 +117,22 @@ class DirectoryTier:
             for _, namespace, key in sorted(ages):
                 if (namespace, key) in self._index:
                     self._index.move_to_end((namespace, key))
+
+    def _discard_unknown(self) -> str:
+        """Until it succeeded once; "" or why it did not, in words."""
+        if self._known is None:
+            return ""
+        try:
+            with os.scandir(self._pages) as entries:
+                unknown = [entry for entry in entries if _namespace(entry) not in self._known]
+        except FileNotFoundError:
+            unknown = []
+        except OSError as error:
+            return f"{self._pages}: {error.strerror or error}"
+        problems = [self._discard(Path(folder.path)) for folder in unknown]
+        if not any(problems):
+            self._known = None
+        return max(problems, default="")
 
     def _files(self, namespace: int, shard: Path) -> Iterator[tuple[TierPage, float]]:
         for entry in _entries(shard):
@@ -289,6 +307,11 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
             return list(entries)
     except OSError:
         return []
+
+
+def _namespace(folder: os.DirEntry[str]) -> int:
+    """Whose pages are in it; -1: nobody's."""
+    return int(folder.name) if folder.name.isdecimal() else -1
 
 
 def _unlink(path: Path) -> None:

@@ -1,8 +1,9 @@
 """Which namespaces a node has after a start: what memory says, else what the tiers say. Pure.
 
 Pages in a tier name their namespace by its number, so a page may be believed only where the list that was
-saved with it gives that number to the same name, geometry and generation as the node's list does now. After a
-reboot memory says nothing; then the newest of the tiers' lists counts. Numbers are never given out again.
+saved with it gives that number to the same name, geometry, generation and space (another after each clear) as
+the node's list does now. After a reboot memory says nothing; then the newest of the tiers' lists counts.
+Numbers are never given out again.
 """
 
 from __future__ import annotations
@@ -40,5 +41,5 @@ def take_over(
     return chosen, believed, problems
 
 
-def _identity(namespace: Namespace) -> tuple[str, dict[str, str], int]:
-    return namespace.name, namespace.geometry, namespace.generation
+def _identity(namespace: Namespace) -> tuple[str, dict[str, str], int, int]:
+    return namespace.name, namespace.geometry, namespace.generation, namespace.space

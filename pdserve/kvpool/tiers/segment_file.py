@@ -84,22 +84,27 @@ class SegmentFile:
                 _clear_direct(fd)
                 _write(fd, [head], 0)
         except OSError:
-            if fd >= 0:
+            if fd >= 0:  # else it is not ours
                 os.close(fd)
-            path.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
             raise
         return segment
 
     @classmethod
     def open(cls, path: Path, *, direct: bool) -> SegmentFile | None:
-        """An existing file with its records; None when it is no segment. Raises OSError."""
+        """An existing file with its records; None when it is no segment. Raises OSError, also where it cannot
+        be told.
+        """
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             file_bytes = os.fstat(fd).st_size
-            found = read_index(_CachedReads(fd, file_bytes), file_bytes)
+            reads = _CachedReads(fd, file_bytes)
+            found = read_index(reads, file_bytes)
         finally:
             os.close(fd)
         if found is None:
+            if reads.error is not None:
+                raise reads.error
             return None
         number, nonce, records, sealed = found
         try:
@@ -264,6 +269,7 @@ class _CachedReads:
         self._file_bytes = file_bytes
         self._at = 0
         self._chunk = b""
+        self.error: OSError | None = None  # of the last that could not be read
 
     def __call__(self, offset: int, size: int) -> bytes:
         start = offset - self._at
@@ -274,7 +280,8 @@ class _CachedReads:
             except OSError:
                 try:
                     return self._read(offset, size)
-                except OSError:
+                except OSError as error:
+                    self.error = error
                     return b""
             self._at, start = offset, 0
         return self._chunk[start : start + size]

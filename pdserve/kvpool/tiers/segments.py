@@ -4,6 +4,7 @@
            00000042.seg       segment_format.py; the one with the largest number is being written
            namespaces.json    the node's list of namespaces, for a start after a reboot
            forgotten.json     which pages of them are void
+           origins.json       from which segment on each number of a namespace means that namespace
 
 The index (segment_index.py) is in memory, about 200 bytes per page. It is read from the segments' footers at
 a start, newest segment last, so that of several records of one page the newest counts. A reader that found a
@@ -53,6 +54,7 @@ from pdserve.kvpool.tiers.base import (
 )
 from pdserve.kvpool.tiers.files import (
     Forgotten,
+    Origins,
     claim_directory,
     read_options,
     read_text,
@@ -99,6 +101,9 @@ class SegmentTier:
         self._current: SegmentFile | None = None
         self._used_bytes = sum(path.stat().st_size for path in self._files())
         self._forgotten = Forgotten(self._path / "forgotten.json")
+        self._origins = Origins(self._path / "origins.json", believe=self._forgotten.readable)
+        numbers = [int(path.stem) for path in self._files() if path.stem.isdecimal()]
+        self._last_number = max([*numbers, self._origins.next_segment - 1])
         self._headers = mmap.mmap(-1, MAX_BATCH_PAGES * BLOCK_BYTES)
         self._moving: tuple[Plan, int, int] | None = None  # under way: next ordinal, bytes moved so far
         self._unsynced_since_s: float | None = None
@@ -116,15 +121,14 @@ class SegmentTier:
         return read_text(self._path / "namespaces.json")
 
     def save_namespaces(self, text: str) -> str:
-        """See `Tier`."""
-        return write_durably(self._path / "namespaces.json", text)
+        """See `Tier`. Not before it is durable which records the list does not speak of."""
+        return self._origins.save() or write_durably(self._path / "namespaces.json", text)
 
     # --- starting
 
     def scan(self, known: Collection[int]) -> Iterator[list[TierPage]]:
         """See `Tier`. Footers are small: a million pages are 72 MB to read."""
         known = set(known)
-        self._forgotten.keep_only(known)
         for path in self._files():
             try:
                 segment = SegmentFile.open(path, direct=self._direct)
@@ -139,6 +143,11 @@ class SegmentTier:
             pages = self._adopt(segment, known)
             for first in range(0, len(pages), SCAN_BATCH_PAGES):
                 yield pages[first : first + SCAN_BATCH_PAGES]
+        problem = self._origins.settle(known, self._last_number + 1)
+        if problem:
+            logger.warning("node %s: %s", self._settings.node, problem)
+        else:
+            self._forgotten.keep_only(known)
 
     def _adopt(self, segment: SegmentFile, known: set[int]) -> list[TierPage]:
         """Index what is valid in a segment that was found; those pages."""
@@ -146,8 +155,10 @@ class SegmentTier:
             (ordinal, record.page)
             for ordinal, record in enumerate(segment.take_records())
             if record.page.namespace in known
+            and self._origins.has(record.page.namespace, segment.number)
             and not self._forgotten.covers(record.page.namespace, record.page.sequence)
         ]
+        self._last_number = max(self._last_number, segment.number)
         self._index.add_segment(segment)
         self._index.insert(segment, [ordinal for ordinal, _ in valid])
         before = segment.file_bytes
@@ -236,7 +247,7 @@ class SegmentTier:
             while self.capacity_bytes - self._used_bytes < self._segment_bytes:
                 if not self._drop_something():
                     raise OSError(errno.ENOSPC, "there is no room and nothing to drop")
-            number = max(self._index.segments, default=0) + 1
+            number = self._last_number + 1
             path = self._path / f"{number:08}.seg"
             segment = SegmentFile.create(
                 path, number, secrets.randbits(64), self._segment_bytes, direct=self._direct
@@ -244,6 +255,7 @@ class SegmentTier:
             if self._direct and not segment.direct:
                 self._direct = False
                 logger.warning("node %s: %s has no direct I/O: using ordinary I/O", self._settings.node, path)
+            self._last_number = number
             self._index.add_segment(segment)
             self._used_bytes += segment.file_bytes
             self._current = segment

@@ -1,4 +1,8 @@
-"""The tiers of one node: opened in order at its start, one worker each, stopped at its end."""
+"""The tiers of one node: opened in order at its start, one worker each, stopped at its end.
+
+A node that takes over from a running one (`pdserve pool upgrade`) goes on without a tier that it cannot open:
+one that hangs may be held by the program before for as long as that runs. The next start has it again.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from pdserve.errors import PdserveError
-from pdserve.kvpool.config import PoolNodeConfig
+from pdserve.errors import ConfigError, PdserveError
+from pdserve.kvpool.config import PoolNodeConfig, TierConfig
 from pdserve.kvpool.events import Event, ForgetNamespace, ForgetPages, LoadPages, StorePages
 from pdserve.kvpool.namespaces import Namespaces
 from pdserve.kvpool.tiering import TieringLimits, TierSpec
@@ -21,20 +25,29 @@ from pdserve.kvpool.transports.base import Bytes1D
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S: Final = 5.0
+CLAIM_TIMEOUT_S: Final = 3.0  # for the node before to let go of the tiers, all together
+CLAIM_POLL_S: Final = 0.02
 LOAD_SHARE: Final = 0.25  # of the arena may be filling from tiers
 
 
 class NodeTiers:
     """Opening is quick; what is in the tiers is found in the background, after `start`."""
 
-    def __init__(self, config: PoolNodeConfig, memory: Bytes1D, namespaces: Namespaces) -> None:
-        """Raises ConfigError, StartupError."""
+    def __init__(
+        self, config: PoolNodeConfig, memory: Bytes1D, namespaces: Namespaces, *, takes_over: bool = False
+    ) -> None:
+        """Raises ConfigError, StartupError; not where it takes over from a running node."""
         self._config = config
         self._deliver: Callable[[Event], None] | None = None
+        self._opened: list[TierConfig] = []
         self._workers: list[TierWorker] = []
+        claim_until_s = time.monotonic() + CLAIM_TIMEOUT_S
         try:
-            for number in range(len(config.tiers)):
-                self._workers.append(self._open(number, memory))
+            for tier in config.tiers:
+                worker = self._claim(tier, memory, claim_until_s) if takes_over else self._open(tier, memory)
+                if worker is not None:
+                    self._opened.append(tier)
+                    self._workers.append(worker)
         except PdserveError:
             self._close()
             raise
@@ -44,11 +57,22 @@ class NodeTiers:
         self.namespaces, self._believed, problems = take_over(namespaces, saved)
         for problem in problems:
             logger.warning("node %s: tiers: pages are dropped: %s", config.name, problem)
-        if config.fresh:
+        if config.fresh and not takes_over:
             self._believed = [set() for _ in self._workers]
 
-    def _open(self, number: int, memory: Bytes1D) -> TierWorker:
-        config = self._config.tiers[number]
+    def _claim(self, config: TierConfig, memory: Bytes1D, until_s: float) -> TierWorker | None:
+        """The tier, or None where it cannot be opened in time. Blocks."""
+        while True:
+            try:
+                return self._open(config, memory)
+            except PdserveError as error:
+                if isinstance(error, ConfigError) or time.monotonic() >= until_s:
+                    logger.warning("%s: the node goes on without this tier until its next start", error)
+                    return None
+            time.sleep(CLAIM_POLL_S)
+
+    def _open(self, config: TierConfig, memory: Bytes1D) -> TierWorker:
+        number = len(self._workers)
 
         def leaving(names: Sequence[PageName]) -> None:
             self._workers[number].leaving(names)
@@ -62,7 +86,7 @@ class NodeTiers:
         """For NodeState."""
         return [
             TierSpec(f"{tier.kind}:{tier.path}", tier.kind, tier.capacity, tier.write)
-            for tier in self._config.tiers
+            for tier in self._opened
         ]
 
     @property
@@ -77,9 +101,8 @@ class NodeTiers:
     def start(self, deliver: Callable[[Event], None]) -> None:
         """Begin to work. `deliver` takes events from any thread."""
         self._deliver = deliver
-        for worker, believed, config in zip(self._workers, self._believed, self._config.tiers, strict=True):
-            worker.start(believed, config.threads)
-            worker.save_namespaces(self.namespaces.dump())
+        for worker, believed, config in zip(self._workers, self._believed, self._opened, strict=True):
+            worker.start(believed, self.namespaces.dump(), config.threads)
 
     def stop(self) -> None:
         """Within STOP_TIMEOUT_S, all together. Blocks."""

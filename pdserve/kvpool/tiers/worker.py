@@ -74,11 +74,14 @@ class TierWorker:
         self._threads: list[threading.Thread] = []
         self._stopping = False
         self._failing = False
+        self._scanned = False
+        self._unsaved = ""  # the list of namespaces that the tier has not saved yet
         self._spill_lock = threading.Lock()
         self._spill_bytes = 0
 
-    def start(self, known: Collection[int], readers: int) -> None:
-        """`known`: the namespaces whose pages are to be believed."""
+    def start(self, known: Collection[int], namespaces: str, readers: int) -> None:
+        """`known`: the namespaces whose pages are to be believed. `namespaces`: the list to save."""
+        self._unsaved = namespaces
         loops = [lambda: self._write_loop(known), *[self._read_loop] * readers]
         for loop in loops:
             thread = threading.Thread(target=loop, name=self._where, daemon=True)
@@ -118,12 +121,13 @@ class TierWorker:
         self._writes.put(lambda: self._forget_namespace(action.namespace, action.before_sequence))
 
     def save_namespaces(self, text: str) -> None:
-        self._writes.put(lambda: self._say(self.tier.save_namespaces(text)))
+        self._writes.put(lambda: self._save_namespaces(text))
 
     # --- the writer's thread
 
     def _write_loop(self, known: Collection[int]) -> None:
         self._guarded(lambda: self._scan(known))
+        self._guarded(lambda: self._save_namespaces(self._unsaved))
         self._post(PagesFound(self._number, (), self.tier.used_bytes, last=True))
         more = False
         while True:
@@ -144,9 +148,29 @@ class TierWorker:
                 return
             count += len(pages)
             self._post(PagesFound(self._number, tuple(pages), self.tier.used_bytes))
+        self._scanned = True
         if count:
             took_ms = (time.monotonic() - started_s) * 1000
             logger.info("%s: found %d pages in %.0f ms", self._where, count, took_ms)
+
+    def _save_namespaces(self, text: str) -> None:
+        self._unsaved = text
+        problem = self._save_unsaved()
+        if problem:
+            logger.warning(
+                "%s: no pages go there until its list of namespaces can be saved: %s", self._where, problem
+            )
+
+    def _save_unsaved(self) -> str:
+        """ "" or why the tier takes no pages: by the list it has, they might be another namespace's."""
+        if not self._unsaved:
+            return ""
+        if not self._scanned:
+            return "what is there was not all looked at"
+        problem = self.tier.save_namespaces(self._unsaved)
+        if not problem:
+            self._unsaved = ""
+        return problem
 
     def _maintain(self) -> bool:
         try:
@@ -165,7 +189,9 @@ class TierWorker:
 
     def _put(self, pages: Sequence[TierPage], data: Sequence[PageMemory]) -> PutResult:
         try:
-            result = self.tier.put(pages, data)
+            problem = self._save_unsaved()
+            failed = PutResult([WRITE_FAILED] * len(pages), problem)
+            result = failed if problem else self.tier.put(pages, data)
         except Exception as error:  # boundary: each store must be reported
             logger.exception("%s: put", self._where)
             result = PutResult([WRITE_FAILED] * len(pages), repr(error))

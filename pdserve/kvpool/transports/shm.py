@@ -50,6 +50,7 @@ class ShmConnection:
     def __init__(self, channel: ControlChannel, mapping: Mapping, checksum: bool) -> None:
         self.welcome: Welcome = channel.welcome
         self._channel = channel
+        self._mapping = mapping  # the next connection finds it as long as one has it
         self._pages = MappedPages(mapping.memory, mapping.rows, checksum)
 
     @classmethod

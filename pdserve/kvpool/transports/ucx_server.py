@@ -316,6 +316,8 @@ class UcxServer:
                 self._begin(peer, peer.waiting.pop(next(iter(peer.waiting))))
                 if not self._in_turn():
                     break
+            if self._peers.get(peer.connection) is not peer:
+                return  # beginning a transfer ended it
             if not peer.link.alive:
                 self._lose(peer, "the client's endpoint closed")
             elif more or peer.may_send or not peer.link.arm():

@@ -1,0 +1,118 @@
+"""One HTTP request as a middleware of ours sees it, between the server and SGLang's app.
+
+It is the only reader of the server's `receive`: it passes the body on to SGLang, and once the body is through
+it waits for the disconnect, so that one is seen at once in every phase. A server says "disconnected" also
+once the answer is complete (uvicorn does at once): that is no client that left.
+
+What the end of this server aborted is no answer, whatever SGLang makes of it. If nothing was sent yet, a 503
+says so; otherwise nothing more is sent, and the server closes the connection without the end of the answer.
+So a router asks another worker, or lets it go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, NoReturn
+
+import msgspec
+
+from pdserve.errors import PdserveError, RequestError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_BODY_QUEUE_MESSAGES = 8  # the server's own flow control does the rest
+
+
+class BrokenOff(PdserveError):
+    """The app need not go on: of this answer nothing more is sent."""
+
+
+def stopping() -> RequestError:
+    """What is said to who comes, or is not answered yet, when the worker ends."""
+    return RequestError(503, "this worker stops", type_="server_error", code="worker_stopping")
+
+
+async def answer(send: Send, error: RequestError) -> None:
+    """Answer a request with an error, whole."""
+    body = msgspec.json.encode(error.body())
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class Connection:
+    """The server's side of one request, read ahead of the app that answers it."""
+
+    def __init__(
+        self,
+        receive: Receive,
+        send: Send,
+        *,
+        on_left: Callable[[], None],
+        more_headers: Callable[[], list[tuple[bytes, bytes]]],
+        on_complete: Callable[[], None],
+        is_stopped: Callable[[], bool],
+    ) -> None:
+        self._receive = receive
+        self._send = send
+        self._on_left = on_left
+        self._more_headers = more_headers
+        self._on_complete = on_complete
+        self._is_stopped = is_stopped
+        self._is_begun = False
+        self._start: MutableMapping[str, Any] | None = None
+        self._messages: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue(_BODY_QUEUE_MESSAGES)
+        self._ended: MutableMapping[str, Any] | None = None
+        self._complete = False
+
+    async def read(self) -> None:
+        """Until the server reports the end of the connection, or of the answer."""
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                if not self._complete:
+                    self._on_left()
+                await self._messages.put(message)
+                return
+            await self._messages.put(message)
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        """For the app. A disconnect is told to everyone who asks, as servers do."""
+        if self._ended is None:
+            message = await self._messages.get()
+            if message["type"] != "http.disconnect":
+                return message
+            self._ended = message
+        return self._ended
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """For the app. The head waits for the first piece of the body: then its headers are known. Raises
+        BrokenOff where the end of this server has aborted the request.
+        """
+        if self._is_stopped():
+            await self._break_off()
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        if self._start is not None:
+            start, self._start = self._start, None
+            self._is_begun = True
+            await self._send({**start, "headers": [*start.get("headers", ()), *self._more_headers()]})
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._complete = True
+            self._on_complete()  # SGLang 0.5.23 returns from a stream 2 s after its end
+        await self._send(message)
+
+    async def _break_off(self) -> NoReturn:
+        if not self._complete:
+            self._complete = True
+            self._on_complete()
+            if not self._is_begun:
+                await answer(self._send, stopping())
+        raise BrokenOff("this worker stops")
