@@ -32,7 +32,7 @@ from pdserve.router.hot import HotRoutes
 from pdserve.router.keys import cluster_token
 from pdserve.router.metrics import RouterCollector, Stats, make_registry
 from pdserve.router.openai_errors import error_body, error_of, error_type
-from pdserve.router.probe import Prober
+from pdserve.router.probe import STRICT, FirstRound, Prober
 from pdserve.router.shared_sessions import SharedSessions
 from pdserve.router.tenant_metrics import EntranceCollector
 from pdserve.router.upstream import Upstream
@@ -180,10 +180,10 @@ class Router:
 
 @asynccontextmanager
 async def open_router(
-    config: RouterConfig, tracer: Tracer | None = None, *, strict: bool = True
+    config: RouterConfig, tracer: Tracer | None = None, first: FirstRound = STRICT
 ) -> AsyncIterator[Router]:
     """A running router: connections, probes, application. `tracer` replaces the configured one. Raises
-    ConfigError, StartupError; without `strict` not for workers that do not fit together.
+    ConfigError, StartupError; `first` says whether for workers that do not fit together.
     """
     tracer = tracer or open_tracer(config.tracing, "pdserve-router")
     fleet, stats = Fleet.from_config(config), Stats()
@@ -200,7 +200,7 @@ async def open_router(
         if discovery is not None:
             await discovery.first()
             tasks.append(asyncio.create_task(discovery.run(), name="router-discovery"))
-        await prober.first_round(strict=strict)
+        await prober.first_round(first)
         tasks.append(asyncio.create_task(prober.run(), name="router-probes"))
         for task in tasks:
             task.add_done_callback(_report_end)

@@ -49,6 +49,12 @@ class Reload(msgspec.Struct, tag="reload", frozen=True):
     """The API keys are to be read anew: one process was told so."""
 
 
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """Child to parent: ids of the workers that it refuses; a process that starts is to refuse the same."""
+
+    workers: frozenset[str]
+
+
 class Wants(msgspec.Struct, tag="wants", frozen=True):
     """Child to parent: what changed of its tenants."""
 
@@ -61,7 +67,7 @@ class Shared(msgspec.Struct, tag="shared", frozen=True):
     tenants: dict[str, Share]
 
 
-Message = Ready | Collect | Collected | Last | FleetChange | Reload | Wants | Shared
+Message = Ready | Collect | Collected | Last | FleetChange | Refused | Reload | Wants | Shared
 _decoder = msgspec.json.Decoder(Message)
 _encoder = msgspec.json.Encoder()
 

@@ -18,6 +18,7 @@ from pdserve.router.changes import Changes
 from pdserve.router.channel import COLLECT_TIMEOUT_S, Channel, ChannelClosed, Message
 from pdserve.router.config import RouterConfig
 from pdserve.router.hot import LAST_WORD_S
+from pdserve.router.probe import FirstRound
 from pdserve.router.serve import configure_logging, serve_child
 
 logger = logging.getLogger(__name__)
@@ -45,10 +46,9 @@ class Child:
         listening: socket.socket,
         admin: socket.socket | None,
         on_message: Callable[[Child, Message], None],
-        *,
-        strict: bool,
+        first: FirstRound,
     ) -> None:
-        """Raises StartupError. `strict`: the process is not to start where workers do not fit together."""
+        """Raises StartupError."""
         self.number = next(_numbers)
         self.setup = setup
         self.is_ready = asyncio.Event()
@@ -56,7 +56,7 @@ class Child:
         self.metrics = ""
         """As it told them last."""
         self.channel = Channel(lambda message: on_message(self, message))
-        self.process, ours = _started(setup.config, listening, admin, strict)
+        self.process, ours = _started(setup.config, listening, admin, first)
         self.serving = asyncio.create_task(self.channel.run(ours))
         self.ended = asyncio.create_task(self._until_ended())
         """Its exit status."""
@@ -104,7 +104,7 @@ class Child:
 
 
 def _started(
-    config: RouterConfig, listening: socket.socket, admin: socket.socket | None, strict: bool
+    config: RouterConfig, listening: socket.socket, admin: socket.socket | None, first: FirstRound
 ) -> tuple[SpawnProcess, socket.socket]:
     """The process and our end of its channel. Raises StartupError."""
     try:
@@ -112,7 +112,7 @@ def _started(
         with theirs:
             try:
                 process = _spawn.Process(
-                    target=run_child, args=(config, listening, theirs, admin, strict), daemon=False
+                    target=run_child, args=(config, listening, theirs, admin, first), daemon=False
                 )
                 process.start()
             except OSError:
@@ -129,13 +129,13 @@ def run_child(
     listening: socket.socket,
     channel: socket.socket,
     admin: socket.socket | None,
-    strict: bool,
+    first: FirstRound,
 ) -> None:
     """A child's whole life."""
     configure_logging(config)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal's goes to all; the parent's is what counts
     try:
-        serve_child(config, listening, channel, admin, strict=strict)
+        serve_child(config, listening, channel, admin, first)
     except PdserveError as error:
         sys.stderr.write(f"pdserve router: error: {error}\n")
         sys.exit(2 if isinstance(error, ConfigError) else 1)

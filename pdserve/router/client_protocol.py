@@ -25,6 +25,8 @@ from pdserve.router.direct_client import DirectClient
 MAX_HEAD_BYTES = 64 * 1024
 """Longest request line and headers; httptools has no bound of its own."""
 LINGER_S = 1.0
+CLOSING_S = 2.0
+"""Longest wait for a client that was answered before it had sent all."""
 _CLOSING = b"content-length: 0\r\nconnection: close\r\n\r\n"
 _TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\n" + _CLOSING
 _TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSING
@@ -68,6 +70,8 @@ class ClientProtocol(HttpToolsProtocol):
         """On the loop's clock; infinite while there is a request."""
         self._is_last = False
         """The router stops: the next answer here is the last."""
+        self._is_closing = False
+        """All is said; what comes is taken in, unread."""
         self._is_gone = False
         self._on_gone: Callable[[], None] | None = None
 
@@ -116,6 +120,8 @@ class ClientProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client. A head of more than `MAX_HEAD_BYTES` ends the connection."""
+        if self._is_closing:
+            return
         self._has_ended = False
         self._idle_since_s = math.inf
         super().data_received(data)
@@ -191,7 +197,7 @@ class ClientProtocol(HttpToolsProtocol):
         time as a head.
         """
         self.server_state.total_requests += 1
-        if self.transport.is_closing():
+        if self._is_closing or self.transport.is_closing():
             return
         if self.flow.read_paused:
             self.flow.resume_reading()
@@ -231,7 +237,21 @@ class ClientProtocol(HttpToolsProtocol):
         """Close, with an answer where none is under way."""
         if answer and not self._is_answering and not self.transport.is_closing():
             self.transport.write(answer)
-        self.transport.close()
+        self.close_in_order()
+
+    def close_in_order(self) -> None:
+        """Close, after what was written, a connection whose client may still send."""
+        if self._is_closing or self.transport.is_closing():
+            return
+        if not self.transport.can_write_eof():  # TLS
+            self.transport.close()
+            return
+        self._is_closing = True
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        if self._idle is not None:
+            self._idle.cancel()
+        self._idle = self.loop.call_later(CLOSING_S, self.transport.abort)
 
     def _unset_late(self) -> None:
         if self._late is not None:

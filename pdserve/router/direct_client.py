@@ -150,7 +150,10 @@ class DirectClient:
         if not more:
             self.response_complete = True
             if not self.keep_alive:
-                protocol.transport.close()
+                if self.more_body:
+                    protocol.close_in_order()
+                else:
+                    protocol.transport.close()
             protocol.on_response_complete()
 
     @property

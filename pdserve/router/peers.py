@@ -21,6 +21,7 @@ from pdserve.router.channel import (
     Last,
     Message,
     Ready,
+    Refused,
     Reload,
     Shared,
     Wants,
@@ -40,6 +41,8 @@ class Peers:
         self._router = router
         self._server = server
         self._channel = Channel(self._on_message)
+        self._refused: frozenset[str] = frozenset()
+        """As the parent knows it."""
         entrance = router.entrance
         self._limits = SharedLimits(entrance.tenants, entrance.admission.held_back)
 
@@ -71,9 +74,16 @@ class Peers:
 
     async def _tell(self) -> None:
         while True:
+            self._tell_refused()
             if wants := self._limits.changed():
                 self._channel.send(Wants(wants))
             await asyncio.sleep(TELL_S)
+
+    def _tell_refused(self) -> None:
+        refused = frozenset(worker.id for worker in self._router.fleet.workers if worker.refused)
+        if refused != self._refused:
+            self._refused = refused
+            self._channel.send(Refused(refused))
 
     async def _everybodys(self) -> bytes:
         try:
@@ -83,6 +93,7 @@ class Peers:
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Collect):
+            self._tell_refused()  # before the metrics that show it
             own = generate_latest(self._router.registry).decode()
             self._channel.send(Collected(message.number, own))
         elif isinstance(message, FleetChange):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from typing import NamedTuple
 
 import httpx
 import msgspec
@@ -19,7 +20,7 @@ from pdserve.router.config import Probe
 from pdserve.router.fleet import Fleet, Worker, WorkerInfo
 from pdserve.router.metrics import Stats
 from pdserve.router.upstream import Upstream
-from pdserve.router.workers import WorkerLoad
+from pdserve.router.workers import WorkerLoad, joining_order
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,20 @@ INFO_EVERY = 10
 between.
 """
 _info_decoder = msgspec.json.Decoder(WorkerInfo)
+
+
+class FirstRound(NamedTuple):
+    """How a process takes workers of its configuration that do not fit together."""
+
+    strict: bool = True
+    """It does not start."""
+    refused: Container[str] = ()
+    """Ids of those that another process refuses: they are refused here rather than those that they do not
+    fit.
+    """
+
+
+STRICT = FirstRound()
 
 
 class _Ready(msgspec.Struct):
@@ -79,16 +94,25 @@ class Prober:
         """Close the probes' connections."""
         await self._client.aclose()
 
-    async def first_round(self, *, strict: bool) -> None:
-        """Probe all once. With `strict`, raises StartupError if workers of the configuration that answer do
-        not fit together; others are only refused, and absent ones may join later.
+    async def first_round(self, first: FirstRound) -> None:
+        """Probe all once. Raises StartupError, if it is strict, when workers of the configuration that answer
+        do not fit together; others are only refused, and absent ones may join later.
         """
         listed = [worker for worker in self._fleet.workers if "config" in worker.sources]
-        await self._probe_all(listed)  # before the others, which are to fit beside them
+        others = [worker for worker in self._fleet.workers if worker not in listed]
+        await self._probe_first(listed, first.refused)  # before the others, which are to fit beside them
         refused = [worker.refused for worker in listed if worker.refused]
-        if strict and refused:
+        if first.strict and refused:
             raise StartupError(refused[0])
-        await self._probe_all(worker for worker in self._fleet.workers if worker not in listed)
+        await self._probe_first(others, first.refused)
+
+    async def _probe_first(self, workers: list[Worker], refused: Container[str]) -> None:
+        """All at once, and what they say in an order that is not chance."""
+        answers = await asyncio.gather(*(self._ask(worker) for worker in workers))
+        infos = {worker.id: info for worker, info in zip(workers, answers, strict=True) if info is not None}
+        found = [(worker, infos[worker.id]) for worker in workers if worker.id in infos]
+        for worker in joining_order(found, refused):
+            self._is_ready(worker, infos[worker.id])
 
     async def run(self) -> None:
         """Probe all, again and again, until cancelled."""
@@ -112,6 +136,11 @@ class Prober:
 
     async def probe(self, worker: Worker) -> None:
         """Ask one worker how it is, and tell the fleet."""
+        if (info := await self._ask(worker)) is not None:
+            self._is_ready(worker, info)
+
+    async def _ask(self, worker: Worker) -> WorkerInfo | None:
+        """How it is: what it serves if it is ready; if not, the fleet is told."""
         try:
             response = await self._get(f"{worker.url}/pd/ready")
             said = _ready_in(response.content)
@@ -119,25 +148,32 @@ class Prober:
                 self._fleet.on_load(worker, said.load, pool_up=said.pool == "up")
                 if self._fleet.on_probe_stopping(worker):
                     logger.info("%s worker %s stops: it finishes what it has", worker.role, worker.id)
-                return
+                return None
             if response.status_code != 200:
                 self._lost(worker, self._fleet.on_probe_not_ready(worker), "is not ready")
-                return
+                return None
             self._fleet.on_load(worker, said.load, pool_up=said.pool == "up")
             if not worker.ready or worker.stopping or worker.refused or self._rounds % INFO_EVERY == 0:
-                await self._ask_info(worker)
+                return await self._ask_info(worker)
         except (httpx.ConnectError, httpx.InvalidURL, UnicodeError) as error:  # the last: a host's name
             self._lost(worker, self._fleet.on_probe_not_ready(worker), f"cannot be reached: {error}")
-            return
+            return None
         except (httpx.HTTPError, TimeoutError) as error:
             went = self._fleet.on_probe_unanswered(worker, self._config.failures_to_down)
             self._lost(worker, went, f"does not answer probes ({type(error).__name__})")
-            return
-        if worker.info is None:
-            return
+            return None
+        return worker.info
+
+    def _is_ready(self, worker: Worker, info: WorkerInfo) -> None:
+        """It is, and serves this."""
+        if info != worker.info or worker.refused is not None or not worker.ready:
+            was_refused = worker.refused
+            refused = self._fleet.on_info(worker, info)
+            if refused is not None and refused != was_refused:
+                self._stats.joins_refused += 1
+                logger.error("refused: %s", refused)
         if self._fleet.on_probe_ready(worker) and worker.refused is None:
             self._said.pop(worker.id, None)
-            info = worker.info
             logger.info(
                 "%s worker %s joined: model %r, context %d tokens, page size %d",
                 worker.role,
@@ -147,27 +183,20 @@ class Prober:
                 info.page_size,
             )
 
-    async def _ask_info(self, worker: Worker) -> None:
-        """Learn what the worker serves. One that does not say is not used."""
+    async def _ask_info(self, worker: Worker) -> WorkerInfo | None:
+        """What the worker serves. One that does not say is not used."""
         response = await self._get(f"{worker.url}/pd/info")
         try:
             if response.status_code != 200:
                 raise ValueError(f"status {response.status_code}")
-            info = _info_decoder.decode(response.content)
+            return _info_decoder.decode(response.content)
         except (msgspec.MsgspecError, ValueError) as error:
             worker.info = None
             went = self._fleet.on_probe_not_ready(worker)
             self._lost(
                 worker, went, f"does not describe itself on /pd/info ({error}); is it a pdserve worker?"
             )
-            return
-        if info == worker.info and worker.refused is None and worker.ready:
-            return
-        was_refused = worker.refused
-        refused = self._fleet.on_info(worker, info)
-        if refused is not None and refused != was_refused:
-            self._stats.joins_refused += 1
-            logger.error("refused: %s", refused)
+            return None
 
     def _lost(self, worker: Worker, went_down: bool, what: str) -> None:
         if self._said.get(worker.id) != what:

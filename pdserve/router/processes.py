@@ -28,10 +28,11 @@ from collections.abc import Coroutine
 from pdserve.command import ConfigSource
 from pdserve.errors import ConfigError, PdserveError, StartupError
 from pdserve.router.changes import Changes, FleetChange
-from pdserve.router.channel import Collect, Collected, Last, Message, Ready, Reload, Shared, Wants
+from pdserve.router.channel import Collect, Collected, Last, Message, Ready, Refused, Reload, Shared, Wants
 from pdserve.router.child import Child, Setup
 from pdserve.router.config import RouterConfig
 from pdserve.router.fleet import Worker, listed_workers
+from pdserve.router.probe import FirstRound
 from pdserve.router.reload import stamp, watch_file
 from pdserve.router.serve import bind
 from pdserve.router.shares import Divider, Shares
@@ -46,14 +47,16 @@ class Processes:
     """The parent."""
 
     def __init__(
-        self, config: RouterConfig, source: ConfigSource[RouterConfig] | None, *, strict: bool = True
+        self, config: RouterConfig, source: ConfigSource[RouterConfig] | None, first: FirstRound
     ) -> None:
         self._setup = Setup(config, Changes())
         self._coming: Setup | None = None
         """That of the successors that are being started."""
         self._source = source
         self._seen = stamp(source.path) if source is not None else None
-        self._strict = strict
+        self._first = first
+        self._refused: frozenset[str] = frozenset()
+        """Workers that the children refuse, as one of them said last."""
         self._sockets: list[socket.socket] = []
         self._admin: socket.socket | None = None
         """The admin API's; the first child serves it."""
@@ -84,7 +87,7 @@ class Processes:
             if config.admin.port is not None:
                 self._admin = bind(config.admin.host, config.admin.port)
             places = range(config.processes)
-            self._children = [self._start(place, self._setup, strict=self._strict) for place in places]
+            self._children = [self._start(place, self._setup, self._first) for place in places]
             await asyncio.gather(*(child.ready() for child in self._children))
             for place, child in enumerate(self._children):
                 self._later(self._keep(place, child))
@@ -98,10 +101,11 @@ class Processes:
         finally:
             await self._stop()
 
-    def _start(self, place: int, setup: Setup, *, strict: bool = False) -> Child:
+    def _start(self, place: int, setup: Setup, first: FirstRound | None = None) -> Child:
         """Raises StartupError."""
+        first = first or FirstRound(strict=False, refused=self._refused)
         admin = self._admin if place == 0 else None
-        child = Child(setup, self._sockets[place], admin, self._on_message, strict=strict)
+        child = Child(setup, self._sockets[place], admin, self._on_message, first)
         self._live.add(child)
         child.serving.add_done_callback(lambda _: self._share(self._divider.gone(child.number)))
         child.ended.add_done_callback(lambda _: self._ended(child))
@@ -179,6 +183,8 @@ class Processes:
                 setup.changes.note(message)
             if message.act != "gone":
                 self._tell_others(child, message)
+        elif isinstance(message, Refused):
+            self._refused = message.workers
         elif isinstance(message, Reload):
             self._tell_others(child, message)
 
@@ -226,15 +232,13 @@ def _ids(config: RouterConfig) -> set[str]:
     return {Worker(role, url).id for url, role in listed_workers(config).items()}
 
 
-def run_processes(
-    config: RouterConfig, source: ConfigSource[RouterConfig] | None, *, strict: bool = True
-) -> None:
-    """Run `config.processes` router processes until they are stopped. Raises StartupError; without `strict`
-    not for workers that do not fit together.
+def run_processes(config: RouterConfig, source: ConfigSource[RouterConfig] | None, first: FirstRound) -> None:
+    """Run `config.processes` router processes until they are stopped. Raises StartupError; `first` says
+    whether for workers that do not fit together.
     """
 
     async def main() -> None:
-        await Processes(config, source, strict=strict).run()
+        await Processes(config, source, first).run()
 
     asyncio.run(main())
     logger.info("stopped")

@@ -25,6 +25,7 @@ from pdserve.router.client_protocol import ClientProtocol, Connections
 from pdserve.router.config import RouterConfig
 from pdserve.router.hot import LAST_WORD_S
 from pdserve.router.live_feed import LiveFeed
+from pdserve.router.probe import FirstRound
 from pdserve.router.reload import stamp, take_over, watch_file
 from pdserve.router.tenant_config import Access
 
@@ -43,13 +44,13 @@ def run(config: RouterConfig, source: ConfigSource[RouterConfig] | None = None) 
         raise ConfigError(
             "no workers: list 'decode' (and 'prefill') workers, or 'agg' workers, or set etcd.endpoints"
         )
-    strict = RESTARTED not in os.environ
+    first = FirstRound(strict=RESTARTED not in os.environ)
     if config.processes > 1:
         from pdserve.router.processes import run_processes
 
-        run_processes(config, source, strict=strict)
+        run_processes(config, source, first)
     else:
-        uvloop.run(_serve_alone(config, source, strict=strict))
+        uvloop.run(_serve_alone(config, source, first))
     return 0
 
 
@@ -61,12 +62,12 @@ def configure_logging(config: RouterConfig) -> None:
 
 
 async def _serve_alone(
-    config: RouterConfig, source: ConfigSource[RouterConfig] | None, *, strict: bool
+    config: RouterConfig, source: ConfigSource[RouterConfig] | None, first: FirstRound
 ) -> None:
     loop = asyncio.get_running_loop()
     seen = stamp(source.path) if source is not None else None
     with bind(config.host, config.port) as listening:
-        async with _server(config, strict=strict) as (router, server):
+        async with _server(config, first) as (router, server):
             host, port = listening.getsockname()[:2]
             watching = None
             if source is not None:
@@ -105,14 +106,13 @@ def serve_child(
     listening: socket.socket,
     channel: socket.socket,
     admin: socket.socket | None,
-    *,
-    strict: bool,
+    first: FirstRound,
 ) -> None:
     """Serve as one of several processes, until SIGTERM or until the parent is gone. Raises StartupError."""
     from pdserve.router.peers import Peers
 
     async def main() -> None:
-        async with _server(config, strict=strict) as (router, server):
+        async with _server(config, first) as (router, server):
             peers = Peers(router, server)
             talking = asyncio.create_task(peers.run(channel))
             async with administered(router, config, admin) if admin else contextlib.nullcontext():
@@ -124,10 +124,10 @@ def serve_child(
 
 
 @contextlib.asynccontextmanager
-async def _server(config: RouterConfig, *, strict: bool) -> AsyncIterator[tuple[Router, uvicorn.Server]]:
+async def _server(config: RouterConfig, first: FirstRound) -> AsyncIterator[tuple[Router, uvicorn.Server]]:
     """A router and its server, to be stopped by SIGTERM or SIGINT."""
     loop = asyncio.get_running_loop()
-    async with open_router(config, strict=strict) as router:
+    async with open_router(config, first=first) as router:
         server = make_server(router, config, config.access)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, server.handle_exit, number, None)

@@ -6,7 +6,7 @@ refused when it joins, and used as soon as it, or they, have changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -149,6 +149,19 @@ def find_mismatch(worker: Worker, others: Iterable[Worker]) -> str | None:
                 f"({mine!r} and {theirs!r}) and cannot share KV pages; give them the same settings and files"
             )
     return None
+
+
+def joining_order(found: Sequence[tuple[Worker, WorkerInfo]], refused: Container[str]) -> list[Worker]:
+    """In which order workers that were found together join: who is first decides who fits, and which of them
+    answered first is chance. Those that others do not refuse (ids), before all, then those that fit most of
+    the workers found, then in the order given.
+    """
+    fitting = {
+        worker.id: sum(_differing_field(info, theirs) is None for _, theirs in found)
+        for worker, info in found
+    }
+    workers = [worker for worker, _ in found]
+    return sorted(workers, key=lambda worker: (worker.id in refused, -fitting[worker.id]))
 
 
 def _differing_field(mine: WorkerInfo, theirs: WorkerInfo) -> tuple[str, Any, Any] | None:

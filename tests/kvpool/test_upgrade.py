@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import re
@@ -267,8 +268,10 @@ def without_processor_s(pids: list[int]) -> float:
     """How long these processes' main threads and this thread were ready to run, and had no processor; and how
     long this machine's processors were its host's.
     """
-    stats = [Path("/proc/thread-self/schedstat"), *(Path(f"/proc/{pid}/schedstat") for pid in pids)]
-    waited_ns = sum(int(path.read_text().split()[1]) for path in stats if path.exists())
+    waited_ns = 0
+    for process in ("thread-self", *pids):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            waited_ns += int(Path(f"/proc/{process}/schedstat").read_text().split()[1])
     stolen = int(Path("/proc/stat").read_text().split(maxsplit=9)[8])
     return waited_ns / 1e9 + stolen / os.sysconf("SC_CLK_TCK")
 

@@ -13,6 +13,7 @@ from pdserve.errors import ConfigError, StartupError
 from pdserve.logs import configure_logs
 from pdserve.router.app import open_router
 from pdserve.router.config import Probe, RouterConfig
+from pdserve.router.probe import FirstRound
 
 from .harness import FAST, Harness, chat_body, disagg, routed, run
 from .mock_worker import ANSWER, Gate, MockWorker, Received, Wire, answer, close, hang, workers
@@ -138,9 +139,60 @@ def test_a_router_that_starts_again_serves_with_the_workers_that_fit() -> None:
         good, odd = MockWorker("decode"), MockWorker("decode", model="other")
         async with workers(good, odd):
             config = RouterConfig(decode=(good.url, odd.url), models=("m",))
-            async with open_router(config, strict=False) as router:
+            async with open_router(config, first=FirstRound(strict=False)) as router:
                 found = {worker.id: worker.refused is None for worker in router.fleet.workers}
                 assert found == {good.id: True, odd.id: False}
+
+    run(main())
+
+
+def tell_info(worker: MockWorker) -> Gate:
+    """Open once the worker has said what it serves."""
+    gate = Gate()
+
+    async def tell(wire: Wire, request: Received) -> None:
+        await wire.json(200, worker.info)
+        gate.open.set()
+
+    worker.script("/pd/info", tell)
+    return gate
+
+
+@pytest.mark.parametrize(
+    ("sizes", "refused", "fit"),
+    [
+        ([64, 32], [], [True, False]),
+        ([64, 32], [0], [False, True]),
+        ([32, 64, 64], [], [False, True, True]),
+        ([32, 64, 64], [1, 2], [True, False, False]),
+        ([64, 32, 32, 64], [], [True, False, False, True]),
+    ],
+    ids=[
+        "the first",
+        "what another process refuses",
+        "the most",
+        "that of many, too",
+        "the first of as many",
+    ],
+)
+def test_who_joins_at_a_start_is_not_who_answers_first(
+    sizes: list[int], refused: list[int], fit: list[bool]
+) -> None:
+    async def main() -> None:
+        found = [MockWorker("decode", page_size=size) for size in sizes]
+        async with workers(*found):
+            slow = next(worker for worker, fits in zip(found, fit, strict=True) if fits)
+            told = [tell_info(worker) for worker in found if worker is not slow]
+
+            async def last(wire: Wire, request: Received) -> None:
+                await asyncio.gather(*(gate.open.wait() for gate in told))
+                await wire.json(200, {"ready": True})
+
+            slow.script("/pd/ready", last)
+            config = RouterConfig(decode=tuple(worker.url for worker in found))
+            first = FirstRound(strict=False, refused=[found[n].id for n in refused])
+            async with open_router(config, first=first) as router:
+                assert [worker.refused is None for worker in router.fleet.workers] == fit
 
     run(main())
 

@@ -57,7 +57,7 @@ def test_a_worker_that_came_back_as_another_keeps_no_process_from_being_replaced
     async def main() -> None:
         good, odd = MockWorker("decode"), MockWorker("decode")
         async with workers(good, odd):
-            text = f'decode = ["{good.url}", "{odd.url}"]\nprocesses = 2\nprobe.interval_s = 0.05\n'
+            text = f'decode = ["{odd.url}", "{good.url}"]\nprocesses = 2\nprobe.interval_s = 0.05\n'
             async with routing(tmp_path / "router.toml", text) as router:
                 odd.info["page_size"] = 32
 

@@ -44,7 +44,7 @@ def pids_of(router: RouterProcess) -> set[int]:
 def is_router(pid: int) -> bool:
     try:
         return b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:  # it has just ended
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
         return False
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
+
+from pdserve.router import client_protocol
 
 from .harness import FAST, Connection, Harness, chat_body, disagg, run
 from .mock_worker import ANSWER, EVENTS, Gate, MockWorker, stream
@@ -71,6 +74,42 @@ def test_a_body_drop_by_drop_or_not_at_all_is_answered_408(sent: bytes) -> None:
             assert await client.reader.read() == b""
             dropping.cancel()
             assert worker.got(CHAT) == []
+
+    run(main())
+
+
+def answered_while_sending(port: int, sent: bytes) -> bytes:
+    """What a client reads that has sent this, and sends more when the answer has come, before it reads."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        client.sendall(sent)
+        client.recv(1, socket.MSG_PEEK)
+        for _ in range(20):
+            client.sendall(b"y")
+        received = b""
+        while data := client.recv(65536):
+            received += data
+        return received
+
+
+@pytest.mark.parametrize("sent", [HEAD[:-2], HEAD + BODY[:-5]])
+def test_an_early_answer_is_not_overtaken_by_a_reset(sent: bytes) -> None:
+    async def main() -> None:
+        async with strict() as (harness, _):
+            received = await asyncio.to_thread(answered_while_sending, harness.port, sent)
+            assert received.startswith(b"HTTP/1.1 408 ")
+
+    run(main())
+
+
+def test_a_client_that_never_stops_sending_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_protocol, "CLOSING_S", 0.2)
+
+    async def main() -> None:
+        async with strict() as (harness, _):
+            client = await harness.connect()
+            dropping = asyncio.create_task(drop_by_drop(client, HEAD[:-2] + b"y" * 10000))
+            assert (await client.head()).status == 408
+            await dropping  # far from all: the router has had enough
 
     run(main())
 
