@@ -7,7 +7,7 @@
     DOWN        after one failure every operation is refused at once, without touching the network, and a
                 thread tries the node every `retry_after_s` until a connection succeeds. Where there is
                 nobody to connect to, trying costs next to nothing and a restart is likely: such a node is
-                tried whenever it has been away for a tenth longer
+                tried whenever it has been away for a twentieth longer
 
 So a dead pool costs a request one short deadline in all, not one per page, and a node that came back is
 noticed without a request paying for the attempt.
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RESTART_RETRY_S: Final = 0.02
-RETRY_SHARE: Final = 0.1  # of the time that a node has been away
+RETRY_SHARE: Final = 0.05  # of the time that a node has been away
 
 
 class LinkState(enum.Enum):

@@ -8,9 +8,10 @@ other row that is not free is dropped, alone. The pages' bytes are not read: rea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from itertools import chain
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ Int64s = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.void]
 
 BLOCK_ROWS: Final = 4096  # scanned at a time: with all temporaries they fit the CPU's cache
+_FACTS: Final = ("namespace", "length_bytes", "checksum", "sequence", "committed_s")
 _KEY_DTYPE: Final = np.dtype(
     {"names": ["key"], "formats": ["V32"], "offsets": [0], "itemsize": ROW_DTYPE.itemsize}
 )
@@ -57,35 +59,56 @@ def scan(
     known = np.array(sorted(namespaces), dtype=np.uint32)
     number_of = np.array([namespaces[space] for space in known.tolist()], dtype=np.uint32)
     blocks = [
-        _scan_block(layout, classes, rows[first : first + BLOCK_ROWS], first)
+        _scan_block(layout, classes, known, rows[first : first + BLOCK_ROWS], first)
         for first in range(0, layout.rows, BLOCK_ROWS)
     ]
-    good, dropped, quarantined = (np.concatenate(found) for found in zip(*blocks, strict=True))
-    owned = np.isin(rows["namespace"][good], known)
-    slots, older = _without_duplicates(rows, good[owned])
+    keys = list(chain.from_iterable(block.keys for block in blocks))
+    slots, dropped, quarantined, words = (
+        np.concatenate([getattr(block, name) for block in blocks])
+        for name in ("slots", "dropped", "quarantined", "words")
+    )
+    facts = {name: np.concatenate([block.facts[name] for block in blocks]) for name in _FACTS}
+    older = _repeated(words, facts, keys)
+    if len(older):
+        dropped = np.concatenate([dropped, slots[older]])
+        slots = np.delete(slots, older)
+        facts = {name: np.delete(column, older) for name, column in facts.items()}
+        gone = set(older.tolist())
+        keys = [key for at, key in enumerate(keys) if at not in gone]
     return TableContents(
         slab_class=classes.tolist(),
         slots=slots,
-        keys=_keys(rows, slots),
-        namespaces=number_of[np.searchsorted(known, rows["namespace"][slots])],
-        lengths=rows["length_bytes"][slots],
-        checksums=rows["checksum"][slots],
-        sequences=rows["sequence"][slots],
-        committed_s=rows["committed_s"][slots],
+        keys=keys,
+        namespaces=number_of[np.searchsorted(known, facts["namespace"])],
+        lengths=facts["length_bytes"],
+        checksums=facts["checksum"],
+        sequences=facts["sequence"],
+        committed_s=facts["committed_s"],
         quarantined=quarantined.tolist(),
         quarantined_namespaces=[
             namespaces.get(space, 0) for space in rows["namespace"][quarantined].tolist()
         ],
-        dropped=[*dropped.tolist(), *good[~owned].tolist(), *older.tolist()],
+        dropped=dropped.tolist(),
     )
 
 
+class _Block(NamedTuple):
+    """What a block of rows says; of the rows to keep all that is needed, while they are in the cache."""
+
+    slots: Int64s
+    keys: list[bytes]
+    words: npt.NDArray[np.uint64]
+    """The first of each key."""
+    facts: dict[str, npt.NDArray[Any]]
+    """By column, `_FACTS`."""
+    dropped: Int64s
+    quarantined: Int64s
+
+
 def _scan_block(
-    layout: TableLayout, classes: Int64s, rows: Rows, first: int
-) -> tuple[Int64s, Int64s, Int64s]:
-    """The slots to keep, whoever's they are, to drop, to quarantine among `rows`, which begin at slot
-    `first`.
-    """
+    layout: TableLayout, classes: Int64s, known: npt.NDArray[np.uint32], rows: Rows, first: int
+) -> _Block:
+    """`rows` begin at slot `first`; `known` are the spaces whose rows belong to somebody."""
     state = rows["state"].copy()
     slots = np.arange(first, first + len(rows))
     slab = slots // layout.slots_per_slab
@@ -98,9 +121,16 @@ def _scan_block(
     good = committed & fits & (length > 0)
     good &= np.maximum(rounded, layout.min_slot_bytes) == slot_bytes
     good &= rows["guard"] == guards_of(row_words(rows))
+    good &= np.isin(rows["namespace"], known)
     unfinished = fits & ~committed & (state != FREE)
-    bad = (state != FREE) & ~good & ~unfinished
-    return slots[good], slots[bad], slots[unfinished]
+    return _Block(
+        slots[good],
+        rows.view(_KEY_DTYPE)["key"][good].tolist(),
+        row_words(rows)[:, 0][good],
+        {name: rows[name][good] for name in _FACTS},
+        slots[(state != FREE) & ~good & ~unfinished],
+        slots[unfinished],
+    )
 
 
 def _valid_classes(layout: TableLayout, slab_class: npt.NDArray[np.uint64]) -> Int64s:
@@ -110,21 +140,17 @@ def _valid_classes(layout: TableLayout, slab_class: npt.NDArray[np.uint64]) -> I
     return np.where(valid, slab_class, 0).astype(np.int64)
 
 
-def _without_duplicates(rows: Rows, slots: Int64s) -> tuple[Int64s, Int64s]:
-    """`slots` without those whose key a newer one has, and those. Sorting one word of the keys finds whether
-    there can be any; almost always there is none.
+def _repeated(
+    words: npt.NDArray[np.uint64], facts: Mapping[str, npt.NDArray[Any]], keys: Sequence[bytes]
+) -> Int64s:
+    """The places of pages whose key a newer one has. Sorting one word of the keys finds whether there can be
+    any; almost always there is none.
     """
-    words = np.sort(row_words(rows)[:, 0][slots])
-    if not (words[1:] == words[:-1]).any():
-        return slots, slots[:0]
-    by_age = slots[np.argsort(rows["sequence"][slots], kind="stable")]
-    names = zip(rows["namespace"][by_age].tolist(), _keys(rows, by_age), strict=True)
-    newest = dict(zip(names, by_age.tolist(), strict=True))
-    kept = np.sort(np.fromiter(newest.values(), np.int64, len(newest)))
-    return kept, np.setdiff1d(slots, kept, assume_unique=True)
-
-
-def _keys(rows: Rows, slots: Int64s) -> list[bytes]:
-    """The keys of these slots."""
-    keys: list[bytes] = rows.view(_KEY_DTYPE)["key"][slots].tolist()
-    return keys
+    ordered = np.sort(words)
+    if not (ordered[1:] == ordered[:-1]).any():
+        return np.zeros(0, np.int64)
+    spaces = facts["namespace"].tolist()
+    by_age = np.argsort(facts["sequence"], kind="stable").tolist()
+    newest = {(spaces[at], keys[at]): at for at in by_age}
+    kept = np.fromiter(newest.values(), np.int64, len(newest))
+    return np.setdiff1d(np.arange(len(keys)), kept, assume_unique=True)

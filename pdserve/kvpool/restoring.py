@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import compress
+from itertools import compress, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -52,9 +52,7 @@ def restore(store: PageStore, contents: TableContents, now_s: float) -> None:
 def _restore_keys(store: PageStore, contents: TableContents, by_age: npt.NDArray[np.int64]) -> None:
     """Index, orders and sums of each namespace. `by_age`: all slots, oldest page first."""
     slots = contents.slots.tolist()
-    key_of = np.full(store.slots.slots, None, dtype=object)  # faster than a loop over the list
-    key_of[contents.slots] = contents.keys
-    store.facts.key = key_of.tolist()
+    _place(store.facts.key, contents.slots, contents.keys)
     classes = np.frombuffer(store.slots.slab_class, np.uint64)
     slot_bytes = classes[contents.slots // store.slots.slots_per_slab]
     owners = np.frombuffer(store.facts.namespace, np.uint32)[by_age]
@@ -71,3 +69,11 @@ def _restore_keys(store: PageStore, contents: TableContents, by_age: npt.NDArray
 def _not_later(committed_s: npt.NDArray[np.float64], now_s: float) -> npt.NDArray[np.float64]:
     """Times of commit; what is later than now, or no time at all, is of another boot: now."""
     return np.where(committed_s <= now_s, committed_s, now_s)
+
+
+def _place(column: list[bytes | None], slots: npt.NDArray[np.int64], keys: list[bytes]) -> None:
+    """`column[slot] = key` for each, a run of neighbouring slots at a time: most lie side by side."""
+    firsts = np.flatnonzero(np.diff(slots, prepend=-2) != 1).tolist()
+    for first, end in pairwise([*firsts, len(slots)]):
+        slot = int(slots[first])
+        column[slot : slot + end - first] = keys[first:end]

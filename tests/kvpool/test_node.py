@@ -33,6 +33,7 @@ from pdserve.kvpool.listening import is_remote
 from pdserve.kvpool.namespaces import Namespaces
 from pdserve.kvpool.node import PoolNode
 from pdserve.kvpool.table import ROW_DTYPE, TableLayout
+from pdserve.kvpool.transports import presence
 from pdserve.kvpool.transports.base import OK, Connection
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.ucx import UcxLibrary
@@ -762,6 +763,33 @@ def test_connections_to_one_node_share_one_mapping_of_its_memory(start: Start) -
         assert mappings() == 1
         connections.pop().close()
     until_mapped(0)
+
+
+def test_letting_go_of_a_nodes_memory_holds_up_nobody(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = start()
+    going_on, advise = threading.Event(), presence._advise
+
+    def advise_when_told(reference: Callable[[], Any], advice: int) -> None:
+        if advice == presence.MADV_DONTNEED:
+            assert going_on.wait(20)
+        advise(reference, advice)
+
+    def is_mapped() -> bool:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return any(line.endswith(str(pool.arena_path)) for line in lines)
+
+    connection = pool.connect()
+    for thread in threading.enumerate():
+        if thread.name == presence.THREAD:  # it makes the memory present
+            thread.join()
+    monkeypatch.setattr(presence, "_advise", advise_when_told)
+    connection.close()
+    del connection
+    assert is_mapped()  # and we are here
+    going_on.set()
+    deadline = soon()
+    while is_mapped():
+        assert time.monotonic() < deadline
 
 
 def test_a_pipeline_of_requests_is_answered_in_full(start: Start) -> None:

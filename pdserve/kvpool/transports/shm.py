@@ -24,7 +24,7 @@ from pdserve.kvpool.table import RowReader, TableLayout
 from pdserve.kvpool.transports.base import Bytes1D, PageBuffers, PageOutcome
 from pdserve.kvpool.transports.control import ControlChannel, OnView, make_hello
 from pdserve.kvpool.transports.mapped import MappedPages
-from pdserve.kvpool.transports.populate import populate_in_background
+from pdserve.kvpool.transports.presence import populate_in_background, unmap_in_background
 
 _Mappings: TypeAlias = "weakref.WeakValueDictionary[tuple[int, int, int], Mapping]"
 
@@ -105,6 +105,7 @@ class Mapping:
     def __init__(self, arena: mmap.mmap, table: mmap.mmap, layout: TableLayout) -> None:
         self.memory: Bytes1D = np.frombuffer(arena, dtype=np.uint8)
         self.rows = RowReader(memoryview(table), layout)
+        weakref.finalize(self, unmap_in_background, self.memory).atexit = False
 
     @classmethod
     def of(cls, welcome: Welcome) -> Mapping:

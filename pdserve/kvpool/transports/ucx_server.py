@@ -38,7 +38,7 @@ from pdserve.errors import PoolUnavailable, StartupError
 from pdserve.kvpool.events import CancelTransfers, StartReceive, StartSend, TransferDone
 from pdserve.kvpool.messages import UcxInfo
 from pdserve.kvpool.transports.base import Bytes1D
-from pdserve.kvpool.transports.populate import populate_in_background
+from pdserve.kvpool.transports.presence import populate_in_background
 from pdserve.kvpool.transports.ucx import GREETED_TAG, GREETING_BYTES, Operation, UcxLibrary, UcxLink
 
 logger = logging.getLogger(__name__)
