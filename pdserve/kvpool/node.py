@@ -118,9 +118,9 @@ class PoolNode:
         self._failure: PdserveError | None = None
         self._stopped = False  # from then on the memory may be another node's: nothing is decided any more
 
-    async def serve(self) -> None:
-        """Take the memory, listen, serve until `stop`. Raises StartupError, ConfigError; NodeFailed after a
-        bug.
+    async def serve(self, on_ready: Callable[[], object] = lambda: None) -> None:
+        """Take the memory, listen, call `on_ready`, serve until `stop`. Raises StartupError, ConfigError;
+        NodeFailed after a bug.
         """
         self._loop = asyncio.get_running_loop()
         self.arena, self._tiers = take_memory(self.config, self.incarnation, self._inherited)
@@ -151,6 +151,7 @@ class PoolNode:
             logger.info(
                 "pool node %s is ready at %s: %d MiB", self.config.name, addresses, self.config.capacity >> 20
             )
+            on_ready()
             await self._stopping.wait()
             if self._failure is not None:
                 raise self._failure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 
 import msgspec
 import uvloop
@@ -59,7 +60,8 @@ async def _run(config: PoolNodeConfig, succession: Succession | None) -> Handove
     if succession is not None and succession.handover.told_to_end:
         end()  # once it serves
     hold_signals(hold=False)
-    await node.serve()
+    # what was made until then stays: the collector would take 20 ms to look at the index of a million pages
+    await node.serve(gc.freeze)
     if node.handover is None:
         return None
     return replace(node.handover, told_to_end=told_to_end.is_set())
