@@ -16,6 +16,7 @@ command -v etcd >/dev/null || need "etcd, by which nodes find each other," etcd-
 command -v prometheus >/dev/null || need "Prometheus, which the dashboards are checked with," prometheus
 command -v chromium >/dev/null || need "Chromium, which the live page is looked at with," chromium
 command -v cc >/dev/null || need "a C compiler, which a test of broken connects needs," gcc
+[[ $(ldconfig -p) = *libibverbs.so.1* ]] || need "libibverbs, without which Mooncake does not run," libibverbs1
 unset PYTHONDONTWRITEBYTECODE # or hundreds of processes would each compile pdserve
 selection=()
 if [ "${1:-}" = --fast ]; then

@@ -72,6 +72,22 @@ def test_what_is_not_installed_is_named_with_how_to_install_it(missing: str, tmp
     assert "pip install 'pdserve[bench]'" in line
 
 
+def test_a_library_that_mooncake_misses_is_named_with_its_package(tmp_path: Path) -> None:
+    master = tmp_path / "mooncake" / "mooncake_master"
+    master.parent.mkdir()
+    (tmp_path / "mooncake" / "__init__.py").touch()
+    says = "mooncake_master: error while loading shared libraries: libibverbs.so.1: cannot open shared object"
+    master.write_text(f"#!/bin/sh\necho '{says}' >&2\nexit 127\n")
+    master.chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "pdserve", "bench", "pool", "--peer", "mooncake"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert "libibverbs.so.1" in line
+    assert "apt-get install libibverbs1" in line
+
+
 def test_table_names_what_it_shows() -> None:
     done = bench("--pages", "64KiB", "--path", "shm", "--checksum", "on", "--seconds", "0", "--batch", "4")
     assert done.returncode == 0, done.stderr

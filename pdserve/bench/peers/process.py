@@ -16,6 +16,8 @@ from pdserve.up.process import die_with_parent
 
 START_TIMEOUT_S: Final = 20.0
 STOP_TIMEOUT_S: Final = 5.0
+DEBIAN_PACKAGES: Final = {"libibverbs.so.1": "libibverbs1"}
+"""Of libraries that a server needs and its wheel does not bring."""
 
 
 @contextmanager
@@ -45,7 +47,7 @@ def server(
         while not ready():
             if process.poll() is not None or time.monotonic() > deadline:
                 last = log_path.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-                raise BenchError(f"{name} did not start: {last[0]}")
+                raise BenchError(f"{name} did not start: {last[0]}{_remedy(last[0])}")
             time.sleep(0.05)
         yield process
     finally:
@@ -57,6 +59,12 @@ def server(
             process.wait()
         assert process.stdin is not None
         process.stdin.close()
+
+
+def _remedy(line: str) -> str:
+    """What to install, where the loader says that a library is missing."""
+    missing = (package for library, package in DEBIAN_PACKAGES.items() if library in line)
+    return "".join(f"; 'sudo apt-get install {package}' (or your system's like) helps" for package in missing)
 
 
 def free_ports(count: int) -> list[int]:
