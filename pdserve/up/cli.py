@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import io
 import os
 import random
 import secrets
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -109,8 +109,9 @@ def check_tables(plan: Plan, source: str, schemas: Mapping[Role, str]) -> None:
 def run_plan(plan: Plan) -> int:
     """Run a plan in the foreground until it is stopped; gives the exit status."""
     check_ports(plan)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a process's output may hold what the terminal cannot show
-    console = Console(sys.stdout, [spec.name for spec in plan.processes], echo_logs=plan.settings.echo_logs)
-    with claimed(plan.processes[0].config_path.parent):
+    names = [spec.name for spec in plan.processes]
+    with (
+        claimed(plan.processes[0].config_path.parent),
+        closing(Console(sys.stdout, names, echo_logs=plan.settings.echo_logs)) as console,
+    ):
         return asyncio.run(Supervisor(plan, console).run())

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Final, TextIO
 
 _COLOURS: Final = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)  # ANSI foregrounds that read on dark and light
 SUPERVISOR: Final = "up"
+MAX_WAITING_BYTES: Final = 4 << 20
+CLOSE_TIMEOUT_S: Final = 1.0
 
 
 class Console:
-    """Writes whole lines to one stream. Once that fails (its reader went away, the terminal was closed, the
-    disk is full) it is silent for good; supervision goes on.
+    """Shows whole lines on one stream, written by a thread of their own: a reader that stands still (Ctrl-S,
+    a pager, a connection that sleeps) holds up nobody. Of more than `MAX_WAITING_BYTES` that wait for it the
+    oldest lines are dropped, and counted. Once writing fails (the reader went away, the terminal was closed,
+    the disk is full) it is silent for good; supervision goes on. Whoever made it must `close` it.
     """
 
     def __init__(self, stream: TextIO, names: list[str], *, echo_logs: bool = True) -> None:
-        self._stream = stream
+        stream.flush()
+        self._file = stream.fileno()  # past the stream, whose lock a thread that hangs would hold at exit
+        self._encoding = stream.encoding
         self._echo_logs = echo_logs
-        self._silent = False
         self._width = max(map(len, [*names, SUPERVISOR]))
         colours = _wants_colour(stream, os.environ)
         self._colour = {
@@ -28,35 +33,71 @@ class Console:
             for i, name in enumerate(dict.fromkeys(names))
         }
         self._bold = colours
+        self._changed = threading.Condition()
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._dropped = 0
+        self._ended = False
+        """Nothing more is taken: closed, or writing failed."""
+        self._writer = threading.Thread(target=self._write_all, name="console", daemon=True)
+        self._writer.start()
 
     def log(self, name: str, line: str) -> None:
         """A line of a process's own output."""
         if self._echo_logs:
-            self._write(name, self._colour.get(name), line)
+            self._put(self._shown(name, self._colour.get(name), line))
 
     def say(self, text: str) -> None:
         """A line of the supervisor's."""
-        self._write(SUPERVISOR, 1 if self._bold else None, text)
+        self._put(self._shown(SUPERVISOR, 1 if self._bold else None, text))
 
-    def _write(self, name: str, colour: int | None, line: str) -> None:
-        if self._silent:
-            return
+    def close(self) -> None:
+        """Let what waits be written, for at most `CLOSE_TIMEOUT_S`."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+        self._writer.join(CLOSE_TIMEOUT_S)
+
+    def _shown(self, name: str, colour: int | None, line: str) -> bytes:
         prefix = f"{name:<{self._width}} |"
         if colour is not None:
             prefix = f"\x1b[{colour}m{prefix}\x1b[0m"
-        try:
-            self._stream.write(f"{prefix} {line}\n")
-            self._stream.flush()
-        except (OSError, ValueError):
-            self._silent = True
-            self._discard()
+        # a process's output may hold what the terminal cannot show
+        return f"{prefix} {line}\n".encode(self._encoding, "replace")
 
-    def _discard(self) -> None:
-        """Send what the stream still holds nowhere: flushed at exit, it would fail again and change the exit
-        status.
-        """
-        with suppress(OSError, ValueError), Path(os.devnull).open("wb") as nowhere:
-            os.dup2(nowhere.fileno(), self._stream.fileno())
+    def _put(self, line: bytes) -> None:
+        with self._changed:
+            if self._ended:
+                return
+            self._waiting.append(line)
+            self._waiting_bytes += len(line)
+            while self._waiting_bytes > MAX_WAITING_BYTES:
+                self._waiting_bytes -= len(self._waiting.popleft())
+                self._dropped += 1
+            self._changed.notify()
+
+    def _write_all(self) -> None:
+        """The thread: write what waits, until closed or until it cannot be written."""
+        while lines := self._take():
+            try:
+                while lines:
+                    lines = lines[os.write(self._file, lines) :]
+            except OSError:
+                with self._changed:
+                    self._ended = True
+                    self._waiting.clear()
+
+    def _take(self) -> bytes:
+        """All that waits, once there is something; empty after the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._ended)
+            lines = b"".join(self._waiting)
+            if self._dropped:
+                text = f"{self._dropped} lines not shown: nobody read them; the logs have them"
+                lines = self._shown(SUPERVISOR, 1 if self._bold else None, text) + lines
+            self._waiting.clear()
+            self._waiting_bytes = self._dropped = 0
+            return lines
 
 
 def _wants_colour(stream: TextIO, environ: Mapping[str, str]) -> bool:

@@ -25,11 +25,11 @@ def session_members(session: int) -> list[int]:
         if not entry.name.isdigit():
             continue
         with suppress(OSError):  # it ended while we were looking
-            # the second field, the name in brackets, may itself hold spaces and brackets
+            # the second field, the name in brackets, may hold spaces, brackets and any byte
             state, _parent, _group, its_session = (
-                (entry / "stat").read_text().rpartition(")")[2].split(maxsplit=4)[:4]
+                (entry / "stat").read_bytes().rpartition(b")")[2].split(maxsplit=4)[:4]
             )
-            if int(its_session) == session and state not in "ZX":
+            if int(its_session) == session and state not in b"ZX":
                 members.append(int(entry.name))
     return members
 

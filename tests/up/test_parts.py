@@ -1,9 +1,13 @@
-"""The supervisor's small parts: TOML text, restart decisions, line splitting, ports."""
+"""The supervisor's small parts: TOML text, restart decisions, line splitting, ports, the console, sessions."""
 
 from __future__ import annotations
 
+import os
 import random
 import socket
+import subprocess
+import sys
+import threading
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,9 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.up.config import ClusterSettings
+from pdserve.up.console import MAX_WAITING_BYTES, Console
 from pdserve.up.ports import free_ports, is_free
 from pdserve.up.process import LineSplitter, describe_status, write_private
 from pdserve.up.restart import restart_delay_s
+from pdserve.up.sessions import session_members
 from pdserve.up.toml import to_toml
 
 scalars = st.one_of(
@@ -100,9 +106,66 @@ def test_generated_configuration_is_readable_by_its_owner_only(tmp_path: Path) -
     assert (path.read_text(), path.stat().st_mode & 0o777) == ("new", 0o600)
 
 
+def test_a_name_that_is_cut_inside_a_character_hides_no_session() -> None:
+    rename = "import ctypes; ctypes.CDLL(None).prctl(15, 'aプロセスの名前'.encode(), 0, 0, 0)"
+    code = f"{rename}; print(flush=True); import sys; sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(UnicodeDecodeError):
+            Path(f"/proc/{process.pid}/stat").read_text()
+        members = session_members(process.pid)
+        assert process.stdin is not None
+        process.stdin.close()
+    assert members == [process.pid]
+
+
 def test_free_ports_leaves_out_one_that_is_taken() -> None:
     seed = 7
     first = next(free_ports("127.0.0.1", random.Random(seed)))
     with socket.create_server(("127.0.0.1", first)):
         assert not is_free("127.0.0.1", first)
         assert next(free_ports("127.0.0.1", random.Random(seed))) != first
+
+
+def test_a_console_drops_the_oldest_lines_that_nobody_reads_and_says_how_many() -> None:
+    reads, writes = os.pipe()
+    with os.fdopen(writes, "w") as stream, os.fdopen(reads) as reader:
+        console = Console(stream, ["a"])
+        count = 3 * MAX_WAITING_BYTES // 1000  # one batch is being written, one waits
+        for number in range(count):
+            console.log("a", f"{number} " + "x" * 1000)
+        shown = threading.Thread(target=console.close)
+        shown.start()
+        lines = [reader.readline()]
+        while not lines[-1].startswith(f"a  | {count - 1} "):
+            lines.append(reader.readline())
+        shown.join()
+        dropped = [int(line.split()[2]) for line in lines if "lines not shown" in line]
+        assert sum(dropped) > 0
+        assert len(lines) - len(dropped) + sum(dropped) == count
+        assert sum(map(len, lines)) < 2 * MAX_WAITING_BYTES + 100_000
+
+
+def test_a_console_that_nobody_reads_holds_up_neither_lines_nor_the_end() -> None:
+    reads, writes = os.pipe()
+    with os.fdopen(writes, "w") as stream:
+        console = Console(stream, ["a"])
+        console.log("a", "x" * 100_000)
+        console.close()
+        console.log("a", "after the end")
+        os.close(reads)
+
+
+def test_what_the_terminal_cannot_show_is_replaced() -> None:
+    reads, writes = os.pipe()
+    with os.fdopen(writes, "w", encoding="ascii") as stream, os.fdopen(reads) as reader:
+        console = Console(stream, ["a"])
+        console.log("a", "caf\u00e9")
+        console.close()
+        assert reader.readline() == "a  | caf?\n"

@@ -340,6 +340,25 @@ def test_a_full_disk_under_the_console_stalls_no_process_and_a_signal_still_stop
         assert not processes_that_mention(str(tmp_path))
 
 
+def test_a_console_that_nobody_reads_stalls_no_process_and_a_signal_still_stops_the_cluster(
+    tmp_path: Path,
+) -> None:
+    unread, ours = os.pipe()
+    fcntl.fcntl(unread, fcntl.F_SETPIPE_SZ, 4096)
+    try:
+        with running(tmp_path, DISAGG, stdout=ours, stderr=ours) as cluster:
+            cluster.wait_for_note("router", "ready")
+            ask(cluster, "decode0", "/talk")
+            ask_to_die(cluster, "decode0")
+            wait_until(lambda: len([e for e in cluster.journal() if e["what"] == "start"]) == 5, "restarted")
+            cluster.process.send_signal(signal.SIGTERM)
+            assert cluster.process.wait(TIMEOUT_S) == 0
+            assert not processes_that_mention(str(tmp_path))
+    finally:
+        os.close(ours)
+        os.close(unread)
+
+
 def test_a_terminal_that_goes_away_silences_the_console_and_stalls_no_process(tmp_path: Path) -> None:
     terminal, ours = os.openpty()
     with running(tmp_path, DISAGG, stdout=ours, stderr=ours) as cluster:
