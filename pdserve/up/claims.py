@@ -43,7 +43,12 @@ def claimed(run_dir: Path) -> Iterator[None]:
                 f"{run_dir}: a cluster runs from here already (process {owner}); "
                 "stop it, or give another --run-dir"
             ) from None
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
-        yield
+        try:
+            lock.truncate(0)
+            os.write(lock.fileno(), f"{os.getpid()}\n".encode())  # unbuffered: it fails here or nowhere
+        except OSError as error:
+            raise StartupError(f"{run_dir}: cannot be written: {error.strerror}") from None
+        try:
+            yield
+        finally:
+            lock.truncate(0)  # the number may come to mean another process

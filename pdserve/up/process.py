@@ -159,10 +159,16 @@ def describe_status(status: int) -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner may read: configuration can hold access tokens."""
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
+    """Write a file that only its owner may read: configuration can hold access tokens. Raises
+    StartupError.
+    """
+    try:
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise StartupError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def die_with_parent(parent: int) -> Callable[[], None]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import fcntl
 import http.client
 import os
+import resource
 import signal
 import socket
 import termios
 import tomllib
 from contextlib import suppress
 from pathlib import Path
+
+import pytest
 
 from pdserve.up.sessions import session_members
 
@@ -319,6 +322,25 @@ def test_a_second_cluster_in_the_same_directory_is_refused(tmp_path: Path) -> No
             assert second.finish() == 1
             assert f"a cluster runs from here already (process {cluster.process.pid})" in second.lines[0]
         assert cluster.process.poll() is None
+
+
+def test_the_run_directory_names_its_supervisor_only_while_it_runs(tmp_path: Path) -> None:
+    with running(tmp_path, DISAGG) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        assert (cluster.run_dir / "lock").read_text() == f"{cluster.process.pid}\n"
+        cluster.process.send_signal(signal.SIGTERM)
+        assert cluster.finish() == 0
+        assert (cluster.run_dir / "lock").read_text() == ""
+
+
+@pytest.mark.parametrize(("room", "file"), [(0, "run"), (20, "run/pool0.toml")])
+def test_a_run_directory_without_room_is_refused_with_one_line(tmp_path: Path, room: int, file: str) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+
+    with running(tmp_path, DISAGG, preexec_fn=limit) as cluster:
+        assert cluster.finish() == 1
+        assert cluster.lines == [f"REFUSED {tmp_path / file}: cannot be written: File too large"]
 
 
 def test_a_log_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path: Path) -> None:
