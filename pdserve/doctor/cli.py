@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,7 +118,7 @@ def _plan(config: Path, run_dir: Path | None) -> Plan:
     """The plan that `pdserve up` makes of this file; automatic ports are not the real ones."""
     file = read_cluster_file(config, {}, {})
     folder = (run_dir or file.cluster.run_dir).resolve()
-    return make_plan(file, program=("pdserve",), run_dir=folder, ports=itertools.count(1))
+    return make_plan(file, program=("pdserve",), run_dir=folder, uid=os.getuid(), ports=itertools.count(1))
 
 
 def _pools(plan: Plan) -> list[PoolNodeConfig]:

@@ -89,6 +89,7 @@ def up(
         cluster,
         program=PROGRAM,
         run_dir=cluster.cluster.run_dir.resolve(),
+        uid=os.getuid(),
         ports=free_ports(cluster.cluster.host, random.SystemRandom()),
         extra_args=extra or (),
         cluster_token=os.environ.get("PDSERVE_CLUSTER_TOKEN") or secrets.token_urlsafe(32),

@@ -9,6 +9,7 @@ worker's `[pool]` gets the pool nodes, the router gets the workers. What a file 
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,10 @@ from pdserve.up.config import WORKER_ROLES, ClusterFile, ClusterSettings, Restar
 
 METRICS_HOST: Final = "127.0.0.1"
 """Where pool nodes serve metrics that their tables say nothing of, each on a port of its own."""
-ARENA_ROOT: Final = Path("/dev/shm/pdserve")
+MEMORY: Final = Path("/dev/shm")
+"""Where pool nodes hold pages that their tables give no other place: by user, cluster and run directory, so
+that clusters of one host are not in each other's way, and one started again finds its own.
+"""
 SOCKET_PATH_MAX_BYTES: Final = 107  # sun_path is 108 bytes on Linux, the last one a zero
 
 
@@ -93,6 +97,7 @@ def make_plan(
     *,
     program: Sequence[str],
     run_dir: Path,
+    uid: int,
     ports: Iterator[int],
     extra_args: Sequence[str] = (),
     cluster_token: str = "",
@@ -100,7 +105,8 @@ def make_plan(
 ) -> Plan:
     """The plan of a cluster file.
 
-    `program` runs pdserve (`python -m pdserve`); `run_dir` is absolute; `ports` yields free ones;
+    `program` runs pdserve (`python -m pdserve`); `run_dir` is absolute; `uid`: the user's; `ports` yields
+    free ones;
     `extra_args` go to SGLang in every worker; `cluster_token`, where not empty, to workers and router, unless
     the file gives one; `admin_key`, where not empty, opens the router's admin port on this host, unless the
     file has one. Raises ConfigError: two processes of one name, one port for two, a bad supervisor key.
@@ -109,7 +115,9 @@ def make_plan(
     _refuse_repeats("name", (draft.name for draft in drafts))
     _assign_ports(drafts, file.cluster.host, ports)
     pool = [draft for draft in drafts if draft.role == "pool"]
-    nodes = [_wire_pool_node(draft, file.cluster, run_dir) for draft in pool]
+    mark = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
+    arena_dir = MEMORY / f"pdserve-{uid}" / f"{file.cluster.name}-{mark}"
+    nodes = [_wire_pool_node(draft, arena_dir, run_dir) for draft in pool]
     for draft in pool:
         draft.config.setdefault("metrics", f"{METRICS_HOST}:{next(ports)}")
         if len(pool) > 1:
@@ -196,10 +204,10 @@ def _home(draft: _Draft) -> Table:
     return home
 
 
-def _wire_pool_node(draft: _Draft, settings: ClusterSettings, run_dir: Path) -> Table:
+def _wire_pool_node(draft: _Draft, arena_dir: Path, run_dir: Path) -> Table:
     """Fill in a pool node's addresses; returns how clients find it."""
     draft.config["name"] = draft.name
-    draft.config.setdefault("arena_dir", str(ARENA_ROOT / settings.name))
+    draft.config.setdefault("arena_dir", str(arena_dir))
     socket_path = run_dir / f"{draft.name}.sock"
     if "listen" not in draft.config:
         if len(str(socket_path).encode()) > SOCKET_PATH_MAX_BYTES:

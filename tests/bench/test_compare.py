@@ -53,6 +53,7 @@ def test_a_contenders_cluster_is_valid_for_every_process(name: str, tmp_path: Pa
         read_cluster_file(file, {}, {}),
         program=("pdserve",),
         run_dir=Path("/run/b"),
+        uid=0,
         ports=iter(range(20_000, 20_010)),
         cluster_token="secret",
     )

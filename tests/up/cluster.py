@@ -34,7 +34,7 @@ cluster = read_cluster_file(Path(file), {}, {})
 program = (sys.executable, "-S", stand_in)
 ports = free_ports("127.0.0.1", random.SystemRandom())
 try:
-    plan = make_plan(cluster, program=program, run_dir=Path(run_dir), ports=ports)
+    plan = make_plan(cluster, program=program, run_dir=Path(run_dir), uid=0, ports=ports)
     sys.exit(run_plan(plan))
 except PdserveError as error:
     print("REFUSED", error, flush=True)

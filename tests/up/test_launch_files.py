@@ -35,6 +35,7 @@ def test_cluster_files_are_valid_for_every_process(name: str, processes: list[st
         read_cluster_file(path, {}, {}),
         program=("pdserve",),
         run_dir=Path("/run/x"),
+        uid=0,
         ports=iter(range(20_000, 20_010)),
     )
     check_tables(plan, str(path), SCHEMAS)
@@ -55,6 +56,7 @@ def test_a_mistyped_key_is_refused_by_file_table_and_key_before_anything_starts(
         ClusterFile(agg=[{}, {"setle_s": 2}]),
         program=("x",),
         run_dir=Path("/r"),
+        uid=0,
         ports=iter(range(9000, 9010)),
     )
     with pytest.raises(ConfigError) as caught:

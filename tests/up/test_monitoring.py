@@ -98,7 +98,7 @@ def test_a_clusters_targets_are_its_processes_with_metrics() -> None:
     file = ClusterFile(
         pool=[{}, {"metrics": "0.0.0.0:9100"}, {"metrics": ""}], agg=[{}], router={"port": 8000}
     )
-    plan = make_plan(file, program=("x",), run_dir=Path("/r"), ports=iter(range(7000, 7010)))
+    plan = make_plan(file, program=("x",), run_dir=Path("/r"), uid=0, ports=iter(range(7000, 7010)))
     assert [(one["targets"], one["labels"]) for one in targets(plan)] == [
         (["127.0.0.1:7001"], {"job": "pool", "process": "pool0"}),
         (["127.0.0.1:9100"], {"job": "pool", "process": "pool1"}),

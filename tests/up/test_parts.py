@@ -1,4 +1,4 @@
-"""The supervisor's small parts: TOML text, restart decisions, line splitting, ports, the console, sessions."""
+"""The supervisor's small parts: TOML text, restarts, line splitting, ports, the console, sessions."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ RUN = Path("/run/x")
 def plan_of(
     file: ClusterFile, *, ports: Sequence[int] = range(20_000, 20_100), extra: Sequence[str] = ()
 ) -> Plan:
-    return make_plan(file, program=("pdserve",), run_dir=RUN, ports=iter(ports), extra_args=extra)
+    return make_plan(file, program=("pdserve",), run_dir=RUN, uid=7, ports=iter(ports), extra_args=extra)
 
 
 def read(tmp_path: Path, text: str, **counts: int | None) -> ClusterFile:
@@ -47,7 +48,7 @@ def test_disagg_is_wired_whole() -> None:
         "pool0": {
             "capacity_bytes": "1GiB",
             "name": "pool0",
-            "arena_dir": "/dev/shm/pdserve/c",
+            "arena_dir": f"/dev/shm/pdserve-7/c-{sha256(b'/run/x').hexdigest()[:8]}",
             "listen": ["unix:/run/x/pool0.sock"],
             "metrics": "127.0.0.1:20002",
         },
@@ -76,6 +77,17 @@ def test_disagg_is_wired_whole() -> None:
         ["router"],
     ]
     assert plan.router_url == "http://127.0.0.1:8000"
+
+
+def test_clusters_of_other_users_and_run_directories_hold_their_pages_elsewhere() -> None:
+    def arena(run_dir: str, uid: int) -> str:
+        file = ClusterFile(pool=[{}], agg=[{}])
+        plan = make_plan(file, program=("x",), run_dir=Path(run_dir), uid=uid, ports=iter(range(1, 9)))
+        return str(configs(plan)["pool0"]["arena_dir"])
+
+    assert arena("/a", 1) == arena("/a", 1)
+    assert len({arena("/a", 1), arena("/b", 1), arena("/a", 2)}) == 3
+    assert Path(arena("/a", 1)).parent != Path(arena("/a", 2)).parent
 
 
 def test_each_process_gets_its_command_configuration_log_and_probe() -> None:
@@ -204,6 +216,7 @@ def test_the_empty_default_of_a_base_file_is_no_token_of_its_own() -> None:
             ClusterFile(agg=[{}], router={"access": {"cluster_token": ""}}),  # as launch/router.toml has it
             program=("pdserve",),
             run_dir=RUN,
+            uid=0,
             ports=iter(range(20_000, 20_100)),
             cluster_token="t",
         )
@@ -214,7 +227,7 @@ def test_the_empty_default_of_a_base_file_is_no_token_of_its_own() -> None:
 def test_a_cluster_gets_one_token_for_its_workers_and_router() -> None:
     file = ClusterFile(pool=[{}], prefill=[{}], decode=[{}], router={"access": {"keys_file": "k"}})
     plan = make_plan(
-        file, program=("pdserve",), run_dir=RUN, ports=iter(range(20_000, 20_100)), cluster_token="t"
+        file, program=("pdserve",), run_dir=RUN, uid=0, ports=iter(range(20_000, 20_100)), cluster_token="t"
     )
     made = configs(plan)
     assert made["prefill0"]["cluster_token"] == made["decode0"]["cluster_token"] == "t"
@@ -231,7 +244,7 @@ def test_a_cluster_gets_one_token_for_its_workers_and_router() -> None:
 )
 def test_a_token_of_the_file_is_not_overruled(file: ClusterFile) -> None:
     plan = make_plan(
-        file, program=("pdserve",), run_dir=RUN, ports=iter(range(20_000, 20_100)), cluster_token="t"
+        file, program=("pdserve",), run_dir=RUN, uid=0, ports=iter(range(20_000, 20_100)), cluster_token="t"
     )
     assert "'t'" not in str(configs(plan))
 
@@ -240,7 +253,7 @@ def test_the_live_page_has_a_port_a_key_and_the_pool_unless_the_file_says_otherw
     def planned(admin: dict[str, object]) -> Plan:
         ports = iter(range(20_000, 20_100))
         file = ClusterFile(pool=[{}], agg=[{}], router={"admin": admin})
-        return make_plan(file, program=("x",), run_dir=RUN, ports=ports, admin_key="k")
+        return make_plan(file, program=("x",), run_dir=RUN, uid=0, ports=ports, admin_key="k")
 
     as_shipped = planned({"host": "127.0.0.1", "key": "", "pool": []})  # launch/router.toml
     assert configs(as_shipped)["router"]["admin"] == {
