@@ -41,6 +41,13 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     restart: Annotated[
         Restart, Meta(description="What to do when a process dies, where its table does not say.")
     ] = "on-failure"
+    stop_on_loss: Annotated[
+        bool,
+        Meta(
+            description="Stop the cluster, with status 1, when any process has ended and is not restarted; "
+            "otherwise only the router's end does that."
+        ),
+    ] = False
     start_parallelism: Annotated[
         int, Meta(ge=1, description="Processes that may be starting at the same time.")
     ] = 2
@@ -55,7 +62,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         ),
     ] = 40.0
     max_restarts: Annotated[
-        int, Meta(ge=0, description="Restarts of one process within restart_window_s before giving up.")
+        int, Meta(ge=0, description="Restarts of one process within restart_window_s; then it stays ended.")
     ] = 5
     restart_window_s: Annotated[float, Meta(gt=0, description="Window in which restarts are counted.")] = (
         300.0

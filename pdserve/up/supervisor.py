@@ -1,7 +1,8 @@
 """Runs a plan: starts its stages in order, watches, restarts what may be restarted, stops all of it.
 
-One task keeps one process (`_keep`). It ends by an error that the cluster cannot go on from, or because the
-process ended with status 0 and the others can do without it. Whatever ends `run` (a signal, a death, a
+One task keeps one process (`_keep`). It ends by an error that the cluster cannot go on from: the process was
+never ready, or is the router, or `stop_on_loss` is set; or because the process has ended and the others can
+do without it. Whatever ends `run` (a signal, a death, a
 time-out, a bug), every process is stopped in reverse order before it returns. SIGUSR1 restarts all processes
 in the order of their start, each once the one before is ready again.
 """
@@ -13,10 +14,11 @@ import json
 import shlex
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pdserve.errors import PdserveError
+from pdserve.errors import PdserveError, StartupError
 from pdserve.up.console import Console
 from pdserve.up.plan import STOP_SLACK_S, Plan, ProcessSpec
 from pdserve.up.process import Child, describe_status, write_private
@@ -32,11 +34,12 @@ STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class ProcessDeathError(PdserveError):
-    """A process ended and is not to be restarted, or was not ready in time; `lines` are its last ones."""
+    """A process ended, or was not ready in time; `lines` are its last ones."""
 
-    def __init__(self, message: str, lines: list[str]) -> None:
+    def __init__(self, message: str, lines: Sequence[str] = (), status: int = 1) -> None:
         super().__init__(message)
         self.lines = lines
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -113,49 +116,57 @@ class Supervisor:
 
     async def _keep(self, spec: ProcessSpec, warden: Warden, ready: asyncio.Future[None]) -> None:
         """Start a process, say when it is ready, and start it again when it dies and may be. Returns when it
-        has ended without a failure, as a drained one does.
+        has ended for good and the others go on.
         """
         restarts_s: list[float] = []
-        again = False
         while True:
-            async with self._starts:
-                child = await Child.start(spec, warden, self._console, again=again)
-                self._children[spec.name] = child
-                status = await self._until_ready(child)
-            again = True
-            if status is None:
-                if not ready.done():
-                    ready.set_result(None)
-                self._end_renewal(child)
-                status = await child.wait()
-            await child.end(0.0, self._hurry)
-            del self._children[spec.name]
-            if self._renewal is not None and self._renewal.asked is child:
+            died = await self._run_once(spec, warden, ready)
+            if died is None:
                 continue
-            died = ProcessDeathError(f"{spec.name} {describe_status(status)}", child.last_lines())
+            whole = f"its whole log: {spec.log_path}"
             if not ready.done():
-                raise ProcessDeathError(
-                    f"{died} before it was ready; its whole log: {spec.log_path}", died.lines
-                )
-            if status == 0 and spec.restart == "on-failure" and spec.role != "router":
-                self._console.say(f"{died} and stays ended")
-                self._end_renewal(child)
-                return
+                raise ProcessDeathError(f"{died}; {whole}", died.lines)
             now_s = time.monotonic()
-            delay_s = restart_delay_s(spec.restart, status, restarts_s, now_s, self._settings)
+            delay_s = restart_delay_s(spec.restart, died.status, restarts_s, now_s, self._settings)
+            if delay_s is None and (spec.role == "router" or self._settings.stop_on_loss):
+                raise ProcessDeathError(f"{died} and is not restarted; {whole}", died.lines)
             if delay_s is None:
-                raise ProcessDeathError(
-                    f"{died} and is not restarted; its whole log: {spec.log_path}", died.lines
-                )
+                if died.status != 0:
+                    self._show_death(died)
+                self._console.say(f"{died} and stays ended; the others go on; {whole}")
+                self._end_renewal(spec)
+                return
             self._show_death(died)
             self._console.say(f"restarting {spec.name} in {delay_s:.1f} s")
             await asyncio.sleep(delay_s)
             restarts_s.append(now_s)
 
-    async def _until_ready(self, child: Child) -> int | None:
-        """None once the process is ready, or its status if it ended before. Raises ProcessDeathError when
-        late.
-        """
+    async def _run_once(
+        self, spec: ProcessSpec, warden: Warden, ready: asyncio.Future[None]
+    ) -> ProcessDeathError | None:
+        """From a process's start to its end; None: an end that SIGUSR1 asked for."""
+        async with self._starts:
+            try:
+                child = await Child.start(spec, warden, self._console, again=ready.done())
+            except StartupError as error:
+                return ProcessDeathError(str(error))
+            self._children[spec.name] = child
+            problem = await self._until_ready(child)
+        if not problem:
+            if not ready.done():
+                ready.set_result(None)
+            if self._renewal is None or self._renewal.asked is not child:
+                self._end_renewal(spec)
+            await child.wait()
+        status = await child.end(0.0, self._hurry)
+        del self._children[spec.name]
+        if self._renewal is not None and self._renewal.asked is child:
+            return None
+        problem = problem or f"{spec.name} {describe_status(status)}"
+        return ProcessDeathError(problem, child.last_lines(), status)
+
+    async def _until_ready(self, child: Child) -> str:
+        """Wait for a process to be ready; what is wrong if it ended before, or is late."""
         spec, started_s = child.spec, time.monotonic()
         deadline_s = started_s + self._settings.start_timeout_s
         self._starting_since_s[spec.name] = started_s
@@ -165,15 +176,11 @@ class Supervisor:
             while not ended.done():
                 if await is_ready(spec.ready):
                     self._console.say(f"{spec.name} is ready after {time.monotonic() - started_s:.1f} s")
-                    return None
+                    return ""
                 if time.monotonic() >= deadline_s:
-                    raise ProcessDeathError(
-                        f"{spec.name} was not ready within {self._settings.start_timeout_s:.0f} s; "
-                        f"its whole log: {spec.log_path}",
-                        child.last_lines(),
-                    )
+                    return f"{spec.name} was not ready within {self._settings.start_timeout_s:.0f} s"
                 await asyncio.wait({ended}, timeout=PROBE_INTERVAL_S)
-            return ended.result()
+            return f"{spec.name} {describe_status(ended.result())} before it was ready"
         finally:
             ended.cancel()
             del self._starting_since_s[spec.name]
@@ -201,14 +208,12 @@ class Supervisor:
                 self._renewal = None
             self._console.say("all processes have been restarted")
 
-    def _end_renewal(self, child: Child) -> None:
+    def _end_renewal(self, spec: ProcessSpec) -> None:
         """This process is ready, or has ended for good. If SIGUSR1 had it restarted, the next one's turn has
         come.
         """
         renewal = self._renewal
-        if renewal is None or renewal.asked is child or renewal.asked.spec is not child.spec:
-            return
-        if not renewal.done.done():
+        if renewal is not None and renewal.asked.spec is spec and not renewal.done.done():
             renewal.done.set_result(None)
 
     # --- stopping

@@ -3,7 +3,7 @@ says.
 
 Keys (in `[engine]` for workers): host, port; `behave` one of serve (default), die_at_start (prints 30 lines,
 exits 3), die_at_restart (exits with `status` at each start but its first), stumble (only at its second),
-never_ready, stubborn (ignores SIGTERM),
+hang_once (never listens at its second start), never_ready, stubborn (ignores SIGTERM),
 graceful (exits 0 on SIGTERM), parent (has a child in its session that ignores SIGTERM), orphan (the same, and
 exits 3 at its start). `GET /die` makes it exit 4, `GET /talk` print a mebibyte. Every start and every request
 to be ready is one line in `journal`.
@@ -73,6 +73,8 @@ note("start")
 starts = journal.read_text().count(f'"role": "{role}", "what": "start"') if journal is not None else 1
 if (behave == "die_at_restart" and starts > 1) or (behave == "stumble" and starts == 2):
     sys.exit(home["status"])
+if behave == "hang_once" and starts == 2:
+    signal.pause()
 if behave == "die_at_start":
     for i in range(30):
         print(f"line {i}", flush=True)

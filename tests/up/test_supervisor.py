@@ -238,11 +238,13 @@ def test_a_renewed_process_that_cannot_start_is_restarted_as_often_as_any_other(
     with running(tmp_path, toml) as cluster:
         cluster.wait_for(r"stand-in is ready at")
         cluster.process.send_signal(signal.SIGUSR1)
-        assert cluster.finish() == 1
+        cluster.wait_for(
+            r"decode0 exited with status 5 before it was ready and stays ended; the others go on"
+        )
         text = "\n".join(cluster.lines)
-        assert text.count("error: decode0 exited with status 5") == 3
-        assert "error: decode0 exited with status 5 and is not restarted" in text
-        assert not processes_that_mention(str(tmp_path))
+        assert text.count("error: decode0 exited with status 5 before it was ready") == 3
+        cluster.wait_for(r"all processes have been restarted")
+        ask(cluster, "router", "/ready")
 
 
 def test_sigusr1_goes_on_once_a_renewed_process_that_died_is_ready_and_can_come_again(tmp_path: Path) -> None:
@@ -264,7 +266,7 @@ def test_sigusr1_goes_on_when_a_renewed_process_has_ended_for_good(tmp_path: Pat
     with running(tmp_path, toml) as cluster:
         cluster.wait_for(r"stand-in is ready at")
         cluster.process.send_signal(signal.SIGUSR1)
-        cluster.wait_for(r"decode0 exited with status 0 and stays ended")
+        cluster.wait_for(r"decode0 exited with status 0 before it was ready and stays ended")
         cluster.wait_for(r"router is ready")
         cluster.wait_for(r"all processes have been restarted")
         assert cluster.process.poll() is None
@@ -292,14 +294,58 @@ def test_the_routers_end_takes_the_cluster_down_whatever_its_status(tmp_path: Pa
         assert any("router exited with status 0 and is not restarted" in line for line in cluster.lines)
 
 
-def test_a_worker_that_may_not_be_restarted_takes_the_cluster_down(tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", ["pool", "decode"])
+def test_a_process_that_may_not_be_restarted_stays_ended_and_the_others_serve_on(
+    tmp_path: Path, victim: str
+) -> None:
+    toml = DISAGG.replace(f"[[{victim}]]", f'[[{victim}]]\nrestart = "never"')
+    with running(tmp_path, toml) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        os.kill(cluster.started()[victim], signal.SIGKILL)
+        cluster.wait_for(rf"error: {victim}0 was killed by SIGKILL")
+        cluster.wait_for(
+            rf"{victim}0 was killed by SIGKILL and stays ended; the others go on; its whole log: "
+        )
+        ask(cluster, "router", "/ready")
+        ask_to_die(cluster, "prefill0")
+        cluster.wait_for(r"prefill0 is ready")
+        cluster.process.send_signal(signal.SIGTERM)
+        assert cluster.finish() == 0
+
+
+def test_with_stop_on_loss_a_worker_that_is_not_restarted_takes_the_cluster_down(tmp_path: Path) -> None:
     toml = DISAGG.replace("[[decode]]", '[[decode]]\nrestart = "never"')
+    toml = toml.replace("[cluster]", "[cluster]\nstop_on_loss = true")
     with running(tmp_path, toml) as cluster:
         cluster.wait_for(r"stand-in is ready at")
         os.kill(cluster.started()["decode"], signal.SIGKILL)
         assert cluster.finish() == 1
         assert any("decode0 was killed by SIGKILL and is not restarted" in line for line in cluster.lines)
         assert not processes_that_mention(str(tmp_path))
+
+
+def test_a_restarted_process_that_is_late_is_restarted_again_and_stops_nothing(tmp_path: Path) -> None:
+    toml = DISAGG.replace("[[decode]]", '[[decode]]\nengine.behave = "hang_once"')
+    toml = toml.replace("[cluster]", "[cluster]\nstart_timeout_s = 4.0")
+    with running(tmp_path, toml) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        ask_to_die(cluster, "decode0")
+        cluster.wait_for(r"error: decode0 was not ready within 4 s")
+        cluster.wait_for(r"restarting decode0")
+        cluster.wait_for(r"decode0 is ready")
+        assert cluster.process.poll() is None
+
+
+def test_a_process_that_cannot_be_started_again_stops_nothing(tmp_path: Path) -> None:
+    with running(tmp_path, DISAGG.replace("[cluster]", "[cluster]\nmax_restarts = 1")) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        log = cluster.run_dir / "decode0.log"
+        log.unlink()
+        log.mkdir()
+        ask_to_die(cluster, "decode0")
+        cluster.wait_for(r"decode0.log: cannot be written: Is a directory and stays ended")
+        ask(cluster, "router", "/ready")
+        assert cluster.process.poll() is None
 
 
 def test_a_port_in_use_is_one_line_before_anything_is_started(tmp_path: Path) -> None:

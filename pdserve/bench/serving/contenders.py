@@ -98,7 +98,7 @@ def contender(
                 own[role] = [{"env": {PAGE_TRACE: trace_path(setting, name, role)}}]
         own["pool"] = [{"capacity_bytes": setting.pool_capacity, **arena}]
     tables = {
-        "cluster": {"name": name, "run_dir": directory, "restart": "never"},
+        "cluster": {"name": name, "run_dir": directory, "restart": "never", "stop_on_loss": True},
         "router": router,
         "worker": worker,
         **own,
