@@ -12,6 +12,7 @@ case ${1:-} in
   --help | -h) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit ;;
 esac
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+PATH=$PATH:/usr/sbin:/sbin # where Debian has grafana-server, and only root looks
 port=9090 grafana_port=3000 data=$root/logs/monitoring
 run_dirs=()
 while [ $# -gt 0 ]; do

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Sets this checkout up: .venv with pdserve and all it needs. Called or sourced by the other scripts; done in a
-# moment when nothing has changed. With a GPU: SGLang's normal install. Without: torch for CPU where its index can be
-# reached, and SGLang with the light set of dependencies in requirements-cpu.txt.
+# moment when nothing has changed, installed over what is there when only requirements have. With a GPU: SGLang's normal
+# install. Without: torch for CPU where its index can be reached, and SGLang with the light set of dependencies in
+# requirements-cpu.txt.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
+PATH=$PATH:/usr/sbin:/sbin # where Debian has ldconfig and tc, and only root looks
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 fail() { say "error: $*"; exit 1; }
@@ -42,11 +44,13 @@ check_compiler() {
 }
 
 make_venv() {
+  if [ -L "$venv" ]; then rm "$venv"; fi # another checkout's: it stays as it is
   if uv=$(command -v uv); then
     "$uv" venv --quiet --clear --python "$python" "$venv"
   else
     uv=$venv/bin/uv
-    "$python" -c 'import ensurepip' 2>/dev/null || need "Python's venv module" python3-venv
+    "$python" -c 'import ensurepip' 2>/dev/null ||
+      need "Python's venv module" "$("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"
     "$python" -m venv --clear "$venv"
     say "installing uv into .venv"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv
@@ -75,19 +79,27 @@ print(*(name for name in wanted if not name.startswith("sglang")), sep="\n")')
   install --no-deps -e .
 }
 
+is_current() { [ "$(cat "$venv/pdserve-setup" 2>/dev/null)" = "$1" ]; }
+
 set_up() {
-  local python kind stamp uv
+  local python kind of stamp uv
   cd "$root"
   PATH=${PATH//"$venv/bin:"/} # an activated .venv is not what to make .venv from
   python=$(find_python)
   kind=cpu
   if has_gpu; then kind=gpu; fi
-  stamp="$kind $("$python" -V) $(cat pyproject.toml launch/requirements-cpu.txt launch/setup.sh | sha256sum)"
-  if [ "$(cat "$venv/pdserve-setup" 2>/dev/null)" = "$stamp" ]; then return; fi
+  of="$kind $("$python" -V) $root" # a copied or moved .venv would run the other checkout
+  stamp="$of $(cat pyproject.toml launch/requirements-cpu.txt launch/setup.sh | sha256sum)"
+  if is_current "$stamp"; then return; fi
+  exec 9<launch/setup.sh
+  flock -n 9 || { say "another set-up of $root runs: waiting for it" && flock 9; }
+  if is_current "$stamp"; then return; fi
   say "setting up $venv ($kind, $("$python" -V)); this takes about a minute on a fast line"
   if [ "$kind" = gpu ]; then check_compiler; fi
-  make_venv
-  if [ "$kind" = gpu ]; then install -e '.[test,bench]'; else install_cpu; fi
+  # what runs in .venv goes on while requirements are installed over it, and would not if it were made anew
+  if ! [[ $(cat "$venv/pdserve-setup" 2>/dev/null) = "$of "* ]] ||
+    ! uv=$(command -v uv || command -v "$venv/bin/uv"); then make_venv; fi
+  if [ "$kind" = gpu ]; then install -e '.[test,bench,redis,otel]'; else install_cpu; fi
   printf '%s\n' "$stamp" >"$venv/pdserve-setup"
   say "done"
 }

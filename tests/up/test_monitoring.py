@@ -215,3 +215,17 @@ def test_the_script_says_what_is_missing(tmp_path: Path) -> None:
     )
     assert said.returncode == 1
     assert "apt-get install prometheus" in said.stderr
+
+
+def test_grafana_is_looked_for_where_only_root_looks(tmp_path: Path) -> None:
+    path = tmp_path / "bin/prometheus"
+    path.parent.mkdir()
+    path.write_text(f'#!/bin/sh\necho "$PATH" >{tmp_path}/path\n')
+    path.chmod(0o755)
+    subprocess.run(
+        [str(LAUNCH / "monitoring.sh"), "--data", str(tmp_path / "data")],
+        env={**os.environ, "PATH": f"{path.parent}:/usr/bin:/bin"},
+        capture_output=True,
+        timeout=60,
+    )
+    assert (tmp_path / "path").read_text().strip().endswith(":/usr/sbin:/sbin")
