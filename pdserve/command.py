@@ -106,7 +106,8 @@ def _parameter(name: str, option: Option) -> inspect.Parameter:
         ]
     else:
         value_type: Any = list[str] | None if option.kind == "repeated" else str | None
-        metavar = option.type_name.replace("`", "").replace(" or ", "|").replace("list of ", "").upper()
+        kinds = option.type_name.removeprefix("list of ").split(" or ")
+        metavar = "|".join(kind.strip("`") if kind.startswith("`") else kind.upper() for kind in kinds)
         annotation = Annotated[
             value_type, typer.Option(flag, metavar=metavar, help=help_text, show_default=False)
         ]

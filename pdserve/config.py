@@ -34,6 +34,9 @@ REQUIRED = "required"
 NONE = "none"
 """What `Option.default` says of an option without a default, and of one whose default is None."""
 
+NO_FILE = "configuration"
+"""What errors name where there is no file."""
+
 
 class Option(msgspec.Struct, frozen=True):
     """One leaf of a configuration struct."""
@@ -60,7 +63,7 @@ def load_config(type_: type[T], path: Path | None, overrides: Mapping[str, Any])
     given = {key: value for key, value in overrides.items() if value is not None}
     for key, value in given.items():
         _put(data, key, value)
-    return build_config(type_, data, source="configuration" if path is None else str(path), flags=given)
+    return build_config(type_, data, source=NO_FILE if path is None else str(path), flags=given)
 
 
 def build_config(
@@ -179,7 +182,9 @@ def _explain(
     what, where = (match["what"], match["where"] or "") if match else (message, "")
     origin = _origin(where, source, flags)
     if missing := _MISSING.match(what):
-        return f"{origin}: missing required key '{f'{where}.' if where else ''}{missing['name']}'"
+        key = _required_leaf(type_, f"{where}.{missing['name']}" if where else missing["name"])
+        flag = f"; its flag is {_flag(key)}" if source == NO_FILE else ""
+        return f"{origin}: missing required key '{key}'{flag}"
     at, value = f"'{where}'" if where else "configuration", _get(data, where)
     if expected := _EXPECTED.match(what):
         wanted = expected["expected"].replace("`", "").replace("object", "table").replace("array", "list")
@@ -189,14 +194,29 @@ def _explain(
     return f"{origin}: {at}: {what}"
 
 
+def _required_leaf(type_: type[Any], key: str) -> str:
+    """The first key without a default in the table `key`, or `key` itself."""
+    pattern = _without_numbers(key)
+    below = (o.key for o in options(type_) if o.default == REQUIRED and o.key.startswith(f"{pattern}."))
+    return key + next(below, pattern).removeprefix(pattern)
+
+
 def _choices(type_: type[Any], where: str) -> str:
-    key = re.sub(r"\[[^\]]*\]", "[]", where)
+    key = _without_numbers(where)
     names = [option.type_name for option in options(type_) if option.key in (key, key.removesuffix("[]"))]
-    return names[0].replace("`", "'") if names else "a known name"
+    return names[0].removeprefix("list of ").replace("`", "'") if names else "a known name"
+
+
+def _without_numbers(key: str) -> str:
+    return re.sub(r"\[[^\]]*\]", "[]", key)
+
+
+def _flag(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
 
 
 def _origin(key: str, source: str, flags: Mapping[str, Any]) -> str:
-    return f"--{key.replace('_', '-')}" if key in flags else source
+    return _flag(key) if key in flags else source
 
 
 def _get(data: Any, key: str) -> Any:

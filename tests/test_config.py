@@ -37,6 +37,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     engine: Engine
     pool: Pool = Pool()
     tags: Annotated[tuple[str, ...], Meta(description="Tags.")] = ("a",)
+    kinds: Annotated[tuple[Literal["one", "two"], ...], Meta(description="Kinds.")] = ("one",)
     env: Annotated[dict[str, str], Meta(description="Environment.")] = {}
 
     def __post_init__(self) -> None:
@@ -88,7 +89,8 @@ def test_a_home_directory_in_a_path_is_expanded() -> None:
         ("engine = 1", "'engine' must be table, found 1 (int)"),
         ("[engine]\nmodel_path = 3", "'engine.model_path' must be path, found 3 (int)"),
         ("port = 1\n[engine]\ncpu = true", "missing required key 'engine.model_path'"),
-        ("port = 1", "missing required key 'engine'"),
+        ("port = 1", "missing required key 'engine.model_path'"),
+        (f"kinds = ['c']\n{GOOD}", "'kinds[0]' must be 'one' or 'two', found 'c' (str)"),
         (f"port = 13\n{GOOD}", "port 13 brings bad luck"),
         (f"{GOOD}\n[pool\n", "not valid TOML: "),
     ],
@@ -135,6 +137,7 @@ def test_option_table_lists_every_leaf_with_type_default_and_description() -> No
         "| `pool.nodes[].address` | string | `required` | Where it is. |",
         "| `pool.data_path` | `auto` or `shm` | `auto` | How bytes travel. |",
         "| `tags` | list of string | `[a]` | Tags. |",
+        "| `kinds` | list of `one` or `two` | `[one]` | Kinds. |",
         "| `env` | table of string | `{}` | Environment. |",
     ]
 
@@ -173,7 +176,8 @@ def test_command_takes_flags_file_and_words_after_two_dashes(tmp_path: Path) -> 
 def test_command_help_shows_every_flag_with_description_and_default() -> None:
     text = " ".join(CliRunner().invoke(app([]), ["--help"], terminal_width=200).output.split())
     assert "--engine.page-size INT Tokens a page. [default: 64]" in text
-    assert "--pool.data-path AUTO|SHM How bytes travel. [default: auto]" in text
+    assert "--pool.data-path auto|shm How bytes travel. [default: auto]" in text
+    assert "--kinds one|two Kinds." in text
     assert "--engine.cpu / --engine.no-cpu Force the CPU." in text
     assert "nodes" not in text  # an array of tables is for the file
 
@@ -182,6 +186,13 @@ def test_command_refuses_a_flag_of_the_wrong_type() -> None:
     result = CliRunner().invoke(app([]), ["--port", "x"])
     assert isinstance(result.exception, ConfigError)
     assert str(result.exception) == "--port: must be int, found 'x'"
+
+
+def test_command_without_words_names_the_first_flag_that_it_needs() -> None:
+    result = CliRunner().invoke(app([]), [])
+    assert str(result.exception) == (
+        "configuration: missing required key 'engine.model_path'; its flag is --engine.model-path"
+    )
 
 
 def test_command_gives_the_status_of_what_it_ran() -> None:

@@ -145,7 +145,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str, Meta(description="Picks the decode or aggregated worker; the same policies.")
     ] = "affinity"
     prefill_endpoints: Annotated[
-        tuple[str, ...], Meta(description="Endpoints whose requests go through the prefill stage.")
+        tuple[Literal["/v1/chat/completions", "/v1/completions", "/generate"], ...],
+        Meta(description="Endpoints whose requests go through the prefill stage."),
     ] = ("/v1/chat/completions", "/v1/completions", "/generate")
     min_prefill_tokens: Annotated[
         int,

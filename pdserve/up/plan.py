@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ MEMORY: Final = Path("/dev/shm")
 """Where pool nodes hold pages that their tables give no other place: by user, cluster and run directory, so
 that clusters of one host are not in each other's way, and one started again finds its own.
 """
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 SOCKET_PATH_MAX_BYTES: Final = 107  # sun_path is 108 bytes on Linux, the last one a zero
 
 
@@ -127,13 +129,13 @@ def make_plan(
         _sub_table(draft, "pool").setdefault("nodes", nodes)
         if extra_args:
             engine = _sub_table(draft, "engine")
-            engine["extra_args"] = [*engine.get("extra_args", []), *extra_args]
+            engine["extra_args"] = [*_list(draft, engine, "extra_args"), *extra_args]
     router = drafts[-1]
     _administer(_sub_table(router, "admin"), [node["address"] for node in nodes], admin_key, ports)
     if cluster_token:
         _share_token(cluster_token, [draft.config for draft in workers], _sub_table(router, "access"))
     for draft in workers:
-        router.config[draft.role] = [*router.config.get(draft.role, []), _url(draft)]
+        router.config[draft.role] = [*_list(router, router.config, draft.role), _url(draft)]
     for draft in (*workers, router):  # they have to end on their own before the supervisor ends them
         own_s = max(0.0, file.cluster.stop_grace_s - STOP_SLACK_S[draft.role])
         draft.config.setdefault("stop_grace_s", own_s)
@@ -177,7 +179,10 @@ def _draft(file: ClusterFile, role: Role, where: str, name: str, table: Table) -
     env = given["env"]
     if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
         raise ConfigError(f"'{where}.env' must be a table of strings")
-    return _Draft(role, where, str(given["name"]), given["restart"], env, config)
+    if not isinstance(given["name"], str) or not NAME.fullmatch(given["name"]):  # files are called by it
+        wanted = "letters, digits, '.', '_' and '-', a letter or digit first"
+        raise ConfigError(f"'{where}.name' must be {wanted}, found {given['name']!r}")
+    return _Draft(role, where, given["name"], given["restart"], env, config)
 
 
 def _assign_ports(drafts: list[_Draft], default_host: str, ports: Iterator[int]) -> None:
@@ -201,6 +206,8 @@ def _home(draft: _Draft) -> Table:
     port = home.get("port", 0)
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536:
         raise ConfigError(f"'{draft.table}' port must be a number from 0 to 65535, found {port!r}")
+    if not isinstance(host := home.get("host", ""), str):
+        raise ConfigError(f"'{draft.table}' host must be a string, found {host!r}")
     return home
 
 
@@ -278,6 +285,13 @@ def _sub_table(draft: _Draft, key: str) -> Table:
     if not isinstance(table, dict):
         raise ConfigError(f"'{draft.table}.{key}' must be a table, found {table!r}")
     return table
+
+
+def _list(draft: _Draft, table: Table, key: str) -> list[object]:
+    """A copy of what the list there holds; empty where there is none."""
+    if not isinstance(value := table.get(key, []), list):
+        raise ConfigError(f"'{key}' of '{draft.table}' must be a list, found {value!r}")
+    return list(value)
 
 
 def _url(draft: _Draft) -> str:

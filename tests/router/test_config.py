@@ -35,6 +35,7 @@ def test_mode_follows_from_the_worker_lists() -> None:
     [
         ({"prefill": ["http://a:1"]}, "'decode' is empty"),
         ({"decode": ["http://a:1"], "agg": ["http://a:1/"]}, "listed twice"),
+        ({"decode": ["http://a:1"], "prefill_endpoints": ["/v1/chat"]}, "must be '/v1/chat/completions' or "),
         ({"decode": ["a:1"]}, "http://HOST:PORT"),
         ({"decode": ["https://a:1"]}, "http://HOST:PORT"),
         ({"decode": ["http://a:99999"]}, "http://a:99999"),

@@ -166,13 +166,26 @@ def test_supervisor_keys_do_not_reach_the_process() -> None:
             ClusterFile(pool=[{"listen": ["tcp:7700"]}], agg=[{}]),
             "'tcp:7700' is not of the form tcp:HOST:PORT",
         ),
-        (ClusterFile(pool=[{"name": "n" * 100}], agg=[{}]), "too long for a socket"),
+        (ClusterFile(agg=[{"name": "a/b"}]), "'agg[0].name' must be letters, digits, '.', '_' and '-'"),
+        (ClusterFile(agg=[{"name": 3}]), "'agg[0].name' must be letters, digits, '.', '_' and '-'"),
+        (ClusterFile(agg=[{}], router={"host": 3}), "'router' host must be a string, found 3"),
+        (ClusterFile(agg=[{}], router={"agg": "http://x:1"}), "'agg' of 'router' must be a list, found 'h"),
+        (
+            ClusterFile(agg=[{"engine": {"extra_args": "--tp 2"}}]),
+            "'extra_args' of 'agg[0]' must be a list, found '--tp 2'",
+        ),
     ],
 )
 def test_refuses_what_cannot_run(file: ClusterFile, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        plan_of(file)
+        plan_of(file, extra=["--more"])
     assert message in str(caught.value)
+
+
+def test_refuses_a_run_directory_that_is_too_long_for_sockets() -> None:
+    file = ClusterFile(pool=[{}], agg=[{}])
+    with pytest.raises(ConfigError, match="too long for a socket"):
+        make_plan(file, program=("x",), run_dir=Path("/" + "n" * 100), uid=0, ports=iter(range(1, 9)))
 
 
 def test_counts_repeat_the_last_table_without_name_and_port_or_drop_the_last(tmp_path: Path) -> None:
