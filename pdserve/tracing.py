@@ -27,7 +27,7 @@ PASSED_ON = (b"traceparent", b"tracestate")
 
 
 class Tracing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Traces of requests for an OpenTelemetry collector. Needs `pip install 'pdserve[otel]'`."""
+    """Traces of requests for an OpenTelemetry collector. Needs `pip install '.[otel]'` in the checkout."""
 
     endpoint: Annotated[
         str,
@@ -84,7 +84,7 @@ class Tracer:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             raise ConfigError(
-                f"tracing.endpoint is set, but {error.name} is missing; pip install 'pdserve[otel]'"
+                f"tracing.endpoint is set, but {error.name} is missing; pip install '.[otel]' in the checkout"
             ) from None
         logging.getLogger("opentelemetry").setLevel(logging.ERROR)
         self._provider = TracerProvider(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -23,19 +22,16 @@ def test_help_names_every_sub_command() -> None:
     assert all(f"\n  {name} " in shown.stdout for name in SUB_COMMANDS)
 
 
-def test_help_imports_no_torch_and_no_sglang_and_is_quick() -> None:
+def test_help_imports_no_torch_and_no_sglang() -> None:
     code = (
         "import sys\nfrom pdserve.cli import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
         "print([name for name in ('torch', 'sglang', 'numpy', 'fastapi') if name in sys.modules])"
     )
-    started_s = time.monotonic()
     shown = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    took_s = time.monotonic() - started_s
     assert shown.stdout.splitlines()[-1] == "[]"
-    assert took_s < 2.0  # 0.1 s on an idle machine; torch alone takes longer than this
 
 
 @pytest.mark.parametrize("name", SUB_COMMANDS)

@@ -30,7 +30,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise BenchError("matplotlib is not installed: pip install 'pdserve[bench]'") from error
+        raise BenchError("matplotlib is not installed: pip install '.[bench]' in the checkout") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

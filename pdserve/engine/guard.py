@@ -23,12 +23,12 @@ from pdserve.engine.drain import Drain
 from pdserve.errors import RequestError
 from pdserve.tokens import bearer, digest, same
 
-OPEN_PATHS = frozenset({"/health", "/health_generate", "/ready", "/metrics", "/metrics/", "/pd/ready"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/metrics/", "/pd/ready"})
 """For probes and Prometheus, whatever the configuration."""
 SERVING_PATHS = frozenset(
     {
         *("/generate", "/tokenize", "/detokenize", "/encode", "/classify", "/ping"),
-        *("/model_info", "/get_model_info"),
+        *("/model_info", "/get_model_info", "/health_generate"),
     }
 )
 SERVING_PREFIXES = ("/v1/", "/pd/")

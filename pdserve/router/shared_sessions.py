@@ -166,7 +166,8 @@ def _connect(session: Session) -> tuple[Any, tuple[type[BaseException], ...]]:
         from redis.exceptions import RedisError
     except ImportError:
         raise ConfigError(
-            "session.redis.url is set, but the package 'redis' is missing; pip install 'pdserve[redis]'"
+            "session.redis.url is set, but the package 'redis' is missing; "
+            "pip install '.[redis]' in the checkout"
         ) from None
     timeout_s = session.redis.timeout_s
     try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
 import signal
 import time
@@ -28,6 +29,7 @@ from pdserve.up.scraping import TARGETS_FILE, targets
 from pdserve.up.toml import to_toml
 from pdserve.up.warden import Warden
 
+API_KEYS: Final = "PDSERVE_API_KEYS"
 PROBE_INTERVAL_S: Final = 0.2
 PROGRESS_INTERVAL_S: Final = 5.0
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -276,8 +278,18 @@ class Supervisor:
         )
         self._console.say(f"{self._settings.name} is ready at {url} (Ctrl-C stops it). Try:")
         self._console.say(
-            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+            f"  curl {self._curl_words()}{url}/v1/chat/completions -H 'Content-Type: application/json' "
+            f"-d {shlex.quote(body)}"
         )
         if self._plan.live_page:
             keeps = self._plan.processes[-1].config_path
             self._console.say(f"live page: {self._plan.live_page}, its password is [admin] key in {keeps}")
+
+    def _curl_words(self) -> str:
+        """What curl needs on this host where the router speaks TLS or asks for keys."""
+        router = self._plan.processes[-1]
+        asks = router.config.get("access", {}).get("keys_file") or (os.environ | dict(router.env)).get(
+            API_KEYS
+        )
+        unchecked = "-k " if self._plan.router_url.startswith("https:") else ""  # it is named otherwise
+        return unchecked + ("-H 'Authorization: Bearer YOUR_KEY' " if asks else "")

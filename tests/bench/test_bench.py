@@ -69,7 +69,7 @@ def test_what_is_not_installed_is_named_with_how_to_install_it(missing: str, tmp
     assert done.returncode == 1
     (line,) = done.stderr.strip().splitlines()
     assert f"{missing} is not installed" in line
-    assert "pip install 'pdserve[bench]'" in line
+    assert "pip install '.[bench]' in the checkout" in line
 
 
 def test_a_library_that_mooncake_misses_is_named_with_its_package(tmp_path: Path) -> None:

@@ -61,7 +61,9 @@ def ask(
 PASSED = [{"type": "passed"}]
 
 
-@pytest.mark.parametrize("path", [*CONTROL, "/pd/prefill", "/pd/info", "/v1/chat/completions", "/generate"])
+@pytest.mark.parametrize(
+    "path", [*CONTROL, "/pd/prefill", "/pd/info", "/v1/chat/completions", "/generate", "/health_generate"]
+)
 def test_with_a_token_nothing_but_health_is_open(path: str) -> None:
     for shown in ("", "Bearer wrong", f"Basic {TOKEN}", TOKEN, "Bearer "):
         for client in (FAR, NEAR, SELF):
@@ -91,7 +93,8 @@ def test_without_a_token_control_is_for_this_host(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/pd/prefill", "/pd/settled", "/v1/chat/completions", "/generate", "/tokenize"]
+    "path",
+    ["/pd/prefill", "/pd/settled", "/v1/chat/completions", "/generate", "/tokenize", "/health_generate"],
 )
 def test_without_a_token_a_router_elsewhere_is_served(path: str) -> None:
     assert ask(path, FAR, token="") == PASSED

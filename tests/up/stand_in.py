@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import socketserver
+import ssl
 import subprocess
 import sys
 import time
@@ -96,6 +97,10 @@ if role == "pool":
     server = socketserver.ThreadingUnixStreamServer(address, socketserver.StreamRequestHandler)
 else:
     server = Server((home["host"], home["port"]), Handler)
+    if "tls_cert_file" in config.get("access", {}):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(config["access"]["tls_cert_file"], config["access"]["tls_key_file"])
+        server.socket = context.wrap_socket(server.socket, server_side=True)
 print(f"{role} listens", flush=True)
 server.serve_forever()
 time.sleep(60)

@@ -27,6 +27,9 @@ from pdserve.up.scraping import TARGETS_FILE, targets
 from tests.e2e.cluster import PoolNode, free_port
 from tests.readme import LISTED
 from tests.router.harness import disagg, run
+from tests.router.test_secrets import certificate
+
+from .cluster import wait_until
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 TARGET_LABELS = {"instance", "job", "process", "le"}
@@ -180,6 +183,29 @@ def test_every_query_finds_its_metrics_and_labels_in_a_live_prometheus(tmp_path:
         server.shutdown()
         thread.join()
         pool.stop()
+
+
+def test_a_router_that_speaks_tls_is_scraped(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+    server, thread = start_http_server(
+        0, "127.0.0.1", worker_registry(), certfile=str(cert), keyfile=str(key)
+    )
+    labels = {"job": "router", "process": "router", "__scheme__": "https"}
+    place = {
+        "targets": [f"localhost:{server.server_port}"],
+        "labels": labels,
+    }  # not what the certificate names
+    (tmp_path / TARGETS_FILE).write_text(json.dumps([place]))
+    port = free_port()
+    words = ["--port", str(port), "--data", str(tmp_path / "data"), str(tmp_path)]
+    script = subprocess.Popen([str(LAUNCH / "monitoring.sh"), *words])
+    try:
+        wait_until(lambda: Api(port).all_up(1), "the router is scraped")
+    finally:
+        script.terminate()
+        script.wait(30)
+        server.shutdown()
+        thread.join()
 
 
 def check(api: Api) -> None:

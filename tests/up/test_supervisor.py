@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.up.sessions import session_members
+from tests.router.test_secrets import certificate
 
 from .cluster import TIMEOUT_S, Cluster, processes_that_mention, running, wait_until
 
@@ -87,6 +88,21 @@ def test_announces_url_and_curl_with_the_served_model(tmp_path: Path) -> None:
     with running(tmp_path, DISAGG) as cluster:
         cluster.wait_for(r"stand-in is ready at http://127.0.0.1:\d+")
         cluster.wait_for(r"curl http://127.0.0.1:\d+/v1/chat/completions .*stand-in-model")
+
+
+def test_the_curl_has_what_a_router_with_keys_asks_for(tmp_path: Path) -> None:
+    toml = DISAGG.replace("[worker.engine]", '[router.access]\nkeys_file = "keys"\n[worker.engine]')
+    with running(tmp_path, toml) as cluster:
+        cluster.wait_for(
+            r"curl -H 'Authorization: Bearer YOUR_KEY' http://127.0.0.1:\d+/v1/chat/completions "
+        )
+
+
+def test_the_curl_takes_the_certificate_of_a_router_that_speaks_tls(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+    access = f'[router.access]\ntls_cert_file = "{cert}"\ntls_key_file = "{key}"\n'
+    with running(tmp_path, DISAGG.replace("[worker.engine]", f"{access}[worker.engine]")) as cluster:
+        cluster.wait_for(r"curl -k https://127.0.0.1:\d+/v1/chat/completions .*stand-in-model")
 
 
 def test_logs_are_prefixed_and_kept_whole(tmp_path: Path) -> None:

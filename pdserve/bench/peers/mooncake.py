@@ -19,7 +19,7 @@ from pdserve.bench.peers.process import accepts, free_ports, server
 from pdserve.bench.stores import BenchError, PageStore
 from pdserve.kvpool.transports.base import Bytes1D, PageBuffers
 
-HOW_TO_INSTALL = "pip install 'pdserve[bench]' (the wheel mooncake-transfer-engine-non-cuda)"
+HOW_TO_INSTALL = "pip install '.[bench]' in the checkout (the wheel mooncake-transfer-engine-non-cuda)"
 LOCAL_BUFFER_BYTES: Final = 16 << 20  # Mooncake's default; unused by the zero-copy calls
 QUIET: Final = {"MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2", "GLOG_logtostderr": "1"}  # no files of logs
 # Runs as a process: joins its memory to the store, says so, and stays until its standard input ends.

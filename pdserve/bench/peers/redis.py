@@ -18,7 +18,7 @@ from pdserve.bench.peers.process import server
 from pdserve.bench.stores import BenchError, PageStore
 from pdserve.kvpool.transports.base import Bytes1D, PageBuffers
 
-HOW_TO_INSTALL = "apt-get install redis-server; pip install 'pdserve[bench]'"
+HOW_TO_INSTALL = "apt-get install redis-server; pip install '.[bench]' in the checkout"
 
 
 class RedisStore:
