@@ -70,7 +70,7 @@ class ClientProtocol(HttpToolsProtocol):
         """On the loop's clock; infinite while there is a request."""
         self._is_last = False
         """The router stops: the next answer here is the last."""
-        self._is_closing = False
+        self.is_closing = False
         """All is said; what comes is taken in, unread."""
         self._is_gone = False
         self._on_gone: Callable[[], None] | None = None
@@ -120,7 +120,7 @@ class ClientProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client. A head of more than `MAX_HEAD_BYTES` ends the connection."""
-        if self._is_closing:
+        if self.is_closing:
             return
         self._has_ended = False
         self._idle_since_s = math.inf
@@ -197,7 +197,7 @@ class ClientProtocol(HttpToolsProtocol):
         time as a head.
         """
         self.server_state.total_requests += 1
-        if self._is_closing or self.transport.is_closing():
+        if self.is_closing or self.transport.is_closing():
             return
         if self.flow.read_paused:
             self.flow.resume_reading()
@@ -234,19 +234,25 @@ class ClientProtocol(HttpToolsProtocol):
             self._end(_TOO_LATE if self._in_head else b"")
 
     def _end(self, answer: bytes) -> None:
-        """Close, with an answer where none is under way."""
-        if answer and not self._is_answering and not self.transport.is_closing():
+        """Close, with an answer where none is under way; one that is ends here."""
+        if self.is_closing or self.transport.is_closing():
+            return
+        if self._is_answering:
+            self.transport.close()
+            return
+        if answer:
             self.transport.write(answer)
         self.close_in_order()
 
     def close_in_order(self) -> None:
         """Close, after what was written, a connection whose client may still send."""
-        if self._is_closing or self.transport.is_closing():
+        if self.is_closing or self.transport.is_closing():
             return
+        self._unset_late()
         if not self.transport.can_write_eof():  # TLS
             self.transport.close()
             return
-        self._is_closing = True
+        self.is_closing = True
         self.transport.write_eof()
         self.flow.resume_reading()
         if self._idle is not None:

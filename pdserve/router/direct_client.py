@@ -141,7 +141,7 @@ class DirectClient:
         protocol = self._protocol
         if protocol.flow.write_paused and not self.disconnected:
             await protocol.flow.drain()
-        if self.disconnected or self.response_complete:
+        if self.disconnected or self.response_complete or protocol.is_closing:
             return
         data = self._framed(body)
         if self._is_chunked and not more:
@@ -160,7 +160,8 @@ class DirectClient:
     def takes_now(self) -> bool:
         """Nothing is to be waited for."""
         protocol = self._protocol
-        return not (protocol.flow.write_paused or self.disconnected or protocol.transport.is_closing())
+        is_closing = protocol.is_closing or protocol.transport.is_closing()
+        return not (protocol.flow.write_paused or self.disconnected or is_closing)
 
     def write_now(self, body: bytes) -> None:
         """Send a piece of the answer's body, not the last and not empty."""

@@ -14,7 +14,7 @@ import pytest
 from pdserve.router import client_protocol
 
 from .harness import FAST, Connection, Harness, chat_body, disagg, run
-from .mock_worker import ANSWER, EVENTS, Gate, MockWorker, stream
+from .mock_worker import ANSWER, EVENTS, Gate, MockWorker, Received, Wire, stream
 
 CHAT = "/v1/chat/completions"
 BODY = json.dumps(chat_body()).encode()
@@ -114,6 +114,25 @@ def test_a_client_that_never_stops_sending_is_cut_off(monkeypatch: pytest.Monkey
     run(main())
 
 
+def test_a_head_that_is_too_long_is_answered_once_however_long_its_client_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_protocol, "CLOSING_S", 0.6)
+
+    async def main() -> None:
+        async with strict(head_s=0.2) as (harness, _):
+            failed: list[object] = []
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+            client = await harness.connect()
+            await drop_by_drop(client, HEAD[:5])
+            client.writer.write(b"y" * client_protocol.MAX_HEAD_BYTES)
+            assert (await client.head()).status == 431
+            await drop_by_drop(client, b"y" * 10000)
+            assert failed == []
+
+    run(main())
+
+
 def test_a_large_body_has_longer() -> None:
     """Longer than `body_s` in all, but at a rate that is not too slow."""
 
@@ -171,5 +190,31 @@ def test_the_next_head_in_pieces_does_not_cut_the_answer_under_way() -> None:
                 rest += data
             assert rest == b"".join(EVENTS[1:])
             assert (await client.response()).status == 408
+
+    run(main())
+
+
+def test_a_head_without_end_during_an_answer_ends_the_connection_and_is_no_fault_of_the_worker() -> None:
+    async def main() -> None:
+        async with strict() as (harness, worker):
+
+            async def endless(wire: Wire, request: Received) -> None:
+                await wire.head(200, "text/event-stream")
+                while True:
+                    await wire.chunk(EVENTS[0])
+                    await asyncio.sleep(0.01)
+
+            worker.script(CHAT, endless)
+            client = await harness.connect()
+            await client.send(CHAT, json.dumps(chat_body(stream=True)).encode())
+            assert (await client.head()).status == 200
+            client.writer.write(HEAD[:-2] + b"x: " + b"y" * client_protocol.MAX_HEAD_BYTES)
+            await worker.wait_until(lambda: worker.disconnected == 1)
+            await harness.settle()
+            assert harness.stats.client_aborts == {"stream": 1}
+            assert harness.stats.stream_errors == {}
+            [known] = harness.router.fleet.workers
+            assert known.circuit_failures == 0
+            client.leave()
 
     run(main())
