@@ -8,6 +8,9 @@ When the router stops, uvicorn closes connections as soon as they are idle, and 
 there is lost. So an idle connection lives on for `LINGER_S`, and what comes is answered, with `Connection:
 close`; a stream's connection, too, whose head has promised that it stays, and one that was accepted a moment
 before.
+
+A client that pipelines is read on while an answer is under way, within bounds: who is not read from is not seen
+to leave.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ from pdserve.router.direct_client import DirectClient
 
 MAX_HEAD_BYTES = 64 * 1024
 """Longest request line and headers; httptools has no bound of its own."""
+MAX_AHEAD = 16
+MAX_AHEAD_BYTES = 64 * 1024
+"""As many pipelined requests, and bytes of their bodies, are read while an answer is under way."""
 LINGER_S = 1.0
 CLOSING_S = 2.0
 """Longest wait for a client that was answered before it had sent all."""
@@ -71,7 +77,7 @@ class ClientProtocol(HttpToolsProtocol):
         self._is_last = False
         """The router stops: the next answer here is the last."""
         self.is_closing = False
-        """All is said; what comes is taken in, unread."""
+        """All is said, or the client is gone: nothing is sent any more, and what comes is not read."""
         self._is_gone = False
         self._on_gone: Callable[[], None] | None = None
 
@@ -91,7 +97,7 @@ class ClientProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         # request and connection hold each other, and the garbage collector runs seldom (serve.py)
         self.cycle = self.scope = None  # type: ignore[assignment]
-        self._is_gone = True
+        self._is_gone = self.is_closing = True
         if self._on_gone is not None:
             self._on_gone()
 
@@ -109,7 +115,7 @@ class ClientProtocol(HttpToolsProtocol):
     def watch(self, on_gone: Callable[[], None]) -> None:
         """Call `on_gone` when the client goes away, now if it has, until `unwatch`."""
         self._on_gone = on_gone
-        if self.flow.read_paused:  # for a large body, which was read
+        if not self._is_far_ahead:  # reading was paused for a large body, which was read
             self.flow.resume_reading()
         if self._is_gone:
             on_gone()
@@ -125,6 +131,11 @@ class ClientProtocol(HttpToolsProtocol):
         self._has_ended = False
         self._idle_since_s = math.inf
         super().data_received(data)
+        if self.pipeline and not self.transport.is_closing():
+            if self._is_far_ahead:
+                self.flow.pause_reading()
+            else:  # it was paused at the head
+                self.flow.resume_reading()
         if self._in_head:
             self._head_bytes = 0 if self._has_ended else self._head_bytes + len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
@@ -166,8 +177,13 @@ class ClientProtocol(HttpToolsProtocol):
         if before is None or before.response_complete:
             self._start_asgi_task(client, self.app)
         else:  # pipelined: its turn comes
-            self.flow.pause_reading()
             self.pipeline.appendleft((client, self.app))  # type: ignore[arg-type]
+
+    @property
+    def _is_far_ahead(self) -> bool:
+        """Enough is waiting for its turn."""
+        waiting = self.pipeline
+        return len(waiting) > MAX_AHEAD or sum(len(cycle.body) for cycle, _ in waiting) > MAX_AHEAD_BYTES
 
     def _begin_ordinary(self) -> None:
         """uvicorn's way; the scope that it makes at the beginning of every head is made here."""
@@ -199,12 +215,12 @@ class ClientProtocol(HttpToolsProtocol):
         self.server_state.total_requests += 1
         if self.is_closing or self.transport.is_closing():
             return
-        if self.flow.read_paused:
-            self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
         else:
             self._idle_since_s = self.loop.time()
+        if not self._is_far_ahead:
+            self.flow.resume_reading()
         if not self._in_head and self._late is None:
             self._late = self.loop.call_later(self._head_s, self._on_late)
         if self._is_last:
