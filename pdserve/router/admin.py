@@ -31,6 +31,7 @@ from pdserve.router.fleet import FleetError, Role
 from pdserve.router.live_feed import LiveFeed
 from pdserve.router.live_page import BASIC, add_live_page, is_of_live_page, password_as_bearer
 from pdserve.router.openai_errors import error_of
+from pdserve.router.schema import UNREADABLE
 
 MAX_BODY_BYTES = 64 * 1024
 _STATUS = {"unknown_worker": 404, "bad_url": 400, "other_role": 409}
@@ -141,7 +142,7 @@ def _add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
         try:
             joining = msgspec.json.decode(await request.body(), type=Joining)
             worker = fleet.join(joining.url, joining.role)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             return _refused(RequestError(400, f"{error}"))
         except FleetError as error:
             return _refused(_of_fleet(error))

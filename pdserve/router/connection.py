@@ -3,9 +3,9 @@
 Rules:
 - A `Connection` carries one `Exchange` at a time.
 - Body bytes are handed on as they came (transfer coding removed); they are never looked at.
-- A body without length that ends with the connection is whole; one with a length or chunked coding that does
-  so is cut short, which is an error, as are bytes that are not HTTP, a head without end, and bytes nobody
-  asked for.
+- A body without length that ends with the connection is whole, unless that was reset; one with a length or
+  chunked coding that does so is cut short, which is an error, as are bytes that are not HTTP, a head without
+  end, and bytes nobody asked for.
 - 1xx heads are passed over.
 """
 
@@ -142,7 +142,7 @@ class Connection(asyncio.Protocol):
         del self._parser  # they hold each other, and the garbage collector runs seldom (serve.py)
         exchange = self._exchange
         if exchange is not None and not exchange.complete:
-            if exchange.status and not self._has_length and exchange.error is None:
+            if exchange.status and not self._has_length and exchange.error is None and exc is None:
                 exchange.complete = True  # no length: the end of the connection is the end of the body
                 exchange.wake()
             else:

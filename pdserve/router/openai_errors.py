@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from pdserve.errors import RequestError
+from pdserve.router.schema import UNREADABLE
 
 _TYPES = {
     401: "authentication_error",
@@ -49,7 +50,7 @@ def convert_error(status: int, body: bytes) -> bytes:
     """A worker's error answer (status >= 400) in OpenAI's form, its message kept."""
     try:
         value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         value = None
     given: dict[str, Any] = {}
     if isinstance(value, dict):

@@ -40,6 +40,8 @@ class RequestView(msgspec.Struct, gc=False):
         return self.messages or self.prompt or self.text or self.input_ids or self.input
 
 
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding raises for what is no JSON, not of the form that is looked for, or nested too deeply."""
 _decoder = msgspec.json.Decoder(RequestView)
 _TOKEN_IDS = re.compile(rb"[\[\s]+\d")
 _FIELD = re.compile(r" - at `\$\.(?P<field>[A-Za-z_]+)[^`]*`$")

@@ -25,7 +25,7 @@ import msgspec
 import xxhash
 
 from pdserve.errors import ConfigError
-from pdserve.router.schema import RequestView
+from pdserve.router.schema import UNREADABLE, RequestView
 
 MAX_SESSION_KEY_CHARS = 256
 """A longer session key is replaced by its digest, so that the session table's memory is bounded."""
@@ -128,7 +128,7 @@ def message_links(messages: msgspec.Raw) -> tuple[str, ...]:
         first = 0
         while first < len(items) and _role_decoder.decode(items[first]).role in SHARED_ROLES:
             first += 1
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         return ()
     digest, links = xxhash.xxh3_128(b"pdserve session"), []
     for item in items[first : first + MAX_LINKS]:
@@ -152,6 +152,6 @@ def _at_path(body: bytes | msgspec.Raw, path: Sequence[str]) -> str | None:
         for step in path:
             body = _object_decoder.decode(body)[step]
         value = msgspec.json.decode(body, type=str | int | None)
-    except (msgspec.DecodeError, KeyError, RecursionError):
+    except (*UNREADABLE, KeyError):
         return None
     return None if value is None else str(value)

@@ -24,6 +24,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from pdserve.router.schema import UNREADABLE
+
 Continue = Literal["deterministic", "always", "never"]
 
 ASK = b"x-pdserve-marks: 1\r\n"
@@ -138,7 +140,7 @@ def may_continue(path: str, body: bytes, which: Continue) -> bool:
         return False
     try:
         asked: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return False
     sampling = asked.get("sampling_params") if path == "/generate" else asked
     if not isinstance(sampling, dict) or (path == "/generate" and isinstance(asked.get("text"), list)):

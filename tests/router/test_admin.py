@@ -96,6 +96,7 @@ def test_workers_join_drain_and_leave() -> None:
         ("POST", "/workers", {"url": "http://h:1", "role": "boss"}, 400),
         ("POST", "/workers", {"url": "http://h:1"}, 400),
         ("POST", "/workers", {"url": "http://h:1", "role": "decode", "more": 1}, 400),
+        ("POST", "/workers", b'{"url": "\xff", "role": "decode"}', 400),
         ("POST", "/workers", {"url": "x" * 70_000, "role": "decode"}, 413),
         ("DELETE", "/workers/h:1", None, 404),
         ("POST", "/workers/h:1/drain", None, 404),
@@ -105,7 +106,8 @@ def test_workers_join_drain_and_leave() -> None:
 def test_what_cannot_be_done_is_said_in_openais_form(method: str, path: str, body: Any, status: int) -> None:
     async def main() -> None:
         async with disagg(admin=ADMIN) as (harness, _, _), client_of(harness) as client:
-            answer = await client.request(method, path, json=body)
+            given: dict[str, Any] = {"content": body} if isinstance(body, bytes) else {"json": body}
+            answer = await client.request(method, path, **given)
             assert answer.status_code == status
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
             assert len(harness.router.fleet.workers) == 2

@@ -265,3 +265,8 @@ def test_no_budget_no_second_worker() -> None:
 )
 def test_what_may_be_continued(path: str, body: dict[str, Any], which: Continue, may: bool) -> None:
     assert may_continue(path, json.dumps(body).encode(), which) is may
+
+
+@pytest.mark.parametrize("body", [b'{"\xff":1}', b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"])
+def test_a_body_that_cannot_be_read_may_not_be_continued(body: bytes) -> None:
+    assert not may_continue(CHAT, body, "always")

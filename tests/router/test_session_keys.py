@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pdserve.errors import ConfigError
@@ -114,8 +114,17 @@ def test_a_long_conversation_is_known_by_its_first_messages() -> None:
 
 
 @given(st.binary())
+@example(b'[{"role":"\xff"}]')
+@example(b'[{"role":' + b"[" * 100_000)
 def test_whatever_the_messages_are_no_key_is_the_worst(data: bytes) -> None:
     assert isinstance(message_links(data), tuple)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("metadata", [b'{"s":"\xff"}', b'{"\xff":"s"}', b'{"s":[[]]}'])
+def test_a_field_that_cannot_be_read_gives_no_key(metadata: bytes) -> None:
+    body = b'{"metadata":%b}' % metadata
+    sources = parse_sources(["body:metadata.s"])
+    assert find_session_key(sources, {}.get, parse_request(body), body) is None
 
 
 @pytest.mark.parametrize("messages", ["hi", 3, None, {"role": "user"}, ["hi"], [{"role": 3}]])

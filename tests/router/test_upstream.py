@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -257,6 +259,31 @@ def test_a_body_without_length_ends_with_the_connection() -> None:
         async with client_of(mock) as client:
             assert await client.read() == b"hello"
             assert client.upstream.open_count == 0
+
+    run(main())
+
+
+def test_a_body_without_length_is_cut_short_by_a_reset() -> None:
+    async def main() -> None:
+        gate = Gate()
+
+        async def reset(wire: Wire, request: Received) -> None:
+            await wire.raw(b"HTTP/1.1 200 OK\r\n\r\nhel")
+            await gate.passed()
+            at_once = struct.pack("ii", 1, 0)
+            wire.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+            raise CloseConnection
+
+        mock = MockWorker("decode")
+        mock.script("/x", reset)
+        async with client_of(mock) as client:
+            exchange = await client.post()
+            assert await exchange.read_some(5.0) == b"hel"
+            gate.open.set()
+            with pytest.raises(UpstreamError) as caught:
+                await exchange.read_some(5.0)
+            assert caught.value.kind == "cut"
+            exchange.release()
 
     run(main())
 
