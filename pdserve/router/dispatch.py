@@ -4,7 +4,8 @@
 |---|---|---|
 | settle | anything | go on: missing pages are recomputed |
 | prefill | the request's own fault (400, 413, 422) | answered to the client |
-| prefill | anything else | the decode worker does it alone; counted against the worker's circuit |
+| prefill | anything else | the decode worker does it alone; counted against the worker's circuit, unless it
+  may be the request's doing |
 | decode, nothing sent yet | no connection, broken answer, 5xx | another decode worker, else 502, 503 or the
   worker's error |
 | decode, nothing sent yet | too late | 504 |
@@ -36,15 +37,12 @@ from pdserve.router.plan import Plan, choose_alternate
 from pdserve.router.relay import is_event_stream, relay_events, relay_whole
 from pdserve.router.sessions import SessionEntry
 from pdserve.router.shared_sessions import SharedSessions
-from pdserve.router.stages import MAX_ERROR_BYTES, Stages, WorkerAnswerError
+from pdserve.router.stages import MAX_ERROR_BYTES, UNFIT, Stages, WorkerAnswerError
 from pdserve.router.throttle import ThrottledLog
 from pdserve.router.trail import ASK, CONTINUED_PATHS, HEADER, Trail, may_continue
 from pdserve.router.upstream import Upstream
 
 logger = logging.getLogger(__name__)
-
-UNFIT = frozenset((502, 503, 504))
-"""Answers that speak of the worker and not of the request: counted against its circuit."""
 
 
 class Dispatcher:
@@ -77,7 +75,9 @@ class Dispatcher:
         facts, model = call.facts, call.model
         last = self.placer.last_turn(facts, now_s)
         if self._shared is not None and facts.session is not None:
-            last = await self._shared.get(facts.session) or last
+            found = await self._shared.get(facts.session)
+            if found is not None and (last is None or not found.is_turn(last)):
+                last = found  # of the same turn the own table knows more
         snapshot = self._fleet.snapshot(model, now_s)
         plan = self.placer.plan(facts, snapshot, last, now_s)
         for role, reason in plan.causes:

@@ -31,6 +31,10 @@ class SessionEntry(msgspec.Struct, frozen=True, gc=False):
     turns: int = 1
     """So many turns the session has had, this one counted."""
 
+    def is_turn(self, other: SessionEntry) -> bool:
+        """Whether both are of one turn."""
+        return (self.request_id, self.turns) == (other.request_id, other.turns)
+
 
 class SessionTable:
     """`capacity` sessions at most, each forgotten `ttl_s` after it was last recorded."""

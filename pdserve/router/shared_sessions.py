@@ -23,6 +23,7 @@ import msgspec
 
 from pdserve.errors import ConfigError
 from pdserve.router.placement_config import Session
+from pdserve.router.schema import UNREADABLE
 from pdserve.router.session_keys import SessionKey
 from pdserve.router.sessions import SessionEntry
 
@@ -43,6 +44,7 @@ class _Stored(msgspec.Struct, array_like=True):
     prefill_id: str = ""
     tokens: int = 0
     answered: bool = False
+    turns: int = 1
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -90,7 +92,7 @@ class SharedSessions:
             return None
         try:
             found = next((_decoder.decode(value) for value in values if value is not None), None)
-        except msgspec.DecodeError:  # another program's, or of a version to come
+        except UNREADABLE:  # another program's, or of a version to come
             found = None
         if found is None:
             return None
@@ -101,6 +103,7 @@ class SharedSessions:
             found.prefill_id,
             found.tokens,
             found.answered,
+            turns=found.turns,
         )
 
     def record(self, key: SessionKey, entry: SessionEntry) -> None:
@@ -130,7 +133,12 @@ class SharedSessions:
                 pipeline = self._redis.pipeline(transaction=False)
                 for link, (entry, replaced) in batch.items():
                     value = _Stored(
-                        entry.request_id, entry.decode_id, entry.prefill_id, entry.tokens, entry.answered
+                        entry.request_id,
+                        entry.decode_id,
+                        entry.prefill_id,
+                        entry.tokens,
+                        entry.answered,
+                        entry.turns,
                     )
                     pipeline.set(self._name(link), _encoder.encode(value), ex=self._ttl_s)
                     if replaced:

@@ -28,6 +28,7 @@ from pdserve.router.metric_names import CACHES, TIERS, turn_label
 from pdserve.router.metrics import Stats
 from pdserve.router.placer import Placer
 from pdserve.router.plan import Plan, Settle, choose_alternate
+from pdserve.router.schema import UNREADABLE
 from pdserve.router.throttle import ThrottledLog
 from pdserve.router.upstream import Upstream
 
@@ -41,6 +42,8 @@ MAX_PROMPTS_TOLD = 1024
 CLIENT_FAULTS = frozenset((400, 413, 422))
 """Prefill's answers that are final. Others, like 404 or 429, may be the worker's own trouble; if they are
 not, the decode worker will say the same."""
+UNFIT = frozenset((502, 503, 504))
+"""Answers that speak of the worker and not of the request: counted against its circuit."""
 GOOD = frozenset(("ok", "partial"))
 """Outcomes of a prefill that need no better one."""
 
@@ -132,7 +135,7 @@ class Stages:
             outcome = error.kind
         except WorkerAnswerError as error:
             outcome = f"status-{error.status}"
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             outcome = "garbage"
         self._stats.settle[outcome] += 1
         call.parts_s["settle"] = self._loop.time() - begun_s
@@ -211,20 +214,21 @@ class Stages:
         """The outcome at one worker, in one word."""
         limit_s = self._deadlines.prefill_s + self._deadlines.publish_s
         outcome: str
+        is_unfit = True
         try:
             answer = await self._post_json(
                 call, worker, f"/pd/prefill?endpoint={call.path}", call.body, limit_s
             )
             report = _report_decoder.decode(answer)
         except UpstreamError as error:
-            outcome, what = error.kind, str(error)
+            outcome, what, is_unfit = error.kind, str(error), error.kind != "busy"
         except WorkerAnswerError as error:
             if error.status in CLIENT_FAULTS:
                 self._stats.prefill["client-error"] += 1
                 self._fleet.on_success(worker)
                 raise
-            outcome, what = f"status-{error.status}", str(error)
-        except msgspec.MsgspecError as error:
+            outcome, what, is_unfit = f"status-{error.status}", str(error), error.status in UNFIT
+        except UNREADABLE as error:
             outcome, what = "garbage", f"its answer is no prefill report: {error}"
         else:
             self._fleet.on_success(worker)
@@ -248,11 +252,10 @@ class Stages:
             call.parts_s["publish"] = max(0.0, report.publish_ms / 1e3)
             return self._count_prefill(call, plan, report, tokens)
         self._stats.prefill[outcome] += 1
-        opened = self._fleet.on_failure(worker, self._loop.time())
         self._failures.warning(
             worker.id, "prefill worker %s: %s; the decode worker does it alone", worker.id, what
         )
-        if opened:
+        if is_unfit and self._fleet.on_failure(worker, self._loop.time()):
             logger.warning("prefill worker %s: circuit opened", worker.id)
         return outcome
 

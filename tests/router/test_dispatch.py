@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 
@@ -119,6 +120,8 @@ PREFILL_TROUBLE: list[tuple[str, Script]] = [
     ("protocol", raw_answer(b"SSH-2.0-OpenSSH_9.2\r\n\r\n")),
     ("garbage", raw_answer(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")),
     ("garbage", raw_answer(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n\xff\xfe??")),
+    ("garbage", raw_answer(b'HTTP/1.1 200 OK\r\ncontent-length: 18\r\n\r\n{"cached":{"\xff":1}}')),
+    ("garbage", raw_answer(b"HTTP/1.1 200 OK\r\ncontent-length: 99999\r\n\r\n" + b'{"x":' + b"[" * 99994)),
     ("status-500", answer(500, {"error": {"message": "boom"}})),
     ("status-503", answer(503, {"detail": "draining"})),
     ("status-404", answer(404, {"detail": "Not Found"})),
@@ -127,7 +130,7 @@ PREFILL_TROUBLE: list[tuple[str, Script]] = [
 ]
 
 
-@pytest.mark.parametrize(("outcome", "script"), PREFILL_TROUBLE, ids=[str(i) for i in range(11)])
+@pytest.mark.parametrize(("outcome", "script"), PREFILL_TROUBLE, ids=[str(i) for i in range(13)])
 def test_on_any_prefill_trouble_the_decode_worker_does_it_alone(
     outcome: str, script: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,14 +160,44 @@ def test_a_prefill_worker_that_is_gone_is_done_without() -> None:
     run(main())
 
 
-def test_a_failing_prefill_worker_is_left_alone_after_a_few_requests() -> None:
+@pytest.mark.parametrize("trouble", [close(), answer(503, {"detail": "draining"}), answer(200, {})])
+def test_a_failing_prefill_worker_is_left_alone_after_a_few_requests(trouble: Script) -> None:
     async def main() -> None:
         async with disagg() as (harness, [prefill], _):
-            prefill.script("/pd/prefill", *[close()] * 3)
+            prefill.script("/pd/prefill", *[trouble] * 3)
             for _ in range(5):
                 assert (await harness.chat()).status == 200
             assert len(prefill.got("/pd/prefill")) == 3
             assert (await harness.chat()).headers["x-pdserve-plan"].endswith("prefill=none-ready")
+
+    run(main())
+
+
+@pytest.mark.parametrize("status", [404, 429, 500])
+def test_a_prefill_worker_is_not_left_alone_for_what_may_be_the_requests_doing(status: int) -> None:
+    async def main() -> None:
+        async with disagg() as (harness, [prefill], _):
+            prefill.script("/pd/prefill", *[answer(status, {"detail": "boom"})] * 4)
+            for _ in range(5):
+                response = await harness.chat()
+            assert len(prefill.got("/pd/prefill")) == 5
+            assert response.headers["x-pdserve-plan"].endswith("stage=ok")
+
+    run(main())
+
+
+def test_a_prefill_worker_with_all_its_connections_in_use_is_not_held_to_have_failed() -> None:
+    async def main() -> None:
+        async with disagg(limits=Limits(worker_connections=1)) as (harness, [prefill], _):
+            gate = Gate()
+            prefill.script("/pd/prefill", hang(gate))
+            holding = asyncio.create_task(harness.chat())
+            await gate.reached.wait()
+            for _ in range(4):
+                assert (await harness.chat()).headers["x-pdserve-plan"].endswith("stage=busy")
+            assert harness.router.fleet.by_id[prefill.id].circuit_failures == 0
+            gate.open.set()
+            assert (await holding).body == ANSWER
 
     run(main())
 
@@ -400,6 +433,16 @@ def test_a_body_that_turns_out_too_large_is_refused() -> None:
             response = await client.response()
             assert response.status == 413
             client.leave()
+
+    run(main())
+
+
+def test_a_length_with_more_digits_than_a_number_may_have_is_understood() -> None:
+    async def main() -> None:
+        async with disagg() as (harness, _, _):
+            body = json.dumps(chat_body()).encode()
+            length = {"content-length": "0" * 5000 + str(len(body))}
+            assert (await harness.post(CHAT, body, length)).body == ANSWER
 
     run(main())
 

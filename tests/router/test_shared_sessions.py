@@ -18,7 +18,7 @@ from pdserve.router.sessions import SessionEntry
 from pdserve.router.shared_sessions import MAX_BATCH, SharedSessions
 
 from .harness import FAST, routed, run
-from .mock_worker import MockWorker, workers
+from .mock_worker import MockWorker, answered_with, workers
 
 
 @pytest.fixture
@@ -158,6 +158,25 @@ def test_a_url_that_is_none_is_refused() -> None:
     async def main() -> None:
         with pytest.raises(ConfigError, match=r"session\.redis\.url"):
             SharedSessions(settings("http://x"))
+
+    run(main())
+
+
+def test_a_sessions_turns_are_counted_on_whichever_router_has_them(redis_url: str) -> None:
+    async def main() -> None:
+        decode = MockWorker("decode")
+        async with workers(decode):
+            config = RouterConfig(decode=(decode.url,), deadlines=FAST, session=settings(redis_url))
+            probe = SharedSessions(settings(redis_url))
+            await ready(probe)
+            async with routed(config) as first, routed(config) as second:
+                for router in (first, first, second, first):
+                    decode.script("/v1/chat/completions", answered_with("x-pdserve-cached: computed=1\r\n"))
+                    answer = await router.chat(headers={"x-session-id": "s"})
+                    await eventually(probe, named("s").of_model("m"), answer.headers["x-request-id"])
+                assert {turn for turn, _ in first.stats.turn_tokens} == {"1", "2", "4-7"}
+                assert {turn for turn, _ in second.stats.turn_tokens} == {"3"}
+            await probe.close()
 
     run(main())
 
