@@ -1,17 +1,20 @@
 """What the admin API does to the fleet of one router process, and how the others come to the same.
 
-Pure. The parent (processes.py) tells a change to every other process as it happens, and to one that starts
-later what all changes until then come to.
+Pure. The parent (processes.py) tells a change to every other process as it happens, those that are starting
+too, and one that starts later begins with what all changes until then come to.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator
 
 import msgspec
 
-from pdserve.router.fleet import Act, Fleet
+from pdserve.router.fleet import Act, Fleet, FleetError
 from pdserve.router.workers import Role, Worker
+
+logger = logging.getLogger(__name__)
 
 
 class FleetChange(msgspec.Struct, tag="fleet", frozen=True):
@@ -32,6 +35,19 @@ class FleetChange(msgspec.Struct, tag="fleet", frozen=True):
             fleet.leave(self.worker)
         elif self.act in ("drain", "undrain"):
             fleet.drain(self.worker, self.act == "drain")
+
+    def follow(self, fleet: Fleet) -> None:
+        """As `apply`, where another process was told: it tells nobody, and what it cannot do yet the fleet
+        remembers.
+        """
+        told, fleet.told = fleet.told, None
+        try:
+            self.apply(fleet)
+        except FleetError as error:  # it is as the others want it already, or etcd has yet to name it
+            logger.info("not done here: %s", error)
+            fleet.expect(self.act, self.worker)
+        finally:
+            fleet.told = told
 
 
 class Changes:

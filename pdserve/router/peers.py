@@ -26,7 +26,6 @@ from pdserve.router.channel import (
     Shared,
     Wants,
 )
-from pdserve.router.fleet import FleetError
 from pdserve.router.shares import TELL_S, SharedLimits
 
 logger = logging.getLogger(__name__)
@@ -97,7 +96,7 @@ class Peers:
             own = generate_latest(self._router.registry).decode()
             self._channel.send(Collected(message.number, own))
         elif isinstance(message, FleetChange):
-            self._apply(message)
+            message.follow(self._router.fleet)
         elif isinstance(message, Shared):
             self._limits.apply(message.tenants, asyncio.get_running_loop().time())
             self._router.entrance.fill()
@@ -106,14 +105,3 @@ class Peers:
                 self._router.reload()
             except ConfigError as error:
                 logger.error("the API keys are not changed: %s", error)  # noqa: TRY400 - one line
-
-    def _apply(self, change: FleetChange) -> None:
-        fleet = self._router.fleet
-        told, fleet.told = fleet.told, None
-        try:
-            change.apply(fleet)
-        except FleetError as error:  # it is as the others want it already, or etcd has yet to name it
-            logger.info("not done here: %s", error)
-            fleet.expect(change.act, change.worker)
-        finally:
-            fleet.told = told

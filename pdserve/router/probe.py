@@ -16,9 +16,11 @@ import httpx
 import msgspec
 
 from pdserve.errors import StartupError
+from pdserve.router.changes import FleetChange
 from pdserve.router.config import Probe
 from pdserve.router.fleet import Fleet, Worker, WorkerInfo
 from pdserve.router.metrics import Stats
+from pdserve.router.schema import UNREADABLE
 from pdserve.router.upstream import Upstream
 from pdserve.router.workers import WorkerLoad, joining_order
 
@@ -32,14 +34,16 @@ _info_decoder = msgspec.json.Decoder(WorkerInfo)
 
 
 class FirstRound(NamedTuple):
-    """How a process takes workers of its configuration that do not fit together."""
+    """What a process that starts is told of its workers."""
 
     strict: bool = True
-    """It does not start."""
+    """It does not start with workers of its configuration that do not fit together."""
     refused: Container[str] = ()
     """Ids of those that another process refuses: they are refused here rather than those that they do not
     fit.
     """
+    changes: tuple[FleetChange, ...] = ()
+    """What the admin API of the others has done to their fleet."""
 
 
 STRICT = FirstRound()
@@ -60,7 +64,7 @@ def _ready_in(answer: bytes) -> _Ready:
     """What a worker says of itself; nothing, if it is no pdserve worker."""
     try:
         return _ready_decoder.decode(answer)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return _Ready()
 
 
@@ -98,6 +102,8 @@ class Prober:
         """Probe all once. Raises StartupError, if it is strict, when workers of the configuration that answer
         do not fit together; others are only refused, and absent ones may join later.
         """
+        for change in first.changes:
+            change.follow(self._fleet)
         listed = [worker for worker in self._fleet.workers if "config" in worker.sources]
         others = [worker for worker in self._fleet.workers if worker not in listed]
         await self._probe_first(listed, first.refused)  # before the others, which are to fit beside them
@@ -190,7 +196,7 @@ class Prober:
             if response.status_code != 200:
                 raise ValueError(f"status {response.status_code}")
             return _info_decoder.decode(response.content)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (*UNREADABLE, ValueError) as error:
             worker.info = None
             went = self._fleet.on_probe_not_ready(worker)
             self._lost(

@@ -11,8 +11,8 @@ old child told to stop, to finish what it has.
 - SIGTERM, SIGINT: every child finishes what it has, within `stop_grace_s`.
 - Metrics: the child that is asked asks the parent, which asks all and adds up, with what ended ones counted.
 - Limits of tenants hold over all of them, see `shares`.
-- What the admin API of one child does to the fleet, the parent tells the others, and those started later;
-  that it reads the API keys anew, it tells the others.
+- What the admin API of one child does to the fleet, the parent tells the others, and one that is started
+  later begins with it; that it reads the API keys anew, it tells the others.
 
 A child ends when its parent is gone, for whatever reason: its end of their socket pair says so.
 """
@@ -103,7 +103,7 @@ class Processes:
 
     def _start(self, place: int, setup: Setup, first: FirstRound | None = None) -> Child:
         """Raises StartupError."""
-        first = first or FirstRound(strict=False, refused=self._refused)
+        first = first or FirstRound(strict=False, refused=self._refused, changes=tuple(setup.changes))
         admin = self._admin if place == 0 else None
         child = Child(setup, self._sockets[place], admin, self._on_message, first)
         self._live.add(child)
@@ -170,8 +170,6 @@ class Processes:
     def _on_message(self, child: Child, message: Message) -> None:
         if isinstance(message, Ready):
             child.is_ready.set()
-            for change in child.setup.changes:
-                child.channel.send(change)
         elif isinstance(message, Collect):
             self._later(self._collect(child, message.number))
         elif isinstance(message, Last):

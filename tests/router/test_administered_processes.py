@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -14,12 +15,14 @@ from typing import Any
 from pdserve.router.keys import key_line
 
 from .harness import Connection, Response, chat_body, run
-from .mock_worker import MockWorker, workers
+from .mock_worker import Gate, MockWorker, Received, Wire, workers
 from .test_processes import CHAT, children, until
 from .test_serve import RouterProcess
 
 ADMIN_KEY = "administrators-key-of-this-test"
 ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
+NEVER_S = 1000.0
+"""Between two probes: a process knows of its workers what it found as it started."""
 SEVERAL = 10  # requests on connections of their own: the kernel gives each of two processes some
 
 
@@ -38,10 +41,11 @@ class Site:
         self.router: RouterProcess
         self.said = ""
 
-    def configure(self, tenants: str = "") -> None:
+    def configure(self, tenants: str = "", probe_s: float = 0.1) -> None:
         urls = json.dumps([worker.url for worker in self._decode])
         self.file.write_text(
-            f"decode = {urls}\nprocesses = {self._processes}\nprobe.interval_s = 0.1\n"
+            f"decode = {urls}\nprocesses = {self._processes}\nprobe.interval_s = {probe_s}\n"
+            "probe.timeout_s = 60.0\n"
             f'access.keys_file = "{self.keys}"\n'
             f'[admin]\nport = {self.admin_port}\nkey = "{ADMIN_KEY}"\n{tenants}'
         )
@@ -72,10 +76,18 @@ class Site:
     async def hang_up(self) -> None:
         self.router.process.send_signal(signal.SIGHUP)
 
+    async def two_without(self, before: set[int]) -> bool:
+        """All of two processes are others than before."""
+        there = await children(self.router)
+        return len(there) == 2 and not before & there
+
 
 @asynccontextmanager
-async def site(directory: Path, processes: int, decode: list[MockWorker]) -> AsyncIterator[Site]:
+async def site(
+    directory: Path, processes: int, decode: list[MockWorker], probe_s: float = 0.1
+) -> AsyncIterator[Site]:
     made = Site(directory, processes, decode)
+    made.configure(probe_s=probe_s)
     made.router = await RouterProcess.start("--config", str(made.file))
     try:
         await made.router.listening()
@@ -115,6 +127,61 @@ def test_every_process_does_as_one_was_told_and_so_do_those_that_come_later(tmp_
             await until(replaced)
             assert await here.used(BOB) <= {new.id, "429"}
             assert "429" in await here.used(BOB)
+
+    run(main(), timeout_s=240)
+
+
+def test_a_process_that_comes_later_begins_with_the_fleet_of_the_others(tmp_path: Path) -> None:
+    async def main() -> None:
+        drained, joined = MockWorker("decode"), MockWorker("decode")
+        async with workers(drained, joined), site(tmp_path, 2, [drained]) as here:
+            await here.admin("POST", "/workers", {"url": joined.url, "role": "decode"})
+            await here.admin("POST", f"/workers/{drained.id}/drain")
+
+            async def moved() -> bool:
+                return await here.used(ALICE) == {joined.id}
+
+            await until(moved)
+            here.configure(probe_s=NEVER_S)
+            before = await children(here.router)
+            await here.hang_up()
+            while not await here.two_without(before):
+                assert await here.used(ALICE) == {joined.id}
+            before = await children(here.router)
+            for victim in before:
+                os.kill(victim, signal.SIGKILL)
+
+            async def restarted() -> bool:
+                return await here.two_without(before)
+
+            await until(restarted)
+            assert await here.used(ALICE) == {joined.id}
+
+    run(main(), timeout_s=240)
+
+
+def test_what_is_done_to_the_fleet_while_a_process_starts_reaches_it_too(tmp_path: Path) -> None:
+    async def main() -> None:
+        kept, drained = MockWorker("decode"), MockWorker("decode")
+        gate = Gate()
+
+        async def held(wire: Wire, request: Received) -> None:
+            await gate.passed()
+            await wire.json(200, {"ready": True})
+
+        async with workers(kept, drained), site(tmp_path, 2, [kept, drained], NEVER_S) as here:
+            before = await children(here.router)
+            kept.script("/pd/ready", held)
+            await here.hang_up()
+            await gate.reached.wait()
+            assert (await here.admin("POST", f"/workers/{drained.id}/drain")).status == 200
+            gate.open.set()
+
+            async def replaced() -> bool:
+                return await here.two_without(before)
+
+            await until(replaced)
+            assert await here.used(ALICE) == {kept.id}
 
     run(main(), timeout_s=240)
 

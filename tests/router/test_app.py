@@ -16,10 +16,23 @@ from pdserve.router.config import Probe, RouterConfig
 from pdserve.router.probe import FirstRound
 
 from .harness import FAST, Harness, chat_body, disagg, routed, run
-from .mock_worker import ANSWER, Gate, MockWorker, Received, Wire, answer, close, hang, workers
+from .mock_worker import ANSWER, Gate, MockWorker, Received, Script, Wire, answer, close, hang, workers
 
 CHAT = "/v1/chat/completions"
 OFTEN = Probe(interval_s=0.02, timeout_s=0.5)
+ONCE = Probe(interval_s=1000.0)
+"""At the start only."""
+NESTED = b'{"x":' + b"[" * 100_000
+ODD = b'{"pool":"\xff","role":"\xff"}'
+
+
+def json_of(body: bytes) -> Script:
+    """This, given out as JSON."""
+
+    async def run(wire: Wire, request: Received) -> None:
+        await wire.body(200, body)
+
+    return run
 
 
 async def until(harness: Harness, worker: MockWorker, ready: bool) -> None:
@@ -227,6 +240,22 @@ def test_a_worker_that_answers_drop_by_drop_leaves_the_others_probed() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("path", ["/pd/ready", "/pd/info"])
+@pytest.mark.parametrize("said", [NESTED, ODD])
+def test_a_worker_whose_words_cannot_be_read_leaves_the_others_probed(path: str, said: bytes) -> None:
+    async def main() -> None:
+        async with disagg(probe=OFTEN) as (harness, _, [good]):
+            odd = MockWorker("decode")
+            odd.script(path, *[json_of(said)] * 1000)
+            async with workers(odd):
+                harness.router.fleet.join(odd.url, "decode")
+                await harness.until(lambda: len(odd.scripts[path]) < 998)
+                good.ready = False
+                await until(harness, good, False)
+
+    run(main())
+
+
 def test_a_worker_that_does_not_fit_is_refused_at_join(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with disagg(decode=2, probe=OFTEN) as (harness, _, [good, odd]):
@@ -248,14 +277,17 @@ def test_a_worker_that_does_not_fit_is_refused_at_join(caplog: pytest.LogCapture
     assert [r.message for r in caplog.records if "kv_geometry.dtype" in r.message]
 
 
-@pytest.mark.parametrize("said", [answer(404, {"detail": "Not Found"}), answer(200, {"role": "boss"})])
+@pytest.mark.parametrize(
+    "said",
+    [answer(404, {"detail": "Not Found"}), answer(200, {"role": "boss"}), json_of(NESTED), json_of(ODD)],
+)
 def test_a_worker_that_does_not_describe_itself_is_not_used(
     said: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
         decode = MockWorker("decode")
         decode.script("/pd/info", said)  # type: ignore[arg-type]
-        async with workers(decode), routed(RouterConfig(decode=(decode.url,))) as harness:
+        async with workers(decode), routed(RouterConfig(decode=(decode.url,), probe=ONCE)) as harness:
             assert (await harness.chat()).status == 503
 
     run(main())

@@ -39,16 +39,6 @@ def members(fleet: Fleet) -> dict[str, tuple[Role, bool]]:
     return {worker.id: (worker.role, worker.drained) for worker in fleet.workers}
 
 
-def follow(fleet: Fleet, change: FleetChange) -> None:
-    """As a process does what another was told."""
-    told, fleet.told = fleet.told, None
-    try:
-        change.apply(fleet)
-    except FleetError:
-        fleet.expect(change.act, change.worker)
-    fleet.told = told
-
-
 def name_in_etcd(fleet: Fleet, urls: Iterable[str]) -> None:
     """As discovery does: what would be refused is left out."""
     named: dict[str, Role] = {}
@@ -67,7 +57,7 @@ def test_replayed_changes_make_the_same_fleet(acts: list[tuple[Act, str, Role]])
         with suppress(FleetError):
             FleetChange(act, url if act == "join" else url.removeprefix("http://"), role).apply(fleet)
     for change in changes:
-        follow(late, change)
+        change.follow(late)
     assert members(late) == members(fleet)
 
 
@@ -84,7 +74,7 @@ def test_every_process_comes_to_the_same_fleet_whatever_etcd_names(
     def tell(act: Act, worker: str, role: Role) -> None:
         changes.note(FleetChange(act, worker, role))
         if act != "gone":
-            follow(other, FleetChange(act, worker, role))
+            FleetChange(act, worker, role).follow(other)
 
     one.told = tell
     other.told = lambda act, worker, role: changes.note(FleetChange(act, worker, role))
@@ -102,7 +92,7 @@ def test_every_process_comes_to_the_same_fleet_whatever_etcd_names(
     if not etcd_was_away:
         name_in_etcd(late, named)
     for change in changes:
-        follow(late, change)
+        change.follow(late)
     for fleet in (one, other, late):
         name_in_etcd(fleet, named)
     assert members(one) == members(other) == members(late)
@@ -134,7 +124,7 @@ def test_a_configuration_read_anew_brings_back_what_it_lists() -> None:
     coming = changes.configured({*IDS[:2], "delisted:1"}, IDS[:2])
     late = Fleet.from_config(CONFIG)
     for change in coming:
-        follow(late, change)
+        change.follow(late)
     assert members(late) == {
         IDS[0]: ("prefill", True),
         IDS[1]: ("decode", False),
