@@ -9,8 +9,8 @@ there is lost. So an idle connection lives on for `LINGER_S`, and what comes is 
 close`; a stream's connection, too, whose head has promised that it stays, and one that was accepted a moment
 before.
 
-A client that pipelines is read on while an answer is under way, within bounds: who is not read from is not seen
-to leave.
+A client that pipelines is read on while an answer is under way, within bounds: who is not read from is not
+seen to leave.
 """
 
 from __future__ import annotations

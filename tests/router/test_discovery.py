@@ -105,11 +105,12 @@ def test_a_worker_that_no_longer_renews_its_lease_leaves(etcd: EtcdServer) -> No
 
 def test_a_router_keeps_its_fleet_while_etcd_is_away_and_when_it_comes_back_empty(etcd: EtcdServer) -> None:
     async def main() -> None:
-        worker, late = MockWorker("agg"), MockWorker("agg")
-        async with workers(worker, late), watching(etcd) as harness:
+        worker, lost, late = [MockWorker("agg") for _ in range(3)]
+        async with workers(worker, lost, late), watching(etcd, lease_s=6) as harness:
             known = harness.router.fleet.by_id
-            register(etcd, worker)
-            await until(lambda: ready(harness) == {worker.id})
+            for there in (worker, lost):
+                register(etcd, there)
+            await until(lambda: ready(harness) == {worker.id, lost.id})
             etcd.kill()
             await asyncio.sleep(0.5)
             assert (await harness.chat()).body == ANSWER
@@ -119,7 +120,7 @@ def test_a_router_keeps_its_fleet_while_etcd_is_away_and_when_it_comes_back_empt
             await until(lambda: late.id in known)
             assert worker.id in known  # though its key is lost
             register(etcd, worker)
-            await asyncio.sleep(2.5)  # longer than a missing key is waited for
+            await until(lambda: lost.id not in known)  # both keys were missed at once
             assert set(known) == {worker.id, late.id}
 
     run(main(), timeout_s=120)

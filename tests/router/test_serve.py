@@ -23,6 +23,14 @@ PR_SET_PDEATHSIG = 1
 PRCTL = ctypes.CDLL(None).prctl
 
 
+def lingering(seconds: float) -> str:
+    """A program, `pdserve`, that keeps idle connections for so long while it stops: a test that is given no
+    time by its machine has its requests there before.
+    """
+    patched = f"from pdserve.router import client_protocol; client_protocol.LINGER_S = {seconds}"
+    return f"{patched}; from pdserve.cli import main; main()"
+
+
 class RouterProcess:
     """`pdserve router` as a child, on a free port."""
 
@@ -31,11 +39,10 @@ class RouterProcess:
         self.port = 0
 
     @classmethod
-    async def start(cls, *arguments: str) -> RouterProcess:
+    async def start(cls, *arguments: str, program: str | None = None) -> RouterProcess:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            "-m",
-            "pdserve",
+            *(("-m", "pdserve") if program is None else ("-c", program)),
             "router",
             "--port",
             "0",
@@ -101,7 +108,7 @@ def test_what_comes_on_an_idle_connection_while_the_router_stops_is_answered_and
     async def main() -> None:
         decode = MockWorker("decode")
         async with workers(decode):
-            router = await RouterProcess.start("--decode", decode.url)
+            router = await RouterProcess.start("--decode", decode.url, program=lingering(5.0))
             await router.listening()
             gate = Gate()
             decode.script(CHAT, stream(EVENTS, gate, gate_after=1))
@@ -113,11 +120,13 @@ def test_what_comes_on_an_idle_connection_while_the_router_stops_is_answered_and
                 assert "connection" not in (await client.response()).headers
             router.process.send_signal(signal.SIGTERM)
             await router.refuses()
+            for client in (busy, new):
+                await client.send(CHAT, body)
             gate.open.set()
             while await streaming.chunk():
                 pass
+            await streaming.send(CHAT, body)
             for client in (busy, new, streaming):
-                await client.send(CHAT, body)
                 last = await client.response()
                 assert (last.body, last.headers["connection"]) == (ANSWER, "close")
                 assert await client.reader.read() == b""
@@ -131,7 +140,7 @@ def test_keep_alive_clients_lose_no_request_when_the_router_stops() -> None:
     async def main() -> None:
         decode = MockWorker("decode")
         async with workers(decode):
-            router = await RouterProcess.start("--decode", decode.url)
+            router = await RouterProcess.start("--decode", decode.url, program=lingering(20.0))
             await router.listening()
             body = json.dumps(chat_body()).encode()
             answered = 0
