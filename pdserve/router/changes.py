@@ -18,8 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 class FleetChange(msgspec.Struct, tag="fleet", frozen=True):
-    """A worker joined, left or is drained by somebody's word to one process: the others shall do the same. Or
-    one is gone from etcd: the others see that for themselves.
+    """A worker joined, left or is drained by somebody's word to one process: the others shall do the same.
+    "unjoin": one left that only such a word had joined, so nothing keeps it away should etcd name it. "gone":
+    one is gone from etcd, which the others see for themselves.
     """
 
     act: Act
@@ -31,7 +32,7 @@ class FleetChange(msgspec.Struct, tag="fleet", frozen=True):
         """Raises FleetError where the fleet is so already, or cannot be."""
         if self.act == "join":
             fleet.join(self.worker, self.role)
-        elif self.act == "leave":
+        elif self.act in ("leave", "unjoin"):
             fleet.leave(self.worker)
         elif self.act in ("drain", "undrain"):
             fleet.drain(self.worker, self.act == "drain")
@@ -71,6 +72,11 @@ class Changes:
             self._members[id_] = (*left, change)
         elif change.act == "leave":
             self._members[change.worker] = (change,)
+            self._drains.pop(change.worker, None)
+        elif change.act == "unjoin":
+            left = [earlier for earlier in self._members.pop(change.worker, ()) if earlier.act == "leave"]
+            if left:
+                self._members[change.worker] = tuple(left)
             self._drains.pop(change.worker, None)
         elif change.act == "gone":
             self._forget_leave(change.worker)

@@ -35,7 +35,7 @@ from pdserve.router.workers import ROLES, Role, Source, Worker, WorkerInfo, Work
 __all__ = ["Fleet", "FleetError", "Role", "Snapshot", "Source", "Worker", "WorkerInfo", "find_mismatch"]
 
 
-Act = Literal["join", "leave", "drain", "undrain", "gone"]
+Act = Literal["join", "leave", "unjoin", "drain", "undrain", "gone"]
 """`gone`: etcd no longer names the worker, so what the admin API said of it is over."""
 
 
@@ -123,9 +123,10 @@ class Fleet:
         if known is None:
             self.by_id[worker.id] = worker
             self._members_changed()
-        self._kept.pop(worker.id, None)
         joined = known or worker
         joined.sources.add(source)
+        if self._kept.pop(worker.id, None) == "leave":
+            joined.sources.add("etcd")  # which names it: should it leave again, it is to stay away again
         if self.told is not None and source == "admin":
             self.told("join", url, role)
         return joined
@@ -140,7 +141,8 @@ class Fleet:
             self._kept[worker.id] = "leave"
         self._members_changed()
         if self.told is not None:
-            self.told("leave", worker.id, worker.role)
+            act: Act = "unjoin" if worker.sources == {"admin"} else "leave"
+            self.told(act, worker.id, worker.role)
         return worker
 
     def drain(self, worker_id: str, draining: bool) -> Worker:
