@@ -13,6 +13,7 @@ own record by raising the version; others change it in one way only: they declar
     -         ACTIVE    itself     it starts
     ACTIVE    LEAVING   itself     it was asked to drain
     LEAVING   LEFT      itself     every ACTIVE member has settled
+    LEAVING   ACTIVE    itself     no member is ACTIVE any more: nobody takes its pages
     ACTIVE    DEAD      another    nobody could reach it (detector.py)
     LEAVING   DEAD      another    the same
     DEAD      as it was itself     it hears that it is dead, and is not

@@ -141,7 +141,7 @@ class Cluster:
 
     def leave(self) -> Update:
         """Own nothing any more, and be LEFT once the others have pulled what is here. Raises PoolRefused when
-        there is nobody to take it.
+        there is nobody to take it; if that is so later, this node is ACTIVE again, with all that it has.
         """
         if self.me.status != ACTIVE:
             return Update()
@@ -214,17 +214,18 @@ class Cluster:
     def _follow(self, state: ClusterState) -> ClusterState:
         """What this node concludes at once from a new state."""
         mine = next(member for member in state.members if member.node == self.name)
+        if mine.status == LEAVING and len(state.members) > 1 and not owners_of(state.members):
+            mine = replace(mine, version=mine.version + 1, status=ACTIVE)  # there is none to take its pages
+            state = _replaced(state, mine)
         epoch = epoch_of(state)
         if self.me.settled >= self.epoch and mine.settled < epoch and self._same_owners(state):
             mine = replace(mine, settled=epoch)  # nothing moved: what was complete still is
             state = _replaced(state, mine)
         if not _settled(state.members, epoch):
             return state
-        owners = owners_of(state.members)
-        if epoch > state.stable_epoch and owners:
-            state = replace(state, stable_epoch=epoch, stable=owners)
-        others_up = any(m.status in (ACTIVE, LEAVING) for m in state.members if m.node != self.name)
-        if mine.status == LEAVING and others_up:
+        if epoch > state.stable_epoch:
+            state = replace(state, stable_epoch=epoch, stable=owners_of(state.members))
+        if mine.status == LEAVING:
             state = _replaced(state, replace(mine, version=mine.version + 1, status=LEFT))
         return state
 
@@ -274,7 +275,9 @@ def _digest_of(text: bytes) -> bytes:
 
 
 def _settled(members: Iterable[Member], epoch: int) -> bool:
-    return all(member.settled >= epoch for member in members if member.status == ACTIVE)
+    """Without any owner nothing is where it belongs: what is there must stay."""
+    owners = [member for member in members if member.status == ACTIVE]
+    return bool(owners) and all(member.settled >= epoch for member in owners)
 
 
 def _replaced(state: ClusterState, member: Member) -> ClusterState:

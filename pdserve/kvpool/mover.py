@@ -24,7 +24,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from pdserve.errors import PdserveError, PoolRefused, PoolUnavailable, StaleView
 from pdserve.kvpool import messages as m
-from pdserve.kvpool.cluster_messages import ACTIVE, LEFT, Drain, PullPages
+from pdserve.kvpool.cluster_messages import ACTIVE, LEAVING, LEFT, Drain, PullPages
 from pdserve.kvpool.config import PoolNodeConfig, parse_bytes
 from pdserve.kvpool.connection import ClientConnection
 from pdserve.kvpool.events import AskReplicas, EndReplicasAt, Event, ReplicasMade, ViewChanged
@@ -102,6 +102,7 @@ class Mover:
         self._pulls = 0
         self._replica_pages_pulled = 0
         self._closed = False
+        self._leaving = False
         gossip.on_change.append(self._changed)
 
     def routes(self) -> dict[type, Handler]:
@@ -154,6 +155,9 @@ class Mover:
             self._loop.call_soon(self._begin, before)
         if cluster.me.status == LEFT and self._config.stop_when_drained:
             self._loop.call_later(LEFT_GRACE_S, self._stop)
+        if self._leaving and cluster.me.status == ACTIVE:
+            logger.warning("node %s: it stays: no other node is left to take its pages", cluster.name)
+        self._leaving = cluster.me.status == LEAVING
 
     def _begin(self, before: Ring) -> None:
         cluster = self._gossip.cluster

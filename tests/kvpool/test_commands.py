@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from pdserve.errors import PoolError
 from pdserve.kvpool import messages as m
-from pdserve.kvpool.cluster_messages import ACTIVE, LEAVING, LEFT, Drain, Member
+from pdserve.kvpool.cluster_messages import ACTIVE, DEAD, LEAVING, LEFT, Drain, Member
 from pdserve.kvpool.commands import drain as drain_module
 from pdserve.kvpool.commands import top
 from pdserve.kvpool.commands.asking import NodeClient
@@ -319,6 +319,19 @@ def test_a_draining_node_that_goes_away_is_looked_up_at_another(
         with pytest.raises(drain_module.PoolRefused, match="went away before it had left"):
             follow(scripted("n", answer))
     assert other.tokens == ["secret"]
+
+
+def test_a_node_that_stays_in_the_ring_after_all_ends_the_drain(
+    scripted: Callable[..., ScriptedNode],
+) -> None:
+    steps = [LEAVING, ACTIVE]
+
+    def answer(request: m.Request) -> m.Reply | None:
+        assert isinstance(request, m.Status)
+        return report(request.id, 5, [member("n", steps.pop(0)), member("o", DEAD)])
+
+    with pytest.raises(drain_module.PoolRefused, match="n does not leave any more"):
+        follow(scripted("n", answer))
 
 
 def test_a_drain_that_takes_too_long_says_how_far_it_is(scripted: Callable[..., ScriptedNode]) -> None:

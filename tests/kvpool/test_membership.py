@@ -245,12 +245,42 @@ def test_the_last_node_cannot_leave() -> None:
         a.leave()
 
 
-def test_a_leaving_node_that_nobody_can_reach_stays() -> None:
+def test_a_leaving_node_that_loses_sight_of_the_others_owns_its_pages_again() -> None:
     a, b = node("a"), node("b")
     exchange(a, b)
+    settle(a, b)
     b.leave()
+    assert (seen(b), b.settled) == (("a", "ab"), False)
     b.declare_dead("a", a.me.version)
-    assert b.me.status == LEAVING
+    assert b.me.status == ACTIVE
+    assert seen(b)[0] == "b"
+    assert not b.settled, "its pages are not to be dropped"
+    settle(b)
+    exchange(a, b)
+    assert {seen(n)[0] for n in (a, b)} == {"ab"}
+    assert not a.settled, "it has yet to pull what is its own"
+    settle(a, b)
+    b.leave()
+    exchange(a, b)
+    settle(a)
+    exchange(a, b)
+    assert b.me.status == LEFT
+
+
+def test_of_nodes_that_leave_all_at_once_one_stays_and_takes_the_pages() -> None:
+    a, b = node("a"), node("b")
+    exchange(a, b)
+    settle(a, b)
+    for cluster in (a, b):
+        cluster.leave()
+    b.receive(a.state)
+    assert (b.me.status, b.settled) == (ACTIVE, False)
+    exchange(a, b)
+    assert {seen(n) for n in (a, b)} == {("b", "ab")}
+    assert not a.settled
+    settle(b)
+    exchange(a, b)
+    assert (a.me.status, b.me.status) == (LEFT, ACTIVE)
 
 
 def test_both_sides_of_a_partition_find_together() -> None:

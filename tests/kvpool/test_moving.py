@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.errors import PoolTimeout, StaleView
 from pdserve.kvpool import messages as m
-from pdserve.kvpool.cluster_messages import LEFT, Drain
+from pdserve.kvpool.cluster_messages import ACTIVE, LEFT, Drain
 from pdserve.kvpool.config import TierConfig
 from pdserve.kvpool.migration import List, Pull
 from pdserve.kvpool.mover import Mover
@@ -232,6 +232,35 @@ def test_a_request_that_waited_behind_one_that_failed_takes_nothing_over_from_it
     assert isinstance(failed, PoolTimeout)
     assert isinstance(number, int), number
     assert isinstance(report, m.StatusReport)
+
+
+def test_a_draining_node_that_takes_the_others_for_dead_keeps_its_pages(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, moving=MovingConfig(timeout_s=2.0, bytes_s=300_000))
+    try:
+        leaver = nodes.start("n0")
+        nodes.start("n1")
+        nodes.settle()
+        keys = some_keys(300, seed=15)
+        fill(nodes, keys)
+        mine = [key for key in keys if nodes.holders(key) == ["n0"]]
+        nodes.run(leaver.gossip.leave)
+        nodes.tell()
+        gossip, ownership = leaver.gossip, leaver.state.sharing.ownership
+
+        def lose_sight() -> None:
+            gossip.apply(gossip.cluster.declare_dead("n1", gossip.cluster.members["n1"].version))
+            assert ownership.next_step_s == float("inf"), "it drops nothing"
+            assert ownership.alone, "who writes may write here"
+
+        nodes.run(lose_sight)
+        assert gossip.cluster.me.status == ACTIVE
+        with nodes.client("n0") as client:
+            assert len(client.get(mine)) == len(mine)
+        nodes.tell()
+        nodes.settle()
+        check_owned(nodes, keys)
+    finally:
+        nodes.close()
 
 
 def test_the_last_node_does_not_drain(nodes: Nodes) -> None:

@@ -56,7 +56,8 @@ def follow(
     node: NodeClient, token: str, timeout_s: float, deadline_s: float, show: Callable[[str], None]
 ) -> list[str]:
     """Wait until the node has left; the names of those that are in the ring now. `show` gets a line for each
-    step. Raises PoolTimeout, and PoolUnavailable when it went without anybody knowing that it had left.
+    step. Raises PoolTimeout, PoolRefused when it is an owner again, and PoolUnavailable when it went without
+    anybody knowing that it had left.
     """
     report = node.status()
     said = ""
@@ -67,6 +68,11 @@ def follow(
             said = line
         if (own := _member(report, report.node)) is not None and own.status == LEFT:
             return [member.node for member in report.members if member.status == ACTIVE]
+        if own is not None and own.status == ACTIVE:
+            raise PoolRefused(
+                f"{report.node} does not leave any more: there was no other node to take its pages, or it was "
+                "started anew; drain it again once the others are there"
+            )
         if time.monotonic() >= deadline_s:
             raise PoolTimeout(f"{report.node} has not left yet, and goes on leaving: {line}")
         time.sleep(POLL_S)
