@@ -235,7 +235,9 @@ class ListOwned(Message, tag=43, frozen=True):
 
 
 class Owned(Message, tag=44, frozen=True):
-    """`cursor` to go on with, 0 at the end; `writing`: reservations of such pages that are still open."""
+    """`cursor` to go on with, 0 at the end; `writing`: reservations of such pages that are still open, or 1:
+    for another reason, too, all of it has to be asked for again.
+    """
 
     id: int
     keys: list[bytes]

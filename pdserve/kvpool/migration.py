@@ -13,7 +13,8 @@ One member is gone through in passes:
 A member answers only once it knows the asker's epoch. From then on it grants no ordinary client a reservation
 of a page that is not its own, so pages of mine can only still come to it from reservations made before: a
 namespace is done after a pass that began when none of these was open (`Listed.writing` of the first answer),
-and gone through again otherwise. Those end with their lease, so there are few passes. Pages that were listed
+and gone through again otherwise, or where the member lost the place in its list (`writing` of a later one).
+Those end with their lease, so there are few passes. Pages that were listed
 and could not be had (late from a tier, say) are worth another pass too, a few times.
 
 The node has settled when every member is done. A member that fails is tried again, later each time, and
@@ -81,7 +82,9 @@ class Surveyed(msgspec.Struct, frozen=True):
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """The pages that we lack; `cursor` 0 at the end; `writing`: open reservations of pages of ours."""
+    """The pages that we lack; `cursor` 0 at the end; `writing`: open reservations of pages of ours, or why
+    else another pass is needed.
+    """
 
     ask: int
     keys: Sequence[bytes]
@@ -242,7 +245,7 @@ class Migration:
             peer.todo.extend(event.namespaces)
         elif isinstance(event, Listed):
             assert isinstance(action, List)
-            if action.cursor == 0 and event.writing:
+            if event.writing and action.namespace not in peer.again:
                 peer.again.append(action.namespace)
             peer.keys.extend(event.keys)
             peer.lengths.extend(event.lengths)

@@ -10,7 +10,8 @@ began, or after it under the new view, and then it is the node's own: see migrat
 
 Pages in the tiers below memory follow after the slots, in the order of a list of their keys that is made when
 that part begins: cursors from `slots` on are places in it. A page that sinks or rises meanwhile is listed
-twice, or in the asker's next pass.
+twice, or in the asker's next pass. Each new owner has a list of its own, one at a time, as it goes through one
+namespace at a time; who comes with a place in a list that is not there is told to go through it all again.
 """
 
 from __future__ import annotations
@@ -32,9 +33,7 @@ MAX_LOOKED_AT: Final = 8192  # slots whose keys are looked at in one step
 MAX_DROPPED: Final = 1024  # pages dropped in one step
 STEP_S: Final = 0.005  # between steps: others get their turn
 AGAIN_S: Final = 1.0  # until pinned pages are looked at again
-
-
-MAX_KEY_LISTS: Final = 8  # of keys below memory, kept for who is going through them
+MAX_KEY_LISTS: Final = 8  # of keys below memory, kept for people who look
 
 
 class PagesBelow(Protocol):
@@ -96,7 +95,8 @@ class Ownership:
         self._skipped = False
         self._in_slots = True  # where dropping is: in the slots, then below
         self._to_drop_below: list[tuple[int, list[bytes]]] = []
-        self._lists: OrderedDict[tuple[int, str], list[bytes]] = OrderedDict()
+        self._lists: dict[str, tuple[int, list[bytes]]] = {}  # by new owner: namespace, keys below memory
+        self._looked_through: OrderedDict[tuple[int, str], list[bytes]] = OrderedDict()
 
     @property
     def epoch(self) -> int:
@@ -156,8 +156,12 @@ class Ownership:
             cursor = found[-1] + 1
         elif len(slots) == MAX_LOOKED_AT:
             cursor = int(slots[-1]) + 1
-        if cursor >= self._store.slots.slots and not self.keys_below(request.namespace, request.node, at=0):
-            cursor = 0
+        if cursor >= self._store.slots.slots:
+            every = self._below.keys(request.namespace)
+            if every:
+                self._lists[request.node] = request.namespace, every
+            else:
+                cursor = 0
         facts = self._store.facts
         lengths = [facts.length_bytes[slot] for slot in found]
         return Owned(request.id, [facts.key[slot] or b"" for slot in found], lengths, cursor, writing)
@@ -165,7 +169,9 @@ class Ownership:
     def _list_below(self, request: ListOwned, ring: Ring, number: int) -> Owned:
         """The part of the answers that concerns the tiers."""
         start = request.cursor - self._store.slots.slots
-        every = self.keys_below(request.namespace, request.node, at=start)
+        namespace, every = self._lists.get(request.node, (request.namespace, []))
+        if namespace != request.namespace or not every:  # the answer before was lost, say
+            return Owned(request.id, [], [], 0, 1)
         keys = every[start : start + MAX_LOOKED_AT]
         found: list[bytes] = []
         lengths: list[int] = []
@@ -182,19 +188,19 @@ class Ownership:
                 lengths.append(length)
         if cursor - self._store.slots.slots >= len(every):
             cursor = 0
-            self._lists.pop((request.namespace, request.node), None)
+            del self._lists[request.node]
         return Owned(request.id, found, lengths, cursor, 0)
 
     def keys_below(self, namespace: int, asker: str, *, at: int) -> list[bytes]:
-        """The list that the asker goes through; made anew when it begins, or was forgotten."""
+        """The list that a client looks through; made anew when it begins, or was forgotten."""
         name = (namespace, asker)
-        known = self._lists.pop(name, None)
+        known = self._looked_through.pop(name, None)
         if known is None or at == 0:
             known = self._below.keys(namespace)
         if known:
-            self._lists[name] = known
-            while len(self._lists) > MAX_KEY_LISTS:
-                self._lists.popitem(last=False)
+            self._looked_through[name] = known
+            while len(self._looked_through) > MAX_KEY_LISTS:
+                self._looked_through.popitem(last=False)
         return known
 
     def drop_some(self, replicas: Container[int], now_s: float, out: list[Action]) -> None:

@@ -32,6 +32,7 @@ class Member:
 
     pages: Pages = field(default_factory=dict)
     writing: int = 0
+    forgets_at: int = 0  # once, at this cursor, which place in its list it is
     epoch: int = 1
     latency_s: float = 0.001
     silent: bool = False  # every request fails, after `timeout_s`
@@ -104,6 +105,9 @@ class Moving:
             return Surveyed(action.ask, tuple(member.pages))
         there, mine = member.pages.get(action.namespace, {}), self.mine.setdefault(action.namespace, {})
         if isinstance(action, List):
+            if action.cursor and action.cursor == member.forgets_at:
+                member.forgets_at = 0
+                return Listed(action.ask, [], [], 0, 1)
             ordered = list(there.items())
             found = ordered[action.cursor : action.cursor + action.limit]
             cursor = action.cursor + len(found)

@@ -72,6 +72,15 @@ def test_pages_still_being_written_there_are_waited_for() -> None:
     assert moving.settled
 
 
+def test_a_namespace_whose_place_a_member_lost_is_gone_through_again() -> None:
+    moving = Moving({"a": Member({"x": pages(range(10))}, forgets_at=6)}, MigrationLimits(list_keys=3))
+    moving.begin(1)
+    moving.run()
+    assert moving.mine["x"] == pages(range(10))
+    assert [action.cursor for action in moving.actions if isinstance(action, List)] == [0, 3, 6, 0, 3, 6, 9]
+    assert moving.settled
+
+
 def test_a_member_that_does_not_know_the_epoch_yet_is_asked_again_soon() -> None:
     member = Member({"x": pages([1])}, epoch=1)
     moving = Moving({"a": member})

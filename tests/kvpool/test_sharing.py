@@ -260,6 +260,41 @@ def test_a_new_owner_is_told_of_pages_below_memory_too(
     assert not node.state.sharing.ownership._lists
 
 
+def test_however_many_ask_at_once_each_is_told_of_all_that_is_still_below(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pdserve.kvpool.ownership.MAX_LOOKED_AT", 7)
+    node, below = node_with_tiers()
+    names = [f"n{n}" for n in range(1, 31)]
+    ring = Ring([m.NodeAddress(name, f"unix:/{name}") for name in ("n0", *names)], 6)
+    node.do(ViewChanged(ring, False))
+    asker = peer(node)
+    cursors, told, going = dict.fromkeys(names, 0), set[bytes](), list(below.pages[1])
+    while cursors:
+        for name in list(cursors):
+            request = ListOwned(node.next_id(), 1, name, 6, cursors[name], 4096)
+            owned = node.ask(asker, request, Owned)
+            told.update(owned.keys)
+            cursors[name] = owned.cursor
+            if not owned.cursor:
+                del cursors[name]
+        del below.pages[1][going.pop(0)]  # a full tier drops its oldest
+    assert {k for k in below.pages[1] if ring.owner(k).node != "n0"} <= told
+
+
+def test_who_comes_with_a_place_in_a_list_that_is_not_there_is_told_to_go_through_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pdserve.kvpool.ownership.MAX_LOOKED_AT", 50)
+    node, _ = node_with_tiers()
+    slots, asker = node.state.store.slots.slots, peer(node)
+    for name in ("n1", "n2"):
+        last = max(list_owned(node, asker, name), key=lambda part: part.cursor).cursor
+        assert last > slots
+        again = node.ask(asker, ListOwned(9, 1, name, 5, last, 4096), Owned)  # the answer was lost
+        assert (again.keys, again.cursor, again.writing) == ([], 0, 1)
+
+
 def test_while_a_tier_is_still_being_read_the_asker_comes_again() -> None:
     node, below = node_with_tiers()
     below.ready = False
