@@ -17,7 +17,7 @@ own record by raising the version; others change it in one way only: they declar
     ACTIVE    DEAD      another    nobody could reach it (detector.py)
     LEAVING   DEAD      another    the same
     DEAD      as it was itself     it hears that it is dead, and is not
-    any       ACTIVE    itself     it starts anew
+    any       ACTIVE    itself     it starts anew; after an upgrade it is what it was
 
 **Versions** start at the clock's millisecond, so that a node that starts is newer than its own past even
 where nobody is left to tell; and a node that hears of a record of itself that is not its own goes one above

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from msgspec.structs import replace
@@ -43,6 +43,7 @@ from pdserve.kvpool.cluster_messages import (
 from pdserve.kvpool.cluster_state import parts
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.connection import ClientConnection
+from pdserve.kvpool.handover import Handover
 from pdserve.kvpool.membership import Cluster, Update
 from pdserve.kvpool.namespace_rules import shows_token
 from pdserve.kvpool.peers import PeerControls
@@ -77,8 +78,9 @@ class Gossiper:
         incarnation: int,
         connections: Mapping[int, ClientConnection],
         fail: Callable[[PdserveError], None],
+        inherited: Handover | None = None,
     ) -> None:
-        """`connections`: the node's clients. `fail` ends the node."""
+        """`connections`: the node's clients. `fail` ends the node. `inherited`: it is upgraded."""
         self.config = config
         self.timing = d.Timing(
             config.cluster.ping_interval_s,
@@ -93,6 +95,7 @@ class Gossiper:
             self.address,
             incarnation,
             time.time_ns() // 1_000_000,
+            ACTIVE if inherited is None else inherited.status,
         )
         self.moves_pages = False
         self.on_view: list[Callable[[View], None]] = []
@@ -102,7 +105,7 @@ class Gossiper:
         hello = make_hello(f"node {config.name}", "", "none", config.cluster.token)
         self.links = PeerControls(replace(hello, node=config.name))
         self.links.on_upgrading = lambda node: self._feed(d.Upgrading(node))
-        self._upgraded = False
+        self._inherited = inherited
         here = {config.address, *config.listen}
         self._peers = [address for address in config.cluster.peers if address not in here]
         self.seeds: dict[str, str] = dict.fromkeys(self._peers, "")  # address -> name, once known
@@ -170,14 +173,15 @@ class Gossiper:
 
     # --- coming and going
 
-    async def join(self, *, upgraded: bool = False) -> None:
-        """Learn what the others know; before this node is known to anybody. `upgraded`: it is, and the one of
-        its name that lives is this one. Raises StartupError: the others do not want it, or one of its name
-        lives.
+    async def join(self) -> None:
+        """Learn what the others know; before this node is known to anybody, unless it is upgraded: then those
+        are asked, too, that were there before. Raises StartupError: the others do not want it, or one of its
+        name lives.
         """
-        self._upgraded = upgraded
         await self._look_up()
-        if self.seeds and not await self._ask_seeds():
+        before = [] if self._inherited is None else self._inherited.peers
+        addresses = {*self.seeds, *before}
+        if addresses and not await self._ask_seeds(addresses):
             logger.warning("node %s: no peer answers, it starts alone and goes on trying", self.name)
         self._joined = True
         self.settle(self._settled_epoch)
@@ -209,9 +213,9 @@ class Gossiper:
         if address in self.seeds:
             self.seeds[address] = node
 
-    async def _ask_seeds(self) -> bool:
+    async def _ask_seeds(self, addresses: Iterable[str]) -> bool:
         """Whether one answered."""
-        asking = [asyncio.ensure_future(self._ask_seed(address)) for address in self.seeds]
+        asking = [asyncio.ensure_future(self._ask_seed(address)) for address in addresses]
         try:
             async with asyncio.timeout(self.config.cluster.join_timeout_s):
                 for answer in asyncio.as_completed(asking):
@@ -282,8 +286,8 @@ class Gossiper:
 
     async def _check_name(self, state: ClusterState) -> None:
         """Raises StartupError if a node of this one's name lives."""
-        if self._upgraded:
-            return
+        if self._inherited is not None:
+            return  # that is this one
         for member in state.members:
             if member.node == self.name and member.status in (ACTIVE, LEAVING) and await self._lives(member):
                 self._refuse_namesake(member.address)

@@ -58,7 +58,7 @@ ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 
 class Handover(msgspec.Struct, frozen=True, kw_only=True):
     """Descriptors by use. `pid`: whose they are, itself or its child. `since_s`: when the node stopped
-    answering, of time.monotonic(), which goes on. `ucx`: it was in use.
+    answering, of time.monotonic(), which goes on. `ucx`: it was in use. `status`: the node's in the pool.
     """
 
     pid: int
@@ -69,6 +69,8 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     stand_in: int = 0  # the child's pid, for the process itself
     stderr_fd: int = -1  # a stand-in's, from the moment it serves
     ucx: bool = False
+    status: int = 0
+    peers: list[str] = []  # where the others are
     told_to_end: bool = False  # by a signal, meanwhile
 
     @property

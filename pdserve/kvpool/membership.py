@@ -61,11 +61,14 @@ class Update:
 class Cluster:
     """What one node knows, and its own record, which nobody else may decide.
 
-    `first_version` is the clock's millisecond at the node's start. Every change returns an Update.
+    `first_version` is the clock's millisecond at the node's start, `status` what it was before an upgrade.
+    Every change returns an Update.
     """
 
-    def __init__(self, cluster: str, node: NodeAddress, incarnation: int, first_version: int) -> None:
-        me = Member(node.node, node.address, node.weight, incarnation, first_version)
+    def __init__(
+        self, cluster: str, node: NodeAddress, incarnation: int, first_version: int, status: int = ACTIVE
+    ) -> None:
+        me = Member(node.node, node.address, node.weight, incarnation, first_version, status)
         self.name = node.node
         self.state = ClusterState(cluster, [me], [])
         self._members = {me.node: me}

@@ -97,10 +97,10 @@ class PoolNode:
         self.host_id = host_id()
         self._rules = rules_of(config)
         self.connections: dict[int, ClientConnection] = {}  # those that shook hands
-        self.gossip = Gossiper(config, self.incarnation, self.connections, self.fail)
+        self._inherited = succession.handover if succession is not None else None
+        self.gossip = Gossiper(config, self.incarnation, self.connections, self.fail, self._inherited)
         self.visitors = Visitors()
         self._upgrader = Upgrader(self, succession)
-        self._inherited = succession.handover if succession is not None else None
         self.handover: Handover | None = None  # once set, another program is to take this process over
         self.listeners = Listeners(self._inherited)
         self._routes: dict[type, Handler] = {  # requests that are not NodeState's to answer
@@ -138,7 +138,7 @@ class PoolNode:
             self.mover = self._make_mover()
             self.serving = Serving(self._loop, self.state, self.feed, self.connections)
             self._schedule()
-            await self.gossip.join(upgraded=self._inherited is not None)
+            await self.gossip.join()
             await self.listeners.open(self.config.listen, self._accept)
             served = True
             self._tiers.start(self._feed_from_thread)
@@ -185,11 +185,14 @@ class PoolNode:
 
     def passed_on(self) -> Handover:
         """Copies of all that the next program needs."""
+        cluster = self.gossip.cluster
         return Handover(
             pid=os.getpid(),
             lock_fd=self.arena.pass_lock(),
             listening=self.listeners.hand_over(),
             ucx=self._ucx.server is not None,
+            status=cluster.me.status,
+            peers=[member.address for member in cluster.alive() if member.node != self.name],
         )
 
     def stop(self) -> None:
@@ -366,7 +369,7 @@ class PoolNode:
         if route is None:
             self.serving.received(connection, message)
         elif not self._stopped:
-            fault = self.state.refusal(connection.number, message)
+            fault = self.state.refusal(connection.number, message) or self._upgrader.refusal(message)
             if fault is None:
                 route(connection, message)
             else:

@@ -10,8 +10,8 @@ began, or after it under the new view, and then it is the node's own: see migrat
 
 Pages in the tiers below memory follow after the slots, in the order of a list of their keys that is made when
 that part begins: cursors from `slots` on are places in it. A page that sinks or rises meanwhile is listed
-twice, or in the asker's next pass. Each new owner has a list of its own, one at a time, as it goes through one
-namespace at a time; who comes with a place in a list that is not there is told to go through it all again.
+twice, or in the asker's next pass. Each new owner has a list of its own, and one only, since it goes through
+one namespace at a time; who comes with a place in a list that is not there is told to begin again.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from pdserve.errors import NodeFailed, PdserveError
 from pdserve.kvpool.arena import why_not_reusable
-from pdserve.kvpool.cluster_messages import Upgrade
+from pdserve.kvpool.cluster_messages import Drain, Upgrade
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.connection import ClientConnection
 from pdserve.kvpool.handover import (
@@ -111,10 +111,21 @@ class Upgrader:
 
     def begin(self, connection: ClientConnection, request: Upgrade) -> None:
         """Somebody who may asks for it."""
-        if self.stands_in or (self._task is not None and not self._task.done()):
+        if self._under_way:
             connection.send(Fault(request.id, "upgrade_failed", "an upgrade is under way already"))
             return
         self._task = asyncio.get_running_loop().create_task(self._run(connection, request))
+
+    @property
+    def _under_way(self) -> bool:
+        return self.stands_in or (self._task is not None and not self._task.done())
+
+    def refusal(self, message: Request) -> Fault | None:
+        """Why a request has to wait: the next program would not know of it."""
+        if not isinstance(message, Drain) or not self._under_way:
+            return None
+        name = self._node.config.name
+        return Fault(message.id, "upgrade_under_way", f"node {name} is being upgraded: drain it afterwards")
 
     def admits(self, message: Request) -> bool:
         """Whether a request is still answered."""

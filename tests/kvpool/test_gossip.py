@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import threading
 import time
@@ -18,25 +19,30 @@ from msgspec.structs import replace
 from pdserve.errors import PdserveError, PoolError, PoolRefused, StartupError
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.acontrol import AsyncControl
+from pdserve.kvpool.client import PoolClient
+from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.cluster_config import ClusterConfig
 from pdserve.kvpool.cluster_messages import (
     ACTIVE,
     DEAD,
+    LEAVING,
     LEFT,
     ClusterState,
+    Drain,
     GetView,
     Gossip,
     NamespaceRecord,
     ProbePeer,
     View,
 )
-from pdserve.kvpool.commands.asking import fetch_status
+from pdserve.kvpool.commands.asking import ask, fetch_status
 from pdserve.kvpool.commands.upgrade import upgrade
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.node import PoolNode
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 
 from ..contracts.pools import ProcessPool, arena_dir, remove_arena
+from .moving_nodes import page_of, some_keys
 from .test_node import small_config
 
 DETECTED_S = 2.0  # R10
@@ -171,6 +177,61 @@ def test_a_node_that_is_upgraded_stays_in_all_views(processes: Processes) -> Non
     assert fetch_status(processes.nodes["c"].address, soon()).incarnation != before
     assert {"".join(n.node for n in view.nodes) for _, view in watcher.views} == {"abc"}
     watcher.close()
+    for node in processes.nodes.values():
+        node.close()
+
+
+@pytest.mark.parametrize("status", [LEAVING, LEFT])
+def test_a_node_that_was_drained_before_its_upgrade_does_not_come_back_into_the_ring(
+    processes: Processes, status: int
+) -> None:
+    cluster = ClusterConfig(peers=[f"unix:{processes.directory}/a.sock"])
+    slow = "[moving]\nbytes_s = 1000\nbatch_bytes = 1\n"  # it goes on leaving for long
+    for name in "ab":
+        config = small_config(name=name, cluster=cluster)
+        processes.nodes[name] = ProcessPool(
+            config, processes.directory, "shm", slow if status == LEAVING else ""
+        )
+    processes.until("ab")
+    refs = [PoolNodeRef(node="a", address=processes.nodes["a"].address)]
+    client = PoolClient(PoolClientConfig(nodes=refs), "ns", {"a": "b"})
+    keys = some_keys(60)
+    client.exists(keys)  # and be told the ring
+    assert all(client.put(keys, [[page_of(key)] for key in keys]))
+    leaver = processes.nodes["b"]
+    ask(leaver.address, Drain, m.Done)
+    until_status(leaver, status)
+    upgrade(leaver.address, deadline=60.0)
+    until_status(leaver, status)
+    processes.until("a")
+    client.close()
+
+
+def until_status(node: ProcessPool, status: int) -> None:
+    """The node's own in the pool."""
+    deadline = soon()
+    while True:
+        report = fetch_status(node.address, soon())
+        own = next(member.status for member in report.members if member.node == report.node)
+        if own == status:
+            return
+        assert time.monotonic() < deadline, own
+        time.sleep(0.02)
+
+
+def test_a_seed_that_is_upgraded_never_stands_alone(processes: Processes) -> None:
+    cluster = {"a": ClusterConfig(), "b": ClusterConfig(peers=[f"unix:{processes.directory}/a.sock"])}
+    for name in "ab":
+        config = small_config(name=name, cluster=cluster[name])
+        processes.nodes[name] = ProcessPool(config, processes.directory, "shm")
+    processes.until("ab")
+    seed = processes.nodes["a"]
+    upgrade(seed.address, deadline=60.0)
+    processes.until("ab")
+    log = seed.log.read_text()
+    for begun, serves in (("upgrading\n", "its stand-in serves"), (" goes on as: ", "it was upgraded")):
+        meanwhile = log[log.index(begun) : log.index(serves)]
+        assert re.search(r"epoch \d+: a, b$", meanwhile, re.M), log
     for node in processes.nodes.values():
         node.close()
 

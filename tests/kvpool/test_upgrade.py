@@ -26,7 +26,7 @@ from pdserve.kvpool.aclient import AsyncPoolClient
 from pdserve.kvpool.client import PoolClient
 from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.cluster_config import ClusterConfig
-from pdserve.kvpool.cluster_messages import Upgrade
+from pdserve.kvpool.cluster_messages import Drain, Upgrade
 from pdserve.kvpool.commands.upgrade import upgrade
 from pdserve.kvpool.config import PoolNodeConfig, TierConfig
 from pdserve.kvpool.handover import SERVING, Baton
@@ -387,6 +387,23 @@ def test_who_comes_while_nobody_serves_is_told_to_wait(tmp_path: Path) -> None:
         ControlChannel.connect(f"unix:{tmp_path}/a.sock", make_hello("test", "", "none"), soon(1.0))
     other.close()
     upgrader.since_s = None
+    nodes.close()
+
+
+def test_a_node_is_not_drained_while_it_is_upgraded(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    nodes.start("a")
+    nodes.start("b")
+    nodes.nodes["b"]._upgrader.stands_in = True
+    for name, answer in (("a", m.Done), ("b", m.Fault)):
+        channel = ControlChannel.connect(
+            f"unix:{tmp_path}/{name}.sock", make_hello("test", "", "none"), soon(5)
+        )
+        reply = channel.call(Drain(1), soon(5))
+        assert isinstance(reply, answer)
+        channel.close()
+    assert isinstance(reply, m.Fault)
+    assert reply.code == "upgrade_under_way"
     nodes.close()
 
 

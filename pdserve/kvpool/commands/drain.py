@@ -70,8 +70,8 @@ def follow(
             return [member.node for member in report.members if member.status == ACTIVE]
         if own is not None and own.status == ACTIVE:
             raise PoolRefused(
-                f"{report.node} does not leave any more: there was no other node to take its pages, or it was "
-                "started anew; drain it again once the others are there"
+                f"{report.node} does not leave any more: there was no other node to take its pages, or it "
+                "was started anew; drain it again once the others are there"
             )
         if time.monotonic() >= deadline_s:
             raise PoolTimeout(f"{report.node} has not left yet, and goes on leaving: {line}")
