@@ -334,6 +334,13 @@ class Administration:
         out.append(SaveNamespaces(self.namespaces.dump()))
 
 
+def dropped_by(request: m.Request) -> str:
+    """The name of the namespace that the request drops; "" when it drops none."""
+    if isinstance(request, ReplaceNamespace):
+        return request.old
+    return request.name if isinstance(request, m.DropNamespace) else ""
+
+
 def _administers(session: Session, record: NamespaceRecord) -> bool:
     """By a token, not because the namespace is open to all."""
     return access.is_guarded(record.settings) and bool(

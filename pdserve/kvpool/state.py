@@ -20,7 +20,7 @@ from typing import Any, Final, TypeAlias
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool import messages as m
-from pdserve.kvpool.administration import Administration, Rules
+from pdserve.kvpool.administration import Administration, Rules, dropped_by
 from pdserve.kvpool.below import Below
 from pdserve.kvpool.cluster_messages import (
     EndReplicas,
@@ -276,7 +276,7 @@ class NodeState:
 
     def _administer(self, session: Session, request: m.Request, now_s: float, out: list[Action]) -> None:
         self.administration.handle(session, request, out)
-        self._hold(now_s, out)
+        self._hold(now_s, out, dropped_by(request))
 
     def _clear(self, session: Session, request: m.Clear, now_s: float, out: list[Action]) -> None:
         for other in self.sessions.values():  # what is in these slots may be of before
@@ -287,9 +287,9 @@ class NodeState:
         out.append(Answer(session.connection, m.Done(request.id, count)))
         self._hold(now_s, out)
 
-    def _hold(self, now_s: float, out: list[Action]) -> None:
+    def _hold(self, now_s: float, out: list[Action], dropped: str = "") -> None:
         """Let the answer wait for the tiers, where it must."""
-        self._durable.hold(now_s, out)
+        self._durable.hold(now_s, out, dropped)
         self._expect(self._durable.next_deadline_s)
 
     def _namespace_gone(self, number: int, out: list[Action]) -> int:

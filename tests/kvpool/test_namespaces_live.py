@@ -233,6 +233,11 @@ def test_the_command_line_makes_changes_and_lists_namespaces(
     assert "--media" in ns("set", address, "tenant", "--media", "tape", token=ROOT, status=2)[1]
 
 
+def test_a_namespace_may_be_dropped_again(guarded: ProcessPool, ns: Ns) -> None:
+    for _ in range(2):
+        assert "dropped tenant: 0 pages" in ns("drop", guarded.address, "tenant", token=ROOT)[0]
+
+
 def test_settings_and_drops_outlive_a_crash(processes: Processes, ns: Ns) -> None:
     processes.start("a")
     pool = processes.nodes["a"]

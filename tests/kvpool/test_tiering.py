@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pdserve.kvpool import messages as m
-from pdserve.kvpool.cluster_messages import NamespaceSettings
+from pdserve.kvpool.cluster_messages import NamespaceSettings, ReplaceNamespace
 from pdserve.kvpool.early import MAX_HELD
 from pdserve.kvpool.events import (
     Action,
@@ -380,6 +380,36 @@ def test_a_clear_that_a_tier_could_not_make_durable_is_an_error(why: str) -> Non
     assert ("the disk is full" if why == "failed" else "did not answer") in fault.message
     assert rig.node.exists(rig.c, rig.ns, 1) == [0]
     rig.drain()  # an answer that comes now is none
+
+
+@pytest.mark.parametrize("why", ["failed", "late"])
+@pytest.mark.parametrize(
+    "request_", [m.DropNamespace(77, "ns"), ReplaceNamespace(77, "ns", "new")], ids=["drop", "replace"]
+)
+def test_a_drop_that_a_tier_could_not_make_durable_is_made_so_when_it_is_asked_for_again(
+    request_: m.Request, why: str
+) -> None:
+    rig = Rig(SSD, DIRECTORY)
+    rig.sink(1)
+    for _ in range(2):
+        assert answers(rig.node.send(rig.c, request_), rig.c) == []
+        rig.drain(0)
+        if why == "failed":
+            rig.write(1, WRITE_FAILED)
+        else:
+            rig.node.pass_time(FORGET_TIMEOUT_S)
+        [fault] = answers(rig.node.actions, rig.c)
+        assert isinstance(fault, m.Fault)
+        assert fault.code == "not_durable"
+    assert answers(rig.node.send(rig.c, request_), rig.c) == []
+    rig.drain(0)
+    said = []
+    while rig.writes[1]:
+        rig.write(1)
+        said += answers(rig.node.actions, rig.c)
+    [done] = said
+    assert isinstance(done, m.Done)
+    assert isinstance(answers(rig.node.send(rig.c, request_), rig.c)[0], m.Done), "it is written down by now"
 
 
 def test_pages_stored_before_a_clear_and_reported_after_it_are_not_found() -> None:

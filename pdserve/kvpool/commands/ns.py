@@ -177,9 +177,12 @@ def drop(
     secret = chosen_token(token, token_file)
     with NodeClient(address, secret, timeout) as node:
         known = _find(node, name)
-        if known is None or known.dropped:
+        if known is None:
             raise PoolRefused(f"no namespace '{name}' is there")
+        # dropped before, too: the node may not have been able to write that down
         pages = node.ask(lambda i: DropNamespace(i, name), Done).count
+    if known.dropped:
+        known = replace(known, version=known.version - 1)  # nothing newer will come
     _tell(address, secret, timeout, known, {"dropped": name, "pages": pages}, as_json_)
 
 
