@@ -43,10 +43,15 @@ class Listeners:
             remove_socket(address)
 
     def hand_over(self) -> dict[str, list[int]]:
-        """Copies of the sockets, by address: for the next program."""
+        """Copies of the sockets, by address: for the next program. Raises OSError; then there are none."""
         passed: dict[str, list[int]] = {}
-        for address, server in self._servers:
-            passed.setdefault(address, []).extend(os.dup(sock.fileno()) for sock in server.sockets)
+        try:
+            for address, server in self._servers:
+                for sock in server.sockets:
+                    passed.setdefault(address, []).append(os.dup(sock.fileno()))
+        except OSError:
+            close_all(passed)
+            raise
         return passed
 
     def withdraw(self) -> None:
@@ -63,6 +68,13 @@ class Listeners:
         """Remove the Unix sockets."""
         for address, _ in self._servers:
             remove_socket(address)
+
+
+def close_all(listening: dict[str, list[int]]) -> None:
+    """Copies that are not needed."""
+    for fds in listening.values():
+        for fd in fds:
+            os.close(fd)
 
 
 async def listen(

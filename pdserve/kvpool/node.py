@@ -49,7 +49,7 @@ from pdserve.kvpool.gossip import Gossiper, Handler
 from pdserve.kvpool.handover import STAND_IN, Handover, Succession
 from pdserve.kvpool.hosts import host_id
 from pdserve.kvpool.leases import Session
-from pdserve.kvpool.listening import Listeners, is_remote
+from pdserve.kvpool.listening import Listeners, close_all, is_remote
 from pdserve.kvpool.local import LocalSession
 from pdserve.kvpool.messages import (
     PROTOCOL_VERSION,
@@ -184,12 +184,18 @@ class PoolNode:
                 self.handover = await self._upgrader.pass_on()
 
     def passed_on(self) -> Handover:
-        """Copies of all that the next program needs."""
+        """Copies of all that the next program needs. Raises OSError; then there are none."""
         cluster = self.gossip.cluster
+        listening = self.listeners.hand_over()
+        try:
+            lock_fd = self.arena.pass_lock()
+        except OSError:
+            close_all(listening)
+            raise
         return Handover(
             pid=os.getpid(),
-            lock_fd=self.arena.pass_lock(),
-            listening=self.listeners.hand_over(),
+            lock_fd=lock_fd,
+            listening=listening,
             ucx=self._ucx.server is not None,
             status=cluster.me.status,
             peers=[member.address for member in cluster.alive() if member.node != self.name],

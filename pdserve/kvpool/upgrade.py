@@ -15,6 +15,7 @@ After 1 nothing can be taken back: should the exec itself fail, the process ends
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import subprocess
@@ -82,7 +83,7 @@ class Host(Protocol):
     listeners: Listeners
 
     def passed_on(self) -> Handover:
-        """Copies of all that the next program needs."""
+        """Copies of all that the next program needs. Raises OSError; then there are none."""
         ...
 
     def fail(self, error: PdserveError) -> None:
@@ -145,24 +146,26 @@ class Upgrader:
 
     async def _load_stand_in(self) -> None:
         """Raises UpgradeError; then there is none."""
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        baton, passed = Baton(mine), self._node.passed_on()
         try:
-            with theirs, TemporaryFile() as errors:
-                try:
+            with contextlib.ExitStack() as undo:
+                mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                baton = Baton(mine)
+                undo.callback(baton.close)
+                with theirs, TemporaryFile() as errors:
+                    passed = self._node.passed_on()
+                    undo.callback(passed.close)
+                    undo.callback(self._end_child)
                     self._child = start_stand_in(replace(passed, baton_fd=theirs.fileno()), errors)
-                except OSError as error:
-                    raise UpgradeError(f"{command()[0]} cannot be run: {error.strerror}") from None
-                theirs.close()  # so that its end is heard
-                word, _, found = (await baton.heard(LOAD_S)).partition(" ")
-                if word != READY:
-                    raise UpgradeError(self._why_not_loaded(errors))
-            _check_same(msgspec.json.decode(found, type=Start), start_of(self._node.config))
-        except UpgradeError:
-            self._end_child()
-            baton.close()
-            passed.close()
-            raise
+                    theirs.close()  # so that its end is heard
+                    word, _, found = (await baton.heard(LOAD_S)).partition(" ")
+                    if word != READY:
+                        raise UpgradeError(self._why_not_loaded(errors))
+                _check_same(msgspec.json.decode(found, type=Start), start_of(self._node.config))
+                undo.pop_all()
+        except OSError as error:
+            raise UpgradeError(f"{command()[0]} cannot be run: {error.strerror}") from error
+        except msgspec.MsgspecError as error:
+            raise UpgradeError(f"its command starts no node of this kind: {error}") from error
         self._baton = baton
         self._next = replace(passed, baton_fd=baton.fileno(), stand_in=self._child.pid)
 

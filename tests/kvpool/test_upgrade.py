@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import random
 import re
@@ -15,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from pdserve.kvpool.cluster_config import ClusterConfig
 from pdserve.kvpool.cluster_messages import Drain, Upgrade
 from pdserve.kvpool.commands.upgrade import upgrade
 from pdserve.kvpool.config import PoolNodeConfig, TierConfig
-from pdserve.kvpool.handover import SERVING, Baton
+from pdserve.kvpool.handover import SERVING, Baton, Handover
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 
 from ..contracts.pools import KIB, ProcessPool, arena_dir, remove_arena
@@ -404,6 +405,49 @@ def test_a_node_is_not_drained_while_it_is_upgraded(tmp_path: Path) -> None:
         channel.close()
     assert isinstance(reply, m.Fault)
     assert reply.code == "upgrade_under_way"
+    nodes.close()
+
+
+def no_directory() -> None:
+    raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+
+def no_descriptor(*_: object, **__: object) -> None:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def says_nonsense(passed: Handover, errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    os.write(passed.baton_fd, b'ready {"nothing": 1}')
+    return subprocess.Popen(["sleep", str(SOON_S)])
+
+
+@pytest.mark.parametrize(
+    ("what", "instead", "why"),
+    [
+        ("upgrade.TemporaryFile", no_directory, "No usable temporary directory"),
+        ("upgrade.socket.socketpair", no_descriptor, "Too many open files"),
+        ("node.Arena.pass_lock", no_descriptor, "Too many open files"),
+        ("handover.subprocess.Popen", no_descriptor, "Too many open files"),
+        ("upgrade.start_stand_in", says_nonsense, "starts no node"),
+    ],
+)
+def test_an_upgrade_for_which_something_is_lacking_is_refused_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, instead: Any, why: str
+) -> None:
+    nodes = Nodes(tmp_path)
+    nodes.start("a")
+    channel = ControlChannel.connect(f"unix:{tmp_path}/a.sock", make_hello("test", "", "none"), soon(5))
+    monkeypatch.setattr(f"pdserve.kvpool.{what}", instead)
+    before = sorted(Path("/proc/self/fd").iterdir())
+    for number in range(1, 3):
+        reply = channel.call(Upgrade(number), soon(5))
+        assert isinstance(reply, m.Fault)
+        assert reply.code == "upgrade_failed"
+        assert why in reply.message
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
+    child = nodes.nodes["a"]._upgrader._child
+    assert child is None or child.poll() is not None
+    channel.close()
     nodes.close()
 
 
