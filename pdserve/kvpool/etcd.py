@@ -32,6 +32,7 @@ T = TypeVar("T")
 RENEWALS: Final = 3  # per lease
 MAX_NODES: Final = 4096  # read at once
 REAUTHENTICATE: Final = 401
+STALE_TOKEN: Final = ("revision of auth store is old", "user name is empty")  # with 400: users were changed
 NODES: Final = "nodes"
 
 
@@ -94,12 +95,13 @@ def discover(config: EtcdConfig, cluster: str) -> list[NodeAddress]:
     problem = "cluster.etcd.endpoints is empty"
     with httpx.Client(timeout=config.timeout_s, verify=_verify(config), trust_env=False) as client:
         for endpoint in config.endpoints:
+            base = f"{endpoint.rstrip('/')}/v3"
             try:
                 headers = {}
                 if config.username:
-                    answer = client.post(f"{endpoint}/v3/auth/authenticate", json=_credentials(config))
+                    answer = client.post(f"{base}/auth/authenticate", json=_credentials(config))
                     headers = {"Authorization": _decoded(answer, _Token).token}
-                answer = client.post(f"{endpoint}/v3/kv/range", json=body, headers=headers)
+                answer = client.post(f"{base}/kv/range", json=body, headers=headers)
                 return _nodes(_decoded(answer, _Range).kvs, _prefix(config, cluster, NODES))
             except (httpx.HTTPError, httpx.InvalidURL, PoolUnavailable) as error:
                 problem = f"{endpoint}: {_words(error)}"
@@ -239,12 +241,15 @@ class EtcdMembership:
                 problem = f"{self._url('')}: {_words(error)}"
                 self._endpoint += 1
                 self._token = ""
+            except PoolRefused:
+                self._token = ""
+                raise
         raise PoolUnavailable(f"etcd: {problem}")
 
     async def _post(self, path: str, body: Mapping[str, Any], type_: type[T]) -> T:
         await self._authenticate()
         answer = await self._client.post(self._url(path), json=body, headers=self._headers())
-        if answer.status_code == REAUTHENTICATE:  # tokens end after some minutes
+        if _wants_new_token(answer):
             self._token = ""
             await self._authenticate()
             answer = await self._client.post(self._url(path), json=body, headers=self._headers())
@@ -320,6 +325,13 @@ def _credentials(config: EtcdConfig) -> dict[str, str]:
     return {"name": config.username, "password": config.password}
 
 
+def _wants_new_token(answer: httpx.Response) -> bool:
+    """Tokens end after some minutes, and signed ones (JWT) with every change of users."""
+    code = answer.status_code
+    stale = code == httpx.codes.BAD_REQUEST and any(words in answer.text for words in STALE_TOKEN)
+    return code == REAUTHENTICATE or stale
+
+
 def _verify(config: EtcdConfig) -> ssl.SSLContext | bool:
     """Raises ConfigError."""
     try:
@@ -330,7 +342,7 @@ def _verify(config: EtcdConfig) -> ssl.SSLContext | bool:
 
 def _decoded(answer: httpx.Response, type_: type[T]) -> T:
     """Raises PoolUnavailable, PoolRefused."""
-    if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR or answer.status_code == REAUTHENTICATE:
+    if answer.is_server_error or answer.is_redirect or answer.status_code == REAUTHENTICATE:
         raise PoolUnavailable(f"status {answer.status_code}: {answer.text[:200].strip()}")
     if answer.status_code != httpx.codes.OK:
         raise PoolRefused(f"etcd says: status {answer.status_code}: {answer.text[:200].strip()}")

@@ -20,15 +20,18 @@ START_TIMEOUT_S = 20.0
 
 class EtcdServer:
     """Of one member; its data outlive `kill` and `start`. `tls`: its certificate, which is its own
-    authority's, and its key.
+    authority's, and its key. `auth_token`: what kind of tokens it gives.
     """
 
-    def __init__(self, directory: Path, tls: tuple[Path, Path] | None = None) -> None:
+    def __init__(
+        self, directory: Path, tls: tuple[Path, Path] | None = None, auth_token: str = "simple"
+    ) -> None:
         program = shutil.which("etcd") or shutil.which("etcd", path="/usr/bin:/usr/local/bin")
         if program is None:
             pytest.fail("etcd is missing: apt-get install etcd-server")
         self._program = program
         self._directory = directory
+        self._auth_token = auth_token
         with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
             self._ports = one.getsockname()[1], two.getsockname()[1]
         self._tls = tls
@@ -48,6 +51,7 @@ class EtcdServer:
             "listen-peer-urls": peer,
             "initial-advertise-peer-urls": peer,
             "initial-cluster": f"default={peer}",
+            "auth-token": self._auth_token,
         }
         command = [
             self._program,
@@ -73,10 +77,11 @@ class EtcdServer:
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.02)
 
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def post(self, path: str, body: dict[str, Any], token: str = "") -> dict[str, Any]:
         """Ask it something, as an administrator."""
-        answer = httpx.post(f"{self.url}/v3/{path}", json=body, verify=self._verify).raise_for_status()
-        return dict(answer.json())
+        headers = {"Authorization": token} if token else {}
+        answer = httpx.post(f"{self.url}/v3/{path}", json=body, headers=headers, verify=self._verify)
+        return dict(answer.raise_for_status().json())
 
     def keys(self, prefix: str) -> list[str]:
         """All that begin so; it ends with a slash."""

@@ -35,7 +35,7 @@ def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
 
 
 def settings(etcd: EtcdServer, **options: Any) -> EtcdConfig:
-    options = {"lease_s": 2, "timeout_s": 1.0, "retry_s": 0.1, **options}
+    options = {"lease_s": 2, "timeout_s": 5.0, "retry_s": 0.1, **options}
     return EtcdConfig(endpoints=[etcd.url], **options)
 
 
@@ -44,8 +44,16 @@ def in_etcd(etcd: EtcdServer, **options: Any) -> dict[str, Any]:
     return {"cluster": {"membership": "etcd", "etcd": settings(etcd), **options}}
 
 
-def names(etcd: EtcdServer) -> list[str]:
-    return [node.node for node in discover(settings(etcd), "pool")]
+def names(etcd: EtcdServer) -> list[str] | None:
+    return found_by(settings(etcd))
+
+
+def found_by(config: EtcdConfig) -> list[str] | None:
+    """None: etcd could not be asked this time."""
+    try:
+        return [node.node for node in discover(config, "pool")]
+    except PoolUnavailable:
+        return None
 
 
 def put(etcd: EtcdServer, key: str, value: str) -> None:
@@ -117,14 +125,17 @@ def test_the_pool_goes_on_while_etcd_is_away_and_is_there_again_after_it(
 
 
 def test_an_etcd_that_hangs_keeps_nobody_waiting(tmp_path: Path, etcd: EtcdServer) -> None:
+    short = settings(etcd, timeout_s=1.0)
+    options = {"cluster": {"membership": "etcd", "etcd": short}}
+
     async def run() -> None:
-        async with running(tmp_path, "a", **in_etcd(etcd)) as a:
+        async with running(tmp_path, "a", **options) as a:
             await until(lambda: names(etcd) == ["a"])
             etcd.pause()
             begun = time.monotonic()
             with pytest.raises(PoolUnavailable, match="cannot be asked"):
-                await asyncio.to_thread(discover, settings(etcd), "pool")
-            async with running(tmp_path, "b", peers="a", **in_etcd(etcd)) as b:
+                await asyncio.to_thread(discover, short, "pool")
+            async with running(tmp_path, "b", peers="a", **options) as b:
                 assert time.monotonic() - begun < 8
                 await until(lambda: ring(a) == "ab" == ring(b))
             etcd.resume()
@@ -136,7 +147,7 @@ def test_an_etcd_that_hangs_keeps_nobody_waiting(tmp_path: Path, etcd: EtcdServe
 def test_another_endpoint_is_asked_where_one_is_away(tmp_path: Path, etcd: EtcdServer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         away = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-    two = EtcdConfig(endpoints=[away, etcd.url], lease_s=2, timeout_s=1.0, retry_s=0.1)
+    two = msgspec.structs.replace(settings(etcd), endpoints=[away, etcd.url])
 
     async def run() -> None:
         async with running(tmp_path, "a", cluster={"membership": "etcd", "etcd": two}):
@@ -165,24 +176,75 @@ def test_etcd_with_tls_and_passwords(tmp_path: Path) -> None:
                 discover(msgspec.structs.replace(good, **wrong), "pool")
             assert "secret" not in str(error.value)
 
-        def found() -> list[str]:
-            return [node.node for node in discover(good, "pool")]
-
         async def run() -> None:
             cluster = {"cluster": {"membership": "etcd", "etcd": good}}
             async with running(tmp_path, "a", **cluster) as a:
                 async with running(tmp_path, "b", **cluster) as b:
                     await until(lambda: ring(a) == ring(b) == "ab")
-                    await until(lambda: found() == ["a", "b"])
+                    await until(lambda: found_by(good) == ["a", "b"])
                     membership = a.gossip._etcd
                     assert membership is not None
                     membership._token = "one.that.ended"
                     assert [node.node for node in await membership.nodes()] == ["a", "b"]
-                await until(lambda: found() == ["a"])
+                await until(lambda: found_by(good) == ["a"])
 
         asyncio.run(run())
     finally:
         server.kill()
+
+
+def test_whoever_is_known_to_etcd_stays_so_when_its_users_are_changed(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("nobody knows")
+    jwt = f"jwt,sign-method=HS512,priv-key={tmp_path}/key,ttl=10m"
+    server = EtcdServer(tmp_path, auth_token=jwt)
+    try:
+        server.ask_for_passwords("pool", "secret", "/pdserve")
+        good = settings(server, username="pool", password="secret")
+        root = server.post("auth/authenticate", {"name": "root", "password": "secret"})["token"]
+
+        async def run() -> None:
+            cluster = {"cluster": {"membership": "etcd", "etcd": good}}
+            async with running(tmp_path, "a", **cluster) as a:
+                await until(lambda: found_by(good) == ["a"])
+                membership = a.gossip._etcd
+                assert membership is not None
+                server.post("auth/user/add", {"name": "somebody", "password": "x"}, root)
+                assert [node.node for node in await membership.nodes()] == ["a"]
+                server.post("auth/user/delete", {"name": "somebody"}, root_again())
+                async with running(tmp_path, "b", **cluster) as b:
+                    await until(lambda: ring(a) == ring(b) == "ab")
+                    await until(lambda: found_by(good) == ["a", "b"])
+
+        def root_again() -> str:
+            return str(server.post("auth/authenticate", {"name": "root", "password": "secret"})["token"])
+
+        asyncio.run(run())
+    finally:
+        server.kill()
+
+
+def test_a_slash_at_the_end_of_an_endpoint_and_one_that_sends_elsewhere_do_no_harm(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    elsewhere = (
+        "HTTP/1.1 308 Permanent Redirect\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n"
+    )
+
+    async def run() -> None:
+        server = await asyncio.start_server(redirect, "127.0.0.1", 0)
+        proxy = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        two = msgspec.structs.replace(settings(etcd), endpoints=[proxy, etcd.url + "/"])
+        async with running(tmp_path, "a", cluster={"membership": "etcd", "etcd": two}):
+            await until(lambda: names(etcd) == ["a"])
+            assert await asyncio.to_thread(found_by, two) == ["a"]
+        server.close()
+
+    async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(elsewhere.encode())
+        writer.close()
+
+    asyncio.run(run())
 
 
 class Relay:
@@ -223,7 +285,9 @@ class Relay:
 def test_the_watch_leaves_an_endpoint_that_hangs(tmp_path: Path, etcd: EtcdServer) -> None:
     async def run() -> None:
         relay = Relay(etcd.port)
-        two = msgspec.structs.replace(settings(etcd), endpoints=[await relay.start(), etcd.url])
+        two = msgspec.structs.replace(
+            settings(etcd, timeout_s=1.0), endpoints=[await relay.start(), etcd.url]
+        )
         found: list[list[str]] = []
         member = EtcdMembership(
             two,
