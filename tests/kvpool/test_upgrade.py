@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import random
@@ -31,11 +30,13 @@ from pdserve.kvpool.cluster_messages import Drain, Upgrade
 from pdserve.kvpool.commands.upgrade import upgrade
 from pdserve.kvpool.config import PoolNodeConfig, TierConfig
 from pdserve.kvpool.handover import SERVING, Baton, Handover
+from pdserve.kvpool.transports.base import Connection
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 
 from ..contracts.pools import KIB, ProcessPool, arena_dir, remove_arena
 from .moving_nodes import Nodes
 from .node_model import key
+from .processor import without_processor_s
 
 PAGE_BYTES = 64 * KIB
 SOON_S = 60.0
@@ -265,18 +266,6 @@ def test_pages_that_are_only_on_ssd_are_found_throughout_an_upgrade(
     node.close()
 
 
-def without_processor_s(pids: list[int]) -> float:
-    """How long these processes' main threads and this thread were ready to run, and had no processor; and how
-    long this machine's processors were its host's.
-    """
-    waited_ns = 0
-    for process in ("thread-self", *pids):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            waited_ns += int(Path(f"/proc/{process}/schedstat").read_text().split()[1])
-    stolen = int(Path("/proc/stat").read_text().split(maxsplit=9)[8])
-    return waited_ns / 1e9 + stolen / os.sysconf("SC_CLK_TCK")
-
-
 class Strangers:
     """Clients that come, look for pages that are there, and go: until stopped. What they miss while the
     machine has no time for them or for the nodes tells nothing.
@@ -491,6 +480,16 @@ def _status_of(entry: Path) -> str:
         return ""
 
 
+def with_reservation(node: ProcessPool) -> Connection:
+    """A connection of a client that is about to write a page."""
+    connection = node.connect()
+    opened = connection.call(m.OpenNamespace(1, "ns", {"page_size": "64"}), soon(SOON_S))
+    assert isinstance(opened, m.Opened)
+    reserve = m.Reserve(2, opened.namespace, [key(1)], [PAGE_BYTES])
+    assert isinstance(connection.call(reserve, soon(SOON_S)), m.Reserved)
+    return connection
+
+
 def begin_upgrade(node: ProcessPool) -> None:
     channel = node.connect()
     assert isinstance(channel.call(Upgrade(1), time.monotonic() + SOON_S), m.Done)
@@ -558,9 +557,11 @@ def test_a_node_that_is_told_to_stop_while_it_waits_for_its_stand_in_stops_after
 ) -> None:
     """Its main thread holds signals back then; others of its threads do not."""
     node = make_node()
+    unfinished = with_reservation(node)  # for which the node waits: its stand-in is stopped before its turn
     begin_upgrade(node)
     (stand_in,) = children_of(node)
     os.kill(stand_in, signal.SIGSTOP)
+    unfinished.close()
     try:
         assert "its stand-in serves" not in node.log.read_text()
         until_signals_are_held(node)
@@ -622,10 +623,7 @@ def test_a_reservation_that_is_never_finished_holds_an_upgrade_up_for_a_moment_o
     make_node: Callable[..., ProcessPool],
 ) -> None:
     node = make_node()
-    other = node.connect()
-    opened = other.call(m.OpenNamespace(1, "ns", {"page_size": "64"}), time.monotonic() + 5)
-    assert isinstance(opened, m.Opened)
-    other.call(m.Reserve(2, opened.namespace, [key(1)], [PAGE_BYTES]), time.monotonic() + 5)
+    other = with_reservation(node)
     started_s = time.monotonic()
     upgrade(node.address, deadline=SOON_S)
     assert time.monotonic() - started_s < 30
