@@ -9,9 +9,10 @@ A page that is committed into a slot behind the cursor comes from a reservation 
 began, or after it under the new view, and then it is the node's own: see migration.py.
 
 Pages in the tiers below memory follow after the slots, in the order of a list of their keys that is made when
-that part begins: cursors from `slots` on are places in it. A page that sinks or rises meanwhile is listed
-twice, or in the asker's next pass. Each new owner has a list of its own, and one only, since it goes through
-one namespace at a time; who comes with a place in a list that is not there is told to begin again.
+that part begins: cursors from `slots` on are places in it. What is in memory by then is left out only if it
+was there when the asker began: a page that sinks or rises meanwhile is listed once or twice. Each new owner
+has a list of its own, and one only, since it goes through one namespace at a time; who comes with a place in
+a list that is not there is told to begin again.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ class Ownership:
         self._in_slots = True  # where dropping is: in the slots, then below
         self._to_drop_below: list[tuple[int, list[bytes]]] = []
         self._lists: dict[str, tuple[int, list[bytes]]] = {}  # by new owner: namespace, keys below memory
+        self._begun: dict[str, int] = {}  # by new owner: the next sequence when it began
         self._looked_through: OrderedDict[tuple[int, str], list[bytes]] = OrderedDict()
 
     @property
@@ -111,6 +113,7 @@ class Ownership:
         self.ring, self.stable = ring, stable
         self.number = ring.number(self._name)
         self._lists.clear()
+        self._begun.clear()
         self._begin_dropping(now_s if stable and not self.alone else float("inf"))
 
     def below_ready(self, now_s: float) -> None:
@@ -144,6 +147,7 @@ class Ownership:
             return self._list_below(request, ring, number)
         writing = 0
         if request.cursor == 0:
+            self._begun[request.node] = self._store.next_sequence
             writing = int(not self._below.ready)  # what a tier has yet to tell is asked for again, too
             keys = list(self._store.index.namespace(request.namespace).writing)
             if keys:
@@ -178,11 +182,16 @@ class Ownership:
         cursor = request.cursor + len(keys)
         theirs = np.flatnonzero(ring.owners_at(positions_of(keys)) == number).tolist() if keys else []
         committed = self._store.index.namespace(request.namespace).committed
+        begun, facts = self._begun.get(request.node, 0), self._store.facts
         for place in theirs:
             if len(found) == request.limit:
                 cursor = request.cursor + place
                 break
-            length = 0 if keys[place] in committed else self._below.length(request.namespace, keys[place])
+            slot = committed.get(keys[place])
+            if slot is None:
+                length = self._below.length(request.namespace, keys[place])
+            else:  # one that rose meanwhile may be in a slot that was passed already
+                length = facts.length_bytes[slot] if facts.sequence[slot] >= begun else 0
             if length:
                 found.append(keys[place])
                 lengths.append(length)

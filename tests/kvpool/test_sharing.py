@@ -295,6 +295,24 @@ def test_who_comes_with_a_place_in_a_list_that_is_not_there_is_told_to_go_throug
         assert (again.keys, again.cursor, again.writing) == ([], 0, 1)
 
 
+def test_a_page_that_rises_into_memory_meanwhile_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.kvpool.ownership.MAX_LOOKED_AT", 20)
+    node, below = node_with_tiers()
+    asker, slots = peer(node), node.state.store.slots.slots
+    theirs = [n for n in range(60, 160) if ring_of(3, 5).owner(key(n)).node == "n1"]
+    told, cursor = set[bytes](), 0
+    while True:
+        owned = node.ask(asker, ListOwned(node.next_id(), 1, "n1", 5, cursor, 4096), Owned)
+        told.update(owned.keys)
+        if cursor < slots <= owned.cursor:
+            node.put(LOCAL, 1, *theirs)  # as when they are read here: into slots that were passed
+        cursor = owned.cursor
+        if not cursor:
+            break
+    assert {key(n) for n in theirs} <= told
+    assert set(below.pages[1]) >= {key(n) for n in theirs}
+
+
 def test_while_a_tier_is_still_being_read_the_asker_comes_again() -> None:
     node, below = node_with_tiers()
     below.ready = False
