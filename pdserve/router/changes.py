@@ -32,8 +32,10 @@ class FleetChange(msgspec.Struct, tag="fleet", frozen=True):
         """Raises FleetError where the fleet is so already, or cannot be."""
         if self.act == "join":
             fleet.join(self.worker, self.role)
-        elif self.act in ("leave", "unjoin"):
+        elif self.act == "leave":
             fleet.leave(self.worker)
+        elif self.act == "unjoin":
+            fleet.unjoin(self.worker)
         elif self.act in ("drain", "undrain"):
             fleet.drain(self.worker, self.act == "drain")
 
@@ -68,15 +70,15 @@ class Changes:
         """This happened."""
         if change.act == "join":
             id_ = Worker(change.role, change.worker).id
-            left = [earlier for earlier in self._members.get(id_, ()) if earlier.act == "leave"]
+            left = [earlier for earlier in self._members.get(id_, ()) if earlier.act != "join"]
             self._members[id_] = (*left, change)
         elif change.act == "leave":
             self._members[change.worker] = (change,)
             self._drains.pop(change.worker, None)
         elif change.act == "unjoin":
-            left = [earlier for earlier in self._members.pop(change.worker, ()) if earlier.act == "leave"]
-            if left:
-                self._members[change.worker] = tuple(left)
+            before = self._members.pop(change.worker, ())
+            if any(earlier.act != "join" for earlier in before):  # the configuration may have it
+                self._members[change.worker] = (change,)
             self._drains.pop(change.worker, None)
         elif change.act == "gone":
             self._forget_leave(change.worker)

@@ -145,6 +145,15 @@ class Fleet:
             self.told(act, worker.id, worker.role)
         return worker
 
+    def unjoin(self, worker_id: str) -> None:
+        """As `leave`, of a worker that etcd did not name where it was told to: if etcd names it, it stays.
+        Raises FleetError.
+        """
+        worker = self._get(worker_id)
+        worker.sources &= {"etcd"}
+        if not worker.sources:
+            self.leave(worker_id)
+
     def drain(self, worker_id: str, draining: bool) -> Worker:
         """Give a worker no new requests, or new ones again. Raises FleetError when it is not there."""
         worker = self._get(worker_id)

@@ -67,6 +67,17 @@ def test_replayed_changes_make_the_same_fleet(acts: list[tuple[Act, str, Role]])
 @example([{URLS[2]}, ("drain", URLS[2], "decode")], True)
 @example([{URLS[2]}, ("leave", URLS[2], "decode")], True)
 @example([{URLS[2]}, *[(act, URLS[2], "decode") for act in ("leave", "join", "leave")]], False)
+@example(
+    [
+        {URLS[2]},
+        ("leave", URLS[2], "decode"),
+        ("join", URLS[2], "decode"),
+        set(),
+        ("leave", URLS[2], "decode"),
+        {URLS[2]},
+    ],
+    False,
+)
 @example([("join", URLS[2], "decode"), ("leave", URLS[2], "decode"), {URLS[2]}], False)
 def test_every_process_comes_to_the_same_fleet_whatever_etcd_names(
     events: list[tuple[Act, str, Role] | set[str]], etcd_was_away: bool
