@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import signal
+from collections.abc import Callable
+from types import FrameType
 
 import msgspec
 import uvloop
@@ -30,9 +33,40 @@ def run_node(config: PoolNodeConfig) -> None:
         _load(succession, config)
         if not succession.await_turn(msgspec.json.encode(found).decode()):
             return
-    handover = uvloop.run(_run(config, succession))
+    end = _End(told=succession is not None and succession.handover.told_to_end)
+    for number in ENDING:
+        signal.signal(number, end)
+    hold_signals(hold=False)
+    handover = uvloop.run(_run(config, succession, end))
     if handover is not None:
-        replace_process(handover)
+        replace_process(replace(handover, told_to_end=end.told))
+
+
+class _End:
+    """Handles what is to end this process. Not the loop's: while that closes, and until the next program is
+    executed, another thread than the one that holds signals back may take them, and this is to be passed on.
+    """
+
+    def __init__(self, *, told: bool) -> None:
+        self.told = told
+        self._stop: Callable[[], object] = lambda: None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """The signal has come."""
+        self.told = True
+        self._stop()
+
+    def ends(self, node: PoolNode) -> None:
+        """A node that this is to stop, in the running loop; as soon as it serves, if it has come already."""
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            with contextlib.suppress(RuntimeError):  # it is closed, so the node has ended
+                loop.call_soon_threadsafe(node.stop)
+
+        self._stop = stop
+        if self.told:
+            stop()
 
 
 def _load(succession: Succession, config: PoolNodeConfig) -> None:
@@ -46,22 +80,9 @@ def _load(succession: Succession, config: PoolNodeConfig) -> None:
             UcxLibrary()
 
 
-async def _run(config: PoolNodeConfig, succession: Succession | None) -> Handover | None:
+async def _run(config: PoolNodeConfig, succession: Succession | None, end: _End) -> Handover | None:
     node = PoolNode(config, succession)
-    loop = asyncio.get_running_loop()
-    told_to_end = asyncio.Event()
-
-    def end() -> None:
-        told_to_end.set()
-        node.stop()
-
-    for number in ENDING:
-        loop.add_signal_handler(number, end)
-    if succession is not None and succession.handover.told_to_end:
-        end()  # once it serves
-    hold_signals(hold=False)
+    end.ends(node)
     # what was made until then stays: the collector would take 20 ms to look at the index of a million pages
     await node.serve(gc.freeze)
-    if node.handover is None:
-        return None
-    return replace(node.handover, told_to_end=told_to_end.is_set())
+    return node.handover

@@ -95,6 +95,8 @@ class InprocPool:
 class ProcessPool:
     """The node is a process; `data_path` is how its clients move pages."""
 
+    code = "import sys; from pdserve.cli import main; main(sys.argv[1:])"
+
     def __init__(self, config: PoolNodeConfig, directory: Path, data_path: str, extra: str = "") -> None:
         """`extra`: further lines for the node's configuration."""
         self.config = config
@@ -118,10 +120,9 @@ class ProcessPool:
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        code = "import sys; from pdserve.cli import main; main(sys.argv[1:])"
         arguments = ["pool", "serve", "--config", str(self._file)]
         with self.log.open("ab") as log:
-            process = subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=log, stdout=log)
+            process = subprocess.Popen([sys.executable, "-c", self.code, *arguments], stderr=log, stdout=log)
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             try:

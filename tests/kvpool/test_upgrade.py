@@ -552,6 +552,34 @@ def test_a_node_that_is_told_to_stop_while_it_is_upgraded_stops_afterwards_and_l
     assert not node.arena_path.parent.exists()
 
 
+TOLD_AT_THE_LAST_MOMENT = """
+import asyncio, os, signal, sys
+from pdserve.cli import main
+from pdserve.kvpool import process
+
+run = process._run
+
+async def told(*given):
+    handover = await run(*given)
+    if handover is not None:  # another thread than that of the loop, which holds signals back, takes it
+        asyncio.get_running_loop().run_in_executor(None, os.kill, os.getpid(), signal.SIGTERM)
+    return handover
+
+process._run = told
+main(sys.argv[1:])
+"""
+
+
+def test_a_node_that_is_told_to_stop_while_its_loop_closes_stops_afterwards(
+    make_node: Callable[..., ProcessPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ProcessPool, "code", TOLD_AT_THE_LAST_MOMENT)
+    node = make_node()
+    begin_upgrade(node)
+    assert node._process.wait(SOON_S) == 0, node.log.read_text()
+    node.close()
+
+
 def test_a_node_that_is_told_to_stop_while_it_waits_for_its_stand_in_stops_afterwards(
     make_node: Callable[..., ProcessPool],
 ) -> None:
