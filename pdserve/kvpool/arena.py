@@ -101,6 +101,8 @@ class Arena:
     def reserve_rows(self, action: ReserveRows) -> None:
         """Carry out the action."""
         self._rows.reserve(action.slots, action.space)
+        for start, end in action.wipe:  # after the rows: a reader of what was there finds that it is gone
+            self.memory[start:end] = 0
 
     def commit_rows(self, action: CommitRows) -> None:
         """Carry out the action."""

@@ -186,10 +186,13 @@ class Close(msgspec.Struct, frozen=True, gc=False):
 
 
 class ReserveRows(msgspec.Struct, frozen=True, gc=False):
-    """Mark rows of the slot table reserved, for pages whose rows will carry `space`."""
+    """Mark rows of the slot table reserved, for pages whose rows will carry `space`; then set these bytes of
+    the arena, each from and to, to zero.
+    """
 
     slots: list[int]
     space: int
+    wipe: list[tuple[int, int]] = []
 
 
 class CommitRows(msgspec.Struct, frozen=True, gc=False):

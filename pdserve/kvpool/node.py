@@ -415,11 +415,16 @@ class PoolNode:
         limit = self.config.max_connections
         if len(self.connections) >= limit and not hello.node:
             return Fault(0, "too_many_connections", f"the node holds {limit} connections already")
-        if hello.data_path in ("none", "shm"):
-            # a client that insists on shm finds out itself whether the files it maps are ours
-            return hello.data_path
-        if hello.data_path == "auto" and hello.host_id == self.host_id:
-            return "shm"
+        if hello.data_path == "none":
+            return "none"
+        if hello.data_path in ("auto", "shm") and hello.host_id == self.host_id:
+            return "shm"  # the client finds out itself whether the files it maps are ours
+        if hello.data_path == "shm":
+            message = (
+                f"client {hello.client} cannot map the memory of node {self.config.name}: it is on another "
+                "host, or in another container; use data_path = 'ucx'"
+            )
+            return Fault(0, "data_path", message)
         if hello.data_path in ("auto", "ucx"):
             if self.config.ucx.enabled:
                 return "ucx"

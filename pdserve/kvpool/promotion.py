@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from pdserve.kvpool.events import Action, Answer, LoadPages, PagesLoaded, ReserveRows, SlotPage
+from pdserve.kvpool.events import Action, Answer, LoadPages, PagesLoaded, SlotPage
 from pdserve.kvpool.index import NONE
 from pdserve.kvpool.leases import PendingGet, Session
 from pdserve.kvpool.messages import HIT, MISS, Get, Got, Pin
@@ -90,9 +90,6 @@ class Promotions:
             if load is not None:
                 load.waiting.setdefault(get, []).append(place)
                 get.missing += 1
-        slots = [one.slot for batch in batches.values() for one in batch]
-        if slots:
-            out.append(ReserveRows(slots, self._store.index.namespace(request.namespace).space))
         out.extend(LoadPages(tier, tuple(batch)) for tier, batch in batches.items())
         if get.missing:
             session.gets[request.id] = get

@@ -41,12 +41,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.errors import ConfigError
-from pdserve.kvpool.events import Action, AssignSlab, CommitRows, free_row
+from pdserve.kvpool.events import Action, AssignSlab, CommitRows, ReserveRows, free_row
 from pdserve.kvpool.index import NONE, Facts, Index, NamespacePages
 from pdserve.kvpool.ordering import best_victims, reorder
 from pdserve.kvpool.policies import check_policy
 from pdserve.kvpool.policies.base import Links
 from pdserve.kvpool.policies.ttl import Ttl
+from pdserve.kvpool.remains import Remains
 from pdserve.kvpool.slabs import SlabUse
 from pdserve.kvpool.slots import SlotAllocator
 from pdserve.kvpool.sweeping import CHUNK_SLOTS, Sweep
@@ -77,6 +78,7 @@ class PageStore:
         self.bytes_in_state = [slots.capacity_bytes, 0, 0, 0, 0, 0]
         self.held: dict[int, int] = {}
         self.slab_use = SlabUse(slots)
+        self.remains = Remains(slots)
         self.sweeps: list[Sweep] = []
         self.links = Links(slots.slots)
         self.next_sequence = first_sequence
@@ -106,10 +108,12 @@ class PageStore:
         """How many hold the slot."""
         return self.held.get(slot, 0)
 
+    def slots_in_state(self, state: int) -> list[int]:
+        """Ascending. Slow: for tests."""
+        return [slot for slot, found in enumerate(self.states) if found == state]
+
     def committed_slots(self, start: int, limit: int, namespace: int | None = None) -> npt.NDArray[np.int64]:
-        """The first `limit` slots of committed pages from `start` on, ascending; of one namespace, or of
-        all. One vectorised look at the states of all slots that follow.
-        """
+        """The first `limit` slots of committed pages from `start` on, of one namespace or of all."""
         found = np.frombuffer(self.states, np.uint8)[start:] == COMMITTED
         if namespace is not None:
             found &= np.frombuffer(self.facts.namespace, np.uint32)[start:] == namespace
@@ -135,8 +139,7 @@ class PageStore:
         out: list[Action],
     ) -> list[int]:
         """Reserve slots of the class `slot_bytes`, which is that of `length_bytes`, for different keys that
-        are neither committed nor being written; when there is no room for all, for the first ones. Their
-        ReserveRows must follow before anybody knows of the slots.
+        are neither committed nor being written; when there is no room for all, for the first ones.
         """
         if pages.expiry is not None:
             for ended in [pages.committed[key] for key in keys if key in pages.committed]:
@@ -157,6 +160,8 @@ class PageStore:
         self.next_sequence = sequence
         in_state[RESERVED] += slot_bytes * len(slots)
         pages.slot_bytes += slot_bytes * len(slots)
+        if slots:
+            out.append(ReserveRows(slots, pages.space, self.remains.take(slots, number)))
         return slots
 
     def commit(self, slots: list[int], checksums: list[int], now_s: float, out: list[Action]) -> None:
@@ -342,6 +347,7 @@ class PageStore:
             elif self.slots.has_unassigned:
                 slab = self.slots.assign(slot_bytes)
                 self.slab_use.add(slot_bytes, slab, self.uses)
+                self.remains.assigned(slab)
                 out.append(AssignSlab(slab, slot_bytes))
             else:
                 evicted = self._evict(slot_bytes, count - len(slots), out)
@@ -491,9 +497,3 @@ class PageStore:
 
     def _expect(self, work_s: float) -> None:
         self.next_work_s = min(self.next_work_s, work_s)
-
-    # --- for tests
-
-    def slots_in_state(self, state: int) -> list[int]:
-        """Ascending. Slow."""
-        return [slot for slot, found in enumerate(self.states) if found == state]

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from pdserve.kvpool.events import Action, Answer, CancelTransfers, ReserveRows, StartReceive
+from pdserve.kvpool.events import Action, Answer, CancelTransfers, StartReceive
 from pdserve.kvpool.leases import NO_TRANSFER, Limits, PendingCommit, Reservation, Session
 from pdserve.kvpool.messages import (
     BUSY,
@@ -145,8 +145,6 @@ class Writes:
         sequences, offset_of, reservations = store.facts.sequence, store.slots.offset, session.reservations
         deadline_s = now_s + self._limits.reservation_lease_s
         session.reserved_bytes += slot_bytes * len(slots)
-        if slots:
-            out.append(ReserveRows(slots, pages.space))
         for slot, place in zip(slots, wanted.values(), strict=False):
             sequence, offset = sequences[slot], offset_of(slot)
             reservation = reservations[slot] = Reservation(slot, sequence, slot_bytes, deadline_s)

@@ -15,6 +15,7 @@ import pytest
 from pdserve.errors import PoolError, PoolTimeout, PoolUnavailable
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.transports.base import CORRUPT, LOST, OK, Bytes1D, Connection, PageBuffers
+from pdserve.kvpool.transports.ucx_client import gathers
 
 from .pools import KIB, Pool
 
@@ -331,6 +332,44 @@ def test_eviction_takes_the_oldest_pages_and_leaves_pinned_ones(make_pool: MakeP
         assert c.connection.read_pages(pins, [got], soon()) == [OK]
         assert same(got, pages[0])
         c.release(pins)
+
+
+def test_a_page_that_was_not_written_shows_nothing_of_another_namespace(
+    make_pool: MakePool, name: str
+) -> None:
+    pool = make_pool(capacity_bytes=8 * KIB * KIB)
+    for stage in ("evicted", "dropped", "of another class", "restarted"):
+        with client(pool, f"{name}-theirs") as theirs:
+            names = keys(8 * KIB * KIB // PAGE_BYTES)
+            theirs.put(names, pages_of(theirs.layout, len(names), seed=2))
+            if stage != "evicted":
+                theirs.ask(m.Clear(next(_ids), theirs.namespace), m.Done)
+        if stage == "restarted":
+            pool.kill()
+            pool.restart()
+        layout = [PAGE_BYTES + 256 * KIB] if stage == "of another class" else None
+        with client(pool, f"{name}-{stage}", layout=layout, checksum=False) as mine:
+            names = keys(8)
+            grants = mine.reserve(names)
+            assert [grant.status for grant in grants] == [m.GRANTED] * 8
+            write_one_byte_at_most(mine, grants)
+            assert mine.commit(grants, [0] * 8) == [1] * 8
+            outcomes, pages = mine.get(names)
+            assert outcomes == [OK] * 8
+            assert not any(segment[1:].any() for page in pages for segment in page), stage
+            mine.ask(m.Clear(next(_ids), mine.namespace), m.Done)
+
+
+def write_one_byte_at_most(writer: Client, grants: list[m.Grant]) -> None:
+    """A node that receives cannot tell a short message; into mapped memory nothing need be written."""
+    link = getattr(writer.connection, "_link", None)
+    if link is None:
+        return
+    byte = np.ones(1, np.uint8)
+    segments = 1 if gathers(writer.layout) else len(writer.layout)
+    operations = [link.send(byte, grant.tag + i) for grant in grants for i in range(segments)]
+    while not all(operation.completed for operation in operations):
+        link.progress()
 
 
 def test_a_full_pool_says_so(make_pool: MakePool, name: str) -> None:

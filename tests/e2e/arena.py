@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from pdserve.kvpool import messages as m
+from pdserve.kvpool.hosts import host_id
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from tests.e2e.cluster import PoolNode
 
@@ -17,7 +18,7 @@ def page_offset(
 ) -> int:
     """Byte offset of a committed page in the node's arena. Raises AssertionError when it is not there."""
     deadline = time.monotonic() + 5.0
-    channel = ControlChannel.connect(node.address, make_hello("test", "", "shm"), deadline)
+    channel = ControlChannel.connect(node.address, make_hello("test", host_id(), "shm"), deadline)
     try:
         opened = channel.call(m.OpenNamespace(1, namespace, geometry), deadline)
         assert isinstance(opened, m.Opened), opened

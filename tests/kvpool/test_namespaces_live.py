@@ -17,6 +17,7 @@ from pdserve.kvpool.client import PoolClient
 from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.cluster_messages import ClusterState, Gossip, NamespaceSettings, PutNamespace
 from pdserve.kvpool.commands.asking import fetch_status
+from pdserve.kvpool.hosts import host_id
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.tokens import digest
 
@@ -105,7 +106,7 @@ def test_each_token_opens_its_doors_and_a_reader_keeps_its_connection(guarded: P
 
 
 def test_a_quota_is_never_exceeded_by_pages_and_reservations_together(guarded: ProcessPool) -> None:
-    channel = ControlChannel.connect(guarded.address, make_hello("w", "", "shm", "w"), soon())
+    channel = ControlChannel.connect(guarded.address, make_hello("w", host_id(), "shm", "w"), soon())
     opened = channel.call(m.OpenNamespace(1, "tenant", {"layout": "test"}), soon())
     assert isinstance(opened, m.Opened)
     held = 0

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdserve.errors import NodeFailed, PoolError, StartupError
+from pdserve.errors import NodeFailed, PoolError, PoolRefused, StartupError
 from pdserve.kvpool import connection as connection_module
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.arena import Arena
@@ -302,6 +302,12 @@ def connect_when_ready(address: str) -> Connection:
         except PoolError:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_a_client_of_another_host_cannot_insist_on_mapped_memory(start: Start) -> None:
+    pool = start()
+    with pytest.raises(PoolRefused, match=r"another host.*data_path = 'ucx'"):
+        ControlChannel.connect(pool.address, make_hello("far", "not-this-host", "shm"), soon())
 
 
 # --- a bug

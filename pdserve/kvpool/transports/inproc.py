@@ -197,6 +197,8 @@ class InprocNode:
                     self._replies[action.connection][getattr(action.message, "id", 0)] = action.message
             elif isinstance(action, ReserveRows):
                 rows.reserve(action.slots, action.space)
+                for start, end in action.wipe:
+                    self.memory[start:end] = 0
             elif isinstance(action, CommitRows):
                 rows.commit(*msgspec.structs.astuple(action))
             elif isinstance(action, FreeRows):
