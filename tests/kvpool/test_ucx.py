@@ -24,7 +24,7 @@ from pdserve.errors import PoolTimeout, PoolUnavailable, StartupError
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.checksum import checksum_page
 from pdserve.kvpool.events import CancelTransfers, StartSend
-from pdserve.kvpool.transports import ucx_server
+from pdserve.kvpool.transports import ucx_client, ucx_server
 from pdserve.kvpool.transports.base import CORRUPT, OK, PageBuffers
 from pdserve.kvpool.transports.ucx import CLOSE_WAIT_S, UcxLibrary, UcxLink, ucx_options
 from pdserve.kvpool.transports.ucx_client import UcxConnection, UcxConnector, gathers
@@ -217,24 +217,31 @@ def test_nothing_lands_in_the_buffers_after_a_read_timed_out(
     page = np.full(BIG_BYTES, 7, np.uint8)
     assert put(connection, [key(1)], [(page,)]) == b"\1"
     buffer = np.zeros(BIG_BYTES, np.uint8)
+    link, give_up = connection._link, soon()
+    progress, began, stopped = link.progress, time.monotonic(), list[float]()
 
-    def stop_when_bytes_arrive() -> None:
-        while not buffer[0]:
-            pass
-        node.process.send_signal(signal.SIGSTOP)
+    def stop_when_bytes_arrive() -> bool:
+        happened = progress()
+        if buffer[0] and not stopped:
+            node.process.send_signal(signal.SIGSTOP)
+            stopped.append(time.monotonic())
+        return happened
 
-    stopper = threading.Thread(target=stop_when_bytes_arrive)
+    def clock() -> float:
+        """Stands still until the node is stopped."""
+        now = time.monotonic()
+        return began + (now - stopped[0] if stopped else max(0.0, now - give_up))
+
+    monkeypatch.setattr(link, "progress", stop_when_bytes_arrive)
+    monkeypatch.setattr(ucx_client, "time", SimpleNamespace(monotonic=clock))
     pins = pin(connection, [key(1)], [BIG_BYTES])
-    stopper.start()
-    began = time.monotonic()
     worker_descriptor = connection._link.epoll_fd
     with pytest.raises(PoolTimeout) as caught:
         connection.read_pages(pins, [(buffer,)], began + 1.0)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - stopped[0] < 10.0
     with pytest.raises(OSError):
         os.fstat(worker_descriptor)  # UCX's worker is gone, whoever still holds the exception
     assert caught.traceback
-    stopper.join()
     arrived = np.count_nonzero(buffer)
     assert 0 < arrived < BIG_BYTES, "the node was to be stopped in mid-transfer"
     node.process.send_signal(signal.SIGCONT)
@@ -388,6 +395,39 @@ def test_aborted_reservations_end_and_the_connection_goes_on(node: Node) -> None
     connection.close()
 
 
+def test_a_page_that_comes_after_it_was_aborted_leaves_the_connection_and_no_memory_behind(
+    node: Node,
+) -> None:
+    connection = node.connect()
+    process = psutil.Process(node.process.pid)
+    page = random_page([8 * MIB], 1)
+    for n in range(12):
+        [grant] = reserve(connection, [key(n)], [8 * MIB])
+        connection.post(m.Abort([grant.slot], [grant.sequence]))
+        assert connection.call(m.Status(1), soon())  # the node has read it
+        connection.write_pages([grant], [page], soon())
+        if n == 2:
+            before = process.memory_info().data
+    assert put(connection, [key(99)], [page]) == b"\1"
+    assert process.memory_info().data - before < 40 * MIB
+    connection.close()
+
+
+def test_messages_that_nobody_asked_for_end_their_connection(node: Node) -> None:
+    hostile, other = node.connect(), node.connect()
+    message = random_page([MIB], 1)[0]
+    sent = [hostile._link.send(message, (1 << 40) + n) for n in range(4)]
+    deadline = soon()
+    while hostile._link.alive:
+        hostile._link.progress()
+        assert time.monotonic() < deadline, "the node keeps them"
+    assert node.counters()["lost"] == 1
+    assert put(other, [key(1)], [random_page([MIB], 2)]) == b"\1"
+    hostile._link.destroy(sent)
+    hostile.close()
+    other.close()
+
+
 def test_giving_up_a_page_that_is_being_sent_leaves_the_connection_alone(node: Node) -> None:
     connection = node.connect()
     [grant] = reserve(connection, [key(1)], [BIG_BYTES])
@@ -489,6 +529,9 @@ class SlowLink:
 
     def accept(self) -> bool:
         return True
+
+    def unexpected(self) -> None:
+        return None
 
     def arm(self) -> bool:
         return True

@@ -231,6 +231,16 @@ class UcxLink:
             self._loop_endpoint = self._worker.create_endpoint_from_worker_address(self._worker.address, True)
         self._start(self._loop_endpoint.tag_send, np.empty(0, np.uint8), tag)
 
+    def unexpected(self) -> tuple[int, int] | None:
+        """Tag and length of a message that has come, or begun to, and that no receive waits for; None if
+        there is none. UCX keeps it until a receive takes it. Raises PoolUnavailable.
+        """
+        try:
+            found = self._worker.tag_probe(self._api.UCXXTag(0), self._api.UCXXTagMask(0))
+        except (self._api.UCXError, RuntimeError) as error:
+            raise PoolUnavailable(f"UCX failed: {error}") from error
+        return (int(found.sender_tag.value), int(found.length)) if found.matched else None
+
     def _start(self, begin: Any, buffer: Bytes1D, tag: int) -> Operation:
         array = self._array(buffer)
         try:

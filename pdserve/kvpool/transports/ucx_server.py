@@ -19,6 +19,9 @@ After TransferDone UCX touches the slot no more. A transfer that cannot be ended
 that a message has matched) goes on after CancelTransfers until it ends by itself. One that makes no end for
 long is ended with its connection: the worker is destroyed, the client finds its endpoint closed and connects
 anew.
+
+A message that no receive waits for would stay in UCX's memory, however large. It may be the page of a receive
+that was cancelled: then it is taken and thrown away. Any other, but the smallest, ends the connection.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ TURN_S: Final = 100e-6  # a page of 256 KiB over TCP; then control messages have
 WINDOW_BYTES: Final = 4 * 1024 * 1024  # and a page more
 GREETING_TIMEOUT_S: Final = 5.0
 SWEEP_S: Final = 1.0  # UCX's keepalive and our deadlines need a look now and then, events or not
+LATE_TAGS: Final = 4096  # remembered for each connection; HiCache writes less than that at a time
 PORTS: Final = 64  # tried upwards from a configured port
 
 
@@ -85,6 +89,8 @@ class _Peer:
         self.running: dict[int, _Running] = {}  # by tag, oldest first
         self.waiting: dict[int, StartSend] = {}  # sends not yet begun, by tag
         self.sending_bytes = 0  # of those that are running
+        self.late: dict[int, int] = {}  # by tag, the length of a message whose receive was cancelled
+        self.discards: list[Operation] = []  # receives of such messages
         self.turn_asked = False
 
     @property
@@ -240,6 +246,7 @@ class UcxServer:
                     segments = len(running.action.segment_bytes)
                     for i in range(segments - len(running.operations), segments):
                         peer.link.complete_unmatched(running.action.tag + i)
+                        peer.late[running.action.tag + i] = running.action.segment_bytes[i]
         except PoolUnavailable as error:
             self._lose(peer, str(error))
             return
@@ -310,6 +317,7 @@ class UcxServer:
                 more = not self._in_turn()
             if peer.link.accept() and not peer.greeted:
                 self._greet(peer)
+            _discard_late(peer)
             if not self._collect(peer, thorough=not more):
                 return
             while peer.may_send:
@@ -370,8 +378,9 @@ class UcxServer:
             return
         self._loop.remove_reader(peer.link.epoll_fd)
         operations = [operation for running in peer.running.values() for operation in running.operations]
-        operations += peer.greeting_operations
+        operations += peer.greeting_operations + peer.discards
         peer.greeting_operations.clear()
+        peer.discards.clear()
         for running in peer.running.values():
             running.operations.clear()
         peer.link.destroy(operations)
@@ -390,3 +399,15 @@ class UcxServer:
                 continue
         last = self._port + PORTS - 1
         raise PoolUnavailable(f"no free UCX port from {self._port} to {last}: one is needed per connection")
+
+
+def _discard_late(peer: _Peer) -> None:
+    """Take what came for receives that were cancelled. Raises PoolUnavailable: nobody asked for a message."""
+    peer.discards[:] = [operation for operation in peer.discards if not operation.completed]
+    while (found := peer.link.unexpected()) is not None:
+        tag, length = found
+        if length > max(peer.late.pop(tag, 0), GREETING_BYTES):  # a stranger's greeting harms nobody
+            raise PoolUnavailable("the client sent what nobody asked for")
+        peer.discards.append(peer.link.receive(np.empty(length, np.uint8), tag))
+    while len(peer.late) > LATE_TAGS:
+        del peer.late[next(iter(peer.late))]
