@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_all
+from functools import partial
 from typing import Final, TypeVar
 
 from pdserve.errors import PoolError
@@ -360,31 +361,34 @@ class PoolClient:
             for place, answer in zip(places, answers, strict=True):
                 result[place] = answer
 
-        # The caller's own thread takes the last piece. Every step of one has the deadline, so joining needs
-        # none of its own; and all are joined whatever happens, because one may be writing into the caller's
-        # buffers.
-        futures = [self._submit(run, *piece) for piece in pieces[:-1]]
+        # The caller's own thread takes the last piece, and then those that no thread has begun. Every step of
+        # one has the deadline, so joining needs none of its own; and all are joined whatever happens, because
+        # one may be writing into the caller's buffers.
+        work = [_Piece(partial(run, *piece)) for piece in pieces]
+        for piece in work[:-1]:
+            self._submit(piece)
         try:
-            if pieces:
-                run(*pieces[-1])
+            for piece in reversed(work):
+                piece.run()
         finally:
-            wait_all(futures)
-        for future in futures:
-            future.result()
+            for piece in work:
+                piece.join()
+        for piece in work:
+            piece.outcome.result()
         return result
 
-    def _submit(self, run: Callable[[str, list[int]], None], node: str, places: list[int]) -> Future[None]:
+    def _submit(self, piece: _Piece) -> None:
+        """Let a thread run the piece, if there is one."""
         if len(self._links.links) > self._workers:
             self._more_threads()
-        while not self._closed:
+        while True:
+            threads = self._threads
             try:
-                return self._threads.submit(run, node, places)
-            except RuntimeError:  # closed, or replaced by more threads, while we came here
-                continue
-        refused: Future[None] = Future()
-        refused.set_result(None)
-        self._tally.add(failures=1)
-        return refused
+                threads.submit(piece.run)
+                return
+            except RuntimeError:  # no thread can be started, or the process ends; the piece may be queued
+                if threads is self._threads:
+                    return
 
     def _make_threads(self, nodes: int) -> ThreadPoolExecutor:
         self._workers = nodes
@@ -409,3 +413,27 @@ class PoolClient:
                 logger.debug("pool node %s: %s", name, error)
                 self._tally.add(failures=1)
         return result
+
+
+class _Piece:
+    """A part of a batch, done by the first thread that comes to it, and by none once it is joined."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.outcome: Future[None] = Future()
+        self._work = work
+        self._taken = threading.Lock()
+
+    def run(self) -> None:
+        if not self._taken.acquire(blocking=False):
+            return
+        try:
+            self._work()
+        except BaseException as error:
+            self.outcome.set_exception(error)
+            raise
+        self.outcome.set_result(None)
+
+    def join(self) -> None:
+        if self._taken.acquire(blocking=False):
+            self.outcome.set_result(None)
+        wait_all([self.outcome])

@@ -121,6 +121,7 @@ class NodeLink:
         self._state = LinkState.UP
         self._closed = threading.Event()
         self._told_read_only = False
+        self._start_probe_at_s = float("inf")  # no thread could be had for it: when a use starts it
 
     @property
     def up(self) -> bool:
@@ -248,6 +249,8 @@ class NodeLink:
         if self._closed.is_set():
             raise PoolUnavailable(f"pool node {self.name}: the client is closed")
         if self._state is LinkState.DOWN:
+            if time.monotonic() >= self._start_probe_at_s:
+                self._start_late()
             raise PoolUnavailable(f"pool node {self.name} is down")
 
     def _take(self) -> OpenConnection | None:
@@ -317,7 +320,21 @@ class NodeLink:
         return first
 
     def _start(self, probe: Callable[[], None]) -> None:
-        threading.Thread(target=probe, name=f"pdserve-probe-{self.name}", daemon=True).start()
+        try:
+            threading.Thread(target=probe, name=f"pdserve-probe-{self.name}", daemon=True).start()
+        except RuntimeError as error:
+            logger.warning("pool node %s is not tried for now: %s", self.name, error)
+            with self._changed:
+                self._state = LinkState.DOWN
+                self._start_probe_at_s = time.monotonic() + self._retry_after_s
+                self._changed.notify_all()
+
+    def _start_late(self) -> None:
+        with self._changed:
+            due = self._start_probe_at_s <= time.monotonic()
+            self._start_probe_at_s = float("inf")
+        if due:  # else another thread was first
+            self._start(lambda: self._probe(gone=True))
 
     def _probe_restarting(self) -> None:
         until_s = time.monotonic() + self._restart_wait_s

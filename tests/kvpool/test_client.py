@@ -138,6 +138,41 @@ def test_a_page_whose_lease_ended_while_it_was_copied_is_a_miss(
     client.close()
 
 
+def no_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a client's batches: as in a process that has all the threads it may have."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("pdserve-pool"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+def process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
+
+
+@pytest.mark.parametrize("without_threads", [no_thread_starts, process_ends])
+def test_a_batch_is_done_by_its_caller_where_no_thread_can_be_had(
+    pool: Pool, without_threads: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    client = pool.client()
+    wanted, pages = keys(COUNT), [empty_page() for _ in range(COUNT)]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        without_threads(monkeypatch)
+        batch, results = in_thread(lambda: put(client, wanted) + client.get(wanted, pages))
+        batch.join(SOON_S)
+        assert results == [[True] * 2 * COUNT]
+    for page in pages:
+        for segment in page:
+            segment[:] = 0  # they are the caller's again
+    assert client.exists(wanted) == get(client, wanted) == [True] * COUNT
+    assert not any(segment.any() for page in pages for segment in page), "written to after the return"
+    client.close()
+
+
 def test_pages_for_which_there_is_no_room_are_refused_and_counted() -> None:
     pool = Pool(nodes=1, max_reserved_bytes=32 * 1024)
     client = pool.client()

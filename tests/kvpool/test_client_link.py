@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -165,6 +166,30 @@ def test_at_most_limit_operations_run_and_others_wait_for_their_deadline_only() 
     assert link.up  # a full link is no failed node
     with link.borrow(soon()):
         pass
+
+
+@pytest.mark.parametrize("failure", [PoolUnavailable, PoolRestarting])
+def test_a_node_is_tried_again_though_no_thread_could_be_had_when_it_failed(
+    monkeypatch: pytest.MonkeyPatch, failure: type[PoolUnavailable]
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    node = Node()
+    link = make(node)
+    with monkeypatch.context() as without_threads:
+        without_threads.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(failure), link.borrow(soon()):
+            raise failure("gone")
+        for _ in range(2):
+            with pytest.raises(PoolUnavailable, match="is down"):
+                link.check(soon())
+    deadline = time.monotonic() + SOON_S
+    while not link.up:
+        assert time.monotonic() < deadline, "nobody tries the node"
+        with contextlib.suppress(PoolUnavailable):
+            link.check(soon())
+    link.close()
 
 
 def test_a_refused_namespace_is_a_refusal_and_closes_the_connection() -> None:
