@@ -43,6 +43,7 @@ MakeRequest: TypeAlias = Callable[[int, int], m.Request]  # id, namespace
 MakeQuestion: TypeAlias = Callable[[int, int, list[bytes]], m.Exists | m.Wait]
 WAITERS_RETRY_S: Final = 0.05
 RESTART_RETRY_S: Final = 0.02
+OVERSLEPT_S: Final = 0.1
 MAX_BATCHES: Final = 64  # page batches under way at a time, however many nodes
 
 
@@ -327,11 +328,16 @@ class AsyncPoolClient:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise PoolTimeout(f"pool node {node}: connecting took all the time")
+        asked_s = time.monotonic()
         try:
-            return await asyncio.wait_for(control.call(lambda i: make(i, control.namespace)), left_s)
+            return await control.call(lambda i: make(i, control.namespace), left_s)
         except TimeoutError:
-            # A node that does not answer is treated as gone: the next call reconnects or skips it.
-            self._drop(node, control)
+            # A silent node is treated as gone: the next call reconnects or skips it. Not one that has said
+            # something else meanwhile, or was given next to no time: others wait on this connection.
+            config = self.config
+            patience_s = min(config.exists_timeout_s, config.connect_timeout_s) / 2
+            if control.read_s < asked_s and time.monotonic() - asked_s >= patience_s:
+                self._drop(node, control)
             raise PoolTimeout(f"pool node {node} did not answer in {left_s:.1f} s") from None
 
     # -- connections
@@ -377,13 +383,15 @@ class AsyncPoolClient:
         timeout_s = min(self.config.connect_timeout_s, max(0.0, deadline - time.monotonic()))
         if restarts:  # an upgraded node lets us wait in its queue until it is there
             timeout_s = max(0.0, min(deadline, self._restarting_until_s[node]) - time.monotonic())
+        until_s = time.monotonic() + timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 control = await self._greeted(address, hello)
         except PoolRestarting:
             raise
         except (TimeoutError, PoolError, FrameError) as error:
-            if not (restarts and isinstance(error, TimeoutError)):
+            excused = restarts or time.monotonic() > until_s + OVERSLEPT_S  # the loop was busy: our own doing
+            if not (excused and isinstance(error, TimeoutError)):
                 self._retry_at_s[node] = time.monotonic() + self.config.retry_after_s
                 self._views.forget(node)
             if isinstance(error, TimeoutError):

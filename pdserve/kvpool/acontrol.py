@@ -6,7 +6,9 @@ Used by the asyncio client and by nodes among themselves.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+from typing import Final
 
 from pdserve.errors import PoolError, PoolRefused, PoolUnavailable
 from pdserve.kvpool import messages as m
@@ -14,6 +16,7 @@ from pdserve.kvpool.cluster_messages import View
 from pdserve.kvpool.transports.control import RESTARTING, OnView, TcpAddress, hung_up, parse_address
 
 READ_BYTES = 256 * 1024
+LAST_TURNS: Final = 4  # of the loop: to poll, read, take the reply, and go on
 
 
 class LastWordsLost(PoolUnavailable):
@@ -36,6 +39,7 @@ class AsyncControl:
         self.namespace = 0
         self.welcome: m.Welcome
         self.broken: PoolError | None = None
+        self.read_s = 0.0  # of time.monotonic(), when something was read last
         self.on_fault: Callable[[m.Fault], None] = lambda fault: None  # told what the node hung up with
         self.on_view: OnView | None = None  # told the views that the node pushes
 
@@ -66,9 +70,9 @@ class AsyncControl:
             raise
         return control
 
-    async def call(self, make: Callable[[int], m.Request]) -> m.Reply:
-        """Send `make(id)`, return its reply. Raises PoolUnavailable, PoolRestarting. The caller bounds the
-        time.
+    async def call(self, make: Callable[[int], m.Request], timeout_s: float | None = None) -> m.Reply:
+        """Send `make(id)`, return its reply. Raises PoolUnavailable, PoolRestarting; TimeoutError: it has not
+        come, and is not among what the loop had no time to read. Without a time-out the caller bounds it.
         """
         if self.broken is not None:
             raise self._gone(self.broken) from self.broken
@@ -78,9 +82,18 @@ class AsyncControl:
         self._waiting[request_id] = future
         try:
             self._writer.write(m.encode_frame(make(request_id)))
+            if timeout_s is not None:
+                await asyncio.wait([future], timeout=timeout_s)
+                for _ in range(LAST_TURNS):
+                    if future.done():
+                        break
+                    await asyncio.sleep(0)
+                else:
+                    raise TimeoutError
             return await future
         finally:
             self._waiting.pop(request_id, None)
+            future.cancel()
 
     def close(self) -> None:
         """Idempotent."""
@@ -129,6 +142,7 @@ class AsyncControl:
                 for body in self._frames.feed(data):
                     self._take(m.decode_reply(body))
                 data = await self._receive()
+                self.read_s = time.monotonic()
         except PoolError as error:
             self._break(error)
             self._writer.close()

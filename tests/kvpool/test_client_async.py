@@ -192,6 +192,72 @@ def test_a_node_that_is_stopped_costs_its_deadline_and_is_found_again(node: Proc
     run(test)
 
 
+def test_an_answer_that_came_while_the_loop_was_busy_is_taken_and_ends_no_wait(node: ProcessPool) -> None:
+    async def test() -> None:
+        client = client_of(node, exists_timeout_s=SOON_S, retry_after_s=60.0)
+        put(node, 1)
+        waiting = asyncio.create_task(client.wait([key(2)], SOON_S))
+        await waiters(client, 1)
+        client.config = replace(client.config, exists_timeout_s=0.3)
+        control = client._open["node"]
+        asking = asyncio.create_task(client.exists([key(1)]))
+        for _ in range(3):  # the loop's turns in which it asks
+            await asyncio.sleep(0)
+        busy_until_s = time.monotonic() + 0.4
+        while time.monotonic() < busy_until_s:
+            assert select.select([control._writer.get_extra_info("socket")], [], [], SOON_S)[0]
+        assert await asking == [True]
+        assert client._open["node"] is control
+        assert not waiting.done()
+        await asyncio.to_thread(put, node, 2)
+        assert await waiting == [True]
+        client.close()
+
+    run(test)
+
+
+def test_one_question_without_an_answer_leaves_the_connection_to_the_others(tmp_path: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{tmp_path}/n.sock")
+    listener.listen()
+
+    def node() -> None:
+        channel, _ = listener.accept()
+        frames = m.FrameBuffer()
+        while data := channel.recv(65536):
+            for body in frames.feed(data):
+                request = m.decode_request(body)
+                answer: m.Reply | None = None
+                if isinstance(request, m.Hello):
+                    answer = m.Welcome(m.PROTOCOL_VERSION, "node", 1, "host", "none", 30.0)
+                elif isinstance(request, m.OpenNamespace):
+                    answer = m.Opened(request.id, 7)
+                elif isinstance(request, m.Exists) and request.keys != [key(0)]:
+                    answer = m.Present(request.id, b"\1")
+                if answer is not None:
+                    channel.sendall(m.encode_frame(answer))
+        channel.close()
+
+    async def look() -> None:
+        refs = [PoolNodeRef(node="node", address=f"unix:{tmp_path}/n.sock")]
+        client = AsyncPoolClient(PoolClientConfig(nodes=refs, exists_timeout_s=1.0), "ns", {})
+        assert await client.exists([key(1)]) == [True]
+        asking = asyncio.create_task(client.exists([key(0)]))
+        await asyncio.sleep(0)
+        while not asking.done():
+            assert await client.exists([key(1)]) == [True]
+            await asyncio.sleep(0.01)  # between questions
+        assert await asking == [False]
+        assert await client.exists([key(1)]) == [True]
+        client.close()
+
+    thread = threading.Thread(target=node, daemon=True)
+    thread.start()
+    asyncio.run(look())
+    thread.join(10)
+    listener.close()
+
+
 def test_a_node_that_died_ends_waits_at_once_and_comes_back_under_other_numbers(node: ProcessPool) -> None:
     async def test() -> None:
         client = client_of(node)
