@@ -37,7 +37,7 @@ class ConfiguredConnector:
             return ShmConnection.open(channel, self._config.checksum, deadline)
         from pdserve.kvpool.transports.ucx_client import UcxConnection
 
-        return UcxConnection.open(channel, address, self._config.ucx, self._config.checksum, deadline)
+        return UcxConnection.open(channel, self._config.ucx, self._config.checksum, deadline)
 
 
 def _takes_ucx(config: PoolClientConfig) -> bool:

@@ -147,7 +147,7 @@ class PeerLink:
         # imported only where it is used: loading UCX costs a second and 170 MB
         from pdserve.kvpool.transports.ucx_client import UcxConnection
 
-        return UcxConnection.open(channel, self.address, config.ucx.options, True, deadline)
+        return UcxConnection.open(channel, config.ucx.options, True, deadline)
 
     def _id(self) -> int:
         self._last_id += 1

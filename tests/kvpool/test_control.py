@@ -6,8 +6,9 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -22,6 +23,7 @@ from pdserve.kvpool.transports.control import (
     make_hello,
     parse_address,
 )
+from pdserve.kvpool.transports.resolving import Resolver
 from pdserve.kvpool.transports.shm import ShmConnector
 
 WELCOME = m.Welcome(m.PROTOCOL_VERSION, "node", 1, "host", "shm", 30.0)
@@ -116,6 +118,61 @@ def test_addresses_are_read(address: str, parsed: object) -> None:
 def test_malformed_address_is_named(address: str) -> None:
     with pytest.raises(ConfigError, match="is not"):
         parse_address(address)
+
+
+class NameService:
+    """In place of the system's: it knows one name, and answers when told to, or not."""
+
+    def __init__(self, name: str) -> None:
+        self.asked = 0
+        self.answers = threading.Event()
+        self._name = name
+        self._real = socket.getaddrinfo
+
+    def look_up(self, host: str, *rest: Any, **options: Any) -> Any:
+        if host != self._name:
+            return self._real(host, *rest, **options)
+        self.asked += 1
+        assert self.answers.wait(30)
+        # nobody listens at the first
+        return [self._real(one, *rest, **options)[0] for one in ("127.0.0.77", "127.0.0.1")]
+
+
+@pytest.fixture
+def name_service(monkeypatch: pytest.MonkeyPatch) -> Iterator[NameService]:
+    service = NameService("pool-a")
+    monkeypatch.setattr(socket, "getaddrinfo", service.look_up)
+    monkeypatch.setattr("pdserve.kvpool.transports.control._resolver", Resolver())
+    yield service
+    service.answers.set()
+
+
+def test_a_name_service_that_does_not_answer_costs_no_more_than_the_time_there_is(
+    name_service: NameService,
+) -> None:
+    for _ in range(3):
+        with pytest.raises(PoolTimeout):
+            ControlChannel.connect("tcp:pool-a:7700", HELLO, soon(0.2))
+    assert name_service.asked == 1, "one look-up at a time"
+
+
+@pytest.mark.parametrize("peer_for", ["tcp"], indirect=True)
+def test_while_the_name_service_is_away_the_last_addresses_are_used(
+    name_service: NameService, peer_for: Callable[..., Peer]
+) -> None:
+    def greet_two(peer: Peer) -> None:
+        greet(peer)
+        peer.socket.close()
+        peer.socket, _ = peer.listener.accept()
+        greet(peer)
+
+    address = f"tcp:pool-a:{peer_for(greet_two).listener.getsockname()[1]}"
+    name_service.answers.set()
+    ControlChannel.connect(address, HELLO, soon(30.0)).close()
+    name_service.answers.clear()
+    channel = ControlChannel.connect(address, HELLO, soon(30.0))
+    assert (channel.peer_host, name_service.asked) == ("127.0.0.1", 2)
+    channel.close()
 
 
 def test_replies_out_of_order_find_their_requests(peer_for: Callable[..., Peer]) -> None:

@@ -39,6 +39,7 @@ from pdserve.kvpool.messages import (
     decode_reply,
     encode_frame,
 )
+from pdserve.kvpool.transports.resolving import Resolver
 
 OnView: TypeAlias = Callable[[Welcome, View], None]  # which node and incarnation, and its new view
 RESTARTING: Final = frozenset({"upgrading", "stopping"})  # codes of a hang-up that is soon over
@@ -47,6 +48,9 @@ RETRY_CONNECT_S: Final = 0.002
 POST_TIMEOUT_S: Final = (
     1.0  # a post has no deadline of its own: a node that drains nothing for this long is stuck
 )
+
+
+_resolver: Final = Resolver()
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,15 @@ class ControlChannel:
         except PoolTimeout as error:
             raise PoolUnavailable(str(error)) from error
 
+    @property
+    def peer_host(self) -> str:
+        """The numeric address of the host that we are connected to. Raises PoolUnavailable."""
+        try:
+            peer = self._socket.getpeername()
+        except OSError as error:
+            raise self._break(PoolUnavailable(f"pool node {self._address} went away: {error}")) from error
+        return str(peer[0]) if self._socket.family != socket.AF_UNIX else "127.0.0.1"
+
     def fileno(self) -> int:
         """The socket, to be polled beside other descriptors; `take_pushed` when it is readable."""
         return self._socket.fileno()
@@ -279,9 +292,7 @@ def _open_socket(address: str, deadline: float) -> socket.socket:
         raise PoolTimeout(f"no time left to connect to pool node {address}")
     try:
         if isinstance(parsed, TcpAddress):
-            sock = socket.create_connection((parsed.host, parsed.port), timeout_s)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return sock
+            return _connect_tcp(parsed, deadline)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(timeout_s)
@@ -294,6 +305,26 @@ def _open_socket(address: str, deadline: float) -> socket.socket:
         raise PoolTimeout(f"pool node {address} does not accept connections") from error
     except OSError as error:
         raise PoolUnavailable(f"pool node {address} cannot be reached: {error.strerror or error}") from error
+
+
+def _connect_tcp(where: TcpAddress, deadline: float) -> socket.socket:
+    """Try each of its addresses, the first for its share of the time. Raises OSError, TimeoutError."""
+    addresses = _resolver.find(where.host, where.port, deadline)
+    for tried, (family, address) in enumerate(addresses, 1):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            left_s = (deadline - time.monotonic()) / (len(addresses) - tried + 1)
+            if left_s <= 0:
+                raise TimeoutError
+            sock.settimeout(left_s)
+            sock.connect(address)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return sock
+        except OSError:
+            sock.close()
+            if tried == len(addresses):
+                raise
+    raise OSError("it has no address")
 
 
 def _connect_unix(sock: socket.socket, path: str, deadline: float) -> None:

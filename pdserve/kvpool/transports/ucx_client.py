@@ -38,7 +38,7 @@ from pdserve.kvpool.messages import (
     UcxInfo,
 )
 from pdserve.kvpool.transports.base import CORRUPT, OK, Bytes1D, PageBuffers, PageOutcome
-from pdserve.kvpool.transports.control import ControlChannel, OnView, TcpAddress, make_hello, parse_address
+from pdserve.kvpool.transports.control import ControlChannel, OnView, make_hello
 from pdserve.kvpool.transports.ucx import (
     GREETED_TAG,
     GREETING_BYTES,
@@ -77,7 +77,7 @@ class UcxConnector:
         views = on_view is not None
         hello = make_hello(self._client, self._host_id, self._data_path, self._token, views=views)
         channel = ControlChannel.connect(address, hello, deadline, on_view)
-        return UcxConnection.open(channel, address, self._options, self._checksum, deadline)
+        return UcxConnection.open(channel, self._options, self._checksum, deadline)
 
 
 class UcxConnection:
@@ -96,7 +96,6 @@ class UcxConnection:
     def open(
         cls,
         channel: ControlChannel,
-        address: str,
         options: Mapping[str, str],
         checksum: bool,
         deadline: float,
@@ -120,7 +119,7 @@ class UcxConnection:
             raise
         connection = cls(channel, link, checksum)
         try:
-            connection._greet(info, _ucx_host(info, address), deadline)
+            connection._greet(info, info.host or channel.peer_host, deadline)
         except BaseException:
             connection.close()
             raise
@@ -275,11 +274,3 @@ def _scatter(source: Bytes1D, page: PageBuffers) -> None:
     for segment in page:
         np.copyto(segment, source[start : start + segment.nbytes])
         start += segment.nbytes
-
-
-def _ucx_host(info: UcxInfo, address: str) -> str:
-    """Where the UCX listener is: the host that the node names, else the one that answered us."""
-    if info.host:
-        return info.host
-    parsed = parse_address(address)
-    return parsed.host if isinstance(parsed, TcpAddress) else "127.0.0.1"
