@@ -150,16 +150,23 @@ class AsyncPoolClient:
         """As `PoolClient.get`. Nothing writes into the buffers after the return, also when the task is
         cancelled: then it ends when the read does.
         """
-        return await self._move(keys, self.config.get_timeout_s, lambda client: client.get(keys, pages))
+        return await self._move(
+            keys, self.config.get_timeout_s, lambda client, within_s: client.get(keys, pages, within_s)
+        )
 
     async def put(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
         """As `PoolClient.put`. Nothing reads from the buffers after the return; see `get`."""
-        return await self._move(keys, self.config.put_timeout_s, lambda client: client.put(keys, pages))
+        return await self._move(
+            keys, self.config.put_timeout_s, lambda client, within_s: client.put(keys, pages, within_s)
+        )
 
     async def _move(
-        self, keys: Sequence[bytes], timeout_s: float, move: Callable[[PoolClient], list[bool]]
+        self, keys: Sequence[bytes], timeout_s: float, move: Callable[[PoolClient, float], list[bool]]
     ) -> list[bool]:
-        """Run `move` in a thread, when it is its turn; all False when that does not come in time."""
+        """Run `move` in a thread, when it is its turn, with the seconds left; all False when that does not
+        come in time.
+        """
+        until_s = time.monotonic() + timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 await self._turn.acquire()
@@ -168,12 +175,14 @@ class AsyncPoolClient:
         try:
             if self._closed:
                 return [False] * len(keys)
-            moving = asyncio.get_running_loop().run_in_executor(self._threads, self._with_pages, move)
+            moving = asyncio.get_running_loop().run_in_executor(
+                self._threads, self._with_pages, move, until_s
+            )
             return await _to_the_end(moving)
         finally:
             self._turn.release()
 
-    def _with_pages(self, move: Callable[[PoolClient], list[bool]]) -> list[bool]:
+    def _with_pages(self, move: Callable[[PoolClient, float], list[bool]], until_s: float) -> list[bool]:
         """In a thread: making a `PoolClient` may load UCX."""
         with self._making:
             if self._pages is None:
@@ -185,7 +194,7 @@ class AsyncPoolClient:
                     name="async",
                     views=self._views,
                 )
-        return move(self._pages)
+        return move(self._pages, max(0.0, until_s - time.monotonic()))
 
     def close(self) -> None:
         """Close all connections; idempotent. Operations under way end with misses."""

@@ -13,6 +13,7 @@ whatever the pool does: its own, and `restart_wait_s` more while a node is being
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -89,13 +90,16 @@ class PoolClient:
         """Which keys are committed."""
         return self._look(keys, self._within(self.config.exists_timeout_s))
 
-    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
-        """Read pages into the caller's buffers; True where the buffers now hold the page, checked.
+    def get(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffers], within_s: float = math.inf
+    ) -> list[bool]:
+        """Read pages into the caller's buffers; True where the buffers now hold the page, checked. `within_s`
+        where there is less time than configured.
 
         A buffer whose page is reported False may hold anything. Nothing writes into the buffers after the
         return.
         """
-        deadline = self._within(self.config.get_timeout_s)
+        deadline = self._within(min(within_s, self.config.get_timeout_s))
         asked = [""] * len(keys)
         replicas: dict[int, int] = {}
 
@@ -141,16 +145,19 @@ class PoolClient:
 
     # -- writing
 
-    def put(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
+    def put(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffers], within_s: float = math.inf
+    ) -> list[bool]:
         """Write pages; True where the page is in the pool, or on its way there by another writer."""
-        deadline = self._within(self.config.put_timeout_s)
+        deadline = self._within(min(within_s, self.config.put_timeout_s))
         asked = [""] * len(keys)
 
         def part(opened: OpenConnection, places: list[int]) -> list[int]:
             chosen = [keys[i] for i in places], [pages[i] for i in places]
             stored = exchange.write(opened, *chosen, deadline.at_s, self._tally)
             if MOVED in stored:
-                self._links.ask_view(opened, deadline.at_s)
+                with opened.afterwards():
+                    self._links.ask_view(opened, deadline.at_s)
             return stored
 
         jobs = self._links.rings.split(keys)

@@ -95,7 +95,6 @@ def read(
     result = [False] * len(keys)
     if held:
         outcomes = opened.connection.read_pages([pins[i] for i in held], [pages[i] for i in held], deadline)
-        opened.connection.post(m.Release([pins[i].slot for i in held], [pins[i].sequence for i in held]))
         for i, outcome in zip(held, outcomes, strict=True):
             result[i] = outcome == OK
         corrupt = [i for i, outcome in zip(held, outcomes, strict=True) if outcome == CORRUPT]
@@ -105,10 +104,12 @@ def read(
         if corrupt:
             text = "pool node %s: %d of %d pages did not match their checksum; they are recomputed"
             logger.error(text, opened.node, len(corrupt), len(held))
-        if corrupt and opened.rights & WRITE:  # else a client that may will find it out
-            bad, sequences = [keys[i] for i in corrupt], [pins[i].sequence for i in corrupt]
-            discard = m.Discard(opened.next_id(), opened.namespace, bad, sequences)
-            expect(opened, discard, m.Done, deadline)
+        with opened.afterwards():
+            opened.connection.post(m.Release([pins[i].slot for i in held], [pins[i].sequence for i in held]))
+            if corrupt and opened.rights & WRITE:  # else a client that may will find it out
+                bad, sequences = [keys[i] for i in corrupt], [pins[i].sequence for i in corrupt]
+                discard = m.Discard(opened.next_id(), opened.namespace, bad, sequences)
+                expect(opened, discard, m.Done, deadline)
     return result, [pin.replicas for pin in pins]
 
 

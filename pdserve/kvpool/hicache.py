@@ -141,7 +141,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             self._complain("lookup", error)
             return 0
         finally:
-            self._metrics.publish(self._client.counters)
+            self._publish()
         return present.index(False) if False in present else len(present)
 
     def batch_get_v1(
@@ -157,7 +157,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             return [False] * len(keys)
         finally:
             self.ssd_pages_read = self._client.counters.pages_ssd - ssd_before
-            self._metrics.publish(self._client.counters)
+            self._publish()
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
@@ -170,7 +170,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             self._complain("write", error)
             return [False] * len(keys)
         finally:
-            self._metrics.publish(self._client.counters)
+            self._publish()
 
     def clear(self) -> None:
         """`POST /hicache/storage-backend/clear`: drop our namespace's pages, nobody else's."""
@@ -220,6 +220,12 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             )
         views = [_view(pointer, size) for pointer, size in zip(pointers, sizes, strict=True)]
         return [views[start : start + segments] for start in range(0, len(views), segments)]
+
+    def _publish(self) -> None:
+        try:
+            self._metrics.publish(self._client.counters)
+        except Exception as error:  # boundary: of SGLang's threads; the metrics' directory may be full
+            self._complain("count", error)
 
     def _complain(self, what: str, error: Exception) -> None:
         now_s = time.monotonic()

@@ -64,6 +64,7 @@ class OpenConnection:
         self.generation = generation  # of the link when it was opened; an older one is closed, not reused
         self.reused = False  # it was idle before this operation: the node may have gone meanwhile
         self.answered = False  # the node has answered in this operation
+        self.broken = False  # when the operation had all that it wanted: it stands
         self._next_id = 1  # 1 was OpenNamespace
 
     @property
@@ -74,6 +75,15 @@ class OpenConnection:
     def next_id(self) -> int:
         self._next_id += 1
         return self._next_id
+
+    @contextmanager
+    def afterwards(self) -> Iterator[None]:
+        """What is said here, once an operation has all that it wanted, may fail: it costs the connection."""
+        try:
+            yield
+        except PoolError as error:
+            logger.debug("pool node %s: %s", self.node, error)
+            self.broken = True
 
     def call(self, request: Request, deadline: float) -> Reply:
         """As `Connection.call`."""
@@ -281,6 +291,7 @@ class NodeLink:
     def _give_back(self, opened: OpenConnection) -> None:
         with self._changed:
             current = opened.generation == self._generation and not self._closed.is_set()
+            current = current and not opened.broken
             if current:
                 self._idle.append(opened)
         if not current:

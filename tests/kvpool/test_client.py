@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 import pytest
 from msgspec.structs import replace
 
-from pdserve.errors import PoolTimeout
+from pdserve.errors import PoolTimeout, PoolUnavailable
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.client import PoolClient
+from pdserve.kvpool.cluster_messages import GetView
 from pdserve.kvpool.ring import Ring
 
 from .faulty import PAGE_BYTES, Pool, empty_page, holds, key, keys, page_of
@@ -127,6 +128,57 @@ def test_a_corrupt_page_is_a_miss_once_and_gone_afterwards(pool: Pool) -> None:
     assert client.exists(wanted) == [True, True, False, True, True]
     assert put(client, wanted) == [True] * 5
     assert get(client, wanted) == [True] * 5
+    client.close()
+
+
+def lose(kind: type) -> Callable[[str, m.Request], None]:
+    """The node answers no request of this kind."""
+
+    def answer(node: str, request: m.Request) -> None:
+        if isinstance(request, kind):
+            raise PoolTimeout("lost")
+
+    return answer
+
+
+def test_pages_that_were_read_stay_read_when_the_node_goes_while_it_is_told_so(pool: Pool) -> None:
+    client = pool.client(retry_after_s=60.0)
+    wanted = keys(COUNT)
+    put(client, wanted)
+
+    def fail(node: str, step: str) -> None:
+        if step == "post":
+            raise PoolUnavailable("gone")
+
+    pool.connector.before = fail
+    assert get(client, wanted) == [True] * COUNT
+    pool.connector.before = lambda node, step: None
+    assert client.exists(wanted) == [True] * COUNT
+    client.close()
+
+
+def test_a_corrupt_page_that_cannot_be_reported_costs_the_others_nothing(pool: Pool) -> None:
+    client = pool.client(retry_after_s=60.0)
+    wanted = keys(COUNT)
+    put(client, wanted)
+    node = next(node for node in pool.nodes if node.name == owners(pool, wanted)[2])
+    node.memory[node.state.store.slots.offset(node.state.store.find(1, wanted[2]))] ^= 1
+    pool.connector.answer = lose(m.Discard)
+    assert get(client, wanted) == [True] * 2 + [False] + [True] * (COUNT - 3)
+    assert client.exists(wanted) == [True] * COUNT
+    client.close()
+
+
+def test_pages_that_were_stored_stay_so_when_the_view_that_others_need_is_not_told(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = pool.client(retry_after_s=60.0)
+    wanted = keys(COUNT)
+    for node in pool.nodes:
+        refused = {wanted[0]: m.Grant(m.MOVED)}
+        monkeypatch.setattr(node.state.sharing, "refusals", lambda *_, refused=refused: refused)
+    pool.connector.answer = lose(GetView)
+    assert put(client, wanted) == [False] + [True] * (COUNT - 1)
     client.close()
 
 

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from pdserve.errors import PoolRefused
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.aclient import AsyncPoolClient
+from pdserve.kvpool.client import PoolClient
 from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.transports.base import Connection
@@ -309,6 +310,30 @@ def test_another_geometry_is_refused_by_name(node: ProcessPool) -> None:
         client.close()
 
     run(test)
+
+
+def test_a_batch_that_waited_for_its_turn_has_only_the_time_that_is_left(
+    node: ProcessPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_s: list[float] = []
+
+    def get(client: PoolClient, keys: list[bytes], pages: object, within_s: float) -> list[bool]:
+        given_s.append(within_s)
+        return [True]
+
+    async def test() -> None:
+        client = client_of(node, get_timeout_s=SOON_S)
+        for _ in range(client._turn._value):
+            await client._turn.acquire()
+        reading = asyncio.create_task(client.get([key(1)], [[np.zeros(PAGE_BYTES, np.uint8)]]))
+        await asyncio.sleep(0.3)  # of its time
+        client._turn.release()
+        assert await reading == [True]
+        client.close()
+
+    monkeypatch.setattr(PoolClient, "get", get)
+    run(test)
+    assert SOON_S / 2 < given_s[0] <= SOON_S - 0.3
 
 
 def test_close_ends_waits_under_way(node: ProcessPool) -> None:

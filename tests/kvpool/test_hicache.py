@@ -183,6 +183,19 @@ def test_nothing_raises_and_every_list_is_whole(pool: Pool, step: str, error: Ex
     assert made.batch_exists(names(3)) == 0
 
 
+def test_counts_that_cannot_be_published_cost_no_page(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = backend(pool, HostPool("page_first"))
+
+    def publish(counters: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(made._metrics, "publish", publish)
+    assert made.batch_set_v1(names(3), indices([0, 1, 2])) == [True] * 3
+    assert made.batch_get_v1(names(3), indices([4, 5, 6])) == [True] * 3
+    assert made.batch_exists(names(3)) == 3
+    made.close()
+
+
 def test_arguments_that_do_not_fit_are_misses(pool: Pool) -> None:
     made = backend(pool, HostPool("page_first"))
     assert made.batch_get_v1(["not hex"], indices([0])) == [False]
