@@ -462,6 +462,7 @@ def test_the_hang_up_of_its_terminal_stops_the_cluster(tmp_path: Path) -> None:
 
     def control() -> None:
         fcntl.ioctl(ours, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
 
     with running(tmp_path, DISAGG, stdout=ours, stderr=ours, preexec_fn=control) as cluster:
         os.close(ours)
