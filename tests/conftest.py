@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import settings
 
-# how long an example takes says more about what else the machine does than about the code
-settings.register_profile("pdserve", deadline=None)
+# how long an example takes says more about what else the machine does than about the code; what lands is
+# judged by the same examples each time, new ones are looked for in every other run
+settings.register_profile("pdserve", deadline=None, derandomize="PDSERVE_SAME_EXAMPLES" in os.environ)
 settings.load_profile("pdserve")
 
 
