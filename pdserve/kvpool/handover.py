@@ -23,7 +23,7 @@ Who dies on the way: the stand-in, before "go": no upgrade; later: the process g
 loaded. The process: the stand-in ends, before it serves or at once; the pages stay for the next start.
 SIGTERM and SIGINT to the process are held back until it serves again, and then end it. Holding concerns the
 thread that does it, and libraries have threads of their own (UCX, BLAS) that take a signal all the same: the
-program that is told so passes that on, too.
+program that is told so passes that on, too (process.py).
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     ucx: bool = False
     status: int = 0
     peers: list[str] = []  # where the others are
-    told_to_end: bool = False  # by a signal, meanwhile
 
     @property
     def fds(self) -> set[int]:

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import gc
 import signal
+import threading
 from collections.abc import Callable
 from types import FrameType
 
 import msgspec
 import uvloop
-from msgspec.structs import replace
 
 from pdserve.errors import StartupError
 from pdserve.kvpool.config import PoolNodeConfig
@@ -33,27 +33,32 @@ def run_node(config: PoolNodeConfig) -> None:
         _load(succession, config)
         if not succession.await_turn(msgspec.json.encode(found).decode()):
             return
-    end = _End(told=succession is not None and succession.handover.told_to_end)
+    end = _End()
     for number in ENDING:
         signal.signal(number, end)
     hold_signals(hold=False)
     handover = uvloop.run(_run(config, succession, end))
     if handover is not None:
-        replace_process(replace(handover, told_to_end=end.told))
+        replace_process(handover)
 
 
 class _End:
-    """Handles what is to end this process. Not the loop's: while that closes, and until the next program is
-    executed, another thread than the one that holds signals back may take them, and this is to be passed on.
+    """Handles what is to end this process, from before its loop runs until the next program is executed.
+
+    The main thread holds signals back for the next program, but another may take them. Then they are sent to
+    the main thread again, which keeps them: what is pending outlives `exec`.
     """
 
-    def __init__(self, *, told: bool) -> None:
-        self.told = told
+    def __init__(self) -> None:
+        self._told = False
         self._stop: Callable[[], object] = lambda: None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """The signal has come."""
-        self.told = True
+        if number in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+            signal.pthread_kill(threading.get_ident(), number)
+            return
+        self._told = True
         self._stop()
 
     def ends(self, node: PoolNode) -> None:
@@ -65,7 +70,7 @@ class _End:
                 loop.call_soon_threadsafe(node.stop)
 
         self._stop = stop
-        if self.told:
+        if self._told:
             stop()
 
 

@@ -11,6 +11,9 @@ from pdserve.logs import configure_logs
 
 def _serve(config: PoolNodeConfig) -> None:
     # its help needs neither event loop nor UCX
+    from pdserve.kvpool.handover import hold_signals
+
+    hold_signals(hold=True)  # until the node handles them; threads that NumPy starts never take them
     from pdserve.kvpool.process import run_node
 
     configure_logs(config.log_format, config.log_level, node=config.name)

@@ -552,28 +552,47 @@ def test_a_node_that_is_told_to_stop_while_it_is_upgraded_stops_afterwards_and_l
     assert not node.arena_path.parent.exists()
 
 
-TOLD_AT_THE_LAST_MOMENT = """
-import asyncio, os, signal, sys
+TOLD_BY_ANOTHER_THREAD = """
+import asyncio, os, signal, sys, threading
 from pdserve.cli import main
 from pdserve.kvpool import process
 
+def tell():
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # the main thread holds it back
+    os.kill(os.getpid(), signal.SIGTERM)
+
+"""
+WHILE_ITS_LOOP_CLOSES = """
 run = process._run
 
 async def told(*given):
     handover = await run(*given)
-    if handover is not None:  # another thread than that of the loop, which holds signals back, takes it
-        asyncio.get_running_loop().run_in_executor(None, os.kill, os.getpid(), signal.SIGTERM)
+    if handover is not None:
+        asyncio.get_running_loop().run_in_executor(None, tell)
     return handover
 
 process._run = told
 main(sys.argv[1:])
 """
+BEFORE_THE_NEXT_PROGRAM = """
+replace_process = process.replace_process
+
+def told(handover):
+    thread = threading.Thread(target=tell)
+    thread.start()
+    thread.join()
+    replace_process(handover)
+
+process.replace_process = told
+main(sys.argv[1:])
+"""
 
 
-def test_a_node_that_is_told_to_stop_while_its_loop_closes_stops_afterwards(
-    make_node: Callable[..., ProcessPool], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moment", [WHILE_ITS_LOOP_CLOSES, BEFORE_THE_NEXT_PROGRAM])
+def test_a_node_that_is_told_to_stop_when_it_no_longer_serves_stops_afterwards(
+    make_node: Callable[..., ProcessPool], monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    monkeypatch.setattr(ProcessPool, "code", TOLD_AT_THE_LAST_MOMENT)
+    monkeypatch.setattr(ProcessPool, "code", TOLD_BY_ANOTHER_THREAD + moment)
     node = make_node()
     begin_upgrade(node)
     assert node._process.wait(SOON_S) == 0, node.log.read_text()
