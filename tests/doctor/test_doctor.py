@@ -67,6 +67,7 @@ def serves(worker: MockWorker, node: RealNode, **server: Any) -> None:
         tokens = len(request.json()["input_ids"])
         await wire.json(200, REPORT | {"prompt_tokens": tokens, "cached": {"pool": tokens // 16 * 16}})
 
+    worker.info |= {"tokenizer": "t", "chat_template": "c"}
     worker.script("/pd/prefill", *[prefilled] * 20)
     worker.script("/get_server_info", *[script] * 20)
     worker.script("/generate", *[generate] * 20)
@@ -78,7 +79,6 @@ def test_a_cluster_that_is_well_a_fault_in_it_and_one_that_is_away(tmp_path: Pat
     async def main() -> None:
         async with disagg() as (harness, [prefill], [decode]):
             for worker in (prefill, decode):
-                worker.info |= {"tokenizer": "t", "chat_template": "c"}
                 serves(worker, node)
             asked = ("--json", "--router", harness.url)
             status, said = await doctor(*asked)
@@ -150,7 +150,6 @@ def test_workers_that_no_configuration_lists_are_asked_for_at_the_router(tmp_pat
     async def main() -> None:
         async with disagg() as (harness, [prefill], [decode]):
             for worker in (prefill, decode):
-                worker.info |= {"tokenizer": "t", "chat_template": "c"}
                 serves(worker, node)
             asked = ("--json", "--config", str(cluster_file(tmp_path, harness.port)))
             status, said = await doctor(*asked)

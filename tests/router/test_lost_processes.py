@@ -39,6 +39,15 @@ async def routing(file: Path, text: str) -> AsyncIterator[RouterProcess]:
             await router.ended()
 
 
+async def reload_held(router: RouterProcess, decode: MockWorker) -> Gate:
+    """The configuration is read again, and the first successor's probe has no answer until the gate opens."""
+    gate = Gate()
+    decode.script("/pd/ready", hang(gate))
+    router.process.send_signal(signal.SIGHUP)
+    await gate.reached.wait()
+    return gate
+
+
 async def said(router: RouterProcess, words: bytes) -> None:
     """Until the log has the words."""
     assert router.process.stderr is not None
@@ -122,10 +131,7 @@ def test_a_process_that_dies_while_it_is_replaced_leaves_nobody_behind(tmp_path:
             text = f'decode = ["{decode.url}"]\nprocesses = 2\n{NEVER}'
             async with routing(tmp_path / "router.toml", text) as router:
                 before = await children(router)
-                gate = Gate()
-                decode.script("/pd/ready", hang(gate))
-                router.process.send_signal(signal.SIGHUP)
-                await gate.reached.wait()
+                gate = await reload_held(router, decode)
                 for victim in before:  # whichever is the first
                     os.kill(victim, signal.SIGKILL)
 
@@ -154,10 +160,7 @@ def test_a_reload_that_fails_half_way_changes_nothing(tmp_path: Path) -> None:
             text = f'decode = ["{decode.url}"]\nprocesses = 2\naccess.keys_file = "{keys}"\n{NEVER}'
             async with routing(tmp_path / "router.toml", text) as router:
                 before = await children(router)
-                gate = Gate()
-                decode.script("/pd/ready", hang(gate))
-                router.process.send_signal(signal.SIGHUP)
-                await gate.reached.wait()  # the first successor has read the keys
+                gate = await reload_held(router, decode)  # the first successor has read the keys
                 keys.write_text("nonsense")
                 gate.open.set()
                 await said(router, b"the configuration is not changed")
@@ -176,10 +179,7 @@ def test_a_router_that_is_stopped_while_it_reloads_ends(tmp_path: Path) -> None:
         async with workers(decode):
             text = f'decode = ["{decode.url}"]\nprocesses = 2\n{NEVER}'
             async with routing(tmp_path / "router.toml", text) as router:
-                gate = Gate()
-                decode.script("/pd/ready", hang(gate))
-                router.process.send_signal(signal.SIGHUP)
-                await gate.reached.wait()
+                gate = await reload_held(router, decode)
                 router.process.terminate()
                 async with asyncio.timeout(30):
                     assert (await router.ended())[0] == 0
