@@ -81,6 +81,7 @@ class ClientConnection(asyncio.Protocol):
 
     def __init__(self, node: Host, number: int) -> None:
         self.number = number
+        self.requests = 0  # of the client, since it shook hands
         self._node = node
         self._frames = FrameBuffer()
         self._client = "a client that has not said hello"
@@ -185,6 +186,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _received(self, message: Request, since_s: float) -> None:
         if self._greeted:
+            self.requests += 1
             request_id = getattr(message, "id", None)
             if request_id is not None:
                 self._open[request_id] = self._node.meter.begin(message, since_s)

@@ -2,12 +2,15 @@
 
     1. load        a stand-in, a child process, runs the node's own command: does the configuration parse, do
                    all modules load, will the pages be taken over? If not, the node goes on and says why.
-    2. quiesce     each client is told "upgrading" as soon as nothing of its is unfinished: it connects anew
-                   and waits. Reservations, transfers and pins have QUIESCE_S to end; what has not is treated
-                   as after a crash (quarantined, or a miss for its reader).
-    3. hand over   handover.py: to the stand-in, and from it to this process, which has executed the new
-                   version meanwhile: 2 again, on the stand-in's side. Those who come while nobody serves are
-                   told "upgrading" too.
+    2. wait        for those who have something unfinished (reservations, transfers, pins) to be heard of once
+                   more, QUIESCE_S at most, while everybody is served: a client that was stopped, or hangs,
+                   must not hold up the others.
+    3. quiesce     each client is told "upgrading" as soon as nothing of its is unfinished: it connects anew
+                   and waits. What is unfinished has QUIESCE_S to end, that of the silent none; what has not
+                   ended is treated as after a crash (quarantined, or a miss for its reader).
+    4. hand over   handover.py: to the stand-in, and from it to this process, which has executed the new
+                   version meanwhile: 2 and 3 again, on the stand-in's side. Those who come while nobody
+                   serves are told "upgrading" too.
 
 After 1 nothing can be taken back: should the exec itself fail, the process ends with its pages in memory.
 """
@@ -20,6 +23,7 @@ import logging
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from tempfile import TemporaryFile
 from typing import IO, Final, Protocol
 
@@ -44,7 +48,6 @@ from pdserve.kvpool.handover import (
     hold_signals,
     start_stand_in,
 )
-from pdserve.kvpool.leases import Session
 from pdserve.kvpool.listening import Listeners
 from pdserve.kvpool.messages import Abort, Commit, Done, Fault, Release, Request
 from pdserve.kvpool.mover import Mover
@@ -187,9 +190,10 @@ class Upgrader:
     async def _leave(self) -> None:
         if not self.stands_in:
             hold_signals(hold=True)
+        silent = await self._silent()
         await self._node.mover.close()
         since_s = time.monotonic()
-        await self._quiesce()
+        await self._quiesce(silent)
         self.since_s = since_s
         self._node.stop()
 
@@ -239,14 +243,26 @@ class Upgrader:
             return replace(self._next, baton_fd=-1, stand_in=0)
         return self._next
 
-    async def _quiesce(self) -> None:
+    async def _silent(self) -> dict[int, int]:
+        """Who has something unfinished and says nothing more, and how many requests they have made."""
+        connections = self._node.visitors.all
+        silent = {number: each.requests for number, each in connections.items() if self._unfinished(number)}
+        deadline = time.monotonic() + QUIESCE_S
+        while silent and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+            for number, requests in list(silent.items()):
+                connection = connections.get(number)
+                if connection is None or connection.requests != requests or not self._unfinished(number):
+                    del silent[number]
+        return silent
+
+    async def _quiesce(self, silent: Mapping[int, int]) -> None:
         self.farewell = Fault(0, "upgrading", f"node {self._node.config.name} is being upgraded")
         deadline = time.monotonic() + QUIESCE_S
         while time.monotonic() < deadline:
             waiting = False
             for number, connection in list(self._node.visitors.all.items()):
-                session = self._node.state.sessions.get(number)
-                if session is not None and _unfinished(session):
+                if silent.get(number) != connection.requests and self._unfinished(number):
                     waiting = True
                 else:
                     connection.refuse(self.farewell)
@@ -254,9 +270,9 @@ class Upgrader:
                 return
             await asyncio.sleep(POLL_S)
 
-
-def _unfinished(session: Session) -> bool:
-    return bool(session.reservations or session.transfers or session.pins)
+    def _unfinished(self, number: int) -> bool:
+        session = self._node.state.sessions.get(number)
+        return session is not None and bool(session.reservations or session.transfers or session.pins)
 
 
 def _check_same(found: Start, ours: Start) -> None:

@@ -32,6 +32,7 @@ from pdserve.kvpool.config import PoolNodeConfig, TierConfig
 from pdserve.kvpool.handover import SERVING, Baton, Handover
 from pdserve.kvpool.transports.base import Connection
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
+from pdserve.kvpool.upgrade import QUIESCE_S
 
 from ..contracts.pools import KIB, ProcessPool, arena_dir, remove_arena
 from .moving_nodes import Nodes
@@ -676,6 +677,22 @@ def test_a_reservation_that_is_never_finished_holds_an_upgrade_up_for_a_moment_o
     assert time.monotonic() - started_s < 30
     client = client_of(node)
     assert client.exists([key(1)]) == [False]
+    assert client.put([key(1)], [page_of(1)]) == [True]
+    other.close()
+    client.close()
+    node.close()
+
+
+@pytest.mark.parametrize("data_path", ["shm", "ucx"])
+def test_a_client_that_stopped_halfway_costs_the_others_no_time_while_a_node_is_upgraded(
+    make_node: Callable[..., ProcessPool], data_path: str
+) -> None:
+    node = make_node(data_path)
+    other, client = with_reservation(node), client_of(node)
+    upgrade(node.address, deadline=SOON_S)
+    unanswered_ms = [float(ms) for ms in re.findall(r"nobody answered for (\d+) ms", node.log.read_text())]
+    assert len(unanswered_ms) == 2
+    assert max(unanswered_ms) < QUIESCE_S * 1000
     assert client.put([key(1)], [page_of(1)]) == [True]
     other.close()
     client.close()
