@@ -1,5 +1,7 @@
 """Large requests are served in parts of PART_KEYS, so that others have their turn between. Pure.
 
+A part of a Reserve is for no more than PART_BYTES, or one page: its slots may have to be wiped (remains.py).
+
 A client knows nothing of it: the parts' answers become one, in the order of its keys. A part that was refused
 (its namespace was dropped meanwhile, or it waited too long) counts as misses, or as pages the node has no
 room for; only where every part was refused is the whole.
@@ -31,6 +33,8 @@ from pdserve.kvpool.messages import (
 Divisible: TypeAlias = Get | Reserve | Commit
 
 PART_KEYS: Final = 128  # about 0.4 ms of a node's time
+PART_BYTES: Final = 32 * 1024 * 1024  # about 4 ms to wipe, which is rare
+MAX_PARTS: Final = 1024  # of one request, whatever it asks for
 _REFUSED: Final[dict[type, Any]] = {Get: Pin(MISS), Reserve: Grant(FULL), Commit: 0}
 
 
@@ -39,11 +43,18 @@ def size(request: Divisible) -> int:
     return len(request.slots if isinstance(request, Commit) else request.keys)
 
 
-def divide(request: Divisible, new_id: Callable[[], int]) -> list[Divisible]:
-    """The request in parts, each with an id of its own."""
+def part_keys(request: Divisible, page_bytes: int) -> int:
+    """How many of its pages, of so many bytes each, are served at a time."""
+    if not isinstance(request, Reserve):
+        return PART_KEYS
+    return max(1, min(PART_KEYS, PART_BYTES // max(1, page_bytes)), size(request) // MAX_PARTS)
+
+
+def divide(request: Divisible, keys: int, new_id: Callable[[], int]) -> list[Divisible]:
+    """The request in parts of so many keys, each with an id of its own."""
     parts: list[Divisible] = []
-    for start in range(0, size(request), PART_KEYS):
-        part = slice(start, start + PART_KEYS)
+    for start in range(0, size(request), keys):
+        part = slice(start, start + keys)
         if isinstance(request, Commit):
             columns = request.slots[part], request.sequences[part], request.checksums[part]
             parts.append(Commit(new_id(), *columns, request.ages_s[part]))

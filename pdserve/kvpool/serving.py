@@ -31,13 +31,14 @@ from typing import Final, Protocol, TypeAlias, cast
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.events import Event, Received
 from pdserve.kvpool.fairness import MAX_QUEUED_S, FairQueue, Queued, cost_of
-from pdserve.kvpool.parts import PART_KEYS, Divisible, Gathered, divide
+from pdserve.kvpool.parts import PART_BYTES, PART_KEYS, Divisible, Gathered, divide, part_keys, size
 from pdserve.kvpool.state import NodeState
 
 logger = logging.getLogger(__name__)
 
 TURN_KEYS: Final = 128  # about 1 ms of a node's time
 REQUEST_KEYS: Final = 4  # what a request costs beside its keys, in keys
+WIPED_AS_A_KEY: Final = PART_BYTES // TURN_KEYS
 PEERS: Final = 0  # the flow of the other nodes; namespaces are numbered from 1
 SWEEP_S: Final = 1.0  # how often requests are looked for that have waited too long
 
@@ -99,7 +100,7 @@ class Serving:
         request = cast(Queueable, message)  # an isinstance of four costs as much as all the rest here
         if self._revision != self._state.administration.revision:
             self._configure()
-        keys = len(request.keys)
+        keys = self._keys_of(request)
         if self._turn is None:
             self._turn_keys = 0
             self._turn = self._loop.call_soon(self._next_turn)
@@ -107,7 +108,7 @@ class Serving:
             self._wait(client, request)
             return
         queue = self._queue
-        if queue.ready or request.namespace in queue.limited or keys > PART_KEYS:
+        if queue.ready or request.namespace in queue.limited or keys > TURN_KEYS:
             self._wait(client, request)
             return
         self._turn_keys += keys + REQUEST_KEYS
@@ -182,9 +183,9 @@ class Serving:
             return
         now_s, keys, size_bytes = self._loop.time(), len(message.keys), self._size_bytes(message)
         parts = [message]
-        if keys > PART_KEYS and isinstance(message, m.Get | m.Reserve):
-            parts = cast(list[Queueable], self._divide(client.number, message))
-        fits = self._turn_keys + len(parts[0].keys) <= TURN_KEYS or not self._turn_keys
+        if isinstance(message, m.Get | m.Reserve):
+            parts = cast(list[Queueable], self._divide(client.number, message, self._page_bytes(message)))
+        fits = self._turn_keys + self._keys_of(parts[0]) <= TURN_KEYS or not self._turn_keys
         if fits and self._queue.admit(flow, keys, size_bytes, now_s):
             self._serve(flow, client.number, parts.pop(0))
             keys = size_bytes = 0
@@ -199,9 +200,12 @@ class Serving:
         if parts:
             self._arm()
 
-    def _divide(self, connection: int, request: Divisible) -> list[Divisible]:
-        """The parts of a request, whose answers are gathered from now on."""
-        parts = divide(request, self._next_part)
+    def _divide(self, connection: int, request: Divisible, page_bytes: int = 0) -> list[Divisible]:
+        """The parts of a request, whose answers are gathered from now on; the request where it is small."""
+        keys = part_keys(request, page_bytes)
+        if size(request) <= keys:
+            return [request]
+        parts = divide(request, keys, self._next_part)
         gathered = Gathered(request, parts)
         for part in parts:
             self._gathered[connection, part.id] = gathered
@@ -237,7 +241,7 @@ class Serving:
             self._charge(commit)
 
     def _serve(self, flow: int, connection: int, message: Queueable) -> None:
-        self._turn_keys += len(message.keys) + REQUEST_KEYS
+        self._turn_keys += self._keys_of(message) + REQUEST_KEYS
         self._watched, self._watched_flow = (connection, message), flow
         self._feed(Received(connection, message))
         self._watched = None
@@ -323,6 +327,15 @@ class Serving:
         if commit.slots and 0 <= commit.slots[0] < self._state.store.slots.slots:
             flow = self._state.store.facts.namespace[commit.slots[0]]
             self._queue.charge(flow, len(commit.slots))
+
+    def _keys_of(self, message: Queueable) -> int:
+        """What serving it costs, in keys: as much as looking so many up. Pages reserved may need a wipe."""
+        keys = len(message.keys)
+        return (
+            keys + keys * self._page_bytes(message) // WIPED_AS_A_KEY
+            if isinstance(message, m.Reserve)
+            else keys
+        )
 
     def _size_bytes(self, message: Queueable) -> int:
         return len(message.keys) * self._page_bytes(message) if isinstance(message, m.Get | m.Reserve) else 0

@@ -6,6 +6,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ import pytest
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.cluster_messages import NamespaceSettings, PutNamespace
 from pdserve.kvpool.config import PoolNodeConfig
+from pdserve.kvpool.events import ReserveRows
 from pdserve.kvpool.fairness import MAX_QUEUED, MAX_QUEUED_S
-from pdserve.kvpool.parts import PART_KEYS, Gathered, divide
+from pdserve.kvpool.parts import MAX_PARTS, PART_BYTES, PART_KEYS, Gathered, divide, part_keys
 from pdserve.kvpool.serving import TURN_KEYS
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 
 from ..contracts.pools import ProcessPool, arena_dir, remove_arena
-from .node_model import KIB, key
+from .node_model import KIB, Node, key
 from .served import KEYS, Client, Served
 
 
@@ -81,7 +83,7 @@ def reserve_many(served: Served, client: Client, namespace: int) -> list[m.Grant
 
 def test_what_came_up_from_a_tier_has_its_place_in_the_whole() -> None:
     request, ids = m.Get(1, 1, MANY_KEYS, [4 * KIB]), iter(range(-1, -9, -1))
-    parts = divide(request, lambda: next(ids))
+    parts = divide(request, PART_KEYS, lambda: next(ids))
     gathered = Gathered(request, parts)
     for part in reversed(parts):
         pins = [m.Pin(m.HIT)] * len(part.keys)  # type: ignore[union-attr]
@@ -117,6 +119,38 @@ def test_a_small_request_is_answered_between_the_parts_of_a_big_one() -> None:
             served.node.release(a.number, *reply.pins)
     assert served.node.status().pins == 0
     assert served.node.status().reserved_bytes == 0
+
+
+def test_pages_whose_slots_have_to_be_wiped_are_granted_a_few_in_a_turn() -> None:
+    page_bytes, pages = PART_BYTES // 2, 16
+    served = Served(node=Node(pages // 2, 2 * page_bytes, page_bytes, max_reserved_bytes=1 << 40))
+    a, a_ns = served.client("a")
+    served.serving.received(a, m.Reserve(1, a_ns, MANY_KEYS[:pages], [page_bytes]))
+    served.loop.turns()
+    [reserved] = a.sent
+    assert isinstance(reserved, m.Reserved)
+    served.node.abort(a.number, *reserved.grants)
+    b, b_ns = served.client("b")
+    quiet, quiet_ns = served.client("quiet")
+    served.actions.clear()
+    served.serving.received(b, m.Reserve(1, b_ns, MANY_KEYS[:pages], [page_bytes]))
+    wiped_bytes = []
+    while not b.sent:
+        served.ask(quiet, quiet_ns, KEYS[:1])
+        served.loop.turn()
+        wipes = [span for act in served.actions if isinstance(act, ReserveRows) for span in act.wipe]
+        wiped_bytes.append(sum(end - start for start, end in wipes))
+        assert len(quiet.sent) == len(wiped_bytes)
+    assert wiped_bytes[-1] == pages * page_bytes
+    assert max(after - before for before, after in pairwise([0, *wiped_bytes])) <= 2 * PART_BYTES
+    [reserved] = b.sent
+    assert isinstance(reserved, m.Reserved)
+    assert [grant.status for grant in reserved.grants] == [m.GRANTED] * pages
+
+
+def test_a_request_has_so_many_parts_at_most() -> None:
+    request = m.Reserve(1, 1, [bytes(32)] * 5000, [PART_BYTES])
+    assert part_keys(request, PART_BYTES) == 5000 // MAX_PARTS
 
 
 def test_a_node_is_told_the_age_of_every_page_of_a_big_request() -> None:
