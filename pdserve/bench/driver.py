@@ -13,9 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 import numpy as np
@@ -39,6 +40,13 @@ OPERATIONS: Final = 0
 PAGES: Final = 1  # read or stored
 MISSED: Final = 2  # not read, or not stored
 COLUMNS: Final = 3
+
+
+class LoadConfig(Protocol):
+    """What a process of load is told, as JSON."""
+
+    @property
+    def name(self) -> str: ...
 
 
 class DriverConfig(msgspec.Struct, frozen=True):
@@ -104,7 +112,9 @@ def fill(client: PoolClient, keys: Sequence[bytes], page_bytes: int, batch: int 
 
 
 @contextmanager
-def driving(configs: Sequence[DriverConfig], directory: Path) -> Iterator[None]:
+def driving(
+    configs: Sequence[LoadConfig], directory: Path, module: str = "pdserve.bench.driver"
+) -> Iterator[None]:
     """The processes run, and rest until the board says go. Raises BenchError if one ended badly."""
     processes: dict[str, subprocess.Popen[bytes]] = {}
     try:
@@ -112,7 +122,7 @@ def driving(configs: Sequence[DriverConfig], directory: Path) -> Iterator[None]:
             file = directory / f"{config.name}.json"
             file.write_bytes(msgspec.json.encode(config))
             with (directory / f"{config.name}.log").open("ab") as log:
-                command = [sys.executable, "-m", "pdserve.bench.driver", str(file)]
+                command = [sys.executable, "-m", module, str(file)]
                 processes[config.name] = subprocess.Popen(command, stdout=log, stderr=log)
         yield
         for process in processes.values():
@@ -160,14 +170,13 @@ def main(config_path: str) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     client = PoolClient(config.client, config.namespace, config.geometry, name=config.name)
-    threads = [
-        threading.Thread(target=_drive, args=(config, index, client, stop)) for index in range(config.threads)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        while thread.is_alive():  # in small steps: a signal is handled between them
-            thread.join(0.1)
+    with ThreadPoolExecutor(config.threads) as threads:
+        working = [threads.submit(_drive, config, index, client, stop) for index in range(config.threads)]
+        while not stop.wait(0.1):  # in small steps: a signal is handled between them
+            if any(thread.done() for thread in working):
+                stop.set()
+    for thread in working:
+        thread.result()
     client.close()
 
 

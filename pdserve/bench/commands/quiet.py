@@ -40,11 +40,16 @@ def quiet(
 
 def _show(outcome: Quiet) -> None:
     table = Table(title="A quiet namespace's gets", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("neighbour", "gets", "missed", "p50 µs", "p99 µs", "neighbour MB/s"):
+    for name in ("neighbour", "gets", "missed", "p50 µs", "p99 µs", "asked MB/s", "had MB/s"):
         table.add_column(name, justify="right")
     for phase in outcome.phases:
-        numbers = (f"{phase.p50_us:.0f}", f"{phase.p99_us:.0f}", f"{phase.loud_bytes_s / 1e6:.0f}")
+        rates = (f"{rate / 1e6:.0f}" for rate in (phase.asked_bytes_s, phase.loud_bytes_s))
+        numbers = (f"{phase.p50_us:.0f}", f"{phase.p99_us:.0f}", *rates)
         table.add_row("loud" if phase.loud else "none", str(phase.gets), str(phase.missed), *numbers)
     Console().print(table)
     verdict = "pass" if outcome.passed else "MISS"
     typer.echo(f"p99 beside over alone: {outcome.ratio:.2f} (goal: at most 1.3, none missed): {verdict}")
+    if not outcome.loud_enough:
+        typer.echo(
+            "the neighbour asked for less than 10 times its limit: this machine is too busy to measure it"
+        )
