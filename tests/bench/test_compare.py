@@ -41,6 +41,7 @@ PROCESSES = {
     "mooncake": ["agg0", "router"],
     "agg": ["pool0", "agg0", "router"],
     "disagg": ["pool0", "prefill0", "decode0", "router"],
+    "dead": ["pool0", "agg0", "router"],
 }
 
 
@@ -59,7 +60,8 @@ def test_a_contenders_cluster_is_valid_for_every_process(name: str, tmp_path: Pa
     )
     check_tables(plan, str(file), SCHEMAS)
     assert [spec.name for spec in plan.processes] == PROCESSES[name]
-    assert plan.settings.stop_on_loss  # a cluster without one of its processes is not the one to measure
+    # a cluster without one of its processes is not the one to measure, but where that is what is measured
+    assert plan.settings.stop_on_loss == (name != "dead")
     workers = [spec.config for spec in plan.processes if spec.role in ("agg", "prefill", "decode")]
     assert {worker["engine"]["max_total_tokens"] for worker in workers} == {640}
     assert all(worker["engine"]["extra_args"] == ["--schedule-policy", "lpm"] for worker in workers)

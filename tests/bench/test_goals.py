@@ -74,6 +74,13 @@ def test_cold_prompts_are_judged_less_the_hop_and_by_all_turns() -> None:
     assert measured(agg, disagg)["disagg: first"] == ("1.11 ×; the hop's time unknown", False)
 
 
+@pytest.mark.parametrize(("first_ms", "met"), [(1050.0, True), (1051.0, False)])
+def test_a_dead_pool_is_judged_over_no_pool(first_ms: float, met: bool) -> None:
+    cold = {"reusable_share": 0.0, "size": "large", "later_turns_ms": None}
+    found = measured(summary("plain", **cold), summary("dead", all_turns_ms=first_ms, **cold))
+    assert found == {"dead: first": ("1.05 ×", met)}
+
+
 def test_sessions_that_fit_have_no_goal() -> None:
     plain, agg = summary("plain", size="large"), summary("agg", size="large", prompt_tokens_s=98.0)
     assert list(measured(plain, agg).values()) == [("0.98 ×, 1.00 ×", None)]

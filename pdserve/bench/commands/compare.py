@@ -30,7 +30,7 @@ Against = Annotated[
     str,
     typer.Option(
         help="Contenders, separated by commas; ratios are over the first. Empty: plain, file, mooncake "
-        "where it is installed, agg, disagg."
+        "where it is installed, agg, disagg. There is dead, too: agg, its pool killed (R13)."
     ),
 ]
 ModelPath = Annotated[Path, typer.Option("--model", help="Model directory: pdserve model demo makes one.")]
@@ -114,9 +114,9 @@ def compare(
 
 def _contenders(against: str) -> list[str]:
     from pdserve.bench.peers.mooncake import is_installed
-    from pdserve.bench.serving.contenders import NAMES
+    from pdserve.bench.serving.contenders import DEAD, NAMES
 
-    there = [name for name in NAMES if name != "mooncake" or is_installed()]
+    there = [name for name in NAMES if name != DEAD and (name != "mooncake" or is_installed())]
     return choices("against", against, NAMES) if against else there
 
 

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Final
 
 import httpx
+import psutil
 
 from pdserve.bench.cluster import memory_dir
 from pdserve.bench.peers.mooncake import mooncake_servers
-from pdserve.bench.serving.contenders import Contender, Setting, contender
+from pdserve.bench.serving.contenders import DEAD, Contender, Setting, contender
 from pdserve.bench.stores import BenchError
 from pdserve.kvpool.sizes import parse_bytes
 from pdserve.up.ports import free_ports
@@ -84,6 +85,8 @@ def launched(name: str, setting: Setting) -> Iterator[str]:
         warden.watch(process.pid)
         cleaning.callback(_stop, process, warden)
         _await_ready(process, chosen, directory / "up.log")
+        if name == DEAD:
+            _kill_pool(process)
         yield f"http://127.0.0.1:{chosen.port}"
 
 
@@ -99,6 +102,14 @@ def _await_ready(process: subprocess.Popen[bytes], chosen: Contender, log: Path)
                 last = "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
                 raise BenchError(f"{chosen.name} did not start, see {log}:\n{last}")
             time.sleep(0.2)
+
+
+def _kill_pool(up: subprocess.Popen[bytes]) -> None:
+    nodes = [child for child in psutil.Process(up.pid).children() if "pool" in child.cmdline()]
+    for node in nodes:
+        node.kill()
+    if not nodes or psutil.wait_procs(nodes, STOP_TIMEOUT_S)[1]:
+        raise BenchError("the pool node could not be killed")
 
 
 def _stop(process: subprocess.Popen[bytes], warden: Warden) -> None:

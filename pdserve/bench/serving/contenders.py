@@ -8,6 +8,7 @@ disaggregated. Pure.
 | `mooncake` | SGLang with HiCache and its own Mooncake backend, over TCP, asked directly |
 | `agg` | one aggregated worker on a pool node, behind the router |
 | `disagg` | one prefill and one decode worker on a pool node, behind the router |
+| `dead` | as `agg`, asked directly; its pool node was killed before the first ask |
 
 All workers have the same model, page size and KV memory of the device, and all but those of `plain` the same
 host memory for KV; `disagg` has two of them. Mooncake's store has the pool's memory.
@@ -24,7 +25,8 @@ from msgspec import Meta
 from pdserve.bench.serving.load import Shape, make_load, total_tokens
 
 PAGE_TRACE: Final = "PDSERVE_PAGE_TRACE"  # kvpool/page_trace.py
-NAMES: Final = ("plain", "file", "mooncake", "agg", "disagg")
+NAMES: Final = ("plain", "file", "mooncake", "agg", "disagg", "dead")
+DEAD: Final = "dead"
 OURS: Final = ("agg", "disagg")
 FILE_DIRECTORY: Final = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 
@@ -88,17 +90,18 @@ def contender(
         },
         "mooncake": {"agg": [{**alone, "storage": "mooncake", "env": _mooncake(mooncake_master)}]},
         "agg": {"agg": [{}]},
+        DEAD: {"agg": [alone]},
         "disagg": {"prefill": [{}], "decode": [{}]},
     }
     own = roles[name]
-    if name in OURS:
+    if name in (*OURS, DEAD):
         arena = {"arena_dir": f"{setting.arena_directory}/{name}", "keep": False}
         if setting.trace_pages:
             for role in own:
                 own[role] = [{"env": {PAGE_TRACE: trace_path(setting, name, role)}}]
         own["pool"] = [{"capacity_bytes": setting.pool_capacity, **arena}]
     tables = {
-        "cluster": {"name": name, "run_dir": directory, "restart": "never", "stop_on_loss": True},
+        "cluster": {"name": name, "run_dir": directory, "restart": "never", "stop_on_loss": name != DEAD},
         "router": router,
         "worker": worker,
         **own,

@@ -7,6 +7,7 @@
 | the same | time to the first token ≤ 0.8 × that of SGLang with its file backend |
 | nothing cached | first token: disaggregated ≤ 1.05 × aggregated, plus the hop through the pool |
 | nothing cached | first token: aggregated ≤ 1.03 × plain SGLang, the cost of having asked the pool |
+| nothing cached | first token: with a pool that is dead ≤ 1.05 × plain SGLang (R13) |
 | `large`: sessions that fit the device's cache | none, there is nothing to be won |
 """
 
@@ -17,7 +18,7 @@ from typing import Final
 
 import msgspec
 
-from pdserve.bench.serving.contenders import OURS
+from pdserve.bench.serving.contenders import DEAD, OURS
 from pdserve.bench.serving.summary import Summary, of, ratio
 
 THROUGHPUT: Final = 3.7
@@ -25,6 +26,7 @@ FIRST_TOKEN: Final = 0.33
 OVER_FILE: Final = 0.8
 COLD: Final = 1.05
 MISS: Final = 1.03
+GONE: Final = 1.05
 WORTH_SAYING: Final = 2 * THROUGHPUT  # what a load allows at most, by its tokens
 
 
@@ -46,10 +48,12 @@ def goal_rows(found: Sequence[Summary], hop_ms: float | None) -> list[Row]:
     ours = [one for one in found if one.contender in OURS]
     reusing = [one for one in ours if one.reusable_share]
     small = [one for one in reusing if one.size == "small"]
+    dead = [one for one in found if one.contender == DEAD]
     return [
         *(row for one in small for row in _over_plain(one, found)),
         *(row for one in small for row in _over_file(one, found)),
         *(row for one in ours if one.reusable_share == 0 for row in _cold(one, found, hop_ms)),
+        *(row for one in dead if one.reusable_share == 0 for row in _gone(one, found)),
         *(row for one in reusing if one.size == "large" for row in _fitting(one, found)),
     ]
 
@@ -91,6 +95,13 @@ def _cold(one: Summary, found: Sequence[Summary], hop_ms: float | None) -> Itera
         asked = ratio(one, plain, "all_turns_ms")
         what = f"nothing cached, over plain: having asked, first token ≤ {MISS} ×"
         yield _row(what, one, plain, times(asked), _at_most(asked, MISS))
+
+
+def _gone(one: Summary, found: Sequence[Summary]) -> Iterator[Row]:
+    if (plain := of(found, one.load, one.size, "plain")) is not None:
+        first = ratio(one, plain, "all_turns_ms")
+        what = f"nothing cached, the pool dead, over plain: first token ≤ {GONE} ×"
+        yield _row(what, one, plain, times(first), _at_most(first, GONE))
 
 
 def _fitting(one: Summary, found: Sequence[Summary]) -> Iterator[Row]:
