@@ -162,7 +162,8 @@ def _newest(kind: str) -> list[dict[str, Any]]:
 
 def _alike(kind: str) -> list[dict[str, Any]]:
     """The lines of all kept runs of the last one's command on its machine, the last one's origin first; each
-    run's rounds with numbers of their own.
+    run's rounds with numbers of their own. They may be of several commits, which are named; `+`: with changes
+    that were not committed then.
     """
     runs = [
         [json.loads(line) for line in path.read_text().splitlines()]
@@ -171,8 +172,9 @@ def _alike(kind: str) -> list[dict[str, Any]]:
     last = runs[0][0]
     alike = [run for run in runs if all(run[0][name] == last[name] for name in ("command", "machine"))]
     dates = " and ".join(sorted({run[0]["date"][:10] for run in alike}))
+    commits = ", ".join(dict.fromkeys(run[0]["commit"] for run in reversed(alike)))
     return [
-        {**last, "date": dates},
+        {**last, "date": f"{dates} at {commits}"},
         *(
             {**line, "round": number * ROUNDS_OF_A_RUN + line["round"]} if "round" in line else line
             for number, run in enumerate(alike)
