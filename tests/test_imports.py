@@ -80,6 +80,7 @@ PURE = (
     "pdserve.kvpool.below",
     "pdserve.kvpool.tiering",
     "pdserve.kvpool.promotion",
+    "pdserve.kvpool.tiers.backoff",
     "pdserve.kvpool.tiers.names",
     "pdserve.kvpool.tiers.segment_format",
     "pdserve.kvpool.tiers.segment_plan",

@@ -41,6 +41,7 @@ from pdserve.kvpool.events import (
 from pdserve.kvpool.index import NONE
 from pdserve.kvpool.ordering import coldest
 from pdserve.kvpool.store import COMMITTED, PageStore
+from pdserve.kvpool.tiers.backoff import Backoff
 from pdserve.kvpool.tiers.base import REFUSED, STORED, PageName, TierPage
 
 Write: TypeAlias = Literal["cold", "all"]
@@ -51,8 +52,6 @@ STORE_SHARE: Final = 1 / 8  # of the arena may be held by stores: a slow tier mu
 SCAN_SHARE: Final = 1 / 64  # of the arena written per pass at most
 UNSAVED_PAGES: Final = 2048  # looked at in one step after a restart
 UNSAVED_STEP_S: Final = 0.005  # between steps: others get their turn
-RETRY_FIRST_S: Final = 1.0  # a tier that failed to write is left alone, then twice as long each time
-RETRY_MAX_S: Final = 60.0
 
 
 class TierSpec(msgspec.Struct, frozen=True):
@@ -84,8 +83,7 @@ class TierIndex:
     ready: bool = False  # all that survived was reported
     used_bytes: int = 0  # as the tier last said
     largest_bytes: int = 1 << 62  # pages of this length were refused
-    failures: int = 0  # in a row
-    retry_at_s: float = 0.0
+    backoff: Backoff = field(default_factory=Backoff)
     stored: int = 0
     store_failed: int = 0
     gone: int = 0
@@ -183,7 +181,7 @@ class Tiering:
         """Whether memory is full and more pages wait to be stored than can be under way: what comes in now
         may displace them.
         """
-        waiting = bool(self._at_once or self._scan) and not self.tiers[0].failures
+        waiting = bool(self._at_once or self._scan) and not self.tiers[0].backoff.failures
         return waiting and self._above_watermark()
 
     @property
@@ -221,7 +219,7 @@ class Tiering:
 
     def pump(self, now_s: float, out: list[Action]) -> None:
         """Start as many stores as may be under way."""
-        if not self.tiers or not self.tiers[0].ready or now_s < self.tiers[0].retry_at_s:
+        if not self.tiers or not self.tiers[0].ready or now_s < self.tiers[0].backoff.retry_at_s:
             self._commits = self._committed_bytes = 0
             return
         if self._unsaved and not self._at_once and now_s >= self._unsaved_at_s:
@@ -319,10 +317,9 @@ class Tiering:
                 if in_use:
                     self._store_at_once(slot)
         if event.failed:
-            tier.failures += 1
-            tier.retry_at_s = now_s + min(RETRY_MAX_S, RETRY_FIRST_S * 2 ** (tier.failures - 1))
+            tier.backoff.failed(now_s)
         else:
-            tier.failures = 0
+            tier.backoff.worked()
 
     def _drop_copy(self, slot: int, namespace: int, out: list[Action]) -> None:
         """In a namespace of media "ssd" the copy in memory is the first to go."""
@@ -424,8 +421,8 @@ class Tiering:
     def next_deadline_s(self) -> float:
         """When a tier that failed may be tried again, if something waits for it, or the next step is due."""
         if self.tiers and not self._stores:
-            if self.tiers[0].failures and (self._at_once or self._unsaved):
-                return self.tiers[0].retry_at_s
+            if self.tiers[0].backoff.failures and (self._at_once or self._unsaved):
+                return self.tiers[0].backoff.retry_at_s
             if self._unsaved:
                 return self._unsaved_at_s
         return float("inf")
@@ -438,7 +435,7 @@ class Tiering:
                 capacity_bytes=tier.spec.capacity_bytes,
                 used_bytes=tier.used_bytes,
                 pages=len(tier),
-                writable=not tier.failures,
+                writable=not tier.backoff.failures,
                 counters={"stored": tier.stored, "store_failed": tier.store_failed, "gone": tier.gone},
             )
             for tier in self.tiers

@@ -457,6 +457,17 @@ def test_a_tier_that_cannot_write_is_left_alone_for_a_while() -> None:
     assert tier.writable
 
 
+def test_a_tier_that_cannot_be_written_for_days_is_tried_every_minute() -> None:
+    rig = Rig(TierSpec("ssd:/a", "ssd", 1 << 30, write="all"))
+    rig.put(1)
+    for _ in range(1500):
+        rig.write(status=WRITE_FAILED)
+        rig.node.pass_time(60.0)
+    rig.drain()
+    [tier] = rig.node.status().tiers
+    assert (tier.writable, tier.pages) == (True, 1)
+
+
 def test_with_write_all_a_page_that_could_not_be_written_is_written_later() -> None:
     rig = Rig(TierSpec("ssd:/a", "ssd", 1 << 30, write="all"), watermark=1.0)
     rig.put(1, 2)
