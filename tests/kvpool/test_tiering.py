@@ -457,6 +457,27 @@ def test_a_tier_that_cannot_write_is_left_alone_for_a_while() -> None:
     assert tier.writable
 
 
+def test_stores_that_fail_together_are_one_failure() -> None:
+    rig = Rig(TierSpec("ssd:/a", "ssd", 1 << 30, write="all"))
+    rig.put(1)
+    rig.put(2)
+    assert len(rig.writes[0]) == 2
+    rig.write(status=WRITE_FAILED)
+    rig.write(status=WRITE_FAILED)
+    rig.node.pass_time(1.0)
+    rig.drain()
+    assert {k for _, k in rig.disks[0]} == {key(1), key(2)}
+
+
+def test_a_store_that_succeeds_after_others_failed_ends_the_pause() -> None:
+    rig = Rig(TierSpec("ssd:/a", "ssd", 1 << 30, write="all"))
+    rig.put(1)
+    rig.put(2)
+    rig.write(status=WRITE_FAILED)
+    rig.drain()
+    assert {k for _, k in rig.disks[0]} == {key(1), key(2)}
+
+
 def test_a_tier_that_cannot_be_written_for_days_is_tried_every_minute() -> None:
     rig = Rig(TierSpec("ssd:/a", "ssd", 1 << 30, write="all"))
     rig.put(1)

@@ -12,13 +12,17 @@ MAX_DOUBLINGS: Final = 6  # enough to reach MAX_S; a broken disk may fail any nu
 
 @dataclass(slots=True)
 class Backoff:
-    """`failures` in a row; 0: it works, as far as we know."""
+    """`failures` in a row; 0: it works, as far as we know. What fails before `retry_at_s` was under way with
+    what failed first, and counts as one failure with it.
+    """
 
     failures: int = 0
     retry_at_s: float = 0.0
 
     def failed(self, now_s: float) -> None:
         """A write failed."""
+        if now_s < self.retry_at_s:
+            return
         doublings = min(self.failures, MAX_DOUBLINGS)
         self.failures += 1
         self.retry_at_s = now_s + min(MAX_S, FIRST_S * 2**doublings)
@@ -26,3 +30,4 @@ class Backoff:
     def worked(self) -> None:
         """A write succeeded."""
         self.failures = 0
+        self.retry_at_s = 0.0
