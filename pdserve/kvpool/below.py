@@ -58,7 +58,7 @@ class Below:
         elif isinstance(event, PagesGone):
             self._tiering.gone(event)
         else:
-            self._tiering.found(event, out)
+            self._tiering.found(event, now_s, out)
             for page in event.pages:
                 if self.has(page.namespace, page.key):
                     self._found(page.namespace, page.key, now_s, out)

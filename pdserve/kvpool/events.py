@@ -106,13 +106,14 @@ class NamespacesForgotten(msgspec.Struct, frozen=True):
 
 class PagesFound(msgspec.Struct, frozen=True):
     """Pages are in a tier: they survived there, or came down from the tier above. `last`: it has reported
-    all that survived.
+    all that survived. `failed`: so many more came down and could not be written.
     """
 
     tier: int
     pages: tuple[TierPage, ...]
     used_bytes: int
     last: bool = False
+    failed: int = 0
 
 
 class PagesStored(msgspec.Struct, frozen=True):

@@ -329,10 +329,15 @@ class Tiering:
         if not self._store.holds(slot):
             self._store.drop(slot, out)
 
-    def found(self, event: PagesFound, out: list[Action]) -> None:
+    def found(self, event: PagesFound, now_s: float, out: list[Action]) -> None:
         """Pages that survived in the tier, or that came down from the one above it."""
         tier = self.tiers[event.tier]
         tier.used_bytes = event.used_bytes
+        if event.failed:
+            tier.store_failed += event.failed
+            tier.backoff.failed(now_s)
+        elif event.pages:
+            tier.backoff.worked()
         void = []
         for page in event.pages:
             if self._valid(page):

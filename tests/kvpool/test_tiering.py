@@ -104,8 +104,10 @@ class Rig:
             event = PagesStored(tier, slots, (status,) * len(slots), len(disk), status == WRITE_FAILED)
             self.node.do(event)
         elif isinstance(action, TierPage):
-            disk[action.namespace, action.key] = action
-            self.node.do(PagesFound(tier, (action,), 0))
+            if status == STORED:
+                disk[action.namespace, action.key] = action
+            stored = (action,) if status == STORED else ()
+            self.node.do(PagesFound(tier, stored, 0, failed=int(status == WRITE_FAILED)))
         elif isinstance(action, ForgetPages):
             for name in action.names:
                 disk.pop((name.namespace, name.key), None)
@@ -487,6 +489,17 @@ def test_a_tier_that_cannot_be_written_for_days_is_tried_every_minute() -> None:
     rig.drain()
     [tier] = rig.node.status().tiers
     assert (tier.writable, tier.pages) == (True, 1)
+
+
+def test_a_tier_that_cannot_write_what_comes_down_to_it_says_so_until_it_can() -> None:
+    rig = Rig(SSD, DIRECTORY)
+    page = TierPage(rig.ns, key(1), 4 * KIB, 0, rig.node.state.store.next_sequence)
+    rig.node.do(PagesFound(1, (), 0, failed=3))
+    [above, below] = rig.node.status().tiers
+    assert (above.writable, below.writable, below.counters["store_failed"]) == (True, False, 3)
+    rig.node.do(PagesFound(1, (page,), 0))
+    [_, below] = rig.node.status().tiers
+    assert (below.writable, below.pages, below.counters["store_failed"]) == (True, 1, 3)
 
 
 def test_with_write_all_a_page_that_could_not_be_written_is_written_later() -> None:

@@ -1,8 +1,9 @@
 """The threads of one tier: one writes, some read. Actions in, events out.
 
 The writer's queue is in order; what is in it is bounded by the node's state, which has only so many stores
-under way, and by SPILL_BYTES for pages that come from the tier above. Loads are cut into pieces so that the
-readers share a batch and its first pages are answered first.
+under way, and by SPILL_BYTES for pages that come from the tier above. A tier that could not write those is
+tried with others after a pause (backoff.py). Loads are cut into pieces so that the readers share a batch and
+its first pages are answered first.
 
 A tier does not raise; one that does all the same costs the pages of that call.
 """
@@ -32,6 +33,7 @@ from pdserve.kvpool.events import (
     SlotPage,
     StorePages,
 )
+from pdserve.kvpool.tiers.backoff import Backoff
 from pdserve.kvpool.tiers.base import (
     LOADED,
     READ_FAILED,
@@ -61,7 +63,14 @@ class TierWorker:
     """Runs a tier for a node. `memory` is the arena; `post` hands an event to the node from any thread."""
 
     def __init__(
-        self, node: str, number: int, kind: str, tier: Tier, memory: Bytes1D, post: Callable[[Event], None]
+        self,
+        node: str,
+        number: int,
+        kind: str,
+        tier: Tier,
+        memory: Bytes1D,
+        post: Callable[[Event], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tier = tier
         self.below: TierWorker | None = None
@@ -69,11 +78,12 @@ class TierWorker:
         self._number = number
         self._memory = memory
         self._post = post
+        self._clock = clock
         self._writes: queue.Queue[Job | None] = queue.Queue()
         self._reads: queue.Queue[Job | None] = queue.Queue()
         self._threads: list[threading.Thread] = []
         self._stopping = False
-        self._failing = False
+        self._backoff = Backoff()
         self._scanned = False
         self._unsaved = ""  # the list of namespaces that the tier has not saved yet
         self._spill_lock = threading.Lock()
@@ -195,12 +205,14 @@ class TierWorker:
         except Exception as error:  # boundary: each store must be reported
             logger.exception("%s: put", self._where)
             result = PutResult([WRITE_FAILED] * len(pages), repr(error))
-        failing = WRITE_FAILED in result.statuses
-        if failing and not self._failing:
-            logger.warning("%s: cannot write for now, reads go on: %s", self._where, result.error)
-        elif self._failing and not failing:
+        failing = self._backoff.failures > 0
+        if WRITE_FAILED in result.statuses:
+            self._backoff.failed(self._clock())
+            if not failing:
+                logger.warning("%s: cannot write for now, reads go on: %s", self._where, result.error)
+        elif failing and STORED in result.statuses:
+            self._backoff.worked()
             logger.info("%s: can write again", self._where)
-        self._failing = failing
         return result
 
     def _forget(self, names: Sequence[PageName]) -> None:
@@ -235,23 +247,28 @@ class TierWorker:
             size = sum(padded(one.length_bytes) for one in batch)
             if size >= SPILL_PIECE_BYTES or at == len(names) - 1:
                 if not below.take_in(size):
-                    return  # it is behind: the rest is lost
+                    return  # it is behind, or cannot write: the rest is lost
                 self._spill(below, batch, size)
                 batch = []
 
     def _spill(self, below: TierWorker, names: list[PageName], size: int) -> None:
-        memory = _page_memory(names)
-        found = [
-            (result.page, data)
-            for result, data in zip(self.tier.read(names, memory), memory, strict=True)
-            if result.page is not None
-        ]
-        below._writes.put(lambda: below._store_spilled(found, size))
+        found: list[tuple[TierPage, PageMemory]] = []
+        try:
+            memory = _page_memory(names)
+            for result, data in zip(self.tier.read(names, memory), memory, strict=True):
+                if result.page is not None:
+                    found.append((result.page, data))
+        finally:  # what was taken in is given back by this job alone
+            below._writes.put(lambda: below._store_spilled(found, size))
 
     def take_in(self, size: int) -> bool:
-        """Whether so many bytes may come down now; they are counted if so."""
+        """Whether so many bytes may come down now; they are counted if so. While the tier cannot write, one
+        batch may, each time a pause is over.
+        """
         with self._spill_lock:
-            if self._stopping or self._failing or self._spill_bytes + size > SPILL_BYTES:
+            if self._backoff.failures and (self._spill_bytes or self._clock() < self._backoff.retry_at_s):
+                return False
+            if self._stopping or self._spill_bytes + size > SPILL_BYTES:
                 return False
             self._spill_bytes += size
             return True
@@ -265,7 +282,8 @@ class TierWorker:
         stored = tuple(
             page for (page, _), status in zip(found, result.statuses, strict=True) if status == STORED
         )
-        self._post(PagesFound(self._number, stored, self.tier.used_bytes))
+        failed = result.statuses.count(WRITE_FAILED)
+        self._post(PagesFound(self._number, stored, self.tier.used_bytes, failed=failed))
 
     # --- the readers' threads
 
