@@ -3,7 +3,8 @@
     <path>/lock                              held by the node that uses the directory, where locks work
            namespaces.json                   the node's list of namespaces, for a start after a reboot
            pages/<namespace>/<k>/<key>       k: first byte of the key; both in hex
-           trash/...                         folders of forgotten namespaces, emptied in the background
+           trash/...                         forgotten namespaces and what is nobody's, removed in the
+                                             background
 
 A file is one block like a segment's record header (segment_format.py; nonce and block 0), then the page's
 bytes. It is written under a temporary name and renamed, so that a page is there whole or not at all; a page
@@ -22,6 +23,7 @@ import os
 import secrets
 import shutil
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -56,6 +58,7 @@ from pdserve.kvpool.tiers.segment_format import (
 logger = logging.getLogger(__name__)
 
 LEAVING_PAGES: Final = 64  # reported at a time
+TRASH_RETRY_S: Final = 60.0  # until what could not be removed is tried again
 _KEY_CHARS: Final = 64
 
 
@@ -80,6 +83,8 @@ class DirectoryTier:
         )  # -> length; unused for longest first
         self._used_bytes = 0
         self._known: Collection[int] | None = None  # while folders of others are to be discarded
+        self._emptying: Iterator[bool] | None = None  # a pass through the trash
+        self._empty_at_s = 0.0  # when the next pass may begin
         self._closed = False
 
     @property
@@ -261,6 +266,7 @@ class DirectoryTier:
         try:
             self._trash.mkdir(mode=0o700, exist_ok=True)
             folder.rename(self._trash / secrets.token_hex(8))
+            self._empty_at_s = 0.0
             sync_directory(self._pages)
         except FileNotFoundError:
             return ""
@@ -270,11 +276,24 @@ class DirectoryTier:
 
     def maintain(self) -> bool:
         """See `Tier`. One folder of the trash at a time."""
-        for folder in _entries(self._trash):
-            shards = _entries(Path(folder.path))
-            shutil.rmtree(shards[0].path if shards else folder.path, ignore_errors=True)
-            return not Path(shards[0].path if shards else folder.path).exists()
-        return False
+        if self._emptying is None:
+            now_s = time.monotonic()
+            if now_s < self._empty_at_s:
+                return False
+            self._empty_at_s = now_s + TRASH_RETRY_S
+            self._emptying = self._empty_trash()
+        more = next(self._emptying, False)
+        if not more:
+            self._emptying = None
+        return more
+
+    def _empty_trash(self) -> Iterator[bool]:
+        """Remove one folder or file at a time. What cannot be removed stays until the next pass."""
+        for entry in _entries(self._trash):
+            for path in (*_entries_of_folder(entry), entry):
+                shutil.rmtree(path, ignore_errors=True)
+                _unlink(Path(path))  # where it is no folder
+                yield True
 
     def close(self) -> None:
         """See `Tier`."""
@@ -305,6 +324,14 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(path) as entries:
             return list(entries)
+    except OSError:
+        return []
+
+
+def _entries_of_folder(entry: os.DirEntry[str]) -> list[os.DirEntry[str]]:
+    """None where it is a link: what that leads to is not ours."""
+    try:
+        return _entries(Path(entry.path)) if entry.is_dir(follow_symlinks=False) else []
     except OSError:
         return []
 
