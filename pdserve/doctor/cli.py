@@ -56,7 +56,9 @@ def doctor(
     token: Annotated[
         str, typer.Option("--token", envvar="PDSERVE_CLUSTER_TOKEN", help="The cluster's token.")
     ] = "",
-    probe: Annotated[bool, typer.Option(help="Send two small prompts through the cluster.")] = True,
+    probe: Annotated[
+        bool, typer.Option(help="Send two small prompts for each model through the cluster.")
+    ] = True,
     measure: Annotated[bool, typer.Option(help="Measure bandwidths, for about a second.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="JSON for programs.")] = False,
 ) -> None:
@@ -109,9 +111,9 @@ def _findings(
     nodes = cluster.gather_pool(addresses)
     yield from judge.workers([cluster.with_host_tokens(worker, nodes) for worker in workers])
     yield from judge.pool(nodes)
-    sizes = [worker.page_size for worker in workers if worker.ready and worker.page_size]
-    if probe and sizes:
-        yield from judge.probe(cluster.probe(place.router_url, max(sizes), key, random.SystemRandom()))
+    for model, page_size in cluster.page_sizes(workers).items() if probe else ():
+        found = cluster.probe(place.router_url, model, page_size, key, random.SystemRandom())
+        yield from judge.probe(found)
 
 
 def _plan(config: Path, run_dir: Path | None) -> Plan:

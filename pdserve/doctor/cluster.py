@@ -127,6 +127,7 @@ def worker_of(
         pool=str(ready.get("pool", "down")),
         role=str(info.get("role", "")),
         model=str(info.get("model", "")),
+        generates="generate" in (info.get("tasks") or ("generate",)),  # an older worker names none
         context_length=int(info.get("context_length") or 0),
         page_size=int(info.get("page_size") or 0),
         namespace=str(info.get("namespace", "")),
@@ -214,7 +215,16 @@ class _Generated(msgspec.Struct):
     output_ids: list[int] = []
 
 
-def probe(router_url: str, page_size: int, key: str, dice: random.Random) -> Probe:
+def page_sizes(workers: Iterable[Worker]) -> dict[str, int]:
+    """Of each model that ready workers generate with; the largest where they differ."""
+    sizes: dict[str, int] = {}
+    for worker in workers:
+        if worker.ready and worker.generates and worker.page_size:
+            sizes[worker.model] = max(worker.page_size, sizes.get(worker.model, 0))
+    return sizes
+
+
+def probe(router_url: str, model: str, page_size: int, key: str, dice: random.Random) -> Probe:
     """Ask the router for a prompt of random tokens and then for the conversation's next turn."""
     prompt = [dice.randrange(LEAST_TOKEN, LAST_TOKEN) for _ in range(PROBE_PAGES * page_size + 7)]
     session = f"pdserve-doctor-{dice.getrandbits(64):x}"
@@ -222,6 +232,7 @@ def probe(router_url: str, page_size: int, key: str, dice: random.Random) -> Pro
     with _client(key, PROBE_TIMEOUT_S) as client:
         for _ in range(2):
             body = {
+                "model": model,
                 "input_ids": prompt,
                 "sampling_params": {"temperature": 0, "max_new_tokens": page_size, "ignore_eos": True},
             }
@@ -232,11 +243,12 @@ def probe(router_url: str, page_size: int, key: str, dice: random.Random) -> Pro
                     raise ValueError(f"status {answer.status_code}: {answer.text[:300]}")
                 generated = msgspec.json.decode(answer.content, type=_Generated)
             except (httpx.HTTPError, ValueError) as error:
-                return Probe(error=f"the router did not answer a prompt of {len(prompt)} tokens: {error}")
+                said = f"the router did not answer a prompt of {len(prompt)} tokens for {model}: {error}"
+                return Probe(model=model, error=said)
             turns.append(_turn(generated.meta_info, answer.headers, time.monotonic() - started_s))
             more = [dice.randrange(LEAST_TOKEN, LAST_TOKEN) for _ in range(7)]
             prompt = [*prompt, *generated.output_ids, *more]
-    return Probe(page_size=page_size, turns=tuple(turns))
+    return Probe(model=model, page_size=page_size, turns=tuple(turns))
 
 
 def _turn(meta: _Meta, headers: httpx.Headers, seconds: float) -> Turn:

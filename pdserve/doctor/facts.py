@@ -73,6 +73,8 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     pool: str = "down"
     role: str = ""
     model: str = ""
+    generates: bool = True
+    """Its model answers prompts, and does not only make embeddings."""
     context_length: int = 0
     page_size: int = 0
     namespace: str = ""
@@ -130,5 +132,6 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt that nobody had, and the next turn of its conversation."""
 
     error: str = ""
+    model: str = ""
     page_size: int = 0
     turns: tuple[Turn, ...] = ()

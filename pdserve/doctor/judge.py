@@ -282,14 +282,14 @@ def pool(nodes: Sequence[PoolNode]) -> Iterator[Finding]:
 
 
 def probe(found: Probe) -> Iterator[Finding]:
-    """One prompt through prefill, pool and decode, and back with the next turn."""
+    """One prompt of a model through prefill, pool and decode, and back with the next turn."""
     if found.error:
         yield _finding("live probe", "fail", found.error, "see the router's log")
         return
     first, second = found.turns
     pages = (first.prompt_tokens - 1) // found.page_size * found.page_size
     got = first.decode.get("pool", 0) + first.decode.get("ssd", 0)
-    says = f"turn 1, {_told(first)}"
+    says = f"{found.model}: turn 1, {_told(first)}"
     if skipped := _skipped_stage(first):
         yield _without_prefill(says, skipped)
     elif first.prefill is None:
@@ -301,7 +301,7 @@ def probe(found: Probe) -> Iterator[Finding]:
         yield _finding("live probe", "ok", says)
     known = second.prefill if second.prefill is not None else second.decode
     reused = sum(count for tier, count in known.items() if tier != "computed")
-    says = f"turn 2, {_told(second)}"
+    says = f"{found.model}: turn 2, {_told(second)}"
     if skipped := _skipped_stage(second):
         yield _without_prefill(says, skipped)
     elif reused < pages:

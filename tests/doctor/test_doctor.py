@@ -14,10 +14,11 @@ import pytest
 from pdserve.doctor import cluster, judge, machine
 from pdserve.doctor.facts import PoolNode
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
+from pdserve.router.config import RouterConfig
 from tests.e2e.cluster import PoolNode as RealNode
 from tests.e2e.cluster import to_toml
 from tests.router import mock_worker as mock
-from tests.router.harness import disagg, run
+from tests.router.harness import FAST, disagg, routed, run
 from tests.router.mock_worker import REPORT, MockWorker, Received, Wire
 
 SERVER = {
@@ -50,7 +51,8 @@ def levels(said: str) -> dict[str, str]:
 
 def serves(worker: MockWorker, node: RealNode, **server: Any) -> None:
     """Answer as SGLang does when it is asked for its arguments, for as often as needed, and a generation."""
-    storage = {"prefetch_threshold": 16, "pdserve": {"pool": {"nodes": [node.ref]}}}
+    page = worker.info["page_size"]
+    storage = {"prefetch_threshold": page, "pdserve": {"pool": {"nodes": [node.ref]}}}
     told = {**SERVER, "hicache_storage_backend_extra_config": json.dumps(storage), **server}
 
     async def script(wire: Wire, request: Received) -> None:
@@ -58,14 +60,15 @@ def serves(worker: MockWorker, node: RealNode, **server: Any) -> None:
 
     async def generate(wire: Wire, request: Received) -> None:
         tokens = len(request.json()["input_ids"])
-        body = json.dumps({"output_ids": [5] * 16, "meta_info": {"prompt_tokens": tokens}}).encode()
-        found = f"x-pdserve-cached: device=0, host=0, pool=16, ssd={(tokens - 17) // 16 * 16}, computed=7\r\n"
+        body = json.dumps({"output_ids": [5] * page, "meta_info": {"prompt_tokens": tokens}}).encode()
+        ssd = (tokens - 1 - page) // page * page
+        found = f"x-pdserve-cached: device=0, host=0, pool={page}, ssd={ssd}, computed=7\r\n"
         await wire.head(200, "application/json", len(body), found)
         await wire.raw(body)
 
     async def prefilled(wire: Wire, request: Received) -> None:
         tokens = len(request.json()["input_ids"])
-        await wire.json(200, REPORT | {"prompt_tokens": tokens, "cached": {"pool": tokens // 16 * 16}})
+        await wire.json(200, REPORT | {"prompt_tokens": tokens, "cached": {"pool": tokens // page * page}})
 
     worker.info |= {"tokenizer": "t", "chat_template": "c"}
     worker.script("/pd/prefill", *[prefilled] * 20)
@@ -117,6 +120,41 @@ def test_a_hand_off_that_fails_is_found_though_every_worker_is_ready(tmp_path: P
             assert {one["check"] for one in failed} == {"live probe"}
             assert all("stage=status-500" in one["says"] for one in failed)
             assert status == 2
+
+    try:
+        run(main(), timeout_s=140)
+    finally:
+        node.stop()
+
+
+def test_each_model_that_generates_is_probed_with_pages_of_its_own_size(tmp_path: Path) -> None:
+    """A router of several models knows none that a prompt without a model's name could mean."""
+    node = RealNode(tmp_path, capacity="16MiB").start()
+    sizes = {"a": 16, "b": 32}
+    prefills, decodes = (
+        [MockWorker(role, model, namespace=model, page_size=size) for model, size in sizes.items()]
+        for role in ("prefill", "decode")
+    )
+    vectors = MockWorker("agg", "vectors", namespace="vectors", tasks=["embed"])
+
+    async def main() -> None:
+        async with mock.workers(*prefills, *decodes, vectors):
+            config = RouterConfig(
+                prefill=tuple(worker.url for worker in prefills),
+                decode=tuple(worker.url for worker in decodes),
+                agg=(vectors.url,),
+                deadlines=FAST,
+            )
+            async with routed(config) as harness:
+                for worker in (*prefills, *decodes, vectors):
+                    serves(worker, node)
+                _, said = await doctor("--json", "--router", harness.url)
+        probed = [one for one in json.loads(said)["findings"] if one["check"] == "live probe"]
+        assert [one["level"] for one in probed] == ["ok"] * 4, said
+        assert [one["says"][:9] for one in probed] == ["a: turn 1", "a: turn 2", "b: turn 1", "b: turn 2"]
+        sent = [[len(request.json()["input_ids"]) for request in one.got("/generate")] for one in decodes]
+        assert sent == [[4 * 16 + 7, 5 * 16 + 14], [4 * 32 + 7, 5 * 32 + 14]]
+        assert vectors.got("/generate") == []
 
     try:
         run(main(), timeout_s=140)

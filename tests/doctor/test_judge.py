@@ -49,7 +49,7 @@ TURNS = (
     Turn(prompt_tokens=263, prefill={"computed": 263}, decode={"pool": 256, "computed": 7}, plan="p"),
     Turn(prompt_tokens=334, prefill={"device": 256, "pool": 64, "computed": 14}, decode={"pool": 320}),
 )
-PROBE = Probe(page_size=64, turns=TURNS)
+PROBE = Probe(model="m", page_size=64, turns=TURNS)
 
 
 def troubles(findings: Any) -> list[tuple[str, str]]:
