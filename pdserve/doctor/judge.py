@@ -181,13 +181,15 @@ def _alike(model: str, there: Sequence[Worker]) -> Iterator[Finding]:
         values: dict[str, list[str]] = {}
         for worker in there:
             own = getattr(worker, field, None) if field != "model" else None
-            value = str(worker.geometry.get(field, "") if own is None else own)
-            if value:
-                values.setdefault(value, []).append(worker.url)
+            values.setdefault(str(own or worker.geometry.get(field, "")), []).append(worker.url)
+        silent = values.pop("", [])
         if len(values) > 1:
             told = "; ".join(f"{value[:16]} at {', '.join(urls)}" for value, urls in values.items())
             yield _finding(check, "fail", f"workers of {model} differ: {told}", change)
-        elif values:
+        if silent and len(there) > 1:
+            says = f"workers of {model} that do not tell theirs: {', '.join(silent)}"
+            yield _finding(check, "warn", says, "upgrade them: whether theirs is the others' is not known")
+        elif len(values) == 1:
             yield _finding(check, "ok", f"{next(iter(values))[:40]} at all {len(there)} workers of {model}")
     versions = {worker.versions for worker in there}
     if len(versions) > 1:

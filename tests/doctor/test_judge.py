@@ -189,6 +189,30 @@ def test_of_a_worker_that_tells_nothing_of_itself_nothing_is_made_up() -> None:
     assert troubles(judge.workers([PREFILL, replace(starts, draining=True)])) == [("warn", "worker")]
 
 
+@pytest.mark.parametrize(
+    ("change", "checks"),
+    [
+        ({"tokenizer": ""}, ["tokenizer"]),
+        ({"chat_template": ""}, ["chat template"]),
+        ({"namespace": ""}, ["namespace"]),
+        ({"page_size": 0, "prefetch_threshold": 0}, []),  # its geometry has it
+        ({"geometry": {}}, ["layout", "KV dtype", "model revision"]),
+    ],
+)
+def test_workers_that_do_not_say_what_must_be_alike_are_named(
+    change: dict[str, Any], checks: list[str]
+) -> None:
+    """As workers of an earlier version may not, while the others are upgraded."""
+    silent = replace(PREFILL, **change)
+    found = [*judge.workers([WORKER, silent])]
+    assert troubles(found) == [("warn", check) for check in checks]
+    assert all(silent.url in one.says and WORKER.url not in one.says for one in found if one.check in checks)
+
+
+def test_a_worker_that_has_nobody_to_be_alike_need_not_say_what_it_has() -> None:
+    assert troubles(judge.workers([replace(WORKER, tokenizer="", role="agg")])) == []
+
+
 def test_workers_of_different_models_may_differ() -> None:
     other = replace(WORKER, url="http://c", model="n", page_size=32, prefetch_threshold=32, tokenizer="u")
     assert troubles(judge.workers([WORKER, other])) == []
