@@ -9,13 +9,14 @@ import signal
 import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
 
 from pdserve.pages import page_hashes
 from tests.e2e.arena import flip, page_offset
-from tests.e2e.cluster import Router, Worker, eventually, http
+from tests.e2e.cluster import Router, Worker, eventually, free_port, http
 from tests.e2e.conftest import CHUNK_TOKENS, Cluster, Reference, ask_all
 from tests.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, token_ids
 
@@ -191,16 +192,27 @@ def test_turn_two_at_once_on_other_workers_finds_turn_one(cluster: Cluster) -> N
     assert pulled >= 0.99 * expected
 
 
-def test_the_router_waits_for_turn_one_when_it_sends_turn_two_elsewhere(cluster: Cluster) -> None:
-    """Through the router alone: the decode worker of turn one is drained by hand, the next turn comes at
-    once.
-    """
+def test_the_router_waits_for_turn_one_when_it_sends_turn_two_elsewhere(
+    cluster: Cluster, run_dir: Path
+) -> None:
+    """Through a router alone: the decode worker of turn one is drained, and the next turn comes at once."""
+    key, admin_port, session = "the-key-of-this-test", free_port(), {"x-session-id": "moving"}
+    extra = {"admin": {"port": admin_port, "key": key}, "deadlines": {"settle_s": 5.0}}
+    router = Router(run_dir, cluster.prefill, cluster.decode, name="router-moving", extra=extra)
     prompt = token_ids(6000, 400)
-    first = generate(cluster.router, prompt, 100, **{"x-session-id": "moving"})
-    output = [pair[1] for pair in first.json()["meta_info"]["output_token_logprobs"]]
-    conversation = [*prompt, *output]
-    second = generate(cluster.router, [*conversation, *token_ids(6001, 20)], 4, **{"x-session-id": "moving"})
-    assert second.headers["x-pdserve-decode"] == first.headers["x-pdserve-decode"]
+    try:
+        router.start()
+        first = generate(router, prompt, 100, **session)
+        home = first.headers["x-pdserve-decode"]
+        drain = f"http://127.0.0.1:{admin_port}/workers/{home}/drain"
+        assert http.post(drain, headers={"authorization": f"Bearer {key}"}).json()["draining"]
+        output = [pair[1] for pair in first.json()["meta_info"]["output_token_logprobs"]]
+        conversation = [*prompt, *output]
+        second = generate(router, [*conversation, *token_ids(6001, 20)], 4, **session)
+    finally:
+        router.stop()
+    assert second.headers["x-pdserve-decode"] != home
+    assert "settle=settled" in second.headers["x-pdserve-plan"].split(", ")
     meta = second.json()["meta_info"]
     assert meta["cached_tokens"] >= 0.99 * ((len(conversation) - 1) // PAGE * PAGE)
 

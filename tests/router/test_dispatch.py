@@ -525,6 +525,28 @@ def test_a_session_goes_back_to_its_worker_once_its_pages_are_settled() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("prefill", [0, 1])
+def test_a_session_leaves_a_drained_worker_once_its_pages_are_settled(prefill: int) -> None:
+    async def main() -> None:
+        async with disagg(prefill=prefill, decode=2) as (harness, _, decodes):
+            first = await harness.chat(headers=SESSION)
+            [home, other] = sorted(decodes, key=lambda worker: worker.id != first.headers["x-pdserve-decode"])
+            harness.router.fleet.drain(home.id, True)
+            gate = Gate()
+            home.script("/pd/settled", stream([b'{"known":true,"settled":true}'], gate, gate_after=0))
+            moved = asyncio.create_task(harness.chat(headers=SESSION))
+            await gate.reached.wait()
+            assert other.requests == []
+            gate.open.set()
+            second = await moved
+            assert second.headers["x-pdserve-decode"] == other.id
+            assert "settle=settled" in second.headers["x-pdserve-plan"]
+            [asked] = home.got("/pd/settled")
+            assert asked.json()["request_id"] == first.headers["x-request-id"]
+
+    run(main())
+
+
 def test_prefill_waits_for_the_previous_turn() -> None:
     async def main() -> None:
         async with disagg() as (harness, [prefill], [decode]):
