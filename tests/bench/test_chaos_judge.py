@@ -11,6 +11,7 @@ from pdserve.bench.chaos import pages as p
 from pdserve.bench.chaos.judge import Row, judge, starved_s
 from pdserve.bench.chaos.records import (
     Abandoned,
+    Acted,
     Asked,
     Disturbed,
     Dropped,
@@ -64,6 +65,7 @@ GOOD: list[Record] = [
     UPGRADE,
     Filled(6.0, 8.0, "node0", 16, 1.0, 100, 0),
     Intruded(6.0, "node0", 40, [], 3),
+    Acted(6.0, "pause", "node1", "done"),
     Ended("node0", True),
 ]
 RESTART = [KILL, Restarted(6.0, "node0", 0.5, 100, 0.8)]
@@ -98,7 +100,7 @@ def test_nothing_done_is_not_a_pass() -> None:
 
 def test_work_without_faults_is_evidence_for_reads_alone() -> None:
     found = rows([PUT, GET, asked("confirmed", 30.0, [PAGE], [True]), Ended("node0", True)])
-    assert {name for name, row in found.items() if row.verdict != "not exercised"} == {"R3", "R4", ""}
+    assert {name for name, row in found.items() if row.verdict != "not exercised"} == {"R3", "R4", "/2"}
 
 
 @pytest.mark.parametrize(
@@ -116,6 +118,8 @@ def test_work_without_faults_is_evidence_for_reads_alone() -> None:
         ("R14", Abandoned(7.0, 0, 0, 0.0)),
         ("-/2", Filled(6.0, 8.0, "node0", 0, None, 100, 0)),
         ("-/3", Intruded(6.0, "node0", 0, [], 0)),
+        ("", Acted(6.0, "flip", "node0", "left out", "no page")),
+        ("R12", Acted(6.0, "flip", "node0", "left out", "no page")),
     ],
 )
 def test_a_fault_that_showed_nothing_is_no_evidence(row: str, idle: Record) -> None:
@@ -146,20 +150,34 @@ def test_a_fault_that_showed_nothing_is_no_evidence(row: str, idle: Record) -> N
         ("R10", Noticed(6.0, "node0", 2.1)),
         ("R10/2", KeptHot(6.0, 8.0, "node0", 12, 1)),
         ("R11", Moved(60.0, 61.0, "node3", 3, 350, 1000)),
+        ("R11", Moved(60.0, 91.0, "node3", 3, error="it did not join")),
         ("R12", Asked("get", "client-shm.0", 20.0, 23.1, 2.0, [], [])),
         ("R12", Ended("client-shm", False)),
         ("R14", Abandoned(7.0, 4096, 4096, 30.0)),
         ("-/2", Filled(6.0, 8.0, "node0", 16, None, 100, 0)),
         ("-/2", Filled(6.0, 8.0, "node0", 16, 1.0, 100, 1)),
         ("-/3", Intruded(6.0, "node0", 39, ["Get with no token"], 3)),
-        ("", Ended("node0", False)),
-        ("", Ended("node0", True, "Traceback ... ValueError")),
+        ("", Acted(6.0, "kill", "node0", "failed", "it did not start")),
+        ("/2", Ended("node0", False)),
+        ("/2", Ended("node0", True, "Traceback ... ValueError")),
     ],
 )
 def test_each_figure_can_be_missed(number: str, bad: Record) -> None:
     good = [*GOOD, *RESTART[1:]]
     assert verdict(number, *good) == "pass"
     assert verdict(number, *good, bad) == "MISS"
+
+
+def test_an_upgrade_that_fails_is_missed_though_nothing_was_read_meanwhile() -> None:
+    refused = Upgraded(24.0, 26.0, "node0", 0, 0, "it refused")
+    row = rows([refused])["R9"]
+    assert (row.verdict, row.figure) == ("MISS", "0 of 0; 0 of 0; 1 upgrades, 1 failed; it refused")
+
+
+def test_faults_that_failed_are_named() -> None:
+    became = [("done", ""), ("failed", "it did not start"), ("left out", "no time was left")]
+    row = rows([Acted(6.0, "kill", "node0", *one) for one in became])[""]
+    assert row.figure == "1 of 2, 1 more left out; kill node0: it did not start"
 
 
 def test_damage_that_was_done_on_purpose_is_no_torn_page() -> None:

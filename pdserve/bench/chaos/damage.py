@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 
 from pdserve.bench.chaos import pages as p
+from pdserve.bench.chaos.acting import LeftOut
 from pdserve.bench.chaos.asking import Direct, ask, pages_on
 from pdserve.bench.chaos.dice import Dice
 from pdserve.bench.chaos.field import Field
@@ -51,6 +52,7 @@ def flip(field: Field, fault: Fault) -> None:
                     _read_flipped(field, node, page)
                     return
             time.sleep(POLL_S)  # early in a run there may be none
+    raise LeftOut(f"{node.name} has no page that may be damaged")
 
 
 def _damaged_of(field: Field, node: NodeProcess, dice: Dice) -> Iterator[int]:

@@ -1,7 +1,7 @@
 """Doing to the pool what the plan says, and writing down what came of it.
 
-Each function performs one fault, from its beginning to its repair, in a thread of its own. A fault that finds
-its node gone through another fault does nothing. Faults of memory and disks are in damage.py, those that
+Each function performs one fault, from its beginning to its repair, in a thread of its own, and raises LeftOut
+where it can do nothing. Faults of memory and disks are in damage.py, those that
 tenants make in tenants.py.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Set
 from contextlib import suppress
 from typing import Final
 
+from pdserve.bench.chaos.acting import LeftOut, recorded
 from pdserve.bench.chaos.asking import PREFLIGHT_S, ask, pages_on
 from pdserve.bench.chaos.damage import fill_disk, flip, reboot
 from pdserve.bench.chaos.dice import Dice
@@ -46,11 +47,9 @@ POLL_S: Final = 0.05
 
 
 def perform(field: Field, fault: Fault) -> None:
-    """Do it, and repair it."""
-    try:
+    """Do it, repair it, and note what became of it."""
+    with recorded(field, fault):
         ACTS[fault.kind](field, fault)
-    except (PoolError, BenchError, OSError) as error:
-        logger.info("fault %s of node%d: %s", fault.kind, fault.node, error)
 
 
 def kill(field: Field, fault: Fault) -> None:
@@ -84,13 +83,24 @@ def lose(field: Field, fault: Fault) -> None:
 
 
 def upgrade(field: Field, fault: Fault) -> None:
-    """One node after the other, each when the pool is whole again."""
+    """One node after the other, each when the pool is whole again; as an operator's, it ends at an error."""
     for index in range(len(field.nodes)):
         if field.stop.is_set():
             return
-        node = field.nodes[(fault.node + index) % len(field.nodes)]
-        damaged = {key_of(field.seed, number(DAMAGED, 0, which)) for which in range(field.shared)}
-        had = pages_on(node)
+        upgraded = _upgraded(field, field.nodes[(fault.node + index) % len(field.nodes)])
+        field.note(upgraded)
+        if upgraded.error:
+            raise BenchError(upgraded.error)
+
+
+def _upgraded(field: Field, node: NodeProcess) -> Upgraded:
+    """Upgrade one node; how that went."""
+    damaged = {key_of(field.seed, number(DAMAGED, 0, which)) for which in range(field.shared)}
+    had: Set[bytes] = set()
+    lost: Set[bytes] = set()
+    start_s, end_s, error = time.monotonic(), 0.0, ""
+    try:
+        had = pages_on(node).keys()
         before, pid = node.status(), node.pid
         start_s = time.monotonic()
         ask(node, Upgrade, m.Done, PREFLIGHT_S)
@@ -99,8 +109,10 @@ def upgrade(field: Field, fault: Fault) -> None:
         end_s = time.monotonic()
         if not error and node.pid != pid:
             error = f"{node.name} is another process"
-        lost = _nowhere(field, node, had.keys() - damaged)
-        field.note(Upgraded(start_s, end_s, node.name, len(had), len(lost), error))
+        lost = _nowhere(field, node, had - damaged)
+    except (PoolError, BenchError) as failed:
+        error = error or str(failed)
+    return Upgraded(start_s, end_s or time.monotonic(), node.name, len(had), len(lost), error)
 
 
 def _nowhere(field: Field, node: NodeProcess, had: Set[bytes]) -> Set[bytes]:
@@ -128,22 +140,21 @@ def _until_upgraded(node: NodeProcess, incarnation: int) -> str:
 
 def visit(field: Field, fault: Fault) -> None:
     """A fourth node, known to clients only by what the others tell."""
-    node = field.visitor(f"visitor-{fault.draw:08x}")
-    count, in_order = len(field.nodes), False
     try:
-        start_s = time.monotonic()
-        had = set().union(*map(pages_on, field.nodes))
-        node.start()
-        await_settled([*field.nodes, node])
-        moved, left = had & pages_on(node).keys(), had & set().union(*map(pages_on, field.nodes))
-        field.note(Moved(start_s, time.monotonic(), node.name, count, len(moved), len(moved | left)))
+        had = _pages_anywhere(field)
+    except PoolError as error:  # another fault has one of them: nobody can tell what moves
+        raise LeftOut(str(error)) from error
+    node = field.visitor(f"visitor-{fault.draw:08x}")
+    in_order = False
+    try:
+        _join(field, node, had)
         field.stop.wait(fault.for_s)
         start_s = time.monotonic()
         ask(node, Drain, m.Done)
         gone_s = until_all(field.nodes, lambda report: status_of(report, node.name) == LEFT)
         in_order = gone_s < GONE_TIMEOUT_S
         field.settle()
-        field.note(Moved(start_s, time.monotonic(), node.name, count))
+        field.note(Moved(start_s, time.monotonic(), node.name, len(field.nodes)))
         if not in_order or not node.stop():
             field.note(Ended(node.name, False, f"it did not leave within {gone_s:.0f} s, or not cleanly"))
     finally:
@@ -152,6 +163,24 @@ def visit(field: Field, fault: Fault) -> None:
         node.close()
         if not in_order:  # we took it away before it had given its pages to the others
             field.note(Lost(time.monotonic()))
+
+
+def _join(field: Field, node: NodeProcess, had: Set[bytes]) -> None:
+    """Start it, and note which of these pages came to it. Raises BenchError, PoolError: it did not join."""
+    start_s, count = time.monotonic(), len(field.nodes)
+    try:
+        node.start()
+        await_settled([*field.nodes, node])
+        moved, left = had & pages_on(node).keys(), had & _pages_anywhere(field)
+    except (BenchError, PoolError) as error:
+        field.note(Moved(start_s, time.monotonic(), node.name, count, error=str(error)))
+        raise
+    field.note(Moved(start_s, time.monotonic(), node.name, count, len(moved), len(moved | left)))
+
+
+def _pages_anywhere(field: Field) -> set[bytes]:
+    """Raises PoolError."""
+    return set().union(*map(pages_on, field.nodes))
 
 
 def pause(field: Field, fault: Fault) -> None:
@@ -193,11 +222,12 @@ def kill_client(field: Field, fault: Fault) -> None:
 
 
 def abandon(field: Field, fault: Fault) -> None:
-    abandon_on(field, fault.node, Dice(fault.draw).choice(("shm", "ucx")))
+    if not abandon_on(field, fault.node, Dice(fault.draw).choice(("shm", "ucx"))):
+        raise LeftOut("its client could reserve nothing")  # the node was away
 
 
-def abandon_on(field: Field, index: int, data_path: str) -> None:
-    """Let a client of the node reserve pages, kill it, and watch what becomes of them."""
+def abandon_on(field: Field, index: int, data_path: str) -> bool:
+    """Let a client of the node reserve pages, kill it, and watch what becomes of them; whether it got any."""
     node = field.nodes[index]
     arguments = [field.ways[index].address, data_path, str(ABANDONED_PAGES)]
     command = [sys.executable, "-m", "pdserve.bench.chaos.abandon", *arguments]
@@ -206,12 +236,13 @@ def abandon_on(field: Field, index: int, data_path: str) -> None:
     try:
         assert client.stdout is not None
         if client.stdout.readline() != b"ready\n":
-            return  # the node was away
+            return False
         held_bytes = node.status().reserved_bytes
     finally:
         client.kill()
         client.communicate()
     field.note(until_free(node, held_bytes))
+    return True
 
 
 def until_free(node: NodeProcess, held_bytes: int) -> Abandoned:

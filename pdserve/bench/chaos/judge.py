@@ -22,6 +22,7 @@ from pdserve.bench.chaos import pages as p
 from pdserve.bench.chaos.kept import Calm, Count, Spells, of, others_under_upgrade, read_after_ack, upgrades
 from pdserve.bench.chaos.records import (
     Abandoned,
+    Acted,
     Asked,
     Disturbed,
     Dropped,
@@ -90,6 +91,7 @@ def judge(records: Sequence[Record], owner: Callable[[int], str], restart_wait_s
         _full_disks(of(records, Filled)),
         _intruders(of(records, Intruded)),
         _found_again(ran, calm),
+        _failed(of(records, Acted)),
         _ended(of(records, Ended)),
     ]
 
@@ -189,12 +191,13 @@ def _hit_again(restarts: Sequence[Restarted]) -> Row:
 def _upgraded(records: Sequence[Record], reads: Count, others: Count) -> Row:
     what, goal = "rolling upgrade: failed requests; lost pages", "0; 0"
     done = of(records, Upgraded)
-    if not done or not reads.all:
+    errors = [one.error for one in done if one.error]
+    if not errors and not (done and reads.all):
         return _not("R9", what, goal, f"{len(done)} nodes upgraded, {reads.all} pages read meanwhile")
     failed, asked = reads.all - reads.good + others.all - others.good, reads.all + others.all
     lost, pages = sum(one.lost for one in done), sum(one.pages for one in done)
-    errors = [one.error for one in done if one.error]
     figure = f"{failed} of {asked:,}; {lost} of {pages:,}; {len(done)} upgrades"
+    figure += f", {len(errors)} failed" if errors else ""
     return _row("R9", what, goal, "; ".join([figure, *errors[:1]]), not (failed or lost or errors))
 
 
@@ -253,6 +256,10 @@ def _hot(records: Sequence[Record]) -> Row:
 def _moved(moves: Sequence[Moved]) -> Row:
     what, goal = "pages moved when one joins N", f"≤ {MOVED_SHARE}/(N+1)"
     joins = [move for move in moves if move.all_pages]
+    errors = [move.error for move in moves if move.error]
+    if errors:
+        figure = f"{len(errors)} of {len(joins) + len(errors)} joins failed; {errors[0]}"
+        return _row("R11", what, goal, figure, False)
     if not joins:
         return _not("R11", what, goal, "none joined")
     fair = sum(move.all_pages / (move.nodes + 1) for move in joins)
@@ -272,7 +279,7 @@ def _missed_while_moving(reads: Count) -> Row:
 
 def _late(asked: Sequence[Asked], records: Sequence[Record], restart_wait_s: float) -> Row:
     what = "requests later than their deadline + 1 s"
-    if not asked or not any(not isinstance(one, Asked | Ended | Starved) for one in records):
+    if not asked or not any(not isinstance(one, Acted | Asked | Ended | Starved) for one in records):
         return _not("R12", what, "0", f"{len(asked):,} requests, no fault")
     upgrading = upgrades(records)
     over_s = [
@@ -342,6 +349,18 @@ def _found_again(asked: Sequence[Asked], calm: Calm) -> Row:
     if not judged:
         return _not("-", what, goal, "nothing was disturbed")
     return _row("-", what, goal, f"at most {slowest_s:.1f} s, {judged} times", slowest_s <= FOUND_WITHIN_S)
+
+
+def _failed(acted: Sequence[Acted]) -> Row:
+    """A fault that was left out is none that failed: it was not possible then."""
+    what = "faults that failed"
+    tried = sum(one.became != "left out" for one in acted)
+    failed = [one for one in acted if one.became == "failed"]
+    left_out = f"{len(acted) - tried} more left out"
+    if not tried:
+        return _not("", what, "0", f"none was tried, {left_out}")
+    named = [f"{one.kind} {one.node}: {one.why}" for one in failed[:3]]
+    return _row("", what, "0", "; ".join([f"{len(failed)} of {tried}, {left_out}", *named]), not failed)
 
 
 def _ended(ended: Sequence[Ended]) -> Row:

@@ -9,6 +9,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+Became: TypeAlias = Literal["done", "left out", "failed"]
+
 
 class Asked(msgspec.Struct, frozen=True, tag="asked", omit_defaults=True):
     """One operation of a client.
@@ -30,6 +32,16 @@ class Asked(msgspec.Struct, frozen=True, tag="asked", omit_defaults=True):
     wrong: list[int] = []
     corrupt: int = 0
     up: bool = True
+
+
+class Acted(msgspec.Struct, frozen=True, tag="acted"):
+    """What became of a fault. "left out": it was not possible then; `why`, also of one that failed."""
+
+    at_s: float
+    kind: str
+    node: str
+    became: Became
+    why: str = ""
 
 
 class Disturbed(msgspec.Struct, frozen=True, tag="disturbed"):
@@ -95,7 +107,7 @@ class Abandoned(msgspec.Struct, frozen=True, tag="abandoned"):
 class Moved(msgspec.Struct, frozen=True, tag="moved"):
     """A node joined or left: from start to end pages moved. Of the `all_pages` that were there before and are
     still there, in memory or below, `moved_pages` came to the one that joined `nodes` others; a node that
-    left has 0 of 0.
+    left has 0 of 0, one that could not join too. `error`: why it could not.
     """
 
     start_s: float
@@ -104,6 +116,7 @@ class Moved(msgspec.Struct, frozen=True, tag="moved"):
     nodes: int
     moved_pages: int = 0
     all_pages: int = 0
+    error: str = ""
 
 
 class Noticed(msgspec.Struct, frozen=True, tag="noticed"):
@@ -148,8 +161,8 @@ class Restarted(msgspec.Struct, frozen=True, tag="restarted"):
 
 
 class Upgraded(msgspec.Struct, frozen=True, tag="upgraded"):
-    """A node was told to upgrade at `start_s`; at `end_s` the pool was whole again. `error`: why it was not
-    the same process on the same pages. `lost` of `pages` that it listed before are on no node any more.
+    """A node was told to upgrade at `start_s`; at `end_s` the pool was whole again. `error`: why it
+    failed, or was another process afterwards. `lost` of `pages` that it had before are on no node any more.
     """
 
     start_s: float
@@ -195,6 +208,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 Record: TypeAlias = (
     Asked
+    | Acted
     | Disturbed
     | Stopped
     | Starved

@@ -13,9 +13,9 @@ from pdserve.bench.chaos.run import Outcome
 
 def table(outcome: Outcome) -> Table:
     plan = outcome.replay.plan
-    title = (
-        f"Chaos: seed {plan.seed}, {plan.minutes:g} minutes, {plan.nodes} nodes, {len(plan.faults)} faults"
-    )
+    done, planned = outcome.carried_out, outcome.faults
+    faults = f"{done} faults" if done == planned else f"{done} of {planned} faults"
+    title = f"Chaos: seed {plan.seed}, {plan.minutes:g} minutes, {plan.nodes} nodes, {faults}"
     drawn = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     if outcome.starved_s:
         drawn.caption = f"Not judged: {outcome.starved_s:.0f} s in which a node waited for a processor."

@@ -11,11 +11,13 @@ from typing import Final
 
 import msgspec
 
+from pdserve.bench.chaos.acting import LeftOut, recorded
 from pdserve.bench.chaos.faults import abandon_on, perform, until_free
 from pdserve.bench.chaos.field import RESTART_WAIT_S, TIMEOUTS, Field, Settings, save, set_up
 from pdserve.bench.chaos.judge import Row, judge, starved_s
+from pdserve.bench.chaos.kept import of
 from pdserve.bench.chaos.plan import CALM_S, DISTURBING, Fault, Plan
-from pdserve.bench.chaos.records import Ended, Record, read_lines
+from pdserve.bench.chaos.records import Acted, Ended, Record, read_lines
 from pdserve.bench.chaos.starving import watching
 from pdserve.bench.cluster import NodeProcess
 from pdserve.bench.stores import BenchError
@@ -35,11 +37,15 @@ class Replay(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What a run showed. `starved_s`: for so long some node got no processor, and nothing was judged."""
+    """What a run showed. `starved_s`: for so long some node got no processor, and nothing was judged. Of the
+    `faults` that were planned, the quota at the end among them, `carried_out` were done from end to end.
+    """
 
     replay: Replay
     rows: list[Row]
-    starved_s: float = 0.0
+    starved_s: float
+    faults: int
+    carried_out: int
 
     @property
     def passed(self) -> bool:
@@ -67,7 +73,9 @@ def run(replay: Replay, directory: Path, say: Callable[[str], None]) -> Outcome:
                 field.stop.set()
         _end(field)
         records = _records(field)
-        outcome = Outcome(replay, judge(records, field.owner, RESTART_WAIT_S), starved_s(records))
+        rows, acted = judge(records, field.owner, RESTART_WAIT_S), of(records, Acted)
+        done = sum(one.became == "done" for one in acted)
+        outcome = Outcome(replay, rows, starved_s(records), len(acted), done)
     save(directory / "figures.json", outcome)
     return outcome
 
@@ -91,6 +99,8 @@ def _faults_in_time(field: Field, plan: Plan, say: Callable[[str], None]) -> Non
         at_s = fault.at_s + late_s
         if at_s + fault.for_s > plan.minutes * 60:
             say(f"   left out  {fault.kind} node{fault.node}: no time is left")
+            with recorded(field, fault):
+                raise LeftOut("no time was left")
             continue
         field.stop.wait(max(0.0, began + at_s - time.monotonic()))
         say(f"{at_s:7.1f} s  {_words(fault)}")

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 
 from pdserve.bench.chaos import pages as p
+from pdserve.bench.chaos.acting import LeftOut
 from pdserve.bench.chaos.asking import Direct, ask
 from pdserve.bench.chaos.dice import Dice
 from pdserve.bench.chaos.field import Field
@@ -49,7 +50,7 @@ def drop(field: Field, fault: Fault) -> None:
     client = PoolClient(field.direct(), name, GEOMETRY, name="chaos-drop")
     try:
         if not all(client.put(keys, [(page,) for page in whole])):
-            return
+            raise LeftOut("not all pages could be stored")
         ask(field.nodes[fault.node], lambda request_id: m.DropNamespace(request_id, name), m.Done)
         at_s = time.monotonic()
         reads = hits = 0

@@ -1,0 +1,127 @@
+"""What faults of a chaos run note, on nodes made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pdserve.bench.chaos import faults
+from pdserve.bench.chaos.field import Field, Settings
+from pdserve.bench.chaos.plan import Fault, Kind, Plan
+from pdserve.bench.chaos.records import Acted, Lost, Moved, Record, Upgraded, read_lines
+from pdserve.bench.chaos.report import table
+from pdserve.bench.chaos.run import Outcome, Replay
+from pdserve.bench.stores import BenchError
+from pdserve.errors import PoolRefused, PoolUnavailable
+
+
+def raises(error: Exception) -> Callable[..., Any]:
+    def act(*_: object) -> None:
+        raise error
+
+    return act
+
+
+def node(name: str) -> Any:
+    return SimpleNamespace(
+        name=name, address=f"unix:/{name}", pid=1, died="", status=lambda: SimpleNamespace(incarnation=1)
+    )
+
+
+@pytest.fixture
+def field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Field:
+    """Three nodes with a page each, which are always one pool."""
+    nodes = [node(f"node{index}") for index in range(3)]
+    made = Field(1, Settings(), nodes, [], [], tmp_path / "faults.jsonl", lambda name: node(name), [])
+    monkeypatch.setattr(faults, "pages_on", lambda one: {one.name.encode(): 4096})
+    monkeypatch.setattr(made, "settle", lambda: None)
+    return made
+
+
+def noted(field: Field, kind: Kind) -> list[Record]:
+    """The records of one such fault of node0."""
+    faults.perform(field, Fault(0.0, kind, 0, 0.0, 1))
+    return read_lines(field.output.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "became"),
+    [
+        ("kill", BenchError("it did not start"), "failed"),
+        ("kill", PoolUnavailable("gone"), "failed"),  # nobody else has taken its node
+        ("flip", PoolUnavailable("gone"), "left out"),
+        ("flip", PoolRefused("bad token"), "failed"),
+        ("flip", OSError("no space"), "failed"),
+    ],
+)
+def test_a_fault_that_does_not_happen_is_noted_with_its_error(
+    field: Field, monkeypatch: pytest.MonkeyPatch, kind: Kind, error: Exception, became: str
+) -> None:
+    monkeypatch.setitem(faults.ACTS, kind, raises(error))
+    (record,) = noted(field, kind)
+    assert isinstance(record, Acted)
+    assert (record.kind, record.node, record.became, record.why) == (kind, "node0", became, str(error))
+
+
+def test_a_fault_that_is_done_is_noted_even_so(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(faults.ACTS, "kill", lambda *_: None)
+    (record,) = noted(field, "kill")
+    assert isinstance(record, Acted)
+    assert (record.became, record.why) == ("done", "")
+
+
+def test_an_upgrade_that_a_node_refuses_is_noted_and_ends_the_round(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "ask", raises(PoolRefused("the new version does not load")))
+    upgraded, acted = noted(field, "upgrade")
+    assert isinstance(upgraded, Upgraded)
+    assert (upgraded.node, upgraded.error) == ("node0", "the new version does not load")
+    assert isinstance(acted, Acted)
+    assert acted.became == "failed"
+
+
+def test_an_upgrade_after_which_the_nodes_are_not_one_pool_is_noted(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "ask", lambda *_: None)
+    monkeypatch.setattr(faults, "_until_upgraded", lambda *_: "")
+    monkeypatch.setattr(field, "settle", raises(BenchError("not one pool")))
+    errors = [one.error for one in noted(field, "upgrade") if isinstance(one, Upgraded)]
+    assert errors == ["not one pool"]
+
+
+def visitor(field: Field, start: Callable[..., Any]) -> None:
+    made = node("visitor")
+    made.start, made.close = start, lambda: None
+    field.visitor = lambda name: made
+
+
+def test_a_visitor_that_does_not_join_is_noted(field: Field) -> None:
+    visitor(field, raises(BenchError("it did not start")))
+    moved, lost, acted = noted(field, "visit")
+    assert isinstance(moved, Moved)
+    assert moved.error == "it did not start"
+    assert isinstance(lost, Lost)
+    assert isinstance(acted, Acted)
+    assert acted.became == "failed"
+
+
+def test_a_visit_is_left_out_while_another_fault_has_a_node_and_excuses_nothing(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visitor(field, lambda: pytest.fail("it was started"))
+    monkeypatch.setattr(faults, "pages_on", raises(PoolUnavailable("node1 went away")))
+    (acted,) = noted(field, "visit")
+    assert isinstance(acted, Acted)
+    assert (acted.became, acted.why) == ("left out", "node1 went away")
+
+
+def test_the_title_counts_what_was_carried_out() -> None:
+    replay = Replay(Plan(7, 2.0, 3, []), Settings())
+    assert table(Outcome(replay, [], 0.0, 5, 5)).title == "Chaos: seed 7, 2 minutes, 3 nodes, 5 faults"
+    assert str(table(Outcome(replay, [], 0.0, 5, 3)).title).endswith("3 of 5 faults")
