@@ -17,6 +17,7 @@ from pdserve.bench.chaos.report import table
 from pdserve.bench.chaos.run import Outcome, Replay
 from pdserve.bench.stores import BenchError
 from pdserve.errors import PoolRefused, PoolUnavailable
+from pdserve.kvpool.handover import STAND_IN
 
 
 def raises(error: Exception) -> Callable[..., Any]:
@@ -93,6 +94,20 @@ def test_an_upgrade_after_which_the_nodes_are_not_one_pool_is_noted(
     monkeypatch.setattr(field, "settle", raises(BenchError("not one pool")))
     errors = [one.error for one in noted(field, "upgrade") if isinstance(one, Upgraded)]
     assert errors == ["not one pool"]
+
+
+def test_an_upgrade_lasts_until_the_node_itself_serves_and_not_its_stand_in(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = [(1, {}), (2, {STAND_IN: 1}), (3, {}), (3, {})]
+    reports = [SimpleNamespace(incarnation=number, counters=counters) for number, counters in served]
+    monkeypatch.setattr(field.nodes[0], "status", lambda: reports.pop(0))
+    monkeypatch.setattr(field, "nodes", field.nodes[:1])
+    monkeypatch.setattr(faults, "ask", lambda *_: None)
+    upgraded, _ = noted(field, "upgrade")
+    assert isinstance(upgraded, Upgraded)
+    assert upgraded.error == ""
+    assert [report.incarnation for report in reports] == [3]
 
 
 def visitor(field: Field, start: Callable[..., Any]) -> None:

@@ -37,6 +37,7 @@ from pdserve.bench.stores import BenchError
 from pdserve.errors import PoolError
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.cluster_messages import ACTIVE, LEFT, Drain, Upgrade
+from pdserve.kvpool.handover import STAND_IN
 
 logger = logging.getLogger(__name__)
 
@@ -128,11 +129,12 @@ def _nowhere(field: Field, node: NodeProcess, had: Set[bytes]) -> Set[bytes]:
 
 
 def _until_upgraded(node: NodeProcess, incarnation: int) -> str:
-    """Nothing, or what went wrong."""
+    """Until it serves again itself, not its stand-in; nothing, or what went wrong."""
     deadline = time.monotonic() + GONE_TIMEOUT_S
     while time.monotonic() < deadline:
         with suppress(PoolError):  # it is away for a moment
-            if node.status().incarnation != incarnation:
+            report = node.status()
+            if report.incarnation != incarnation and STAND_IN not in report.counters:
                 return ""
         time.sleep(POLL_S)
     return f"{node.name} did not come back within {GONE_TIMEOUT_S:.0f} s"
