@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from pdserve.bench.chaos import faults
+from pdserve.bench.chaos import faults, timing
 from pdserve.bench.chaos.field import Field, Settings
+from pdserve.bench.chaos.pages import SHAPES
 from pdserve.bench.chaos.plan import Fault, Kind, Plan
-from pdserve.bench.chaos.records import Acted, Lost, Moved, Record, Upgraded, read_lines
+from pdserve.bench.chaos.records import Acted, Lost, Moved, Record, Restarted, Upgraded, read_lines
 from pdserve.bench.chaos.report import table
 from pdserve.bench.chaos.run import Outcome, Replay
 from pdserve.bench.stores import BenchError
@@ -108,6 +110,20 @@ def test_an_upgrade_lasts_until_the_node_itself_serves_and_not_its_stand_in(
     assert isinstance(upgraded, Upgraded)
     assert upgraded.error == ""
     assert [report.incarnation for report in reports] == [3]
+
+
+def test_a_restart_notes_how_many_pages_were_asked_for_in_vain(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = node("node0")
+    started.spawn, started.await_ready = lambda: None, time.monotonic
+    started.status = lambda: SimpleNamespace(pages=2)
+    monkeypatch.setattr(timing, "HIT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(timing, "Direct", raises(PoolUnavailable("gone")))
+    timing.start_again(field, started, {b"small": sum(SHAPES[0]), b"large": sum(SHAPES[1])})
+    (restarted,) = read_lines(field.output.read_bytes())
+    assert isinstance(restarted, Restarted)
+    assert (restarted.hit_s, restarted.asked) == (None, 1)
 
 
 def visitor(field: Field, start: Callable[..., Any]) -> None:

@@ -68,7 +68,7 @@ GOOD: list[Record] = [
     Acted(6.0, "pause", "node1", "done"),
     Ended("node0", True),
 ]
-RESTART = [KILL, Restarted(6.0, "node0", 0.5, 100, 0.8)]
+RESTART = [KILL, Restarted(6.0, "node0", 0.5, 100, 0.8, 16)]
 
 
 def rows(records: list[Record], owner: str = "node0") -> dict[str, Row]:
@@ -87,7 +87,7 @@ def verdict(number: str, *records: Record, owner: str = "node0") -> str:
 
 def test_a_good_run_passes() -> None:
     more = [Moved(34.0, 36.0, "node3", 3), asked("get", 35.0, [PAGE], [True])]
-    again = [Disturbed(40.0, 41.0, "kill", "node0"), Restarted(41.0, "node0", 0.5, 100, 0.8)]
+    again = [Disturbed(40.0, 41.0, "kill", "node0"), Restarted(41.0, "node0", 0.5, 100, 0.8, 16)]
     dead = [asked("get", 50.0, [PAGE], [True]), Disturbed(55.0, 56.0, "reboot", "node0")]
     found = rows([*GOOD, *more, *again, *dead, asked("get", 60.0, [PAGE], [True])])
     assert {name for name, row in found.items() if row.verdict != "pass"} == {"R7", "R13"}
@@ -140,7 +140,8 @@ def test_a_fault_that_showed_nothing_is_no_evidence(row: str, idle: Record) -> N
         ("R5", Dropped(6.0, 100, 1)),
         ("R6", Overshot(6.0, 4096, 10)),
         ("R6", Overshot(6.0, 4096, 10, 4096)),
-        ("R8/2", Restarted(6.0, "node0", 0.5, 100, 1.1)),
+        ("R8/2", Restarted(6.0, "node0", 0.5, 100, 1.1, 16)),
+        ("R8/2", Restarted(6.0, "node0", 0.5, 100, None, 1)),
         ("R9", asked("get", 25.0, [PAGE], [False])),
         ("R9", asked("get", 25.0, [PAGE], [False], up=False)),
         ("R9", asked("put", 25.0, [PAGE], [False])),
@@ -172,6 +173,12 @@ def test_an_upgrade_that_fails_is_missed_though_nothing_was_read_meanwhile() -> 
     refused = Upgraded(24.0, 26.0, "node0", 0, 0, "it refused")
     row = rows([refused])["R9"]
     assert (row.verdict, row.figure) == ("MISS", "0 of 0; 0 of 0; 1 upgrades, 1 failed; it refused")
+
+
+def test_restarts_without_a_hit_are_counted_though_others_had_one() -> None:
+    silent = Restarted(6.0, "node0", 0.5, 3251, None, 16)
+    row = rows([*RESTART, silent, silent])["R8/2"]
+    assert (row.verdict, row.figure) == ("MISS", "2 without a hit; 3 restarts, 3,251 pages")
 
 
 def test_faults_that_failed_are_named() -> None:

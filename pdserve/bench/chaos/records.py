@@ -149,8 +149,8 @@ class Overshot(msgspec.Struct, frozen=True, tag="overshot"):
 
 
 class Restarted(msgspec.Struct, frozen=True, tag="restarted"):
-    """A node was started again; it answered `after_s` later, with so many pages, and gave a page that it had
-    before `hit_s` after its start (none: it had none that was looked for).
+    """A node was started again; it answered `after_s` later, with so many pages, and gave one of the `asked`
+    pages that it had before `hit_s` after its start (none: it gave none in time).
     """
 
     at_s: float
@@ -158,6 +158,7 @@ class Restarted(msgspec.Struct, frozen=True, tag="restarted"):
     after_s: float
     pages: int
     hit_s: float | None = None
+    asked: int = 0
 
 
 class Upgraded(msgspec.Struct, frozen=True, tag="upgraded"):

@@ -56,18 +56,18 @@ def status_of(report: StatusReport, name: str) -> int | None:
 
 
 def start_again(field: Field, node: NodeProcess, had: dict[bytes, int]) -> None:
-    """Start a node that had these pages (key: length in bytes), and wait for it to give one. Raises
-    BenchError, PoolError.
+    """Start a node that had these pages (key: length in bytes), wait for it to give one, and note when it
+    did. Raises BenchError, PoolError.
     """
     began = time.monotonic()
     node.spawn()
     after_s = node.await_ready() - began
-    hit_s = _first_hit(node, had, began)
-    field.note(Restarted(time.monotonic(), node.name, after_s, node.status().pages, hit_s))
-
-
-def _first_hit(node: NodeProcess, had: dict[bytes, int], began_s: float) -> float | None:
     asked = [key for key, length in had.items() if length == sum(SHAPES[0])][:ASKED_PAGES]
+    hit_s = _first_hit(node, asked, began)
+    field.note(Restarted(time.monotonic(), node.name, after_s, node.status().pages, hit_s, len(asked)))
+
+
+def _first_hit(node: NodeProcess, asked: list[bytes], began_s: float) -> float | None:
     while asked and time.monotonic() < began_s + HIT_TIMEOUT_S:
         try:
             with Direct(node) as own:
