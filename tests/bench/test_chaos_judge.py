@@ -181,6 +181,10 @@ def test_restarts_without_a_hit_are_counted_though_others_had_one() -> None:
     assert (row.verdict, row.figure) == ("MISS", "2 without a hit; 3 restarts, 3,251 pages")
 
 
+def test_the_first_token_under_a_dead_pool_is_said_to_be_measured_nowhere_here() -> None:
+    assert rows([])["R13"].figure == "not measured here; output: tests/e2e"
+
+
 def test_faults_that_failed_are_named() -> None:
     became = [("done", ""), ("failed", "it did not start"), ("left out", "no time was left")]
     row = rows([Acted(6.0, "kill", "node0", *one) for one in became])[""]
