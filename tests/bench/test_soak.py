@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.bench.soak.drift import Drift, drift
-from pdserve.bench.soak.run import Sample, watched
+from pdserve.bench.soak.run import Sample, Soaked, watched
 from pdserve.bench.stores import BenchError
 
 TIMES_S = [float(second) for second in range(100)]
@@ -68,6 +68,27 @@ def test_every_value_of_every_process_is_watched() -> None:
     }
 
 
+READ = {"client-shm": 500, "client-ucx": 400}
+
+
+@pytest.mark.parametrize(
+    ("read", "failed", "wrong", "complaints"),
+    [
+        (READ, 384, 0, []),
+        (READ, 385, 0, ["385 of 384,065 operations failed"]),
+        (READ, 0, 1, ["1 pages were wrong"]),
+        ({**READ, "client-ucx": 0}, 0, 0, ["client-ucx read no page"]),
+        ({}, 0, 0, ["no client read a page"]),
+    ],
+)
+def test_a_soak_passes_only_if_every_client_reads_and_hardly_an_operation_fails(
+    read: dict[str, int], failed: int, wrong: int, complaints: list[str]
+) -> None:
+    outcome = Soaked(60.0, 2, 384_065, read, wrong, failed, [])
+    assert outcome.complaints == complaints
+    assert outcome.passed is (not complaints)
+
+
 @pytest.mark.long
 def test_a_short_run_reads_right_bytes_and_holds_nothing_at_rest(tmp_path: Path) -> None:
     """Its growth is not judged: such a run is all warm-up."""
@@ -78,11 +99,10 @@ def test_a_short_run_reads_right_bytes_and_holds_nothing_at_rest(tmp_path: Path)
     assert done.returncode in (0, 1), done.stderr
     outcome = json.loads(done.stdout)
     assert outcome["wrong"] == 0
-    assert outcome["pages_read"] > 0
+    assert sum(outcome["pages_read"].values()) > 0
+    clients = {"client-shm", "client-shm-renewed", "client-ucx", "client-ucx-renewed"}
+    assert set(outcome["pages_read"]) == clients
     at_rest = [one for one in outcome["watched"] if one["what"] in ("pins", "reserved_bytes")]
-    assert {one["process"] for one in at_rest} == {
-        "node0",
-        *("client-shm", "client-shm-renewed", "client-ucx", "client-ucx-renewed"),
-    }
+    assert {one["process"] for one in at_rest} == {"node0", *clients}
     assert all(one["drift"]["last"] == 0 for one in at_rest)
     assert picture.read_bytes().startswith(b"\x89PNG")

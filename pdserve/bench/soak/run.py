@@ -44,6 +44,7 @@ RENEW_S: Final = {"": 0.0, "-renewed": 10.0}  # a client process of each path, b
 IDLE_WITHIN_S: Final = 20.0
 REST_S: Final = 0.2  # after the last operation: releases have no reply
 STOP_TIMEOUT_S: Final = 15.0
+FAILED_SHARE: Final = 0.001  # of all operations: those that are cut when a client is renewed are half as many
 OVERCOMMIT: Final = 2.0  # pages written over what fits: something is always evicted
 
 
@@ -73,19 +74,28 @@ class Watched(msgspec.Struct, frozen=True):
 
 
 class Soaked(msgspec.Struct, frozen=True):
-    """What a soak showed."""
+    """What a soak showed. `pages_read`: by each client."""
 
     minutes: float
     nodes: int
     operations: int
-    pages_read: int
+    pages_read: dict[str, int]
     wrong: int
     failed: int
     watched: list[Watched]
 
     @property
+    def complaints(self) -> list[str]:
+        """What is wrong with the work itself; nothing can be told about growth where none was done."""
+        idle = [name for name, pages in self.pages_read.items() if not pages]
+        found = [f"{name} read no page" for name in idle] if self.pages_read else ["no client read a page"]
+        if self.failed > FAILED_SHARE * self.operations:
+            found.append(f"{self.failed:,} of {self.operations:,} operations failed")
+        return [*found, f"{self.wrong} pages were wrong"] if self.wrong else found
+
+    @property
     def passed(self) -> bool:
-        return not self.wrong and all(one.passed for one in self.watched)
+        return not self.complaints and all(one.passed for one in self.watched)
 
 
 def soak(
@@ -110,11 +120,12 @@ def soak(
                 told_s = time.monotonic()
                 say(f"{(told_s - began) / 60:.0f} minutes, {board[1:, c.OPERATIONS].sum():,} operations")
         totals = board[1:].sum(axis=0)
+        read = board[1:, c.PAGES_READ].reshape(-1, c.THREADS).sum(axis=1)
     outcome = Soaked(
         minutes=minutes,
         nodes=nodes,
         operations=int(totals[c.OPERATIONS]),
-        pages_read=int(totals[c.PAGES_READ]),
+        pages_read=dict(zip(clients, read.tolist(), strict=True)),
         wrong=int(totals[c.WRONG]),
         failed=int(board[1 :: c.THREADS, c.FAILED].sum()),
         watched=watched(samples),
