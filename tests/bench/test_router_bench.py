@@ -24,7 +24,7 @@ SHORT = (
     "--rounds",
     "1",
     "--seconds",
-    "0.2",
+    "0.4",
     "--long-streams",
     "8",
     "--long-seconds",
@@ -56,9 +56,11 @@ def test_every_router_is_measured_beside_direct_access(tmp_path: Path) -> None:
     for direct, ours in zip(rows[::2], rows[1::2], strict=True):
         assert direct["added_chunk_ms_p50"] is None
         assert ours["rss_mb"] > 20
-        if ours["streams"] < 8:  # on a starved machine a window may pass without an answer
-            assert min(direct["rps"], direct["chunks_per_s"], ours["rps"], ours["chunks_per_s"]) >= 0
-    assert max(row["rps"] or 0 for row in rows) > 0
+    for router in ("direct", "pdserve"):
+        own = [row for row in rows if row["router"] == router]
+        # on a starved machine one window may pass without an answer, not all of them
+        assert max(row["rps"] or 0 for row in own) > 0, own
+        assert max(row["chunks_per_s"] for row in own) > 0, own
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
