@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pdserve.bench.chaos import faults, timing
+from pdserve.bench.chaos import abandon, faults, timing
 from pdserve.bench.chaos.field import Field, Settings
 from pdserve.bench.chaos.pages import SHAPES
 from pdserve.bench.chaos.plan import Fault, Kind, Plan
@@ -20,6 +22,7 @@ from pdserve.bench.chaos.run import Outcome, Replay
 from pdserve.bench.stores import BenchError
 from pdserve.errors import PoolRefused, PoolUnavailable
 from pdserve.kvpool.handover import STAND_IN
+from pdserve.kvpool.messages import GRANTED, MOVED, Grant, Opened, Reserved
 
 
 def raises(error: Exception) -> Callable[..., Any]:
@@ -124,6 +127,22 @@ def test_a_restart_notes_how_many_pages_were_asked_for_in_vain(
     (restarted,) = read_lines(field.output.read_bytes())
     assert isinstance(restarted, Restarted)
     assert (restarted.hit_s, restarted.asked) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("grants", "said"), [([MOVED, GRANTED], "ready\n"), ([GRANTED, MOVED], "ready\n"), ([MOVED, MOVED], "")]
+)
+def test_a_client_is_ready_to_be_abandoned_with_any_page_that_its_node_grants(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], grants: list[int], said: str
+) -> None:
+    replies = [Opened(1, 1), Reserved(2, [Grant(status) for status in grants])]
+    connection = SimpleNamespace(call=lambda *_: replies.pop(0))
+    connector = SimpleNamespace(connect=lambda *_: connection)
+    monkeypatch.setattr(abandon, "connector_for", lambda *_: connector)
+    monkeypatch.setattr("sys.stdin", StringIO())
+    with nullcontext() if said else pytest.raises(PoolRefused):
+        abandon.main("unix:/node0", "shm", len(grants))
+    assert capsys.readouterr().out == said
 
 
 def visitor(field: Field, start: Callable[..., Any]) -> None:
