@@ -21,6 +21,10 @@ TASK_OF = {
     "/v1/embeddings": "embed",
 }
 """What a model must be able to do for a route; others, like tokenizing, every model can."""
+MAX_ADAPTER_CHARS = 256
+"""Any name behind a served model's leads to it, and session keys begin with what the client wrote: so what
+clients can make the router remember is bounded.
+"""
 
 
 class Models:
@@ -44,7 +48,8 @@ class Models:
         SGLang. `served`: what each model's workers can do.
 
         Raises NoWorkerError for a model that no worker serves yet; RequestError 404 for one that there is
-        not, and 400 when none is named and the choice is not unique, and when the model cannot do it.
+        not, and 400 when none is named and the choice is not unique, when the model cannot do it, and for an
+        adapter's name that is too long.
         """
         model = requested if requested and requested in served else self._named(requested, served)
         task = TASK_OF.get(path)
@@ -57,8 +62,12 @@ class Models:
     def _named(self, requested: str | None, served: Mapping[str, frozenset[str]]) -> str:
         if requested is None or requested in ("", DEFAULT_MODEL):
             return self._unnamed(served)
-        base = requested.partition(":")[0]
+        base, _, adapter = requested.partition(":")
         if base in served:
+            if len(adapter) > MAX_ADAPTER_CHARS:
+                raise RequestError(
+                    400, f"An adapter's name has at most {MAX_ADAPTER_CHARS} characters.", param="model"
+                )
             return base
         if not served or requested in self._wanted or base in self._wanted:
             raise NoWorkerError("No worker of this model has joined yet; try again shortly.")

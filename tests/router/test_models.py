@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.errors import RequestError
 from pdserve.router.config import Probe, RouterConfig, Session
-from pdserve.router.models import Models
+from pdserve.router.models import MAX_ADAPTER_CHARS, Models
 from pdserve.router.placement_config import Stickiness
 from pdserve.router.tenant_config import Admission
 
@@ -77,6 +77,15 @@ def test_what_a_model_cannot_do_is_refused() -> None:
         assert path in str(caught.value)
 
 
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_an_adapters_name_of_any_length_is_not_remembered(path: str) -> None:
+    served = {"a": GENERATES}
+    assert Models().resolve("a:" + "x" * MAX_ADAPTER_CHARS, path, served) == "a"
+    with pytest.raises(RequestError, match="at most 256 characters") as caught:
+        Models().resolve("a:" + "x" * (MAX_ADAPTER_CHARS + 1), path, served)
+    assert (caught.value.status, caught.value.param) == (400, "model")
+
+
 # --- over real connections
 
 
@@ -99,6 +108,19 @@ async def served_by(harness: Harness, model: str, **headers: str) -> tuple[str, 
     response = await harness.post(CHAT, chat_body(model=model), given)
     assert response.status == 200, response.body
     return response.headers["x-pdserve-prefill"], response.headers["x-pdserve-decode"]
+
+
+def test_a_model_name_of_any_length_leaves_no_trace_in_the_session_table() -> None:
+    async def main() -> None:
+        async with before(*group("a")) as harness:
+            for path in (CHAT, "/tokenize"):
+                body = chat_body(model="a:" + "x" * 100_000, prompt="hi")
+                response = await harness.post(path, body, {"x-session-id": path})
+                assert response.status == 400
+                assert response.error["param"] == "model"
+            assert len(harness.router.dispatcher.placer.sessions) == 0
+
+    run(main())
 
 
 def test_requests_go_to_their_models_workers_and_the_list_has_all() -> None:
