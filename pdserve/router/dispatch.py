@@ -166,7 +166,7 @@ class Dispatcher:
                 await call.answer_worker_error(exchange.status, body)
             else:
                 if not call.prompt_counted:
-                    self._stages.count_prompt(call, plan, cached_tokens(exchange.headers))
+                    self._count_prompt(call, plan, exchange)
                 turn = self.placer.on_answering(
                     call.facts, plan, worker, call.request_id.decode(), self._loop.time()
                 )
@@ -188,6 +188,13 @@ class Dispatcher:
         finally:
             if exchange is not None:
                 exchange.release()
+
+    def _count_prompt(self, call: Call, plan: Plan, exchange: Exchange) -> None:
+        """What the worker says of the prompt; of several it may know only the first, when it begins."""
+        tokens = cached_tokens(exchange.headers)
+        self._stages.count_prompt(call, plan, tokens)
+        if "computed" in tokens and call.meter is not None and not call.facts.has_several_prompts:
+            call.meter.prompt_tokens = sum(tokens.values())
 
     def _answered(
         self, call: Call, plan: Plan, worker: Worker, turn: SessionEntry | None, exchange: Exchange

@@ -125,7 +125,12 @@ class Entrance:
         meter = call.meter
         assert meter is not None
         now_s = self._loop.time()
-        ticket.tenant.settle(meter.charged_tokens, *meter.total(call.is_sse), now_s)
+        is_answered = call.is_started and call.status < 400
+        if is_answered or call.end == "client" or meter.prompt_tokens is not None:
+            used = meter.total(call.is_sse)
+        else:
+            used = 0, 0  # refused, or failed, before any worker said that it computed the prompt
+        ticket.tenant.settle(meter.charged_tokens, *used, now_s)
         changed = self.admission.leave(ticket, now_s)
         if self._waiters:
             self._wake(changed)

@@ -15,6 +15,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     model: str | None = None
     session: SessionKey | None = None
     prompt_tokens_estimate: int = 0
+    has_several_prompts: bool = False
     turn: int = 0
     """Number of the request for its model at this router; lets equally good workers take turns."""
     draw: int = 0

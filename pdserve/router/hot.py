@@ -146,6 +146,7 @@ class HotRoutes:
             model=view.model,
             session=session,
             prompt_tokens_estimate=estimate_prompt_tokens(view),
+            has_several_prompts=view.has_several_prompts,
             turn=self._turns[model],
             draw=random.getrandbits(32),
             prefix=prefix_of(view, scope) if self._needs_prefix else None,

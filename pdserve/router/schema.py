@@ -39,11 +39,17 @@ class RequestView(msgspec.Struct, gc=False):
         """The prompt as it stands in the body: messages, text, token ids, or a list of prompts."""
         return self.messages or self.prompt or self.text or self.input_ids or self.input
 
+    @property
+    def has_several_prompts(self) -> bool:
+        """The prompt is a list of prompts, be it of one."""
+        return _PROMPTS.match(self.prompt_json) is not None
+
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What decoding raises for what is no JSON, not of the form that is looked for, or nested too deeply."""
 _decoder = msgspec.json.Decoder(RequestView)
 _TOKEN_IDS = re.compile(rb"[\[\s]+\d")
+_PROMPTS = re.compile(rb"\s*\[\s*[\[\"]")
 _FIELD = re.compile(r" - at `\$\.(?P<field>[A-Za-z_]+)[^`]*`$")
 
 

@@ -16,8 +16,22 @@ from pdserve.router.config import Admin, RouterConfig
 from pdserve.router.keys import key_line
 from pdserve.router.tenant_config import Access, Admission, Tenant
 
-from .harness import Connection, Harness, chat_body, disagg, routed, run
-from .mock_worker import ANSWER, EVENTS, STREAM, Gate, MockWorker, answer, hang, stream, workers
+from .harness import FAST, Connection, Harness, chat_body, disagg, routed, run
+from .mock_worker import (
+    ANSWER,
+    EVENTS,
+    STREAM,
+    Gate,
+    MockWorker,
+    Received,
+    Script,
+    Wire,
+    answer,
+    close,
+    hang,
+    stream,
+    workers,
+)
 
 CHAT = "/v1/chat/completions"
 ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
@@ -235,6 +249,102 @@ def test_a_stream_without_usage_is_counted_by_its_events(access: Access) -> None
             [alice, _] = harness.router.entrance.tenants.all
             # the prompt's 40 are the prefill worker's word
             assert (alice.use.prompt_tokens, alice.use.output_tokens) == (40, len(EVENTS))
+
+    run(main())
+
+
+TOO_LONG = answer(400, {"message": "The input is longer than the model's context length"})
+
+
+@pytest.mark.parametrize(
+    ("at", "script", "status"),
+    [
+        ("prefill", TOO_LONG, 400),
+        ("decode", TOO_LONG, 400),
+        ("decode", answer(500, {"message": "out of memory"}), 500),
+        ("decode", close(), 502),
+    ],
+)
+def test_a_request_that_computed_nothing_is_not_charged(
+    access: Access, at: str, script: Script, status: int
+) -> None:
+    async def main() -> None:
+        tenants = (Tenant(name="alice", tokens_min=60),)
+        direct = {"min_prefill_tokens": 1_000_000} if at == "decode" else {}
+        async with disagg(access=access, tenants=tenants, **direct) as (harness, [prefill], [decode]):
+            prefill.script("/pd/prefill", script)
+            decode.script(CHAT, script)
+            long = [{"role": "user", "content": "x" * 40_000}]
+            assert (await harness.chat(by(ALICE), messages=long)).status == status
+            decode.scripts.clear()
+            assert (await harness.chat(by(ALICE))).status == 200
+            [alice, _] = harness.router.entrance.tenants.all
+            assert (alice.use.prompt_tokens, alice.use.output_tokens) == (3, 2)
+
+    run(main())
+
+
+def test_a_request_whose_deadline_passes_before_an_answer_is_not_charged(access: Access) -> None:
+    async def main() -> None:
+        soon = msgspec.structs.replace(FAST, first_byte_s=0.05)
+        async with disagg(prefill=0, access=access, deadlines=soon) as (harness, _, [decode]):
+            gate = Gate()
+            decode.script(CHAT, hang(gate))
+            assert (await harness.chat(by(ALICE))).status == 504
+            [alice, _] = harness.router.entrance.tenants.all
+            assert (alice.use.prompt_tokens, alice.use.output_tokens) == (0, 0)
+
+    run(main())
+
+
+def test_a_prompt_that_prefill_computed_is_charged_whatever_becomes_of_it(access: Access) -> None:
+    async def main() -> None:
+        async with disagg(access=access) as (harness, _, [decode]):
+            decode.script(CHAT, close())
+            assert (await harness.chat(by(ALICE))).status == 502
+            [alice, _] = harness.router.entrance.tenants.all
+            assert (alice.use.prompt_tokens, alice.use.output_tokens) == (40, 0)
+
+    run(main())
+
+
+def test_a_client_that_leaves_before_the_answer_is_charged_what_may_have_been_computed(
+    access: Access,
+) -> None:
+    async def main() -> None:
+        async with disagg(prefill=0, access=access) as (harness, _, [decode]):
+            gate = Gate()
+            decode.script(CHAT, hang(gate))
+            connection = await asking(harness, ALICE, messages=[{"role": "user", "content": "x" * 400}])
+            await gate.reached.wait()
+            connection.leave()
+            await decode.wait_until(lambda: decode.disconnected == 1)
+            await harness.settle()
+            [alice, _] = harness.router.entrance.tenants.all
+            assert 100 <= alice.use.prompt_tokens <= 120
+
+    run(main())
+
+
+@pytest.mark.parametrize(("prompt", "tokens"), [("x" * 4000, 40), (["x" * 2000, "x" * 1992], 1000)])
+def test_the_worker_that_answers_alone_says_how_long_one_prompt_is(
+    access: Access, prompt: Any, tokens: int
+) -> None:
+    """In a stream of several it speaks of the first: they stay charged by estimate."""
+
+    async def main() -> None:
+        async def streamed(wire: Wire, request: Received) -> None:
+            said = "x-pdserve-cached: device=8, host=0, pool=16, ssd=0, computed=16\r\n"
+            await wire.head(200, "text/event-stream", extra=said)
+            await wire.chunk(STREAM)
+            await wire.end()
+
+        async with disagg(prefill=0, access=access) as (harness, _, [decode]):
+            decode.script("/v1/completions", streamed)
+            body = {"model": "m", "prompt": prompt, "stream": True}
+            assert (await harness.post("/v1/completions", body, by(ALICE))).body == STREAM
+            [alice, _] = harness.router.entrance.tenants.all
+            assert alice.use.prompt_tokens == pytest.approx(tokens, abs=1)
 
     run(main())
 

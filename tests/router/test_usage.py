@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -32,6 +33,21 @@ def test_a_stream_that_does_not_is_counted_by_its_events() -> None:
     meter.count(b"data: {}\n\ndata: {}\n\n")
     meter.count(b"data: {}\n\n")
     assert meter.total(streamed=True) == (7, 3)
+
+
+def test_an_answer_that_speaks_of_data_is_not_charged_for_that() -> None:
+    meter = Meter(5)
+    meter.count(b'data: {"text":"data: data: \\ndata: "}\n\ndata: [DONE]\n\n')
+    assert meter.events == 2
+
+
+@given(st.lists(st.integers(0, 60)))
+def test_events_count_the_same_wherever_the_answer_is_cut(cuts: list[int]) -> None:
+    answer = b'data: {"text":"data: "}\n\ndata: {}\r\n\r\ndata: [DONE]\n\n'
+    meter = Meter(5)
+    for begin, end in itertools.pairwise([0, *sorted(cuts), len(answer)]):
+        meter.count(answer[begin:end])
+    assert meter.events == 3
 
 
 def test_sglangs_own_answers_are_understood() -> None:
