@@ -2,11 +2,12 @@
 
 An answer that says its usage is believed: OpenAI's `usage` and SGLang's `meta_info` both have `prompt_tokens`
 and `completion_tokens`. A stream says it in its last event (OpenAI's, where the client asked with
-`include_usage`) or in every event, growing (`/generate`, for each of its choices). A stream that does not, or
-whose client left, is counted by its events, one of which is a token, or a few where the worker's stream
-interval is larger; its prompt's tokens are what a worker's report or header says (`prompt_tokens`), else the
-estimate. The names in quotes are searched in the bytes; within a JSON string the quotes would be
-escaped, so no answer's text can pretend.
+`include_usage`), or in every event, growing, each choice its own (`/generate`, and OpenAI's with
+`continuous_usage_stats`): what has several choices is read event by event, all else once, in the end. A
+stream that does not, or whose client left, is counted by its events, one of which is a token, or a few where
+the worker's stream interval is larger; its prompt's tokens are what a worker's report or header says
+(`prompt_tokens`), else the estimate. The names in quotes are searched in the bytes; within a JSON string the
+quotes would be escaped, so no answer's text can pretend.
 """
 
 from __future__ import annotations
@@ -15,50 +16,72 @@ import re
 
 _EVENT = b"\ndata: "
 """An event, at the start of a line: an answer's text has no line of its own, but may well have `data: `."""
+_DONE = b"]\n\n"
+"""Ends a whole stream, `data: [DONE]`; other events end with an object."""
 _MARK = b'"completion_tokens":'
-_ENDED = b'"finish_reason":{'
-"""`/generate` alone has an object there, in the last event of each choice."""
-_TOKENS = re.compile(rb'"(?:(prompt)|completion)_tokens":\s*(\d{1,15})\b')
-_LAST_OUTPUT = re.compile(rb'"finish_reason":\{[^\n]*?"completion_tokens":\s*(\d{1,15})\b')
+_PROMPT = re.compile(rb'"prompt_tokens":\s*(\d{1,15})\b')
+_OUTPUT = re.compile(rb'"completion_tokens":\s*(\d{1,15})\b')
+_INDEX_MARK = b'"index":'
+_INDEX = re.compile(rb'"index":\s*(\d{1,15})\b')
+"""The choice that an event is of: OpenAI's say it first, SGLang's own say no other, and only where there are
+several.
+"""
+_NO_CHOICE = re.compile(rb'"choices":\s*\[\]')
+"""OpenAI's last event with usage: that of all choices."""
 
 
 class Meter:
     """The usage of one request."""
 
-    __slots__ = ("_ended", "_said", "_tail", "charged_tokens", "events", "prompt_tokens")
+    __slots__ = ("_outputs", "_prompts", "_said", "_tail", "charged_tokens", "events", "prompt_tokens")
 
     def __init__(self, charged_tokens: int) -> None:
         self.charged_tokens = charged_tokens
         """Taken from the tenant's bucket when the request was let in."""
         self.prompt_tokens: int | None = None
-        """What the prompt has, as a worker says that has computed it."""
+        """What the prompt has, as a worker says that has computed it; several prompts together."""
         self.events = 0
         self._tail = b"\n"
         self._said = b""
-        self._ended: list[bytes] = []
+        self._prompts: dict[bytes, int] = {}
+        self._outputs: dict[bytes, int] = {}
+        """Of a stream, by choice, as last said."""
 
     def count(self, data: bytes) -> None:
-        """A piece of the answer."""
+        """A piece of the answer; of a stream, whole events."""
         text = self._tail + data
         self.events += text.count(_EVENT)
         self._tail = text[1 - len(_EVENT) :]
         if _MARK in data:
             self._said = data
-            if _ENDED in data:
-                self._ended.append(data)
+            if self.events and _INDEX_MARK in data:  # else the next piece says all that this one does
+                self._read(data)
 
     def total(self, streamed: bool) -> tuple[int, int]:
         """(prompt tokens, output tokens). An answer in one piece has these numbers once, or once for each
         prompt; of a stream's, which grow, the last of each choice counts.
         """
-        known = self.charged_tokens if self.prompt_tokens is None else self.prompt_tokens
-        if not self._said:
-            return known, self.events if streamed else 0
-        prompt: list[int] = []
-        output: list[int] = []
-        for is_prompt, number in _TOKENS.findall(self._said):
-            (prompt if is_prompt else output).append(int(number))
         if not streamed:
-            return (sum(prompt) or known), sum(output)
-        ended = [int(number) for data in self._ended for number in _LAST_OUTPUT.findall(data)]
-        return (prompt or [known])[-1], sum(ended) or (output or [self.events])[-1]
+            known = self.charged_tokens if self.prompt_tokens is None else self.prompt_tokens
+            prompt = sum(map(int, _PROMPT.findall(self._said))) or known
+            return prompt, sum(map(int, _OUTPUT.findall(self._said)))
+        self._read(self._said)
+        output = sum(self._outputs.values()) if self._outputs else self.events
+        if self.prompt_tokens is not None:
+            return self.prompt_tokens, output
+        prompt = sum(self._prompts.values())
+        if not prompt or not self._tail.endswith(_DONE):  # some prompts may not have had an event yet
+            prompt = max(prompt, self.charged_tokens)
+        return prompt, output
+
+    def _read(self, events: bytes) -> None:
+        for event in events.split(b"\n"):
+            if _MARK not in event:
+                continue
+            choice = _INDEX.search(event)
+            if _NO_CHOICE.search(event):
+                self._prompts.clear()
+                self._outputs.clear()
+            for name, said in ((_PROMPT, self._prompts), (_OUTPUT, self._outputs)):
+                if number := name.search(event):
+                    said[choice[1] if choice else b""] = int(number[1])
