@@ -22,6 +22,7 @@ from pdserve.router.entrance import Entrance
 from pdserve.router.facts import Facts
 from pdserve.router.isolation import SALTED_PATHS, isolated
 from pdserve.router.metrics import Stats
+from pdserve.router.models import TASK_OF
 from pdserve.router.openai_errors import error_of
 from pdserve.router.prefixes import prefix_of
 from pdserve.router.schema import estimate_prompt_tokens, parse_request
@@ -141,15 +142,16 @@ class HotRoutes:
             if session is not None:
                 session = session.within(call.tenant.name)
             scope = f"{call.tenant.cache}/{scope}"
+        computes = call.path in TASK_OF  # tokenizing does not: it is no load, and leaves no pages behind
         call.facts = Facts(
             endpoint=call.path,
             model=view.model,
             session=session,
-            prompt_tokens_estimate=estimate_prompt_tokens(view),
+            prompt_tokens_estimate=estimate_prompt_tokens(view) if computes else 0,
             has_several_prompts=view.has_several_prompts,
             turn=self._turns[model],
             draw=random.getrandbits(32),
-            prefix=prefix_of(view, scope) if self._needs_prefix else None,
+            prefix=prefix_of(view, scope) if self._needs_prefix and computes else None,
         )
 
     async def _read_body(self, call: Call, client: Client) -> bytes | None:

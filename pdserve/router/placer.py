@@ -79,10 +79,10 @@ class Placer:
     def on_answering(
         self, facts: Facts, plan: Plan, worker: Worker, request_id: str, now_s: float
     ) -> SessionEntry | None:
-        """`worker` has begun to answer. Returns the session's new last turn."""
+        """`worker` has begun to answer. Returns the session's new last turn, if the request is one."""
         if facts.prefix is not None:
             self.prefixes.record(facts.prefix, worker, now_s, in_pool=worker.pool_up)
-        if facts.session is None:
+        if facts.session is None or not facts.is_turn:
             return None
         before = self.sessions.get(facts.session, now_s)
         prefill_id = plan.prefill.id if plan.prefill else before.prefill_id if before else ""

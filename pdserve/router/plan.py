@@ -12,7 +12,8 @@ Rules, in order:
    about to, moves its sessions however sticky they are.
 6. If the session had a turn before and its pages are needed by someone other than the worker that has them
    (a prefill stage, another decode worker), that worker is asked first whether they are settled in the pool.
-   Not while that turn is still being answered: a request that comes then is another one beside it.
+   Not while that turn is still being answered: a request that comes then is another one beside it. Nor for
+   what is no turn itself (`Facts.is_turn`).
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     places: Places | None = None
     """Where the prompt's beginning was thought to be when this was planned."""
     turn: int = 0
-    """The session's so manieth turn, from 1; 0: no session."""
+    """The session's so manieth turn, from 1; 0: none."""
 
 
 class Planner(msgspec.Struct, frozen=True):
@@ -93,11 +94,12 @@ class Planner(msgspec.Struct, frozen=True):
         decode = choice.worker
         prefill, why_prefill, cause = self._choose_prefill(facts, snapshot, decode, last, places)
         settle = None
-        if last is not None and last.answered and (prefill is not None or decode.id != last.decode_id):
+        before = last if last is not None and last.answered and facts.is_turn else None
+        if before is not None and (prefill is not None or decode.id != before.decode_id):
             there = (*snapshot.decode, *snapshot.draining)
-            holder = next((w for w in there if w.id == last.decode_id), None)
+            holder = next((w for w in there if w.id == before.decode_id), None)
             if holder is not None:
-                settle = Settle(holder, last.request_id)
+                settle = Settle(holder, before.request_id)
         return Plan(
             decode,
             prefill,
@@ -106,7 +108,7 @@ class Planner(msgspec.Struct, frozen=True):
             (("decode", choice.cause or choice.reason), ("prefill", cause)),
             _uncached(facts, prefill or decode, places),
             places,
-            0 if facts.session is None else 1 if last is None else last.turns + 1,
+            0 if not facts.is_turn else 1 if last is None else last.turns + 1,
         )
 
     def _choose_prefill(

@@ -547,6 +547,20 @@ def test_a_session_leaves_a_drained_worker_once_its_pages_are_settled(prefill: i
     run(main())
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_the_turn_after_tokenizing_waits_for_the_turn_before_it(path: str) -> None:
+    async def main() -> None:
+        async with disagg(decode=3) as (harness, _, decodes):
+            first = await harness.chat(headers=SESSION)
+            between = await harness.post(path, {"model": "m", "prompt": "hi", "tokens": [1]}, SESSION)
+            assert between.headers["x-pdserve-decode"] == first.headers["x-pdserve-decode"]
+            await harness.chat(headers=SESSION)
+            [asked] = [request.json() for d in decodes for request in d.got("/pd/settled")]
+            assert asked["request_id"] == first.headers["x-request-id"]
+
+    run(main())
+
+
 def test_prefill_waits_for_the_previous_turn() -> None:
     async def main() -> None:
         async with disagg() as (harness, [prefill], [decode]):

@@ -284,6 +284,19 @@ def test_a_request_that_computed_nothing_is_not_charged(
     run(main())
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/detokenize"])
+def test_tokenizing_is_not_charged(access: Access, path: str) -> None:
+    async def main() -> None:
+        async with disagg(access=access) as (harness, _, [decode]):
+            decode.script(path, answer(200, {"tokens": [1, 2], "count": 2}))
+            body = {"model": "m", "prompt": "x" * 4000, "tokens": [1, 2]}
+            assert (await harness.post(path, body, by(ALICE))).status == 200
+            [alice, _] = harness.router.entrance.tenants.all
+            assert (alice.use.prompt_tokens, alice.use.output_tokens) == (0, 0)
+
+    run(main())
+
+
 def test_a_request_whose_deadline_passes_before_an_answer_is_not_charged(access: Access) -> None:
     async def main() -> None:
         soon = msgspec.structs.replace(FAST, first_byte_s=0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
@@ -11,7 +12,7 @@ from pdserve.router.metrics import MAX_PLACEMENTS, Stats
 from pdserve.router.tenant_config import Tenant
 
 from .harness import Harness, disagg, run
-from .mock_worker import answer, answered_with
+from .mock_worker import Gate, answer, answered_with, hang
 
 ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
 LONG = "word " * 1000
@@ -42,6 +43,26 @@ def test_the_next_turn_of_a_session_goes_straight_to_its_decode_worker() -> None
             assert not [worker for worker in decodes if worker.got("/pd/settled")]
             await harness.chat(headers=session, messages=conversation(LONG, "hello", LONG * 2))
             assert len(prefill.got("/pd/prefill")) == 2
+
+    run(main())
+
+
+def test_a_prompt_that_was_tokenized_is_computed_all_the_same() -> None:
+    async def main() -> None:
+        async with disagg(min_prefill_tokens=300) as (harness, [prefill], [decode]):
+            worker = harness.router.fleet.by_id[decode.id]
+            gate = Gate()
+            decode.script("/tokenize", hang(gate))
+            client = await harness.connect()
+            await client.send("/tokenize", json.dumps({"model": "m", "prompt": LONG}).encode())
+            await gate.reached.wait()
+            assert (worker.in_flight, worker.queued_tokens) == (1, 0)
+            gate.open.set()
+            client.leave()
+            await harness.post("/tokenize", {"model": "m", "prompt": LONG})
+            response = await harness.post("/v1/completions", {"model": "m", "prompt": LONG})
+            assert "prefill=least-loaded" in response.headers["x-pdserve-plan"]
+            assert len(prefill.got("/pd/prefill")) == 1
 
     run(main())
 

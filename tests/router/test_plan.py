@@ -91,6 +91,19 @@ def test_no_wait_for_a_turn_that_is_still_being_answered() -> None:
     assert made.settle is None
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/embeddings"])
+def test_what_generates_nothing_goes_where_the_session_is_and_is_no_turn_of_it(path: str) -> None:
+    facts = Facts(path, session=named("s"))
+    made = plan(facts, last=LAST)
+    assert (made.decode, made.turn) == (D2, 0)
+    D2.in_flight = 50
+    try:
+        made = plan(facts, last=LAST)
+    finally:
+        D2.in_flight = 0
+    assert (made.decode, made.settle) == (D1, None)
+
+
 def test_no_wait_for_a_worker_that_is_gone() -> None:
     assert plan(TURN, decode=(D1,), last=LAST).settle is None
 
