@@ -182,7 +182,7 @@ def test_restarts_without_a_hit_are_counted_though_others_had_one() -> None:
 
 
 def test_the_first_token_under_a_dead_pool_is_said_to_be_measured_nowhere_here() -> None:
-    assert rows([])["R13"].figure == "not measured here; output: tests/e2e"
+    assert rows([])["R13"].figure == "not here: bench compare, tests/e2e"
 
 
 def test_faults_that_failed_are_named() -> None:

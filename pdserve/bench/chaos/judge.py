@@ -48,7 +48,7 @@ NOTICED_WITHIN_S: Final = 2.0  # R10
 HIT_WITHIN_S: Final = 1.0  # R8
 MOVED_SHARE: Final = 1.1  # R11, over 1/(N+1)
 MISSED_WHILE_MOVING: Final = 0.01  # R11
-DEAD_POOL: Final = "not measured here; output: tests/e2e"  # R13
+DEAD_POOL: Final = "not here: bench compare, tests/e2e"  # R13
 Verdict: TypeAlias = Literal["pass", "MISS", "not exercised"]
 
 
