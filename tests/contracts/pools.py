@@ -110,6 +110,7 @@ class ProcessPool:
             f"min_slot_bytes = {config.min_slot}\nlease_s = {config.lease_s}\n"
             f"reservation_lease_s = {config.reservation_lease_s}\nquarantine_s = {config.quarantine_s}\n"
             f"max_waiters = {config.max_waiters}\nmax_reserved_share = {config.max_reserved_share}\n"
+            f"max_pinned_share = {config.max_pinned_share}\n"
             f'admin_token = "{config.admin_token}"\n'
             f"promotion_timeout_s = {config.promotion_timeout_s}\n"
             f"tier_watermark = {config.tier_watermark}\n{extra}{_tier_tables(config)}"

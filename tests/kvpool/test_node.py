@@ -66,7 +66,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def small_config(**options: Any) -> PoolNodeConfig:
     sizes = {"capacity_bytes": "16MiB", "slab_bytes": "1MiB", "min_slot_bytes": "8KiB", "quarantine_s": 0.2}
     return PoolNodeConfig(
-        **{"name": "node", "arena_dir": arena_dir(), "max_reserved_share": 1.0} | sizes | options
+        **{"name": "node", "arena_dir": arena_dir(), "max_reserved_share": 1.0, "max_pinned_share": 1.0}
+        | sizes
+        | options
     )
 
 
@@ -162,6 +164,7 @@ def test_killed_in_the_middle_of_writes_it_keeps_all_that_was_acknowledged(start
         get(connection, ns, some)  # fails on wrong bytes
     status = fetch_status(pool.address, soon())
     assert status.counters["dropped_rows"] == 0
+    assert status.counters["recovered_pages"] >= len(written)
     while fetch_status(pool.address, soon()).quarantined_bytes:
         assert time.monotonic() < deadline + 20
     connection.close()
