@@ -26,7 +26,7 @@ _AGAIN: Final = 1
 
 
 class Arc:
-    """An EvictionPolicy; beside the links 4 bytes per page, and a ghost per page, of 29 bytes, at most."""
+    """An EvictionPolicy; beside the links 4 bytes per page, and a ghost per page, of 37 bytes, at most."""
 
     def __init__(self, links: Links) -> None:
         self._words = links.words  # which of the two lists the slot is in

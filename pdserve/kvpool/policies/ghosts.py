@@ -1,13 +1,15 @@
-"""Pages that were evicted and are remembered by a fingerprint of their key. Pure; O(1), 29 bytes each at
+"""Pages that were evicted and are remembered by a fingerprint of their key. Pure; O(1), 37 bytes each at
 most.
 
 A hash table with chains, in typed arrays, shared by all policies of a node; each has lists of its own in it,
-oldest ghost first. A Python dict would take five times the memory. A policy that ends gives its lists back
-in O(1): their ghosts stay in their chains, where nobody finds them (a fingerprint holds the policy's number,
-which is not used again), until they are needed anew.
+oldest ghost first. A Python dict would take four times the memory. A policy that ends gives its lists back
+in O(1): their ghosts stay in their chains, where nobody finds them (a ghost holds the policy's number, which
+is not used again), until they are needed anew.
 
-A fingerprint has 64 bits: that two keys share one is possible and harmless, for what is remembered decides
-on an order of eviction only.
+Clients choose keys, so a fingerprint is Python's hash, which has a secret of the process: nobody can put
+many ghosts into one chain, or make a key that is taken for another. That two keys of one policy share a
+fingerprint remains possible and is harmless, for what is remembered decides on an order of eviction only. A
+ghost of another policy is never found, whatever its fingerprint: it is in lists that are not the asker's.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ class Ghosts:
         self._heads = array("i", [NONE]) * (self._bucket_mask + 1)
         self._next = array("i")  # in its chain
         self._fingerprint = array("Q")
+        self._owner = array("Q")
         self._kind = array("B")  # as given to `add`
         self._before = array("i")
         self._after = array("i")
@@ -37,7 +40,7 @@ class Ghosts:
         self._owners = 0
 
     def new_owner(self) -> int:
-        """A number for a policy, never given before; part of its fingerprints."""
+        """A number for a policy, never given before."""
         self._owners += 1
         return self._owners
 
@@ -51,6 +54,7 @@ class Ghosts:
         if ghost == NONE:
             ghost = len(self._kind)
             self._fingerprint.append(0)
+            self._owner.append(owner)
             for column in (self._next, self._before, self._after):
                 column.append(NONE)
             self._kind.append(_UNCHAINED)
@@ -61,16 +65,17 @@ class Ghosts:
         fingerprint = _fingerprint(owner, key)
         bucket = fingerprint & self._bucket_mask
         self._fingerprint[ghost] = fingerprint
+        self._owner[ghost] = owner
         self._kind[ghost] = kind
         self._next[ghost] = self._heads[bucket]
         self._heads[bucket] = ghost
         ghosts.append(ghost)
 
     def find(self, owner: int, key: bytes) -> int:
-        """The ghost of the key, or NONE."""
+        """The owner's ghost of the key, or NONE."""
         fingerprint = _fingerprint(owner, key)
         ghost = self._heads[fingerprint & self._bucket_mask]
-        while ghost != NONE and self._fingerprint[ghost] != fingerprint:
+        while ghost != NONE and (self._fingerprint[ghost] != fingerprint or self._owner[ghost] != owner):
             ghost = self._next[ghost]
         return ghost
 
@@ -100,5 +105,5 @@ class Ghosts:
 
 
 def _fingerprint(owner: int, key: bytes) -> int:
-    # keys are digests: any eight bytes are as good as a hash
-    return int.from_bytes(key[:8], "little") ^ (owner * _SPREAD & _MASK)
+    # a key that several owners remember is in a chain of each
+    return (hash(key) ^ owner * _SPREAD) & _MASK

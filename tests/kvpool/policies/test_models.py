@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from pdserve.kvpool.policies import ghosts as ghosts_module
 from pdserve.kvpool.policies import lfu as lfu_module
 from pdserve.kvpool.policies import make_policy
 from pdserve.kvpool.policies.arc import Arc
@@ -261,6 +262,36 @@ def test_arc_ghosts_are_no_more_than_the_pages_held() -> None:
         if n % 3:
             policy.on_hit(slot, 0.0)
     assert len(links.ghosts._kind) <= SLOTS + 1
+
+
+def test_arc_a_key_with_the_fingerprint_of_anothers_ghost_leaves_that_ghost_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ghosts_module, "_fingerprint", lambda owner, key: key[0])
+    links = Links(SLOTS)
+    victim, other = Arc(links), Arc(links)
+    for slot in range(4):
+        victim.on_insert(slot, key(slot), 0.0)
+    victim.on_hit(0, 0.0)
+    victim.on_evict(1, key(1))
+    other.on_insert(5, key(1), 0.0)
+    victim.on_insert(1, key(1), 0.0)  # it remembers the page: a second use, and more room for first ones
+    assert list(victim.victims()) == [2, 0, 1, 3]
+    assert list(other.victims()) == [5]
+
+
+def test_ghosts_of_keys_that_begin_alike_do_not_make_one_long_chain() -> None:
+    ghosts = Ghosts(1024)
+    owner, forgotten = ghosts.new_owner(), ghosts.new_list()
+    for n in range(1024):
+        ghosts.add(owner, bytes(8) + n.to_bytes(24, "little"), 0, forgotten)
+    longest = 0
+    for ghost in ghosts._heads:
+        length = 0
+        while ghost != NONE:
+            ghost, length = ghosts._next[ghost], length + 1
+        longest = max(longest, length)
+    assert longest < 20
 
 
 def test_ttl_pages_end_in_order_and_a_read_does_not_renew_them() -> None:
