@@ -78,6 +78,23 @@ def test_a_closed_policy_still_says_what_it_held_while_its_slots_go_elsewhere(na
 
 
 @pytest.mark.parametrize("name", POLICIES)
+def test_the_slots_of_a_closed_policy_are_removed_one_by_one(name: str) -> None:
+    links = Links(SLOTS)
+    policy, other = make(name, links), make(name, links)
+    for slot in range(6):
+        policy.on_insert(slot, KEYS[slot], 0.0)
+    policy.on_hit(4, 0.0)
+    for slot in (2, 3):
+        policy.on_evict(slot, KEYS[slot])
+    policy.close()
+    other.on_insert(2, KEYS[2], 1.0)
+    for left in (3, 2, 1, 0):
+        policy.on_remove(next(policy.victims()))
+        assert len(policy) == len(list(policy.victims())) == left
+    assert list(other.victims()) == [2]
+
+
+@pytest.mark.parametrize("name", POLICIES)
 def test_a_million_pages_are_restored_within_a_tenth_of_a_second_of_cpu(name: str) -> None:
     slots = np.random.default_rng(1).permutation(1_000_000)
     policy = make(name, Links(len(slots)))

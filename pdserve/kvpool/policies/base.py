@@ -58,7 +58,9 @@ class EvictionPolicy(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up what is remembered of pages that are gone. Only `victims` is called afterwards."""
+        """Give up what is remembered of pages that are gone. The slots held stay in order, to be looked at
+        and removed; none is inserted or read afterwards.
+        """
         ...
 
     def __len__(self) -> int: ...
