@@ -35,7 +35,9 @@ METRICS: Final = (
         "From a request's arrival to its answer, queueing included.",
     ),
     Definition("hits", "counter", _OF_NAMESPACE, "Pages asked for and found."),
-    Definition("misses", "counter", _OF_NAMESPACE, "Pages asked for and not found."),
+    Definition(
+        "misses", "counter", _OF_NAMESPACE, "Pages asked for and not found, or beyond what may be pinned."
+    ),
     Definition("read_bytes", "counter", _OF_NAMESPACE, "Bytes of pages found."),
     Definition(
         "found_pages",

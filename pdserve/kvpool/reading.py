@@ -67,7 +67,7 @@ class Reads:
         if missing and below.get(session, request, pins, missing, now_s, out):
             return
         if not session.peer:
-            pages.misses += len(missing)
+            pages.misses += sum(pin.status == MISS for pin in pins)  # refused ones too
         ages_s: list[float] = []
         if session.peer and pages.expiry is not None:  # the page's time goes on where it goes
             committed_s = self._store.facts.committed_s

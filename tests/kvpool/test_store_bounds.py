@@ -243,6 +243,16 @@ def test_a_client_that_has_pinned_its_share_misses_and_others_do_not() -> None:
     assert [pin.status for pin in node.get(c, ns, 3)] == [HIT]
 
 
+def test_a_read_refused_for_too_many_pins_counts_as_a_miss_of_its_namespace() -> None:
+    node = Node(max_pinned_bytes=8 * KIB)
+    c = node.connect()
+    ns = node.open(c)
+    node.put(c, ns, 1, 2, 3)
+    node.get(c, ns, 1, 2, 3, 4)
+    [counted] = node.status().namespaces
+    assert (counted.hits, counted.misses) == (2, 2)
+
+
 def test_ucx_messages_under_way_are_bounded_per_connection() -> None:
     node = Node(max_messages=4)
     c = node.connect("ucx")
