@@ -83,8 +83,6 @@ class Arena:
         self.namespaces = Namespaces()
         self.contents = self._recover(table) if kept else None
         self._write_header(table, incarnation)
-        # later than any sequence of an earlier incarnation, which gave out far less than one per microsecond
-        self.first_sequence = time.time_ns() // 1000
 
     @property
     def info(self) -> ArenaInfo:

@@ -5,17 +5,23 @@ layout, geometry. Workers may share pages only when they agree on all of it. Wha
 is the `registry`; here are those that have been opened on this node, each with a number, which clients use
 instead of the name, and a space, which the slot table holds: another after each clear. Neither is ever
 reused, not even after a restart: a row of the slot table that holds a space of before belongs to nobody.
+
+With them is kept how far the sequences of pages may have come, since what a clear made void, in memory and in
+tiers, is told from what was written after it by its sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import msgspec
 
 from pdserve.errors import FrameError
 from pdserve.kvpool.cluster_messages import NamespaceRecord, NamespaceSettings
 from pdserve.kvpool.registry import Registry
+
+SEQUENCES: Final = 1 << 40  # that one start may give out: 100,000 pages a second for 127 days
 
 
 class Namespace(msgspec.Struct, frozen=True):
@@ -38,14 +44,16 @@ class NamespaceFile(msgspec.Struct, frozen=True):
     records: list[NamespaceRecord] = []
     configured: dict[str, NamespaceSettings] = {}
     floors: list[tuple[int, int]] = []  # registry.py
+    sequences_end: int = 0  # above all sequences given out so far
 
 
 class Namespaces:
-    """Names to numbers. `next_number` only grows."""
+    """Names to numbers. `next_number` and `sequences_end` only grow."""
 
     def __init__(self) -> None:
         self.registry = Registry()
         self.configured: dict[str, NamespaceSettings] = {}  # as the configuration had them at the last start
+        self.sequences_end = 0
         self._next_number = 1
         self._by_name: dict[str, Namespace] = {}
         self._by_number: dict[int, Namespace] = {}
@@ -71,12 +79,18 @@ class Namespaces:
             found._add(namespace)
         numbers = (max(namespace.number, namespace.space) + 1 for namespace in stored.namespaces)
         found._next_number = max([stored.next_number, *numbers])
+        found.sequences_end = stored.sequences_end
         return found
 
     def dump(self) -> str:
         """JSON of everything that must outlive the process."""
         file = NamespaceFile(
-            self._next_number, list(self), list(self.registry), self.configured, self.registry.floors
+            self._next_number,
+            list(self),
+            list(self.registry),
+            self.configured,
+            self.registry.floors,
+            self.sequences_end,
         )
         return msgspec.json.encode(file).decode()
 
@@ -116,9 +130,18 @@ class Namespaces:
         """The number of the next new namespace."""
         return self._next_number
 
-    def never_below(self, number: int) -> None:
-        """Give out no number below this."""
+    def never_below(self, number: int, sequence: int) -> None:
+        """Give out no number below this, and no sequence."""
         self._next_number = max(self._next_number, number)
+        self.sequences_end = max(self.sequences_end, sequence)
+
+    def begin_sequences(self, now_us: int) -> int:
+        """The first sequence of a start: above those of every earlier one, also when the clock was set back
+        in between. To be saved before it is used. The time alone serves where no list was left.
+        """
+        first = max(now_us, self.sequences_end)
+        self.sequences_end = first + SEQUENCES
+        return first
 
     def __getitem__(self, number: int) -> Namespace:
         return self._by_number[number]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from pdserve.errors import PdserveError
 from pdserve.kvpool.administration import Rules
 from pdserve.kvpool.arena import Arena
@@ -48,7 +50,7 @@ def make_state(
     state = NodeState(
         config.name,
         incarnation,
-        PageStore(slots, arena.first_sequence),
+        PageStore(slots, arena.namespaces.begin_sequences(time.time_ns() // 1000)),
         _limits_of(config),
         now_s,
         arena.namespaces,

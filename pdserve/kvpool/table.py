@@ -44,8 +44,7 @@ HEADER_DTYPE = np.dtype(
         ("slab_bytes", "<u8"),
         ("min_slot_bytes", "<u8"),
         ("incarnation", "<u8"),
-        ("next_sequence", "<u8"),  # a lower bound: every sequence in the table is also considered at recovery
-        ("reserved", "<u8"),
+        ("reserved", "<u8", (2,)),
     ]
 )
 

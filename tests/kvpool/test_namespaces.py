@@ -4,7 +4,7 @@ import pytest
 
 from pdserve.errors import FrameError
 from pdserve.kvpool.cluster_messages import NamespaceRecord, NamespaceSettings
-from pdserve.kvpool.namespaces import Namespaces
+from pdserve.kvpool.namespaces import SEQUENCES, Namespaces
 
 
 def record(name: str, generation: int = 1, version: int = 1, **geometry: str) -> NamespaceRecord:
@@ -35,6 +35,14 @@ def test_a_cleared_namespace_keeps_its_number_and_never_gets_a_space_of_before()
     again = Namespaces.load(first.dump())
     assert again.numbers_of_spaces == {max(spaces): a}
     assert {again.clear(a), opened(again, record("b"))}.isdisjoint(spaces)
+
+
+def test_a_start_with_an_earlier_clock_gives_out_no_sequence_of_before() -> None:
+    first = Namespaces()
+    assert first.begin_sequences(1_000_000) == 1_000_000
+    again = Namespaces.load(first.dump())
+    assert again.begin_sequences(10) == 1_000_000 + SEQUENCES
+    assert Namespaces.load(again.dump()).begin_sequences(1 << 60) == 1 << 60
 
 
 def test_records_and_what_the_configuration_said_survive_a_restart() -> None:

@@ -24,6 +24,7 @@ from .tier_tools import KIB, contents, key
 
 PAGE = 60 * KIB
 MIB = KIB * KIB
+HOUR_NS = 3600 * 10**9
 
 
 class Rig:
@@ -223,6 +224,30 @@ def test_pages_that_were_dropped_stay_so_after_a_reboot_right_after_the_answer(r
     assert sum(again.exists([key(n) for n in range(128)])) == 0
     assert get(again, range(16)) == 0
     again.close()
+
+
+def test_pages_written_after_a_clear_outlive_a_clock_that_was_set_back(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, write="all")
+    try:
+        client = rig.client()
+        put(client, range(8))
+        rig.until_stored(8)
+        assert client.clear() >= 8
+        client.close()
+        rig.pool.code = f"import time; right = time.time_ns; time.time_ns = lambda: right() - {HOUR_NS}; "
+        rig.pool.code += ProcessPool.code
+        rig.reboot()
+        client = rig.client()
+        put(client, range(16))
+        rig.until_stored(16)
+        client.close()
+        rig.reboot()
+        rig.until(lambda report: report.tiers[0].pages == 16)
+        client = rig.client()
+        assert get(client, range(16)) == 16
+        client.close()
+    finally:
+        rig.close()
 
 
 def names_in(rig: Rig) -> set[str]:

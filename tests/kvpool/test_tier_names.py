@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 
 from pdserve.kvpool.cluster_messages import NamespaceRecord
-from pdserve.kvpool.namespaces import Namespaces
+from pdserve.kvpool.namespaces import SEQUENCES, Namespaces
 from pdserve.kvpool.tiers.names import take_over
 
 
@@ -36,3 +38,12 @@ def test_a_number_that_meant_something_else_when_the_tier_was_in_use_is_not_beli
 def test_no_number_is_given_out_that_a_tier_has_seen() -> None:
     found, _, _ = take_over(of("a"), [of("a", "b", "c").dump()])
     assert found.next_number == 4
+
+
+def test_no_sequence_is_given_out_that_memory_or_a_tier_may_have_seen() -> None:
+    lists = [of("a"), of("a", "b"), of("a")]
+    for now_us, one in zip((5, 3, 4), lists, strict=True):
+        one.begin_sequences(now_us)
+    for memory, *tiers in permutations([one.dump() for one in lists]):
+        found, _, _ = take_over(Namespaces.load(memory), tiers)
+        assert found.begin_sequences(0) == 5 + SEQUENCES

@@ -3,7 +3,7 @@
 Pages in a tier name their namespace by its number, so a page may be believed only where the list that was
 saved with it gives that number to the same name, geometry, generation and space (another after each clear) as
 the node's list does now. After a reboot memory says nothing; then the newest of the tiers' lists counts.
-Numbers are never given out again.
+Numbers are never given out again, nor are sequences.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def take_over(
         }
         for found in lists
     ]
-    chosen.never_below(max([memory.next_number, *(found.next_number for found in lists)]))
+    for found in [memory, *lists]:
+        chosen.never_below(found.next_number, found.sequences_end)
     return chosen, believed, problems
 
 

@@ -82,15 +82,15 @@ class InprocNode:
         self._namespaces = Namespaces()
         self._config = tiers or PoolNodeConfig()
         self._tiers: NodeTiers | None = None
-        self._start(first_sequence=1)
+        self._start(now_us=1)
 
-    def _start(self, first_sequence: int) -> None:
+    def _start(self, now_us: int) -> None:
         self.incarnation = secrets.randbits(62) + 1
         self._replies: dict[int, dict[int, Reply]] = {}
         slots = SlotAllocator(self.layout.arena_bytes, self.layout.slab_bytes, self.layout.min_slot_bytes)
-        store = PageStore(slots, first_sequence)
         self._tiers = tiers = NodeTiers(self._config, self.memory, self._namespaces)
         self._namespaces = tiers.namespaces
+        store = PageStore(slots, self._namespaces.begin_sequences(now_us))
         self._acts = tiers.acts()
         self.state = NodeState(
             self.name,
@@ -117,7 +117,7 @@ class InprocNode:
             classes = self.layout.slab_class(self.table)
             self._namespaces = Namespaces.load(self._namespaces.dump())
             contents = scan(self.layout, classes, rows, self._namespaces.numbers_of_spaces)
-            self._start(first_sequence=time.time_ns() // 1000)
+            self._start(now_us=time.time_ns() // 1000)
             self.state.restore(contents, time.monotonic())
             self.stopped = self.paused = False
             self._changed.notify_all()
