@@ -1,6 +1,7 @@
 """Admission: which request is answered now, which waits, which is refused. Pure.
 
-Requests of one model share the slots of its workers: a *lane*. Within a lane:
+Requests of one model share the slots of its workers: a *lane*. Slots are so many for each worker, but bound
+only how many requests run on all of them: which worker has how many, placement decides. Within a lane:
 
 - A request runs at once when a slot is free, its tenant is below its own concurrency, and nobody of its
   tenant waits before it. Else it waits in its tenant's queue, first come first served.

@@ -116,8 +116,8 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         int,
         Meta(
             ge=1,
-            description="Requests of a router process at a time for each decode worker that is ready; more "
-            "wait.",
+            description="Requests of a router process at a time for each decode worker that is ready, all of "
+            "a model's taken together: one of them may have more. What comes then waits.",
         ),
     ] = 4096
     queue_length: Annotated[
