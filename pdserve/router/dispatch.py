@@ -76,7 +76,7 @@ class Dispatcher:
         last = self.placer.last_turn(facts, now_s)
         if self._shared is not None and facts.session is not None:
             found = await self._shared.get(facts.session)
-            if found is not None and (last is None or not found.is_turn(last)):
+            if found is not None and (last is None or found.is_after(last)):
                 last = found  # of the same turn the own table knows more
         snapshot = self._fleet.snapshot(model, now_s)
         plan = self.placer.plan(facts, snapshot, last, now_s)

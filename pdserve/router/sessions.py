@@ -31,9 +31,10 @@ class SessionEntry(msgspec.Struct, frozen=True, gc=False):
     turns: int = 1
     """So many turns the session has had, this one counted."""
 
-    def is_turn(self, other: SessionEntry) -> bool:
-        """Whether both are of one turn."""
-        return (self.request_id, self.turns) == (other.request_id, other.turns)
+    def is_after(self, other: SessionEntry) -> bool:
+        """Whether it is of a later turn. Turns are not numbered for good: a forgotten session begins anew."""
+        is_same = (self.request_id, self.turns) == (other.request_id, other.turns)
+        return not is_same and self.seen_s > other.seen_s
 
 
 class SessionTable:

@@ -6,7 +6,10 @@ overloaded, gone or new) is found where it went, and its next turn waits for the
 
 It may be wrong, late or away, and no request waits for it longer than `timeout_s`: then the router's own
 table serves. After a failure it is left alone for `retry_s`. Writes are made behind the requests' back,
-the newest of each session, in batches; what is more than `MAX_WAITING` is dropped.
+the newest of each session, in batches; what is more than `MAX_WAITING` is dropped. So what Redis has may be
+older than what a router has itself, and the newer of the two counts. The number of turns would not tell
+which that is: a session that was forgotten begins anew. Each entry has the time at which its router saw it,
+so routers' clocks are to agree to within the time between a session's turns.
 
 Keys are hashed: Redis sees neither what clients call their sessions nor anything of their prompts.
 """
@@ -17,6 +20,7 @@ import asyncio
 import hashlib
 import logging
 import math
+import time
 from typing import Any
 
 import msgspec
@@ -45,6 +49,8 @@ class _Stored(msgspec.Struct, array_like=True):
     tokens: int = 0
     answered: bool = False
     turns: int = 1
+    seen_unix_s: float = math.inf
+    """Until a version had it: now."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -96,10 +102,11 @@ class SharedSessions:
             found = None
         if found is None:
             return None
+        age_s = max(0.0, time.time() - found.seen_unix_s)
         return SessionEntry(
             found.request_id,
             found.decode_id,
-            self._loop.time(),
+            self._loop.time() - age_s,
             found.prefill_id,
             found.tokens,
             found.answered,
@@ -124,6 +131,7 @@ class SharedSessions:
     async def _write(self) -> None:
         """Write one batch; what fails is lost."""
         batch = dict(list(self._waiting.items())[:MAX_BATCH])
+        unix_s = time.time() - self._loop.time()
         for link in batch:
             del self._waiting[link]
         if not batch:
@@ -139,6 +147,7 @@ class SharedSessions:
                         entry.tokens,
                         entry.answered,
                         entry.turns,
+                        unix_s + entry.seen_s,
                     )
                     pipeline.set(self._name(link), _encoder.encode(value), ex=self._ttl_s)
                     if replaced:

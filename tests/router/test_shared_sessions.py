@@ -203,3 +203,58 @@ def test_a_session_that_had_to_move_is_followed_by_the_other_router(redis_url: s
             await probe.close()
 
     run(main())
+
+
+def test_what_redis_has_from_before_it_was_away_does_not_undo_later_turns(redis_url: str) -> None:
+    async def main() -> None:
+        decodes = [MockWorker("decode") for _ in range(2)]
+        async with workers(*decodes):
+            config = RouterConfig(
+                decode=tuple(w.url for w in decodes),
+                deadlines=FAST,
+                session=settings(redis_url, retry_s=1000.0),
+            )
+            probe = SharedSessions(settings(redis_url))
+            await ready(probe)
+            async with routed(config) as router:
+                session, table = {"x-session-id": "s"}, router.router.dispatcher._shared
+                assert table is not None
+                first = (await router.chat(headers=session)).headers
+                await eventually(probe, named("s").of_model("m"), first["x-request-id"])
+                table._failed(TimeoutError())
+                router.router.fleet.drain(first["x-pdserve-decode"], True)
+                moved = (await router.chat(headers=session)).headers
+                assert moved["x-pdserve-decode"] != first["x-pdserve-decode"]
+                router.router.fleet.drain(first["x-pdserve-decode"], False)
+                table._away_until_s = 0.0
+                last = (await router.chat(headers=session)).headers
+                assert last["x-pdserve-decode"] == moved["x-pdserve-decode"]
+                assert "decode=session" in last["x-pdserve-plan"]
+            await probe.close()
+
+    run(main())
+
+
+def test_a_session_that_began_anew_at_another_router_is_followed_there(redis_url: str) -> None:
+    async def main() -> None:
+        decodes = [MockWorker("decode") for _ in range(2)]
+        async with workers(*decodes):
+            config = RouterConfig(
+                decode=tuple(w.url for w in decodes), deadlines=FAST, session=settings(redis_url)
+            )
+            probe = SharedSessions(settings(redis_url))
+            await ready(probe)
+            async with routed(config) as first, routed(config) as second:
+                session, key = {"x-session-id": "s"}, named("s").of_model("m")
+                for _ in range(3):
+                    home = (await first.chat(headers=session)).headers
+                    await eventually(probe, key, home["x-request-id"])
+                await probe._redis.delete(probe._name(key.links[-1]))
+                second.router.fleet.drain(home["x-pdserve-decode"], True)
+                anew = (await second.chat(headers=session)).headers
+                await eventually(probe, key, anew["x-request-id"])
+                followed = (await first.chat(headers=session)).headers
+                assert followed["x-pdserve-decode"] == anew["x-pdserve-decode"] != home["x-pdserve-decode"]
+            await probe.close()
+
+    run(main())
