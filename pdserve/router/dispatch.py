@@ -173,7 +173,10 @@ class Dispatcher:
                 self._share(call, turn)
                 if is_event_stream(exchange):
                     trail.begin(any(name == HEADER for name, _ in exchange.headers))
-                    await relay_events(call, exchange, trail, first_s, self._deadlines.between_chunks_s)
+                    call.is_sse = True
+                    first = await exchange.read_some(first_s)
+                    self._fleet.on_answering(worker)
+                    await relay_events(call, exchange, trail, first, self._deadlines.between_chunks_s)
                 elif call.is_started:
                     raise UpstreamError("protocol", "the rest of a stream is no stream")
                 else:

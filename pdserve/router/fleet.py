@@ -12,8 +12,9 @@ The circuit, fed by the outcome of requests:
 
     closed --(circuit_failures in a row)--> open until `retry_at_s`
     open   --(retry_at_s passed)----------> half-open: eligible
-    half-open --(selected)----------------> open until the outcome is known: one request tries, not all
-    any    --(success)--------------------> closed
+    half-open --(selected)----------------> open until an answer begins: one request tries, not all
+    any    --(an answer begins)-----------> closed, but while none was whole the next failure opens it again
+    any    --(success: a whole answer)----> closed
 
 Decode workers whose circuits are all open are still used when their probes say ready: an attempt is worth
 more to the client than a 503. Prefill workers are not, since the decode worker can do without them.
@@ -321,8 +322,16 @@ class Fleet:
         worker.queued_tokens = load.queued_tokens
         worker.free_kv_tokens = load.free_kv_tokens
 
+    def on_answering(self, worker: Worker) -> None:
+        """The worker has begun a stream as it should: it may have others before this one's end, which may be
+        far. Failures stay counted, or a worker that breaks off every stream would never be left.
+        """
+        if worker.retry_at_s:
+            worker.retry_at_s = 0.0
+            self._snapshots.clear()
+
     def on_success(self, worker: Worker) -> None:
-        """The worker answered as it should."""
+        """The worker answered as it should, to the end."""
         if worker.circuit_failures or worker.retry_at_s:
             worker.circuit_failures = 0
             worker.retry_at_s = 0.0

@@ -62,13 +62,10 @@ async def relay_whole(call: Call, exchange: Exchange, first_byte_s: float, betwe
     await call.write(body, more=False)
 
 
-async def relay_events(
-    call: Call, exchange: Exchange, trail: Trail, first_byte_s: float, between_s: float
-) -> None:
-    """Pass on a stream. Raises UpstreamError when the worker breaks off; `call.is_started` says if
-    anything was sent.
+async def relay_events(call: Call, exchange: Exchange, trail: Trail, data: bytes, between_s: float) -> None:
+    """Pass on a stream, of which `data` has been read. Raises UpstreamError when the worker breaks off;
+    `call.is_started` says if anything was sent.
     """
-    call.is_sse = True
     held = b""
 
     def pass_on(data: bytes) -> bool:
@@ -80,7 +77,6 @@ async def relay_events(
             call.write_now(ready)
         return True
 
-    data = await exchange.read_some(first_byte_s)
     while True:
         at_end = exchange.at_end
         ready, held = trail.take(held + data, at_end)

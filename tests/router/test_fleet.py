@@ -91,6 +91,22 @@ def test_a_failed_trial_opens_the_circuit_again() -> None:
     assert fleet.snapshot("m", 11.0).prefill == (bad,)
 
 
+def test_an_answer_that_begins_closes_the_circuit_and_one_that_then_breaks_opens_it_again() -> None:
+    fleet = make("decode", "decode")
+    tried, good = fleet.workers
+    fleet.on_failure(tried, 0.0)
+    fleet.on_failure(tried, 0.0)
+    fleet.on_selected(tried, 5.0)
+    fleet.on_answering(tried)
+    assert fleet.snapshot("m", 5.1).decode == (tried, good)
+    assert fleet.on_failure(tried, 6.0)
+    assert fleet.snapshot("m", 6.1).decode == (good,)
+    fleet.on_answering(tried)
+    fleet.on_success(tried)
+    assert not fleet.on_failure(tried, 7.0)
+    assert fleet.snapshot("m", 7.1).decode == (tried, good)
+
+
 def test_decode_workers_with_open_circuits_are_used_when_there_is_no_other() -> None:
     fleet = make("decode")
     worker = fleet.workers[0]
@@ -290,7 +306,7 @@ EVENTS = st.lists(
     st.tuples(
         st.sampled_from(
             [
-                *("failure", "success", "ready", "not_ready", "stopping", "select", "release"),
+                *("failure", "answering", "success", "ready", "not_ready", "stopping", "select", "release"),
                 *("drain", "undrain", "leave"),
             ]
         ),
@@ -315,6 +331,8 @@ def test_snapshots_are_right_however_they_are_cached(events: list[tuple[str, int
             fleet.drain(worker.id, what == "drain")
         elif what == "failure":
             fleet.on_failure(worker, now_s)
+        elif what == "answering":
+            fleet.on_answering(worker)
         elif what == "success":
             fleet.on_success(worker)
         elif what == "ready":

@@ -45,6 +45,34 @@ def test_two_hundred_streams_at_once_without_error_or_leak() -> None:
     run(main(), timeout_s=60)
 
 
+def test_a_worker_whose_trial_stream_has_begun_is_given_others_before_it_ends() -> None:
+    async def main() -> None:
+        minutes = Probe(circuit_failures=1, circuit_open_s=600.0)
+        async with disagg(prefill=0, decode=2, probe=minutes, decode_policy="round_robin") as (
+            harness,
+            _,
+            decodes,
+        ):
+            gate = Gate()
+            for decode in decodes:
+                decode.script(CHAT, *[stream(EVENTS, gate, gate_after=1)] * 4)
+            failed = harness.router.fleet.workers[0]
+            harness.router.fleet.on_failure(failed, asyncio.get_running_loop().time() - 601.0)
+            clients = [await harness.connect() for _ in range(4)]
+            for client in clients:
+                await client.send(CHAT, json.dumps(chat_body(stream=True)).encode())
+                await client.head()
+                assert await client.chunk() == EVENTS[0]
+            assert [worker.in_flight for worker in harness.router.fleet.workers] == [2, 2]
+            gate.open.set()
+            for client in clients:
+                while await client.chunk():
+                    pass
+                client.leave()
+
+    run(main())
+
+
 def test_two_hundred_clients_that_leave_together() -> None:
     async def main() -> None:
         async with disagg() as (harness, _, [decode]):
