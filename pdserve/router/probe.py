@@ -8,8 +8,9 @@ of what a dead prefill worker still holds.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from typing import NamedTuple
 
 import httpx
@@ -90,7 +91,8 @@ class Prober:
             transport=transport,
             headers={"authorization": f"Bearer {token}"} if token else None,
         )
-        self._rounds = 0
+        self._probed: set[Worker] = set()
+        """Those that `run` keeps probing."""
         self._said: dict[str, str] = {}
         """Worker id → the last complaint logged, so that a lasting one is logged once."""
 
@@ -114,38 +116,45 @@ class Prober:
 
     async def _probe_first(self, workers: list[Worker], refused: Container[str]) -> None:
         """All at once, and what they say in an order that is not chance."""
-        answers = await asyncio.gather(*(self._ask(worker) for worker in workers))
+        answers = await asyncio.gather(*(self._ask(worker, asks_info=True) for worker in workers))
         infos = {worker.id: info for worker, info in zip(workers, answers, strict=True) if info is not None}
         found = [(worker, infos[worker.id]) for worker in workers if worker.id in infos]
         for worker in joining_order(found, refused):
             self._is_ready(worker, infos[worker.id])
 
     async def run(self) -> None:
-        """Probe all, again and again, until cancelled."""
-        while True:
+        """Probe every worker again and again, none of them waiting for another, until cancelled."""
+        async with asyncio.TaskGroup() as probing:
+            while True:
+                await asyncio.sleep(self._config.interval_s)
+                for worker in self._fleet.workers:
+                    if worker not in self._probed:
+                        self._probed.add(worker)
+                        probing.create_task(self._keep_probing(worker))
+                for gone in self._said.keys() - self._fleet.by_id.keys():
+                    del self._said[gone]
+
+    async def _keep_probing(self, worker: Worker) -> None:
+        """For as long as it is there."""
+        for count in itertools.count(1):
+            await self.probe(worker, asks_info=count % INFO_EVERY == 0)
             await asyncio.sleep(self._config.interval_s)
-            await self.round()
-
-    async def round(self) -> None:
-        """Probe all workers at once; takes at most twice `timeout_s`."""
-        self._rounds += 1
-        await self._probe_all(self._fleet.workers)
-        for gone in self._said.keys() - self._fleet.by_id.keys():
-            del self._said[gone]
-
-    async def _probe_all(self, workers: Iterable[Worker]) -> None:
-        await asyncio.gather(*(self.probe(worker) for worker in workers))
+            if self._fleet.by_id.get(worker.id) is not worker:
+                break
+        self._probed.discard(worker)
 
     async def _get(self, url: str) -> httpx.Response:
         async with asyncio.timeout(self._config.timeout_s):  # httpx's own is for each read
             return await self._client.get(url)
 
-    async def probe(self, worker: Worker) -> None:
-        """Ask one worker how it is, and tell the fleet."""
-        if (info := await self._ask(worker)) is not None:
+    async def probe(self, worker: Worker, *, asks_info: bool) -> None:
+        """Ask one worker how it is, and tell the fleet; takes at most twice `timeout_s`. One that is known
+        and well is asked what it serves only if `asks_info`.
+        """
+        if (info := await self._ask(worker, asks_info=asks_info)) is not None:
             self._is_ready(worker, info)
 
-    async def _ask(self, worker: Worker) -> WorkerInfo | None:
+    async def _ask(self, worker: Worker, *, asks_info: bool) -> WorkerInfo | None:
         """How it is: what it serves if it is ready; if not, the fleet is told."""
         try:
             response = await self._get(f"{worker.url}/pd/ready")
@@ -159,7 +168,7 @@ class Prober:
                 self._lost(worker, self._fleet.on_probe_not_ready(worker), "is not ready")
                 return None
             self._fleet.on_load(worker, said.load, pool_up=said.pool == "up")
-            if not worker.ready or worker.stopping or worker.refused or self._rounds % INFO_EVERY == 0:
+            if not worker.ready or worker.stopping or worker.refused or asks_info:
                 return await self._ask_info(worker)
         except (httpx.ConnectError, httpx.InvalidURL, UnicodeError) as error:  # the last: a host's name
             self._lost(worker, self._fleet.on_probe_not_ready(worker), f"cannot be reached: {error}")

@@ -241,6 +241,41 @@ def test_a_worker_that_answers_drop_by_drop_leaves_the_others_probed() -> None:
 
 
 @pytest.mark.parametrize("path", ["/pd/ready", "/pd/info"])
+def test_no_worker_waits_for_its_probe_until_another_has_answered_its_own(path: str) -> None:
+    async def main() -> None:
+        patient = Probe(interval_s=0.02, timeout_s=600.0)
+        new, gate = MockWorker("decode"), Gate()
+        async with workers(new), disagg(decode=2, probe=patient) as (harness, _, [good, hung]):
+            hung.script(path, hang(gate))
+            await gate.reached.wait()
+            good.ready = False
+            await until(harness, good, False)
+            good.ready = True
+            await until(harness, good, True)
+            harness.router.fleet.join(new.url, "decode")
+            await until(harness, new, True)
+            gate.open.set()
+
+    run(main())
+
+
+def test_a_worker_that_has_left_is_no_longer_probed_until_it_comes_again() -> None:
+    def probed() -> int:
+        return sum("_keep_probing" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
+    async def main() -> None:
+        async with disagg(probe=OFTEN) as (harness, _, [left]):
+            await harness.until(lambda: probed() == 2)
+            harness.router.fleet.leave(left.id)
+            await harness.until(lambda: probed() == 1)
+            harness.router.fleet.join(left.url, "decode")
+            await until(harness, left, True)
+            assert probed() == 2
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", ["/pd/ready", "/pd/info"])
 @pytest.mark.parametrize("said", [NESTED, ODD])
 def test_a_worker_whose_words_cannot_be_read_leaves_the_others_probed(path: str, said: bytes) -> None:
     async def main() -> None:
