@@ -11,10 +11,13 @@ GET    /metrics                    Prometheus
 GET    /live/                      a page that shows it all, live; a browser asks for the key as a password
 GET    /live/events                what it shows, as server-sent events
 GET    /health                     needs no key
+
+What workers have and tenants use is that of all of the router's processes, or is not told.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import fastapi
@@ -27,11 +30,12 @@ from pdserve.errors import ConfigError, RequestError
 from pdserve.router.app import Router, add_error_handlers
 from pdserve.router.call import JSON
 from pdserve.router.client import Receive, Scope, Send
-from pdserve.router.fleet import FleetError, Role
+from pdserve.router.fleet import FleetError, Role, Worker
 from pdserve.router.live_feed import LiveFeed
 from pdserve.router.live_page import BASIC, add_live_page, is_of_live_page, password_as_bearer
 from pdserve.router.openai_errors import error_of
 from pdserve.router.schema import UNREADABLE
+from pdserve.router.totals import Totals
 
 MAX_BODY_BYTES = 64 * 1024
 _STATUS = {"unknown_worker": 404, "bad_url": 400, "other_role": 409}
@@ -88,7 +92,10 @@ def _make_app(router: Router) -> fastapi.FastAPI:
 
     @app.get("/tenants")
     async def tenants() -> dict[str, Any]:
-        """Limits and use, of this router process since its start."""
+        """Limits and use, of all of the router's processes since its start."""
+        totals = await _totals(router)
+        if totals is None:
+            raise RequestError(503, "Not every process of the router says what tenants use; ask again.")
         return {
             "tenants": [
                 {
@@ -98,9 +105,7 @@ def _make_app(router: Router) -> fastapi.FastAPI:
                         for name in ("requests_s", "tokens_min", "concurrency", "weight")
                     },
                     "cache": tenant.cache,
-                    "running": tenant.running,
-                    "waiting": tenant.waiting,
-                    "use": msgspec.to_builtins(tenant.use),
+                    **totals.tenant(tenant.name),
                 }
                 for tenant in router.entrance.tenants.all
             ]
@@ -128,13 +133,31 @@ def _make_app(router: Router) -> fastapi.FastAPI:
     return app
 
 
+async def _totals(router: Router) -> Totals | None:
+    """None where a process does not answer in time."""
+    try:
+        exposition = await router.exposition()
+    except RequestError:
+        return None
+    return await asyncio.to_thread(Totals.read, exposition.decode())  # it takes milliseconds
+
+
 def _add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
     fleet = router.fleet
 
+    async def in_flight(worker: Worker) -> int | None:
+        totals = await _totals(router)
+        return None if totals is None else totals.in_flight(worker)
+
     @app.get("/workers")
     async def workers() -> dict[str, Any]:
-        """Who is there."""
-        return {"workers": router.readiness()["workers"]}
+        """Who is there. `in_flight` null: not every process of the router says what it has at the worker."""
+        totals = await _totals(router)
+        listed = [
+            {**said, "in_flight": None if totals is None else totals.in_flight(fleet.by_id[said["id"]])}
+            for said in router.readiness()["workers"]
+        ]
+        return {"workers": listed}
 
     @app.post("/workers", status_code=201)
     async def join(request: fastapi.Request) -> Response:
@@ -155,7 +178,7 @@ def _add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
             worker = fleet.leave(worker_id)
         except FleetError as error:
             return _refused(_of_fleet(error))
-        return fastapi.responses.JSONResponse({"id": worker.id, "in_flight": worker.in_flight})
+        return fastapi.responses.JSONResponse({"id": worker.id, "in_flight": await in_flight(worker)})
 
     async def drain(worker_id: str, draining: bool) -> Response:
         try:
@@ -163,12 +186,12 @@ def _add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
         except FleetError as error:
             return _refused(_of_fleet(error))
         return fastapi.responses.JSONResponse(
-            {"id": worker.id, "draining": worker.draining, "in_flight": worker.in_flight}
+            {"id": worker.id, "draining": worker.draining, "in_flight": await in_flight(worker)}
         )
 
     @app.post("/workers/{worker_id}/drain")
     async def drain_worker(worker_id: str) -> Response:
-        """A worker is given nothing new; `in_flight` 0 says that it may be stopped."""
+        """A worker is given nothing new; `in_flight` 0 says that it may be stopped, null says nothing."""
         return await drain(worker_id, True)
 
     @app.post("/workers/{worker_id}/undrain")

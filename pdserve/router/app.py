@@ -120,7 +120,7 @@ class Router:
         return generate_latest(self.registry)
 
     def readiness(self) -> dict[str, Any]:
-        """Whether requests can be answered, and by whom."""
+        """Whether this process can answer requests, and by whom; `in_flight` is what it has there itself."""
         workers = self.fleet.workers
         usable = [w for w in workers if w.ready and w.refused is None and not w.draining]
         roles = {worker.role for worker in usable}

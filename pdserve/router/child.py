@@ -55,6 +55,8 @@ class Child:
         self.is_stopping = False
         self.metrics = ""
         """As it told them last."""
+        self.has_left = False
+        """They are its last word."""
         self.channel = Channel(lambda message: on_message(self, message))
         self.process, ours = _started(setup.config, listening, admin, first)
         self.serving = asyncio.create_task(self.channel.run(ours))
@@ -73,13 +75,14 @@ class Child:
         if not self.is_ready.is_set():
             raise StartupError("a router process did not start; its last words are above")
 
-    async def ask_metrics(self) -> None:
-        """Renew `metrics`, if it serves and answers in time."""
-        if self.is_ready.is_set():
+    async def ask_metrics(self) -> bool:
+        """Renew `metrics`, if it serves. False if it does not answer in time: they are those of before."""
+        if self.is_ready.is_set() and not self.has_left:
             try:
                 self.metrics = await self.channel.collect(COLLECT_TIMEOUT_S)
             except ChannelClosed:
-                return
+                return self.has_left
+        return True
 
     async def stop(self) -> None:
         """Let it finish what it has, and kill it when that takes longer than `stop_grace_s`."""

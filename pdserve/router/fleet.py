@@ -87,6 +87,8 @@ class Fleet:
         """By worker id, what the admin API said and etcd must not undo: one that etcd names shall stay away
         (`leave`), or be drained once etcd names it (`drain`). Over when etcd does not name it.
         """
+        self._left: list[Worker] = []
+        """Out of the table, with requests to finish."""
         self._next_incarnation = 0
         self.told: Callable[[Act, str, Role], None] | None = None
         """Is told what the admin API does here, to tell the router's other processes, and whom etcd no longer
@@ -137,7 +139,7 @@ class Fleet:
         stopped naming it, or the configuration is read anew. Raises FleetError.
         """
         worker = self._get(worker_id)
-        del self.by_id[worker.id]
+        self._remove(worker)
         if "etcd" in worker.sources:
             self._kept[worker.id] = "leave"
         self._members_changed()
@@ -191,7 +193,7 @@ class Fleet:
             if source in worker.sources and (new is None or new.role != worker.role):
                 worker.sources.discard(source)
                 if not worker.sources:
-                    del self.by_id[worker.id]
+                    self._remove(worker)
                     left.append(worker)
         for worker in wanted.values():
             known = self.by_id.setdefault(worker.id, worker)
@@ -242,6 +244,10 @@ class Fleet:
             raise FleetError("unknown_worker", f"there is no worker {worker_id[:200]!r}; there are: {known}")
         return worker
 
+    def _remove(self, worker: Worker) -> None:
+        del self.by_id[worker.id]
+        self._left = [w for w in (*self._left, worker) if w.in_flight]
+
     def _members_changed(self) -> None:
         self.workers = tuple(self.by_id.values())
         self._facts_changed()
@@ -262,6 +268,13 @@ class Fleet:
     def models(self) -> tuple[str, ...]:
         """The names of the models, see `tasks`."""
         return tuple(self.tasks)
+
+    @property
+    def at_work(self) -> list[Worker]:
+        """Those of the table, and those that have left and finish what they have; one that has come again is
+        in it twice.
+        """
+        return [*self.workers, *(worker for worker in self._left if worker.in_flight)]
 
     def snapshot(self, model: str, now_s: float) -> Snapshot:
         """Eligible workers for `model` (a name out of `models`)."""

@@ -78,6 +78,12 @@ METRICS: Final = (
     _one("worker_draining", "gauge", _OF_WORKER, "1: it finishes what it has and is given nothing new."),
     _one("worker_circuit_open", "gauge", _OF_WORKER, "1: too many requests failed there in a row."),
     _one("worker_refused", "gauge", _OF_WORKER, "1: refused at join, its pages do not fit the others'."),
+    _one(
+        "processes_silent",
+        "gauge",
+        (),
+        "Router processes that did not say in time what they have: of theirs this is older.",
+    ),
     _one("joins_refused", "counter", (), "Workers refused at join."),
     _one("sessions", "gauge", (), "Sessions in the session table."),
     _one(

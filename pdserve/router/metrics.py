@@ -142,13 +142,18 @@ class RouterCollector(Collector):
         yield samples("prompt_tokens", stats.prompt_tokens)
         yield samples("prompt_cached_tokens", _keyed(stats.cached_tokens))
         yield samples("prefill_missing_pages", stats.missing_pages)
+        yield samples("processes_silent", 0)  # itself it speaks; the parent adds those that do not
         yield samples("joins_refused", stats.joins_refused)
         yield samples("sessions", self._session_count())
         yield samples("upstream_connections", _keyed(connections))
         yield samples("upstream_connections_open", upstream.open_count)
         yield samples("upstream_connections_idle", upstream.idle_count)
         workers = {(worker.id, worker.role): worker for worker in self._fleet.workers}
-        yield samples("worker_requests_in_flight", {key: w.in_flight for key, w in workers.items()})
+        in_flight: dict[Labels, int] = dict.fromkeys(workers, 0)
+        for worker in self._fleet.at_work:
+            key = worker.id, worker.role
+            in_flight[key] = in_flight.get(key, 0) + worker.in_flight
+        yield samples("worker_requests_in_flight", in_flight)
         yield samples("worker_healthy", {key: w.ready and w.refused is None for key, w in workers.items()})
         yield samples("worker_draining", {key: w.draining for key, w in workers.items()})
         yield samples("worker_circuit_open", {key: w.retry_at_s > 0 for key, w in workers.items()})

@@ -9,7 +9,8 @@ old child told to stop, to finish what it has.
   serve they take the children's places; when one does not start, none does.
 - A child that dies is started again, after a pause.
 - SIGTERM, SIGINT: every child finishes what it has, within `stop_grace_s`.
-- Metrics: the child that is asked asks the parent, which asks all and adds up, with what ended ones counted.
+- Metrics: the child that is asked asks the parent, which asks all and adds up, with what ended ones counted
+  and how many did not answer. What the admin API says of requests and use is taken from them.
 - Limits of tenants hold over all of them, see `shares`.
 - What the admin API of one child does to the fleet, the parent tells the others, and one that is started
   later begins with it; that it reads the API keys anew, it tells the others.
@@ -32,6 +33,7 @@ from pdserve.router.channel import Collect, Collected, Last, Message, Ready, Ref
 from pdserve.router.child import Child, Setup
 from pdserve.router.config import RouterConfig
 from pdserve.router.fleet import Worker, listed_workers
+from pdserve.router.metric_names import PREFIX
 from pdserve.router.probe import FirstRound
 from pdserve.router.reload import stamp, watch_file
 from pdserve.router.serve import bind
@@ -173,7 +175,7 @@ class Processes:
         elif isinstance(message, Collect):
             self._later(self._collect(child, message.number))
         elif isinstance(message, Last):
-            child.metrics = message.text
+            child.metrics, child.has_left = message.text, True
         elif isinstance(message, Wants):
             self._share(self._divider.told(child.number, message.tenants))
         elif isinstance(message, FleetChange):
@@ -200,8 +202,9 @@ class Processes:
             other.channel.send(message)
 
     async def _collect(self, child: Child, number: int) -> None:
-        await asyncio.gather(*(other.ask_metrics() for other in self._live))
-        texts = (self._ended_metrics, *(other.metrics for other in self._live))  # all of one moment
+        answered = await asyncio.gather(*(other.ask_metrics() for other in self._live))
+        silent = f"{PREFIX}processes_silent {answered.count(False)}\n"
+        texts = (self._ended_metrics, *(other.metrics for other in self._live), silent)  # all of one moment
         child.channel.send(Collected(number, add_up(texts).decode()))
 
     async def _stop(self) -> None:

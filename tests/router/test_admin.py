@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from pdserve.router.keys import key_line
 from pdserve.router.tenant_config import Access
 
 from .harness import Harness, disagg, run
-from .mock_worker import ANSWER, MockWorker, workers
+from .mock_worker import ANSWER, EVENTS, STREAM, Gate, MockWorker, stream, workers
+from .test_processes import counted
 
 KEY = "administrators-key-of-this-test"
 ADMIN = Admin(key=KEY)
@@ -111,6 +113,32 @@ def test_what_cannot_be_done_is_said_in_openais_form(method: str, path: str, bod
             assert answer.status_code == status
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
             assert len(harness.router.fleet.workers) == 2
+
+    run(main())
+
+
+def test_what_a_worker_that_has_left_still_has_is_told_until_it_is_over() -> None:
+    async def main() -> None:
+        async with disagg(admin=ADMIN) as (harness, _, [decode]), client_of(harness) as client:
+
+            async def in_flight() -> float:
+                return counted(
+                    (await client.get("/metrics")).text, "pdserve_router_worker_requests_in_flight"
+                )
+
+            gate = Gate()
+            decode.script("/v1/chat/completions", stream(EVENTS, gate, gate_after=1))
+            asking = asyncio.create_task(harness.chat(stream=True))
+            await gate.reached.wait()
+            assert (await client.delete(f"/workers/{decode.id}")).json()["in_flight"] == 1
+            assert await in_flight() == 1
+            await client.post("/workers", json={"url": decode.url, "role": "decode"})
+            listed = {w["id"]: w for w in (await client.get("/workers")).json()["workers"]}
+            assert listed[decode.id]["in_flight"] == 1
+            gate.open.set()
+            assert (await asking).body == STREAM
+            await harness.settle()
+            assert await in_flight() == 0
 
     run(main())
 

@@ -15,7 +15,7 @@ from typing import Any
 from pdserve.router.keys import key_line
 
 from .harness import Connection, Response, chat_body, run
-from .mock_worker import Gate, MockWorker, Received, Wire, workers
+from .mock_worker import ANSWER, Gate, MockWorker, Received, Script, Wire, workers
 from .test_processes import CHAT, children, until
 from .test_serve import RouterProcess
 
@@ -24,6 +24,14 @@ ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
 NEVER_S = 1000.0
 """Between two probes: a process knows of its workers what it found as it started."""
 SEVERAL = 10  # requests on connections of their own: the kernel gives each of two processes some
+
+
+def hang_then_answer(gate: Gate) -> Script:
+    async def run(wire: Wire, request: Received) -> None:
+        await gate.passed()
+        await wire.body(200, ANSWER)
+
+    return run
 
 
 class Site:
@@ -127,6 +135,59 @@ def test_every_process_does_as_one_was_told_and_so_do_those_that_come_later(tmp_
             await until(replaced)
             assert await here.used(BOB) <= {new.id, "429"}
             assert "429" in await here.used(BOB)
+
+    run(main(), timeout_s=240)
+
+
+def test_what_is_told_of_workers_and_tenants_is_that_of_all_processes_together(tmp_path: Path) -> None:
+    async def main() -> None:
+        decode, gate = MockWorker("decode"), Gate()
+        async with workers(decode), site(tmp_path, 2, [decode]) as here:
+            decode.script(CHAT, *[hang_then_answer(gate)] * SEVERAL)
+            asking = [asyncio.create_task(here.ask(ALICE)) for _ in range(SEVERAL)]
+            await decode.wait_until(lambda: len(decode.got(CHAT)) == SEVERAL)
+            assert (await here.admin("POST", f"/workers/{decode.id}/drain")).json()["in_flight"] == SEVERAL
+            [worker] = (await here.admin("GET", "/workers")).json()["workers"]
+            assert worker["in_flight"] == SEVERAL
+            [alice] = (await here.admin("GET", "/tenants")).json()["tenants"]
+            assert alice["running"] == alice["use"]["requests"] == SEVERAL
+            before = await children(here.router)
+            await here.hang_up()
+
+            async def replaced() -> bool:  # the old ones have yet to finish
+                return len(await children(here.router) - before) == 2
+
+            await until(replaced)
+            [worker] = (await here.admin("GET", "/workers")).json()["workers"]
+            assert worker["in_flight"] == SEVERAL
+            assert (await here.admin("DELETE", f"/workers/{decode.id}")).json()["in_flight"] == SEVERAL
+            gate.open.set()
+            assert {answer.body for answer in await asyncio.gather(*asking)} == {ANSWER}
+
+    run(main(), timeout_s=240)
+
+
+def test_no_number_is_told_that_lacks_what_a_process_has(tmp_path: Path) -> None:
+    async def main() -> None:
+        decode = MockWorker("decode")
+        async with workers(decode), site(tmp_path, 2, [decode]) as here:
+
+            async def told() -> bool:
+                [worker] = (await here.admin("GET", "/workers")).json()["workers"]
+                return worker["in_flight"] == 0
+
+            await until(told)
+            silent = max(await children(here.router))  # the first has the admin API
+            os.kill(silent, signal.SIGSTOP)
+            try:
+                drained = (await here.admin("POST", f"/workers/{decode.id}/drain")).json()
+                assert drained == {"id": decode.id, "draining": True, "in_flight": None}
+                [worker] = (await here.admin("GET", "/workers")).json()["workers"]
+                assert (worker["draining"], worker["in_flight"]) == (True, None)
+                assert (await here.admin("GET", "/tenants")).error["message"].startswith("Not every process")
+            finally:
+                os.kill(silent, signal.SIGCONT)
+            await until(told)
 
     run(main(), timeout_s=240)
 
