@@ -105,11 +105,20 @@ class PageNames:
         """The same, of prompt and output."""
         return self._keys(chain[-1:] for chain in self._chains(request, SglangRequest.conversation))
 
-    def of_prefixes(self, request: HttpRequest, tokens: Mapping[str, int]) -> list[bytes]:
-        """Pool keys of the first so many tokens of each prompt, by SGLang's request id."""
-        return self._keys(
-            self._chains(request, lambda made: (made.input_ids or [])[: tokens.get(made.rid, 0)])
-        )
+    def found_of_prompts(self, request: HttpRequest, cached_tokens: Mapping[str, int]) -> list[bytes]:
+        """Pool keys of the pages of the prompts that SGLang may have had in its cache. `cached_tokens`: its
+        count, by its request id.
+
+        It looks for all of a prompt but the last token. So where it found all that it looks for, the last
+        page of a prompt of whole pages counts as found: it is computed again whether it was there or not.
+        """
+
+        def found(made: SglangRequest) -> Sequence[int]:
+            prompt, cached = _prompt(made), cached_tokens.get(made.rid, 0)
+            is_all = cached // self.page_size == (len(prompt) - 1) // self.page_size
+            return prompt if is_all else prompt[:cached]
+
+        return self._keys(self._chains(request, found))
 
     def unnamed(self, request: HttpRequest, prompt_tokens: int) -> int:
         """How many pages the prompts of the request have, `prompt_tokens` in all, that cannot be named: those

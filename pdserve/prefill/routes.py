@@ -78,7 +78,7 @@ class Prefill:
         record = current_request()
         assert record is not None, "this route is tracked"
         keys = self._names.of_prompts(record)
-        found = self._names.of_prefixes(record, outcome.cached_tokens)
+        found = self._names.found_of_prompts(record, outcome.cached_tokens)
         ends = self._names.ends_of_prompts(record)
         with timed("publish", pages=len(keys)):
             published = await self._unless_left(record, self._published(keys, ends, set(found)))
@@ -107,6 +107,7 @@ class Prefill:
 
         SGLang stores a page once. A last page that it `found` in its own cache is in the pool, or a moment
         away; if not, the pool has lost it, nobody stores it again here, and waiting would only take time.
+        A page that only may have been found is not waited for longer: the decode worker computes it anyway.
         """
         computed = [key for key in ends if key not in found]
         if computed:

@@ -132,9 +132,17 @@ def test_pages_that_the_pool_lost_are_not_waited_for(monkeypatch: pytest.MonkeyP
 
 
 def test_a_prompt_found_whole_whose_pages_are_lost_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer, took_s = serve(Pool(), monkeypatch, len(PROMPT))
+    """A whole number of pages, of which SGLang never says that it found the last."""
+    answer, took_s = serve(Pool(), monkeypatch, len(PROMPT) - PAGE)
     assert (answer["published_pages"], answer["missing_pages"]) == (0, 4)
     assert took_s < 10
+
+
+def test_a_prompt_of_which_more_than_the_last_page_is_computed_is_waited_for() -> None:
+    request = HttpRequest("id", "/pd/prefill", requests={"r": SglangRequest("r", State(), PROMPT)})
+    pages = page_hashes(PROMPT, PAGE)
+    for cached, found in [(0, 0), (4, 1), (8, 2), (12, 4)]:
+        assert PageNames(PAGE, [b""]).found_of_prompts(request, {"r": cached}) == pages[:found]
 
 
 def test_pages_that_cannot_be_named_are_not_said_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
