@@ -13,12 +13,11 @@ request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pdserve.engine.metric_names import BUCKETS_S, METRICS
-from pdserve.engine.reuse import Found
 from pdserve.metric import by_name
 
 TIMING_HEADER = b"server-timing"
@@ -26,10 +25,9 @@ TIMING_HEADER = b"server-timing"
 
 @dataclass(frozen=True)
 class FirstToken:
-    """Of one HTTP request; times in seconds, of its first prompt; the tokens of all prompts."""
+    """Of one HTTP request; times in seconds, of its first prompt."""
 
     parts_s: dict[str, float]
-    prompt_tokens: int
 
     def timing(self) -> bytes:
         """The value of `server-timing`: milliseconds (W3C Server Timing)."""
@@ -38,13 +36,12 @@ class FirstToken:
 
 def first_token(answers: Sequence[dict[str, Any]]) -> FirstToken:
     """From the first that SGLang says. What it does not say is 0, or not there."""
-    metas = [answer.get("meta_info") or {} for answer in answers]
-    meta = metas[0] if metas else {}
+    meta = (answers[0].get("meta_info") or {}) if answers else {}
     pull_s = max(0.0, meta.get("storage_prefetch_wait") or 0.0)
     parts_s = {"queue": max(0.0, (meta.get("queue_time") or 0.0) - pull_s), "pull": pull_s}
     if "prefill_finished_time" in meta and "forward_entry_time" in meta:
         parts_s["compute"] = max(0.0, meta["prefill_finished_time"] - meta["forward_entry_time"])
-    return FirstToken(parts_s, sum(one.get("prompt_tokens") or 0 for one in metas))
+    return FirstToken(parts_s)
 
 
 class WorkerMetrics:
@@ -72,11 +69,9 @@ class WorkerMetrics:
             self._tokens = Counter(tokens_of.family_name, tokens_of.says, tokens_of.labels, registry=registry)
         self._seconds.labels(part).observe(seconds)
 
-    def count(self, first: FirstToken, own: Found | None) -> None:
-        """A request's first token is there; `own`: the prompt's tokens that were found cached here."""
+    def count(self, first: FirstToken, by_tier: Mapping[str, int]) -> None:
+        """A request's first token is there; `by_tier`: where its prompt's tokens came from."""
         for part, seconds in first.parts_s.items():
             self.observe(part, seconds)
-        found = own or Found()
-        for tier, tokens in found._asdict().items():
+        for tier, tokens in by_tier.items():
             self._tokens.labels(tier).inc(tokens)
-        self._tokens.labels("computed").inc(max(0, first.prompt_tokens - sum(found)))

@@ -276,7 +276,7 @@ def _wrap_generate(manager: Any, metrics: WorkerMetrics | None) -> None:
                 if http is not None and http.first is None:
                     http.first = first_token(answers)
                     if metrics is not None:
-                        metrics.count(http.first, http.reuse.own())
+                        metrics.count(http.first, http.reuse.by_tier())
                 yield content
 
     manager.generate_request = generate_request
@@ -298,10 +298,8 @@ def _disown(obj: Any) -> None:
 
 def _told(request: HttpRequest) -> list[tuple[bytes, bytes]]:
     """Headers of its answer."""
-    first = request.first
-    if first is None:
-        return request.reuse.headers()
-    return [*request.reuse.headers(first.prompt_tokens), (TIMING_HEADER, first.timing())]
+    timing = [] if request.first is None else [(TIMING_HEADER, request.first.timing())]
+    return [*request.reuse.headers(), *timing]
 
 
 def _wrap_send(manager: Any, name: str, tokenized: Callable[[Any], list[Any]]) -> None:

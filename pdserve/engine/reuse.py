@@ -54,7 +54,7 @@ class Reuse:
         self._told = told
         self._prompts = self._choices = 1
         self._numbers: dict[str, int] = {}
-        self._own: dict[int, Found] = {}
+        self._own: dict[int, tuple[Found, int]] = {}  # by prompt: what was found of so many tokens
 
     def begin(self, prompts: int, choices: int) -> None:
         """SGLang has begun to serve the request: so many prompts, and so many choices for each."""
@@ -66,32 +66,33 @@ class Reuse:
         """
         self._numbers[rid] = len(self._numbers)
 
-    def found(self, rid: str, own: Found) -> Found | None:
-        """An SGLang request found `own`. Returns what is said instead, if anything."""
+    def found(self, rid: str, own: Found, prompt_tokens: int) -> Found | None:
+        """An SGLang request found `own` of its prompt. Returns what is said instead, if anything."""
         number = self._numbers.get(rid)
         if number is None:
             return None
         prompt = number
         if self._choices > 1 and number >= self._prompts:
             prompt = (number - self._prompts) // self._choices
-        first = self._own.setdefault(prompt, own)
+        first, _ = self._own.setdefault(prompt, (own, prompt_tokens))
         if prompt < len(self._told):
             return self._told[prompt]
         return first if self._choices > 1 else None
 
-    def own(self) -> Found | None:
-        """What all prompts together found here; None before that is known."""
-        return Found(*map(sum, zip(*self._own.values(), strict=True))) if self._own else None
+    def by_tier(self) -> dict[str, int]:
+        """Where the prompts' tokens came from, those computed here among them; of a stream of several prompts
+        those that are known so far. Empty before the first.
+        """
+        if not self._own:
+            return {}
+        founds, lengths = zip(*self._own.values(), strict=True)
+        found = Found(*map(sum, zip(*founds, strict=True)))
+        return {**found._asdict(), "computed": max(0, sum(lengths) - sum(found))}
 
-    def headers(self, prompt_tokens: int | None = None) -> list[tuple[bytes, bytes]]:
-        """The header that says so, and how many of `prompt_tokens` were computed; none before it is known."""
-        own = self.own()
-        if own is None:
-            return []
-        said = b"device=%d, host=%d, pool=%d, ssd=%d" % own
-        if prompt_tokens is not None:
-            said += b", computed=%d" % max(0, prompt_tokens - sum(own))
-        return [(CACHED_HEADER, said)]
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The header that says so; none before it is known."""
+        said = ", ".join(f"{tier}={tokens}" for tier, tokens in self.by_tier().items())
+        return [(CACHED_HEADER, said.encode())] if said else []
 
 
 def parse_prefilled(value: bytes) -> list[Found]:
@@ -113,7 +114,8 @@ def replace_counts(output: Any, reuse_of: dict[str, Reuse]) -> None:
         reuse = reuse_of.get(rid)
         if reuse is None:
             continue
-        told = reuse.found(rid, Found.of(counts[i], details[i] if details else None))
+        own = Found.of(counts[i], details[i] if details else None)
+        told = reuse.found(rid, own, output.prompt_tokens[i])
         if told is None:
             continue
         counts[i] = sum(told)

@@ -303,7 +303,10 @@ def test_what_was_found_cached_is_told_in_the_head_and_what_prefill_found_in_the
         await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
         assert sent == []
         output = SimpleNamespace(
-            rids=["a"], cached_tokens=[64], cached_tokens_details=[{"device": 0, "host": 0, "storage": 64}]
+            rids=["a"],
+            prompt_tokens=[65],
+            cached_tokens=[64],
+            cached_tokens_details=[{"device": 0, "host": 0, "storage": 64}],
         )
         await manager._handle_batch_output(output)
         await send({"type": "http.response.body", "body": b"x"})
@@ -318,7 +321,10 @@ def test_what_was_found_cached_is_told_in_the_head_and_what_prefill_found_in_the
 
     asyncio.run(run())
     assert manager.said == [3]
-    assert sent[0]["headers"] == [(b"a", b"b"), (b"x-pdserve-cached", b"device=0, host=0, pool=64, ssd=0")]
+    assert sent[0]["headers"] == [
+        (b"a", b"b"),
+        (b"x-pdserve-cached", b"device=0, host=0, pool=64, ssd=0, computed=1"),
+    ]
     assert sent[1]["body"] == b"x"
 
 

@@ -17,6 +17,7 @@ class Output:
     """The part of SGLang's BatchStrOutput that is looked at."""
 
     rids: list[str]
+    prompt_tokens: list[int]
     cached_tokens: list[int]
     cached_tokens_details: list[dict[str, Any] | None] | None
 
@@ -26,8 +27,8 @@ def details(device: int, host: int, storage: int) -> dict[str, Any]:
 
 
 def out(reuse: Reuse, rid: str, found: tuple[int, int, int]) -> tuple[int, dict[str, Any] | None]:
-    """(cached tokens, details) as SGLang says them after it was told better."""
-    output = Output(["other", rid], [1, sum(found)], [None, details(*found)])
+    """(cached tokens, details) of a prompt of 2,000 tokens as SGLang says them after it was told better."""
+    output = Output(["other", rid], [9, 2000], [1, sum(found)], [None, details(*found)])
     replace_counts(output, {rid: reuse})
     assert (output.cached_tokens[0], output.cached_tokens_details) == (
         1,
@@ -41,7 +42,7 @@ def test_after_a_prefill_stage_the_client_is_told_what_that_stage_found() -> Non
     reuse.begin(1, 1)
     reuse.sent("a")
     assert out(reuse, "a", (0, 0, 1984)) == (64, details(0, 0, 64))
-    assert reuse.headers() == [(b"x-pdserve-cached", b"device=0, host=0, pool=1984, ssd=0")]
+    assert reuse.headers() == [(b"x-pdserve-cached", b"device=0, host=0, pool=1984, ssd=0, computed=16")]
 
 
 def test_what_the_pool_had_on_ssd_is_told_apart_here_and_is_storage_in_sglangs_words() -> None:
@@ -49,12 +50,11 @@ def test_what_the_pool_had_on_ssd_is_told_apart_here_and_is_storage_in_sglangs_w
     reuse.begin(1, 1)
     reuse.sent("a")
     given = details(64, 0, 640) | {"ssd": 128}
-    output = Output(["a"], [704], [dict(given)])
+    output = Output(["a"], [800], [704], [dict(given)])
     replace_counts(output, {"a": reuse})
     assert (output.cached_tokens, output.cached_tokens_details) == ([704], [given])
-    assert reuse.own() == Found(64, 0, 512, 128)
     assert Found(64, 0, 512, 128).by_memory == (64, 0, 640)
-    assert reuse.headers(800) == [(b"x-pdserve-cached", b"device=64, host=0, pool=512, ssd=128, computed=96")]
+    assert reuse.headers() == [(b"x-pdserve-cached", b"device=64, host=0, pool=512, ssd=128, computed=96")]
     told = Reuse([Found(0, 0, 64)])
     told.begin(1, 1)
     told.sent("a")
@@ -68,7 +68,7 @@ def test_without_one_sglangs_own_count_stands() -> None:
     reuse.sent("a")
     assert reuse.headers() == []
     assert out(reuse, "a", (128, 64, 0)) == (192, details(128, 64, 0))
-    assert reuse.headers() == [(b"x-pdserve-cached", b"device=128, host=64, pool=0, ssd=0")]
+    assert reuse.headers() == [(b"x-pdserve-cached", b"device=128, host=64, pool=0, ssd=0, computed=1808")]
 
 
 @pytest.mark.parametrize(("told", "said"), [([], [64, 0]), ([Found(7), Found(9)], [7, 9])])
@@ -82,7 +82,7 @@ def test_choices_do_not_count_what_their_own_request_computed(told: list[Found],
         for choice in range(3):
             reuse.sent(f"p{prompt}c{choice}")
             assert out(reuse, f"p{prompt}c{choice}", (320, 0, 0))[0] == said[prompt]
-    assert reuse.headers() == [(b"x-pdserve-cached", b"device=64, host=0, pool=0, ssd=0")]
+    assert reuse.by_tier() == {"device": 64, "host": 0, "pool": 0, "ssd": 0, "computed": 3936}
 
 
 def test_every_prompt_of_a_batch_has_its_own_count() -> None:
@@ -90,15 +90,19 @@ def test_every_prompt_of_a_batch_has_its_own_count() -> None:
     reuse.begin(3, 1)
     for rid in ("a", "b", "c"):
         reuse.sent(rid)
-    assert [out(reuse, rid, (50, 0, 0))[0] for rid in ("c", "a", "b")] == [50, 1, 2]
+    assert reuse.by_tier() == {}
+    assert out(reuse, "c", (50, 0, 0))[0] == 50
+    assert reuse.by_tier() == {"device": 50, "host": 0, "pool": 0, "ssd": 0, "computed": 1950}
+    assert [out(reuse, rid, (50, 0, 0))[0] for rid in ("a", "b")] == [1, 2]
+    assert reuse.by_tier() == {"device": 150, "host": 0, "pool": 0, "ssd": 0, "computed": 5850}
 
 
 def test_requests_that_nobody_follows_are_left_alone() -> None:
-    output = Output(["a"], [5], None)
+    output = Output(["a"], [9], [5], None)
     replace_counts(output, {})
     replace_counts(output, {"a": Reuse([Found(1)])})  # it was never sent to the scheduler
-    assert output == Output(["a"], [5], None)
-    embedded = Output(["a"], [], None)
+    assert output == Output(["a"], [9], [5], None)
+    embedded = Output(["a"], [9], [], None)
     replace_counts(embedded, {"a": Reuse([Found(1)])})
 
 
@@ -106,8 +110,8 @@ def test_a_count_without_details_is_of_the_device() -> None:
     reuse = Reuse([])
     reuse.begin(1, 1)
     reuse.sent("a")
-    replace_counts(Output(["a"], [5], None), {"a": reuse})
-    assert reuse.headers() == [(b"x-pdserve-cached", b"device=5, host=0, pool=0, ssd=0")]
+    replace_counts(Output(["a"], [9], [5], None), {"a": reuse})
+    assert reuse.headers() == [(b"x-pdserve-cached", b"device=5, host=0, pool=0, ssd=0, computed=4")]
 
 
 @given(st.binary())

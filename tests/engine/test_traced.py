@@ -35,7 +35,7 @@ def test_a_workers_spans_stand_below_the_routers() -> None:
         await receive()
         record = current_request()
         assert record is not None
-        record.first = FirstToken({"queue": 0.25, "pull": 0.5, "compute": 1.0}, 9)
+        record.first = FirstToken({"queue": 0.25, "pull": 0.5, "compute": 1.0})
         with timed("publish", pages=3):
             await asyncio.create_task(asyncio.sleep(0))
         await send({"type": "http.response.start", "status": 200, "headers": []})

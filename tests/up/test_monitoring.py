@@ -18,7 +18,6 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.registry import Collector
 
 from pdserve.engine.first_token import FirstToken, WorkerMetrics
-from pdserve.engine.reuse import Found
 from pdserve.kvpool.client_metrics import ClientMetrics
 from pdserve.kvpool.exchange import ClientCounters
 from pdserve.up.config import ClusterFile
@@ -113,7 +112,7 @@ def test_a_clusters_targets_are_its_processes_with_metrics() -> None:
 def worker_registry() -> CollectorRegistry:
     """What a worker adds to SGLang's metrics, counted by the same objects."""
     worker, client = WorkerMetrics(), ClientMetrics()
-    worker.count(FirstToken({"queue": 0.1, "pull": 0.2, "compute": 0.3}, 10), Found(1, 2, 3))
+    worker.count(FirstToken({"queue": 0.1, "pull": 0.2, "compute": 0.3}), {"device": 1, "computed": 9})
     client.publish(ClientCounters(pages_read=3, bytes_read=300))
     with client.timed("read"):
         pass
