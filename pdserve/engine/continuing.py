@@ -12,8 +12,8 @@ and then the body that a client sent to PATH. It is served as that path would, w
 - The tokens are added to the prompt (SGLang's `_send_one_request`), the limits of new tokens lowered by their
   number. A token whose character is not complete is left out, it will come again. So the model is given
   exactly what it had produced, and seeded sampling, which depends on the position, goes on as it would have.
-  Where the rest would not be what it had been (penalties, stop strings, grammars, as SGLang has them in the
-  end), the answer is a 400.
+  Where the rest would not be what it had been (log-probabilities, penalties, stop strings, grammars, as
+  SGLang has them in the end), the answer is a 400.
 - What the engine yields is given the earlier text and tokens in front, and counts as if all had been computed
   here. SGLang's own formatting sees first the earlier text, whose events are dropped, then the rest.
 
@@ -94,6 +94,8 @@ class Stream:
     def _extend(self, so_far: SoFar, tokenized: Any, tokenizer: Any) -> None:
         if tokenized.mm_inputs is not None or tokenized.input_ids is None:
             raise ValueError("an answer to this kind of prompt cannot be continued")
+        if tokenized.return_logprob:
+            raise ValueError("an answer with log-probabilities cannot be continued")
         sampling = tokenized.sampling_params
         if said := _looks_back(sampling):
             raise ValueError(f"an answer under {said} cannot be continued")

@@ -150,6 +150,8 @@ def may_continue(path: str, body: bytes, which: Continue) -> bool:
         isinstance(formatted, dict) and formatted.get("type", "text") == "text"
     )
     is_plain = not any(asked.get(name) or sampling.get(name) for name in _UNLIKE)
+    if path == "/v1/completions" and asked.get("logprobs") is not None:
+        is_plain = False  # a number there: 0 is of the chosen token alone
     is_one = sampling.get("n") in (None, 1) and asked.get("best_of") in (None, 1)
     unpenalized = all(sampling.get(name) in (None, off) for name, off in _PENALTIES.items())
     if not (is_free and is_plain and is_one and unpenalized):

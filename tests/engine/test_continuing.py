@@ -47,6 +47,7 @@ class Tokenized:
     sampling_params: SamplingParams
     require_reasoning: bool = False
     mm_inputs: Any = None
+    return_logprob: bool = False
 
 
 @dataclass
@@ -70,6 +71,7 @@ class Engine:
     incremental_streaming_output: bool = False
     sampling: dict[str, Any] = field(default_factory=dict)
     """Set by the model or the server, whatever the client says."""
+    return_logprob: bool = False
     think_end: int | None = None
     """The token that ends the reasoning that the answer begins with, if it does."""
     sent: list[Tokenized] = field(default_factory=list)
@@ -83,7 +85,9 @@ class Engine:
 
     async def generate_request(self, obj: Obj, request: Any = None) -> AsyncGenerator[dict[str, Any], None]:
         sampling = self._sampling(obj.max_new_tokens)
-        asked = Tokenized(obj.rid, array("q", PROMPT), sampling, self.think_end is not None)
+        asked = Tokenized(
+            obj.rid, array("q", PROMPT), sampling, self.think_end is not None, None, self.return_logprob
+        )
         await self._send_one_request(asked)
         prompt = list(asked.input_ids)
         limit = asked.sampling_params.max_new_tokens
@@ -370,6 +374,15 @@ def test_other_sampling_can_be_gone_on_with(sampling: dict[str, Any]) -> None:
     status, pieces = asyncio.run(post(Engine(list(b"hello"), sampling=sampling), path, body))
     assert status == 200
     assert b'"delta":"e"' in b"".join(pieces)
+
+
+def test_an_answer_with_log_probabilities_is_not_gone_on_with() -> None:
+    """Those of the tokens so far would be missing in it."""
+    status, said = refused(
+        Engine(list(b"hello"), return_logprob=True), b'{"characters":1,"token_ids":[104]}\n{}'
+    )
+    assert status == 400
+    assert "log-probabilities" in said
 
 
 def test_tokens_that_do_not_make_the_text_are_refused() -> None:
