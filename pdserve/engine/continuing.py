@@ -11,9 +11,10 @@ and then the body that a client sent to PATH. It is served as that path would, w
 
 - The tokens are added to the prompt (SGLang's `_send_one_request`), the limits of new tokens lowered by their
   number. A token whose character is not complete is left out, it will come again. So the model is given
-  exactly what it had produced, and seeded sampling, which depends on the position, goes on as it would have.
-  Where the rest would not be what it had been (log-probabilities, penalties, stop strings, grammars, as
-  SGLang has them in the end), the answer is a 400.
+  exactly what it had produced, and seeded sampling, which depends on the position, goes on as it would have
+  (with --enable-deterministic-inference: without it SGLang 0.5.23 takes no seed). Where the rest would not be
+  what it had been (log-probabilities, penalties, stop strings, grammars, as SGLang has them in the end), the
+  answer is a 400.
 - What the engine yields is given the earlier text and tokens in front, and counts as if all had been computed
   here. SGLang's own formatting sees first the earlier text, whose events are dropped, then the rest.
 

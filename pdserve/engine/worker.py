@@ -213,6 +213,7 @@ def _info_router(worker: Worker) -> APIRouter:
                 "model": manager.served_model_name,
                 "model_path": str(worker.config.engine.model_path),
                 "context_length": manager.model_config.context_len,
+                "deterministic": bool(manager.server_args.enable_deterministic_inference),
                 "tasks": ["generate" if manager.is_generation else "embed"],
                 "page_size": int(worker.identity.geometry.page_size),
                 "namespace": worker.namespace,

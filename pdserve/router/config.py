@@ -168,7 +168,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["deterministic", "always", "never"],
         Meta(
             description="Streams that another decode worker continues when theirs is lost; deterministic: "
-            "greedy or seeded ones without grammar, always: sampled ones too."
+            "greedy ones without grammar, and seeded ones where workers run with "
+            "--enable-deterministic-inference; always: sampled ones too."
         ),
     ] = "deterministic"
     processes: Annotated[

@@ -110,7 +110,7 @@ class Dispatcher:
                 if error is None:
                     return
                 tried.append(decode.id)
-                alternate = self._alternate(call, model, trail, tried, error)
+                alternate = self._alternate(call, trail, decode, tried, error)
                 if alternate is None:
                     await self._give_up(call, decode, error)
                     return
@@ -233,20 +233,18 @@ class Dispatcher:
     def _alternate(
         self,
         call: Call,
-        model: str,
         trail: Trail,
+        failed: Worker,
         tried: list[str],
         error: UpstreamError | WorkerAnswerError,
     ) -> Worker | None:
-        """Who tries next, of those that are there now."""
+        """Who tries next after `failed`, of those that are there now."""
         is_late = isinstance(error, UpstreamError) and error.kind == "timeout" and not call.is_started
         if is_late or len(tried) >= self._decode_attempts:
             return None
-        if call.is_started and not (trail.is_marked and may_continue(call.path, call.body, self._continue)):
-            return None
         now_s = self._loop.time()
-        alternate = choose_alternate(self._fleet.snapshot(model, now_s).decode, tried)
-        if alternate is None:
+        alternate = choose_alternate(self._fleet.snapshot(call.model, now_s).decode, tried)
+        if alternate is None or (call.is_started and not self._goes_on(call, trail, failed, alternate)):
             return None
         if not self._budget.take(now_s):
             self._stats.retries_refused += 1
@@ -255,6 +253,11 @@ class Dispatcher:
         counts = self._stats.continued if call.is_started else self._stats.decode_retries
         counts[reason] += 1
         return alternate
+
+    def _goes_on(self, call: Call, trail: Trail, *workers: Worker) -> bool:
+        """Whether the second of the workers can go on with the stream of the first."""
+        seeds_count = all(worker.info is not None and worker.info.deterministic for worker in workers)
+        return trail.is_marked and may_continue(call.path, call.body, self._continue, seeds_count=seeds_count)
 
     async def _give_up(self, call: Call, worker: Worker, error: UpstreamError | WorkerAnswerError) -> None:
         if call.is_started:

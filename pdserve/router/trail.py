@@ -129,12 +129,13 @@ def _find_mark(data: bytes, begin: int) -> tuple[int, int] | None:
     return None if at < begin or end < 0 else (at, end)
 
 
-def may_continue(path: str, body: bytes, which: Continue) -> bool:
+def may_continue(path: str, body: bytes, which: Continue, *, seeds_count: bool) -> bool:
     """Whether another worker, given the tokens so far, goes on as the first one would have done.
+    `seeds_count`: what both of them sample depends on the request's seed.
 
-    `deterministic`: sampling is greedy or seeded. `always` continues sampled streams too: the rest is then
-    another draw from the same distribution. Never under a grammar, with tools, several choices, penalties,
-    stop strings or log-probabilities, which look back at more than the tokens.
+    `deterministic`: sampling is greedy, or seeded where that counts. `always` continues sampled streams too:
+    the rest is then another draw from the same distribution. Never under a grammar, with tools, several
+    choices, penalties, stop strings or log-probabilities, which look back at more than the tokens.
     """
     if which == "never" or path not in CONTINUED_PATHS:
         return False
@@ -156,12 +157,9 @@ def may_continue(path: str, body: bytes, which: Continue) -> bool:
     unpenalized = all(sampling.get(name) in (None, off) for name, off in _PENALTIES.items())
     if not (is_free and is_plain and is_one and unpenalized):
         return False
-    return which == "always" or _is_determined(sampling)
-
-
-def _is_determined(sampling: dict[str, Any]) -> bool:
-    seed = sampling.get("seed", sampling.get("sampling_seed"))
-    return sampling.get("temperature") == 0 or sampling.get("top_k") == 1 or seed is not None
+    if which == "always" or sampling.get("temperature") == 0 or sampling.get("top_k") == 1:
+        return True
+    return seeds_count and sampling.get("seed", sampling.get("sampling_seed")) is not None
 
 
 def split_events(data: bytes) -> tuple[bytes, bytes]:

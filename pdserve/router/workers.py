@@ -31,6 +31,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     model_path: str = ""
     pdserve_version: str = ""
     sglang_version: str = ""
+    deterministic: bool = False
+    """What it samples depends on the request's seed (SGLang: --enable-deterministic-inference)."""
     tasks: tuple[str, ...] = ("generate",)
     """What its model can do: generate, embed."""
     tokenizer: str = ""

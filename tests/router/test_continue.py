@@ -267,9 +267,43 @@ def test_no_budget_no_second_worker() -> None:
     ],
 )
 def test_what_may_be_continued(path: str, body: dict[str, Any], which: Continue, may: bool) -> None:
-    assert may_continue(path, json.dumps(body).encode(), which) is may
+    assert may_continue(path, json.dumps(body).encode(), which, seeds_count=True) is may
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "which", "may"),
+    [
+        (CHAT, {"seed": 0}, "deterministic", False),
+        (CHAT, {"seed": 0, "temperature": 0}, "deterministic", True),
+        (CHAT, {"seed": 0}, "always", True),
+        ("/generate", {"sampling_params": {"sampling_seed": 3}}, "deterministic", False),
+    ],
+)
+def test_a_seed_determines_nothing_where_workers_do_not_sample_by_it(
+    path: str, body: dict[str, Any], which: Continue, may: bool
+) -> None:
+    assert may_continue(path, json.dumps(body).encode(), which, seeds_count=False) is may
+
+
+@pytest.mark.parametrize("deterministic", [(True, True), (True, False), (False, False)])
+def test_a_seeded_stream_goes_on_only_between_workers_that_sample_by_seeds(
+    deterministic: tuple[bool, bool],
+) -> None:
+    async def main() -> None:
+        said = iter((True, *deterministic))  # of the prefill worker first
+
+        def make(role: str) -> MockWorker:
+            return MockWorker(role, deterministic=next(said))
+
+        async with disagg(decode=2, make=make) as (harness, _, decodes):
+            lose(decodes, marked(*REST))
+            body = (await ask(harness, temperature=1, seed=7)).body
+            assert (body == WHOLE) is all(deterministic)
+            assert (b'"code":"worker_lost"' in body) is not all(deterministic)
+
+    run(main())
 
 
 @pytest.mark.parametrize("body", [b'{"\xff":1}', b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"])
 def test_a_body_that_cannot_be_read_may_not_be_continued(body: bytes) -> None:
-    assert not may_continue(CHAT, body, "always")
+    assert not may_continue(CHAT, body, "always", seeds_count=True)
