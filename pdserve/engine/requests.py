@@ -28,6 +28,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastapi import HTTPException
+
 from pdserve.engine.connection import AsgiApp, BrokenOff, Connection, Receive, Scope, Send
 from pdserve.engine.endpoints import ENDPOINTS
 from pdserve.engine.first_token import TIMING_HEADER, FirstToken, WorkerMetrics, first_token
@@ -266,20 +268,28 @@ def _wrap_generate(manager: Any, metrics: WorkerMetrics | None) -> None:
         http = _current.get()
         if http is not None or (request is not None and request.scope["path"] == EMBEDDINGS_PATH):
             _disown(obj)
-        async with contextlib.aclosing(original(obj, request)) as contents:
-            async for content in contents:
-                http = _current.get()
-                answers = content if isinstance(content, list) else [content]
-                if http is not None and getattr(manager, "pdserve_stopping", False):
-                    http.is_stopped = http.is_stopped or any(map(_is_aborted, answers))
-                    http.cut_short = http.cut_short or http.is_stopped
-                if http is not None and http.first is None:
-                    http.first = first_token(answers)
-                    if metrics is not None:
-                        metrics.count(http.first, http.reuse.by_tier())
-                yield content
+        try:
+            async with contextlib.aclosing(original(obj, request)) as contents:
+                async for content in contents:
+                    answers = content if isinstance(content, list) else [content]
+                    if any(map(_is_aborted, answers)):
+                        _note_abort(http, manager)
+                    if http is not None and http.first is None:
+                        http.first = first_token(answers)
+                        if metrics is not None:
+                            metrics.count(http.first, http.reuse.by_tier())
+                    yield content
+        except (ValueError, HTTPException):  # what was aborted with a status is raised where nothing streams
+            _note_abort(http, manager)
+            raise
 
     manager.generate_request = generate_request
+
+
+def _note_abort(http: HttpRequest | None, manager: Any) -> None:
+    """SGLang aborted some of the request: while this server ends, that is its doing."""
+    if http is not None and getattr(manager, "pdserve_stopping", False):
+        http.is_stopped = http.cut_short = True
 
 
 def _is_aborted(answer: dict[str, Any]) -> bool:

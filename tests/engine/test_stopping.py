@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from fastapi import HTTPException
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -25,17 +26,20 @@ MARKS = {"x-pdserve-marks": "1"}
 
 class Manager:
     """A tokenizer manager whose requests are aborted after so many steps, as `abort_all` does it: without a
-    status.
+    status, or, of those that wait for their grammar, with one that is `raised` where nothing streams.
     """
 
     incremental_streaming_output = False
     tokenizer = None
 
-    def __init__(self, steps: int = 0, choices: int = 1, stops: bool = True) -> None:
+    def __init__(
+        self, steps: int = 0, choices: int = 1, stops: bool = True, raised: Exception | None = None
+    ) -> None:
         self.rid_to_state: dict[str, Any] = {}
         self.pdserve_stopping = stops
         self._steps = steps
         self._choices = choices
+        self._raised = raised
 
     def _init_req_state(self, obj: Any, request: Any = None) -> None: ...
 
@@ -47,6 +51,8 @@ class Manager:
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         text = "abcdefgh"
+        if self._raised is not None:
+            raise self._raised
         for step in range(self._steps if obj.stream else 0):
             yield self._content(text[: step + 1], None)
         last = self._content(
@@ -91,7 +97,10 @@ def serving(manager: Manager) -> Any:
     async def complete(request: Request) -> Response:
         if (await request.json()).get("stream"):
             return StreamingResponse(events(request), media_type="text/event-stream")
-        return JSONResponse(await anext(aiter(manager.generate_request(Asked(False), request))))
+        try:
+            return JSONResponse(await anext(aiter(manager.generate_request(Asked(False), request))))
+        except ValueError as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
 
     app = Starlette(routes=[Route("/v1/completions", complete, methods=["POST"])])
     return RequestTracking(Continuing(app, lambda: manager), lambda: manager)
@@ -135,6 +144,14 @@ def test_an_answer_that_is_no_stream_is_a_503(choices: int) -> None:
     status, body, is_whole = ask(Manager(steps=3, choices=choices), stream=False)
     assert (status, is_whole) == (503, True)
     assert json.loads(body)["error"]["code"] == "worker_stopping"
+
+
+@pytest.mark.parametrize("raised", [ValueError("Aborted by AbortReq."), HTTPException(500)], ids=repr)
+def test_an_answer_that_waited_for_its_grammar_is_a_503(raised: Exception) -> None:
+    status, body, is_whole = ask(Manager(raised=raised), stream=False)
+    assert (status, is_whole) == (503, True)
+    assert json.loads(body)["error"]["code"] == "worker_stopping"
+    assert ask(Manager(raised=ValueError("a bad request"), stops=False), stream=False)[0] == 400
 
 
 @pytest.mark.parametrize("headers", [None, MARKS], ids=["unmarked", "marked"])
