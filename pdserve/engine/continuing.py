@@ -161,6 +161,8 @@ class Stream:
                     yield content
                     continue
                 finish = content["meta_info"].get("finish_reason")
+                if not begun and finish and finish.get("status_code"):
+                    raise ValueError(self._refused(finish))
                 step = self._shifted(content)
                 if not begun:
                     begun = self._drops = True
@@ -172,8 +174,17 @@ class Stream:
                     yield step
                     await self._mark(step)
 
+    def _refused(self, finish: dict[str, Any]) -> str:
+        """SGLang aborted the request before it computed anything: `send` answers with its status. Returns its
+        message.
+        """
+        status, message = int(finish["status_code"]), str(finish.get("message") or "the request was aborted")
+        type_ = "invalid_request_error" if status < 500 else "server_error"
+        self._refusal = RequestError(status, message, type_=type_)
+        return message
+
     def _shifted(self, content: dict[str, Any]) -> dict[str, Any]:
-        if self._so_far is None:
+        if self._so_far is None or "prompt_tokens" not in content["meta_info"]:  # aborted while it waited
             return content
         meta, count = dict(content["meta_info"]), len(self._kept)
         meta["prompt_tokens"] -= count

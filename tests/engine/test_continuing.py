@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from pdserve.engine.connection import BrokenOff
-from pdserve.engine.continuing import Continuing
+from pdserve.engine.continuing import Continuing, SoFar, Stream
 from pdserve.router.trail import Trail
 
 PROMPT = [72, 105, 33]
@@ -383,6 +383,37 @@ def test_an_answer_with_log_probabilities_is_not_gone_on_with() -> None:
     )
     assert status == 400
     assert "log-probabilities" in said
+
+
+@dataclass
+class Aborting(Engine):
+    """Its scheduler aborts what comes at once, in the words of SGLang's `_handle_abort_req`."""
+
+    finish: dict[str, Any] = field(default_factory=dict)
+
+    async def generate_request(self, obj: Obj, request: Any = None) -> AsyncGenerator[dict[str, Any], None]:
+        await self._send_one_request(Tokenized(obj.rid, array("q", PROMPT), self._sampling(None)))
+        meta = {"id": obj.rid, "finish_reason": {"type": "abort"} | self.finish, "completion_tokens": 0}
+        yield {"text": "", "output_ids": [], "meta_info": meta}
+
+
+def test_a_continuation_that_is_aborted_while_it_waits_is_answered_with_the_aborts_status() -> None:
+    """So the router can ask another worker."""
+    full = {"message": "The request queue is full.", "status_code": 503}
+    status, said = refused(Aborting([], finish=full), b'{"characters":1,"token_ids":[104]}\n{}')
+    error = json.loads(said)["error"]
+    assert (status, error["message"], error["type"]) == (503, full["message"], "server_error")
+
+
+def test_a_continuation_that_is_aborted_for_no_reason_ends_as_sglang_ends_it() -> None:
+    async def run() -> list[Any]:
+        async def send(message: Any) -> None: ...
+
+        engine, asked = Aborting([]), Obj("a", None)
+        followed = Stream(send, SoFar(1, [104])).follow(engine.generate_request(asked), asked, engine)
+        return [content["meta_info"]["finish_reason"] async for content in followed]
+
+    assert asyncio.run(run()) == [None, {"type": "abort"}]
 
 
 def test_tokens_that_do_not_make_the_text_are_refused() -> None:
