@@ -189,9 +189,10 @@ class Stream:
         meta, count = dict(content["meta_info"]), len(self._kept)
         meta["prompt_tokens"] -= count
         meta["completion_tokens"] += count
-        meta["cached_tokens"] = min(meta.get("cached_tokens", 0), meta["prompt_tokens"])
+        most = max(0, meta["prompt_tokens"] - 1)  # SGLang computes a prompt's last token itself
+        meta["cached_tokens"] = min(meta.get("cached_tokens", 0), most)
         if meta.get("cached_tokens_details"):
-            meta["cached_tokens_details"] = clipped(meta["cached_tokens_details"], meta["prompt_tokens"])
+            meta["cached_tokens_details"] = clipped(meta["cached_tokens_details"], most)
         thought = meta.pop("reasoning_tokens", 0)
         if self._thought is not None:
             meta["reasoning_tokens"] = self._thought + (0 if self._thought_is_over else thought)

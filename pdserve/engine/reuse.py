@@ -1,14 +1,16 @@
 """Prompt tokens that were found cached: what the client is told, and what this worker itself found.
 
 SGLang counts, for each of its requests, the prompt tokens that it did not compute. A client means something
-else by `cached_tokens` in two cases:
+else by `cached_tokens` in three cases:
 
 - A prefill worker was asked first: here all of the prompt is found, put into the pool just before. The client
   is told what the prefill worker found.
+- A stream is gone on with here: what its first worker computed is found. The client is told what that one
+  found.
 - `n` > 1: SGLang computes the prompt in a request of its own, and every choice finds it. The client is told
   what that request found.
 
-The router says what prefill found, prompt by prompt: `x-pdserve-prefilled: DEVICE/HOST/POOL, ...`. The
+The router says what was found before, prompt by prompt: `x-pdserve-prefilled: DEVICE/HOST/POOL, ...`. The
 numbers are replaced where SGLang makes the answer, so usage, `meta_info` and the details agree in every form
 of it. What this worker itself found stands in the answer's header `x-pdserve-cached: device=D, host=H,
 pool=P, ssd=S, computed=C` (pool: in a pool node's memory; ssd: brought up from a tier below it): the router

@@ -110,7 +110,7 @@ class Call:
         self.shows_figures = True
         """The client may see how much the workers have to do."""
         self.prefilled = b""
-        """Header for the decode worker: what prefill found cached."""
+        """Header for the decode worker: what was found cached by prefill, or by the first that streamed."""
         self.prompt_counted = False
         """Where its prompt's tokens came from has been counted: the first worker that had it counts."""
         self.queued_tokens = 0

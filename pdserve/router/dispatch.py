@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 
 from pdserve.errors import RequestError
 from pdserve.router.budget import RetryBudget
@@ -30,6 +31,7 @@ from pdserve.router.config import RouterConfig
 from pdserve.router.exchange import Exchange, UpstreamError
 from pdserve.router.first_token import cached_tokens, own_memory_tokens
 from pdserve.router.fleet import Fleet, Worker
+from pdserve.router.metric_names import CACHES
 from pdserve.router.metrics import Stats
 from pdserve.router.openai_errors import error_type
 from pdserve.router.placer import Placer
@@ -37,7 +39,7 @@ from pdserve.router.plan import Plan, choose_alternate
 from pdserve.router.relay import is_event_stream, relay_events, relay_whole
 from pdserve.router.sessions import SessionEntry
 from pdserve.router.shared_sessions import SharedSessions
-from pdserve.router.stages import MAX_ERROR_BYTES, UNFIT, Stages, WorkerAnswerError
+from pdserve.router.stages import MAX_ERROR_BYTES, UNFIT, Stages, WorkerAnswerError, prefilled_header
 from pdserve.router.throttle import ThrottledLog
 from pdserve.router.trail import ASK, CONTINUED_PATHS, HEADER, Trail, may_continue
 from pdserve.router.upstream import Upstream
@@ -172,6 +174,8 @@ class Dispatcher:
                 )
                 self._share(call, turn)
                 if is_event_stream(exchange):
+                    if not (call.is_started or call.prefilled):
+                        call.prefilled = _found_header(cached_tokens(exchange.headers))
                     trail.begin(any(name == HEADER for name, _ in exchange.headers))
                     call.is_sse = True
                     first = await exchange.read_some(first_s)
@@ -275,3 +279,13 @@ class Dispatcher:
             type_=error_type(status),
             code="worker_unavailable",
         )
+
+
+def _found_header(tokens: Mapping[str, int]) -> bytes:
+    """Tells who goes on with a stream what its first worker found cached; it finds itself what that one then
+    computed. Empty where the first worker did not say.
+    """
+    if not tokens:
+        return b""
+    device, host, pool, ssd = (tokens.get(tier, 0) for tier in CACHES)
+    return prefilled_header([(device, host, pool + ssd)])

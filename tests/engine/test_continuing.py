@@ -174,7 +174,7 @@ class Engine:
         meta = content["meta_info"]
         thought = meta.get("reasoning_tokens", 0)
         cached = sum(meta["cached_tokens_details"].values())
-        assert cached == meta["cached_tokens"] <= meta["prompt_tokens"]
+        assert cached == meta["cached_tokens"] < meta["prompt_tokens"]
         yield event(usage=[meta["prompt_tokens"], meta["completion_tokens"], thought])
         yield b"data: [DONE]\n\n"
 

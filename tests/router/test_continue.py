@@ -36,11 +36,11 @@ def named(id_: str, content: str, finish: str | None = None) -> bytes:
     return event(content, finish).replace(b'"id": "0123"', f'"id":"{id_}"'.encode())
 
 
-def marked(*pieces: bytes, cut: bool = False, gate: Gate | None = None) -> Script:
+def marked(*pieces: bytes, cut: bool = False, gate: Gate | None = None, extra: str = "") -> Script:
     """A marked stream; cut off after its pieces, or held there, instead of ending."""
 
     async def script(wire: Wire, request: Received) -> None:
-        await wire.head(200, "text/event-stream", extra="x-pdserve-marks: 1\r\n")
+        await wire.head(200, "text/event-stream", extra="x-pdserve-marks: 1\r\n" + extra)
         for piece in pieces:
             await wire.chunk(piece)
         if gate is not None:
@@ -90,6 +90,34 @@ def test_a_greedy_stream_goes_on_at_another_worker_and_the_client_cannot_tell() 
             assert request.headers["x-request-id"] == response.headers["x-request-id"]
             assert harness.stats.continued == {"cut": 1}
             assert harness.stats.stream_errors == {}
+
+    run(main())
+
+
+@pytest.mark.parametrize(("min_prefill_tokens", "told"), [(10_000, "8/0/80"), (0, "8/0/16")])
+def test_who_goes_on_is_told_what_was_cached_before_the_stream(min_prefill_tokens: int, told: str) -> None:
+    """It finds what the lost worker has computed. Where a prefill worker computed that, its word counts."""
+
+    async def main() -> None:
+        async with disagg(
+            decode=3, limits=Limits(decode_attempts=3), min_prefill_tokens=min_prefill_tokens
+        ) as (
+            harness,
+            _,
+            decodes,
+        ):
+            cached = "x-pdserve-cached: device=8, host=0, pool=16, ssd=64, computed=17\r\n"
+            later = "x-pdserve-cached: device=0, host=0, pool=104, ssd=0, computed=1\r\n"
+            rests = iter([marked(REST[0], cut=True, extra=later), marked(named("three", "", "stop") + DONE)])
+
+            async def next_rest(wire: Wire, request: Received) -> None:
+                await next(rests)(wire, request)
+
+            for worker in decodes:
+                worker.script(CHAT, marked(*FIRST, cut=True, extra=cached))
+                worker.script(CONTINUE, next_rest)
+            assert (await ask(harness)).body == WHOLE
+            assert [one.headers["x-pdserve-prefilled"] for one in asked(decodes)] == [told, told]
 
     run(main())
 
