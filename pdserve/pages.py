@@ -115,42 +115,22 @@ def _words(code: Literal["I", "Q"], token_ids: Sequence[int]) -> bytes:
     return words.tobytes()
 
 
-def rank_suffix(
-    *,
-    replicated: bool,
-    tp_rank: int,
-    tp_size: int,
-    pp_rank: int,
-    pp_size: int,
-    cp_rank: int = 0,
-    cp_size: int = 1,
-) -> bytes:
+def rank_suffix(*, replicated: bool, tp_rank: int, tp_size: int, pp_rank: int, pp_size: int) -> bytes:
     """What distinguishes this rank's bytes under one page hash; empty when nothing does."""
     parts = []
     if not replicated and tp_size > 1:
         parts.append(f"tp{tp_rank}/{tp_size}")
     if pp_size > 1:
         parts.append(f"pp{pp_rank}/{pp_size}")
-    if cp_size > 1:
-        parts.append(f"cp{cp_rank}/{cp_size}")
     return ",".join(parts).encode()
 
 
-def all_rank_suffixes(*, replicated: bool, tp_size: int, pp_size: int, cp_size: int = 1) -> list[bytes]:
+def all_rank_suffixes(*, replicated: bool, tp_size: int, pp_size: int) -> list[bytes]:
     """The suffixes under which the pages of one prompt are stored by all ranks of a worker."""
     return [
-        rank_suffix(
-            replicated=replicated,
-            tp_rank=tp,
-            tp_size=tp_size,
-            pp_rank=pp,
-            pp_size=pp_size,
-            cp_rank=cp,
-            cp_size=cp_size,
-        )
+        rank_suffix(replicated=replicated, tp_rank=tp, tp_size=tp_size, pp_rank=pp, pp_size=pp_size)
         for tp in range(1 if replicated else tp_size)
         for pp in range(pp_size)
-        for cp in range(cp_size)
     ]
 
 

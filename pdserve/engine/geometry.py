@@ -44,7 +44,8 @@ class KvIdentity:
 def kv_identity(server_args: Any) -> KvIdentity:
     """`server_args` is SGLang's resolved ServerArgs.
 
-    Raises StartupError when the model is no local directory: its revision could not be told from its name.
+    Raises StartupError when the model is no local directory (its revision could not be told from its name),
+    or its pages are divided between ranks in a way that has no names here.
     """
     model_path = Path(server_args.model_path)
     if not model_path.is_dir():
@@ -53,14 +54,17 @@ def kv_identity(server_args: Any) -> KvIdentity:
         )
     if server_args.dcp_size > 1:
         raise StartupError("--dcp-size: the pool cannot name the pages of decode context parallelism yet")
+    if server_args.attn_cp_size > 1:
+        raise StartupError(
+            "--attn-cp-size: the pool cannot name the pages of prefill context parallelism yet"
+        )
     config = ModelConfig.from_server_args(server_args)
     dtype = str(config.dtype).removeprefix("torch.")
     replicated = config.attention_arch == AttentionArch.MLA
     wanted = server_args.kv_cache_dtype
-    # as SGLang's `attn_tp_size`: what is left of the ranks after data and context parallel attention
-    cp_size = server_args.attn_cp_size
+    # as SGLang's `attn_tp_size`: what is left of the ranks after data parallel attention
     dp_size = max(server_args.attn_dp_size, server_args.dp_size if server_args.enable_dp_attention else 1)
-    tp_size = server_args.tp_size // dp_size // cp_size
+    tp_size = server_args.tp_size // dp_size
     geometry = KvGeometry(
         model=model_fingerprint(model_path),
         dtype=dtype,
@@ -71,9 +75,7 @@ def kv_identity(server_args: Any) -> KvIdentity:
         pp_size=str(server_args.pp_size),
         options=_options(server_args),
     )
-    suffixes = all_rank_suffixes(
-        replicated=replicated, tp_size=tp_size, pp_size=server_args.pp_size, cp_size=cp_size
-    )
+    suffixes = all_rank_suffixes(replicated=replicated, tp_size=tp_size, pp_size=server_args.pp_size)
     return KvIdentity(geometry, suffixes)
 
 

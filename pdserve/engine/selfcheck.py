@@ -122,7 +122,6 @@ PLACES: tuple[Place, ...] = (
             "tp_size",
             "pp_rank",
             "pp_size",
-            "attn_cp_rank",
             "attn_cp_size",
             "is_mla_model",
             "extra_config",

@@ -71,8 +71,6 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             tp_size=storage_config.tp_size,
             pp_rank=storage_config.pp_rank,
             pp_size=storage_config.pp_size,
-            cp_rank=storage_config.attn_cp_rank,
-            cp_size=storage_config.attn_cp_size,
         )
         self._client = PoolClient(
             self._settings.pool,
@@ -246,6 +244,9 @@ def _check_ranks(config: HiCacheStorageConfig, declared: KvGeometry) -> None:
     """Raises StartupError where SGLang divides pages between its ranks in another way than was declared."""
     if config.dcp_size > 1:
         raise StartupError("decode context parallelism divides pages in a way that the pool cannot name yet")
+    if config.attn_cp_size > 1:
+        # of MLA's ranks SGLang 0.5.23 has the first alone write: the pages of the others would never come
+        raise StartupError("prefill context parallelism divides pages in a way that the pool cannot name yet")
     tp_size = "replicated" if config.is_mla_model else str(config.tp_size)
     actual = {"tp_size": tp_size, "pp_size": str(config.pp_size)}
     for field, value in actual.items():

@@ -119,8 +119,9 @@ def test_data_parallel_attention_divides_heads_by_what_is_left(
 
 
 def test_pages_that_cannot_be_named_are_refused(identity: Any) -> None:
-    with pytest.raises(StartupError, match="dcp"):
-        identity(dcp_size=2)
+    for flag in ("dcp_size", "attn_cp_size"):
+        with pytest.raises(StartupError, match=flag.replace("_", "-")):
+            identity(**{flag: 2})
 
 
 def test_the_two_kinds_of_fp8_do_not_share_pages(identity: Any) -> None:

@@ -216,7 +216,12 @@ def test_arguments_that_do_not_fit_are_misses(pool: Pool) -> None:
         (
             {"tp_size": "replicated"},
             {"is_mla_model": True, "tp_size": 2, "dcp_size": 2, "logical_page_size": 8},
-            "context parallelism",
+            "decode context parallelism",
+        ),
+        (
+            {"tp_size": "replicated"},
+            {"is_mla_model": True, "tp_size": 2, "attn_cp_size": 2},
+            "prefill context parallelism",
         ),
     ],
 )
