@@ -292,7 +292,12 @@ def test_the_readme_shows_what_was_kept(
     compared: tuple[Launcher, list[Measured]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, measured = compared
-    origin = {"command": "pdserve bench compare", "date": "2026-01-02", "machine": "two cores"}
+    origin = {
+        "command": "pdserve bench compare",
+        "date": "2026-01-02",
+        "commit": "abc",
+        "machine": "two cores",
+    }
     lines = [
         json.dumps({**origin, "against": ["plain", "agg"]}).encode(),
         *map(msgspec.json.encode, [*measured, *summaries(measured, "plain")]),
@@ -304,7 +309,7 @@ def test_the_readme_shows_what_was_kept(
     assert len(rows) == 8
     assert rows[0].startswith("| small | plain | 2 |")
     assert "| 1.00 × |" in rows[0]
-    assert "2026-01-02, two cores; medians" in shown
+    assert "2026-01-02 at abc, two cores; medians" in shown
     assert "| from turn 2, over plain: tokens/s ≥ 3.7 × | turns | agg |" in shown
     # what a run that broke off has kept is shown as far as it goes
     (tmp_path / "compare-small-2026-01-02.jsonl").write_bytes(b"\n".join(lines[:3]))
