@@ -66,6 +66,7 @@ class Call:
         "task",
         "tenant",
         "trace",
+        "trial",
         "upstream_headers",
         "workers",
     )
@@ -115,6 +116,8 @@ class Call:
         """Where its prompt's tokens came from has been counted: the first worker that had it counts."""
         self.queued_tokens = 0
         """Prompt tokens that count as waiting at the decode worker."""
+        self.trial = 0
+        """Of the decode worker, see `Fleet.on_selected`."""
         self.workers: list[tuple[bytes, bytes]] = []
         """Response headers that name the workers."""
 

@@ -85,7 +85,7 @@ class Dispatcher:
         for role, reason in plan.causes:
             self._stats.on_placed(role, reason)
         self._budget.on_request()
-        self._fleet.on_selected(plan.decode, now_s)
+        call.trial = self._fleet.on_selected(plan.decode, now_s)
         decode = plan.decode
         try:
             words = list(plan.reasons)
@@ -116,7 +116,7 @@ class Dispatcher:
                 if alternate is None:
                     await self._give_up(call, decode, error)
                     return
-                self._fleet.on_selected(alternate, self._loop.time())
+                call.trial = self._fleet.on_selected(alternate, self._loop.time())
                 self._release(call, decode)
                 decode = alternate
                 words.append("retried")
@@ -179,7 +179,8 @@ class Dispatcher:
                     trail.begin(any(name == HEADER for name, _ in exchange.headers))
                     call.is_sse = True
                     first = await exchange.read_some(first_s)
-                    self._fleet.on_answering(worker)
+                    if call.trial:
+                        self._fleet.on_trial_answering(worker, call.trial, self._loop.time())
                     await relay_events(call, exchange, trail, first, self._deadlines.between_chunks_s)
                 elif call.is_started:
                     raise UpstreamError("protocol", "the rest of a stream is no stream")

@@ -12,8 +12,8 @@ The circuit, fed by the outcome of requests:
 
     closed --(circuit_failures in a row)--> open until `retry_at_s`
     open   --(retry_at_s passed)----------> half-open: eligible
-    half-open --(selected)----------------> open until an answer begins: one request tries, not all
-    any    --(an answer begins)-----------> closed, but while none was whole the next failure opens it again
+    half-open --(selected)----------------> open: one request tries, not all
+    open   --(its stream begins)----------> half-open: the next one may try, since a stream's end may be far
     any    --(success: a whole answer)----> closed
 
 Decode workers whose circuits are all open are still used when their probes say ready: an attempt is worth
@@ -309,12 +309,17 @@ class Fleet:
 
     # --- events
 
-    def on_selected(self, worker: Worker, now_s: float) -> None:
-        """The request that is planned counts from now on; a half-open circuit has its one trial."""
+    def on_selected(self, worker: Worker, now_s: float) -> int:
+        """The request that is planned counts from now on. Returns the number of the trial that it is of a
+        circuit that is not closed; 0: none.
+        """
         worker.in_flight += 1
-        if worker.retry_at_s:
-            worker.retry_at_s = now_s + self._circuit_open_s
-            self._snapshots.clear()
+        if not worker.retry_at_s:
+            return 0
+        worker.retry_at_s = now_s + self._circuit_open_s
+        worker.trial += 1
+        self._snapshots.clear()
+        return worker.trial
 
     def on_released(self, worker: Worker) -> None:
         """The request counted by `on_selected` is over."""
@@ -335,12 +340,12 @@ class Fleet:
         worker.queued_tokens = load.queued_tokens
         worker.free_kv_tokens = load.free_kv_tokens
 
-    def on_answering(self, worker: Worker) -> None:
-        """The worker has begun a stream as it should: it may have others before this one's end, which may be
-        far. Failures stay counted, or a worker that breaks off every stream would never be left.
+    def on_trial_answering(self, worker: Worker, trial: int, now_s: float) -> None:
+        """The stream of a trial has begun as it should. Says nothing any more if a request has failed since,
+        or the circuit was closed: a worker that breaks off its streams begins one after the other.
         """
-        if worker.retry_at_s:
-            worker.retry_at_s = 0.0
+        if trial == worker.trial and worker.retry_at_s:
+            worker.retry_at_s = now_s
             self._snapshots.clear()
 
     def on_success(self, worker: Worker) -> None:
@@ -355,6 +360,7 @@ class Fleet:
         worker.circuit_failures += 1
         if worker.circuit_failures < self._circuit_failures:
             return False
+        worker.trial += 1
         was_closed = worker.retry_at_s == 0.0
         worker.retry_at_s = now_s + self._circuit_open_s
         self._snapshots.clear()

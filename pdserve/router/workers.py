@@ -76,6 +76,7 @@ class Worker:
         "role",
         "sources",
         "stopping",
+        "trial",
     )
 
     def __init__(self, role: Role, url: str) -> None:
@@ -107,6 +108,8 @@ class Worker:
         self.circuit_failures = 0
         self.retry_at_s = 0.0
         """0: the circuit is closed. Otherwise it is open until this time, and half-open after it."""
+        self.trial = 0
+        """Number of the request that tries whether the worker is well; a failure raises it too."""
 
     def __repr__(self) -> str:
         return f"Worker({self.role} {self.id})"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import heapq
 from typing import Any
 
 import pytest
@@ -91,20 +92,56 @@ def test_a_failed_trial_opens_the_circuit_again() -> None:
     assert fleet.snapshot("m", 11.0).prefill == (bad,)
 
 
-def test_an_answer_that_begins_closes_the_circuit_and_one_that_then_breaks_opens_it_again() -> None:
+def test_when_the_stream_of_a_trial_begins_the_next_request_may_try() -> None:
     fleet = make("decode", "decode")
     tried, good = fleet.workers
     fleet.on_failure(tried, 0.0)
     fleet.on_failure(tried, 0.0)
-    fleet.on_selected(tried, 5.0)
-    fleet.on_answering(tried)
+    first = fleet.on_selected(tried, 5.0)
+    fleet.on_trial_answering(tried, first, 5.1)
     assert fleet.snapshot("m", 5.1).decode == (tried, good)
-    assert fleet.on_failure(tried, 6.0)
-    assert fleet.snapshot("m", 6.1).decode == (good,)
-    fleet.on_answering(tried)
-    fleet.on_success(tried)
-    assert not fleet.on_failure(tried, 7.0)
-    assert fleet.snapshot("m", 7.1).decode == (tried, good)
+    second = fleet.on_selected(tried, 5.2)
+    assert fleet.snapshot("m", 5.2).decode == (good,)
+    fleet.on_trial_answering(tried, first, 5.3)  # of an earlier one: the last has not begun
+    assert fleet.snapshot("m", 5.3).decode == (good,)
+    fleet.on_trial_answering(tried, second, 5.4)
+    assert fleet.snapshot("m", 5.4).decode == (tried, good)
+
+
+def test_streams_that_begin_say_nothing_of_a_worker_at_which_one_has_broken_off_since() -> None:
+    fleet = make("decode", "decode")
+    bad, good = fleet.workers
+    earlier = fleet.on_selected(bad, 0.0)
+    fleet.on_failure(bad, 0.0)
+    fleet.on_failure(bad, 0.0)
+    fleet.on_trial_answering(bad, earlier, 0.1)
+    assert fleet.snapshot("m", 0.1).decode == (good,)
+    trial = fleet.on_selected(bad, 5.0)
+    fleet.on_failure(bad, 5.1)
+    fleet.on_trial_answering(bad, trial, 5.2)
+    assert fleet.snapshot("m", 10.0).decode == (good,)
+
+
+def test_a_worker_that_breaks_off_its_streams_is_given_few_of_them_however_many_there_are() -> None:
+    fleet = make("decode", "decode")
+    bad, _ = fleet.workers
+    events: list[tuple[float, int, int]] = [(n / 40, n, 0) for n in range(60 * 40)]
+    trials: dict[int, int] = {}
+    while events:
+        now_s, request, step = heapq.heappop(events)
+        if step == 0:
+            worker = min(fleet.snapshot("m", now_s).decode, key=lambda one: one.in_flight)
+            trial = fleet.on_selected(worker, now_s)
+            if worker is bad:  # its first token comes 0.3 s later, its end another 0.5 s later
+                trials[request] = trial
+                heapq.heappush(events, (now_s + 0.3, request, 1))
+        elif step == 1:
+            fleet.on_trial_answering(bad, trials[request], now_s)
+            heapq.heappush(events, (now_s + 0.5, request, 2))
+        else:
+            fleet.on_released(bad)
+            fleet.on_failure(bad, now_s)
+    assert 12 < len(trials) < 100  # of 2,400
 
 
 def test_decode_workers_with_open_circuits_are_used_when_there_is_no_other() -> None:
@@ -332,7 +369,7 @@ def test_snapshots_are_right_however_they_are_cached(events: list[tuple[str, int
         elif what == "failure":
             fleet.on_failure(worker, now_s)
         elif what == "answering":
-            fleet.on_answering(worker)
+            fleet.on_trial_answering(worker, worker.trial, now_s)
         elif what == "success":
             fleet.on_success(worker)
         elif what == "ready":
