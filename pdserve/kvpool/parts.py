@@ -1,6 +1,7 @@
 """Large requests are served in parts of PART_KEYS, so that others have their turn between. Pure.
 
-A part of a Reserve is for no more than PART_BYTES, or one page: its slots may have to be wiped (remains.py).
+Where slots may have to be wiped (remains.py), for a Reserve and for a Get that brings pages up from a tier,
+a part is for no more than PART_BYTES, or one page.
 
 A client knows nothing of it: the parts' answers become one, in the order of its keys. A part that was refused
 (its namespace was dropped meanwhile, or it waited too long) counts as misses, or as pages the node has no
@@ -43,11 +44,11 @@ def size(request: Divisible) -> int:
     return len(request.slots if isinstance(request, Commit) else request.keys)
 
 
-def part_keys(request: Divisible, page_bytes: int) -> int:
-    """How many of its pages, of so many bytes each, are served at a time."""
-    if not isinstance(request, Reserve):
+def part_keys(request: Divisible, page_bytes: int, *, wipes: bool) -> int:
+    """How many of its pages, of so many bytes each, are served at a time. `wipes`: slots may need a wipe."""
+    if not wipes:
         return PART_KEYS
-    return max(1, min(PART_KEYS, PART_BYTES // max(1, page_bytes)), size(request) // MAX_PARTS)
+    return max(1, min(PART_KEYS, PART_BYTES // max(1, page_bytes)), -(-size(request) // MAX_PARTS))
 
 
 def divide(request: Divisible, keys: int, new_id: Callable[[], int]) -> list[Divisible]:

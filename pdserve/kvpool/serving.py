@@ -76,6 +76,7 @@ class Serving:
         self._state = state
         self._feed = feed
         self._clients = clients
+        self._wiping: tuple[type, ...] = (m.Reserve, m.Get) if state.below.any else (m.Reserve,)
         self._queue: FairQueue[Item] = FairQueue()
         self._revision = -1
         self._watched: Item | None = None  # the request being served: what it is not given does not count
@@ -202,7 +203,7 @@ class Serving:
 
     def _divide(self, connection: int, request: Divisible, page_bytes: int = 0) -> list[Divisible]:
         """The parts of a request, whose answers are gathered from now on; the request where it is small."""
-        keys = part_keys(request, page_bytes)
+        keys = part_keys(request, page_bytes, wipes=type(request) in self._wiping)
         if size(request) <= keys:
             return [request]
         parts = divide(request, keys, self._next_part)
@@ -329,13 +330,11 @@ class Serving:
             self._queue.charge(flow, len(commit.slots))
 
     def _keys_of(self, message: Queueable) -> int:
-        """What serving it costs, in keys: as much as looking so many up. Pages reserved may need a wipe."""
+        """What serving it costs, in keys: as much as looking so many up."""
         keys = len(message.keys)
-        return (
-            keys + keys * self._page_bytes(message) // WIPED_AS_A_KEY
-            if isinstance(message, m.Reserve)
-            else keys
-        )
+        if type(message) in self._wiping:
+            keys += self._size_bytes(message) // WIPED_AS_A_KEY
+        return keys
 
     def _size_bytes(self, message: Queueable) -> int:
         return len(message.keys) * self._page_bytes(message) if isinstance(message, m.Get | m.Reserve) else 0

@@ -135,6 +135,8 @@ class Served:
         self._ids += 1
         self.serving.received(client, m.Exists(self._ids, namespace, keys))
 
-    def get(self, client: Client, namespace: int, keys: list[bytes] = KEYS) -> None:
+    def get(
+        self, client: Client, namespace: int, keys: list[bytes] = KEYS, page_bytes: int = 4 * KIB
+    ) -> None:
         self._ids += 1
-        self.serving.received(client, m.Get(self._ids, namespace, keys, [4 * KIB]))
+        self.serving.received(client, m.Get(self._ids, namespace, keys, [page_bytes]))

@@ -6,7 +6,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,9 @@ from pdserve.kvpool.cluster_messages import NamespaceSettings, PutNamespace
 from pdserve.kvpool.config import PoolNodeConfig
 from pdserve.kvpool.events import ReserveRows
 from pdserve.kvpool.fairness import MAX_QUEUED, MAX_QUEUED_S
-from pdserve.kvpool.parts import MAX_PARTS, PART_BYTES, PART_KEYS, Gathered, divide, part_keys
+from pdserve.kvpool.parts import MAX_PARTS, PART_BYTES, PART_KEYS, Gathered, divide, part_keys, size
 from pdserve.kvpool.serving import TURN_KEYS
+from pdserve.kvpool.tiering import TierSpec
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 
 from ..contracts.pools import ProcessPool, arena_dir, remove_arena
@@ -148,9 +149,24 @@ def test_pages_whose_slots_have_to_be_wiped_are_granted_a_few_in_a_turn() -> Non
     assert [grant.status for grant in reserved.grants] == [m.GRANTED] * pages
 
 
-def test_a_request_has_so_many_parts_at_most() -> None:
-    request = m.Reserve(1, 1, [bytes(32)] * 5000, [PART_BYTES])
-    assert part_keys(request, PART_BYTES) == 5000 // MAX_PARTS
+@pytest.mark.parametrize("pages", [1, 100, 2047, 4096])
+def test_a_request_has_so_many_parts_at_most(pages: int) -> None:
+    request, ids = m.Reserve(1, 1, MANY_KEYS[:1] * pages, [PART_BYTES]), count()
+    parts = divide(request, part_keys(request, PART_BYTES, wipes=True), lambda: next(ids))
+    assert len(parts) == pages if pages <= MAX_PARTS else len(parts) <= MAX_PARTS
+    assert sum(map(size, parts)) == pages
+
+
+@pytest.mark.parametrize(("tiers", "parts"), [((), 1), ((TierSpec("ssd:/a", "ssd", 1 << 40),), 8)])
+def test_a_get_that_may_bring_pages_up_from_a_tier_is_served_in_parts(
+    tiers: tuple[TierSpec, ...], parts: int
+) -> None:
+    page_bytes = PART_BYTES // 2
+    served = Served(node=Node(8, 2 * page_bytes, page_bytes, tiers=tiers))
+    a, ns = served.client("a")
+    served.get(a, ns, MANY_KEYS[:16], page_bytes)
+    served.loop.turns()
+    assert len(served.order) == parts
 
 
 def test_a_node_is_told_the_age_of_every_page_of_a_big_request() -> None:
