@@ -81,7 +81,9 @@ class Asking:
         self._writer.write(m.encode_frame(request))
 
     def ask(self) -> None:
-        """One more Get, where the node still reads."""
+        """One more Get, where the node still reads. Raises PoolUnavailable when it has hung up."""
+        if self._reading is None or self._reading.done():
+            raise PoolUnavailable(f"{self._config.address} hung up on the neighbour")
         if self._writer.transport.get_write_buffer_size() > UNSENT_BYTES:
             return
         config, first = self._config, self._next
