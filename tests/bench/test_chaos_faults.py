@@ -147,7 +147,7 @@ def test_a_client_is_ready_to_be_abandoned_with_any_page_that_its_node_grants(
 
 def visitor(field: Field, start: Callable[..., Any]) -> None:
     made = node("visitor")
-    made.start, made.close = start, lambda: None
+    made.start, made.stop, made.close = start, lambda: True, lambda: None
     field.visitor = lambda name: made
 
 
@@ -169,6 +169,45 @@ def test_a_visit_is_left_out_while_another_fault_has_a_node_and_excuses_nothing(
     (acted,) = noted(field, "visit")
     assert isinstance(acted, Acted)
     assert (acted.became, acted.why) == ("left out", "node1 went away")
+
+
+def test_a_visit_during_which_another_fault_takes_a_node_goes_on_and_counts_no_pages(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: list[str] = []
+    visitor(field, lambda: joined.append("visitor"))
+
+    def pages_on(one: Any) -> dict[bytes, int]:
+        if joined and one.name == "node1":
+            raise PoolUnavailable("node1 went away")
+        return {b"page": 4096}
+
+    monkeypatch.setattr(faults, "pages_on", pages_on)
+    monkeypatch.setattr(faults, "await_settled", lambda *_: None)
+    monkeypatch.setattr(faults, "ask", lambda *_: None)
+    monkeypatch.setattr(faults, "until_all", lambda *_: 0.0)
+    came, left, acted = noted(field, "visit")
+    assert isinstance(came, Moved)
+    assert (came.error, came.moved_pages, came.all_pages) == ("", 0, 0)
+    assert isinstance(left, Moved)
+    assert isinstance(acted, Acted)
+    assert (acted.became, acted.why) == ("done", "")
+
+
+def test_a_visitor_that_goes_away_as_it_joins_is_noted(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pages_on(one: Any) -> dict[bytes, int]:
+        if one.name == "visitor":
+            raise PoolUnavailable("the visitor went away")
+        return {b"page": 4096}
+
+    visitor(field, lambda: None)
+    monkeypatch.setattr(faults, "pages_on", pages_on)
+    monkeypatch.setattr(faults, "await_settled", lambda *_: None)
+    moved, _, acted = noted(field, "visit")
+    assert isinstance(moved, Moved)
+    assert moved.error == "the visitor went away"
+    assert isinstance(acted, Acted)
+    assert acted.became == "failed"
 
 
 def test_the_title_counts_what_was_carried_out() -> None:

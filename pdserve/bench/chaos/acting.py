@@ -29,7 +29,8 @@ def recorded(field: Field, fault: Fault) -> Iterator[None]:
     except LeftOut as error:
         became, why = "left out", str(error)
     except (PoolError, BenchError, OSError) as error:
-        # a fault that disturbs has its nodes to itself; the others may find theirs away through one
+        # a fault that disturbs has its node to itself (a visit, which asks all, is left out where it finds
+        # one away); the others may find theirs away through one
         away = isinstance(error, PoolUnavailable | PoolTimeout) and fault.kind not in DISTURBING
         became, why = "left out" if away else "failed", str(error)
     finally:

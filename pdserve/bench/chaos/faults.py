@@ -34,7 +34,7 @@ from pdserve.bench.chaos.timing import (
 )
 from pdserve.bench.cluster import NodeProcess, await_settled
 from pdserve.bench.stores import BenchError
-from pdserve.errors import PoolError
+from pdserve.errors import PoolError, PoolTimeout, PoolUnavailable
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.cluster_messages import ACTIVE, LEFT, Drain, Upgrade
 from pdserve.kvpool.handover import STAND_IN
@@ -142,10 +142,7 @@ def _until_upgraded(node: NodeProcess, incarnation: int) -> str:
 
 def visit(field: Field, fault: Fault) -> None:
     """A fourth node, known to clients only by what the others tell."""
-    try:
-        had = _pages_anywhere(field)
-    except PoolError as error:  # another fault has one of them: nobody can tell what moves
-        raise LeftOut(str(error)) from error
+    had = _pages_anywhere(field)
     node = field.visitor(f"visitor-{fault.draw:08x}")
     in_order = False
     try:
@@ -173,16 +170,23 @@ def _join(field: Field, node: NodeProcess, had: Set[bytes]) -> None:
     try:
         node.start()
         await_settled([*field.nodes, node])
-        moved, left = had & pages_on(node).keys(), had & _pages_anywhere(field)
+        moved = had & pages_on(node).keys()
     except (BenchError, PoolError) as error:
         field.note(Moved(start_s, time.monotonic(), node.name, count, error=str(error)))
         raise
+    try:
+        left = had & _pages_anywhere(field)
+    except LeftOut:  # it joined, and its visit goes on: only its pages are not counted
+        moved, left = set(), set()
     field.note(Moved(start_s, time.monotonic(), node.name, count, len(moved), len(moved | left)))
 
 
 def _pages_anywhere(field: Field) -> set[bytes]:
-    """Raises PoolError."""
-    return set().union(*map(pages_on, field.nodes))
+    """Raises LeftOut: another fault has one of the nodes, and nobody can tell what moves; PoolError."""
+    try:
+        return set().union(*map(pages_on, field.nodes))
+    except (PoolUnavailable, PoolTimeout) as error:
+        raise LeftOut(str(error)) from error
 
 
 def pause(field: Field, fault: Fault) -> None:

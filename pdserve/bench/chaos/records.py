@@ -107,7 +107,8 @@ class Abandoned(msgspec.Struct, frozen=True, tag="abandoned"):
 class Moved(msgspec.Struct, frozen=True, tag="moved"):
     """A node joined or left: from start to end pages moved. Of the `all_pages` that were there before and are
     still there, in memory or below, `moved_pages` came to the one that joined `nodes` others; a node that
-    left has 0 of 0, one that could not join too. `error`: why it could not.
+    left has 0 of 0, one that could not join too (`error`: why), and one beside which a node was away, so that
+    nobody could count.
     """
 
     start_s: float
