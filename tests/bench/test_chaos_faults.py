@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,8 @@ from pdserve.bench.chaos.run import Outcome, Replay
 from pdserve.bench.stores import BenchError
 from pdserve.errors import PoolRefused, PoolUnavailable
 from pdserve.kvpool.handover import STAND_IN
-from pdserve.kvpool.messages import GRANTED, MOVED, Grant, Opened, Reserved
+from pdserve.kvpool.messages import FULL, GRANTED, MOVED, Grant, Opened, Reply, Reserved
+from pdserve.kvpool.messages import Fault as Refusal
 
 
 def raises(error: Exception) -> Callable[..., Any]:
@@ -130,19 +130,50 @@ def test_a_restart_notes_how_many_pages_were_asked_for_in_vain(
 
 
 @pytest.mark.parametrize(
-    ("grants", "said"), [([MOVED, GRANTED], "ready\n"), ([GRANTED, MOVED], "ready\n"), ([MOVED, MOVED], "")]
+    ("grants", "said"),
+    [
+        ([MOVED, GRANTED], "ready"),
+        ([GRANTED, MOVED], "ready"),
+        ([MOVED, FULL], "left out: pool node unix:/node0 grants none of 2 pages"),
+    ],
 )
 def test_a_client_is_ready_to_be_abandoned_with_any_page_that_its_node_grants(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], grants: list[int], said: str
 ) -> None:
-    replies = [Opened(1, 1), Reserved(2, [Grant(status) for status in grants])]
+    answering(monkeypatch, [Opened(1, 1), Reserved(2, [Grant(status) for status in grants])])
+    abandon.main("unix:/node0", "shm", len(grants))
+    assert capsys.readouterr().out == f"{said}\n"
+
+
+def test_a_client_to_be_abandoned_that_its_node_refuses_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, [Refusal(1, "access_denied", "a token is needed")])
+    with pytest.raises(PoolRefused, match="a token is needed"):
+        abandon.main("unix:/node0", "shm", 1)
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, replies: list[Reply]) -> None:
+    """A client to be abandoned gets these."""
     connection = SimpleNamespace(call=lambda *_: replies.pop(0))
     connector = SimpleNamespace(connect=lambda *_: connection)
     monkeypatch.setattr(abandon, "connector_for", lambda *_: connector)
     monkeypatch.setattr("sys.stdin", StringIO())
-    with nullcontext() if said else pytest.raises(PoolRefused):
-        abandon.main("unix:/node0", "shm", len(grants))
-    assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize(
+    ("address", "became", "why"),
+    [
+        ("unix:/nobody/there.sock", "left out", "pool node unix:/nobody/there.sock cannot be reached"),
+        ("nonsense", "failed", "a client to be abandoned failed: pdserve.errors.ConfigError: "),
+    ],
+)
+def test_a_client_to_be_abandoned_is_left_out_only_where_its_node_is_away(
+    field: Field, address: str, became: str, why: str
+) -> None:
+    field.ways = [SimpleNamespace(address=address)] * 3  # type: ignore[list-item]
+    (acted,) = noted(field, "abandon")
+    assert isinstance(acted, Acted)
+    assert acted.became == became
+    assert acted.why.startswith(why)
 
 
 def visitor(field: Field, start: Callable[..., Any]) -> None:

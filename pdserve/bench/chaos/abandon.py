@@ -1,6 +1,7 @@
 """A client that reserves pages on a node, never writes them, and waits to be killed.
 
-Run as `python -m pdserve.bench.chaos.abandon ADDRESS DATA_PATH COUNT`. Prints "ready" once it holds some.
+Run as `python -m pdserve.bench.chaos.abandon ADDRESS DATA_PATH COUNT`. Prints "ready" once it holds some, or
+"left out: " and why where its node is away or grants it none. Whatever else ends it is an error, on stderr.
 """
 
 from __future__ import annotations
@@ -8,34 +9,49 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import cast
+from typing import Final, cast
 
 from pdserve.bench.chaos.pages import SHAPES
 from pdserve.bench.chaos.worker import GEOMETRY
-from pdserve.errors import PoolRefused
+from pdserve.errors import PoolTimeout, PoolUnavailable
 from pdserve.kvpool.client_config import PoolClientConfig
 from pdserve.kvpool.connectors import connector_for
-from pdserve.kvpool.messages import GRANTED, DataPathChoice, Opened, OpenNamespace, Reserve, Reserved
+from pdserve.kvpool.messages import (
+    GRANTED,
+    DataPathChoice,
+    Opened,
+    OpenNamespace,
+    Reserve,
+    Reserved,
+    expected,
+)
 from pdserve.kvpool.wire import KEY_BYTES
 
-NAMESPACE = "abandoned"
-CALL_TIMEOUT_S = 5.0
+READY: Final = "ready"
+LEFT_OUT: Final = "left out: "
+NAMESPACE: Final = "abandoned"
+CALL_TIMEOUT_S: Final = 5.0
 
 
 def main(address: str, data_path: str, count: int) -> None:
-    """Raises PoolError."""
+    """Raises PoolRefused, FrameError, ConfigError."""
+    connector = connector_for(PoolClientConfig(data_path=cast(DataPathChoice, data_path)), "abandon")
     deadline = time.monotonic() + CALL_TIMEOUT_S
-    config = PoolClientConfig(data_path=cast(DataPathChoice, data_path))
-    connection = connector_for(config, "abandon").connect(address, deadline)
-    opened = connection.call(OpenNamespace(1, NAMESPACE, GEOMETRY), deadline)
-    if not isinstance(opened, Opened):
-        raise PoolRefused(f"{address}: {opened}")
     keys = [os.urandom(KEY_BYTES) for _ in range(count)]
-    reserved = connection.call(Reserve(2, opened.namespace, keys, list(SHAPES[1])), deadline)
+    try:
+        connection = connector.connect(address, deadline)
+        opening = OpenNamespace(1, NAMESPACE, GEOMETRY)
+        namespace = expected(connection.call(opening, deadline), Opened, address).namespace
+        reserve = Reserve(2, namespace, keys, list(SHAPES[1]))
+        grants = expected(connection.call(reserve, deadline), Reserved, address).grants
+    except (PoolUnavailable, PoolTimeout) as error:
+        print(f"{LEFT_OUT}{error}", flush=True)
+        return
     # of random keys the node owns a share: one that it grants is enough
-    if not isinstance(reserved, Reserved) or all(grant.status != GRANTED for grant in reserved.grants):
-        raise PoolRefused(f"{address}: {reserved}")
-    print("ready", flush=True)
+    if all(grant.status != GRANTED for grant in grants):
+        print(f"{LEFT_OUT}pool node {address} grants none of {count} pages", flush=True)
+        return
+    print(READY, flush=True)
     sys.stdin.read()
 
 

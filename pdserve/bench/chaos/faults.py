@@ -15,6 +15,7 @@ from collections.abc import Callable, Set
 from contextlib import suppress
 from typing import Final
 
+from pdserve.bench.chaos.abandon import LEFT_OUT, READY
 from pdserve.bench.chaos.acting import LeftOut, recorded
 from pdserve.bench.chaos.asking import PREFLIGHT_S, ask, pages_on
 from pdserve.bench.chaos.damage import fill_disk, flip, reboot
@@ -228,27 +229,31 @@ def kill_client(field: Field, fault: Fault) -> None:
 
 
 def abandon(field: Field, fault: Fault) -> None:
-    if not abandon_on(field, fault.node, Dice(fault.draw).choice(("shm", "ucx"))):
-        raise LeftOut("its client could reserve nothing")  # the node was away
+    abandon_on(field, fault.node, Dice(fault.draw).choice(("shm", "ucx")))
 
 
-def abandon_on(field: Field, index: int, data_path: str) -> bool:
-    """Let a client of the node reserve pages, kill it, and watch what becomes of them; whether it got any."""
+def abandon_on(field: Field, index: int, data_path: str) -> None:
+    """Let a client of the node reserve pages, kill it, and watch what becomes of them. Raises LeftOut: it
+    could reserve none; BenchError: it failed; PoolError.
+    """
     node = field.nodes[index]
     arguments = [field.ways[index].address, data_path, str(ABANDONED_PAGES)]
     command = [sys.executable, "-m", "pdserve.bench.chaos.abandon", *arguments]
-    pipe, none = subprocess.PIPE, subprocess.DEVNULL
-    client = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=none)
+    pipe = subprocess.PIPE
+    client = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     try:
         assert client.stdout is not None
-        if client.stdout.readline() != b"ready\n":
-            return False
-        held_bytes = node.status().reserved_bytes
+        said = client.stdout.readline().rstrip("\n")
+        held_bytes = node.status().reserved_bytes if said == READY else 0
     finally:
         client.kill()
-        client.communicate()
+        _, errors = client.communicate()
+    if said.startswith(LEFT_OUT):
+        raise LeftOut(said.removeprefix(LEFT_OUT))
+    if said != READY:
+        last = errors.strip().splitlines()[-1:] or ["it said nothing"]
+        raise BenchError(f"a client to be abandoned failed: {last[0]}")
     field.note(until_free(node, held_bytes))
-    return True
 
 
 def until_free(node: NodeProcess, held_bytes: int) -> Abandoned:
