@@ -101,6 +101,27 @@ def test_an_upgrade_after_which_the_nodes_are_not_one_pool_is_noted(
     assert errors == ["not one pool"]
 
 
+@pytest.mark.parametrize(("upgraded", "became"), [(0, "left out"), (1, "left out"), (3, "done")])
+def test_a_round_of_upgrades_is_done_when_its_last_node_is(
+    field: Field, monkeypatch: pytest.MonkeyPatch, upgraded: int, became: str
+) -> None:
+    seen: list[str] = []
+
+    def upgrade(of: Field, one: Any) -> Upgraded:
+        seen.append(one.name)
+        if len(seen) == upgraded:
+            of.stop.set()  # the run's minutes are over
+        return Upgraded(0.0, 1.0, one.name, 1, 0)
+
+    monkeypatch.setattr(faults, "_upgraded", upgrade)
+    if not upgraded:
+        field.stop.set()
+    *_, acted = noted(field, "upgrade")
+    assert len(seen) == upgraded
+    assert isinstance(acted, Acted)
+    assert acted.became == became
+
+
 def test_an_upgrade_lasts_until_the_node_itself_serves_and_not_its_stand_in(
     field: Field, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from pdserve.errors import PoolError, PoolTimeout, PoolUnavailable
 
 
 class LeftOut(BenchError):
-    """The fault cannot be done here and now, and nothing was touched."""
+    """The fault cannot be done here and now, or not to its end; what it began is repaired."""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Doing to the pool what the plan says, and writing down what came of it.
 
 Each function performs one fault, from its beginning to its repair, in a thread of its own, and raises LeftOut
-where it can do nothing. Faults of memory and disks are in damage.py, those that
+where it can do nothing, or not all of it. Faults of memory and disks are in damage.py, those that
 tenants make in tenants.py.
 """
 
@@ -88,7 +88,7 @@ def upgrade(field: Field, fault: Fault) -> None:
     """One node after the other, each when the pool is whole again; as an operator's, it ends at an error."""
     for index in range(len(field.nodes)):
         if field.stop.is_set():
-            return
+            raise LeftOut(f"the run ended when {index} of {len(field.nodes)} nodes were upgraded")
         upgraded = _upgraded(field, field.nodes[(fault.node + index) % len(field.nodes)])
         field.note(upgraded)
         if upgraded.error:
