@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from pdserve.bench.chaos import abandon, faults, timing
+from pdserve.bench.chaos import abandon, faults, run, timing
 from pdserve.bench.chaos.field import Field, Settings
 from pdserve.bench.chaos.pages import SHAPES
 from pdserve.bench.chaos.plan import Fault, Kind, Plan
-from pdserve.bench.chaos.records import Acted, Lost, Moved, Record, Restarted, Upgraded, read_lines
+from pdserve.bench.chaos.records import Acted, Ended, Lost, Moved, Record, Restarted, Upgraded, read_lines
 from pdserve.bench.chaos.report import table
 from pdserve.bench.chaos.run import Outcome, Replay
 from pdserve.bench.stores import BenchError
 from pdserve.errors import PoolRefused, PoolUnavailable
 from pdserve.kvpool.handover import STAND_IN
-from pdserve.kvpool.messages import FULL, GRANTED, MOVED, Grant, Opened, Reply, Reserved
+from pdserve.kvpool.messages import FULL, GRANTED, MOVED, Grant, Opened, Reply, Reserved, StatusReport
 from pdserve.kvpool.messages import Fault as Refusal
 
 
@@ -195,6 +195,22 @@ def test_a_client_to_be_abandoned_is_left_out_only_where_its_node_is_away(
     assert isinstance(acted, Acted)
     assert acted.became == became
     assert acted.why.startswith(why)
+
+
+def test_a_node_on_which_no_client_can_be_abandoned_at_the_end_is_named_with_the_reason(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = node("node0")
+    empty = StatusReport(1, "node0", 1, 60.0, 4096, 4096, 0, 0, 0, 0, 0, 0, 1, [])
+    last.status = lambda: empty
+    last.stop, last.log = lambda: True, lambda: ""
+    field.nodes = [last]
+    field.workers = [SimpleNamespace(kill=lambda: None)]  # type: ignore[list-item]
+    field.ways = [SimpleNamespace(address="unix:/nobody/there.sock")]  # type: ignore[list-item]
+    monkeypatch.setattr(run, "perform", lambda *_: None)
+    run._end(field)
+    (ended,) = [one for one in read_lines(field.output.read_bytes()) if isinstance(one, Ended)]
+    assert ended.complaint.startswith("pool node unix:/nobody/there.sock cannot be reached")
 
 
 def visitor(field: Field, start: Callable[..., Any]) -> None:

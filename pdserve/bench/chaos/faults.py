@@ -43,7 +43,7 @@ from pdserve.kvpool.handover import STAND_IN
 logger = logging.getLogger(__name__)
 
 FREE_WITHIN_S: Final = 30.0  # R14
-ABANDONED_PAGES: Final = 16
+ABANDONED_PAGES: Final = 48  # with 16, a node of three owned none once in 700 times
 PAUSE_LEASES: Final = 1.2
 POLL_S: Final = 0.05
 

@@ -140,10 +140,18 @@ def _end(field: Field) -> None:
             field.note(Ended(node.name, False, node.died))
             continue
         field.note(until_free(node, node.status().reserved_bytes))
-        abandon_on(field, index, ("shm", "ucx")[index % 2])
-        complaint = _miscount(node, field.settings.lease_s)
+        complaint = _not_abandoned(field, index) or _miscount(node, field.settings.lease_s)
         clean = node.stop()
         field.note(Ended(node.name, clean, complaint or node.died or _complaint_in(node.log())))
+
+
+def _not_abandoned(field: Field, index: int) -> str:
+    """Nothing else goes on: why no client could be abandoned on a node, or nothing."""
+    try:
+        abandon_on(field, index, ("shm", "ucx")[index % 2])
+    except (BenchError, PoolError) as error:
+        return str(error)
+    return ""
 
 
 def _miscount(node: NodeProcess, lease_s: float) -> str:
