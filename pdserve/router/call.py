@@ -47,6 +47,7 @@ class Call:
         "first_byte_s",
         "headers",
         "is_complete",
+        "is_late",
         "is_sse",
         "is_started",
         "meter",
@@ -96,6 +97,8 @@ class Call:
         """The status has been sent."""
         self.is_complete = False
         """The last byte has been sent."""
+        self.is_late = False
+        """Given up because a worker's answer did not begin, or did not come to its end, in time."""
         self.is_sse = False
         self.first_byte_s = 0.0
         """When the status was sent, on the loop's clock; 0 before that."""

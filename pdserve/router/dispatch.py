@@ -273,6 +273,7 @@ class Dispatcher:
         if isinstance(error, WorkerAnswerError):
             await call.answer_worker_error(error.status, error.body)
             return
+        call.is_late = error.kind == "timeout"
         status = {"timeout": 504, "busy": 503}.get(error.kind, 502)
         raise RequestError(
             status,

@@ -126,7 +126,8 @@ class Entrance:
         assert meter is not None
         now_s = self._loop.time()
         is_answered = call.is_started and call.status < 400
-        if is_answered or call.end == "client" or meter.prompt_tokens is not None:
+        is_cut_off = call.is_late or call.end is not None  # by a deadline or its client: workers were at it
+        if is_answered or is_cut_off or meter.prompt_tokens is not None:
             used = meter.total(call.is_sse)
         else:
             used = 0, 0  # refused, or failed, before any worker said that it computed the prompt

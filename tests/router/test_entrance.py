@@ -29,6 +29,7 @@ from .mock_worker import (
     answer,
     close,
     hang,
+    raw_answer,
     stream,
     workers,
 )
@@ -297,15 +298,22 @@ def test_tokenizing_is_not_charged(access: Access, path: str) -> None:
     run(main())
 
 
-def test_a_request_whose_deadline_passes_before_an_answer_is_not_charged(access: Access) -> None:
+HALF = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
+
+
+@pytest.mark.parametrize("deadline", ["first_byte_s", "between_chunks_s", "total_s"])
+def test_a_request_whose_deadline_passes_before_the_answer_is_charged_what_may_have_been_computed(
+    access: Access, deadline: str
+) -> None:
     async def main() -> None:
-        soon = msgspec.structs.replace(FAST, first_byte_s=0.05)
+        soon = msgspec.structs.replace(FAST, **{deadline: 0.2})
         async with disagg(prefill=0, access=access, deadlines=soon) as (harness, _, [decode]):
-            gate = Gate()
-            decode.script(CHAT, hang(gate))
-            assert (await harness.chat(by(ALICE))).status == 504
+            decode.script(CHAT, raw_answer(HALF) if deadline == "between_chunks_s" else hang(Gate()))
+            messages = [{"role": "user", "content": "x" * 400}]
+            assert (await harness.chat(by(ALICE), messages=messages)).status == 504
             [alice, _] = harness.router.entrance.tenants.all
-            assert (alice.use.prompt_tokens, alice.use.output_tokens) == (0, 0)
+            assert 100 <= alice.use.prompt_tokens <= 120
+            assert alice.use.output_tokens == 0
 
     run(main())
 
