@@ -25,7 +25,7 @@ from pdserve.router.metrics import Stats
 from pdserve.router.models import TASK_OF
 from pdserve.router.openai_errors import error_of
 from pdserve.router.prefixes import prefix_of
-from pdserve.router.schema import estimate_prompt_tokens, parse_request
+from pdserve.router.schema import estimate_prompt_tokens, has_several_prompts, parse_request
 from pdserve.router.session_keys import find_session_key, parse_sources
 from pdserve.tracing import Tracer
 
@@ -142,16 +142,17 @@ class HotRoutes:
             if session is not None:
                 session = session.within(call.tenant.name)
             scope = f"{call.tenant.cache}/{scope}"
+        prompt = view.prompt_json(call.path)
         computes = call.path in TASK_OF  # tokenizing does not: it is no load, and leaves no pages behind
         call.facts = Facts(
             endpoint=call.path,
             model=view.model,
             session=session,
-            prompt_tokens_estimate=estimate_prompt_tokens(view) if computes else 0,
-            has_several_prompts=view.has_several_prompts,
+            prompt_tokens_estimate=estimate_prompt_tokens(prompt),
+            has_several_prompts=has_several_prompts(prompt),
             turn=self._turns[model],
             draw=random.getrandbits(32),
-            prefix=prefix_of(view, scope) if self._needs_prefix and computes else None,
+            prefix=prefix_of(view, prompt, scope) if self._needs_prefix and computes else None,
         )
 
     async def _read_body(self, call: Call, client: Client) -> bytes | None:

@@ -83,9 +83,8 @@ def _block_ends() -> Iterator[int]:
 BLOCK_ENDS = tuple(_block_ends())
 
 
-def prefix_of(view: RequestView, scope: str) -> Prefix:
-    """The blocks of a request's prompt. `scope` is whatever else keeps its pages apart from others'."""
-    prompt = view.prompt_json
+def prefix_of(view: RequestView, prompt: bytes, scope: str) -> Prefix:
+    """The blocks of a prompt, given as JSON. `scope` is whatever else keeps its pages apart from others'."""
     digest = xxhash.xxh3_64()
     for part in (scope.encode("utf-8", "surrogatepass"), bytes(view.cache_salt), bytes(view.tools)):
         digest.update(b"%d:%b" % (len(part), part))

@@ -18,6 +18,13 @@ BYTES_PER_TOKEN = 4
 BYTES_PER_TOKEN_ID = 6
 """A token id of a vocabulary of some 100,000, its comma and perhaps a blank."""
 _EMPTY = msgspec.Raw(b"")
+PROMPT_FIELDS = {
+    "/v1/chat/completions": ("input_ids", "messages"),
+    "/v1/completions": ("prompt",),
+    "/v1/embeddings": ("input",),
+    "/generate": ("text", "input_ids"),
+}
+"""What SGLang (0.5.23) reads a prompt from, the first that is given; it ignores what another route would."""
 
 
 class RequestView(msgspec.Struct, gc=False):
@@ -34,21 +41,22 @@ class RequestView(msgspec.Struct, gc=False):
     tools: msgspec.Raw = _EMPTY
     cache_salt: msgspec.Raw = _EMPTY
 
-    @property
-    def prompt_json(self) -> msgspec.Raw:
-        """The prompt as it stands in the body: messages, text, token ids, or a list of prompts."""
-        return self.messages or self.prompt or self.text or self.input_ids or self.input
-
-    @property
-    def has_several_prompts(self) -> bool:
-        """The prompt is a list of prompts, be it of one."""
-        return _PROMPTS.match(self.prompt_json) is not None
+    def prompt_json(self, path: str) -> msgspec.Raw:
+        """The prompt of a request to `path` as it stands in the body: messages, text, token ids, or a list of
+        prompts. Empty where the route computes none.
+        """
+        for name in PROMPT_FIELDS.get(path, ()):
+            said: msgspec.Raw = getattr(self, name)
+            if said and not _NOTHING.fullmatch(said):
+                return said
+        return _EMPTY
 
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What decoding raises for what is no JSON, not of the form that is looked for, or nested too deeply."""
 _decoder = msgspec.json.Decoder(RequestView)
 _TOKEN_IDS = re.compile(rb"[\[\s]+\d")
+_NOTHING = re.compile(rb'null|""|\[\s*\]')
 _PROMPTS = re.compile(rb"\s*\[\s*[\[\"]")
 _FIELD = re.compile(r" - at `\$\.(?P<field>[A-Za-z_]+)[^`]*`$")
 
@@ -76,7 +84,11 @@ def bytes_per_token(prompt_json: bytes) -> int:
     return BYTES_PER_TOKEN_ID if _TOKEN_IDS.match(prompt_json) else BYTES_PER_TOKEN
 
 
-def estimate_prompt_tokens(view: RequestView) -> int:
+def estimate_prompt_tokens(prompt_json: bytes) -> int:
     """Roughly how many tokens the prompt has, from the length of its JSON."""
-    prompt = view.prompt_json
-    return len(prompt) // bytes_per_token(prompt)
+    return len(prompt_json) // bytes_per_token(prompt_json)
+
+
+def has_several_prompts(prompt_json: bytes) -> bool:
+    """The prompt is a list of prompts, be it of one."""
+    return _PROMPTS.match(prompt_json) is not None

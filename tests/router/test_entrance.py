@@ -347,9 +347,16 @@ def test_a_client_that_leaves_before_the_answer_is_charged_what_may_have_been_co
     run(main())
 
 
-@pytest.mark.parametrize(("prompt", "tokens"), [("x" * 4000, 40), (["x" * 2000, "x" * 1992], 1000)])
+@pytest.mark.parametrize(
+    ("path", "body", "tokens"),
+    [
+        ("/v1/completions", {"prompt": "x" * 4000}, 40),
+        ("/v1/completions", {"prompt": ["x" * 2000, "x" * 1992]}, 1000),
+        ("/generate", {"text": None, "input_ids": [[1234] * 500, [5678] * 500]}, 1000),
+    ],
+)
 def test_the_worker_that_answers_alone_says_how_long_one_prompt_is(
-    access: Access, prompt: Any, tokens: int
+    access: Access, path: str, body: dict[str, Any], tokens: int
 ) -> None:
     """In a stream of several it speaks of the first: they stay charged by estimate."""
 
@@ -361,9 +368,9 @@ def test_the_worker_that_answers_alone_says_how_long_one_prompt_is(
             await wire.end()
 
         async with disagg(prefill=0, access=access) as (harness, _, [decode]):
-            decode.script("/v1/completions", streamed)
-            body = {"model": "m", "prompt": prompt, "stream": True}
-            assert (await harness.post("/v1/completions", body, by(ALICE))).body == STREAM
+            decode.script(path, streamed)
+            sent = {"model": "m", "stream": True} | body
+            assert (await harness.post(path, sent, by(ALICE))).body == STREAM
             [alice, _] = harness.router.entrance.tenants.all
             assert alice.use.prompt_tokens == pytest.approx(tokens, abs=1)
 

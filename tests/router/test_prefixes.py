@@ -37,7 +37,8 @@ def tokens(blocks: int) -> int:
 
 def chat(*contents: str, **more: object) -> Prefix:
     messages = [{"role": "user", "content": content} for content in contents]
-    return prefix_of(parse_request(json.dumps({"messages": messages} | more).encode()), "m")
+    view = parse_request(json.dumps({"messages": messages} | more).encode())
+    return prefix_of(view, view.messages, "m")
 
 
 def test_a_conversation_that_goes_on_keeps_its_blocks() -> None:
@@ -54,7 +55,7 @@ def test_what_decides_pages_beside_the_text_keeps_blocks_apart(more: dict[str, o
 
 def test_models_keep_blocks_apart() -> None:
     view = parse_request(json.dumps({"prompt": "a" * 5000}).encode())
-    of_m, of_n = prefix_of(view, "m"), prefix_of(view, "n")
+    of_m, of_n = prefix_of(view, view.prompt, "m"), prefix_of(view, view.prompt, "n")
     assert set(of_m.digests).isdisjoint(of_n.digests)
     table = PrefixTable(SETTINGS)
     table.record(of_m, A, 0.0, in_pool=True)
@@ -70,7 +71,8 @@ def test_blocks_grow_so_that_the_longest_prompt_has_some_hundreds() -> None:
 
 
 def test_token_ids_take_more_bytes_than_text() -> None:
-    ids = prefix_of(parse_request(json.dumps({"input_ids": [12345] * 1000}).encode()), "m")
+    view = parse_request(json.dumps({"input_ids": [12345] * 1000}).encode())
+    ids = prefix_of(view, view.input_ids, "m")
     assert ids.tokens(1) == 1024 // 6
 
 

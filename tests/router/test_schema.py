@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import RequestError
-from pdserve.router.schema import RequestView, estimate_prompt_tokens, parse_request
+from pdserve.router.models import TASK_OF
+from pdserve.router.schema import (
+    PROMPT_FIELDS,
+    RequestView,
+    estimate_prompt_tokens,
+    has_several_prompts,
+    parse_request,
+)
 
 KNOWN = set(RequestView.__struct_fields__)
 JSON_VALUES = st.recursive(
@@ -67,5 +74,36 @@ def test_bad_bodies_are_named(body: bytes, said: str, param: str | None) -> None
 def test_the_estimate_grows_with_the_prompt() -> None:
     short = parse_request(b'{"prompt": "a"}')
     long = parse_request(json.dumps({"prompt": "word " * 1000}).encode())
-    assert estimate_prompt_tokens(short) == 0
-    assert 1000 <= estimate_prompt_tokens(long) <= 1500
+    assert estimate_prompt_tokens(short.prompt) == 0
+    assert 1000 <= estimate_prompt_tokens(long.prompt) <= 1500
+
+
+def test_every_route_that_computes_a_prompt_has_its_field() -> None:
+    assert set(PROMPT_FIELDS) == set(TASK_OF)
+    assert bytes(parse_request(b'{"prompt":"a"}').prompt_json("/tokenize")) == b""
+
+
+@pytest.mark.parametrize("nothing", ["null", "[]", '""', "[ ]"])
+def test_a_field_with_nothing_in_it_does_not_hide_a_batch(nothing: str) -> None:
+    view = parse_request(b'{"text": %b ,"input_ids":[[1],[2,3]]}' % nothing.encode())
+    assert bytes(prompt := view.prompt_json("/generate")) == b"[[1],[2,3]]"
+    assert has_several_prompts(prompt)
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/chat/completions", b'[{"a":1}]'),
+        ("/v1/completions", b'["a","b"]'),
+        ("/v1/embeddings", b'["c","d","e"]'),
+        ("/generate", b'["f","g"]'),
+    ],
+)
+def test_a_field_of_another_route_is_not_taken_for_the_prompt(path: str, prompt: bytes) -> None:
+    body = b'{"messages":[{"a":1}],"prompt":["a","b"],"input":["c","d","e"],"text":["f","g"]}'
+    assert bytes(parse_request(body).prompt_json(path)) == prompt
+
+
+def test_token_ids_of_a_chat_stand_for_its_messages() -> None:
+    view = parse_request(b'{"messages":[{"a":1}],"input_ids":[1,2]}')
+    assert bytes(view.prompt_json("/v1/chat/completions")) == b"[1,2]"
