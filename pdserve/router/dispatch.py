@@ -248,8 +248,11 @@ class Dispatcher:
         if is_late or len(tried) >= self._decode_attempts:
             return None
         now_s = self._loop.time()
-        alternate = choose_alternate(self._fleet.snapshot(call.model, now_s).decode, tried)
-        if alternate is None or (call.is_started and not self._goes_on(call, trail, failed, alternate)):
+        candidates = self._fleet.snapshot(call.model, now_s).decode
+        if call.is_started:
+            candidates = self._successors(call, trail, failed, candidates)
+        alternate = choose_alternate(candidates, tried)
+        if alternate is None:
             return None
         if not self._budget.take(now_s):
             self._stats.retries_refused += 1
@@ -259,10 +262,17 @@ class Dispatcher:
         counts[reason] += 1
         return alternate
 
-    def _goes_on(self, call: Call, trail: Trail, *workers: Worker) -> bool:
-        """Whether the second of the workers can go on with the stream of the first."""
-        seeds_count = all(worker.info is not None and worker.info.deterministic for worker in workers)
-        return trail.is_marked and may_continue(call.path, call.body, self._continue, seeds_count=seeds_count)
+    def _successors(
+        self, call: Call, trail: Trail, failed: Worker, candidates: tuple[Worker, ...]
+    ) -> tuple[Worker, ...]:
+        """Those of the candidates that can go on with the stream of `failed`."""
+        if not trail.is_marked:
+            return ()
+        if may_continue(call.path, call.body, self._continue, seeds_count=False):
+            return candidates
+        if may_continue(call.path, call.body, self._continue, seeds_count=_samples_by_seed(failed)):
+            return tuple(worker for worker in candidates if _samples_by_seed(worker))
+        return ()
 
     async def _give_up(self, call: Call, worker: Worker, error: UpstreamError | WorkerAnswerError) -> None:
         if call.is_started:
@@ -281,6 +291,11 @@ class Dispatcher:
             type_=error_type(status),
             code="worker_unavailable",
         )
+
+
+def _samples_by_seed(worker: Worker) -> bool:
+    """What it samples depends on the request's seed."""
+    return worker.info is not None and worker.info.deterministic
 
 
 def _found_header(tokens: Mapping[str, int]) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.router.config import Limits
+from pdserve.router.config import Limits, Probe
 from pdserve.router.trail import Continue, may_continue
 
 from .harness import FAST, Harness, Response, chat_body, disagg, run
@@ -328,6 +328,35 @@ def test_a_seeded_stream_goes_on_only_between_workers_that_sample_by_seeds(
             body = (await ask(harness, temperature=1, seed=7)).body
             assert (body == WHOLE) is all(deterministic)
             assert (b'"code":"worker_lost"' in body) is not all(deterministic)
+
+    run(main())
+
+
+def test_a_seeded_stream_goes_on_at_a_busier_worker_if_only_that_one_samples_by_seeds() -> None:
+    async def main() -> None:
+        def make(role: str) -> MockWorker:
+            return MockWorker(role, deterministic=True)
+
+        never = Probe(interval_s=3600.0)  # would say anew what is set here
+        async with disagg(decode=3, make=make, probe=never) as (harness, _, decodes):
+            gate = Gate()
+            for worker in decodes:
+                worker.script(CONTINUE, marked(*REST))
+                worker.script(CHAT, marked(*FIRST, gate=gate, cut=True))
+            client = await harness.connect()
+            await client.send(CHAT, json.dumps(chat_body(stream=True, seed=7)).encode())
+            await gate.reached.wait()
+            idle, busier = (worker for worker in decodes if not worker.got(CHAT))
+            for worker in harness.router.fleet.workers:
+                assert worker.info is not None
+                if worker.id == idle.id:
+                    worker.info = msgspec.structs.replace(worker.info, deterministic=False)
+                elif worker.id == busier.id:
+                    worker.elsewhere = 100
+            gate.open.set()
+            assert (await client.response()).body == WHOLE
+            assert (len(idle.got(CONTINUE)), len(busier.got(CONTINUE))) == (0, 1)
+            client.leave()
 
     run(main())
 
