@@ -11,17 +11,14 @@ from itertools import pairwise
 from typing import Final
 
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.kvpool.commands.top import Rates, Row, busiest
 from pdserve.kvpool.messages import NamespaceStatus
-from pdserve.router.metric_names import PARTS, PREFIX, TIERS
+from pdserve.router.metric_names import PARTS, TIERS
+from pdserve.router.totals import Samples, Totals
 from pdserve.router.workers import Worker
 
 MAX_NAMESPACES: Final = 20
-
-Samples = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
-"""By name without the router's prefix, and labels."""
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -46,8 +43,10 @@ class WorkerView(msgspec.Struct, frozen=True):
     id: str
     role: str
     state: str
-    in_flight: int
+    in_flight: int | None
+    """Requests of all of the router's processes; None: one of them does not say."""
     elsewhere: int
+    """Others that the worker last spoke of."""
     queued_tokens: int
     free_kv_tokens: int | None
     says: str = ""
@@ -105,16 +104,6 @@ class Frame(msgspec.Struct, frozen=True):
     namespaces: list[SpaceView]
     problems: list[Problem]
     """The newest first."""
-
-
-def read_samples(exposition: str) -> Samples:
-    """The router's own of an exposition. Raises ValueError for what is none."""
-    return {
-        (sample.name.removeprefix(PREFIX), tuple(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(exposition)
-        for sample in family.samples
-        if sample.name.startswith(PREFIX)
-    }
 
 
 def point_of(before: Samples, now: Samples, seconds: float, at_s: float) -> Point:
@@ -181,19 +170,20 @@ def frame_of(
     problems: Iterable[Problem],
 ) -> Frame:
     """Everything at one moment. `rows`: a sample of the pool's nodes."""
+    totals = Totals.of(now)
     return Frame(
         point,
         seconds,
         int(_total(now, "tenant_waiting")),
         int(_total(now, "sessions")),
-        [_worker(worker) for worker in workers],
+        [_worker(worker, None if totals is None else totals.in_flight(worker)) for worker in workers],
         [_node(row) for row in rows],
         _namespaces(rows),
         list(problems),
     )
 
 
-def _worker(worker: Worker) -> WorkerView:
+def _worker(worker: Worker, in_flight: int | None) -> WorkerView:
     if worker.refused is not None:
         state = "refused"
     elif not worker.ready:
@@ -206,8 +196,8 @@ def _worker(worker: Worker) -> WorkerView:
         worker.id,
         worker.role,
         state,
-        worker.in_flight,
-        worker.elsewhere,
+        in_flight,
+        0 if in_flight is None else max(0, worker.load - in_flight),
         worker.queued_tokens,
         worker.free_kv_tokens,
         worker.refused or "",

@@ -18,7 +18,8 @@ import msgspec
 from pdserve.errors import PdserveError
 from pdserve.kvpool.commands.top import Nodes, Rates, Row
 from pdserve.kvpool.messages import NodeAddress
-from pdserve.router.live import Frame, Point, Problem, Samples, frame_of, point_of, read_samples
+from pdserve.router.live import Frame, Point, Problem, frame_of, point_of
+from pdserve.router.totals import Samples, read_samples
 
 if TYPE_CHECKING:
     from pdserve.router.app import Router

@@ -151,7 +151,9 @@ def _bar(
 def _workers(workers: Iterable[WorkerView]) -> Table:
     table = make_table("workers", "worker", "role", "state", "requests", "queued tokens", "free KV", left=3)
     for one in workers:
-        requests = f"{one.in_flight} + {one.elsewhere}" if one.elsewhere else str(one.in_flight)
+        requests = "?" if one.in_flight is None else str(one.in_flight)
+        if one.elsewhere:
+            requests += f" + {one.elsewhere}"
         free = "-" if one.free_kv_tokens is None else f"{one.free_kv_tokens:,}"
         state = Text(one.state, COLOURS[one.state])
         table.add_row(one.id, one.role, state, requests, f"{one.queued_tokens:,}", free)

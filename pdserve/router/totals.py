@@ -1,11 +1,29 @@
-"""What all of a router's processes have together, read out of their metrics, for the admin API. Pure."""
+"""What all of a router's processes have together, read out of their metrics, for the admin API and its live
+page. Pure.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from pdserve.router.live import Samples, read_samples
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdserve.router.metric_names import PREFIX
 from pdserve.router.workers import Worker
+
+Samples = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
+"""By name without the router's prefix, and labels."""
+
+
+def read_samples(exposition: str) -> Samples:
+    """The router's own of an exposition. Raises ValueError for what is none."""
+    return {
+        (sample.name.removeprefix(PREFIX), tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(exposition)
+        for sample in family.samples
+        if sample.name.startswith(PREFIX)
+    }
 
 
 class Totals:
@@ -16,8 +34,12 @@ class Totals:
 
     @classmethod
     def read(cls, exposition: str) -> Totals | None:
+        """As `of`, from an exposition. Raises ValueError for what is none."""
+        return cls.of(read_samples(exposition))
+
+    @classmethod
+    def of(cls, samples: Samples) -> Totals | None:
         """None where a process has not said what it has: that may be just what is asked for."""
-        samples = read_samples(exposition)
         return None if samples["processes_silent", ()] else cls(samples)
 
     def in_flight(self, worker: Worker) -> int:

@@ -7,7 +7,8 @@ import pytest
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.cluster_messages import NamespaceSettings
 from pdserve.kvpool.commands.top import Rates, Row
-from pdserve.router.live import frame_of, point_of, quantile, read_samples
+from pdserve.router.live import frame_of, point_of, quantile
+from pdserve.router.totals import read_samples
 from pdserve.router.workers import Worker
 
 BEFORE = """
@@ -22,6 +23,8 @@ pdserve_router_requests_total{route="/a",status="200"} 14
 pdserve_router_requests_total{route="/b",status="502"} 2
 pdserve_router_stream_errors_total{reason="timeout"} 2
 pdserve_router_requests_in_flight 3
+pdserve_router_worker_requests_in_flight{worker="ready:1",role="decode"} 12
+pdserve_router_processes_silent 0
 pdserve_router_tenant_waiting{tenant="t"} 4
 pdserve_router_sessions 5
 pdserve_router_first_token_seconds_sum{part="decode"} 2.0
@@ -86,3 +89,21 @@ def test_workers_have_one_state_and_the_pool_is_added_up() -> None:
     assert [(node.node, node.error) for node in frame.nodes] == [("n", ""), ("o", ""), ("p", "refused")]
     [view] = frame.namespaces
     assert (view.pages, view.quota_bytes, view.evictions, view.hit_rate) == (14, 2000, 10, 0.75)
+
+
+@pytest.mark.parametrize(("load", "elsewhere"), [(15, 3), (5, 0)])
+def test_a_worker_is_shown_with_the_requests_of_all_processes(load: int, elsewhere: int) -> None:
+    """Of its load, which this one counts as its own and others', what is of no process is elsewhere."""
+    worker = Worker("decode", "http://ready:1")
+    worker.in_flight, worker.elsewhere = 4, load - 4
+    samples = read_samples(NOW)
+    [seen] = frame_of(point_of({}, samples, 1.0, 0.0), 1.0, samples, [worker], [], []).workers
+    assert (seen.in_flight, seen.elsewhere) == (12, elsewhere)
+
+
+def test_a_worker_is_shown_without_requests_where_a_process_does_not_say_its_own() -> None:
+    worker = Worker("decode", "http://ready:1")
+    worker.in_flight, worker.elsewhere = 4, 5
+    samples = read_samples(NOW.replace("processes_silent 0", "processes_silent 1"))
+    [seen] = frame_of(point_of({}, samples, 1.0, 0.0), 1.0, samples, [worker], [], []).workers
+    assert (seen.in_flight, seen.elsewhere) == (None, 0)

@@ -28,6 +28,7 @@ FRAME = Frame(
     5,
     [
         WorkerView("a:1", "decode", "ready", 2, 1, 100, None),
+        WorkerView("c:1", "decode", "ready", None, 0, 0, None),
         WorkerView("b:1", "prefill", "refused", 0, 0, 0, 5, "no [fit]"),
     ],
     [NodeView("n0", "", 50, 100, 7, 2, 3.0, 1024.0, 2048.0, 0.5), NodeView("n1", "refused")],
@@ -59,6 +60,7 @@ def test_a_frame_is_shown_whole_and_names_are_no_markup() -> None:
         "pool DRAM 75.0 %",
         "computed 25.0 %",
         "2 + 1",
+        "?",
         "refused",
     ):
         assert word in said

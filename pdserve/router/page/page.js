@@ -168,7 +168,7 @@ const longRow = (text) => {
   return [made];
 };
 const workerRows = (worker) => {
-  const requests = worker.in_flight + (worker.elsewhere ? ` + ${worker.elsewhere}` : "");
+  const requests = (worker.in_flight ?? "?") + (worker.elsewhere ? ` + ${worker.elsewhere}` : "");
   const row = [
     cell(worker.id), cell(worker.role), cell(worker.state, worker.state),
     number(requests), number(count(worker.queued_tokens)), number(worker.free_kv_tokens === null ? "-" : count(worker.free_kv_tokens)),
