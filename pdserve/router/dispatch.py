@@ -95,7 +95,7 @@ class Dispatcher:
                 try:
                     if plan.settle is not None:
                         words.append(await self._stages.settle(call, plan.settle))
-                    words.append(await self._stages.prefill(call, plan, plan.prefill, snapshot.prefill))
+                    words.append(await self._stages.prefill(call, plan, plan.prefill))
                 finally:
                     self._fleet.on_queued(plan.prefill, -plan.uncached_tokens)
                     self._fleet.on_released(plan.prefill)

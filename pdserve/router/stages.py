@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 
@@ -143,9 +143,9 @@ class Stages:
 
     # --- prefill
 
-    async def prefill(self, call: Call, plan: Plan, worker: Worker, candidates: Sequence[Worker]) -> str:
-        """Have the prompt computed and published; `candidates` are the prefill workers that a hedge may take.
-        Raises WorkerAnswerError when the request itself is at fault.
+    async def prefill(self, call: Call, plan: Plan, worker: Worker) -> str:
+        """Have the prompt computed and published. Raises WorkerAnswerError when the request itself is at
+        fault.
         """
         call.phase = "prefill"
         begun_s, hedge_s = self._loop.time(), self._deadlines.hedge_prefill_s
@@ -153,7 +153,7 @@ class Stages:
         pulling = self._loop.create_task(self._pull_ahead(call, plan.decode)) if is_long else None
         try:
             if hedge_s > 0:
-                outcome = await self._hedged(call, plan, worker, candidates, hedge_s)
+                outcome = await self._hedged(call, plan, worker, hedge_s)
             else:
                 outcome = await self._prefill_at(call, plan, worker)
         finally:
@@ -178,15 +178,15 @@ class Stages:
         finally:
             self._stats.pull_ahead[outcome] += 1
 
-    async def _hedged(
-        self, call: Call, plan: Plan, worker: Worker, candidates: Sequence[Worker], hedge_s: float
-    ) -> str:
-        """The better of two outcomes, the second asked for only if the first is slow."""
+    async def _hedged(self, call: Call, plan: Plan, worker: Worker, hedge_s: float) -> str:
+        """The better of two outcomes, the second asked for if the first is slow: of who is there then."""
         asked = [self._loop.create_task(self._prefill_at(call, plan, worker))]
         try:
             done, running = await asyncio.wait(asked, timeout=hedge_s)
-            other = None if done else choose_alternate(candidates, (worker.id,))
-            if other is None or not self._budget.take(self._loop.time()):
+            now_s = self._loop.time()
+            candidates = () if done else self._fleet.snapshot(call.model, now_s).prefill
+            other = choose_alternate(candidates, (worker.id,))
+            if other is None or not self._budget.take(now_s):
                 return await asked[0]
             self._stats.hedges += 1
             asked.append(self._loop.create_task(self._counted(call, plan, other)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import msgspec
@@ -92,6 +93,27 @@ def test_a_client_that_leaves_ends_both() -> None:
                 await prefill.wait_until(lambda prefill=prefill: prefill.disconnected == 1)
             await harness.assert_nothing_leaked()
             assert harness.stats.client_aborts == {"prefill": 1}
+
+    run(main())
+
+
+@pytest.mark.parametrize("told", ["leave", "drain"])
+def test_a_worker_that_leaves_while_prefill_runs_is_not_asked_for_a_hedge(told: str) -> None:
+    async def main() -> None:
+        deadlines = msgspec.structs.replace(FAST, hedge_prefill_s=0.5, prefill_s=1.0)
+        async with disagg(prefill=2, deadlines=deadlines) as (harness, prefills, _):
+            prefills.reverse()  # the first request goes to the second of two equals
+            fleet, gate = harness.router.fleet, Gate()
+            prefills[0].script(PREFILL, hang(gate))
+            asking = asyncio.create_task(harness.chat())
+            await gate.reached.wait()
+            if told == "leave":
+                fleet.leave(prefills[1].id)
+            else:
+                fleet.drain(prefills[1].id, True)
+            assert (await asking).body == ANSWER  # the decode worker does it alone
+            assert prefills[1].requests == []
+            assert harness.stats.hedges == 0
 
     run(main())
 
