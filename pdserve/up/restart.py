@@ -8,6 +8,7 @@ from typing import Final
 from pdserve.up.config import ClusterSettings, Restart
 
 MAX_BACKOFF_S: Final = 30.0
+MAX_DOUBLINGS: Final = 30  # a power of more would some day be no float
 
 
 def restart_delay_s(
@@ -23,4 +24,4 @@ def restart_delay_s(
     recent = sum(1 for at_s in restarts_s if now_s - at_s < settings.restart_window_s)
     if recent >= settings.max_restarts:
         return None
-    return min(settings.restart_backoff_s * 2.0**recent, MAX_BACKOFF_S)
+    return min(settings.restart_backoff_s * 2.0 ** min(recent, MAX_DOUBLINGS), MAX_BACKOFF_S)
