@@ -143,9 +143,11 @@ def serving() -> str:
     """
     kinds = sorted({path.name.rpartition("-20")[0] for path in RESULTS.glob("compare-*.jsonl")}, reverse=True)
     compared = [(lines[0], _measured(lines)) for lines in map(_alike, kinds)]
-    found = [one for run, measured in compared for one in summaries(measured, run["against"][0])]
+    found = [summaries(measured, run["against"][0]) for run, measured in compared]
     out = [
-        *_goals(goal_rows(found, _hop_ms())),
+        *_goals(
+            [row for each in found for row in goal_rows(each, _hop_ms())]
+        ),  # ratios within a command's runs
         *(line for run, measured in compared for line in _compared(run, measured)),
         *_swept(),
         *_weighed("weights"),

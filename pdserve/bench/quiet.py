@@ -2,12 +2,12 @@
 
 One node. The quiet namespace's client gets one page at a time, at a steady rate; a get takes from the moment
 at which it is due. The loud namespace has a limit in bytes per second. A process asks for ten times that,
-whether it is answered or not (asker.py), for pages that are nowhere: they wait for the rate as others do, and a
-miss then costs nothing of it. So all that the namespace may have goes to clients that read and write over the
-data path, who, as clients do, wait for their answers. All of them have the lowest priority: they would be on
-other machines, and what is measured is what the node does, not how one machine's processors are shared.
-Phases alone and phases beside the neighbour take turns, so whatever else the machine does hits both alike. The
-figure is the median of the phases' p99. It is none where less was asked for than was meant.
+whether it is answered or not (asker.py), for pages that are nowhere: they wait for the rate as others do, and
+a miss then costs nothing of it. So all that the namespace may have goes to clients that read and write over
+the data path, who, as clients do, wait for their answers. All of them have the lowest priority: they would be
+on other machines, and what is measured is what the node does, not how one machine's processors are shared.
+Phases alone and phases beside the neighbour take turns, so whatever else the machine does hits both alike.
+The figure is the median of the phases' p99. It is none where less was asked for than was meant.
 """
 
 from __future__ import annotations
