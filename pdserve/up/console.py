@@ -23,7 +23,9 @@ class Console:
 
     def __init__(self, stream: TextIO, names: list[str], *, echo_logs: bool = True) -> None:
         stream.flush()
-        self._file = stream.fileno()  # past the stream, whose lock a thread that hangs would hold at exit
+        # past the stream, whose lock a thread that hangs would hold at exit; the thread's own, since it may
+        # hang for longer than the stream is open, and its number may be another file's by then
+        self._file = os.dup(stream.fileno())
         self._encoding = stream.encoding
         self._echo_logs = echo_logs
         self._width = max(map(len, [*names, SUPERVISOR]))
@@ -78,14 +80,16 @@ class Console:
 
     def _write_all(self) -> None:
         """The thread: write what waits, until closed or until it cannot be written."""
-        while lines := self._take():
-            try:
+        try:
+            while lines := self._take():
                 while lines:
                     lines = lines[os.write(self._file, lines) :]
-            except OSError:
-                with self._changed:
-                    self._ended = True
-                    self._waiting.clear()
+        except OSError:
+            with self._changed:
+                self._ended = True
+                self._waiting.clear()
+        finally:
+            os.close(self._file)
 
     def _take(self) -> bytes:
         """All that waits, once there is something; empty after the end."""

@@ -163,6 +163,22 @@ def test_a_console_that_nobody_reads_holds_up_neither_lines_nor_the_end() -> Non
         os.close(reads)
 
 
+def test_a_console_that_hung_writes_to_no_other_file() -> None:
+    reads, writes = os.pipe()
+    other_reads, other_writes = os.pipe()
+    console = Console(os.fdopen(writes, "w", closefd=False), ["a"])
+    console.log("a", "x" * 100_000)
+    console.close()
+    os.dup2(other_writes, writes)  # the stream was closed, and its number taken by another file
+    os.close(reads)
+    console._writer.join(30.0)
+    assert not console._writer.is_alive()
+    os.close(writes)
+    os.close(other_writes)
+    with os.fdopen(other_reads, "rb") as other:
+        assert other.read() == b""
+
+
 def test_what_the_terminal_cannot_show_is_replaced() -> None:
     reads, writes = os.pipe()
     with os.fdopen(writes, "w", encoding="ascii") as stream, os.fdopen(reads) as reader:
