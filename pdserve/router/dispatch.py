@@ -167,15 +167,17 @@ class Dispatcher:
                     return self._failed(worker, WorkerAnswerError(exchange.status, body))
                 await call.answer_worker_error(exchange.status, body)
             else:
+                known = call.prompt_counted and call.prefilled
+                tokens = {} if known else cached_tokens(exchange.headers)
                 if not call.prompt_counted:
-                    self._count_prompt(call, plan, exchange)
+                    self._count_prompt(call, plan, tokens)
                 turn = self.placer.on_answering(
                     call.facts, plan, worker, call.request_id.decode(), self._loop.time()
                 )
                 self._share(call, turn)
                 if is_event_stream(exchange):
                     if not (call.is_started or call.prefilled):
-                        call.prefilled = _found_header(cached_tokens(exchange.headers))
+                        call.prefilled = _found_header(tokens)
                     trail.begin(any(name == HEADER for name, _ in exchange.headers))
                     call.is_sse = True
                     first = await exchange.read_some(first_s)
@@ -197,9 +199,8 @@ class Dispatcher:
             if exchange is not None:
                 exchange.release()
 
-    def _count_prompt(self, call: Call, plan: Plan, exchange: Exchange) -> None:
+    def _count_prompt(self, call: Call, plan: Plan, tokens: dict[str, int]) -> None:
         """What the worker says of the prompt; of several it may know only the first, when it begins."""
-        tokens = cached_tokens(exchange.headers)
         self._stages.count_prompt(call, plan, tokens)
         if "computed" in tokens and call.meter is not None and not call.facts.has_several_prompts:
             call.meter.prompt_tokens = sum(tokens.values())
