@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from pdserve.bench.driver import GO, MISSED, OPERATIONS, PAGES, REST_S, open_board
+from pdserve.bench.driver import GO, MISSED, OPERATIONS, PAGES, REST_S, open_board, run_when_idle
 from pdserve.errors import PoolUnavailable
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.hosts import host_id
@@ -148,7 +147,7 @@ async def _run(config: AskerConfig) -> None:
 
 def main(config_path: str) -> None:
     config = msgspec.json.decode(Path(config_path).read_bytes(), type=AskerConfig)
-    os.nice(19)
+    run_when_idle()
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
         task = loop.create_task(_run(config))

@@ -52,7 +52,7 @@ class LoadConfig(Protocol):
 class DriverConfig(msgspec.Struct, frozen=True):
     """`keys`: how many pages it works on, `seed`: which. Every operation takes `batch` of them, `put_share`
     of them puts. `operations_s` of each thread; 0: as fast as it goes. `row`: its first on the board.
-    `nice`: as of nice(1); above 0 the process leaves the processor to others, as if it ran elsewhere.
+    `yields`: it runs only where nobody else wants to, as if it ran elsewhere.
     """
 
     name: str
@@ -67,7 +67,12 @@ class DriverConfig(msgspec.Struct, frozen=True):
     batch: int
     put_share: float = 0.0
     operations_s: float = 0.0
-    nice: int = 0
+    yields: bool = False
+
+
+def run_when_idle() -> None:
+    """Let this process, and what it starts, run only where nobody else wants to."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def make_keys(seed: str, count: int) -> list[bytes]:
@@ -166,7 +171,8 @@ def _drive(config: DriverConfig, index: int, client: PoolClient, stop: threading
 
 def main(config_path: str) -> None:
     config = msgspec.json.decode(Path(config_path).read_bytes(), type=DriverConfig)
-    os.nice(config.nice)
+    if config.yields:
+        run_when_idle()
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     client = PoolClient(config.client, config.namespace, config.geometry, name=config.name)

@@ -1,22 +1,30 @@
 """R7: how a quiet namespace fares beside a loud one.
 
-One node. The quiet namespace's client gets one page at a time, at a steady rate; a get takes from the moment
-at which it is due. The loud namespace has a limit in bytes per second. A process asks for ten times that,
-whether it is answered or not (asker.py), for pages that are nowhere: they wait for the rate as others do, and
-a miss then costs nothing of it. So all that the namespace may have goes to clients that read and write over
-the data path, who, as clients do, wait for their answers. All of them have the lowest priority: they would be
-on other machines, and what is measured is what the node does, not how one machine's processors are shared.
-Phases alone and phases beside the neighbour take turns, so whatever else the machine does hits both alike.
-The figure is the median of the phases' p99. It is none where less was asked for than was meant.
+The quiet namespace's client gets one page at a time, at a steady rate; a get takes from the moment at which
+it is due. The loud namespace has a limit in bytes per second. A process asks for ten times that, whether it
+is answered or not (asker.py), for pages that are nowhere: they wait for the rate as others do, and a miss
+then costs nothing of it. So all that the namespace may have goes to clients that read and write over the data
+path, who, as clients do, wait for their answers.
+
+What is measured is what the node does, not how one machine's processors are shared. So the node has one that
+the quiet client leaves alone, as on a machine of its own, and the neighbour's processes run only where nobody
+else wants to (SCHED_IDLE). What that does not keep apart (caches, the kernel's network) is seen by a control:
+the same load on another node, which runs as the neighbours do.
+
+Phases alone, beside the load on the other node, and beside the load on this one take turns, so whatever else
+the machine does hits all alike. The figure is the median of the phases' p99 over that alone. It is none where
+less was asked for than was meant.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -31,6 +39,8 @@ from pdserve.kvpool.cluster_messages import NamespaceSettings, PutNamespace
 from pdserve.kvpool.commands.asking import NodeClient
 from pdserve.kvpool.messages import DataPathChoice, Done
 
+Neighbour: TypeAlias = Literal["none", "elsewhere", "here"]
+
 GOAL: Final = 1.3
 OVERLOAD: Final = 10.0
 ENOUGH: Final = 0.95  # of what the neighbour is to ask for
@@ -42,15 +52,17 @@ LOUD_PAGES: Final = 512
 LOUD_BATCH: Final = 8
 LOUD_PROCESSES: Final = 2
 LOUD_THREADS: Final = 4
-LOUD_NICE: Final = 19
 SETTLE_S: Final = 0.5  # at the start of a phase, not measured
 GEOMETRY: Final = {"quiet": "1"}
+NODE_SETTINGS: Final = {"capacity_bytes": 512 << 20, "slab_bytes": 4 << 20, "keep": False}
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """One stretch of the quiet client's gets, in µs; the neighbour's bytes per second, asked for and had."""
+    """One stretch of the quiet client's gets, in µs; the neighbour's bytes per second, asked for and had.
+    `neighbour`: none, on the other node, or on this one.
+    """
 
-    loud: bool
+    neighbour: Neighbour
     gets: int
     missed: int
     p50_us: float
@@ -60,36 +72,78 @@ class Phase(msgspec.Struct, frozen=True):
 
 
 class Quiet(msgspec.Struct, frozen=True):
-    """What was seen. p99 are medians over phases; `ratio` is beside over alone."""
+    """What was seen. p99 are medians over phases; `ratio` is beside over alone, `control` elsewhere over
+    alone.
+    """
 
     path: str
     limit_bytes_s: float
     alone_p99_us: float
+    elsewhere_p99_us: float
     beside_p99_us: float
     ratio: float
+    control: float
     phases: list[Phase]
 
     @property
     def loud_enough(self) -> bool:
         """Whether the neighbour asked for what it should."""
         enough_bytes_s = ENOUGH * OVERLOAD * self.limit_bytes_s
-        return all(phase.asked_bytes_s >= enough_bytes_s for phase in self.phases if phase.loud)
+        return all(
+            phase.asked_bytes_s >= enough_bytes_s for phase in self.phases if phase.neighbour != "none"
+        )
 
     @property
     def passed(self) -> bool:
         return self.ratio <= GOAL and self.loud_enough and not any(phase.missed for phase in self.phases)
 
 
+class _Place(msgspec.Struct, frozen=True):
+    """A node, and a board that says whether the neighbour works on it."""
+
+    node: NodeProcess
+    board: Board
+
+    def client(self, path: DataPathChoice) -> PoolClientConfig:
+        return _client_of(self.node, path)
+
+
 def quiet(path: DataPathChoice, limit_bytes_s: float, phases: int, phase_s: float, directory: Path) -> Quiet:
     """Run it in `directory`. Raises BenchError."""
-    settings = {"capacity_bytes": 512 << 20, "slab_bytes": 4 << 20, "keep": False}
-    with pool_of(1, directory, settings) as (node,):
-        _limit(node, limit_bytes_s)
-        refs = [PoolNodeRef(node=node.name, address=node.address)]
-        config = PoolClientConfig(nodes=refs, data_path=path, connect_timeout_s=CONNECT_TIMEOUT_S)
-        rows = LOUD_PROCESSES * LOUD_THREADS
-        board = Board(directory / "board", rows + 1)
+    with ExitStack() as stack:
+        here, elsewhere = (
+            stack.enter_context(_place(name, path, limit_bytes_s, directory))
+            for name in ("here", "elsewhere")
+        )
+        for thread in _threads(elsewhere.node.pid):
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+        stack.enter_context(_processors(here.node))
+        client = PoolClient(here.client(path), "quiet", GEOMETRY, name="quiet")
+        stack.enter_context(closing(client))
         keys = make_keys("quiet", QUIET_PAGES)
+        fill(client, keys, QUIET_PAGE_BYTES)
+        kinds: list[tuple[Neighbour, _Place | None]] = [
+            ("none", None),
+            ("elsewhere", elsewhere),
+            ("here", here),
+        ]
+        found = [_phase(client, keys, *kind, phase_s) for _ in range(phases) for kind in kinds]
+    alone, control, beside = (
+        statistics.median(phase.p99_us for phase in found if phase.neighbour == kind) for kind, _ in kinds
+    )
+    ratio, control_ratio = (round(p99 / alone, 3) for p99 in (beside, control))
+    return Quiet(path, limit_bytes_s, alone, control, beside, ratio, control_ratio, found)
+
+
+@contextmanager
+def _place(name: str, path: DataPathChoice, limit_bytes_s: float, directory: Path) -> Iterator[_Place]:
+    """A node of its own, and a neighbour for it, who rests."""
+    within = directory / name
+    within.mkdir()
+    with pool_of(1, within, NODE_SETTINGS) as (node,):
+        _limit(node, limit_bytes_s)
+        rows = LOUD_PROCESSES * LOUD_THREADS
+        board = Board(within / "board", rows + 1)
         operations_s = limit_bytes_s * OVERLOAD / (LOUD_PAGE_BYTES * LOUD_BATCH)
         asker = AskerConfig(
             name="asker",
@@ -106,7 +160,7 @@ def quiet(path: DataPathChoice, limit_bytes_s: float, phases: int, phase_s: floa
         loud = [
             DriverConfig(
                 name=f"loud{index}",
-                client=config,
+                client=_client_of(node, path),
                 namespace="loud",
                 geometry=GEOMETRY,
                 board=board.path,
@@ -117,22 +171,44 @@ def quiet(path: DataPathChoice, limit_bytes_s: float, phases: int, phase_s: floa
                 batch=LOUD_BATCH,
                 put_share=0.3,
                 operations_s=operations_s / rows,
-                nice=LOUD_NICE,
+                yields=True,
             )
             for index in range(LOUD_PROCESSES)
         ]
-        with (
-            closing(PoolClient(config, "quiet", GEOMETRY, name="quiet")) as client,
-            driving(loud, directory),
-            driving([asker], directory, "pdserve.bench.asker"),
-        ):
-            fill(client, keys, QUIET_PAGE_BYTES)
-            found = [_phase(client, keys, board, phase_s, loud=index % 2 == 1) for index in range(2 * phases)]
+        with driving(loud, within), driving([asker], within, "pdserve.bench.asker"):
+            yield _Place(node, board)
             board.go(False)
-    alone, beside = (
-        statistics.median(phase.p99_us for phase in found if phase.loud == loud) for loud in (False, True)
-    )
-    return Quiet(path, limit_bytes_s, alone, beside, round(beside / alone, 3), found)
+
+
+def _client_of(node: NodeProcess, path: DataPathChoice) -> PoolClientConfig:
+    refs = [PoolNodeRef(node=node.name, address=node.address)]
+    return PoolClientConfig(nodes=refs, data_path=path, connect_timeout_s=CONNECT_TIMEOUT_S)
+
+
+@contextmanager
+def _processors(node: NodeProcess) -> Iterator[None]:
+    """One for the node, the others for this process, where there are two and more."""
+    mine = os.sched_getaffinity(0)
+    first, *others = sorted(mine)
+    if not others:
+        yield
+        return
+    _confine(_threads(node.pid), [first])
+    _confine(_threads(os.getpid()), others)
+    try:
+        yield
+    finally:
+        _confine(_threads(os.getpid()), mine)
+
+
+def _confine(threads: Iterable[int], processors: Iterable[int]) -> None:
+    for thread in threads:
+        os.sched_setaffinity(thread, processors)
+
+
+def _threads(pid: int) -> list[int]:
+    """What they start is placed as they are."""
+    return [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
 
 
 def _limit(node: NodeProcess, limit_bytes_s: float) -> None:
@@ -144,10 +220,13 @@ def _limit(node: NodeProcess, limit_bytes_s: float) -> None:
         asked.close()
 
 
-def _phase(client: PoolClient, keys: list[bytes], board: Board, phase_s: float, *, loud: bool) -> Phase:
-    board.go(loud)
+def _phase(
+    client: PoolClient, keys: list[bytes], neighbour: Neighbour, place: _Place | None, phase_s: float
+) -> Phase:
+    if place is not None:
+        place.board.go(True)
     time.sleep(SETTLE_S)
-    before, began = board.totals(), time.monotonic()
+    before, began = _totals(place), time.monotonic()
     page = np.empty(QUIET_PAGE_BYTES, np.uint8)
     times_s: list[float] = []
     missed = turn = 0
@@ -162,10 +241,16 @@ def _phase(client: PoolClient, keys: list[bytes], board: Board, phase_s: float, 
     if not times_s:
         raise BenchError("a phase was too short for one get")
     took_s = time.monotonic() - began
-    after = board.totals()
+    after = _totals(place)
+    if place is not None:
+        place.board.go(False)
     moved, asked = after["pages"] - before["pages"], after["operations"] - before["operations"]
     p50, p99 = (round(float(np.percentile(times_s, share)) * 1e6, 1) for share in (50, 99))
     asked_bytes_s, had_bytes_s = (
         round(count * LOUD_PAGE_BYTES / took_s) for count in (asked * LOUD_BATCH, moved)
     )
-    return Phase(loud, len(times_s), missed, p50, p99, asked_bytes_s, had_bytes_s)
+    return Phase(neighbour, len(times_s), missed, p50, p99, asked_bytes_s, had_bytes_s)
+
+
+def _totals(place: _Place | None) -> dict[str, int]:
+    return {"pages": 0, "operations": 0} if place is None else place.board.totals()

@@ -48,6 +48,7 @@ from pdserve.kvpool.migration import (
 from pdserve.kvpool.namespaces import Namespaces
 from pdserve.kvpool.peer_link import PeerLink
 from pdserve.kvpool.ring import Ring
+from pdserve.kvpool.timers import call_at
 from pdserve.kvpool.transports.base import Bytes1D
 
 logger = logging.getLogger(__name__)
@@ -190,7 +191,7 @@ class Mover:
             self._timer.cancel()
             self._timer = None
         if self._migration.next_deadline_s != float("inf"):
-            self._timer = self._loop.call_at(self._migration.next_deadline_s, self._move, Elapsed())
+            self._timer = call_at(self._loop, self._migration.next_deadline_s, self._move, Elapsed())
 
     async def _carry_out(self, action: Survey | List | Pull) -> None:
         event: MoveEvent

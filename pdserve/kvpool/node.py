@@ -69,6 +69,7 @@ from pdserve.kvpool.registry import Floors
 from pdserve.kvpool.serving import Serving
 from pdserve.kvpool.starting import make_state, take_memory
 from pdserve.kvpool.tiers.shell import NodeTiers
+from pdserve.kvpool.timers import call_at
 from pdserve.kvpool.ucx_path import UcxPath
 from pdserve.kvpool.upgrade import Upgrader
 from pdserve.kvpool.visitors import Visitors
@@ -110,7 +111,7 @@ class PoolNode:
         }
         self.sockets = 0  # all
         self._last_connection = 0
-        self._timer: asyncio.Handle | None = None  # uvloop's has no `when` if it was due already
+        self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = 0.0
         self._stopping = asyncio.Event()
         self._metrics: MetricsServer | None = None
@@ -324,7 +325,7 @@ class PoolNode:
             self._timer = None
         if self.state.next_deadline_s != float("inf"):
             self._timer_at_s = self.state.next_deadline_s
-            self._timer = self._loop.call_at(self._timer_at_s, self._tick)
+            self._timer = call_at(self._loop, self._timer_at_s, self._tick)
 
     def _tick(self) -> None:
         self._timer = None

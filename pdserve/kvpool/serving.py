@@ -33,10 +33,11 @@ from pdserve.kvpool.events import Event, Received
 from pdserve.kvpool.fairness import MAX_QUEUED_S, FairQueue, Queued, cost_of
 from pdserve.kvpool.parts import PART_BYTES, PART_KEYS, Divisible, Gathered, divide, part_keys, size
 from pdserve.kvpool.state import NodeState
+from pdserve.kvpool.timers import call_at
 
 logger = logging.getLogger(__name__)
 
-TURN_KEYS: Final = 128  # about 1 ms of a node's time
+TURN_KEYS: Final = 32  # about 0.1 ms of a node's time
 REQUEST_KEYS: Final = 4  # what a request costs beside its keys, in keys
 WIPED_AS_A_KEY: Final = PART_BYTES // TURN_KEYS
 PEERS: Final = 0  # the flow of the other nodes; namespaces are numbered from 1
@@ -280,7 +281,7 @@ class Serving:
             if self._turn is None:
                 self._turn = self._loop.call_soon(self._next_turn)
         elif self._queue.waiting:
-            self._timer = self._loop.call_at(self._queue.next_time_s(), self._run)
+            self._timer = call_at(self._loop, self._queue.next_time_s(), self._run)
         if self._queue.waiting and self._sweeper is None:
             self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
 

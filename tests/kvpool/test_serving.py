@@ -30,7 +30,7 @@ def test_requests_are_served_at_once_while_nothing_waits() -> None:
     served = Served()
     a, ns = served.client("a")
     for place in range(5):
-        served.ask(a, ns)
+        served.ask(a, ns, KEYS[:1])
         assert len(a.sent) == place + 1
 
 
@@ -271,6 +271,7 @@ def test_over_its_rate_a_namespace_waits_and_its_neighbour_does_not() -> None:
     b, b_ns = served.client("b")
     for _ in range(4):
         served.ask(a, a_ns)
+        served.loop.turn()
     assert len(a.sent) == 2
     served.ask(b, b_ns)
     assert len(b.sent) == 1
@@ -332,9 +333,9 @@ def test_the_client_that_fills_the_queue_is_not_read_from_until_half_is_gone() -
     place = 0
     while not a.paused:
         served.ask(a, ns, KEYS[:1])
+        served.loop.turn()
         place += 1
     assert place == 16 + MAX_QUEUED
-    served.loop.turn()
     assert a.paused
     for _ in range(8):
         served.loop.pass_time(1.0)

@@ -23,7 +23,9 @@ def quiet(
     limit: Annotated[
         str, typer.Option(help="The loud namespace's bytes a second; it asks for 10 times.")
     ] = "50MB",
-    phases: Annotated[int, typer.Option(min=1, help="Phases alone, and as many beside the neighbour.")] = 5,
+    phases: Annotated[
+        int, typer.Option(min=1, help="Phases of each kind: alone, load on another node, on this one.")
+    ] = 5,
     seconds: Annotated[float, typer.Option(min=0.1, help="Length of a phase.")] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="The outcome as one JSON object.")] = False,
 ) -> None:
@@ -45,10 +47,11 @@ def _show(outcome: Quiet) -> None:
     for phase in outcome.phases:
         rates = (f"{rate / 1e6:.0f}" for rate in (phase.asked_bytes_s, phase.loud_bytes_s))
         numbers = (f"{phase.p50_us:.0f}", f"{phase.p99_us:.0f}", *rates)
-        table.add_row("loud" if phase.loud else "none", str(phase.gets), str(phase.missed), *numbers)
+        table.add_row(phase.neighbour, str(phase.gets), str(phase.missed), *numbers)
     Console().print(table)
     verdict = "pass" if outcome.passed else "MISS"
     typer.echo(f"p99 beside over alone: {outcome.ratio:.2f} (goal: at most 1.3, none missed): {verdict}")
+    typer.echo(f"with the same load on another node: {outcome.control:.2f}; that much is this machine's")
     if not outcome.loud_enough:
         typer.echo(
             "the neighbour asked for less than 10 times its limit: this machine is too busy to measure it"
