@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +29,7 @@ from pdserve.kvpool.transports import ucx_client, ucx_server
 from pdserve.kvpool.transports.base import CORRUPT, OK, PageBuffers
 from pdserve.kvpool.transports.ucx import CLOSE_WAIT_S, UcxLibrary, UcxLink, ucx_options
 from pdserve.kvpool.transports.ucx_client import UcxConnection, UcxConnector, gathers
-from pdserve.kvpool.transports.ucx_server import TURN_S, UcxServer
+from pdserve.kvpool.transports.ucx_server import SHARED_WINDOW_BYTES, TURN_S, WINDOW_BYTES, UcxServer
 
 MIB = 1 << 20
 BIG_BYTES = 192 * MIB  # long enough under way to be interrupted
@@ -563,6 +564,57 @@ def test_a_small_read_is_sent_between_the_pages_of_a_big_one(monkeypatch: pytest
             await asyncio.sleep(0)
         assert links[0].sent == list(range(100, 149))
         assert sorted(done) == [*range(100, 150), *range(200, 203)]
+
+    asyncio.run(asyncio.wait_for(read(), 30))
+
+
+class HeldLink(SlowLink):
+    """A link whose sends are completed when told."""
+
+    def __init__(self) -> None:
+        super().__init__([0.0])
+        self.held: list[SimpleNamespace] = []
+
+    def send(self, buffer: np.ndarray, tag: int) -> SimpleNamespace:
+        self.held.append(SimpleNamespace(completed=False, ok=True))
+        return self.held[-1]
+
+    def complete(self) -> None:
+        for operation in self.held:
+            operation.completed = True
+        self.held.clear()
+
+
+def test_a_connection_sends_less_at_a_time_while_others_move_pages() -> None:
+    page_bytes = 256 * 1024
+
+    async def read() -> None:
+        server = UcxServer(np.zeros(page_bytes, np.uint8), lambda event: None, lambda *lost: None)
+        server._loop = asyncio.get_running_loop()
+        links = [HeldLink(), HeldLink()]
+        for number, link in enumerate(links):
+            peer = server._peers[number] = ucx_server._Peer(number, link, 0.0)  # type: ignore[arg-type]
+            peer.greeted = True
+
+        async def at_once(also: bool) -> int:
+            """Pages that UCX has of the first connection, a second later."""
+            if also:
+                server.perform(StartSend(1, next(tags), 0, (page_bytes,)))
+            for link in links:
+                link.complete()
+            server._sweep()
+            assert server._sweeper is not None
+            server._sweeper.cancel()
+            for _ in range(200):
+                await asyncio.sleep(0)
+            return len(links[0].held)
+
+        tags = count(1000)
+        for tag in range(200):
+            server.perform(StartSend(0, tag, 0, (page_bytes,)))
+        alone, shared = WINDOW_BYTES // page_bytes, SHARED_WINDOW_BYTES // page_bytes
+        seen = [await at_once(also) for also in (False, True, True, False, False)]
+        assert seen == [alone, shared, shared, alone, alone]
 
     asyncio.run(asyncio.wait_for(read(), 30))
 
