@@ -70,9 +70,9 @@ class DriverConfig(msgspec.Struct, frozen=True):
     yields: bool = False
 
 
-def run_when_idle() -> None:
-    """Let this process, and what it starts, run only where nobody else wants to."""
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+def run_when_idle(thread: int = 0) -> None:
+    """Let a thread (0: this one) and what it starts run only where nobody else wants to. Raises OSError."""
+    os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
 
 
 def make_keys(seed: str, count: int) -> list[bytes]:

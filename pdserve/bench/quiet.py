@@ -21,8 +21,9 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
@@ -31,7 +32,15 @@ import numpy as np
 
 from pdserve.bench.asker import AskerConfig
 from pdserve.bench.cluster import NodeProcess, pool_of
-from pdserve.bench.driver import CONNECT_TIMEOUT_S, Board, DriverConfig, driving, fill, make_keys
+from pdserve.bench.driver import (
+    CONNECT_TIMEOUT_S,
+    Board,
+    DriverConfig,
+    driving,
+    fill,
+    make_keys,
+    run_when_idle,
+)
 from pdserve.bench.stores import BenchError
 from pdserve.kvpool.client import PoolClient
 from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
@@ -53,6 +62,7 @@ LOUD_BATCH: Final = 8
 LOUD_PROCESSES: Final = 2
 LOUD_THREADS: Final = 4
 SETTLE_S: Final = 0.5  # at the start of a phase, not measured
+REST_TIMEOUT_S: Final = 30.0
 GEOMETRY: Final = {"quiet": "1"}
 NODE_SETTINGS: Final = {"capacity_bytes": 512 << 20, "slab_bytes": 4 << 20, "keep": False}
 
@@ -115,8 +125,7 @@ def quiet(path: DataPathChoice, limit_bytes_s: float, phases: int, phase_s: floa
             stack.enter_context(_place(name, path, limit_bytes_s, directory))
             for name in ("here", "elsewhere")
         )
-        for thread in _threads(elsewhere.node.pid):
-            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+        _each_thread(elsewhere.node.pid, run_when_idle)
         stack.enter_context(_processors(here.node))
         client = PoolClient(here.client(path), "quiet", GEOMETRY, name="quiet")
         stack.enter_context(closing(client))
@@ -127,7 +136,8 @@ def quiet(path: DataPathChoice, limit_bytes_s: float, phases: int, phase_s: floa
             ("elsewhere", elsewhere),
             ("here", here),
         ]
-        found = [_phase(client, keys, *kind, phase_s) for _ in range(phases) for kind in kinds]
+        boards = [here.board, elsewhere.board]
+        found = [_phase(client, keys, *kind, boards, phase_s) for _ in range(phases) for kind in kinds]
     alone, control, beside = (
         statistics.median(phase.p99_us for phase in found if phase.neighbour == kind) for kind, _ in kinds
     )
@@ -193,22 +203,26 @@ def _processors(node: NodeProcess) -> Iterator[None]:
     if not others:
         yield
         return
-    _confine(_threads(node.pid), [first])
-    _confine(_threads(os.getpid()), others)
     try:
+        _confine(node.pid, {first})
+        _confine(os.getpid(), set(others))
         yield
     finally:
-        _confine(_threads(os.getpid()), mine)
+        _confine(os.getpid(), mine)
 
 
-def _confine(threads: Iterable[int], processors: Iterable[int]) -> None:
-    for thread in threads:
-        os.sched_setaffinity(thread, processors)
+def _confine(pid: int, processors: set[int]) -> None:
+    _each_thread(pid, lambda thread: os.sched_setaffinity(thread, processors))
 
 
-def _threads(pid: int) -> list[int]:
-    """What they start is placed as they are."""
-    return [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
+def _each_thread(pid: int, place: Callable[[int], None]) -> None:
+    """What they start is placed as they are. Raises BenchError."""
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(ProcessLookupError):  # it ended meanwhile
+                place(int(task.name))
+    except OSError as error:
+        raise BenchError(f"process {pid} cannot be kept apart from the others: {error}") from error
 
 
 def _limit(node: NodeProcess, limit_bytes_s: float) -> None:
@@ -221,12 +235,17 @@ def _limit(node: NodeProcess, limit_bytes_s: float) -> None:
 
 
 def _phase(
-    client: PoolClient, keys: list[bytes], neighbour: Neighbour, place: _Place | None, phase_s: float
+    client: PoolClient,
+    keys: list[bytes],
+    neighbour: Neighbour,
+    place: _Place | None,
+    boards: Sequence[Board],
+    phase_s: float,
 ) -> Phase:
     if place is not None:
         place.board.go(True)
     time.sleep(SETTLE_S)
-    before, began = _totals(place), time.monotonic()
+    before, began = _totals(boards), time.monotonic()
     page = np.empty(QUIET_PAGE_BYTES, np.uint8)
     times_s: list[float] = []
     missed = turn = 0
@@ -241,9 +260,10 @@ def _phase(
     if not times_s:
         raise BenchError("a phase was too short for one get")
     took_s = time.monotonic() - began
-    after = _totals(place)
+    after = _totals(boards)
     if place is not None:
         place.board.go(False)
+        _await_rest(boards)
     moved, asked = after["pages"] - before["pages"], after["operations"] - before["operations"]
     p50, p99 = (round(float(np.percentile(times_s, share)) * 1e6, 1) for share in (50, 99))
     asked_bytes_s, had_bytes_s = (
@@ -252,5 +272,16 @@ def _phase(
     return Phase(neighbour, len(times_s), missed, p50, p99, asked_bytes_s, had_bytes_s)
 
 
-def _totals(place: _Place | None) -> dict[str, int]:
-    return {"pages": 0, "operations": 0} if place is None else place.board.totals()
+def _await_rest(boards: Sequence[Board]) -> None:
+    """Until the neighbours have had what they still waited for. Raises BenchError."""
+    deadline_s = time.monotonic() + REST_TIMEOUT_S
+    seen, before = _totals(boards), None
+    while seen != before:
+        if time.monotonic() > deadline_s:
+            raise BenchError(f"the neighbour did not come to rest within {REST_TIMEOUT_S:.0f} s")
+        time.sleep(SETTLE_S)
+        seen, before = _totals(boards), seen
+
+
+def _totals(boards: Sequence[Board]) -> Counter[str]:
+    return sum((Counter(board.totals()) for board in boards), Counter())

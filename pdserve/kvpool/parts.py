@@ -1,4 +1,5 @@
-"""Large requests are served in parts of PART_KEYS, so that others have their turn between. Pure.
+"""Large requests are served in parts of PART_KEYS (Commits in smaller ones, see serving.py), so that others
+have their turn between. Pure.
 
 Where slots may have to be wiped (remains.py), for a Reserve and for a Get that brings pages up from a tier,
 a part is for no more than PART_BYTES, or one page.

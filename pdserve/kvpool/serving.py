@@ -31,15 +31,15 @@ from typing import Final, Protocol, TypeAlias, cast
 from pdserve.kvpool import messages as m
 from pdserve.kvpool.events import Event, Received
 from pdserve.kvpool.fairness import MAX_QUEUED_S, FairQueue, Queued, cost_of
-from pdserve.kvpool.parts import PART_BYTES, PART_KEYS, Divisible, Gathered, divide, part_keys, size
+from pdserve.kvpool.parts import Divisible, Gathered, divide, part_keys, size
 from pdserve.kvpool.state import NodeState
 from pdserve.kvpool.timers import call_at
 
 logger = logging.getLogger(__name__)
 
-TURN_KEYS: Final = 32  # about 0.1 ms of a node's time
+TURN_KEYS: Final = 32  # about 0.1 ms of a node's time; one part (parts.py) may be more, and is a turn then
 REQUEST_KEYS: Final = 4  # what a request costs beside its keys, in keys
-WIPED_AS_A_KEY: Final = PART_BYTES // TURN_KEYS
+WIPED_AS_A_KEY: Final = 256 * 1024  # bytes
 PEERS: Final = 0  # the flow of the other nodes; namespaces are numbered from 1
 SWEEP_S: Final = 1.0  # how often requests are looked for that have waited too long
 
@@ -204,7 +204,10 @@ class Serving:
 
     def _divide(self, connection: int, request: Divisible, page_bytes: int = 0) -> list[Divisible]:
         """The parts of a request, whose answers are gathered from now on; the request where it is small."""
-        keys = part_keys(request, page_bytes, wipes=type(request) in self._wiping)
+        if isinstance(request, m.Commit):
+            keys = TURN_KEYS  # each turn serves one part beside as much of the queue
+        else:
+            keys = part_keys(request, page_bytes, wipes=type(request) in self._wiping)
         if size(request) <= keys:
             return [request]
         parts = divide(request, keys, self._next_part)
@@ -218,7 +221,7 @@ class Serving:
         return self._last_part
 
     def _commit(self, client: Client, commit: m.Commit) -> None:
-        if len(commit.slots) <= PART_KEYS or client.number not in self._state.sessions:
+        if len(commit.slots) <= TURN_KEYS or client.number not in self._state.sessions:
             self._serve_commit(client.number, commit)
             return
         parts = cast(list[m.Commit], self._divide(client.number, commit))
@@ -331,7 +334,7 @@ class Serving:
             self._queue.charge(flow, len(commit.slots))
 
     def _keys_of(self, message: Queueable) -> int:
-        """What serving it costs, in keys: as much as looking so many up."""
+        """What serving it costs, in keys: looking them up, and wiping, at most as much as that is charged."""
         keys = len(message.keys)
         if type(message) in self._wiping:
             keys += self._size_bytes(message) // WIPED_AS_A_KEY

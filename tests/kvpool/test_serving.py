@@ -19,6 +19,7 @@ from pdserve.kvpool.fairness import MAX_QUEUED, MAX_QUEUED_S
 from pdserve.kvpool.parts import MAX_PARTS, PART_BYTES, PART_KEYS, Gathered, divide, part_keys, size
 from pdserve.kvpool.serving import TURN_KEYS
 from pdserve.kvpool.tiering import TierSpec
+from pdserve.kvpool.timers import CLOCK_STEP_S
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 
 from ..contracts.pools import ProcessPool, arena_dir, remove_arena
@@ -244,7 +245,20 @@ def test_clients_that_commit_much_take_turns() -> None:
     for client in (a, b):
         served.serving.received(client, m.Commit(1, nothing, nothing, nothing))
     served.loop.turns()
-    assert served.order == [a.number, b.number] * 5
+    assert served.order == [a.number, b.number] * -(-MANY // TURN_KEYS)
+
+
+def test_a_large_commit_leaves_others_half_of_a_node() -> None:
+    served = Served(MANY_SLABS)
+    a, _ = served.client("a")
+    b, ns = served.client("b")
+    nothing = [0] * MANY
+    served.serving.received(a, m.Commit(1, nothing, nothing, nothing))
+    for _ in range(100):
+        served.ask(b, ns)
+    while not a.sent:
+        served.loop.turn()
+    assert len(b.sent) * len(KEYS) >= MANY
 
 
 def test_a_client_that_goes_between_the_parts_of_its_request_leaves_nothing() -> None:
@@ -262,7 +276,7 @@ def test_a_client_that_goes_between_the_parts_of_its_request_leaves_nothing() ->
     served.loop.turns()
     assert len(served.order) == before
     status = served.node.status()
-    assert (status.pins, status.reserved_bytes, status.pages) == (0, 0, PART_KEYS)
+    assert (status.pins, status.reserved_bytes, status.pages) == (0, 0, TURN_KEYS)
 
 
 def test_over_its_rate_a_namespace_waits_and_its_neighbour_does_not() -> None:
@@ -283,6 +297,17 @@ def test_over_its_rate_a_namespace_waits_and_its_neighbour_does_not() -> None:
     served.loop.pass_time(0.5)
     assert len(a.sent) == 4
     assert served.serving.counters()["requests_waiting"] == 0
+
+
+def test_what_waits_for_its_rate_is_not_looked_at_before_the_loops_clock_has_moved() -> None:
+    served = Served(a=NamespaceSettings(operations_s=16_000.0))
+    a, ns = served.client("a")
+    served.get(a, ns, [key(n) for n in range(16_001)])  # it leaves a debt of a key, some 60 us
+    served.loop.turns()
+    served.ask(a, ns, KEYS[:1])
+    served.loop.turns()
+    assert served.serving.counters()["requests_waiting"] == 1
+    assert min(when_s for when_s, _ in served.loop._later) >= served.loop.now_s + CLOCK_STEP_S
 
 
 def test_misses_take_no_bytes() -> None:

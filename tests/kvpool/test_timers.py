@@ -8,6 +8,8 @@ import uvloop
 
 from pdserve.kvpool.timers import call_at
 
+LATE_S = 1.0  # a busy machine's
+
 
 async def looks_until_due(within_s: float) -> int:
     """How often a callback runs that is set again until it is due."""
@@ -18,6 +20,7 @@ async def looks_until_due(within_s: float) -> int:
         nonlocal looks
         looks += 1
         if loop.time() >= at_s:
+            assert loop.time() < at_s + LATE_S
             done.set()
         else:
             call_at(loop, at_s, look)
@@ -33,4 +36,4 @@ def test_what_is_due_within_a_step_of_the_clock_is_not_looked_at_without_end() -
 
 
 def test_what_is_due_later_is_called_when_it_is_due() -> None:
-    assert uvloop.run(looks_until_due(0.05)) <= 2
+    assert uvloop.run(looks_until_due(0.0504)) <= 2

@@ -11,8 +11,8 @@ that wait, and then either arms the worker and returns to sleep, or asks for ano
 round of the event loop, and all of UCX together has `TURN_S` in it, by turns of its connections: handing a
 page to the kernel copies it, and a client that reads many MiB at once would hold everybody else for as long.
 At most `WINDOW_BYTES` of a connection's sends are UCX's at a time, as one step of its may send them all;
-where others move pages, too, `SHARED_WINDOW_BYTES` (one connection reads pages of 1 MiB 15 % slower by it, a
-quiet neighbour's p99 falls by a quarter).
+where others moved pages within the last second, too, `SHARED_WINDOW_BYTES` (over loopback one connection
+reads pages of 1 MiB 15 % slower by it, a quiet neighbour's p99 falls by a quarter).
 
 What takes long and has no connection yet, loading UCX (0.6 s) and
 making a worker (a few ms), is done in a thread; afterwards only the loop's thread uses it.
@@ -350,7 +350,7 @@ class UcxServer:
         assert self._loop is not None
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
         now_s = time.monotonic()
-        active = [peer for peer in self._peers.values() if peer.active]
+        active = [peer for peer in self._peers.values() if peer.active or peer.running]
         self._window_bytes = WINDOW_BYTES if len(active) <= 1 else SHARED_WINDOW_BYTES
         for peer in active:
             peer.active = False
