@@ -39,7 +39,7 @@ class Remains:
             return
         start = slab * self._slots.slots_per_slab
         mine = np.frombuffer(self._of, np.uint32)[start : start + self._slots.slots_per_slab]
-        owners = {*np.unique(mine).tolist(), self._around[slab]} - {NOBODY}
+        owners = {*mine.tolist(), self._around[slab]} - {NOBODY}  # np.unique loads 1.4 MB first, for 8 ms
         mine[:] = self._around[slab] = NOBODY if not owners else owners.pop() if len(owners) == 1 else UNKNOWN
         self._class[slab] = slot_bytes
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -143,3 +145,16 @@ def test_what_lies_in_a_slabs_tail_is_remembered_until_another_class_has_it_in_a
     assert wiped_for(2, 8 * KIB) == 64 * KIB
     assert wiped_for(2, 8 * KIB) == 0
     assert wiped_for(2, SLAB_BYTES) == SLAB_BYTES, "4 KiB of it are the first one's still"
+
+
+def test_the_first_pages_of_a_node_load_no_further_module() -> None:
+    script = (
+        "import sys; from pdserve.bench import index; index.np.random.default_rng()\n"
+        "store = index.PageStore(index.SlotAllocator(4 << 20, 4 << 20, 4096), 1)\n"
+        "before = set(sys.modules); index._write(store, [bytes(32)])\n"
+        "print(sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"
