@@ -114,9 +114,6 @@ class _Place(msgspec.Struct, frozen=True):
     node: NodeProcess
     board: Board
 
-    def client(self, path: DataPathChoice) -> PoolClientConfig:
-        return _client_of(self.node, path)
-
 
 def quiet(path: DataPathChoice, limit_bytes_s: float, phases: int, phase_s: float, directory: Path) -> Quiet:
     """Run it in `directory`. Raises BenchError."""
@@ -127,7 +124,7 @@ def quiet(path: DataPathChoice, limit_bytes_s: float, phases: int, phase_s: floa
         )
         _each_thread(elsewhere.node.pid, run_when_idle)
         stack.enter_context(_processors(here.node))
-        client = PoolClient(here.client(path), "quiet", GEOMETRY, name="quiet")
+        client = PoolClient(_client_of(here.node, path), "quiet", GEOMETRY, name="quiet")
         stack.enter_context(closing(client))
         keys = make_keys("quiet", QUIET_PAGES)
         fill(client, keys, QUIET_PAGE_BYTES)

@@ -186,7 +186,8 @@ class Serving:
         now_s, keys, size_bytes = self._loop.time(), len(message.keys), self._size_bytes(message)
         parts = [message]
         if isinstance(message, m.Get | m.Reserve):
-            parts = cast(list[Queueable], self._divide(client.number, message, self._page_bytes(message)))
+            keys_a_part = part_keys(message, self._page_bytes(message), wipes=type(message) in self._wiping)
+            parts = cast(list[Queueable], self._divide(client.number, message, keys_a_part))
         fits = self._turn_keys + self._keys_of(parts[0]) <= TURN_KEYS or not self._turn_keys
         if fits and self._queue.admit(flow, keys, size_bytes, now_s):
             self._serve(flow, client.number, parts.pop(0))
@@ -202,12 +203,10 @@ class Serving:
         if parts:
             self._arm()
 
-    def _divide(self, connection: int, request: Divisible, page_bytes: int = 0) -> list[Divisible]:
-        """The parts of a request, whose answers are gathered from now on; the request where it is small."""
-        if isinstance(request, m.Commit):
-            keys = TURN_KEYS  # each turn serves one part beside as much of the queue
-        else:
-            keys = part_keys(request, page_bytes, wipes=type(request) in self._wiping)
+    def _divide(self, connection: int, request: Divisible, keys: int) -> list[Divisible]:
+        """The parts of a request, of so many keys, whose answers are gathered from now on; the request where
+        it is small.
+        """
         if size(request) <= keys:
             return [request]
         parts = divide(request, keys, self._next_part)
@@ -224,7 +223,8 @@ class Serving:
         if len(commit.slots) <= TURN_KEYS or client.number not in self._state.sessions:
             self._serve_commit(client.number, commit)
             return
-        parts = cast(list[m.Commit], self._divide(client.number, commit))
+        # each turn serves one part beside as much of the queue
+        parts = cast(list[m.Commit], self._divide(client.number, commit, TURN_KEYS))
         self._commits.setdefault(client.number, deque()).extend(parts)
         client.pause()
         self._arm()
@@ -334,7 +334,7 @@ class Serving:
             self._queue.charge(flow, len(commit.slots))
 
     def _keys_of(self, message: Queueable) -> int:
-        """What serving it costs, in keys: looking them up, and wiping, at most as much as that is charged."""
+        """What serving it costs, in keys: those it has, and more for slots that may have to be wiped."""
         keys = len(message.keys)
         if type(message) in self._wiping:
             keys += self._size_bytes(message) // WIPED_AS_A_KEY

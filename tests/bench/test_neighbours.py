@@ -32,7 +32,7 @@ def test_a_quiet_namespace_is_measured_alone_and_beside_a_loud_one() -> None:
         assert loud["missed"] == 0
         assert outcome[ratio] == pytest.approx(loud["p99_us"] / alone["p99_us"], rel=0.01)
     assert beside["loud_bytes_s"] > 0
-    assert beside["asked_bytes_s"] > beside["loud_bytes_s"]
+    assert beside["asked_bytes_s"] > 5 * beside["loud_bytes_s"]
 
 
 def test_without_replicas_one_node_serves_a_hot_prefix_and_with_them_others_do_too() -> None:
