@@ -29,18 +29,18 @@ class SubCommand(NamedTuple):
 SUB_COMMANDS: Mapping[str, SubCommand] = {
     "up": SubCommand("pdserve.up.cli:app", "Start and supervise a whole cluster from one TOML file."),
     "router": SubCommand("pdserve.router.cli:command", "Run the router: OpenAI's API before the workers."),
-    "key": SubCommand("pdserve.router.key_cli:app", "Make an API key of a tenant."),
+    "key": SubCommand("pdserve.router.tenants.key_cli:app", "Make an API key of a tenant."),
     "prefill": SubCommand("pdserve.prefill.cli:command", "Run a prefill worker."),
     "decode": SubCommand("pdserve.decode.cli:command", "Run a decode worker."),
     "agg": SubCommand("pdserve.decode.cli:agg_command", "Run an aggregated worker: both roles in one."),
-    "pool": SubCommand("pdserve.kvpool.cli:app", "Run a pool node, or ask one how it is."),
-    "top": SubCommand("pdserve.router.top_cli:app", "Show what a cluster does, in the terminal."),
+    "pool": SubCommand("pdserve.kvpool.admin.cli:app", "Run a pool node, or ask one how it is."),
+    "top": SubCommand("pdserve.router.admin.top_cli:app", "Show what a cluster does, in the terminal."),
     "doctor": SubCommand("pdserve.doctor.cli:app", "Check this machine or a cluster; say what to change."),
-    "model": SubCommand("pdserve.engine.model_cli:app", "Make the demo model."),
+    "model": SubCommand("pdserve.engine.demo.cli:app", "Make the demo model."),
     "bench": SubCommand("pdserve.bench.cli:app", "Measure serving and the pool."),
 }
 
-IN_A_HURRY: Final[Mapping[tuple[str, ...], str]] = {("pool", "serve"): "pdserve.kvpool.serve_cli:command"}
+IN_A_HURRY: Final[Mapping[tuple[str, ...], str]] = {("pool", "serve"): "pdserve.kvpool.node.cli:command"}
 """Words of a sub-command that are loaded without the rest of it."""
 
 

@@ -11,9 +11,9 @@ import typer
 from msgspec import Meta
 from typer.testing import CliRunner
 
-from pdserve.command import config_command
-from pdserve.config import load_config, option_table
 from pdserve.errors import ConfigError
+from pdserve.settings.command_line import config_command
+from pdserve.settings.config_file import load_config, option_table
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -22,9 +22,11 @@ import msgspec
 
 from pdserve.bench.driver import GO, MISSED, OPERATIONS, PAGES, REST_S, open_board, run_when_idle
 from pdserve.errors import PoolUnavailable
-from pdserve.kvpool import messages as m
-from pdserve.kvpool.hosts import host_id
-from pdserve.kvpool.transports.control import UnixAddress, make_hello, parse_address
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.address import UnixAddress, parse_address
+from pdserve.kvpool.protocol.frames import FrameBuffer, decode_reply, encode_frame, expected
+from pdserve.kvpool.transports.control import make_hello
+from pdserve.kvpool.transports.shm import host_id
 
 CONNECTIONS: Final = 4
 TICK_S: Final = 0.005
@@ -56,7 +58,7 @@ class Asking:
         self._config = config
         self._reader = reader
         self._writer = writer
-        self._frames = m.FrameBuffer()
+        self._frames = FrameBuffer()
         self._mine = open_board(config.board)[config.row]
         self._namespace = 0
         self._next = 0
@@ -70,14 +72,14 @@ class Asking:
             raise PoolUnavailable(f"{config.address}: an asker maps no other host's memory")
         asking = cls(config, *await asyncio.open_unix_connection(address.path))
         asking.send(make_hello("asker", host_id(), "shm"))
-        m.expected(await asking._reply(), m.Welcome, config.address)
+        expected(await asking._reply(), m.Welcome, config.address)
         asking.send(m.OpenNamespace(1, config.namespace, config.geometry))
-        asking._namespace = m.expected(await asking._reply(), m.Opened, config.address).namespace
+        asking._namespace = expected(await asking._reply(), m.Opened, config.address).namespace
         asking._reading = asyncio.create_task(asking._read())
         return asking
 
     def send(self, request: m.Request) -> None:
-        self._writer.write(m.encode_frame(request))
+        self._writer.write(encode_frame(request))
 
     def ask(self) -> None:
         """One more Get, where the node still reads. Raises PoolUnavailable when it has hung up."""
@@ -115,7 +117,7 @@ class Asking:
     async def _replies(self) -> AsyncIterator[m.Reply]:
         while data := await self._reader.read(READ_BYTES):
             for body in self._frames.feed(data):
-                yield m.decode_reply(body)
+                yield decode_reply(body)
 
 
 async def _ask(config: AskerConfig) -> None:

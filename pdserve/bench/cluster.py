@@ -18,9 +18,9 @@ from typing import Any, Final
 from pdserve.bench.peers.process import free_ports
 from pdserve.bench.stores import BenchError
 from pdserve.errors import PoolError
-from pdserve.kvpool.cluster_messages import ACTIVE
-from pdserve.kvpool.commands.asking import NodeClient
-from pdserve.kvpool.messages import StatusReport
+from pdserve.kvpool.admin.node_client import NodeClient
+from pdserve.kvpool.protocol.cluster_messages import ACTIVE
+from pdserve.kvpool.protocol.messages import StatusReport
 from pdserve.up.toml import to_toml
 
 START_TIMEOUT_S: Final = 60.0  # allocating many GiB takes a while

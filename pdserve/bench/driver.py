@@ -24,9 +24,9 @@ import numpy.typing as npt
 
 from pdserve.bench.chaos.dice import Dice
 from pdserve.bench.stores import BenchError
-from pdserve.kvpool.client import PoolClient
-from pdserve.kvpool.client_config import PoolClientConfig
-from pdserve.kvpool.wire import KEY_BYTES
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.config import PoolClientConfig
+from pdserve.kvpool.protocol.base import KEY_BYTES
 
 STOP_TIMEOUT_S: Final = 15.0
 REST_S: Final = 0.01

@@ -16,11 +16,11 @@ import msgspec
 from pdserve.bench.cluster import NodeProcess, pool_of
 from pdserve.bench.driver import CONNECT_TIMEOUT_S, Board, DriverConfig, driving, fill, make_keys
 from pdserve.bench.stores import BenchError
-from pdserve.kvpool.client import PoolClient
-from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
-from pdserve.kvpool.messages import DataPathChoice
-from pdserve.kvpool.ring import Ring
-from pdserve.kvpool.wire import NodeAddress
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
+from pdserve.kvpool.cluster.ring import Ring
+from pdserve.kvpool.protocol.base import NodeAddress
+from pdserve.kvpool.protocol.messages import DataPathChoice
 
 NAMESPACE: Final = "hot"
 GEOMETRY: Final = {"hot": "1"}

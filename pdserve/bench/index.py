@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 
 from pdserve.bench.stores import BenchError
-from pdserve.kvpool.events import Action
-from pdserve.kvpool.slots import SlotAllocator
-from pdserve.kvpool.store import PageStore
+from pdserve.kvpool.core.events import Action
+from pdserve.kvpool.core.store.page_store import PageStore
+from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 
 SIZES: Final = (10_000, 100_000, 1_000_000, 10_000_000)
 PAGE_BYTES: Final = 4096

@@ -10,9 +10,9 @@ from typing import Final, cast
 
 from pdserve.bench.cluster import NodeProcess
 from pdserve.bench.stores import BenchError
-from pdserve.kvpool.client import PoolClient
-from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
-from pdserve.kvpool.messages import DataPathChoice
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
+from pdserve.kvpool.protocol.messages import DataPathChoice
 
 CONNECT_TIMEOUT_S: Final = 10.0
 NODE_NAME: Final = "bench"

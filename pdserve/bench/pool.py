@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 
 from pdserve.bench.stores import BenchError, PageStore
-from pdserve.kvpool.transports.base import Bytes1D, PageBuffers
-from pdserve.kvpool.wire import KEY_BYTES
+from pdserve.kvpool.protocol.base import KEY_BYTES
+from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 
 ROTATE_BYTES: Final = 256 * 1024 * 1024  # touched before one is touched again
 MAX_SETS: Final = 128

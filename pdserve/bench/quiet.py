@@ -42,11 +42,11 @@ from pdserve.bench.driver import (
     run_when_idle,
 )
 from pdserve.bench.stores import BenchError
-from pdserve.kvpool.client import PoolClient
-from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
-from pdserve.kvpool.cluster_messages import NamespaceSettings, PutNamespace
-from pdserve.kvpool.commands.asking import NodeClient
-from pdserve.kvpool.messages import DataPathChoice, Done
+from pdserve.kvpool.admin.node_client import NodeClient
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
+from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings, PutNamespace
+from pdserve.kvpool.protocol.messages import DataPathChoice, Done
 
 Neighbour: TypeAlias = Literal["none", "elsewhere", "here"]
 

@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from pdserve.bench.cluster import NodeProcess, pool_of
 from pdserve.bench.stores import BenchError
-from pdserve.kvpool.client import PoolClient
-from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
-from pdserve.kvpool.wire import KEY_BYTES
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
+from pdserve.kvpool.protocol.base import KEY_BYTES
 
 GOAL_S: Final = 1.0
 GOAL_KEPT: Final = 0.999

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from pdserve.errors import PdserveError
-from pdserve.kvpool.client import PoolClient
-from pdserve.kvpool.transports.base import Bytes1D, PageBuffers
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 
 
 class BenchError(PdserveError):

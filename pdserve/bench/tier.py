@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from pdserve.bench.stores import BenchError
-from pdserve.kvpool.checksum import checksum_page
+from pdserve.kvpool.protocol.page_bytes import checksum_page
 from pdserve.kvpool.tiers.base import (
     LOADED,
     STORED,

@@ -22,12 +22,12 @@ from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from pdserve.engine.endpoints import CHAT
-from pdserve.engine.prompt import prefill_request
-from pdserve.engine.pulls import PULL_ID
-from pdserve.engine.requests import PageNames
+from pdserve.engine.http.endpoints import CHAT
+from pdserve.engine.sglang.prompt import prefill_request
+from pdserve.engine.sglang.pulls import PULL_ID
+from pdserve.engine.sglang.request_tracking import PageNames
 from pdserve.errors import RequestError
-from pdserve.kvpool.aclient import AsyncPoolClient
+from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.pages import namespace_seed, page_hashes, pool_key
 
 LIMIT_S: Final = 600.0

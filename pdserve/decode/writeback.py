@@ -21,8 +21,8 @@ from typing import Final
 
 import msgspec
 
-from pdserve.engine.requests import HttpRequest, PageNames
-from pdserve.kvpool.aclient import AsyncPoolClient
+from pdserve.engine.sglang.request_tracking import HttpRequest, PageNames
+from pdserve.kvpool.client.async_client import AsyncPoolClient
 
 MOMENT_S: Final = 0.5
 """Pages that come at all are usually there within 0.1 s."""

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from pdserve.doctor.facts import ArenaRoom
 from pdserve.errors import StartupError
-from pdserve.kvpool.config import PoolNodeConfig
-from pdserve.kvpool.memory import mount_of
-from pdserve.kvpool.placement import free_huge_pages
+from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.memory.available import mount_of
+from pdserve.kvpool.node.memory.placement import free_huge_pages
 
 
 def gather(pools: Iterable[PoolNodeConfig]) -> list[ArenaRoom]:

@@ -14,12 +14,12 @@ import msgspec
 import typer
 from rich.console import Console
 
-from pdserve.config import build_config, read_toml
 from pdserve.doctor import arenas, cluster, judge, machine
 from pdserve.doctor.facts import Finding
-from pdserve.engine.selfcheck import TESTED_SGLANG
+from pdserve.engine.sglang.selfcheck import TESTED_SGLANG
 from pdserve.errors import ConfigError
-from pdserve.kvpool.config import PoolNodeConfig
+from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.settings.config_file import build_config, read_toml
 from pdserve.up.config import read_cluster_file
 from pdserve.up.plan import Plan, make_plan
 

@@ -15,10 +15,10 @@ import msgspec
 
 from pdserve.doctor.facts import PoolNode, Probe, Turn, Worker
 from pdserve.errors import PdserveError, PoolError
-from pdserve.kvpool.cluster_messages import DEAD
-from pdserve.kvpool.commands.asking import TIMEOUT_S, NodeClient, all_nodes, in_parallel
-from pdserve.kvpool.messages import NodeAddress, StatusReport
-from pdserve.router.first_token import CACHED_HEADER, PREFILL_CACHED_HEADER, parse_cached
+from pdserve.kvpool.admin.node_client import TIMEOUT_S, NodeClient, all_nodes, in_parallel
+from pdserve.kvpool.protocol.cluster_messages import DEAD
+from pdserve.kvpool.protocol.messages import NodeAddress, StatusReport
+from pdserve.router.request.timing import CACHED_HEADER, PREFILL_CACHED_HEADER, parse_cached
 
 FULL: Final = 0.95  # of a quota
 ARGUMENTS_S: Final = 30.0  # for a step of SGLang's to end, a long prefill on a processor

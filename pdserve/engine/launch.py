@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from pdserve.discovery.workers import Registration
 from pdserve.engine.args import Storage, served_model_name, server_argv
 from pdserve.engine.drain import Drain
-from pdserve.engine.first_token import WorkerMetrics
-from pdserve.engine.guard import Starting
-from pdserve.engine.server import clients, parse_args, prepare_engine, serve, until_stopped
+from pdserve.engine.http.guard import Starting
+from pdserve.engine.http.timing import WorkerMetrics
+from pdserve.engine.sglang.server import clients, parse_args, prepare_engine, serve, until_stopped
 from pdserve.engine.worker import (
     Engine,
     Role,
@@ -26,10 +27,9 @@ from pdserve.engine.worker import (
     install,
 )
 from pdserve.errors import ConfigError
-from pdserve.kvpool.aclient import AsyncPoolClient
-from pdserve.kvpool.client_config import POOL_TOKEN_VARIABLE, PoolClientConfig
-from pdserve.kvpool.discovery import locate_pool
-from pdserve.kvpool.worker_etcd import Registration
+from pdserve.kvpool.client.async_client import AsyncPoolClient
+from pdserve.kvpool.client.config import POOL_TOKEN_VARIABLE, PoolClientConfig
+from pdserve.kvpool.client.locate import locate_pool
 from pdserve.tokens import secret_of
 from pdserve.tracing import Tracer, open_tracer
 
@@ -54,7 +54,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
             config = replace(config, pool=locate_pool(config.pool))
         device = prepare_engine(config.engine)
         # SGLang may be imported from here on
-        from pdserve.engine.geometry import kv_identity
+        from pdserve.engine.sglang.geometry import kv_identity
 
         plain = server_argv(config.engine, role, device, {} if config.storage == "pool" else None)
         identity = kv_identity(parse_args(plain))

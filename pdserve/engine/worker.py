@@ -21,24 +21,26 @@ from fastapi.responses import JSONResponse, Response
 from msgspec import Meta
 
 from pdserve import __version__
+from pdserve.discovery.workers import WorkerEtcdConfig
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.continuing import Continuing
 from pdserve.engine.drain import Drain
-from pdserve.engine.first_token import WorkerMetrics
-from pdserve.engine.fixed_weights import FixedWeights
-from pdserve.engine.guard import Draining, Guard, Starting
-from pdserve.engine.load import load_of
+from pdserve.engine.http.fixed_weights import FixedWeights
+from pdserve.engine.http.guard import Draining, Guard, Starting
+from pdserve.engine.http.request_spans import Traced
+from pdserve.engine.http.resume import Continuing
+from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
-from pdserve.engine.requests import HttpRequest, PageNames, RequestTracking
-from pdserve.engine.traced import Traced
+from pdserve.engine.sglang.load import load_of
+from pdserve.engine.sglang.request_tracking import HttpRequest, PageNames, RequestTracking
 from pdserve.errors import PoolRefused, StartupError
-from pdserve.kvpool.aclient import AsyncPoolClient
-from pdserve.kvpool.client_config import PoolClientConfig
-from pdserve.kvpool.worker_etcd import WorkerEtcdConfig
+from pdserve.kvpool.client.async_client import AsyncPoolClient
+from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.tracing import Tracer, Tracing
 
 if TYPE_CHECKING:
-    from pdserve.engine.geometry import KvIdentity  # imports SGLang, which must wait for prepare.choose()
+    from pdserve.engine.sglang.geometry import (
+        KvIdentity,  # imports SGLang, which must wait for prepare.choose()
+    )
 
 logger = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pdserve.command import config_command
 from pdserve.engine.worker import RoleParts, Worker, WorkerConfig
+from pdserve.settings.command_line import config_command
 
 
 def run(config: WorkerConfig) -> int:

@@ -18,13 +18,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from pdserve.engine.endpoints import CHAT
-from pdserve.engine.first_token import WorkerMetrics
-from pdserve.engine.prompt import prefill_request, run_prefill
-from pdserve.engine.requests import HttpRequest, PageNames, current_request
-from pdserve.engine.reuse import Found
+from pdserve.engine.http.cache_report import Found
+from pdserve.engine.http.endpoints import CHAT
+from pdserve.engine.http.timing import WorkerMetrics
+from pdserve.engine.sglang.prompt import prefill_request, run_prefill
+from pdserve.engine.sglang.request_tracking import HttpRequest, PageNames, current_request
 from pdserve.errors import RequestError
-from pdserve.kvpool.aclient import AsyncPoolClient
+from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.tracing import timed
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pdserve.config import build_config
+from pdserve.settings.config_file import build_config
 from pdserve.up.claims import check_ports, claimed
 from pdserve.up.config import Role, read_cluster_file
 from pdserve.up.console import Console
@@ -26,11 +26,11 @@ from pdserve.up.supervisor import Supervisor
 PROGRAM = (sys.executable, "-m", "pdserve")
 
 SCHEMAS: Mapping[Role, str] = {
-    "pool": "pdserve.kvpool.config:PoolNodeConfig",
+    "pool": "pdserve.kvpool.node.config.node:PoolNodeConfig",
     "prefill": "pdserve.engine.worker:WorkerConfig",
     "decode": "pdserve.engine.worker:WorkerConfig",
     "agg": "pdserve.engine.worker:WorkerConfig",
-    "router": "pdserve.router.config:RouterConfig",
+    "router": "pdserve.router.config.router:RouterConfig",
 }
 """Each process's configuration struct, so that a mistyped key is found before anything is started."""
 

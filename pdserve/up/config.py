@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from pdserve.config import load_config, read_toml
 from pdserve.errors import ConfigError
+from pdserve.settings.config_file import load_config, read_toml
 
 Role = Literal["pool", "prefill", "decode", "agg", "router"]
 """A process's role; also the sub-command that runs it, and its table in the cluster file."""

@@ -13,12 +13,12 @@ from io import FileIO
 from pathlib import Path
 from typing import Final
 
-from pdserve.command import RESTARTED
 from pdserve.errors import StartupError
+from pdserve.settings.command_line import RESTARTED
 from pdserve.up.console import Console
+from pdserve.up.orphan_reaper import Warden
 from pdserve.up.plan import ProcessSpec
 from pdserve.up.sessions import kill_session
-from pdserve.up.warden import Warden
 
 TAIL_LINES: Final = 20
 READ_BYTES: Final = 64 * 1024

@@ -21,13 +21,13 @@ from typing import Final
 
 from pdserve.errors import PdserveError, StartupError
 from pdserve.up.console import Console
+from pdserve.up.orphan_reaper import Warden
 from pdserve.up.plan import STOP_SLACK_S, Plan, ProcessSpec
 from pdserve.up.process import Child, describe_status, write_private
 from pdserve.up.readiness import is_ready, served_model
 from pdserve.up.restart import restart_delay_s
 from pdserve.up.scraping import TARGETS_FILE, targets
 from pdserve.up.toml import to_toml
-from pdserve.up.warden import Warden
 
 API_KEYS: Final = "PDSERVE_API_KEYS"
 PROBE_INTERVAL_S: Final = 0.2

@@ -20,9 +20,18 @@ from pdserve.bench.chaos.report import table
 from pdserve.bench.chaos.run import Outcome, Replay
 from pdserve.bench.stores import BenchError
 from pdserve.errors import PoolRefused, PoolUnavailable
-from pdserve.kvpool.handover import STAND_IN
-from pdserve.kvpool.messages import FULL, GRANTED, MOVED, Grant, Opened, Reply, Reserved, StatusReport
-from pdserve.kvpool.messages import Fault as Refusal
+from pdserve.kvpool.node.upgrade.handover import STAND_IN
+from pdserve.kvpool.protocol.messages import (
+    FULL,
+    GRANTED,
+    MOVED,
+    Grant,
+    Opened,
+    Reply,
+    Reserved,
+    StatusReport,
+)
+from pdserve.kvpool.protocol.messages import Fault as Refusal
 
 
 def raises(error: Exception) -> Callable[..., Any]:

@@ -27,10 +27,10 @@ from pdserve.up.cli import SCHEMAS, check_tables
 from pdserve.up.config import read_cluster_file
 from pdserve.up.plan import make_plan
 from pdserve.up.toml import to_toml
-from tests import readme
-from tests.bench.scripted import ScriptedServer
 from tests.bench.test_multiturn import serving
-from tests.router.mock_worker import Received, Wire
+from tests.support import readme
+from tests.support.bench.scripted import ScriptedServer
+from tests.support.router.mock_worker import Received, Wire
 
 SETTING = Setting(
     model_path="/m", directory="/run/b", device_tokens=640, extra_args=("--schedule-policy", "lpm")

@@ -21,9 +21,9 @@ from pdserve.bench.serving.load import Shape, make_load
 from pdserve.bench.serving.records import Cached, Run
 from pdserve.bench.serving.run import Server, run_load
 from pdserve.bench.stores import BenchError
-from tests.bench.scripted import ScriptedServer, answer_events, event
-from tests.router import mock_worker as mock
-from tests.router.mock_worker import Received, Script, Wire
+from tests.support.bench.scripted import ScriptedServer, answer_events, event
+from tests.support.router import mock_worker as mock
+from tests.support.router.mock_worker import Received, Script, Wire
 
 SHAPE = Shape(users=3, rounds=2, system_tokens=6, turn_tokens=20, output_tokens=4)
 

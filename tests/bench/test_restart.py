@@ -13,8 +13,8 @@ import numpy.typing as npt
 import pytest
 
 from pdserve.bench.restart import PAGE_BYTES, Restarts, read_sample
-from pdserve.kvpool.client import PoolClient
-from pdserve.kvpool.wire import KEY_BYTES
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.protocol.base import KEY_BYTES
 
 KEYS = np.arange(10 * KEY_BYTES, dtype=np.uint8).reshape(10, KEY_BYTES)
 

@@ -23,11 +23,11 @@ from pdserve.bench.serving.sweep import (
     sweep,
 )
 from pdserve.bench.stores import BenchError
-from tests.bench.scripted import ScriptedServer
 from tests.bench.test_multiturn import serving
 from tests.bench.test_serving_plan import record, run
-from tests.router import mock_worker as mock
-from tests.router.mock_worker import Received, Wire
+from tests.support.bench.scripted import ScriptedServer
+from tests.support.router import mock_worker as mock
+from tests.support.router.mock_worker import Received, Wire
 
 
 def searched(highest_s: float, start_s: float, steps: int) -> list[tuple[float, bool]]:

@@ -22,9 +22,9 @@ from pdserve.bench.serving.parts import (
 )
 from pdserve.bench.serving.weights_report import plot_weights, text
 from pdserve.engine.worker import WorkerConfig
-from pdserve.kvpool.page_trace import VARIABLE, PageSpan, PageTrace
-from pdserve.router.config import RouterConfig
-from pdserve.router.first_token import parse_timing, timing
+from pdserve.kvpool.hicache.page_trace import VARIABLE, PageSpan, PageTrace
+from pdserve.router.config.router import RouterConfig
+from pdserve.router.request.timing import parse_timing, timing
 
 intervals = st.lists(
     st.tuples(st.integers(0, 50), st.integers(1, 20)).map(lambda pair: (pair[0], pair[0] + pair[1]))

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.kvpool.config import PoolNodeConfig
-
-from .pools import KIB, InprocPool, Pool, ProcessPool, arena_dir, remove_arena
+from pdserve.kvpool.node.config.node import PoolNodeConfig
+from tests.support.kvpool.pools import KIB, InprocPool, Pool, ProcessPool, arena_dir, remove_arena
 
 TRANSPORTS = ("inproc", "shm", "ucx")
 _numbers = itertools.count()

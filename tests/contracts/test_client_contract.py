@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 from pdserve.errors import PoolError, PoolRefused
-from pdserve.kvpool import messages as m
-from pdserve.kvpool.aclient import AsyncPoolClient
-from pdserve.kvpool.client import PoolClient
-from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
-from pdserve.kvpool.config import PoolNodeConfig
-from pdserve.kvpool.transports.base import Bytes1D, PageBuffers
-
-from .pools import KIB, ProcessPool, arena_dir, remove_arena
+from pdserve.kvpool.client.async_client import AsyncPoolClient
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
+from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
+from tests.support.kvpool.pools import KIB, ProcessPool, arena_dir, remove_arena
 
 PAGE_BYTES = 16 * KIB
 SOON_S = 30.0

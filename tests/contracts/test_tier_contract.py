@@ -24,9 +24,8 @@ from pdserve.kvpool.tiers.base import (
     TierSettings,
 )
 from pdserve.kvpool.tiers.directory import DirectoryTier
-from pdserve.kvpool.tiers.segments import SegmentTier
-
-from ..kvpool.tier_tools import KIB, MemoryTier, contents, key, memory, name, page
+from pdserve.kvpool.tiers.ssd.tier import SegmentTier
+from tests.support.kvpool.tier_tools import KIB, MemoryTier, contents, key, memory, name, page
 
 MIB = KIB * KIB
 CAPACITY = 4 * MIB

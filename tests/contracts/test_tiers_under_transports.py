@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from pdserve.kvpool.config import TierConfig
+from pdserve.kvpool.node.config.node import TierConfig
 from pdserve.kvpool.transports.base import OK
+from tests.support.kvpool.pools import KIB, Pool
 
-from .pools import KIB, Pool
 from .test_transport_contract import client, eventually, keys, pages_of, same
 
 MakePool = Callable[..., Pool]

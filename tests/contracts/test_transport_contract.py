@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from pdserve.errors import PoolError, PoolTimeout, PoolUnavailable
-from pdserve.kvpool import messages as m
-from pdserve.kvpool.transports.base import CORRUPT, LOST, OK, Bytes1D, Connection, PageBuffers
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
+from pdserve.kvpool.transports.base import CORRUPT, LOST, OK, Connection
 from pdserve.kvpool.transports.ucx_client import gathers
-
-from .pools import KIB, Pool
+from tests.support.kvpool.pools import KIB, Pool
 
 MakePool = Callable[..., Pool]
 R = TypeVar("R")

@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.decode import writeback
 from pdserve.decode.writeback import WriteBack
-from pdserve.engine.requests import HttpRequest, PageNames, SglangRequest
+from pdserve.engine.sglang.request_tracking import HttpRequest, PageNames, SglangRequest
 
 NAMES = PageNames(4, [b""])
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from pdserve.doctor import arenas
-from pdserve.kvpool.config import PoolNodeConfig
+from pdserve.kvpool.node.config.node import PoolNodeConfig
 
 
 def node(name: str, directory: Path) -> PoolNodeConfig:

@@ -14,12 +14,12 @@ import pytest
 from pdserve.doctor import cluster, judge, machine
 from pdserve.doctor.facts import PoolNode
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
-from pdserve.router.config import RouterConfig
-from tests.e2e.cluster import PoolNode as RealNode
-from tests.e2e.cluster import to_toml
-from tests.router import mock_worker as mock
-from tests.router.harness import FAST, disagg, routed, run
-from tests.router.mock_worker import REPORT, MockWorker, Received, Wire
+from pdserve.router.config.router import RouterConfig
+from tests.support.e2e.cluster import PoolNode as RealNode
+from tests.support.e2e.cluster import to_toml
+from tests.support.router import mock_worker as mock
+from tests.support.router.harness import FAST, disagg, routed, run
+from tests.support.router.mock_worker import REPORT, MockWorker, Received, Wire
 
 SERVER = {
     "max_total_num_tokens": 40_000,

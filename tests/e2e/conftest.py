@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.demo_model import make_demo_model
-from tests.e2e.cluster import PoolNode, Router, Worker
-from tests.e2e.prompts import NEW_TOKENS, Answer, first_turns, second_turn
-from tests.kvpool.etcd_server import EtcdServer
+from pdserve.engine.demo.model import make_demo_model
+from tests.support.e2e.cluster import PoolNode, Router, Worker
+from tests.support.e2e.prompts import NEW_TOKENS, Answer, first_turns, second_turn
+from tests.support.kvpool.etcd_server import EtcdServer
 
 
 def engine_settings(model: Path, **more: Any) -> dict[str, Any]:

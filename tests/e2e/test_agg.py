@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from pdserve.pages import page_hashes
-from tests.e2e.arena import flip, page_offset
-from tests.e2e.cluster import PoolNode, Router, Worker, eventually, http
 from tests.e2e.conftest import Alone, Reference, ask_all
-from tests.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences
+from tests.support.e2e.arena import flip, page_offset
+from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, http
+from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from pdserve.pages import page_hashes
-from tests.e2e.arena import flip, page_offset
-from tests.e2e.cluster import PoolNode, Worker, eventually, http
 from tests.e2e.conftest import Alone
-from tests.e2e.prompts import LOGPROB_TOLERANCE, PAGE, token_ids
+from tests.support.e2e.arena import flip, page_offset
+from tests.support.e2e.cluster import PoolNode, Worker, eventually, http
+from tests.support.e2e.prompts import LOGPROB_TOLERANCE, PAGE, token_ids
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 

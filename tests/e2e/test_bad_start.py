@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import PoolNode, free_port, pdserve, to_toml
 from tests.e2e.conftest import engine_settings
+from tests.support.e2e.cluster import PoolNode, free_port, pdserve, to_toml
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -76,8 +76,8 @@ def test_workers_that_differ_in_page_size_cannot_share_a_namespace(tmp_path: Pat
         shared = {"nodes": [pool.ref], "namespace": "shared"}
         settings = {"engine": engine_settings(model, port=free_port()), "pool": shared}
         # the first worker opens the namespace, as its start-up check does
-        from pdserve.kvpool.client import PoolClient
-        from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
+        from pdserve.kvpool.client.client import PoolClient
+        from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 
         info = geometry_of(model)
         nodes = [PoolNodeRef(node=pool.name, address=pool.address)]

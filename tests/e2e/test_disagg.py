@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 from pdserve.pages import page_hashes
-from tests.e2e.arena import flip, page_offset
-from tests.e2e.cluster import Router, Worker, eventually, free_port, http
 from tests.e2e.conftest import CHUNK_TOKENS, Cluster, Reference, ask_all
-from tests.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, token_ids
+from tests.support.e2e.arena import flip, page_offset
+from tests.support.e2e.cluster import Router, Worker, eventually, free_port, http
+from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, token_ids
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 

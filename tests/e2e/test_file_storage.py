@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import Worker, http
-from tests.e2e.prompts import PAGE, Answer, differences
+from tests.support.e2e.cluster import Worker, http
+from tests.support.e2e.prompts import PAGE, Answer, differences
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 

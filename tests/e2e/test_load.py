@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.cluster import Worker, eventually, http
 from tests.e2e.conftest import Cluster
-from tests.e2e.prompts import token_ids
+from tests.support.e2e.cluster import Worker, eventually, http
+from tests.support.e2e.prompts import token_ids
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 

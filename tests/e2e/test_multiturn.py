@@ -9,9 +9,9 @@ import pytest
 from pdserve.bench.serving.figures import outcome_of
 from pdserve.bench.serving.load import Shape, make_load
 from pdserve.bench.serving.run import Server, run_load
-from tests.e2e.cluster import Worker, eventually, http
 from tests.e2e.conftest import Alone
-from tests.e2e.prompts import PAGE
+from tests.support.e2e.cluster import Worker, eventually, http
+from tests.support.e2e.prompts import PAGE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 

@@ -17,8 +17,8 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.cluster import Router, Worker
 from tests.e2e.conftest import Alone
+from tests.support.e2e.cluster import Router, Worker
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 

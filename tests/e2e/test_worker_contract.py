@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import Cluster
-from tests.router.contract import CHECKS, Check
+from tests.support.router.contract import CHECKS, Check
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 

@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from pdserve.pages import page_hashes
-from tests.e2e.arena import page_offset
-from tests.e2e.cluster import STOP_TIMEOUT_S, Worker, eventually, http
 from tests.e2e.conftest import Alone
-from tests.e2e.prompts import PAGE, token_ids
+from tests.support.e2e.arena import page_offset
+from tests.support.e2e.cluster import STOP_TIMEOUT_S, Worker, eventually, http
+from tests.support.e2e.prompts import PAGE, token_ids
 
 PROMPT = token_ids(9300, 100)
 SEGMENTS = [4 * 2 * 32 * PAGE * 4] * 2

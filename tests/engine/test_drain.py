@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from pdserve.engine.drain import Drain
-from pdserve.engine.guard import Draining
+from pdserve.engine.http.guard import Draining
 
 ROUTER, OTHER = ("10.0.0.1", 4001), ("10.0.0.2", 4002)
 

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 
 from pdserve.engine.worker import _info_router
 from pdserve.pages import KvGeometry
-from pdserve.router.workers import WorkerInfo
+from pdserve.router.fleet.worker import WorkerInfo
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

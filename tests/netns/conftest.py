@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdserve.kvpool.commands.asking import NodeClient
-from pdserve.kvpool.messages import StatusReport
-from tests.netns.lab import Lab, lab, last_lines
+from pdserve.kvpool.admin.node_client import NodeClient
+from pdserve.kvpool.protocol.messages import StatusReport
+from tests.support.netns.lab import Lab, lab, last_lines
 
 ANSWER_TIMEOUT_S = 120.0
 START_TIMEOUT_S = 120.0
@@ -81,7 +81,7 @@ class NearClient:
         self._log_path = directory / "near.log"
         with self._log_path.open("wb") as log:
             self._process = network.start(
-                "near", "-m", "tests.netns.guest", node.address, "near", log=log, pipes=True
+                "near", "-m", "tests.support.netns.guest", node.address, "near", log=log, pipes=True
             )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.bench.chaos import pages as p
 from tests.netns.conftest import assert_nothing_is_held, until
-from tests.netns.guest import TIMEOUT_S
+from tests.support.netns.guest import TIMEOUT_S
 
 if TYPE_CHECKING:
     from tests.netns.conftest import Field

@@ -11,10 +11,16 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.first_token import WorkerMetrics
-from pdserve.engine.prompt import Prefilled
-from pdserve.engine.requests import HttpRequest, PageNames, RequestTracking, SglangRequest, current_request
-from pdserve.engine.reuse import Found
+from pdserve.engine.http.cache_report import Found
+from pdserve.engine.http.timing import WorkerMetrics
+from pdserve.engine.sglang.prompt import Prefilled
+from pdserve.engine.sglang.request_tracking import (
+    HttpRequest,
+    PageNames,
+    RequestTracking,
+    SglangRequest,
+    current_request,
+)
 from pdserve.pages import page_hashes
 from pdserve.prefill import routes
 

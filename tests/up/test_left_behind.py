@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from .cluster import processes_that_mention, wait_until
+from tests.support.up.cluster import processes_that_mention, wait_until
 
 ROOT = Path(__file__).parents[2]
 
 SERVER = """
 import sys, time
 from pathlib import Path
-from tests.e2e.cluster import Process
+from tests.support.e2e.cluster import Process
 directory = sys.argv[1]
 sleeper = [sys.executable, "-c", "import time; time.sleep(600)", directory]
 Process("sleeper", sleeper, Path(directory, "log")).start()
@@ -27,7 +27,7 @@ time.sleep(600)
 CLUSTER = """
 import sys, time
 from pathlib import Path
-from tests.up.cluster import running
+from tests.support.up.cluster import running
 with running(Path(sys.argv[1]), "[[agg]]") as cluster:
     cluster.wait_for("is ready at")
     print("up", flush=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from .cluster import wait_until
+from tests.support.up.cluster import wait_until
+
 from .test_launch_files import LAUNCH, program
 
 UV = """

@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.up.sessions import session_members
-from tests.router.test_secrets import certificate
-
-from .cluster import TIMEOUT_S, Cluster, processes_that_mention, running, wait_until
+from tests.router.processes.test_secrets import certificate
+from tests.support.up.cluster import TIMEOUT_S, Cluster, processes_that_mention, running, wait_until
 
 DISAGG = """
 [cluster]

@@ -14,18 +14,11 @@ from typing import Final, cast
 from pdserve.bench.chaos.pages import SHAPES
 from pdserve.bench.chaos.worker import GEOMETRY
 from pdserve.errors import PoolTimeout, PoolUnavailable
-from pdserve.kvpool.client_config import PoolClientConfig
-from pdserve.kvpool.connectors import connector_for
-from pdserve.kvpool.messages import (
-    GRANTED,
-    DataPathChoice,
-    Opened,
-    OpenNamespace,
-    Reserve,
-    Reserved,
-    expected,
-)
-from pdserve.kvpool.wire import KEY_BYTES
+from pdserve.kvpool.client.config import PoolClientConfig
+from pdserve.kvpool.client.connector import connector_for
+from pdserve.kvpool.protocol.base import KEY_BYTES
+from pdserve.kvpool.protocol.frames import expected
+from pdserve.kvpool.protocol.messages import GRANTED, DataPathChoice, Opened, OpenNamespace, Reserve, Reserved
 
 READY: Final = "ready"
 LEFT_OUT: Final = "left out: "

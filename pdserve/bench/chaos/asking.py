@@ -13,12 +13,12 @@ from pdserve.bench.chaos.field import ADMIN_TOKEN
 from pdserve.bench.chaos.worker import GEOMETRY, NAMESPACE, WRITE_TOKEN
 from pdserve.bench.cluster import NodeProcess
 from pdserve.errors import PoolRefused, PoolTimeout, PoolUnavailable
-from pdserve.kvpool import messages as m
-from pdserve.kvpool.cluster_messages import ListPages, PageList
-from pdserve.kvpool.commands.asking import NodeClient
-from pdserve.kvpool.hosts import host_id
-from pdserve.kvpool.transports.base import Bytes1D
+from pdserve.kvpool.admin.node_client import NodeClient
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.cluster_messages import ListPages, PageList
+from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
+from pdserve.kvpool.transports.shm import host_id
 
 R = TypeVar("R", bound=m.Reply)
 

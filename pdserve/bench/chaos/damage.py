@@ -22,10 +22,10 @@ from pdserve.bench.chaos.timing import POLL_S, disturbance, start_again
 from pdserve.bench.chaos.worker import GEOMETRY, NAMESPACE
 from pdserve.bench.cluster import NodeProcess
 from pdserve.errors import PoolError
-from pdserve.kvpool import messages as m
-from pdserve.kvpool.client import PoolClient
-from pdserve.kvpool.cluster_messages import TierStatus
-from pdserve.kvpool.tiers.segment_format import BLOCK_BYTES, Record, read_index
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.cluster_messages import TierStatus
+from pdserve.kvpool.tiers.ssd.segment_format import BLOCK_BYTES, Record, read_index
 
 logger = logging.getLogger(__name__)
 

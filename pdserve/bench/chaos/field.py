@@ -25,9 +25,9 @@ from pdserve.bench.chaos.worker import NAMESPACE, READ_TOKEN, WRITE_TOKEN, Worke
 from pdserve.bench.cluster import NodeProcess, await_settled, pool_of
 from pdserve.bench.peers.process import free_ports
 from pdserve.bench.stores import BenchError
-from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
-from pdserve.kvpool.ring import Ring
-from pdserve.kvpool.wire import NodeAddress
+from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
+from pdserve.kvpool.cluster.ring import Ring
+from pdserve.kvpool.protocol.base import NodeAddress
 
 ADMIN_TOKEN: Final = "chaos may do all"
 CLUSTER_TOKEN: Final = "chaos is one pool"

@@ -14,7 +14,7 @@ from pdserve.bench.chaos.field import Field
 from pdserve.bench.chaos.records import KeptHot
 from pdserve.bench.chaos.worker import GEOMETRY
 from pdserve.bench.cluster import NodeProcess
-from pdserve.kvpool.client import PoolClient
+from pdserve.kvpool.client.client import PoolClient
 
 PAGES: Final = 12
 HEAT_S: Final = 8.0

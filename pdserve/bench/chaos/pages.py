@@ -19,8 +19,8 @@ from typing import Final
 import numpy as np
 
 from pdserve.bench.chaos.dice import Dice
-from pdserve.kvpool.transports.base import Bytes1D, PageBuffers
-from pdserve.kvpool.wire import KEY_BYTES
+from pdserve.kvpool.protocol.base import KEY_BYTES
+from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 
 DAMAGED: Final = 0  # bits are flipped in these; only clients with checksums read them
 OWNED: Final = 1  # each written by one writer, once: what is acknowledged must be there

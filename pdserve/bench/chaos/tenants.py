@@ -21,12 +21,18 @@ from pdserve.bench.chaos.timing import disturbance
 from pdserve.bench.chaos.worker import GEOMETRY, NAMESPACE, READ_TOKEN, WRITE_TOKEN
 from pdserve.bench.cluster import NodeProcess
 from pdserve.errors import PoolError
-from pdserve.kvpool import messages as m
-from pdserve.kvpool.client import PoolClient
-from pdserve.kvpool.cluster_messages import Drain, ListOwned, ListPages, NamespaceSettings, PutNamespace
-from pdserve.kvpool.hosts import host_id
-from pdserve.kvpool.transports.base import Bytes1D
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.cluster_messages import (
+    Drain,
+    ListOwned,
+    ListPages,
+    NamespaceSettings,
+    PutNamespace,
+)
+from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
+from pdserve.kvpool.transports.shm import host_id
 from pdserve.tokens import digest
 
 GONE_WITHIN_S: Final = 1.0  # R5

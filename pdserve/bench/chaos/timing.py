@@ -14,7 +14,7 @@ from pdserve.bench.chaos.pages import SHAPES
 from pdserve.bench.chaos.records import Disturbed, Restarted
 from pdserve.bench.cluster import NodeProcess
 from pdserve.errors import PoolError
-from pdserve.kvpool.messages import HIT, StatusReport
+from pdserve.kvpool.protocol.messages import HIT, StatusReport
 
 logger = logging.getLogger(__name__)
 

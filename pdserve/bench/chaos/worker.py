@@ -22,8 +22,8 @@ import numpy as np
 from pdserve.bench.chaos import pages as p
 from pdserve.bench.chaos.dice import Dice
 from pdserve.bench.chaos.records import Asked, Starved, to_line
-from pdserve.kvpool.client import PoolClient
-from pdserve.kvpool.client_config import PoolClientConfig
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.config import PoolClientConfig
 
 NAMESPACE: Final = "chaos"
 GEOMETRY: Final = {"chaos": "1"}

@@ -34,7 +34,7 @@ def chaos(
     from pdserve.bench.chaos.report import plain, table
     from pdserve.bench.chaos.run import Replay, load_replay, run
     from pdserve.bench.cluster import stopped_cleanly
-    from pdserve.kvpool.config import parse_bytes
+    from pdserve.sizes import parse_bytes
 
     if replay is not None:
         what = load_replay(replay)

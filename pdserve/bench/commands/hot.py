@@ -15,7 +15,7 @@ from rich.table import Table
 from pdserve.bench.commands.options import choices
 
 if TYPE_CHECKING:
-    from pdserve.kvpool.messages import DataPathChoice
+    from pdserve.kvpool.protocol.messages import DataPathChoice
 
 
 def hot(
@@ -34,7 +34,7 @@ def hot(
 
     from pdserve.bench.cluster import stopped_cleanly
     from pdserve.bench.hot import hot as run
-    from pdserve.kvpool.config import parse_bytes
+    from pdserve.sizes import parse_bytes
 
     (chosen,) = choices("path", path, ("shm", "ucx"))
     copies = [int(word) for word in choices("replicas", replicas, tuple(map(str, range(16))))]

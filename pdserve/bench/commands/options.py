@@ -20,7 +20,7 @@ class Judged(Protocol):
 
 def page_sizes(text: str) -> list[int]:
     """Sizes separated by commas, in bytes. Raises ConfigError."""
-    from pdserve.kvpool.config import parse_bytes
+    from pdserve.sizes import parse_bytes
 
     try:
         sizes = [parse_bytes(word) for word in text.split(",")]

@@ -46,7 +46,7 @@ def pool(
     from pdserve.bench.plot import plot_pool, pyplot
     from pdserve.bench.pool import Workload, measure
     from pdserve.bench.stores import PoolStore
-    from pdserve.kvpool.config import parse_bytes
+    from pdserve.sizes import parse_bytes
 
     sizes = page_sizes(pages)
     paths = choices("path", path, ("shm", "ucx"))

@@ -15,7 +15,7 @@ from pdserve.bench.commands.options import choices, conclude
 
 if TYPE_CHECKING:
     from pdserve.bench.quiet import Quiet
-    from pdserve.kvpool.messages import DataPathChoice
+    from pdserve.kvpool.protocol.messages import DataPathChoice
 
 
 def quiet(
@@ -32,7 +32,7 @@ def quiet(
     """A quiet namespace beside one at 10 times its limit: p99 over p99 alone (R7). Fails beyond 1.3."""
     from pdserve.bench.cluster import stopped_cleanly
     from pdserve.bench.quiet import quiet as run
-    from pdserve.kvpool.config import parse_bytes
+    from pdserve.sizes import parse_bytes
 
     (chosen,) = choices("path", path, ("shm", "ucx"))
     with stopped_cleanly(), tempfile.TemporaryDirectory(prefix="pdserve-quiet-") as directory:

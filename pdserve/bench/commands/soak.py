@@ -39,7 +39,7 @@ def soak(
     from pdserve.bench.cluster import stopped_cleanly
     from pdserve.bench.plot import plot_soak, pyplot
     from pdserve.bench.soak.run import soak as run
-    from pdserve.kvpool.config import parse_bytes
+    from pdserve.sizes import parse_bytes
 
     if plot is not None:
         pyplot()  # before the work: is it there?

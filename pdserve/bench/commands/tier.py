@@ -28,7 +28,7 @@ def tier(
 
     from pdserve.bench.plot import size_name
     from pdserve.bench.tier import measure_tier
-    from pdserve.kvpool.config import parse_bytes
+    from pdserve.sizes import parse_bytes
 
     table = Table(title="SSD tier: GB/s", box=box.SIMPLE_HEAD)
     for name in ("page", "put", "plain write", "fio write", "load", "plain read", "fio read"):

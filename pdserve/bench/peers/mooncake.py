@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from pdserve.bench.peers.process import accepts, free_ports, server
 from pdserve.bench.stores import BenchError, PageStore
-from pdserve.kvpool.transports.base import Bytes1D, PageBuffers
+from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 
 HOW_TO_INSTALL = "pip install '.[bench]' in the checkout (the wheel mooncake-transfer-engine-non-cuda)"
 LOCAL_BUFFER_BYTES: Final = 16 << 20  # Mooncake's default; unused by the zero-copy calls

@@ -16,7 +16,7 @@ import numpy as np
 
 from pdserve.bench.peers.process import server
 from pdserve.bench.stores import BenchError, PageStore
-from pdserve.kvpool.transports.base import Bytes1D, PageBuffers
+from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 
 HOW_TO_INSTALL = "apt-get install redis-server; pip install '.[bench]' in the checkout"
 

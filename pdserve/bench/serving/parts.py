@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.router.metric_names import PARTS as ROUTER_PARTS
+from pdserve.router.metrics.names import PARTS as ROUTER_PARTS
 
 WORKER_PARTS: Final = ("queue", "pull", "compute")
 

@@ -20,8 +20,8 @@ from pdserve.bench.serving.parts import WORKER_PARTS, Interval, Sample, part_sum
 from pdserve.bench.serving.records import Record
 from pdserve.bench.serving.run import Say, Server, run_load
 from pdserve.bench.stores import BenchError
-from pdserve.kvpool.page_trace import PageSpan
-from pdserve.router.first_token import parse_timing
+from pdserve.kvpool.hicache.page_trace import PageSpan
+from pdserve.router.request.timing import parse_timing
 
 ROLES: Final = ("prefill", "decode")
 SETTLE_S: Final = 1.0  # after each request: its pages are written back, and belong to no other

@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from pdserve.bench.chaos import pages as p
 from pdserve.bench.chaos.dice import Dice
-from pdserve.kvpool.client import PoolClient
-from pdserve.kvpool.client_config import PoolClientConfig
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.config import PoolClientConfig
 
 NAMESPACE: Final = "soak"
 GEOMETRY: Final = {"soak": "1"}

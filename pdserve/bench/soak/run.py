@@ -31,8 +31,8 @@ from pdserve.bench.soak import client as c
 from pdserve.bench.soak.drift import Drift, drift
 from pdserve.bench.stores import BenchError
 from pdserve.errors import PoolError
-from pdserve.kvpool.client_config import PoolClientConfig, PoolNodeRef
-from pdserve.kvpool.messages import DataPathChoice
+from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
+from pdserve.kvpool.protocol.messages import DataPathChoice
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.kvpool.policies.ghosts import Ghosts
-from pdserve.kvpool.policies.links import NONE, LinkedList
+from pdserve.kvpool.policies.linked_list import NONE, LinkedList
 
 __all__ = ["NONE", "EvictionPolicy", "LinkedList", "Links", "Slots", "Times"]
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from array import array
 from typing import Final
 
-from pdserve.kvpool.policies.links import NONE, LinkedList
+from pdserve.kvpool.policies.linked_list import NONE, LinkedList
 
 _UNCHAINED: Final = 255
 _SPREAD: Final = 0x9E37_79B9_7F4A_7C15

@@ -31,7 +31,7 @@ from typing import Final
 
 import msgspec
 
-from pdserve.kvpool.checksum import checksum_bytes
+from pdserve.kvpool.protocol.page_bytes import checksum_bytes
 from pdserve.kvpool.tiers.base import (
     CORRUPT,
     GONE,
@@ -47,8 +47,14 @@ from pdserve.kvpool.tiers.base import (
     TierPage,
     TierSettings,
 )
-from pdserve.kvpool.tiers.files import claim_directory, read_options, read_text, sync_directory, write_durably
-from pdserve.kvpool.tiers.segment_format import (
+from pdserve.kvpool.tiers.durable_files import (
+    claim_directory,
+    read_options,
+    read_text,
+    sync_directory,
+    write_durably,
+)
+from pdserve.kvpool.tiers.ssd.segment_format import (
     BLOCK_BYTES,
     MAX_PAGE_BYTES,
     decode_record_header,

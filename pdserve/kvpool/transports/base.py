@@ -10,19 +10,20 @@ are absolute times of `time.monotonic()`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
-from pdserve.kvpool.messages import Abort, Grant, Pin, Release, Reply, Request, Welcome
-from pdserve.kvpool.transports.control import OnView
-
-# One page in the caller's memory: its segments in order, each a 1-D contiguous uint8 array. Written to on
-# read.
-Bytes1D: TypeAlias = npt.NDArray[np.uint8]
-PageBuffers: TypeAlias = Sequence[Bytes1D]
+from pdserve.kvpool.protocol.cluster_messages import View
+from pdserve.kvpool.protocol.messages import (
+    Abort,
+    Grant,
+    Pin,
+    Release,
+    Reply,
+    Request,
+    Welcome,
+)
+from pdserve.kvpool.protocol.page_bytes import PageBuffers
 
 
 class Connection(Protocol):
@@ -81,3 +82,6 @@ class Connector(Protocol):
         uses the connection. Raises PoolUnavailable, PoolTimeout or PoolRefused.
         """
         ...
+
+
+OnView: TypeAlias = Callable[[Welcome, View], None]  # which node and incarnation, and its new view

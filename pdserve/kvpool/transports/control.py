@@ -11,12 +11,9 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 from pdserve.errors import (
-    ConfigError,
     FrameError,
     PoolError,
     PoolRefused,
@@ -24,59 +21,27 @@ from pdserve.errors import (
     PoolTimeout,
     PoolUnavailable,
 )
-from pdserve.kvpool.cluster_messages import View
-from pdserve.kvpool.messages import (
+from pdserve.kvpool.protocol.cluster_messages import View
+from pdserve.kvpool.protocol.frames import FrameBuffer, decode_reply, encode_frame
+from pdserve.kvpool.protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
     DataPathChoice,
     Fault,
-    FrameBuffer,
     Hello,
     Release,
     Reply,
     Request,
     Welcome,
-    decode_reply,
-    encode_frame,
 )
-from pdserve.kvpool.transports.resolving import Resolver
+from pdserve.kvpool.transports.base import OnView
+from pdserve.kvpool.transports.dial import _open_socket
 
-OnView: TypeAlias = Callable[[Welcome, View], None]  # which node and incarnation, and its new view
 RESTARTING: Final = frozenset({"upgrading", "stopping"})  # codes of a hang-up that is soon over
 RECEIVE_BYTES: Final = 256 * 1024  # one call takes the answer to a batch of 4,096 keys
-RETRY_CONNECT_S: Final = 0.002
 POST_TIMEOUT_S: Final = (
     1.0  # a post has no deadline of its own: a node that drains nothing for this long is stuck
 )
-
-
-_resolver: Final = Resolver()
-
-
-@dataclass(frozen=True)
-class UnixAddress:
-    """A Unix stream socket."""
-
-    path: str
-
-
-@dataclass(frozen=True)
-class TcpAddress:
-    """A TCP socket; `host` is a name or an address."""
-
-    host: str
-    port: int
-
-
-def parse_address(address: str) -> UnixAddress | TcpAddress:
-    """Read "unix:/path" or "tcp:host:port" (IPv6 as "tcp:[::1]:port"). Raises ConfigError."""
-    scheme, _, rest = address.partition(":")
-    if scheme == "unix" and rest:
-        return UnixAddress(rest)
-    host, _, port = rest.rpartition(":")
-    if scheme == "tcp" and host and port.isdecimal() and int(port) < 65536:
-        return TcpAddress(host.strip("[]"), int(port))
-    raise ConfigError(f'pool address "{address}" is not "unix:/path" or "tcp:host:port"')
 
 
 def make_hello(
@@ -283,59 +248,3 @@ class ControlChannel:
 def _request_id(request: Request) -> int:
     request_id: int = getattr(request, "id", 0)
     return request_id
-
-
-def _open_socket(address: str, deadline: float) -> socket.socket:
-    parsed = parse_address(address)
-    timeout_s = deadline - time.monotonic()
-    if timeout_s <= 0:
-        raise PoolTimeout(f"no time left to connect to pool node {address}")
-    try:
-        if isinstance(parsed, TcpAddress):
-            return _connect_tcp(parsed, deadline)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(timeout_s)
-            _connect_unix(sock, parsed.path, deadline)
-        except OSError:
-            sock.close()
-            raise
-        return sock
-    except TimeoutError as error:
-        raise PoolTimeout(f"pool node {address} does not accept connections") from error
-    except OSError as error:
-        raise PoolUnavailable(f"pool node {address} cannot be reached: {error.strerror or error}") from error
-
-
-def _connect_tcp(where: TcpAddress, deadline: float) -> socket.socket:
-    """Try each of its addresses, the first for its share of the time. Raises OSError, TimeoutError."""
-    addresses = _resolver.find(where.host, where.port, deadline)
-    for tried, (family, address) in enumerate(addresses, 1):
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            left_s = (deadline - time.monotonic()) / (len(addresses) - tried + 1)
-            if left_s <= 0:
-                raise TimeoutError
-            sock.settimeout(left_s)
-            sock.connect(address)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return sock
-        except OSError:
-            sock.close()
-            if tried == len(addresses):
-                raise
-    raise OSError("it has no address")
-
-
-def _connect_unix(sock: socket.socket, path: str, deadline: float) -> None:
-    """Connect, waiting until the node's queue of new connections has room: a Unix socket does not wait
-    itself. Raises OSError; TimeoutError at the deadline.
-    """
-    while True:
-        try:
-            sock.connect(path)
-            return
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise TimeoutError from None
-            time.sleep(RETRY_CONNECT_S)

@@ -15,10 +15,10 @@ from typing import Final
 import numpy as np
 
 from pdserve.errors import PoolTimeout
-from pdserve.kvpool.checksum import NO_CHECKSUM, finish, start
-from pdserve.kvpool.messages import Grant, Pin
-from pdserve.kvpool.table import RowReader
-from pdserve.kvpool.transports.base import CORRUPT, LOST, OK, Bytes1D, PageBuffers, PageOutcome
+from pdserve.kvpool.protocol.messages import Grant, Pin
+from pdserve.kvpool.protocol.page_bytes import NO_CHECKSUM, Bytes1D, PageBuffers, finish, start
+from pdserve.kvpool.protocol.slot_table import RowReader
+from pdserve.kvpool.transports.base import CORRUPT, LOST, OK, PageOutcome
 
 PIECE_BYTES: Final = 256 * 1024  # with its copy: half of a 1 MiB second-level cache
 

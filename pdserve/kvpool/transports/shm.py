@@ -18,13 +18,13 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 
 from pdserve.errors import PoolRefused
-from pdserve.kvpool.hosts import host_id
-from pdserve.kvpool.messages import Abort, ArenaInfo, Grant, Pin, Release, Reply, Request, Welcome
-from pdserve.kvpool.table import RowReader, TableLayout
-from pdserve.kvpool.transports.base import Bytes1D, PageBuffers, PageOutcome
-from pdserve.kvpool.transports.control import ControlChannel, OnView, make_hello
+from pdserve.kvpool.protocol.messages import Abort, ArenaInfo, Grant, Pin, Release, Reply, Request, Welcome
+from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
+from pdserve.kvpool.protocol.slot_table import RowReader, TableLayout
+from pdserve.kvpool.transports.base import OnView, PageOutcome
+from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.mapped import MappedPages
-from pdserve.kvpool.transports.presence import populate_in_background, unmap_in_background
+from pdserve.kvpool.transports.page_residency import populate_in_background, unmap_in_background
 
 _Mappings: TypeAlias = "weakref.WeakValueDictionary[tuple[int, int, int], Mapping]"
 
@@ -151,3 +151,12 @@ def _map(path: str, size: int, protection: int) -> mmap.mmap:
         return mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=protection)
     finally:
         os.close(fd)
+
+
+def host_id() -> str:
+    """Boot id of the kernel, and the mount and IPC namespaces: two containers on one machine are two hosts,
+    since neither sees the other's /dev/shm.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    spaces = [Path(f"/proc/self/ns/{name}").readlink().name for name in ("mnt", "ipc")]
+    return ":".join([boot, *spaces])

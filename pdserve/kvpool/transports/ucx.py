@@ -35,7 +35,7 @@ from typing import Any, Final
 import numpy as np
 
 from pdserve.errors import PoolUnavailable, StartupError
-from pdserve.kvpool.transports.base import Bytes1D
+from pdserve.kvpool.protocol.page_bytes import Bytes1D
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,7 @@ import msgspec
 import numpy as np
 
 from pdserve.errors import PoolTimeout, PoolUnavailable, StartupError
-from pdserve.kvpool.checksum import NO_CHECKSUM, checksum_page
-from pdserve.kvpool.messages import (
+from pdserve.kvpool.protocol.messages import (
     Abort,
     DataPathChoice,
     Get,
@@ -37,8 +36,9 @@ from pdserve.kvpool.messages import (
     Reserve,
     UcxInfo,
 )
-from pdserve.kvpool.transports.base import CORRUPT, OK, Bytes1D, PageBuffers, PageOutcome
-from pdserve.kvpool.transports.control import ControlChannel, OnView, make_hello
+from pdserve.kvpool.protocol.page_bytes import NO_CHECKSUM, Bytes1D, PageBuffers, checksum_page
+from pdserve.kvpool.transports.base import CORRUPT, OK, OnView, PageOutcome
+from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.ucx import (
     GREETED_TAG,
     GREETING_BYTES,

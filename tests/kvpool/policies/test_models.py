@@ -16,7 +16,7 @@ from pdserve.kvpool.policies.arc import Arc
 from pdserve.kvpool.policies.base import Links
 from pdserve.kvpool.policies.ghosts import Ghosts
 from pdserve.kvpool.policies.lfu import Lfu
-from pdserve.kvpool.policies.links import NONE
+from pdserve.kvpool.policies.linked_list import NONE
 from pdserve.kvpool.policies.ttl import Ttl
 
 SLOTS = 12

@@ -1,0 +1,31 @@
+"""pdserve.discovery.config."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+
+class EtcdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where etcd is, and what of it is ours."""
+
+    endpoints: Annotated[
+        list[str], Meta(description="etcd's client URLs, e.g. `http://10.0.0.1:2379`; tried in order.")
+    ] = []
+    prefix: Annotated[str, Meta(min_length=1, description="Keys lie under `<prefix>/<cluster>/`.")] = (
+        "/pdserve"
+    )
+    username: Annotated[str, Meta(description="User of etcd, where it asks for one.")] = ""
+    password: Annotated[str, Meta(description="The user's password.")] = ""
+    ca_file: Annotated[
+        str, Meta(description="Certificates to check an https endpoint by; empty: the system's.")
+    ] = ""
+    timeout_s: Annotated[float, Meta(gt=0, description="Time for one request to etcd.")] = 2.0
+    lease_s: Annotated[
+        int, Meta(ge=1, description="A key goes when its owner has not renewed it for so long.")
+    ] = 5
+    retry_s: Annotated[float, Meta(gt=0, description="Pause before etcd is tried again after a failure.")] = (
+        1.0
+    )

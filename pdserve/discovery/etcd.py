@@ -1,0 +1,365 @@
+"""Nodes find each other, clients find nodes, and routers find workers (worker_etcd.py), in etcd.
+
+Each node keeps a key `<prefix>/<cluster>/nodes/<name>` with its address, under a lease that it renews, and
+watches the keys of the others. What etcd says only helps to find nodes and to doubt them: who is in the pool
+is decided by the nodes themselves (membership.py, detector.py). So when etcd is away, or comes back empty,
+the pool goes on with what it knows, and the nodes write their keys anew.
+
+This speaks etcd's JSON gateway (https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/): keys and values in
+base64, 64-bit numbers as strings, a watch as one line of JSON per answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import logging
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any, Final, TypeVar
+
+import httpx
+import msgspec
+
+from pdserve.discovery.config import EtcdConfig
+from pdserve.errors import ConfigError, PoolError, PoolRefused, PoolUnavailable
+from pdserve.kvpool.protocol.base import NodeAddress
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+RENEWALS: Final = 3  # per lease
+MAX_NODES: Final = 4096  # read at once
+REAUTHENTICATE: Final = 401
+STALE_TOKEN: Final = ("revision of auth store is old", "user name is empty")  # with 400: users were changed
+NODES: Final = "nodes"
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """The value of a node's key, in JSON."""
+
+    address: str
+    weight: int = 1
+
+
+class _KeyValue(msgspec.Struct, frozen=True):
+    key: str
+    value: str = ""
+
+
+class _Event(msgspec.Struct, frozen=True):
+    kv: _KeyValue
+    type: str = "PUT"
+
+
+class _Header(msgspec.Struct, frozen=True):
+    revision: int = 0
+
+
+class _Range(msgspec.Struct, frozen=True):
+    header: _Header
+    kvs: list[_KeyValue] = []
+
+
+class _Watch(msgspec.Struct, frozen=True):
+    events: list[_Event] = []
+    canceled: bool = False
+
+
+class _WatchLine(msgspec.Struct, frozen=True):
+    result: _Watch | None = None
+    error: Any = None
+
+
+class _Lease(msgspec.Struct, frozen=True):
+    ID: int = 0
+    TTL: int = 0
+
+
+class _LeaseLine(msgspec.Struct, frozen=True):
+    result: _Lease
+
+
+class _Token(msgspec.Struct, frozen=True):
+    token: str
+
+
+def discover(config: EtcdConfig, cluster: str) -> list[NodeAddress]:
+    """The nodes of a pool that etcd knows of now, by name. For clients; blocks for at most `timeout_s` per
+    endpoint.
+
+    Raises PoolUnavailable: no endpoint answers; PoolRefused: etcd says no; ConfigError: no certificates.
+    """
+    body = _range_body(_prefix(config, cluster, NODES))
+    problem = "cluster.etcd.endpoints is empty"
+    with httpx.Client(timeout=config.timeout_s, verify=_verify(config), trust_env=False) as client:
+        for endpoint in config.endpoints:
+            base = f"{endpoint.rstrip('/')}/v3"
+            try:
+                headers = {}
+                if config.username:
+                    answer = client.post(f"{base}/auth/authenticate", json=_credentials(config))
+                    headers = {"Authorization": _decoded(answer, _Token).token}
+                answer = client.post(f"{base}/kv/range", json=body, headers=headers)
+                return _nodes(_decoded(answer, _Range).kvs, _prefix(config, cluster, NODES))
+            except (httpx.HTTPError, httpx.InvalidURL, PoolUnavailable) as error:
+                problem = f"{endpoint}: {_words(error)}"
+    raise PoolUnavailable(f"etcd cannot be asked for the pool's nodes: {problem}")
+
+
+class EtcdMembership:
+    """A node's key, and the keys of the others, of which `found` and `gone` are told, in the loop. Without a
+    node of its own it watches only.
+    """
+
+    def __init__(
+        self,
+        config: EtcdConfig,
+        cluster: str,
+        node: NodeAddress | None,
+        found: Callable[[list[NodeAddress]], None],
+        gone: Callable[[str], None],
+        *,
+        kind: str = NODES,
+        missing: Callable[[str], None] | None = None,
+    ) -> None:
+        """`found` gets all nodes that have a key, after every change; `gone` a name whose key went; `missing`
+        (or `gone`) one whose key is not there any more when etcd is back after a failure.
+        """
+        self._config = config
+        self._prefix = _prefix(config, cluster, kind)
+        self._node = node
+        self._who = f"{kind.removesuffix('s')} {node.node}" if node is not None else f"who watches {kind}"
+        self._found = found
+        self._gone = gone
+        self._missing = missing or gone
+        self._client = httpx.AsyncClient(
+            timeout=config.timeout_s, verify=_verify(config), trust_env=False, follow_redirects=False
+        )
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request, and one lease has many
+        self._endpoint = 0
+        self._token = ""
+        self._lease = 0
+        self._said = ""  # of what is wrong, until it is right again
+        self._nodes: dict[str, NodeAddress] = {}
+
+    async def nodes(self) -> list[NodeAddress]:
+        """The nodes that have a key now. Raises PoolError."""
+        answer = await self._ask("kv/range", _range_body(self._prefix), _Range)
+        return _nodes(answer.kvs, self._prefix)
+
+    async def run(self) -> None:
+        """Keep the key and watch the others', until cancelled; through every failure of etcd."""
+        while True:
+            try:
+                await self._session()
+            except* PoolError as group:
+                problem = str(_first(group))
+                if problem != self._said:  # once, not every second
+                    logger.warning("%s: going on without etcd: %s", self._who, problem)
+                    self._said = problem
+            await asyncio.sleep(self._config.retry_s)
+
+    async def close(self) -> None:
+        """Take the key away; after `run` was cancelled."""
+        if self._lease:
+            with contextlib.suppress(PoolError):
+                await self._ask("lease/revoke", {"ID": str(self._lease)}, msgspec.Raw)
+        await self._client.aclose()
+
+    async def _session(self) -> None:
+        """From a new lease until something fails. Raises a group of PoolErrors."""
+        async with asyncio.TaskGroup() as tasks:
+            lease = None if self._node is None else await self._register(self._node)
+            known = await self._ask("kv/range", _range_body(self._prefix), _Range)
+            self._said = ""
+            before = self._nodes
+            self._nodes = {node.node: node for node in _nodes(known.kvs, self._prefix)}
+            self._found(list(self._nodes.values()))
+            for name in before.keys() - self._nodes.keys():
+                self._missing(name)  # or etcd came back empty; a probe will tell
+            if self._node is not None and self._node.node not in self._nodes:
+                raise PoolUnavailable("somebody deleted this node's key")
+            tasks.create_task(self._renew(lease, self._endpoint))
+            tasks.create_task(self._watch(known.header.revision + 1))
+
+    async def _register(self, node: NodeAddress) -> _Lease:
+        lease = await self._ask("lease/grant", {"TTL": str(self._config.lease_s)}, _Lease)
+        self._lease = lease.ID
+        value = msgspec.json.encode(_Entry(node.address, node.weight))
+        put = {"key": _b64(self._prefix + node.node), "value": _b64(value), "lease": str(lease.ID)}
+        await self._ask("kv/put", put, msgspec.Raw)
+        return lease
+
+    async def _renew(self, lease: _Lease | None, endpoint: int) -> None:
+        """Also watches the watch's endpoint: one that hangs, or whose host vanished, ends no stream. Without
+        a lease that is all.
+        """
+        while True:
+            await asyncio.sleep((self._config.lease_s if lease is None else lease.TTL) / RENEWALS)
+            if lease is None:
+                await self._ask("kv/range", {**_range(self._prefix), "count_only": True}, msgspec.Raw)
+            else:
+                line = await self._ask("lease/keepalive", {"ID": str(lease.ID)}, _LeaseLine)
+                if line.result.TTL <= 0:
+                    raise PoolUnavailable("the node's lease ended")
+            if self._endpoint != endpoint:
+                raise PoolUnavailable("etcd: an endpoint answers no more; the watch goes on at another")
+
+    async def _watch(self, revision: int) -> None:
+        body = {"create_request": {**_range(self._prefix), "start_revision": str(revision)}}
+        async for line in self._lines("watch", body):
+            answer = _parsed(line, _WatchLine)
+            if answer.error is not None or answer.result is None or answer.result.canceled:
+                raise PoolUnavailable(f"etcd ended the watch: {line[:200]}")
+            for event in answer.result.events:
+                self._happened(event)
+
+    def _happened(self, event: _Event) -> None:
+        """Raises PoolUnavailable when this node must write its key anew."""
+        if event.type == "DELETE":
+            name = _name(event.kv.key, self._prefix)
+            if self._node is not None and name == self._node.node:
+                raise PoolUnavailable("somebody deleted this node's key")
+            if self._nodes.pop(name, None) is not None:
+                self._found(list(self._nodes.values()))
+                self._gone(name)
+        else:
+            for node in _nodes([event.kv], self._prefix):
+                self._nodes[node.node] = node
+                self._found(list(self._nodes.values()))
+
+    async def _ask(self, path: str, body: Mapping[str, Any], type_: type[T]) -> T:
+        """Ask the endpoints in turn, the last good one first. Raises PoolError."""
+        problem = ""
+        for _ in self._config.endpoints:
+            try:
+                async with asyncio.timeout(self._config.timeout_s):
+                    return await self._post(path, body, type_)
+            except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, PoolUnavailable) as error:
+                problem = f"{self._url('')}: {_words(error)}"
+                self._endpoint += 1
+                self._token = ""
+            except PoolRefused:
+                self._token = ""
+                raise
+        raise PoolUnavailable(f"etcd: {problem}")
+
+    async def _post(self, path: str, body: Mapping[str, Any], type_: type[T]) -> T:
+        await self._authenticate()
+        answer = await self._client.post(self._url(path), json=body, headers=self._headers())
+        if _wants_new_token(answer):
+            self._token = ""
+            await self._authenticate()
+            answer = await self._client.post(self._url(path), json=body, headers=self._headers())
+        return _decoded(answer, type_)
+
+    async def _authenticate(self) -> None:
+        if self._config.username and not self._token:
+            answer = await self._client.post(self._url("auth/authenticate"), json=_credentials(self._config))
+            self._token = _decoded(answer, _Token).token
+
+    async def _lines(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[str]:
+        """A stream of answers, without a time-out: that etcd lives is what renewing the lease tells."""
+        timeout = httpx.Timeout(self._config.timeout_s, read=None)
+        try:
+            async with self._client.stream(
+                "POST", self._url(path), json=body, headers=self._headers(), timeout=timeout
+            ) as answer:
+                if answer.status_code != httpx.codes.OK:
+                    raise PoolUnavailable(f"etcd: {path}: status {answer.status_code}")
+                async for line in answer.aiter_lines():
+                    if line:
+                        yield line
+        except httpx.HTTPError as error:
+            raise PoolUnavailable(f"etcd: {self._url('')}: {_words(error)}") from error
+        raise PoolUnavailable("etcd ended the watch")
+
+    def _url(self, path: str) -> str:
+        endpoints = self._config.endpoints
+        return f"{endpoints[self._endpoint % len(endpoints)].rstrip('/')}/v3/{path}"
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": self._token} if self._token else {}
+
+
+def _prefix(config: EtcdConfig, cluster: str, kind: str) -> str:
+    return f"{config.prefix.rstrip('/')}/{cluster}/{kind}/"
+
+
+def _range_body(prefix: str) -> dict[str, str]:
+    return {**_range(prefix), "limit": str(MAX_NODES)}
+
+
+def _range(prefix: str) -> dict[str, str]:
+    """All keys that begin with the prefix: up to it with its last byte raised, as etcd has it."""
+    end = prefix.encode()
+    end = end[:-1] + bytes([end[-1] + 1])
+    return {"key": _b64(prefix), "range_end": _b64(end)}
+
+
+def _nodes(kvs: Iterable[_KeyValue], prefix: str) -> list[NodeAddress]:
+    """What others wrote under the prefix and is no node is passed over."""
+    found = []
+    for kv in kvs:
+        name = _name(kv.key, prefix)
+        try:
+            entry = msgspec.json.decode(base64.b64decode(kv.value), type=_Entry)
+        except (msgspec.MsgspecError, ValueError) as error:
+            logger.warning("etcd: %s%s is no node of a pool: %s", prefix, name, error)
+            continue
+        found.append(NodeAddress(name, entry.address, max(1, entry.weight)))
+    return sorted(found, key=lambda node: node.node)
+
+
+def _name(key: str, prefix: str) -> str:
+    return base64.b64decode(key).decode(errors="replace").removeprefix(prefix)
+
+
+def _b64(text: str | bytes) -> str:
+    return base64.b64encode(text.encode() if isinstance(text, str) else text).decode()
+
+
+def _credentials(config: EtcdConfig) -> dict[str, str]:
+    return {"name": config.username, "password": config.password}
+
+
+def _wants_new_token(answer: httpx.Response) -> bool:
+    """Tokens end after some minutes, and signed ones (JWT) with every change of users."""
+    code = answer.status_code
+    stale = code == httpx.codes.BAD_REQUEST and any(words in answer.text for words in STALE_TOKEN)
+    return code == REAUTHENTICATE or stale
+
+
+def _verify(config: EtcdConfig) -> ssl.SSLContext | bool:
+    """Raises ConfigError."""
+    try:
+        return ssl.create_default_context(cafile=config.ca_file) if config.ca_file else True
+    except OSError as error:  # ssl.SSLError too
+        raise ConfigError(f"etcd.ca_file {config.ca_file} holds no certificates: {error}") from error
+
+
+def _decoded(answer: httpx.Response, type_: type[T]) -> T:
+    """Raises PoolUnavailable, PoolRefused."""
+    if answer.is_server_error or answer.is_redirect or answer.status_code == REAUTHENTICATE:
+        raise PoolUnavailable(f"status {answer.status_code}: {answer.text[:200].strip()}")
+    if answer.status_code != httpx.codes.OK:
+        raise PoolRefused(f"etcd says: status {answer.status_code}: {answer.text[:200].strip()}")
+    return _parsed(answer.content, type_)
+
+
+def _parsed(text: str | bytes, type_: type[T]) -> T:
+    try:
+        return msgspec.json.decode(text, type=type_, strict=False)  # 64-bit numbers come as strings
+    except msgspec.MsgspecError as error:
+        raise PoolUnavailable(f"an answer that is not etcd's: {error}") from error
+
+
+def _words(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _first(group: BaseExceptionGroup[PoolError]) -> PoolError:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -1,0 +1,77 @@
+"""Workers in etcd: each keeps a key `<prefix>/<cluster>/workers/<role>/<host:port>` with its URL, under a
+lease that it renews; routers watch them (pdserve/router/fleet/etcd.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from msgspec import Meta
+
+from pdserve.discovery.config import EtcdConfig
+from pdserve.discovery.etcd import EtcdMembership
+from pdserve.errors import ConfigError
+from pdserve.kvpool.protocol.base import NodeAddress
+
+WORKERS = "workers"
+
+
+class WorkerEtcdConfig(EtcdConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where workers and routers meet; without endpoints they do not."""
+
+    cluster: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+            description="Routers find the workers that say the same name.",
+        ),
+    ] = "pool"
+
+
+def worker_key(role: str, url: str) -> NodeAddress:
+    """What a worker writes. Raises ConfigError for a URL that no router could use."""
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
+        raise ConfigError(f"advertise: {url!r} is not of the form http://HOST:PORT")
+    if parts.hostname in ("0.0.0.0", "::"):
+        raise ConfigError(f"advertise is needed: {url} is no address that a router can connect to")
+    return NodeAddress(f"{role}/{parts.netloc}", url, 1)
+
+
+class Registration:
+    """A worker's key, kept by a thread of its own from `start` to `stop`."""
+
+    def __init__(self, config: WorkerEtcdConfig, role: str, url: str) -> None:
+        """Raises ConfigError."""
+        self._membership = EtcdMembership(
+            config, config.cluster, worker_key(role, url), lambda _: None, lambda _: None, kind=WORKERS
+        )
+        self._loop = asyncio.new_event_loop()
+        self._stopped = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="worker-etcd", daemon=True)
+
+    def start(self) -> None:
+        """The worker is ready."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The worker ends: its key goes. Takes as long as etcd may, or the lease does it later."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopped.set)
+            self._thread.join()
+        self._loop.close()
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._keep())
+
+    async def _keep(self) -> None:
+        keeping = asyncio.create_task(self._membership.run())
+        await self._stopped.wait()
+        keeping.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await keeping
+        await self._membership.close()

@@ -1,0 +1,37 @@
+"""`pdserve model ...`: models made on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdserve.engine.demo.model import SIZES, make_demo_model
+
+app = typer.Typer(no_args_is_help=True, help="Models made on this machine.")
+
+
+@app.callback()
+def model() -> None:
+    """Models made on this machine."""
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Directory to write; created whole or not at all.")],
+    size: Annotated[
+        str, typer.Option(help=f"{' or '.join(SIZES)}: 2 M parameters for tests, 100 M for benchmarks.")
+    ] = "tiny",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random weights.")] = 0,
+) -> None:
+    """Make a small Qwen3 with random weights, a tokenizer and a chat template; nothing is downloaded.
+
+    A directory that already holds the same model is left as it is.
+    """
+    made = make_demo_model(size, out, seed)
+    state = "made" if made.created else "already there"
+    typer.echo(
+        f"{size} demo model {state}: {made.path} "
+        f"({made.parameters / 1e6:.1f} M parameters, {made.weight_bytes / 1e6:.0f} MB of weights)"
+    )

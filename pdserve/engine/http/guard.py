@@ -1,0 +1,123 @@
+"""Who may reach which route of a worker.
+
+SGLang's server has some ninety routes: generation beside others that flush caches, detach the storage
+backend, read or replace weights and stop generation, all open to whoever reaches the port. Its own
+`--admin-api-key` would guard some of them, and stand in its log. So:
+
+| worker | health, metrics | generation, `/pd/*` | everything else |
+|---|---|---|---|
+| with the cluster's token | all | who has the token | who has the token |
+| without one | all | all | this host |
+
+The token comes as `Authorization: Bearer TOKEN`; the router sends it. Lists say what is open, so a route
+that a next SGLang adds is not. SGLang asks its own server for a first generation while it starts: until it
+is ready, this host may do so without the token.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+from pdserve.engine.drain import Drain
+from pdserve.engine.http.connection import AsgiApp, Receive, Scope, Send, answer, stopping
+from pdserve.errors import RequestError
+from pdserve.tokens import bearer, digest, same
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/metrics/", "/pd/ready"})
+"""For probes and Prometheus, whatever the configuration."""
+SERVING_PATHS = frozenset(
+    {
+        *("/generate", "/tokenize", "/detokenize", "/encode", "/classify", "/ping"),
+        *("/model_info", "/get_model_info", "/health_generate"),
+    }
+)
+SERVING_PREFIXES = ("/v1/", "/pd/")
+"""What a worker without a token serves to all: what a router and an OpenAI client need."""
+
+
+class Starting:
+    """Whether SGLang still starts."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def end(self) -> None:
+        """SGLang has asked itself what it asks at the start."""
+        self.is_over = True
+
+
+class Guard:
+    """ASGI middleware; the outermost one."""
+
+    def __init__(self, app: AsgiApp, token: str, starting: Starting) -> None:
+        self._app = app
+        self._digest = digest(token)
+        self._starting = starting
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or (refusal := self._refusal(scope)) is None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await receive()  # the handshake; closed before it is accepted, it is answered 403
+            await send({"type": "websocket.close", "code": 1008, "reason": str(refusal)})
+        else:
+            await answer(send, refusal)
+
+    def _refusal(self, scope: Scope) -> RequestError | None:
+        path = scope["path"]
+        if path in OPEN_PATHS:
+            return None
+        is_here = _is_this_host(scope)
+        if not self._digest:
+            if path in SERVING_PATHS or path.startswith(SERVING_PREFIXES) or is_here:
+                return None
+            return RequestError(
+                403,
+                f"{path} is for this host alone: a worker with cluster_token lets in who has the token",
+                type_="permission_error",
+                code="no_cluster_token",
+            )
+        if is_here and not self._starting.is_over:
+            return None
+        shown = bearer(next((value for name, value in scope["headers"] if name == b"authorization"), None))
+        if same(digest(shown), self._digest):
+            return None
+        return RequestError(
+            401,
+            "a worker asks for the cluster's token: send `Authorization: Bearer TOKEN`, or ask the router",
+            type_="authentication_error",
+            code="invalid_cluster_token",
+        )
+
+
+class Draining:
+    """ASGI middleware: counts what is answered while a worker drains, and refuses what comes after that."""
+
+    def __init__(self, app: AsgiApp, drain: Drain) -> None:
+        self._app = app
+        self._drain = drain
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+        elif self._drain.is_closed:
+            await answer(send, stopping())
+        else:
+            self._drain.running += 1
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._drain.running -= 1
+
+
+def _is_this_host(scope: Scope) -> bool:
+    """The client's address is a loopback one, or the one it came to."""
+    client, server = scope.get("client"), scope.get("server")
+    if not client:
+        return False
+    try:
+        address = ipaddress.ip_address(client[0])
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback or (server is not None and client[0] == server[0])

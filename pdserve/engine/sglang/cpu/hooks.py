@@ -1,0 +1,202 @@
+"""Every place in SGLang that is changed on a machine without an accelerator, as one table.
+
+A hook names a module, an attribute in it and the parameters that SGLang calls it with; the start-up
+self-check reads the same table, so what is applied is what is checked.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pdserve.engine.sglang.cpu import attention, copies, hashing, streams
+
+MHA_HOST_POOL = "sglang.srt.mem_cache.pool_host.mha"
+HOST_POOL_BASE = "sglang.srt.mem_cache.pool_host.base"
+SCHEDULER = "sglang.srt.managers.scheduler"
+HASH_USER = "sglang.srt.mem_cache.utils"
+ATTENTION_BACKEND = "sglang.srt.layers.attention.torch_native_backend"
+
+_REST_S = 0.001  # little beside what moving a batch of pages takes
+_HOST_MEMORY_RESERVE_BYTES = 1024**3
+_MARK = "__pdserve_cpu__"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One attribute of SGLang that is replaced.
+
+    `attribute` may be dotted (class and method). `parameters` are the names that must be among the original's
+    parameters; None where SGLang has no such attribute on CPU (imported only with CUDA) or it is no function.
+    `replace` maps the original (or None) to what takes its place.
+    """
+
+    module: str
+    attribute: str
+    parameters: tuple[str, ...] | None
+    replace: Callable[[Any], Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.attribute}"
+
+    def owner(self) -> tuple[Any, str]:
+        """(object that holds the attribute, attribute's last name); raises ImportError or AttributeError."""
+        owner: Any = importlib.import_module(self.module)
+        *path, last = self.attribute.split(".")
+        for part in path:
+            owner = getattr(owner, part)
+        return owner, last
+
+
+def _unpinned(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def without_pinning(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs["pin_memory"] = False
+        init(self, *args, **kwargs)
+
+    return without_pinning
+
+
+def _resting(on_idle: Callable[[Any], None]) -> Callable[[Any], None]:
+    """While pages are copied, put or got and nothing can be computed, SGLang's scheduler polls for the end of
+    it without a pause. Here the threads that move the pages, and the other workers, want that processor.
+    """
+
+    @functools.wraps(on_idle)
+    def idle(scheduler: Any) -> None:
+        on_idle(scheduler)
+        if not scheduler.is_fully_idle():
+            time.sleep(_REST_S)
+
+    return idle
+
+
+def _publishing(stash_chunked_request: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """A chunk's pages go to the pool while the next chunk is computed. SGLang submits their copy to host
+    memory after launching the next chunk, which on a GPU is at once; here it is when that one has been
+    computed.
+    """
+
+    @functools.wraps(stash_chunked_request)
+    def stash(scheduler: Any, req: Any) -> None:
+        stash_chunked_request(scheduler, req)
+        scheduler.tree_cache.check_hicache_events()  # copies, and as copies are done at once here, stores
+
+    return stash
+
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(MHA_HOST_POOL, "transfer_kv_direct", None, lambda _: copies.transfer_kv_direct),
+    Hook(
+        MHA_HOST_POOL,
+        "transfer_kv_per_layer_direct_pf_lf",
+        None,
+        lambda _: copies.transfer_kv_per_layer_direct_pf_lf,
+    ),
+    Hook(
+        MHA_HOST_POOL,
+        "transfer_kv_all_layer_direct_lf_pf",
+        None,
+        lambda _: copies.transfer_kv_all_layer_direct_lf_pf,
+    ),
+    Hook(
+        HOST_POOL_BASE,
+        "HostKVCache.__init__",
+        ("dtype", "page_size", "layout", "pin_memory", "device", "allocator_type"),
+        _unpinned,
+    ),
+    Hook(HOST_POOL_BASE, "HICACHE_HOST_MEMORY_RESERVE_BYTES", None, lambda _: _HOST_MEMORY_RESERVE_BYTES),
+    Hook(
+        HASH_USER,
+        "get_native_hash",
+        ("token_ids", "prior_digest", "page_size"),
+        lambda _: hashing.get_native_hash,
+    ),
+    Hook(
+        ATTENTION_BACKEND,
+        "TorchNativeAttnBackend._run_sdpa_forward_extend",
+        (
+            "query",
+            "output",
+            "k_cache",
+            "v_cache",
+            "req_to_token",
+            "req_pool_indices",
+            "seq_lens",
+            "extend_prefix_lens",
+            "extend_seq_lens",
+            "encoder_lens",
+            "scaling",
+            "enable_gqa",
+            "causal",
+            "is_cross_attn",
+            "sliding_window_size",
+        ),
+        attention.extend_new_queries_only,
+    ),
+)
+SCHEDULER_HOOKS: tuple[Hook, ...] = (
+    Hook(SCHEDULER, "Scheduler.on_idle", ("self",), _resting),
+    Hook(SCHEDULER, "Scheduler.stash_chunked_request", ("self", "req"), _publishing),
+)
+"""For the scheduler's process alone: others need not import it."""
+
+
+def apply(hooks: tuple[Hook, ...] = HOOKS) -> None:
+    """Put these hooks in place in this process; again is a no-op.
+
+    Raises ImportError or AttributeError when SGLang lacks a place that the self-check should have named
+    before.
+    """
+    setattr(torch.cpu, "Event", streams.Event)  # noqa: B010  a class is replaced, which types do not allow
+    setattr(torch.cpu, "Stream", streams.Stream)  # noqa: B010
+    for hook in hooks:
+        owner, last = hook.owner()
+        original = getattr(owner, last, None)
+        if getattr(original, _MARK, False) or (not callable(original) and original == hook.replace(original)):
+            continue
+        replacement = hook.replace(original)
+        if callable(replacement):
+            setattr(replacement, _MARK, True)
+        setattr(owner, last, replacement)
+
+
+def missing() -> Iterator[str]:
+    """Names of hooks whose place in the installed SGLang is gone or takes other parameters, one reason each.
+
+    Read before `apply`.
+    """
+    for hook in (*HOOKS, *SCHEDULER_HOOKS):
+        try:
+            owner, last = hook.owner()
+        except (ImportError, AttributeError) as error:
+            yield f"{hook.name} ({error})"
+            continue
+        original = getattr(owner, last, None)
+        if hook.parameters is None or getattr(original, _MARK, False):
+            continue
+        if original is None:
+            yield f"{hook.name} (not there)"
+            continue
+        unknown = set(hook.parameters) - set(inspect.signature(original).parameters)
+        if unknown:
+            yield f"{hook.name} (no parameter {', '.join(sorted(unknown))})"
+    yield from _unused_copies()
+
+
+def _unused_copies() -> Iterator[str]:
+    """The three copies have no original on CPU to compare with: SGLang's code must still call
+    them by name.
+    """
+    source = inspect.getsource(importlib.import_module(MHA_HOST_POOL))
+    for hook in HOOKS:
+        if hook.module == MHA_HOST_POOL and f"{hook.attribute}(" not in source:
+            yield f"{hook.name} (no longer called)"

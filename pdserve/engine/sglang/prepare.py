@@ -1,0 +1,69 @@
+"""What a process needs around its first import of SGLang, decided by the environment a worker hands to its
+children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+
+from pdserve.engine.device import ENGINE_ENV, NO_COMPILER_ENV, SGLANG_CPU_ENV, Device
+
+
+def choose(device: Device) -> None:
+    """Record the device for this process and its children, and prepare this process for importing SGLang."""
+    os.environ[ENGINE_ENV] = device
+    if device == "cpu":
+        os.environ[SGLANG_CPU_ENV] = "1"
+        # nothing is compiled on CPU, and to import the compiler is a fifth of a start
+        os.environ[NO_COMPILER_ENV] = "1"
+    before_sglang()
+
+
+@contextlib.contextmanager
+def without_gc() -> Iterator[None]:
+    """No garbage collection in the block, and none ever of what the block leaves.
+
+    For imports of SGLang: they make millions of objects that stay, and a quarter of their time would go into
+    looking through these again and again.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def before_sglang() -> None:
+    """On CPU, install the `sgl_kernel` stand-in; elsewhere, or in no pdserve worker, do nothing."""
+    if os.environ.get(ENGINE_ENV) == "cpu":
+        from pdserve.engine.sglang.cpu import stand_in
+
+        stand_in.install()
+        # What has no CPU version says so once per process while SGLang is imported; here that is no news.
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
+        logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
+
+
+def after_sglang() -> None:
+    """On CPU, put the hooks in place; imports SGLang."""
+    if os.environ.get(ENGINE_ENV) == "cpu":
+        from pdserve.engine.sglang.cpu import hooks
+
+        hooks.apply()
+
+
+def in_scheduler() -> None:
+    """Put what is for the scheduler's own process in place; imports it."""
+    from pdserve.engine.sglang import pulls
+
+    pulls.in_scheduler()
+    if os.environ.get(ENGINE_ENV) == "cpu":
+        from pdserve.engine.sglang.cpu import hooks
+
+        hooks.apply(hooks.SCHEDULER_HOOKS)

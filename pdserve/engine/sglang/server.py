@@ -1,0 +1,272 @@
+"""SGLang's own HTTP server, in this process, with our routes added and a quick, quiet end.
+
+    with until_stopped():
+        drain = Drain(...)
+        device = prepare_engine(config)                     # checks; only now may SGLang be imported
+        argv = server_argv(config, role, device, storage)
+        identity = ... parse_args(argv) ...                 # what SGLang makes of the arguments
+        serve(argv, drain, configure_app=add_our_routes)    # until SIGTERM or Ctrl-C
+
+The end: the worker drains (drain.py), unless one of SGLang's processes has failed. Then what still runs is
+aborted, the schedulers asked to release what they hold (a storage backend closes its connections there), the
+HTTP server stopped, every child killed. Children die with this process even when it is killed outright:
+SGLang sets PR_SET_PDEATHSIG in each.
+
+SGLang's own end (0.5.23, `sigterm_watchdog`) looks every 5 s, waits for running requests without a limit, and
+takes new ones meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from pdserve.engine.args import server_argv
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.device import Device, choose_device
+from pdserve.engine.drain import Client, Drain
+from pdserve.engine.model_dir import check_address, check_model_dir
+from pdserve.engine.sglang import prepare, selfcheck
+from pdserve.errors import ConfigError, StartupError
+
+logger = logging.getLogger(__name__)
+
+_ABORT_S = 1.0  # for aborted requests to be answered
+_RELEASE_S = 2.0  # for schedulers to release what they hold
+_STOP_S = 6.0  # beyond the drain, after which the process ends without asking again
+_POLL_S = 0.05
+
+
+@contextlib.contextmanager
+def until_stopped() -> Iterator[None]:
+    """SIGTERM and SIGINT end the block quietly, wherever it stands. Main thread only."""
+
+    def stop(_signum: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    except KeyboardInterrupt:
+        logger.info("stopped")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def prepare_engine(config: EngineConfig) -> Device:
+    """Check everything that can be checked before SGLang starts, and prepare this process to import it.
+
+    Raises ConfigError for settings that cannot work; StartupError for the model path, the address, the
+    accelerator, or an SGLang that does not fit.
+    """
+    check_model_dir(config.model_path)
+    check_address(config.host, config.port)
+    selfcheck.sglang_version()
+    device = choose_device(config.device)
+    server_argv(config, "agg", device, {})  # refuses what no role can have, before anything slow
+    prepare.choose(device)
+    with prepare.without_gc():
+        selfcheck.check(device)
+        prepare.after_sglang()
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
+    return device
+
+
+def parse_args(argv: list[str]) -> Any:
+    """SGLang's ServerArgs for `argv`, not resolved yet.
+
+    Raises ConfigError with SGLang's own last line when it does not accept the words.
+    """
+    from sglang.srt.server_args import prepare_server_args
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return prepare_server_args(argv)
+    except SystemExit as error:
+        line = (said.getvalue().strip().splitlines() or ["no reason given"])[-1]
+        raise ConfigError(
+            f"SGLang does not accept these flags: {line.partition('error: ')[2] or line}"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"SGLang does not accept these flags: {error}") from error
+
+
+def serve(
+    argv: list[str],
+    drain: Drain,
+    *,
+    configure_app: Callable[[Any], None] | None = None,
+    on_ready: Callable[[], None] | None = None,
+) -> None:
+    """Run SGLang's server until it is stopped; `prepare_engine` must have run in this process.
+
+    `configure_app` gets SGLang's FastAPI app before it serves; `on_ready` is called, in another thread, once
+    a first generation has gone through. Raises ConfigError for words SGLang does not accept, StartupError
+    when it does not start or one of its processes dies.
+    """
+    from sglang.srt.entrypoints import engine, http_server
+    from sglang.srt.utils import kill_process_tree
+
+    from pdserve.engine.sglang import children
+
+    server_args = parse_args(argv)
+    if configure_app is not None:
+        configure_app(http_server.app)
+    ending = _Ending(drain)
+    drain.add(lambda: ending.unfinished)
+
+    def init_tokenizer_manager(*args: Any, **kwargs: Any) -> Any:
+        # By now the children run, and SGLang's own handler, which kills this process outright, is in place.
+        signal.signal(signal.SIGQUIT, _child_failed)
+        manager, templates = engine.init_tokenizer_manager(*args, **kwargs)
+        manager.signal_handler_class = ending.handler_class()
+        return manager, templates
+
+    try:
+        http_server.launch_server(
+            server_args,
+            init_tokenizer_manager_func=init_tokenizer_manager,
+            run_scheduler_process_func=children.run_scheduler_process,
+            run_detokenizer_process_func=children.run_detokenizer_process,
+            launch_callback=on_ready,
+        )
+    except (RuntimeError, ValueError, AssertionError) as error:  # what SGLang raises for what it cannot run
+        raise StartupError(f"SGLang did not start: {_first_line(error)}") from error
+    finally:
+        ending.over()
+        with contextlib.suppress(RuntimeError):  # a child that cannot be reaped in time
+            kill_process_tree(os.getpid(), include_parent=False, wait_timeout=_RELEASE_S)
+    if ending.failed:
+        raise StartupError("SGLang ended: one of its processes failed, its last words are above")
+
+
+def clients() -> set[Client]:
+    """Who holds a connection to this process."""
+    import psutil
+
+    found = psutil.Process().net_connections("tcp")
+    return {(c.raddr.ip, c.raddr.port) for c in found if c.raddr and c.status == psutil.CONN_ESTABLISHED}
+
+
+def _child_failed(_signum: int, _frame: FrameType | None) -> None:
+    raise StartupError("SGLang did not start: one of its processes failed, its last words are above")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+class _Ending:
+    """The end of a running server: once, bounded in time, in SGLang's order."""
+
+    def __init__(self, drain: Drain) -> None:
+        self.failed = False
+        self._drain = drain
+        self._manager: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._last_resort: threading.Timer | None = None
+
+    def handler_class(self) -> Callable[[Any], Any]:
+        """What SGLang instantiates in its event loop, with the tokenizer manager, in place of its
+        SignalHandler.
+        """
+        ending = self
+
+        class Handler:
+            def __init__(self, manager: Any) -> None:
+                self._manager = manager
+                # SGLang registers SIGTERM and SIGQUIT itself
+                asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self.sigterm_handler)
+
+            def sigterm_handler(self, signum: Any = None, frame: Any = None) -> None:
+                ending.begin(self._manager)
+
+            def running_phase_sigquit_handler(self, signum: Any = None, frame: Any = None) -> None:
+                ending.failed = True
+                ending.begin(self._manager)
+
+        return Handler
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that SGLang has."""
+        return len(self._manager.rid_to_state)
+
+    def begin(self, manager: Any) -> None:
+        """Start the end, in the event loop; again ends the drain at once."""
+        loop = asyncio.get_running_loop()
+        self._manager = manager
+        self._drain.begin(time.monotonic())
+        self._give_up_in(self._drain.left_s(time.monotonic()) + _STOP_S)
+        if self._task is None:
+            self._task = loop.create_task(self._end(manager))
+
+    def _give_up_in(self, seconds: float) -> None:
+        self.over()
+        self._last_resort = threading.Timer(seconds, self._give_up)
+        self._last_resort.daemon = True
+        self._last_resort.start()
+
+    def over(self) -> None:
+        """The server has returned: nothing is left to force."""
+        if self._last_resort is not None:
+            self._last_resort.cancel()
+
+    async def _end(self, manager: Any) -> None:
+        from sglang.srt.managers.io_struct import ShutdownReq
+
+        while not self.failed and not self._drain.is_over(time.monotonic()):  # noqa: ASYNC110 - by many causes
+            await asyncio.sleep(_POLL_S)
+        self._drain.is_closed = True
+        self._give_up_in(_STOP_S)
+        if manager._subprocess_watchdog is not None:
+            manager._subprocess_watchdog.stop()  # children that end now are no crash
+        if not self.failed:
+            manager.pdserve_stopping = True  # what is aborted now is not answered as if it were complete
+            manager.abort_request(abort_all=True)
+            await _until(lambda: not manager.rid_to_state, _ABORT_S)
+            manager._dispatch_to_scheduler(ShutdownReq())
+            await _until(lambda: not _schedulers(), _RELEASE_S)
+        if manager._server_stop_hook is not None:
+            manager._server_stop_hook()
+
+    def _give_up(self) -> None:
+        from sglang.srt.utils import kill_process_tree
+
+        logger.warning("connections that are still open are cut")
+        with contextlib.suppress(RuntimeError):  # a child that cannot be reaped in time
+            kill_process_tree(os.getpid(), include_parent=False, wait_timeout=_RELEASE_S)
+        os._exit(1 if self.failed else 0)
+
+
+def _schedulers() -> list[Any]:
+    import psutil
+
+    running = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE and "sglang::scheduler" in " ".join(
+                process.cmdline()
+            ):
+                running.append(process)
+    return running
+
+
+async def _until(done: Callable[[], bool], timeout_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + timeout_s
+    while not done() and loop.time() < deadline_s:  # noqa: ASYNC110  nothing announces either
+        await asyncio.sleep(_POLL_S)

@@ -1,0 +1,103 @@
+"""`pdserve pool ls`: the pages of a namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Final
+
+import typer
+
+from pdserve.errors import PoolError
+from pdserve.kvpool.admin.node_client import (
+    TIMEOUT_S,
+    Address,
+    Json,
+    NodeClient,
+    Timeout,
+    Token,
+    TokenFile,
+    all_nodes,
+    chosen_token,
+    in_parallel,
+)
+from pdserve.kvpool.admin.tables import as_json, make_console, make_table, size
+from pdserve.kvpool.protocol.cluster_messages import ListPages, PageEntry, PageList
+from pdserve.kvpool.protocol.messages import NodeAddress
+
+BATCH_PAGES: Final = 1024
+
+
+def ls(
+    address: Address,
+    namespace: Annotated[str, typer.Argument(help="Name of the namespace; `pool status` lists them.")],
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Pages shown of each node.")] = 50,
+    everyone: Annotated[bool, typer.Option("--all", help="Every node that this one knows.")] = False,
+    as_json_: Json = False,
+    token: Token = "",
+    token_file: TokenFile = None,
+    timeout: Timeout = TIMEOUT_S,
+) -> None:
+    """List pages of a namespace: key, length, where it lies, who reads it."""
+    secret = chosen_token(token, token_file)
+    nodes = all_nodes(address, secret, timeout) if everyone else [NodeAddress("", address)]
+
+    def listed(node: NodeAddress) -> list[PageEntry]:
+        with NodeClient(node.address, secret, timeout) as client:
+            # one more than is shown, to know whether there are more
+            return [page for page, _ in zip(pages(client, namespace), range(limit + 1), strict=False)]
+
+    found = in_parallel(nodes, listed)
+    errors = [each for each in found if isinstance(each, PoolError)]
+    if len(errors) == len(nodes):
+        raise errors[0]
+    _show(namespace, nodes, found, limit, as_json_)
+    for error in errors:
+        typer.echo(f"pdserve pool: {error}", err=True)
+
+
+def pages(node: NodeClient, namespace: str) -> Iterator[PageEntry]:
+    """All pages of the namespace on the node, asked for as they are taken."""
+    cursor = 0
+    while True:
+        batch = node.ask(lambda i, at=cursor: ListPages(i, namespace, at, BATCH_PAGES), PageList)  # type: ignore[misc]
+        yield from batch.pages
+        cursor = batch.cursor
+        if not cursor:
+            return
+
+
+def _show(
+    namespace: str,
+    nodes: list[NodeAddress],
+    found: list[list[PageEntry] | PoolError],
+    limit: int,
+    json: bool,
+) -> None:
+    by_node = [(node, each) for node, each in zip(nodes, found, strict=True) if isinstance(each, list)]
+    if json:
+        for node, entries in by_node:
+            for page in entries[:limit]:
+                row = {name: getattr(page, name) for name in page.__struct_fields__}
+                typer.echo(as_json({"node": node.node, **row} if node.node else row))
+        return
+    several = any(node.node for node in nodes)
+    left = 2 if several else 1
+    headings = ["key", *(["node"] if several else []), "bytes", "place", "pins", "heat", "replica"]
+    table = make_table(f"pages of {namespace}", *headings, left=left)
+    for node, entries in by_node:
+        for page in entries[:limit]:
+            where = [node.node] if several else []
+            heat = f"{page.heat:.2g}" if page.heat else "-"
+            cells = (
+                size(page.length_bytes),
+                page.place,
+                f"{page.pins:,}",
+                heat,
+                "yes" if page.replica else "-",
+            )
+            table.add_row(page.key.hex()[:32], *where, *cells)
+    more = any(len(entries) > limit for _, entries in by_node)
+    console = make_console()
+    console.print(table if table.row_count else f"{namespace} has no pages here")
+    if more:
+        console.print(f"more than {limit} pages: --limit shows more")

@@ -1,0 +1,121 @@
+"""Asking pool nodes, for the command line: one question to one node, or the same to all at once.
+
+Every question has a deadline; who does not answer is an error of that node alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Final, TypeAlias, TypeVar
+
+import typer
+
+from pdserve.errors import ConfigError, PoolError
+from pdserve.kvpool.protocol.cluster_messages import LEFT
+from pdserve.kvpool.protocol.frames import expected
+from pdserve.kvpool.protocol.messages import NodeAddress, Reply, Request, Status, StatusReport
+from pdserve.kvpool.transports.control import ControlChannel, make_hello
+
+R = TypeVar("R", bound=Reply)
+T = TypeVar("T")
+
+TIMEOUT_S: Final = 5.0
+MAX_PARALLEL: Final = 32  # nodes asked at the same time
+
+Address: TypeAlias = Annotated[str, typer.Argument(help="Control address: unix:/path or tcp:host:port.")]
+Json: TypeAlias = Annotated[bool, typer.Option("--json", help="JSON for programs.")]
+Token: TypeAlias = Annotated[
+    str,
+    typer.Option("--token", envvar="PDSERVE_POOL_TOKEN", help="Token to present, where one is needed."),
+]
+TokenFile: TypeAlias = Annotated[
+    Path | None, typer.Option("--token-file", help="File with the token; keeps it off the command line.")
+]
+Timeout: TypeAlias = Annotated[
+    float, typer.Option("--timeout", metavar="SECONDS", min=0.01, help="Time for each node to answer.")
+]
+
+
+def chosen_token(token: str, token_file: Path | None) -> str:
+    """The token of these options. Raises ConfigError when the file cannot be read."""
+    if token_file is None:
+        return token.strip()
+    try:
+        return token_file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--token-file {token_file}: cannot be read: {error}") from None
+
+
+class NodeClient:
+    """A connection to one node, for questions only. Raises PoolError from everything."""
+
+    def __init__(self, address: str, token: str = "", timeout_s: float = TIMEOUT_S) -> None:
+        self.address = address
+        self._timeout_s = timeout_s
+        hello = make_hello("pdserve pool", "", "none", token)
+        self._channel = ControlChannel.connect(address, hello, time.monotonic() + timeout_s)
+        self._last_id = 0
+
+    @property
+    def nodes(self) -> list[NodeAddress]:
+        """The ring that the node told at the start."""
+        return self._channel.welcome.nodes
+
+    def ask(self, make: Callable[[int], Request], kind: type[R], timeout_s: float | None = None) -> R:
+        """The answer to `make(id)`. Raises PoolRefused for a Fault, PoolUnavailable, PoolTimeout."""
+        self._last_id += 1
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        return expected(self._channel.call(make(self._last_id), deadline), kind, self.address)
+
+    def status(self) -> StatusReport:
+        """How the node is."""
+        return self.ask(Status, StatusReport)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> NodeClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def ask(
+    address: str, make: Callable[[int], Request], kind: type[R], token: str = "", timeout_s: float = TIMEOUT_S
+) -> R:
+    """One question to one node. Raises PoolError, ConfigError."""
+    with NodeClient(address, token, timeout_s) as node:
+        return node.ask(make, kind)
+
+
+def fetch_status(address: str, deadline: float) -> StatusReport:
+    """How the node is. Raises PoolUnavailable, PoolTimeout, PoolRefused, ConfigError."""
+    return ask(address, Status, StatusReport, timeout_s=deadline - time.monotonic())
+
+
+def all_nodes(address: str, token: str, timeout_s: float) -> list[NodeAddress]:
+    """Every node that the one at `address` knows, itself too, by name; not those that left in good order."""
+    with NodeClient(address, token, timeout_s) as node:
+        report = node.status()
+        ring = node.nodes
+    addresses = {each.node: each.address for each in ring}
+    addresses |= {member.node: member.address for member in report.members if member.status != LEFT}
+    addresses[report.node] = address  # as we reached it
+    return [NodeAddress(name, addresses[name]) for name in sorted(addresses)]
+
+
+def in_parallel(nodes: Iterable[NodeAddress], work: Callable[[NodeAddress], T]) -> list[T | PoolError]:
+    """`work(node)` of each, or its PoolError, in order."""
+
+    def guarded(node: NodeAddress) -> T | PoolError:
+        try:
+            return work(node)
+        except PoolError as error:
+            return error
+
+    with ThreadPoolExecutor(MAX_PARALLEL) as threads:
+        return list(threads.map(guarded, nodes))

@@ -1,0 +1,59 @@
+"""Which transport a client uses: what its configuration forces, or what the node chooses when it is left to
+it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from pdserve.errors import StartupError
+from pdserve.kvpool.client.config import PoolClientConfig
+from pdserve.kvpool.protocol.address import is_remote
+from pdserve.kvpool.transports.base import Connection, OnView
+from pdserve.kvpool.transports.control import ControlChannel, make_hello
+from pdserve.kvpool.transports.shm import ShmConnection, host_id
+
+
+class ConfiguredConnector:
+    """Connects as the configuration says. With `auto` the node decides: mapped memory on its own host, else
+    UCX.
+    """
+
+    def __init__(self, config: PoolClientConfig, name: str) -> None:
+        self._config = config
+        self._name = name
+        self._host_id = host_id()
+        if _takes_ucx(config):  # now, because an operation's time-out may be shorter than loading takes
+            _load_ucx()
+
+    def connect(self, address: str, deadline: float, on_view: OnView | None = None) -> Connection:
+        """Raises PoolUnavailable, PoolTimeout or PoolRefused."""
+        config = self._config
+        views = on_view is not None
+        hello = make_hello(self._name, self._host_id, config.data_path, config.token, views=views)
+        channel = ControlChannel.connect(address, hello, deadline, on_view)
+        if channel.welcome.data_path == "shm":
+            return ShmConnection.open(channel, self._config.checksum, deadline)
+        from pdserve.kvpool.transports.ucx_client import UcxConnection
+
+        return UcxConnection.open(channel, self._config.ucx, self._config.checksum, deadline)
+
+
+def _takes_ucx(config: PoolClientConfig) -> bool:
+    """Whether this client moves pages by UCX, as far as can be told before a node has answered."""
+    if config.data_path != "auto":
+        return config.data_path == "ucx"
+    return any(is_remote(ref.address) for ref in config.nodes)
+
+
+def _load_ucx() -> None:
+    """Only where it is used: it costs a second of CPU and 170 MB."""
+    from pdserve.kvpool.transports.ucx import UcxLibrary
+
+    with contextlib.suppress(StartupError):  # who connects is told
+        UcxLibrary()
+
+
+def connector_for(config: PoolClientConfig, name: str) -> ConfiguredConnector:
+    """`name` says in the node's log who connected."""
+    return ConfiguredConnector(config, name)

@@ -1,0 +1,37 @@
+"""The Prometheus metrics of a pool client, with their meanings. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pdserve.metric import Definition
+
+CLIENT_PREFIX: Final = "pdserve_pool_client_"
+
+
+CLIENT_METRICS: Final = (
+    Definition(
+        "pages",
+        "counter",
+        ("result",),
+        "KV pages by what became of them: read, missed, written, present (another had written it), refused "
+        "(no room), lost, corrupt, and of those read: fallback, replica, ssd (a node brought them up from a "
+        "tier below its memory).",
+        CLIENT_PREFIX,
+    ),
+    Definition(
+        "bytes", "counter", ("direction",), "KV bytes read from the pool, written to it.", CLIENT_PREFIX
+    ),
+    Definition(
+        "transfer_seconds",
+        "histogram",
+        ("direction",),
+        "A batch of pages read, written, from the first question to the last byte. Throughput is the rate of "
+        "the bytes over the rate of this sum.",
+        CLIENT_PREFIX,
+    ),
+    Definition(
+        "failures", "counter", (), "Node operations cut short by an error or a deadline.", CLIENT_PREFIX
+    ),
+)
+"""A worker's, of its connection to the pool."""

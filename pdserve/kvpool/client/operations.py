@@ -1,0 +1,193 @@
+"""One node's part of a batch: ask, read and write pages over one connection, and count what became of them.
+
+Used by one thread per connection. Nothing here decides which node to ask, or whether to ask again: see
+client.py and link.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from pdserve.errors import PoolRefused
+from pdserve.kvpool.client.connection_pool import OpenConnection
+from pdserve.kvpool.namespaces.access import ADMIN, WRITE
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.frames import expected
+from pdserve.kvpool.protocol.page_bytes import PageBuffers
+from pdserve.kvpool.transports.base import CORRUPT, OK
+
+logger = logging.getLogger(__name__)
+R = TypeVar("R", bound=m.Reply)
+
+# what became of one page of a put
+UNSTORED: Final = 0
+STORED: Final = 1  # in the pool, or on its way there by another writer
+MOVED: Final = 2  # not stored: another node owns it by now
+
+
+@dataclass
+class ClientCounters:
+    """What a client did; monotonic. `failures` are node operations cut short by an error or a deadline."""
+
+    pages_read: int = 0
+    pages_missed: int = 0
+    pages_written: int = 0
+    pages_present: int = 0  # writes not needed: it was there, or another client was writing it
+    pages_refused: int = 0  # writes the pool had no room for
+    pages_lost: int = 0  # reads whose lease ended during the copy
+    pages_corrupt: int = 0  # reads whose checksum did not match
+    pages_fallback: int = (
+        0  # of those read: not by the node asked first, while pages moved or after replicas went
+    )
+    pages_replica: int = 0  # of those read: from a replica of a hot page
+    pages_ssd: int = 0  # of those read: the node had to bring them up from a tier (SSD, directory)
+    bytes_read: int = 0
+    bytes_written: int = 0
+    failures: int = 0
+
+
+class Tally:
+    """Counts for several threads."""
+
+    def __init__(self) -> None:
+        self.counters = ClientCounters()
+        self._lock = threading.Lock()
+
+    def add(self, **amounts: int) -> None:
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self.counters, name, getattr(self.counters, name) + amount)
+
+
+def expect(opened: OpenConnection, request: m.Request, kind: type[R], deadline: float) -> R:
+    """The reply of the wanted kind. Raises PoolRefused for a Fault, and what `Connection.call` raises."""
+    return expected(opened.call(request, deadline), kind, opened.node)
+
+
+def exists(opened: OpenConnection, keys: list[bytes], deadline: float) -> list[bool]:
+    """Which keys are committed there. Raises PoolError."""
+    request = m.Exists(opened.next_id(), opened.namespace, keys)
+    return _mask(opened, expect(opened, request, m.Present, deadline), keys)
+
+
+def wait(opened: OpenConnection, keys: list[bytes], timeout_s: float, deadline: float) -> list[bool]:
+    """Which keys are committed there, after at most `timeout_s` or once all are. Raises PoolError."""
+    request = m.Wait(opened.next_id(), opened.namespace, keys, timeout_s)
+    return _mask(opened, expect(opened, request, m.Present, deadline), keys)
+
+
+def read(
+    opened: OpenConnection, keys: list[bytes], pages: list[PageBuffers], deadline: float, tally: Tally
+) -> tuple[list[bool], list[int]]:
+    """Read pages into their buffers: which were, and how many replicas the node knows of each.
+
+    Raises PoolError; then, too, nothing writes into the buffers any more.
+    """
+    segment_bytes = [segment.nbytes for segment in pages[0]]
+    request = m.Get(opened.next_id(), opened.namespace, keys, segment_bytes)
+    got = expect(opened, request, m.Got, deadline)
+    pins = got.pins
+    _check_length(opened, pins, keys)
+    held = [i for i, pin in enumerate(pins) if pin.status == m.HIT]
+    result = [False] * len(keys)
+    if held:
+        outcomes = opened.connection.read_pages([pins[i] for i in held], [pages[i] for i in held], deadline)
+        for i, outcome in zip(held, outcomes, strict=True):
+            result[i] = outcome == OK
+        corrupt = [i for i, outcome in zip(held, outcomes, strict=True) if outcome == CORRUPT]
+        lost = sum(outcome not in (OK, CORRUPT) for outcome in outcomes)
+        below = sum(0 <= i < len(result) and result[i] for i in got.below)
+        tally.add(pages_corrupt=len(corrupt), pages_lost=lost, pages_ssd=below)
+        if corrupt:
+            text = "pool node %s: %d of %d pages did not match their checksum; they are recomputed"
+            logger.error(text, opened.node, len(corrupt), len(held))
+        with opened.afterwards():
+            opened.connection.post(m.Release([pins[i].slot for i in held], [pins[i].sequence for i in held]))
+            if corrupt and opened.rights & WRITE:  # else a client that may will find it out
+                bad, sequences = [keys[i] for i in corrupt], [pins[i].sequence for i in corrupt]
+                discard = m.Discard(opened.next_id(), opened.namespace, bad, sequences)
+                expect(opened, discard, m.Done, deadline)
+    return result, [pin.replicas for pin in pins]
+
+
+def write(
+    opened: OpenConnection, keys: list[bytes], pages: list[PageBuffers], deadline: float, tally: Tally
+) -> list[int]:
+    """Write pages; UNSTORED, STORED or MOVED for each. Raises PoolError."""
+    if not opened.rights & WRITE:
+        tally.add(pages_refused=len(keys))
+        return [UNSTORED] * len(keys)
+    segment_bytes = [segment.nbytes for segment in pages[0]]
+    request = m.Reserve(opened.next_id(), opened.namespace, keys, segment_bytes)
+    grants = expect(opened, request, m.Reserved, deadline).grants
+    _check_length(opened, grants, keys)
+    result = [UNSTORED] * len(keys)
+    for i, grant in enumerate(grants):
+        if grant.status in (m.PRESENT, m.BUSY):
+            result[i] = STORED
+        elif grant.status == m.MOVED:
+            result[i] = MOVED
+    present = result.count(STORED)
+    refused = sum(grant.status in (m.FULL, m.TOO_LARGE) for grant in grants)
+    written = 0
+    mine = [i for i, grant in enumerate(grants) if grant.status == m.GRANTED]
+    if mine:
+        granted = [grants[i] for i in mine]
+        checksums = opened.connection.write_pages(granted, [pages[i] for i in mine], deadline)
+        slots, sequences = [grant.slot for grant in granted], [grant.sequence for grant in granted]
+        commit = m.Commit(opened.next_id(), slots, sequences, checksums)
+        done = _mask(opened, expect(opened, commit, m.Committed, deadline), mine)
+        for i, committed in zip(mine, done, strict=True):
+            result[i] = STORED if committed else UNSTORED
+        written = sum(done)
+    # at the end, because all of this may have to be repeated
+    tally.add(
+        pages_present=present,
+        pages_refused=refused,
+        pages_written=written,
+        bytes_written=written * sum(segment_bytes),
+    )
+    return result
+
+
+def ping(opened: OpenConnection, deadline: float) -> None:
+    """The node answers. Raises PoolError."""
+    expect(opened, m.Ping(opened.next_id()), m.Done, deadline)
+
+
+def status(opened: OpenConnection, deadline: float) -> m.StatusReport:
+    """How the node is. Raises PoolError."""
+    return expect(opened, m.Status(opened.next_id()), m.StatusReport, deadline)
+
+
+def clear(opened: OpenConnection, deadline: float) -> int:
+    """Drop the namespace's pages there; how many went. Raises PoolError."""
+    if not opened.rights & ADMIN:
+        logger.warning("pool node %s: our token may not clear the namespace", opened.node)
+        return 0
+    try:
+        return expect(opened, m.Clear(opened.next_id(), opened.namespace), m.Done, deadline).count
+    except PoolRefused as error:
+        logger.warning("pool node %s: clearing the namespace: %s", opened.node, error)
+        raise
+
+
+def remaining_s(deadline: float) -> float:
+    """Time left, at least 0."""
+    return max(0.0, deadline - time.monotonic())
+
+
+def _check_length(opened: OpenConnection, answers: Sequence[object], asked: Sequence[object]) -> None:
+    """Raises PoolRefused."""
+    if len(answers) != len(asked):
+        raise PoolRefused(f"pool node {opened.node} answered {len(answers)} of {len(asked)} keys")
+
+
+def _mask(opened: OpenConnection, reply: m.Present | m.Committed, asked: Sequence[object]) -> list[bool]:
+    _check_length(opened, reply.mask, asked)
+    return [byte == 1 for byte in reply.mask]

@@ -1,0 +1,202 @@
+"""The nodes of the pool as a client knows them at the moment, each with its link. Thread-safe.
+
+Views come from every connection (views.py chooses among them); with a new one links to new nodes appear, and
+those to nodes that are gone end when what runs on them has ended. While a node is down the others are asked
+for their view, by the thread that tries to reach it, so that a client whose connections are idle learns that
+its pages are somewhere else now.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from pdserve.errors import PoolError, PoolTimeout, PoolUnavailable
+from pdserve.kvpool.client.config import PoolClientConfig
+from pdserve.kvpool.client.connection_pool import NodeLink, OpenConnection
+from pdserve.kvpool.client.deadline import Deadline
+from pdserve.kvpool.client.routing import Rings, ViewBook
+from pdserve.kvpool.protocol.cluster_messages import GetView, View
+from pdserve.kvpool.protocol.messages import NodeAddress, Welcome
+from pdserve.kvpool.transports.base import Connection, Connector
+
+logger = logging.getLogger(__name__)
+
+
+class SharedViews:
+    """A `ViewBook` that several threads, or two clients of one process, write to."""
+
+    def __init__(self, config: PoolClientConfig) -> None:
+        """Raises ConfigError: the configured nodes make no ring."""
+        self._book = ViewBook([NodeAddress(ref.node, ref.address, ref.weight) for ref in config.nodes])
+        self._lock = threading.Lock()
+        self._listeners: list[Callable[[], None]] = []
+
+    @property
+    def rings(self) -> Rings:
+        """The view that counts."""
+        return self._book.rings
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Call it after every change, on whichever thread brought it."""
+        self._listeners.append(listener)
+
+    def hear(self, welcome: Welcome, view: View | Welcome) -> None:
+        """The node of `welcome` told its view."""
+        with self._lock:
+            changed = self._book.hear(welcome.node, welcome.incarnation, view)
+        self._tell(changed)
+
+    def forget(self, node: str) -> None:
+        """The node cannot be reached."""
+        with self._lock:
+            changed = self._book.forget(node)
+        self._tell(changed)
+
+    def _tell(self, changed: bool) -> None:
+        if changed:
+            rings = self.rings
+            names = ", ".join(node.node for node in rings.ring.nodes)
+            logger.info("the pool's ring is now of epoch %d: %s", rings.epoch, names)
+            for listener in self._listeners:
+                listener()
+
+
+class PoolLinks:
+    """One namespace's links to all nodes."""
+
+    def __init__(
+        self,
+        config: PoolClientConfig,
+        namespace: str,
+        geometry: dict[str, str],
+        connector: Connector,
+        views: SharedViews,
+    ) -> None:
+        self._config = config
+        self._namespace = namespace
+        self._geometry = geometry
+        self._connector = connector
+        self._views = views
+        self._seeds = {ref.node: ref.address for ref in config.nodes}
+        self._lock = threading.Lock()
+        self._asking = threading.Lock()  # held by the one thread that asks for views
+        self._links: dict[str, NodeLink] = {}  # replaced as a whole
+        self._closed = False
+        self._follow()
+        views.subscribe(self._follow)
+
+    @property
+    def rings(self) -> Rings:
+        """The view that counts."""
+        return self._views.rings
+
+    @property
+    def links(self) -> dict[str, NodeLink]:
+        """By node: a snapshot."""
+        return self._links
+
+    def link(self, node: str) -> NodeLink:
+        """Raises PoolUnavailable: the node left."""
+        link = self._links.get(node)
+        if link is None:
+            raise PoolUnavailable(f"pool node {node} has left the pool")
+        return link
+
+    def close(self) -> None:
+        """Close all links; idempotent."""
+        with self._lock:
+            self._closed = True
+            links = self._links
+        for link in links.values():
+            link.close()
+
+    def ask_view(self, opened: OpenConnection, deadline: float) -> None:
+        """Ask one node for its view. Raises PoolError."""
+        reply = opened.call(GetView(opened.next_id()), deadline)
+        if isinstance(reply, View):
+            self._views.hear(opened.connection.welcome, reply)
+
+    # --- following the view
+
+    def _follow(self) -> None:
+        """Bring the links in line with the view."""
+        with self._lock:
+            wanted = set(self.rings.addresses)
+            if len(wanted) == 1:
+                wanted |= self._seeds.keys()  # nobody else would tell us when they are back
+            before = self._links
+            if not self._closed:
+                self._links = {node: before.get(node) or self._make_link(node) for node in wanted}
+            gone = [link for node, link in before.items() if node not in self._links]
+        for link in gone:
+            link.close()
+
+    def _make_link(self, node: str) -> NodeLink:
+        config = self._config
+        return NodeLink(
+            node,
+            lambda deadline: self._connect(node, deadline),
+            namespace=self._namespace,
+            geometry=self._geometry,
+            limit=config.connections_per_node,
+            connect_timeout_s=config.connect_timeout_s,
+            retry_after_s=config.retry_after_s,
+            restart_wait_s=config.restart_wait_s,
+            on_lost=self._lost,
+        )
+
+    def _connect(self, node: str, deadline: float) -> Connection:
+        """Connect to a node where the configuration says it is, else where the view does."""
+        found = [self._seeds.get(node), self.rings.addresses.get(node)]
+        addresses = list(dict.fromkeys(address for address in found if address is not None))
+        for address in addresses[:-1]:
+            try:
+                return self._greeted(node, address, (time.monotonic() + deadline) / 2)
+            except (PoolUnavailable, PoolTimeout) as error:
+                logger.debug("pool node %s: %s", node, error)
+        if not addresses:
+            raise PoolUnavailable(f"pool node {node} has left the pool")
+        return self._greeted(node, addresses[-1], deadline)
+
+    def _greeted(self, node: str, address: str, deadline: float) -> Connection:
+        connection = self._connector.connect(address, deadline, self._views.hear)
+        welcome = connection.welcome
+        if welcome.epoch > 0 and welcome.node != node:
+            connection.close()
+            raise PoolUnavailable(f"pool node {node}: {welcome.node} is at {address} now")
+        self._views.hear(welcome, welcome)
+        return connection
+
+    def _lost(self, node: str) -> None:
+        """Called again and again while a node is down, by its link's thread."""
+        self._views.forget(node)
+        if self.rings.epoch > 0 and self._asking.acquire(blocking=False):
+            try:
+                self._ask_around(node)
+            finally:
+                self._asking.release()
+
+    def _ask_around(self, lost: str) -> None:
+        """Ask the first node that answers for its view; if none does, the seeds."""
+        timeout_s = self._config.exists_timeout_s
+        for node, link in self._links.items():
+            if node != lost and link.up:
+                deadline = Deadline(time.monotonic() + timeout_s)
+                try:
+                    link.use(deadline, lambda opened, until=deadline: self.ask_view(opened, until.at_s))  # type: ignore[misc]
+                    return
+                except PoolError as error:
+                    logger.debug("pool node %s: %s", node, error)
+        for node, address in self._seeds.items():
+            if node not in self._links and not self._closed:
+                try:
+                    connection = self._connector.connect(address, time.monotonic() + timeout_s)
+                except PoolError as error:
+                    logger.debug("pool node %s: %s", node, error)
+                    self._views.forget(node)
+                else:
+                    self._views.hear(connection.welcome, connection.welcome)
+                    connection.close()

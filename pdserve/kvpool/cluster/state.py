@@ -1,0 +1,228 @@
+"""Who is in the pool, without consensus: a state that any two nodes merge to the same result. Pure.
+
+Pages are immutable and a cache may miss, so nodes need not agree at every moment; they must end up agreeing.
+The state is a join-semilattice (Shapiro et al., "Conflict-free Replicated Data Types", 2011): `merge` is
+commutative, associative and idempotent, so it does not matter in which order, how often, or by which way news
+arrives, and a part of a state is as good as a whole one.
+
+**Members.** Each node has one record. Of two, the one with the larger `version` is newer. A node changes its
+own record by raising the version; others change it in one way only: they declare it dead. Equal versions
+(a node leaves while another declares it dead) are ordered by incarnation, status, and encoding.
+
+    from      to        by         when
+    -         ACTIVE    itself     it starts
+    ACTIVE    LEAVING   itself     it was asked to drain
+    LEAVING   LEFT      itself     every ACTIVE member has settled
+    LEAVING   ACTIVE    itself     no member is ACTIVE any more: nobody takes its pages
+    ACTIVE    DEAD      another    nobody could reach it (detector.py)
+    LEAVING   DEAD      another    the same
+    DEAD      as it was itself     it hears that it is dead, and is not
+    any       ACTIVE    itself     it starts anew; after an upgrade it is what it was
+
+**Versions** start at the clock's millisecond, so that a node that starts is newer than its own past even
+where nobody is left to tell; and a node that hears of a record of itself that is not its own goes one above
+that. Seconds would not do: a node that is found dead and starts again within one could take the very version
+that its death had, and two different states would have one epoch.
+So nothing of this needs a file: what a node forgets, the others know.
+
+**Epoch** of a state is the sum of its members' versions. It grows with every change, is equal for equal
+states, and of two states one of which includes the other the larger epoch is the newer.
+
+**Forgetting.** Names would pile up where every new node has a new one. The *stamp* of a record is its
+version, or `renewed` if that is later: living members renew theirs now and then, which changes nothing else.
+A state has a `horizon`, of which merging takes the larger, and no record whose stamp is below it: "older than
+that and not here" means gone for good. So late news of a forgotten node are older than the horizon, and no
+news.
+Whoever raises the horizon keeps it below the stamps of all members that live as far as it knows. One that
+lives all the same, cut off for longer than nodes are remembered, finds itself forgotten when it hears of the
+others, and says anew that it is there, as after a false death.
+The versions of what is forgotten go into `folded`, so that the epoch never falls: each state of a merge
+first folds what it must forget, then the larger sum counts. Two states that forgot different nodes thus
+agree, on an epoch that is at least that of either.
+
+**Settling.** A change of the ring moves pages: a new owner pulls what it lacks. It says so by `settled`, the
+epoch for which it has everything. `settled` is no change of the record, only grows, and raises no epoch. Once
+all ACTIVE members have settled, their ring is the `stable` one; until then the view names the stable ring's
+nodes as `previous`, where a page may still be. A member that is dead, or has left, is not in `previous`:
+nothing can be read from it, and the rest of a consistent-hash ring stays as it was.
+
+**Namespaces.** Their records travel in the same state; registry.py says how two of one name are joined, and
+how those are forgotten that were dropped: a day after this node learnt of it, or sooner if there are many.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Iterator
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+
+from pdserve.errors import FrameError
+from pdserve.kvpool.cluster.ring import MAX_WEIGHT_SUM
+from pdserve.kvpool.namespaces.registry import FLOORS, NamespaceError, above, highest, join
+from pdserve.kvpool.namespaces.validation import MAX_COUNT, check_record
+from pdserve.kvpool.protocol.base import Message, NodeAddress
+from pdserve.kvpool.protocol.cluster_messages import ACTIVE, DEAD, LEFT, ClusterState, Member, NamespaceRecord
+
+MAX_MEMBERS: Final = 1024  # known at a time; at 100 bytes each they fit a frame many times
+MAX_HORIZON: Final = 1 << 42  # the clock's milliseconds in the year 2109
+MAX_VERSION: Final = 1 << 52  # leaves room for the sum of all in 63 bits
+MAX_ADDRESS_CHARS: Final = 256
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # as in PoolNodeConfig
+
+_encoder = msgspec.msgpack.Encoder(order="sorted")
+
+
+def merge(a: ClusterState, b: ClusterState) -> ClusterState:
+    """What both know. The lists come out ordered by name. Raises ValueError: two different clusters."""
+    if a.cluster != b.cluster:
+        raise ValueError(f"states of two clusters, '{a.cluster}' and '{b.cluster}'")
+    members: dict[str, Member] = {}
+    horizon = max(a.horizon, b.horizon)
+    for member in (*a.members, *b.members):
+        known = members.get(member.node)
+        members[member.node] = member if known is None else newer_member(known, member)
+    for name in [name for name, member in members.items() if stamp(member) < horizon]:
+        del members[name]
+    namespaces: dict[str, NamespaceRecord] = {}
+    for record in (*a.namespaces, *b.namespaces):
+        other = namespaces.get(record.name)
+        namespaces[record.name] = record if other in (None, record) else join(other, record)
+    stable_epoch, stable = max(
+        ((state.stable_epoch, state.stable) for state in (a, b)),
+        key=lambda ring: (ring[0], encoded(ring[1])),
+    )
+    floors = highest(a.floors, b.floors)
+    return ClusterState(
+        a.cluster,
+        [members[name] for name in sorted(members)],
+        above((namespaces[name] for name in sorted(namespaces)), floors),
+        stable_epoch,
+        stable,
+        horizon,
+        max(_folded(a, members), _folded(b, members)),
+        floors,
+    )
+
+
+def _folded(state: ClusterState, kept: Container[str]) -> int:
+    """The state's `folded` once it has forgotten all but these. One that it takes for living counts as if it
+    had died, because the ring changes.
+    """
+    gone = [member for member in state.members if member.node not in kept]
+    return state.folded + sum(member.version + (member.status < LEFT) for member in gone)
+
+
+def stamp(member: Member) -> int:
+    return max(member.version, member.renewed)
+
+
+def newer_member(a: Member, b: Member) -> Member:
+    """The newer of two records of one node, with what either knows of its settling."""
+    if a == b:
+        return a
+    newer = max(a, b, key=member_order)
+    settled = newer.settled
+    if (a.version, a.incarnation) == (b.version, b.incarnation):
+        settled = max(a.settled, b.settled)
+    renewed = max(a.renewed, b.renewed)
+    if renewed <= newer.version:
+        renewed = 0  # one way to say it
+    if (settled, renewed) == (newer.settled, newer.renewed):
+        return newer
+    return replace(newer, settled=settled, renewed=renewed)
+
+
+def member_order(member: Member) -> tuple[int, int, int, str, int]:
+    """All of the record but `settled` and `renewed`, which have an order of their own."""
+    return (member.version, member.incarnation, member.status, member.address, member.weight)
+
+
+def encoded(value: Message | Iterable[Message]) -> bytes:
+    """The same bytes in every process: maps are ordered by key."""
+    return _encoder.encode(value)
+
+
+def epoch_of(state: ClusterState) -> int:
+    """The larger of two states' is the newer state's."""
+    return state.folded + sum(member.version for member in state.members)
+
+
+def owners_of(members: Iterable[Member]) -> list[NodeAddress]:
+    """The ring's nodes: the ACTIVE ones, by name. Weights that add up to more than a ring can hold are halved
+    until they fit, at least 1 each.
+    """
+    active = sorted((member for member in members if member.status == ACTIVE), key=lambda m: m.node)
+    weights = [member.weight for member in active]
+    while sum(weights) > MAX_WEIGHT_SUM:
+        weights = [max(1, weight // 2) for weight in weights]
+    return [
+        NodeAddress(member.node, member.address, weight)
+        for member, weight in zip(active, weights, strict=True)
+    ]
+
+
+def check_state(state: ClusterState) -> None:
+    """Raises FrameError when another node's state would do harm: nothing in it that no node could have said.
+
+    Whoever sent a member sent all others that he knew of, so no epoch in it is above its own.
+    """
+    if len(state.members) > MAX_MEMBERS:
+        raise FrameError(f"a state of {len(state.members)} members, at most {MAX_MEMBERS} are allowed")
+    epoch = epoch_of(state)
+    for member in state.members:
+        good = (
+            _good_node(member)
+            and 0 <= member.version <= MAX_VERSION
+            and 0 <= member.incarnation < 1 << 63
+            and 0 <= member.settled <= epoch
+            and 0 <= member.renewed <= MAX_VERSION
+            and stamp(member) >= state.horizon
+            and ACTIVE <= member.status <= DEAD
+        )
+        if not good:
+            raise FrameError(f"an impossible member of the pool: {member}")
+    if not 0 <= state.horizon <= MAX_HORIZON or not 0 <= state.folded < 1 << 62:
+        raise FrameError("an impossible horizon")
+    buckets = [bucket for bucket, _ in state.floors]
+    good = all(0 <= bucket < FLOORS and 0 < floor < MAX_COUNT // 2 for bucket, floor in state.floors)
+    if not good or buckets != sorted(set(buckets)):
+        raise FrameError("impossible floors of namespaces")
+    for record in state.namespaces:
+        try:
+            check_record(record)
+        except NamespaceError as error:
+            raise FrameError(f"an impossible namespace: {error}") from error
+    ring = state.stable
+    good = 0 <= state.stable_epoch <= epoch and all(map(_good_node, ring))
+    if (
+        not good
+        or len({node.node for node in ring}) < len(ring)
+        or sum(n.weight for n in ring) > MAX_WEIGHT_SUM
+    ):
+        raise FrameError("an impossible stable ring")
+
+
+def _good_node(node: Member | NodeAddress) -> bool:
+    return (
+        _NAME.fullmatch(node.node) is not None
+        and 0 < len(node.address) <= MAX_ADDRESS_CHARS
+        and node.address.isprintable()
+        and 1 <= node.weight <= MAX_WEIGHT_SUM
+    )
+
+
+def parts(state: ClusterState, limit_bytes: int) -> Iterator[ClusterState]:
+    """The state in pieces that fit a frame: each has all members, and namespaces of about `limit_bytes`."""
+    namespaces: list[NamespaceRecord] = []
+    size = 0
+    for record in state.namespaces:
+        record_bytes = len(encoded(record))
+        if namespaces and size + record_bytes > limit_bytes:
+            yield replace(state, namespaces=namespaces)
+            namespaces, size = [], 0
+        namespaces.append(record)
+        size += record_bytes
+    yield replace(state, namespaces=namespaces)

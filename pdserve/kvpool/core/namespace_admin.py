@@ -1,0 +1,370 @@
+"""A node's namespaces: opened, made, changed, replaced, dropped, and who may use them. Pure.
+
+    opened by a worker    the record is made where there is none, with the node's default settings; the first
+                          worker decides the geometry; a dropped name comes back, with the settings it had
+    put                   made or changed by an administrator; a replaced name comes back
+    replaced              `new` takes over the settings of `old` unless it has its own; `old` is dropped, and
+                          whoever opens it is told what replaced it
+    dropped               its pages are found no more, from this call on; generation and version grow
+    learned               another node changed a record: what this node has of an older generation, or of
+                          another geometry, is dropped before anything else of it is served
+
+Each change is saved, carried out, published to the other nodes, and only then answered.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import msgspec
+
+from pdserve.kvpool.core.events import Action, Answer, PublishNamespace, SaveNamespaces
+from pdserve.kvpool.core.sessions import Session
+from pdserve.kvpool.namespaces import access
+from pdserve.kvpool.namespaces.catalog import Namespace, Namespaces
+from pdserve.kvpool.namespaces.registry import Floors, NamespaceError, check_geometry
+from pdserve.kvpool.namespaces.validation import check_record, check_settings
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.cluster_messages import (
+    ListNamespaces,
+    NamespaceList,
+    NamespaceRecord,
+    NamespaceSettings,
+    PutNamespace,
+    ReplaceNamespace,
+)
+from pdserve.tokens import same
+
+OnGone: TypeAlias = Callable[[int, list[Action]], int]
+OnSettings: TypeAlias = Callable[[int, NamespaceSettings], None]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the node's configuration says of namespaces. Tokens are digests."""
+
+    admin_token: str = ""
+    defaults: NamespaceSettings = field(default_factory=NamespaceSettings)
+    named: Mapping[str, NamespaceSettings] = field(default_factory=dict)
+
+
+class Administration:
+    """The namespaces of one node. `on_gone(number, out)` frees all that a namespace has here and counts its
+    pages; `on_settings(number, settings)` is called when one is opened and whenever its settings change.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        capacity_bytes: int,
+        namespaces: Namespaces,
+        rules: Rules,
+        on_gone: OnGone,
+        on_settings: OnSettings,
+    ) -> None:
+        self.namespaces = namespaces
+        self.guarded: set[int] = set()  # numbers of namespaces with tokens
+        self.denials = 0
+        self.revision = 0  # of all settings: what was derived from them before it changed is derived anew
+        self._node = node
+        self._capacity_bytes = capacity_bytes
+        self._rules = rules
+        self._on_gone = on_gone
+        self._on_settings = on_settings
+        self._configure()
+        for namespace in namespaces:
+            self._settings_changed(namespace)
+
+    def _configure(self) -> None:
+        """Make the namespaces of the configuration. Where one is known already, settings changed by an
+        administrator stay, unless the configuration itself was changed since the last start.
+        """
+        registry, before = self.namespaces.registry, self.namespaces.configured
+        for name, settings in self._rules.named.items():
+            known = registry.get(name)
+            if known is None:
+                registry.change(_changed(registry.fresh(name, settings)))
+            elif before.get(name, settings) != settings and known.settings != settings:
+                registry.change(_changed(known, settings=settings))
+        self.namespaces.configured = dict(self._rules.named)
+
+    # --- rights
+
+    def rights(self, session: Session, number: int) -> int:
+        """What the client may do in a namespace of this node."""
+        if number not in self.guarded or self._is_super(session):
+            return access.ALL
+        revision, found = session.rights.get(number, (-1, 0))
+        if revision != self.revision:
+            found = access.rights_of(session.token, self.namespaces.settings(number))
+            session.rights[number] = self.revision, found
+        return found
+
+    def refusal(self, session: Session, message: m.Request) -> m.Fault | None:
+        """Why the client may not ask this; None when it may. What names a namespace by its name is not
+        judged here.
+        """
+        kind, request_id = type(message), getattr(message, "id", 0)
+        fault = None
+        if kind in access.NEEDS:
+            if self.lacks_right(session, message):
+                name = self.namespaces[getattr(message, "namespace", 0)].name
+                fault = access.denied(name, access.NEEDS[kind], request_id)
+        elif kind in access.PEER_OPERATIONS:
+            if not session.peer:
+                fault = access.denied_peer(self._node, request_id)
+        elif kind in access.NODE_OPERATIONS and not self._is_operator(session):
+            fault = access.denied_here(self._node, kind.__name__, request_id)
+        self.denials += fault is not None
+        return fault
+
+    def lacks_right(self, session: Session, message: m.Request) -> bool:
+        """Whether the client has no right to do this in the namespace that the request numbers."""
+        need = access.NEEDS.get(type(message))
+        number = getattr(message, "namespace", 0)
+        return need is not None and not self.rights(session, number) & need
+
+    def _is_super(self, session: Session) -> bool:
+        return session.peer or same(session.token, self._rules.admin_token)
+
+    def _is_operator(self, session: Session) -> bool:
+        return not self._rules.admin_token or self._is_super(session)
+
+    def _require(self, session: Session, record: NamespaceRecord, right: int, request_id: int) -> None:
+        """Raises Denied."""
+        if not self._is_super(session) and not access.rights_of(session.token, record.settings) & right:
+            raise Denied(access.denied(record.name, right, request_id))
+
+    def _require_operator(self, session: Session, what: str, request_id: int) -> None:
+        """Raises Denied."""
+        if not self._is_operator(session):
+            raise Denied(access.denied_here(self._node, what, request_id))
+
+    # --- requests
+
+    def handle(self, session: Session, request: m.Request, out: list[Action]) -> None:
+        """Answer OpenNamespace, PutNamespace, ReplaceNamespace, ListNamespaces or DropNamespace."""
+        request_id: int = getattr(request, "id", 0)
+        try:
+            answer = self._answer(session, request, out)
+        except Denied as error:
+            self.denials += 1
+            answer = error.fault
+        except NamespaceError as error:
+            answer = m.Fault(request_id, error.code, str(error))
+        out.append(Answer(session.connection, answer))
+
+    def _answer(self, session: Session, request: m.Request, out: list[Action]) -> m.Reply:
+        if isinstance(request, m.OpenNamespace):
+            return self._open(session, request, out)
+        if isinstance(request, PutNamespace):
+            return self._put(session, request, out)
+        if isinstance(request, ReplaceNamespace):
+            return self._replace(session, request, out)
+        if isinstance(request, m.DropNamespace):
+            return self._drop(session, request, out)
+        assert isinstance(request, ListNamespaces)
+        return self._list(session, request)
+
+    def _open(self, session: Session, request: m.OpenNamespace, out: list[Action]) -> m.Opened:
+        registry = self.namespaces.registry
+        known = registry.get(request.name)
+        generation = request.generation if session.peer else 0  # no client knows any
+        record = known or registry.fresh(request.name, self._rules.defaults)
+        if known is None and generation > record.generation:
+            record = msgspec.structs.replace(record, generation=generation)
+        is_new = known is None or record.dropped
+        self._require(session, record, access.WRITE if is_new else access.READ, request.id)
+        if record.replaced_by:
+            raise NamespaceError(
+                "namespace_replaced",
+                f"namespace '{record.name}' was replaced by '{record.replaced_by}': start the worker with "
+                "that revision (an administrator can bring the old one back: pdserve pool ns create)",
+            )
+        if generation and (record.dropped or record.generation != generation):
+            # a node that has not heard of a drop, or whom we have to hear it from, must not bring pages back
+            raise NamespaceError("unknown_namespace", f"namespace '{record.name}' was dropped meanwhile")
+        local = self.namespaces.find(record.name)
+        if local is not None or record.geometry:
+            geometry = record.geometry if local is None else local.geometry
+            check_geometry(request.name, geometry, request.geometry)
+        if is_new or request.geometry != record.geometry:
+            record = _changed(record, geometry=dict(request.geometry), dropped=False)
+            check_record(record)
+            registry.change(record)
+            out.append(PublishNamespace(record))
+        if local is None:
+            local = self.namespaces.add(record)
+            self._settings_changed(local)
+            self._save(out)
+        return m.Opened(request.id, local.number, self.rights(session, local.number))
+
+    def _put(self, session: Session, request: PutNamespace, out: list[Action]) -> m.Done:
+        known = self.namespaces.registry.get(request.name)
+        if known is None:
+            self._require_operator(session, "a new namespace", request.id)
+            known = self.namespaces.registry.fresh(request.name, NamespaceSettings())
+        else:
+            self._require(session, known, access.ADMIN, request.id)
+        settings = _with_kept_tokens(request.settings, known.settings)
+        check_settings(settings, self._capacity_bytes, tokens_allowed=bool(self._rules.admin_token))
+        self._change(_changed(known, settings=settings, dropped=False, replaced_by=""), out)
+        return m.Done(request.id)
+
+    def _replace(self, session: Session, request: ReplaceNamespace, out: list[Action]) -> m.Done:
+        old, new = self._known(request.old), self.namespaces.registry.get(request.new)
+        self._require(session, old, access.ADMIN, request.id)
+        if request.old == request.new:
+            raise NamespaceError("bad_request", f"namespace '{request.old}' cannot replace itself")
+        is_new = new is None
+        if new is None:
+            new = self.namespaces.registry.fresh(request.new, old.settings)
+        else:
+            self._require(session, new, access.ADMIN, request.id)
+        has_own = not is_new and new.settings not in (self._rules.defaults, NamespaceSettings())
+        settings = new.settings if has_own else old.settings
+        # first `new`: it may be refused, and then `old` must stay
+        if is_new or new.dropped or new.settings != settings:
+            self._change(_changed(new, settings=settings, dropped=False, replaced_by=""), out)
+        return m.Done(request.id, self._change(_dropped(old, replaced_by=request.new), out))
+
+    def _drop(self, session: Session, request: m.DropNamespace, out: list[Action]) -> m.Done:
+        known = self.namespaces.registry.get(request.name)
+        if known is None or known.dropped:
+            return m.Done(request.id)
+        self._require(session, known, access.ADMIN, request.id)
+        return m.Done(request.id, self._change(_dropped(known), out))
+
+    def _list(self, session: Session, request: ListNamespaces) -> NamespaceList:
+        """All of them for the node's administrator; others see those that they administer by token."""
+        every = self._is_operator(session)
+        shown = [
+            msgspec.structs.replace(record, settings=access.redacted(record.settings))
+            for record in sorted(self.namespaces.registry, key=lambda record: record.name)
+            if every or _administers(session, record)
+        ]
+        if not shown:
+            self._require_operator(session, "the list of namespaces", request.id)
+        return NamespaceList(request.id, shown)
+
+    def _known(self, name: str) -> NamespaceRecord:
+        """Raises NamespaceError."""
+        found = self.namespaces.registry.get(name)
+        if found is not None:
+            return found
+        near = difflib.get_close_matches(name, [record.name for record in self.namespaces.registry], n=1)
+        hint = f": did you mean '{near[0]}'?" if near else ""
+        raise NamespaceError("unknown_namespace", f"no namespace is named '{name}'{hint}")
+
+    # --- changes
+
+    def learn(self, records: Iterable[NamespaceRecord], out: list[Action]) -> None:
+        """What other nodes know."""
+        registry = self.namespaces.registry
+        news = [joined for record in records if (joined := registry.learn(record)) is not None]
+        if news:
+            self._carry_out(news, out)
+
+    def forget(self, names: Iterable[str], floors: Floors, out: list[Action]) -> None:
+        """These were dropped long ago. Where this node did not know of that, their pages go now; but what its
+        configuration names is made again.
+        """
+        registry = self.namespaces.registry
+        registry.floors = floors
+        known = [record for name in names if (record := registry.get(name)) is not None]
+        gone = []
+        for record in known:
+            registry.forget(record.name)
+            local = self.namespaces.find(record.name)
+            if local is not None:
+                gone.append(self._close(local))
+            settings = self._rules.named.get(record.name)
+            if settings is not None and not record.dropped:
+                again = _changed(registry.fresh(record.name, settings))
+                registry.change(again)
+                out.append(PublishNamespace(again))
+        self._save(out)  # first: whatever happens now, these pages do not come back
+        for number in gone:
+            self._on_gone(number, out)
+
+    def _close(self, local: Namespace) -> int:
+        """The namespace is none of this node's any more; its number, whose pages are to go."""
+        self.namespaces.drop(local.name)
+        self.revision += 1
+        self.guarded.discard(local.number)
+        return local.number
+
+    def _change(self, record: NamespaceRecord, out: list[Action]) -> int:
+        """This node's change; how many pages went. Raises NamespaceError."""
+        check_record(record)
+        self.namespaces.registry.change(record)
+        count = self._carry_out([record], out)
+        out.append(PublishNamespace(record))
+        return count
+
+    def _carry_out(self, records: Iterable[NamespaceRecord], out: list[Action]) -> int:
+        """The registry holds these now; how many pages go for it."""
+        gone = []
+        for record in records:
+            local = self.namespaces.find(record.name)
+            if local is None:
+                continue
+            other_pages = record.generation > local.generation or record.geometry not in ({}, local.geometry)
+            if record.dropped or other_pages:
+                gone.append(self._close(local))
+            else:
+                self._settings_changed(local)
+        self._save(out)  # first: whatever happens now, these pages do not come back
+        return sum(self._on_gone(number, out) for number in gone)
+
+    def _settings_changed(self, namespace: Namespace) -> None:
+        number = namespace.number
+        settings = self.namespaces.settings(number)
+        if access.is_guarded(settings):
+            self.guarded.add(number)
+        else:
+            self.guarded.discard(number)
+        self.revision += 1
+        self._on_settings(number, settings)
+
+    def _save(self, out: list[Action]) -> None:
+        out.append(SaveNamespaces(self.namespaces.dump()))
+
+
+def dropped_by(request: m.Request) -> str:
+    """The name of the namespace that the request drops; "" when it drops none."""
+    if isinstance(request, ReplaceNamespace):
+        return request.old
+    return request.name if isinstance(request, m.DropNamespace) else ""
+
+
+def _administers(session: Session, record: NamespaceRecord) -> bool:
+    """By a token, not because the namespace is open to all."""
+    return access.is_guarded(record.settings) and bool(
+        access.rights_of(session.token, record.settings) & access.ADMIN
+    )
+
+
+def _changed(record: NamespaceRecord, **fields: Any) -> NamespaceRecord:
+    return msgspec.structs.replace(record, version=record.version + 1, **fields)
+
+
+def _dropped(record: NamespaceRecord, replaced_by: str = "") -> NamespaceRecord:
+    generation = record.generation + 1
+    return _changed(record, generation=generation, geometry={}, dropped=True, replaced_by=replaced_by)
+
+
+def _with_kept_tokens(settings: NamespaceSettings, known: NamespaceSettings) -> NamespaceSettings:
+    kept = {name: getattr(known, name) for name in access.TOKENS if getattr(settings, name) == access.KEPT}
+    return msgspec.structs.replace(settings, **kept)
+
+
+class Denied(Exception):
+    """A right is missing; `fault` says which."""
+
+    def __init__(self, fault: m.Fault) -> None:
+        super().__init__(fault.message)
+        self.fault = fault

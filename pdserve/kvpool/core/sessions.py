@@ -1,0 +1,144 @@
+"""What one client holds of a node: reservations, pins, waits; each bounded in time and number. Pure.
+
+Deadlines of one kind are given out in order of time (their lease is a constant), and a renewed pin moves to
+the end, so the first entry of each table is always the next to expire.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from msgspec import Struct
+
+from pdserve.kvpool.protocol.messages import DataPathName, Get
+from pdserve.kvpool.protocol.messages import Pin as PinReply
+
+NO_TRANSFER: Final = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicationLimits:
+    """`PoolNodeConfig` says what each is for."""
+
+    max_replicas: int = 2
+    hot_reads_s: float = 20.0
+    half_life_s: float = 10.0
+    lease_s: float = 10.0
+    max_share: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """A node's bounds; `PoolNodeConfig` says what each is for."""
+
+    lease_s: float = 30.0
+    reservation_lease_s: float = 30.0
+    quarantine_s: float = 30.0
+    max_waiters: int = 256
+    max_reserved_bytes: int = 1 << 62  # per connection
+    max_pinned_bytes: int = 1 << 62  # per connection
+    max_messages: int = 1 << 62  # UCX messages (segments) under way per connection
+    replication: ReplicationLimits = ReplicationLimits()
+
+
+@dataclass(slots=True)
+class PendingCommit:
+    """A Commit that waits for receives (UCX). Answered when `missing` is 0."""
+
+    request_id: int
+    mask: bytearray
+    missing: int
+
+
+class Reservation(Struct, gc=False):  # there is one per page: a Struct is made in a tenth of the time
+    """A slot that this client may fill and commit, identified by (slot, sequence)."""
+
+    slot: int
+    sequence: int
+    slot_bytes: int
+    deadline_s: float
+    tag: int = NO_TRANSFER  # the receive under way, over UCX; NO_TRANSFER when done or mapped
+    checksum: int = 0  # of the commit that waits for the receive
+    commit: PendingCommit | None = None
+    place: int = 0  # in the commit's mask
+
+
+class Pin(Struct, gc=False):
+    """A slot that this client reads. It counts as one hold of the slot, whatever its count."""
+
+    slot: int
+    sequence: int
+    slot_bytes: int
+    count: int
+    deadline_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """An open Wait: `missing` are keys that have not been committed since."""
+
+    connection: int
+    request_id: int
+    namespace: int
+    keys: list[bytes]
+    missing: set[bytes]
+    deadline_s: float
+
+
+@dataclass(slots=True, eq=False)
+class PendingGet:
+    """A Get that waits for `missing` pages to come up from a tier; `pins` is its answer so far, `below` the
+    places in it of those that have come.
+    """
+
+    session: Session
+    request: Get
+    pins: list[PinReply]
+    missing: int
+    deadline_s: float
+    below: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Session:
+    """All that one connection holds."""
+
+    connection: int
+    data_path: DataPathName
+    client: str
+    peer: bool = False  # a node of this pool, or the node itself: may do everything
+    token: str = ""  # SHA-256 hex digest
+    rights: dict[int, tuple[int, int]] = field(default_factory=dict)  # kept by administration.py
+    reserved_bytes: int = 0  # in bytes of slots, those in quarantine included
+    reservations: dict[int, Reservation] = field(default_factory=dict)  # by slot
+    quarantined: dict[int, Reservation] = field(default_factory=dict)  # by slot; may never be committed
+    pins: dict[int, Pin] = field(default_factory=dict)  # by slot
+    waiters: dict[int, Waiter] = field(default_factory=dict)  # by request id
+    gets: dict[int, PendingGet] = field(default_factory=dict)  # by request id
+    pinned_bytes: int = 0  # in bytes of slots
+    transfers: dict[int, int] = field(default_factory=dict)  # tag under way (UCX) -> its messages
+    messages: int = 0  # of all transfers under way
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the client moves the bytes itself, so that only it knows when it has stopped."""
+        return self.data_path != "ucx"
+
+    def begin_transfer(self, tag: int, messages: int) -> None:
+        self.transfers[tag] = messages
+        self.messages += messages
+
+    def end_transfer(self, tag: int) -> None:
+        self.messages -= self.transfers.pop(tag, 0)
+
+    def next_deadline_s(self) -> float:
+        """The earliest of all deadlines; infinite when there is none."""
+        deadlines = [waiter.deadline_s for waiter in self.waiters.values()]
+        if self.reservations:
+            deadlines.append(next(iter(self.reservations.values())).deadline_s)
+        if self.pins:
+            deadlines.append(next(iter(self.pins.values())).deadline_s)
+        if self.gets:
+            deadlines.append(next(iter(self.gets.values())).deadline_s)
+        return min(deadlines, default=float("inf"))

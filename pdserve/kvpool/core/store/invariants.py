@@ -1,0 +1,84 @@
+"""Recounts a store and asserts that every page and every byte is accounted for. Slow: for tests. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from pdserve.kvpool.core.store.index import Facts, NamespacePages
+from pdserve.kvpool.core.store.page_store import COMMITTED, DOOMED, FREE, RESERVED, SWEEPING, PageStore
+
+
+def check(store: PageStore) -> None:
+    """Raises AssertionError."""
+    taken = [slot for slot, state in enumerate(store.states) if state != FREE]
+    store.slots.check(taken)
+    swept = _swept(store)
+    counted = [0] * 6
+    by_namespace: Counter[int] = Counter()
+    for slot in taken:
+        slot_bytes = store.slots.slot_bytes(slot)
+        counted[store.states[slot]] += slot_bytes
+        if slot not in swept:
+            by_namespace[store.facts.namespace[slot]] += slot_bytes
+    counted[FREE] = store.slots.capacity_bytes - sum(counted)
+    assert counted == store.bytes_in_state
+    assert store.slots.allocated_bytes == sum(counted[1:])
+    assert counted[FREE] >= 0
+    assert sorted(swept) == store.slots_in_state(SWEEPING)
+    _check_index(store, taken)
+    for slot in store.held:
+        assert store.states[slot] in (COMMITTED, DOOMED)
+    assert all(slot in store.held for slot in taken if store.states[slot] == DOOMED)
+    store.slab_use.check()
+    for pages in store.index:
+        assert pages.slot_bytes == by_namespace[pages.number]
+        _check_orders(store, pages)
+
+
+def _swept(store: PageStore) -> set[int]:
+    """Slots that are to be swept, each in one sweep."""
+    swept: set[int] = set()
+    for sweep in store.sweeps:
+        assert sweep.slot_of
+        ordered = [slot for order in sweep.orders.values() for slot in order.victims()]
+        assert sorted(ordered) == sorted(sweep.slot_of.values())
+        for key, slot in sweep.slot_of.items():
+            assert store.states[slot] == SWEEPING
+            assert store.facts.key[slot] == key
+            assert slot not in swept
+            swept.add(slot)
+    return swept
+
+
+def _check_index(store: PageStore, taken: list[int]) -> None:
+    indexed = dict(_indexed(store))
+    pages = [slot for slot in taken if store.states[slot] in (RESERVED, COMMITTED)]
+    assert sorted(indexed) == pages
+    for slot, (state, namespace, key) in indexed.items():
+        assert (store.states[slot], store.facts.namespace[slot]) == (state, namespace)
+        assert store.facts.key[slot] == key
+
+
+def _check_orders(store: PageStore, pages: NamespacePages) -> None:
+    committed = sorted(pages.committed.values())
+    assert sorted(slot for order in pages.orders.values() for slot in order.victims()) == committed
+    for slot_bytes, order in pages.orders.items():
+        assert all(store.slots.slot_bytes(slot) == slot_bytes for slot in order.victims())
+    if pages.expiry is not None:
+        assert sorted(pages.expiry.victims()) == committed
+        ends_s = [_end_s(store.facts, slot, pages.expiry.ttl_s) for slot in pages.expiry.victims()]
+        assert ends_s == sorted(ends_s)
+
+
+def _end_s(facts: Facts, slot: int, ttl_s: float) -> float:
+    return facts.committed_s[slot] + ttl_s
+
+
+def _indexed(store: PageStore) -> Iterator[tuple[int, tuple[int, int, bytes]]]:
+    for pages in store.index:
+        assert not pages.committed.keys() & pages.writing.keys()
+        assert pages.page_bytes == sum(store.facts.length_bytes[slot] for slot in pages.committed.values())
+        for state, slots in ((COMMITTED, pages.committed), (RESERVED, pages.writing)):
+            for key, slot in slots.items():
+                yield slot, (state, pages.number, key)

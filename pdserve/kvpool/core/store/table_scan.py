@@ -1,0 +1,156 @@
+"""What a slot table found at start still says: a vectorised scan that believes no row without proof. Pure.
+
+A row is kept when all of it holds: it says COMMITTED, its guard matches, its namespace exists, its slab's
+class is the class of its length, its position lies in the slab, and no newer row has the same key. A row that
+says RESERVED (or something impossible) is quarantined: its writer may be alive and writing into the slot. Any
+other row that is not free is dropped, alone. The pages' bytes are not read: readers check them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pdserve.kvpool.core.store.slot_allocator import SLOT_ALIGN_BYTES
+from pdserve.kvpool.protocol.slot_table import COMMITTED, FREE, ROW_DTYPE, TableLayout, guards_of, row_words
+
+Int64s = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.void]
+
+BLOCK_ROWS: Final = 4096  # scanned at a time: with all temporaries they fit the CPU's cache
+_FACTS: Final = ("namespace", "length_bytes", "checksum", "sequence", "committed_s")
+_KEY_DTYPE: Final = np.dtype(
+    {"names": ["key"], "formats": ["V32"], "offsets": [0], "itemsize": ROW_DTYPE.itemsize}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TableContents:
+    """The rows kept, by ascending slot, as columns of one length; and what became of the others."""
+
+    slab_class: list[int]
+    slots: Int64s
+    keys: list[bytes]
+    namespaces: npt.NDArray[np.uint32]
+    lengths: npt.NDArray[np.uint64]
+    checksums: npt.NDArray[np.uint64]
+    sequences: npt.NDArray[np.uint64]
+    committed_s: npt.NDArray[np.float64]
+    quarantined: list[int] = field(default_factory=list)
+    quarantined_namespaces: list[int] = field(default_factory=list)  # of each; 0 where unknown
+    dropped: list[int] = field(default_factory=list)
+
+
+def scan(
+    layout: TableLayout,
+    slab_class: npt.NDArray[np.uint64],
+    rows: Rows,
+    namespaces: Mapping[int, int],
+) -> TableContents:
+    """Read `rows` of shape [layout.rows] and `slab_class` of shape [layout.slabs]. `namespaces`: the number
+    of the namespace by the number that its rows carry (its space); other rows belong to nobody.
+    """
+    classes = _valid_classes(layout, slab_class)
+    known = np.array(sorted(namespaces), dtype=np.uint32)
+    number_of = np.array([namespaces[space] for space in known.tolist()], dtype=np.uint32)
+    blocks = [
+        _scan_block(layout, classes, known, rows[first : first + BLOCK_ROWS], first)
+        for first in range(0, layout.rows, BLOCK_ROWS)
+    ]
+    keys = list(chain.from_iterable(block.keys for block in blocks))
+    slots, dropped, quarantined, words = (
+        np.concatenate([getattr(block, name) for block in blocks])
+        for name in ("slots", "dropped", "quarantined", "words")
+    )
+    facts = {name: np.concatenate([block.facts[name] for block in blocks]) for name in _FACTS}
+    older = _repeated(words, facts, keys)
+    if len(older):
+        dropped = np.concatenate([dropped, slots[older]])
+        slots = np.delete(slots, older)
+        facts = {name: np.delete(column, older) for name, column in facts.items()}
+        gone = set(older.tolist())
+        keys = [key for at, key in enumerate(keys) if at not in gone]
+    return TableContents(
+        slab_class=classes.tolist(),
+        slots=slots,
+        keys=keys,
+        namespaces=number_of[np.searchsorted(known, facts["namespace"])],
+        lengths=facts["length_bytes"],
+        checksums=facts["checksum"],
+        sequences=facts["sequence"],
+        committed_s=facts["committed_s"],
+        quarantined=quarantined.tolist(),
+        quarantined_namespaces=[
+            namespaces.get(space, 0) for space in rows["namespace"][quarantined].tolist()
+        ],
+        dropped=dropped.tolist(),
+    )
+
+
+class _Block(NamedTuple):
+    """What a block of rows says; of the rows to keep all that is needed, while they are in the cache."""
+
+    slots: Int64s
+    keys: list[bytes]
+    words: npt.NDArray[np.uint64]
+    """The first of each key."""
+    facts: dict[str, npt.NDArray[Any]]
+    """By column, `_FACTS`."""
+    dropped: Int64s
+    quarantined: Int64s
+
+
+def _scan_block(
+    layout: TableLayout, classes: Int64s, known: npt.NDArray[np.uint32], rows: Rows, first: int
+) -> _Block:
+    """`rows` begin at slot `first`; `known` are the spaces whose rows belong to somebody."""
+    state = rows["state"].copy()
+    slots = np.arange(first, first + len(rows))
+    slab = slots // layout.slots_per_slab
+    slot_bytes = classes[slab]
+    fits = slots - slab * layout.slots_per_slab < (layout.slab_bytes // np.maximum(classes, 1))[slab]
+    fits &= slot_bytes > 0
+    committed = state == COMMITTED
+    length = np.minimum(rows["length_bytes"], np.uint64(layout.slab_bytes + 1)).astype(np.int64)
+    rounded = (length + (SLOT_ALIGN_BYTES - 1)) // SLOT_ALIGN_BYTES * SLOT_ALIGN_BYTES
+    good = committed & fits & (length > 0)
+    good &= np.maximum(rounded, layout.min_slot_bytes) == slot_bytes
+    good &= rows["guard"] == guards_of(row_words(rows))
+    good &= np.isin(rows["namespace"], known)
+    unfinished = fits & ~committed & (state != FREE)
+    return _Block(
+        slots[good],
+        rows.view(_KEY_DTYPE)["key"][good].tolist(),
+        row_words(rows)[:, 0][good],
+        {name: rows[name][good] for name in _FACTS},
+        slots[(state != FREE) & ~good & ~unfinished],
+        slots[unfinished],
+    )
+
+
+def _valid_classes(layout: TableLayout, slab_class: npt.NDArray[np.uint64]) -> Int64s:
+    """The slab classes, 0 where one is impossible."""
+    valid = (slab_class >= layout.min_slot_bytes) & (slab_class <= layout.slab_bytes)
+    valid &= slab_class % np.uint64(SLOT_ALIGN_BYTES) == 0
+    return np.where(valid, slab_class, 0).astype(np.int64)
+
+
+def _repeated(
+    words: npt.NDArray[np.uint64], facts: Mapping[str, npt.NDArray[Any]], keys: Sequence[bytes]
+) -> Int64s:
+    """The places of pages whose key a newer one has. Sorting one word of the keys finds whether there can be
+    any; almost always there is none.
+    """
+    ordered = np.sort(words)
+    if not (ordered[1:] == ordered[:-1]).any():
+        return np.zeros(0, np.int64)
+    spaces = facts["namespace"].tolist()
+    by_age = np.argsort(facts["sequence"], kind="stable").tolist()
+    newest = {(spaces[at], keys[at]): at for at in by_age}
+    kept = np.fromiter(newest.values(), np.int64, len(newest))
+    return np.setdiff1d(np.arange(len(keys)), kept, assume_unique=True)

@@ -1,0 +1,84 @@
+"""Which page goes first, over all orders of eviction; and orders made anew for pages that are there. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from heapq import merge
+from itertools import islice
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pdserve.kvpool.core.store.index import Facts, NamespacePages
+from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
+from pdserve.kvpool.policies.base import EvictionPolicy, Links
+
+MAX_SKIPPED: Final = 1024  # held pages passed over in search of victims
+
+
+def best_victims(
+    orders: Iterable[EvictionPolicy], facts: Facts, holds: Collection[int], count: int
+) -> list[int]:
+    """Up to `count` slots that nobody holds: again and again, of each order's best victim, the one unused for
+    longest.
+    """
+    each = []
+    for order in orders:
+        near = islice(order.victims(), MAX_SKIPPED + count)
+        each.append(list(islice((victim for victim in near if victim not in holds), count)))
+    if len(each) == 1:
+        return each[0]
+    return list(islice(merge(*each, key=facts.last_use.__getitem__), count))
+
+
+def coldest(index: Iterable[NamespacePages], pages: int) -> Iterator[int]:
+    """About so many slots, those that would be evicted first, of each namespace and class its share. Ends
+    with the first change of an order.
+    """
+    orders = [order for namespace in index for order in namespace.orders.values() if len(order)]
+    for order in orders:
+        yield from islice(order.victims(), max(16, pages // len(orders)))
+
+
+def reorder(
+    pages: NamespacePages, by_use: npt.NDArray[np.int64], facts: Facts, slots: SlotAllocator, links: Links
+) -> None:
+    """Make the namespace's orders anew; `by_use` are all of its committed pages, unused for longest first."""
+    for order in pages.orders.values():
+        order.close()
+    pages.orders = {}
+    committed_s = np.frombuffer(facts.committed_s)
+    ordered = by_use
+    if pages.policy in ("fifo", "ttl") or pages.expiry is not None:
+        sequence = np.frombuffer(facts.sequence, np.uint64)
+        by_commit = by_use[np.lexsort((sequence[by_use], committed_s[by_use]))]
+        if pages.expiry is not None:
+            pages.expiry.restore(by_commit, committed_s[by_commit])
+        if pages.policy in ("fifo", "ttl"):
+            ordered = by_commit
+    classes = np.frombuffer(slots.slab_class, np.uint64)[ordered // slots.slots_per_slab]
+    for slot_bytes in distinct(classes):
+        mine = ordered[classes == slot_bytes]
+        pages.order(slot_bytes, links).restore(mine, committed_s[mine])
+
+
+def sorted_by(values: npt.NDArray[np.uint64], slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """`slots` by ascending `values`, of one length; slots are not negative. Where a value and a slot fit one
+    word, words are sorted, which takes a fifth of the time of `argsort`.
+    """
+    if not len(slots):
+        return slots
+    above, bits = values - values.min(), int(slots.max()).bit_length()
+    if int(above.max()).bit_length() + bits > 64:
+        return slots[np.argsort(values, kind="stable")]
+    words = np.sort(above << np.uint64(bits) | slots.astype(np.uint64))
+    return (words & np.uint64((1 << bits) - 1)).astype(np.int64)
+
+
+def distinct(values: npt.NDArray[Any]) -> list[int]:
+    """The different values; quick where there is but one."""
+    if len(values) and (values == values[0]).all():
+        return [int(values[0])]
+    found: list[int] = np.unique(values).tolist()
+    return found

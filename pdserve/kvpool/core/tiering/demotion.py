@@ -1,0 +1,403 @@
+"""Which pages go down to the tiers, and what is known to be there. Pure; appends its actions to `out`.
+
+A page is in at most one slot of the arena and in any number of tiers; its bytes never change, so a copy is
+never out of date. Down:
+
+    commit         -> stored in the first tier at once    write = "all", or a namespace of media "ssd"
+    coldest pages  -> stored in the first tier            while more than `watermark` of the arena is in use
+    tier i drops it for lack of room -> tier i + 1        by the shell, as far as that one keeps up
+    found after a restart, in no tier -> as after commit, some at a time, once the tiers told what they have
+
+so that evicting a cold page is free: it is in a tier already. A slot being stored is held. Stores under way
+are bounded in pages and bytes; when a tier is slower than the writers, pages are evicted unwritten, which is
+counted, and nobody waits. Up: promotion.py.
+
+The index here says what the tiers reported. Everything that changes a tier is done by its one writer thread,
+in the order of our actions, and reported in that order; so what was decided since a report was made is what
+must be remembered here: pages discarded while they were being stored (`void`), and for each namespace below
+which sequence pages are void (`_void_before`), since the shell passes pages from tier to tier by itself.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pdserve.kvpool.core.events import (
+    Action,
+    ForgetNamespace,
+    ForgetPages,
+    PagesFound,
+    PagesGone,
+    PagesStored,
+    SlotPage,
+    StorePages,
+)
+from pdserve.kvpool.core.store.index import NONE
+from pdserve.kvpool.core.store.page_store import COMMITTED, PageStore
+from pdserve.kvpool.core.store.victims import coldest
+from pdserve.kvpool.core.tiering.tier_index import TierIndex, TieringLimits, TierSpec
+from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings, TierStatus
+from pdserve.kvpool.tiers.base import REFUSED, STORED, PageName, TierPage
+
+SCAN_PAGES: Final = 1024  # coldest pages looked at per pass, of all namespaces together
+SCAN_EVERY: Final = 32  # commits per pass at most
+STORE_SHARE: Final = 1 / 8  # of the arena may be held by stores: a slow tier must not block writers
+SCAN_SHARE: Final = 1 / 64  # of the arena written per pass at most
+UNSAVED_PAGES: Final = 2048  # looked at in one step after a restart
+UNSAVED_STEP_S: Final = 0.005  # between steps: others get their turn
+
+
+@dataclass(slots=True)
+class _Store:
+    """A slot being written to the first tier, held meanwhile."""
+
+    page: TierPage
+    void: bool = False
+
+
+class Tiering:
+    """All tiers of a node. `settings(namespace)` says what the namespace wants; None: it is gone."""
+
+    def __init__(
+        self,
+        store: PageStore,
+        tiers: Sequence[TierSpec],
+        limits: TieringLimits,
+        settings: Callable[[int], NamespaceSettings | None],
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._limits = limits
+        self.tiers = [TierIndex(spec) for spec in tiers]
+        self._void_before: dict[int, int] = {}
+        self._stores: dict[int, _Store] = {}  # by slot
+        self._store_bytes = 0
+        self._storing_bytes: dict[int, int] = {}  # the same by namespace, for their quotas
+        self._at_once: OrderedDict[int, int] = OrderedDict()  # slot -> sequence, to be written in this order
+        self._commits = 0  # since the last pass over the coldest
+        self._committed_bytes = 0
+        self._scan_bytes = int(store.slots.capacity_bytes * SCAN_SHARE)
+        self._max_store_bytes = min(limits.store_bytes, int(store.slots.capacity_bytes * STORE_SHARE))
+        self._scan = False  # the last pass was cut short
+        self._unsaved: list[tuple[int, int]] = []  # namespace, first slot: to be looked through for pages
+        self._unsaved_at_s = 0.0  # when the next step is due
+        self.evicted_unwritten = 0
+        if tiers:
+            store.on_evict = self._evicted
+
+    # --- looking
+
+    def find(self, namespace: int, key: bytes, below: int = -1) -> tuple[int, int]:
+        """The first tier after `below` that has the page, and its length; (NONE, 0) when none has."""
+        for number in range(below + 1, len(self.tiers)):
+            pages = self.tiers[number].pages.get(namespace)
+            if pages is not None and key in pages:
+                return number, pages[key]
+        return NONE, 0
+
+    def has(self, namespace: int, key: bytes) -> bool:
+        """Whether any tier has it."""
+        return self.find(namespace, key)[0] != NONE
+
+    def sinks(self, namespace: int) -> bool:
+        """Whether pages of the namespace go to the tiers. Those with a time to live do not: neither a tier's
+        format nor the index here knows when a page ends, and a tier outlives the clock that times are of.
+        """
+        settings = self._settings(namespace)
+        return settings is not None and settings.media != "dram" and not settings.ttl_s
+
+    # --- down
+
+    @property
+    def due(self) -> bool:
+        """Whether `pump` has something to do."""
+        return bool(self._at_once or self._unsaved) or self._scan_due
+
+    @property
+    def behind(self) -> bool:
+        """Whether memory is full and more pages wait to be stored than can be under way: what comes in now
+        may displace them.
+        """
+        waiting = bool(self._at_once or self._scan) and not self.tiers[0].backoff.failures
+        return waiting and self._above_watermark()
+
+    @property
+    def _scan_due(self) -> bool:
+        return self._scan or self._commits >= SCAN_EVERY or self._committed_bytes > self._scan_bytes
+
+    def committed(self, slot: int) -> None:
+        """A page was written by a client."""
+        if not self.tiers:
+            return
+        self._commits += 1
+        self._committed_bytes += self._store.facts.length_bytes[slot]
+        self._store_at_once(slot)
+
+    def _store_at_once(self, slot: int) -> None:
+        """Where the namespace or the node wants every page stored, and not cold ones only."""
+        if self._wants_all(self._store.facts.namespace[slot]):
+            self._at_once[slot] = self._store.facts.sequence[slot]
+
+    def _wants_all(self, namespace: int) -> bool:
+        settings = self._settings(namespace)
+        return settings is not None and (self.tiers[0].spec.write == "all" or settings.media == "ssd")
+
+    def _find_unsaved(self, now_s: float) -> None:
+        """One step through pages that an earlier incarnation had committed, and perhaps not stored yet."""
+        namespace, start = self._unsaved.pop()
+        slots = self._store.committed_slots(start, UNSAVED_PAGES, namespace).tolist()
+        key_of = self._store.facts.key
+        for slot in slots:
+            if not self.has(namespace, key_of[slot] or b"") and self._wants_all(namespace):
+                self._at_once[slot] = self._store.facts.sequence[slot]
+        if len(slots) == UNSAVED_PAGES:
+            self._unsaved.append((namespace, slots[-1] + 1))
+        self._unsaved_at_s = now_s + UNSAVED_STEP_S
+
+    def pump(self, now_s: float, out: list[Action]) -> None:
+        """Start as many stores as may be under way."""
+        if not self.tiers or not self.tiers[0].ready or now_s < self.tiers[0].backoff.retry_at_s:
+            self._commits = self._committed_bytes = 0
+            return
+        if self._unsaved and not self._at_once and now_s >= self._unsaved_at_s:
+            self._find_unsaved(now_s)
+        batch: list[SlotPage] = []
+        while self._at_once and self._has_room():
+            slot, sequence = self._at_once.popitem(last=False)
+            if self._store.facts.sequence[slot] == sequence and self._storable(slot):
+                batch.append(self._begin(slot))
+        if self._scan_due:
+            self._commits = self._committed_bytes = 0
+            self._scan = False
+            if self._above_watermark():
+                self._pump_coldest(batch)
+        if batch:
+            out.append(StorePages(0, tuple(batch)))
+
+    def _pump_coldest(self, batch: list[SlotPage]) -> None:
+        for slot in coldest(self._store.index, SCAN_PAGES):
+            if not self._has_room():
+                self._scan = bool(self._stores)  # their end lets us go on
+                return
+            if self._storable(slot):
+                batch.append(self._begin(slot))
+
+    def _has_room(self) -> bool:
+        limits = self._limits
+        return not self._stores or (
+            len(self._stores) < limits.store_pages and self._store_bytes < self._max_store_bytes
+        )
+
+    def _above_watermark(self) -> bool:
+        return self._store.free_bytes < (1 - self._limits.watermark) * self._store.slots.capacity_bytes
+
+    def _storable(self, slot: int) -> bool:
+        facts = self._store.facts
+        if self._store.state(slot) != COMMITTED or slot in self._stores:
+            return False
+        namespace, key, length = facts.namespace[slot], facts.key[slot], facts.length_bytes[slot]
+        assert key is not None
+        if not self.sinks(namespace) or self.has(namespace, key) or length >= self.tiers[0].largest_bytes:
+            return False
+        settings = self._settings(namespace)
+        assert settings is not None
+        held = self._storing_bytes.get(namespace, 0)
+        held += sum(tier.page_bytes.get(namespace, 0) for tier in self.tiers)
+        if settings.tier_quota_bytes and held + length > settings.tier_quota_bytes:
+            return False
+        return facts.sequence[slot] >= self._void_before.get(namespace, 0)
+
+    def _begin(self, slot: int) -> SlotPage:
+        facts = self._store.facts
+        key = facts.key[slot]
+        assert key is not None
+        page = TierPage(
+            facts.namespace[slot],
+            key,
+            facts.length_bytes[slot],
+            facts.checksum[slot],
+            facts.sequence[slot],
+        )
+        self._stores[slot] = _Store(page)
+        self._count(page, page.length_bytes)
+        self._store.hold(slot)
+        return SlotPage(slot, self._store.slots.offset(slot), page)
+
+    def _count(self, page: TierPage, size_bytes: int) -> None:
+        self._store_bytes += size_bytes
+        under_way = self._storing_bytes.pop(page.namespace, 0) + size_bytes
+        if under_way:
+            self._storing_bytes[page.namespace] = under_way
+
+    # --- what the tiers report
+
+    def stored(self, event: PagesStored, now_s: float, out: list[Action]) -> None:
+        """The end of stores that `pump` began."""
+        tier = self.tiers[event.tier]
+        tier.used_bytes = event.used_bytes
+        for slot, status in zip(event.slots, event.statuses, strict=True):
+            storing = self._stores.pop(slot)
+            page = storing.page
+            self._count(page, -page.length_bytes)
+            in_use = self._store.state(slot) == COMMITTED
+            self._store.let_go(slot, out)
+            if status == STORED:
+                tier.stored += 1
+                if not storing.void and self._valid(page):
+                    tier.add(page.namespace, page.key, page.length_bytes)
+                    if in_use:
+                        self._drop_copy(slot, page.namespace, out)
+            elif status == REFUSED:
+                tier.largest_bytes = min(tier.largest_bytes, page.length_bytes)
+            else:
+                tier.store_failed += 1
+                if in_use:
+                    self._store_at_once(slot)
+        if event.failed:
+            tier.backoff.failed(now_s)
+        else:
+            tier.backoff.worked()
+
+    def _drop_copy(self, slot: int, namespace: int, out: list[Action]) -> None:
+        """In a namespace of media "ssd" the copy in memory is the first to go."""
+        settings = self._settings(namespace)
+        if settings is None or settings.media != "ssd" or not self._above_watermark():
+            return
+        if not self._store.holds(slot):
+            self._store.drop(slot, out)
+
+    def found(self, event: PagesFound, now_s: float, out: list[Action]) -> None:
+        """Pages that survived in the tier, or that came down from the one above it."""
+        tier = self.tiers[event.tier]
+        tier.used_bytes = event.used_bytes
+        if event.failed:
+            tier.store_failed += event.failed
+            tier.backoff.failed(now_s)
+        elif event.pages:
+            tier.backoff.worked()
+        void = []
+        for page in event.pages:
+            if self._valid(page):
+                tier.add(page.namespace, page.key, page.length_bytes)
+            else:
+                void.append(PageName(page.namespace, page.key, page.length_bytes))
+        if void:
+            out.append(ForgetPages(event.tier, tuple(void)))
+        if event.last:
+            tier.ready = True
+            self._scan = True
+            if self.ready:
+                numbers = [pages.number for pages in self._store.index if pages.committed]
+                self._unsaved = [(n, 0) for n in numbers if self._wants_all(n) and self.sinks(n)]
+
+    def gone(self, event: PagesGone) -> None:
+        """Pages that left the tier. One that was forgotten while it came in from above is known again until
+        then.
+        """
+        tier = self.tiers[event.tier]
+        tier.used_bytes = event.used_bytes
+        for name in event.names:
+            tier.gone += tier.remove(name.namespace, name.key)
+
+    def _valid(self, page: TierPage) -> bool:
+        return self.sinks(page.namespace) and page.sequence >= self._void_before.get(page.namespace, 0)
+
+    # --- forgetting
+
+    def forget(
+        self, namespace: int, keys: Sequence[bytes], out: list[Action], only: int | None = None
+    ) -> None:
+        """These pages are not what they should be, or not wanted: in every tier, or in one."""
+        for number, tier in enumerate(self.tiers):
+            if only is None or number == only:
+                lengths = tier.pages.get(namespace, {})
+                names = tuple(PageName(namespace, key, lengths.get(key, 0)) for key in keys)
+                for key in keys:
+                    tier.remove(namespace, key)
+                out.append(ForgetPages(number, names))
+        if only is None:
+            gone = set(keys)
+            for storing in self._stores.values():
+                if storing.page.namespace == namespace and storing.page.key in gone:
+                    storing.void = True
+
+    @property
+    def ready(self) -> bool:
+        """Whether the tiers have told all that they hold."""
+        return all(tier.ready for tier in self.tiers)
+
+    def namespaces(self) -> list[int]:
+        """Those that have pages in a tier."""
+        return sorted({number for tier in self.tiers for number, pages in tier.pages.items() if pages})
+
+    def keys(self, namespace: int) -> list[bytes]:
+        """Of the namespace's pages in any tier, each once."""
+        return list(dict.fromkeys(key for tier in self.tiers for key in tier.pages.get(namespace, ())))
+
+    def unwanted(self, namespace: int) -> bool:
+        """Whether there are pages of a namespace that is to have none here."""
+        return not self.sinks(namespace) and any(tier.pages.get(namespace) for tier in self.tiers)
+
+    def clear(self, namespace: int, *, dropped: bool, out: list[Action]) -> int:
+        """Forget all pages of the namespace; how many."""
+        if not self.tiers:
+            return 0
+        before_sequence = self._store.next_sequence
+        if dropped:
+            self._void_before.pop(namespace, None)  # its number says it all: it is not used again
+        else:
+            self._void_before[namespace] = before_sequence
+        count = sum(tier.clear(namespace) for tier in self.tiers)
+        out.append(ForgetNamespace(namespace, before_sequence))
+        return count
+
+    def _evicted(self, slot: int) -> None:
+        facts = self._store.facts
+        key = facts.key[slot]
+        assert key is not None
+        if self.sinks(facts.namespace[slot]) and not self.has(facts.namespace[slot], key):
+            self.evicted_unwritten += 1
+
+    # --- time, status, conservation
+
+    def next_deadline_s(self) -> float:
+        """When a tier that failed may be tried again, if something waits for it, or the next step is due."""
+        if self.tiers and not self._stores:
+            if self.tiers[0].backoff.failures and (self._at_once or self._unsaved):
+                return self.tiers[0].backoff.retry_at_s
+            if self._unsaved:
+                return self._unsaved_at_s
+        return float("inf")
+
+    def status(self) -> list[TierStatus]:
+        return [
+            TierStatus(
+                name=tier.spec.name,
+                kind=tier.spec.kind,
+                capacity_bytes=tier.spec.capacity_bytes,
+                used_bytes=tier.used_bytes,
+                pages=len(tier),
+                writable=not tier.backoff.failures,
+                counters={"stored": tier.stored, "store_failed": tier.store_failed, "gone": tier.gone},
+            )
+            for tier in self.tiers
+        ]
+
+    def storing(self) -> Iterator[int]:
+        """Slots held by stores under way."""
+        return iter(self._stores)
+
+    def check(self) -> None:
+        """Assert that what is counted is there. Slow: for tests."""
+        assert self._store_bytes == sum(storing.page.length_bytes for storing in self._stores.values())
+        assert self._store_bytes == sum(self._storing_bytes.values())
+        for slot, storing in self._stores.items():
+            assert self._store.holds(slot)
+            assert self._store.facts.sequence[slot] == storing.page.sequence
+        for tier in self.tiers:
+            for namespace, pages in tier.pages.items():
+                assert tier.page_bytes.get(namespace, 0) == sum(pages.values())
+                assert not pages or self._settings(namespace) is not None

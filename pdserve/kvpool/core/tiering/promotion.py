@@ -1,0 +1,250 @@
+"""Pages that come back from a tier into the arena, and the Gets that wait for them. Pure.
+
+    Get of a page that is in a tier only
+      -> a slot is reserved, as for a writer: others are told BUSY meanwhile, nobody finds the page
+      -> LoadPages; a tier's thread reads into the slot and checks the bytes
+      -> PagesLoaded: the slot is committed and pinned for every Get that waits for it, or given back
+
+One load serves all Gets of its key. A Get is answered once, when all its loads have ended or at its deadline;
+pages that are late are misses then, for later Gets at once, and are promoted all the same. A load whose
+namespace was dropped or cleared is void: its slot is in quarantine until the thread reports that it has
+stopped writing into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from pdserve.kvpool.core.events import Action, Answer, LoadPages, PagesLoaded, SlotPage
+from pdserve.kvpool.core.sessions import PendingGet, Session
+from pdserve.kvpool.core.store.index import NONE
+from pdserve.kvpool.core.store.page_store import QUARANTINED, RESERVED, PageStore
+from pdserve.kvpool.core.tiering.demotion import Tiering
+from pdserve.kvpool.core.tiering.tier_index import TieringLimits
+from pdserve.kvpool.protocol.messages import HIT, MISS, Get, Got, Pin
+from pdserve.kvpool.tiers.base import GONE, LOADED, PageName, TierPage
+
+PinPage: TypeAlias = Callable[[Session, int, Get, float, list[Action]], Pin]
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A slot being filled from a tier."""
+
+    slot: int
+    name: PageName
+    sequence: int
+    tier: int
+    void: bool = False
+    late: bool = False  # a Get has waited for it in vain: no other does
+    waiting: dict[PendingGet, list[int]] = field(default_factory=dict)  # and the page's places in each
+
+
+class Promotions:
+    """Loads of all sessions. `pin(session, slot, request, now_s, out)` gives a Get its page;
+    `on_commit(slots, now_s, out)` is called as pages become readable.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        tiering: Tiering,
+        limits: TieringLimits,
+        pin: PinPage,
+        on_commit: Callable[[list[int], float, list[Action]], None],
+    ) -> None:
+        self._store = store
+        self._tiering = tiering
+        self._limits = limits
+        self._pin = pin
+        self._on_commit = on_commit
+        self._loads: dict[int, Load] = {}  # by slot, void ones too
+        self._by_name: dict[tuple[int, bytes], Load] = {}
+        self._load_bytes = 0
+        self.promoted = 0
+        self.failed = 0
+        self.refused = 0
+        self.late = 0
+
+    # --- a Get
+
+    def begin(
+        self,
+        session: Session,
+        request: Get,
+        pins: list[Pin],
+        missing: list[int],
+        now_s: float,
+        out: list[Action],
+    ) -> bool:
+        """Load what a tier has of the pages at the places `missing`; whether the Get waits for any."""
+        length_bytes = sum(request.segment_bytes)
+        get = PendingGet(session, request, pins, 0, now_s + self._limits.promotion_timeout_s)
+        if request.id in session.gets:
+            return False  # the answers could not be told apart
+        batches: dict[int, list[SlotPage]] = {}
+        self._store.start_request()
+        for place in missing:
+            load = self._load(request.namespace, request.keys[place], length_bytes, batches, out)
+            if load is not None:
+                load.waiting.setdefault(get, []).append(place)
+                get.missing += 1
+        out.extend(LoadPages(tier, tuple(batch)) for tier, batch in batches.items())
+        if get.missing:
+            session.gets[request.id] = get
+        return bool(get.missing)
+
+    def _load(
+        self,
+        namespace: int,
+        key: bytes,
+        length_bytes: int,
+        batches: dict[int, list[SlotPage]],
+        out: list[Action],
+    ) -> Load | None:
+        load = self._by_name.get((namespace, key))
+        if load is not None:
+            return load if load.name.length_bytes == length_bytes and not load.late else None
+        tier, found_bytes = self._tiering.find(namespace, key)
+        if tier == NONE or found_bytes != length_bytes:
+            return None
+        slot_bytes = self._store.slots.class_of(length_bytes)
+        pages = self._store.index.namespace(namespace)
+        if slot_bytes is None or key in pages.writing or key in pages.committed:
+            return None
+        if self._load_bytes and self._load_bytes + slot_bytes > self._limits.load_bytes:
+            self.refused += 1
+            return None
+        slots = self._store.take(pages, [key], length_bytes, slot_bytes, out)
+        if not slots:
+            self.refused += 1
+            return None
+        slot = slots[0]
+        load = Load(slot, PageName(namespace, key, length_bytes), self._store.facts.sequence[slot], tier)
+        self._loads[slot] = self._by_name[namespace, key] = load
+        self._load_bytes += slot_bytes
+        batches.setdefault(tier, []).append(self._slot_page(load))
+        return load
+
+    def _slot_page(self, load: Load) -> SlotPage:
+        name = load.name
+        page = TierPage(name.namespace, name.key, name.length_bytes, 0, load.sequence)
+        return SlotPage(load.slot, self._store.slots.offset(load.slot), page)
+
+    # --- its end
+
+    def loaded(
+        self,
+        event: PagesLoaded,
+        now_s: float,
+        out: list[Action],
+    ) -> None:
+        """The tier's thread has stopped writing into these slots."""
+        for slot, status, checksum in zip(event.slots, event.statuses, event.checksums, strict=True):
+            load = self._loads[slot]
+            if load.void:
+                self._end(load)
+                self._store.give_back(slot, out)
+            elif status == LOADED:
+                self._end(load)
+                self._store.commit([slot], [checksum], now_s, out)
+                self.promoted += 1
+                self._on_commit([slot], now_s, out)
+                self._resolve(load, slot, now_s, out)
+            else:
+                self._failed(load, status, now_s, out)
+
+    def _failed(self, load: Load, status: int, now_s: float, out: list[Action]) -> None:
+        """That tier has it no more: the next one, or a miss."""
+        name = load.name
+        self.failed += status != GONE
+        self._tiering.forget(name.namespace, [name.key], out, only=load.tier)
+        tier, length_bytes = self._tiering.find(name.namespace, name.key)
+        if tier != NONE and length_bytes == name.length_bytes:
+            load.tier = tier
+            out.append(LoadPages(tier, (self._slot_page(load),)))
+            return
+        self._end(load)
+        self._store.give_back(load.slot, out)
+        self._resolve(load, NONE, now_s, out)
+
+    def _end(self, load: Load) -> None:
+        del self._loads[load.slot]
+        if not load.void:
+            del self._by_name[load.name.namespace, load.name.key]
+        self._load_bytes -= self._store.slots.slot_bytes(load.slot)
+
+    def _resolve(self, load: Load, slot: int, now_s: float, out: list[Action]) -> None:
+        """Tell those who wait for the page: it is in `slot`, or NONE."""
+        for get, places in load.waiting.items():
+            for place in places if slot != NONE else ():
+                pin = get.pins[place] = self._pin(get.session, slot, get.request, now_s, out)
+                if pin.status == HIT:
+                    get.below.append(place)
+            get.missing -= len(places)
+            if not get.missing:
+                self._answer(get, out)
+        load.waiting.clear()
+
+    def _answer(self, get: PendingGet, out: list[Action]) -> None:
+        del get.session.gets[get.request.id]
+        if not get.session.peer:
+            pages = self._store.index.namespace(get.request.namespace)
+            pages.misses += sum(pin.status == MISS for pin in get.pins)
+        out.append(Answer(get.session.connection, Got(get.request.id, get.pins, below=get.below)))
+
+    # --- what happens meanwhile
+
+    def expire(self, session: Session, now_s: float, out: list[Action]) -> None:
+        for get in [get for get in session.gets.values() if get.deadline_s <= now_s]:
+            self.late += get.missing
+            for load in self._left(get):
+                load.late = True
+            self._answer(get, out)
+
+    def disconnected(self, session: Session) -> None:
+        """Its loads go on: others may want the pages."""
+        for get in session.gets.values():
+            self._left(get)
+        session.gets.clear()
+
+    def _left(self, get: PendingGet) -> list[Load]:
+        """The loads that the Get waited for; it does not any more."""
+        loads = [self._by_name.get((get.request.namespace, key)) for key in get.request.keys]
+        return [load for load in loads if load is not None and load.waiting.pop(get, [])]
+
+    def clear(self, namespace: int, out: list[Action]) -> None:
+        """What is being loaded for the namespace is not wanted any more."""
+        for load in list(self._loads.values()):
+            if load.name.namespace == namespace and not load.void:
+                load.void = True
+                del self._by_name[namespace, load.name.key]
+                self._store.quarantine(load.slot)
+                self._resolve(load, NONE, 0.0, out)
+
+    # --- status, conservation
+
+    def counters(self) -> dict[str, int]:
+        return {
+            "promoted": self.promoted,
+            "promotions_failed": self.failed,
+            "promotions_refused": self.refused,
+            "promotions_late": self.late,
+        }
+
+    def reserved_slots(self) -> list[int]:
+        """Reserved by no client."""
+        return [load.slot for load in self._loads.values() if not load.void]
+
+    def check(self) -> None:
+        """Assert that loads own their slots, and Gets wait for something. Slow: for tests."""
+        for slot, load in self._loads.items():
+            assert self._store.state(slot) == (QUARANTINED if load.void else RESERVED)
+            assert self._store.facts.sequence[slot] == load.sequence
+            assert load.void == (self._by_name.get((load.name.namespace, load.name.key)) is not load)
+        assert self._load_bytes == sum(self._store.slots.slot_bytes(slot) for slot in self._loads)
+        for get in {get for load in self._loads.values() for get in load.waiting}:
+            assert get.session.gets[get.request.id] is get
+            assert get.missing == sum(len(load.waiting.get(get, ())) for load in self._loads.values())

@@ -1,0 +1,94 @@
+"""Clients that wait for pages to be committed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdserve.kvpool.core.events import Action, Answer
+from pdserve.kvpool.core.sessions import Session, Waiter
+from pdserve.kvpool.core.store.page_store import PageStore
+from pdserve.kvpool.protocol.messages import Fault, Present, Wait
+
+MAX_WAIT_S = 600.0  # longer waits are answered then; nobody has a use for one
+
+
+class Waits:
+    """Open waits by key. A wait is answered once, when nothing is missing or at its deadline.
+    `in_tier(namespace, key)`: whether the page can be had from a tier.
+    """
+
+    def __init__(self, store: PageStore, max_per_session: int, in_tier: Callable[[int, bytes], bool]) -> None:
+        self._store = store
+        self._in_tier = in_tier
+        self._max_per_session = max_per_session
+        self._by_key: dict[tuple[int, bytes], list[Waiter]] = {}
+        self.open = 0
+
+    def begin(self, session: Session, request: Wait, now_s: float, out: list[Action]) -> None:
+        """Answer at once when all keys are committed or there is no time to wait."""
+        mask = self._mask(request, now_s)
+        missing = {key for key, found in zip(request.keys, mask, strict=True) if not found}
+        timeout_s = min(request.timeout_s, MAX_WAIT_S)
+        if not missing or not timeout_s > 0:  # NaN included
+            out.append(Answer(session.connection, Present(request.id, mask)))
+            return
+        if len(session.waiters) >= self._max_per_session or request.id in session.waiters:
+            message = (
+                f"{len(session.waiters)} waits are open on this connection, at most {self._max_per_session}"
+            )
+            out.append(Answer(session.connection, Fault(request.id, "too_many_waiters", message)))
+            return
+        waiter = Waiter(
+            session.connection, request.id, request.namespace, request.keys, missing, now_s + timeout_s
+        )
+        session.waiters[request.id] = waiter
+        self.open += 1
+        for key in missing:
+            self._by_key.setdefault((request.namespace, key), []).append(waiter)
+
+    def committed(
+        self, namespace: int, key: bytes, sessions: dict[int, Session], now_s: float, out: list[Action]
+    ) -> None:
+        """A page is readable now: answer the waits for which it was the last one."""
+        for waiter in self._by_key.pop((namespace, key), ()):
+            waiter.missing.discard(key)
+            if not waiter.missing:
+                self.answer(sessions[waiter.connection], waiter, now_s, out)
+
+    def answer(self, session: Session, waiter: Waiter, now_s: float, out: list[Action]) -> None:
+        """End the wait with what is committed now."""
+        self._remove(session, waiter)
+        out.append(Answer(session.connection, Present(waiter.request_id, self._mask(waiter, now_s))))
+
+    def expire(self, session: Session, now_s: float, out: list[Action]) -> None:
+        for waiter in [waiter for waiter in session.waiters.values() if waiter.deadline_s <= now_s]:
+            self.answer(session, waiter, now_s, out)
+
+    def drop_namespace(self, session: Session, namespace: int, out: list[Action]) -> None:
+        """What they wait for will never come: answer them now."""
+        for waiter in [waiter for waiter in session.waiters.values() if waiter.namespace == namespace]:
+            self._remove(session, waiter)
+            out.append(Answer(session.connection, Present(waiter.request_id, bytes(len(waiter.keys)))))
+
+    def disconnected(self, session: Session) -> None:
+        for waiter in list(session.waiters.values()):
+            self._remove(session, waiter)
+
+    def _remove(self, session: Session, waiter: Waiter) -> None:
+        del session.waiters[waiter.request_id]
+        self.open -= 1
+        for key in waiter.missing:
+            others = self._by_key[waiter.namespace, key]
+            others.remove(waiter)
+            if not others:
+                del self._by_key[waiter.namespace, key]
+
+    def _mask(self, request: Wait | Waiter, now_s: float) -> bytes:
+        find = self._store.index.namespace(request.namespace).lookup(now_s)
+        namespace = request.namespace
+        return bytes([find(key) is not None or self._in_tier(namespace, key) for key in request.keys])
+
+    def check(self) -> None:
+        """Assert that nothing is left behind. For tests."""
+        waiters = {id(waiter) for waiters in self._by_key.values() for waiter in waiters}
+        assert len(waiters) == self.open

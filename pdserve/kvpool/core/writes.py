@@ -1,0 +1,314 @@
+"""Reservations and commits. Pure.
+
+A reservation ends in exactly one way: committed; given up while its writer has stopped (aborted, failed,
+client gone), which frees the slot at once; or overdue while its writer may still be writing into the mapped
+slot, which quarantines it until the writer says that it stopped, or is gone. When we closed the connection
+ourselves, that the socket ended says nothing of the writer: such slots stay quarantined for `quarantine_s`.
+
+Over UCX the node itself receives, so it knows: the receive is cancelled, and the slot freed when it is
+reported done. A commit that arrives before its receives are done is answered when they are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from pdserve.kvpool.core.events import Action, Answer, CancelTransfers, StartReceive
+from pdserve.kvpool.core.reads import Tags
+from pdserve.kvpool.core.sessions import NO_TRANSFER, Limits, PendingCommit, Reservation, Session
+from pdserve.kvpool.core.store.page_store import QUARANTINED, PageStore
+from pdserve.kvpool.protocol.messages import (
+    BUSY,
+    FULL,
+    GRANTED,
+    PRESENT,
+    TOO_LARGE,
+    Abort,
+    Commit,
+    Committed,
+    Grant,
+    Reserve,
+    Reserved,
+)
+
+_PRESENT, _BUSY, _FULL, _TOO_LARGE = Grant(PRESENT), Grant(BUSY), Grant(FULL), Grant(TOO_LARGE)
+MAX_AGE_S: Final = 1e9
+NONE_REFUSED: Final[Mapping[bytes, Grant]] = {}
+
+
+def no_tier(namespace: int, key: bytes) -> bool:
+    """For a node without tiers."""
+    return False
+
+
+class Writes:
+    """Reservations of all sessions. `on_commit(slots, now_s, out)` is called when pages became readable;
+    `in_tier(namespace, key)` says whether a tier has a page, which then needs no writing.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        limits: Limits,
+        tags: Tags,
+        on_commit: Callable[[list[int], float, list[Action]], None],
+        in_tier: Callable[[int, bytes], bool] = no_tier,
+    ) -> None:
+        self._store = store
+        self._limits = limits
+        self._tags = tags
+        self._on_commit = on_commit
+        self._in_tier = in_tier
+        self._receives: dict[int, Reservation] = {}  # by tag
+        self._timed: deque[tuple[float, int]] = deque()  # (until, slot) in quarantine, without a session
+        self.commits = 0
+        self.commits_refused = 0
+        self.reservations_expired = 0
+        self.full = 0
+        self.receives_failed = 0
+
+    # --- reserve
+
+    def reserve(
+        self,
+        session: Session,
+        request: Reserve,
+        now_s: float,
+        out: list[Action],
+        refused: Mapping[bytes, Grant] = NONE_REFUSED,
+    ) -> Reserved:
+        """Answer with a grant per key, and return the answer. `refused`: keys that may not be written here.
+        When the node is full for one key it is for all that follow.
+        """
+        pages = self._store.index.namespace(request.namespace)
+        slot_bytes = self._store.slots.class_of(sum(request.segment_bytes))
+        find, writing, in_tier = pages.lookup(now_s), pages.writing, self._in_tier
+        grants: list[Grant] = []
+        wanted: dict[bytes, int] = {}  # place in the answer
+        present: list[int] = []
+        for place, key in enumerate(request.keys):
+            if (slot := find(key)) is not None:
+                present.append(slot)
+                grants.append(_PRESENT)
+            elif in_tier(request.namespace, key):
+                grants.append(_PRESENT)
+            elif key in writing or key in wanted:
+                grants.append(_BUSY)
+            elif key in refused:
+                grants.append(refused[key])
+            elif slot_bytes is None:
+                grants.append(_TOO_LARGE)
+            else:
+                wanted[key] = place
+                grants.append(_FULL)
+        if wanted and slot_bytes is not None:
+            for slot in present:  # a page that is said to be here does not go for the others
+                self._store.hold(slot)
+            self._grant(session, request, slot_bytes, wanted, grants, now_s, out)
+            for slot in present:
+                self._store.let_go(slot, out)
+        reserved = Reserved(request.id, grants)
+        out.append(Answer(session.connection, reserved))
+        return reserved
+
+    def _may_reserve(self, session: Session, slot_bytes: int, segments: int) -> int:
+        """How many more pages the client may have reserved, and, over UCX, under way."""
+        pages = (self._limits.max_reserved_bytes - session.reserved_bytes) // slot_bytes
+        if not session.mapped:
+            pages = min(pages, (self._limits.max_messages - session.messages) // segments)
+        return max(0, pages)
+
+    def _grant(
+        self,
+        session: Session,
+        request: Reserve,
+        slot_bytes: int,
+        wanted: Mapping[bytes, int],
+        grants: list[Grant],
+        now_s: float,
+        out: list[Action],
+    ) -> None:
+        """Give slots to the first of these keys, as many as there is room for."""
+        store, segments = self._store, tuple(request.segment_bytes)
+        pages = store.index.namespace(request.namespace)
+        keys = list(wanted)[: self._may_reserve(session, slot_bytes, len(segments))]
+        store.start_request()
+        slots = store.take(pages, keys, sum(segments), slot_bytes, out)
+        if len(slots) < len(wanted):
+            self.full += len(wanted) - len(slots)
+            without = set(list(wanted)[len(slots) :])
+            for place, key in enumerate(request.keys):
+                if key in without:
+                    grants[place] = _FULL  # also where a key is asked for twice
+        sequences, offset_of, reservations = store.facts.sequence, store.slots.offset, session.reservations
+        deadline_s = now_s + self._limits.reservation_lease_s
+        session.reserved_bytes += slot_bytes * len(slots)
+        for slot, place in zip(slots, wanted.values(), strict=False):
+            sequence, offset = sequences[slot], offset_of(slot)
+            reservation = reservations[slot] = Reservation(slot, sequence, slot_bytes, deadline_s)
+            if not session.mapped:
+                reservation.tag = self._tags.take(len(segments))
+                self._receives[reservation.tag] = reservation
+                session.begin_transfer(reservation.tag, len(segments))
+                out.append(StartReceive(session.connection, reservation.tag, offset, segments))
+            grants[place] = Grant(GRANTED, slot, offset, sequence, reservation.tag)
+
+    # --- commit
+
+    def commit(self, session: Session, request: Commit, now_s: float, out: list[Action]) -> None:
+        pending = PendingCommit(request.id, bytearray(len(request.slots)), 0)
+        slots, checksums, ages_s = [], [], []
+        for place, (slot, sequence, checksum) in enumerate(
+            zip(request.slots, request.sequences, request.checksums, strict=True)
+        ):
+            reservation = session.reservations.get(slot)
+            if reservation is None or reservation.sequence != sequence or reservation.commit is not None:
+                self.commits_refused += 1
+                self._writer_stopped(session, slot, sequence, out)
+            elif reservation.tag != NO_TRANSFER:
+                reservation.checksum, reservation.commit, reservation.place = checksum, pending, place
+                pending.missing += 1
+            else:
+                self._forget(session, reservation)
+                slots.append(slot)
+                checksums.append(checksum)
+                if session.peer and request.ages_s:
+                    ages_s.append(request.ages_s[place])
+                pending.mask[place] = 1
+        self._commit(slots, checksums, now_s, out, ages_s)
+        if not pending.missing:
+            out.append(Answer(session.connection, Committed(request.id, bytes(pending.mask))))
+
+    def _commit(
+        self,
+        slots: list[int],
+        checksums: list[int],
+        now_s: float,
+        out: list[Action],
+        ages_s: Sequence[float] = (),
+    ) -> None:
+        """The reservations of these slots are forgotten."""
+        if slots:
+            for slot, checksum, age_s in zip(slots, checksums, ages_s, strict=False):
+                age_s = min(age_s, MAX_AGE_S) if age_s > 0 else 0.0  # also when it is no number
+                self._store.commit([slot], [checksum], now_s - age_s, out)
+            if not ages_s:
+                self._store.commit(slots, checksums, now_s, out)
+            self.commits += len(slots)
+            self._on_commit(slots, now_s, out)
+
+    def _resolve(self, session: Session, reservation: Reservation, ok: bool, out: list[Action]) -> None:
+        """The commit that waited for this page's receive knows its outcome."""
+        pending = reservation.commit
+        if pending is None:
+            return
+        pending.mask[reservation.place] = ok
+        pending.missing -= 1
+        if not pending.missing:
+            out.append(Answer(session.connection, Committed(pending.request_id, bytes(pending.mask))))
+
+    # --- ends of reservations
+
+    def abort(self, session: Session, request: Abort, out: list[Action]) -> None:
+        for slot, sequence in zip(request.slots, request.sequences, strict=False):
+            reservation = session.reservations.get(slot)
+            if reservation is not None and reservation.sequence == sequence:
+                self._end(session, reservation, writer_stopped=True, out=out)
+            else:
+                self._writer_stopped(session, slot, sequence, out)
+
+    def received(self, session: Session | None, tag: int, ok: bool, now_s: float, out: list[Action]) -> bool:
+        """A transfer ended; False when it was none of ours. `session` is None when the client is gone."""
+        reservation = self._receives.pop(tag, None)
+        if reservation is None:
+            return False
+        reservation.tag = NO_TRANSFER
+        if session is not None:
+            session.end_transfer(tag)
+        if self._store.state(reservation.slot) == QUARANTINED:
+            if session is not None:
+                del session.quarantined[reservation.slot]
+                session.reserved_bytes -= reservation.slot_bytes
+            self._store.give_back(reservation.slot, out)
+            return True
+        assert session is not None, "a reservation without a session is quarantined"
+        if not ok:
+            self.receives_failed += 1
+            self._end(session, reservation, writer_stopped=True, out=out)
+        elif reservation.commit is not None:
+            self._forget(session, reservation)
+            self._commit([reservation.slot], [reservation.checksum], now_s, out)
+            self._resolve(session, reservation, True, out)
+        return True
+
+    def expire(self, session: Session, now_s: float, out: list[Action]) -> None:
+        due = []
+        for reservation in session.reservations.values():
+            if reservation.deadline_s > now_s:
+                break
+            due.append(reservation)
+        for reservation in due:
+            self.reservations_expired += 1
+            self._end(session, reservation, writer_stopped=False, out=out)
+
+    def drop_namespace(self, session: Session, namespace: int, out: list[Action]) -> None:
+        """End this session's reservations in a namespace that is going, or is cleared."""
+        for reservation in list(session.reservations.values()):
+            if self._store.facts.namespace[reservation.slot] == namespace:
+                self._end(session, reservation, writer_stopped=False, out=out)
+
+    def disconnected(self, session: Session, by_peer: bool, now_s: float, out: list[Action]) -> None:
+        """End all that the session had; slots that may still be written to stay in quarantine."""
+        for reservation in list(session.reservations.values()):
+            reservation.commit = None  # nobody is there to be answered
+            self._end(session, reservation, writer_stopped=by_peer, out=out)
+        for reservation in session.quarantined.values():
+            if reservation.tag != NO_TRANSFER:
+                continue  # freed by `received`
+            if by_peer:
+                self._store.give_back(reservation.slot, out)
+            else:
+                self._timed.append((now_s + self._limits.quarantine_s, reservation.slot))
+        session.quarantined.clear()
+
+    def _end(
+        self, session: Session, reservation: Reservation, *, writer_stopped: bool, out: list[Action]
+    ) -> None:
+        slot = reservation.slot
+        if reservation.tag != NO_TRANSFER or (session.mapped and not writer_stopped):
+            del session.reservations[slot]
+            session.quarantined[slot] = reservation
+            self._store.quarantine(slot)
+            if reservation.tag != NO_TRANSFER:
+                out.append(CancelTransfers(session.connection, (reservation.tag,)))
+        else:
+            self._forget(session, reservation)
+            self._store.give_back(slot, out)
+        self._resolve(session, reservation, False, out)
+
+    def _forget(self, session: Session, reservation: Reservation) -> None:
+        del session.reservations[reservation.slot]
+        session.reserved_bytes -= reservation.slot_bytes
+
+    def _writer_stopped(self, session: Session, slot: int, sequence: int, out: list[Action]) -> None:
+        """The writer of an overdue reservation says that it stopped writing."""
+        reservation = session.quarantined.get(slot)
+        if reservation is not None and reservation.sequence == sequence and reservation.tag == NO_TRANSFER:
+            del session.quarantined[slot]
+            session.reserved_bytes -= reservation.slot_bytes
+            self._store.give_back(slot, out)
+
+    # --- quarantine without a session
+
+    def quarantine_until(self, slots: list[int], until_s: float) -> None:
+        """Slots that an earlier incarnation had reserved."""
+        self._timed.extend((until_s, slot) for slot in slots)
+
+    def end_quarantine(self, now_s: float, out: list[Action]) -> None:
+        while self._timed and self._timed[0][0] <= now_s:
+            self._store.give_back(self._timed.popleft()[1], out)
+
+    def next_quarantine_end_s(self) -> float:
+        return self._timed[0][0] if self._timed else float("inf")

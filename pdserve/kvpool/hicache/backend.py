@@ -1,0 +1,267 @@
+"""SGLang's HiCache storage backend on the pool: the `dynamic` backend of SGLang 0.5.23, interface v1.
+
+SGLang calls this object from four threads of a scheduler process (query, get, backup, and the scheduler
+itself for statistics):
+
+    batch_exists(keys)                  how long a prefix of the chain the pool has
+    batch_get_v1(keys, host_indices)    pool -> host KV pool, at most 128 pages
+    batch_set_v1(keys, host_indices)    host KV pool -> pool, at most 128 pages
+
+What SGLang does not forgive, and this module therefore guarantees: an exception would kill the calling thread
+for good, so nothing is raised, and a full-length list is always returned; a call that takes long stalls every
+later one, so each ends within the client's time-outs (seconds at most) and a pool that is away is refused
+without waiting (`link.py`); when `batch_get_v1` returns, nothing writes into the host pages any more. There
+is no negative cache: a page that was missing a millisecond ago may have been committed since.
+
+Pages move without a copy of ours: `get_page_buffer_meta` gives the address of each segment of a page in the
+host pool (two for page_first layouts, 2 x layers for layer_first, one for MLA), and the transport reads and
+writes there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from msgspec.structs import replace
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
+
+from pdserve.errors import ConfigError, PoolRefused, StartupError
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.config import POOL_TOKEN_VARIABLE, PoolClientConfig
+from pdserve.kvpool.hicache.metrics import ClientMetrics
+from pdserve.kvpool.hicache.page_trace import PageTrace
+from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
+from pdserve.pages import KvGeometry, pool_key, rank_suffix
+
+logger = logging.getLogger(__name__)
+
+WARN_EVERY_S = 10.0
+
+
+class BackendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a worker passes to the backend inside SGLang's `--hicache-storage-backend-extra-config`, under
+    "pdserve".
+    """
+
+    pool: PoolClientConfig
+    namespace: str
+    geometry: KvGeometry
+
+
+class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no types
+    """One rank's view of the pool. Built by SGLang in each scheduler process."""
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
+        """Raises StartupError where the configuration cannot work at all; an absent pool is not
+        such a case.
+        """
+        self._config = storage_config
+        self._settings = _read_settings(storage_config)
+        _check_ranks(storage_config, self._settings.geometry)
+        self._suffix = rank_suffix(
+            replicated=storage_config.is_mla_model,
+            tp_rank=storage_config.tp_rank,
+            tp_size=storage_config.tp_size,
+            pp_rank=storage_config.pp_rank,
+            pp_size=storage_config.pp_size,
+        )
+        self._client = PoolClient(
+            self._settings.pool,
+            self._settings.namespace,
+            self._settings.geometry.as_dict(),
+            name=f"hicache{storage_config.tp_rank}",
+        )
+        self._metrics = ClientMetrics()
+        self._trace = PageTrace(os.environ)
+        self._page_tokens = int(self._settings.geometry.page_size)
+        self._warned_at_s = 0.0
+        self.ssd_pages_read = 0  # by the last `batch_get_v1`: a node brought them up from a tier
+
+    # -- start and end
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Called once, before SGLang's storage threads start. Raises StartupError when this host pool does
+        not fit the geometry that the worker declared: its pages would be stored under a wrong name.
+        """
+        self.mem_pool_host = mem_pool_host
+        declared = self._settings.geometry
+        actual = {"page_size": str(mem_pool_host.page_size), "layout": str(mem_pool_host.layout)}
+        for field, value in actual.items():
+            if getattr(declared, field) != value:
+                raise StartupError(
+                    f"SGLang's host pool has {field} {value}, but this worker's namespace "
+                    f"{self._settings.namespace} is declared with {getattr(declared, field)}"
+                )
+        kv_dtype = str(mem_pool_host.dtype).removeprefix("torch.")
+        # SGLang keeps FP8 as bytes. Which FP8 they are is told apart by what was declared.
+        is_fp8 = kv_dtype == "uint8" and declared.kv_dtype.startswith("float8_")
+        if declared.kv_dtype not in ("auto", kv_dtype) and not is_fp8:
+            raise StartupError(
+                f"SGLang keeps KV in {kv_dtype}, but this worker declared {declared.kv_dtype} to the pool: "
+                "say which with --kv-cache-dtype in engine.extra_args"
+            )
+        for node, error in self._client.check().items():
+            if isinstance(error, PoolRefused):
+                raise StartupError(str(error))
+            if error is not None:
+                logger.warning("pool node %s cannot be reached, starting without it: %s", node, error)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Refuses models with state beside the KV pages (Mamba, sliding window, sparse indexers, draft
+        models).
+        """
+        name = getattr(host_pool_name, "value", host_pool_name)  # an enum of strings
+        if name == "kv":
+            return
+        raise StartupError(
+            f"this model keeps {name} state beside its KV pages, which pdserve does not store yet: "
+            "run it without the pool"
+        )
+
+    def close(self) -> None:
+        self._client.close()
+
+    # -- the v1 contract
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """How many pages of the chain, from its start, the pool has. Never raises."""
+        try:
+            with self._trace.span("exists", len(keys)):
+                present = self._client.exists(self._pool_keys(keys))
+        except Exception as error:  # boundary: an exception would kill SGLang's query thread for good
+            self._complain("lookup", error)
+            return 0
+        finally:
+            self._publish()
+        return present.index(False) if False in present else len(present)
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Fill the host pages of `keys`. `host_indices`: int64 [pages * page_size]. Never raises."""
+        ssd_before = self._client.counters.pages_ssd
+        try:
+            with self._metrics.timed("read"), self._trace.span("get", len(keys)):
+                return self._client.get(self._pool_keys(keys), self._page_buffers(keys, host_indices))
+        except Exception as error:  # boundary: an exception would kill SGLang's get thread for good
+            self._complain("read", error)
+            return [False] * len(keys)
+        finally:
+            self.ssd_pages_read = self._client.counters.pages_ssd - ssd_before
+            self._publish()
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Store the host pages of `keys`. `host_indices`: int64 [pages * page_size]. Never raises."""
+        try:
+            with self._metrics.timed("written"), self._trace.span("put", len(keys)):
+                return self._client.put(self._pool_keys(keys), self._page_buffers(keys, host_indices))
+        except Exception as error:  # boundary: an exception would kill SGLang's backup thread for good
+            self._complain("write", error)
+            return [False] * len(keys)
+        finally:
+            self._publish()
+
+    def clear(self) -> None:
+        """`POST /hicache/storage-backend/clear`: drop our namespace's pages, nobody else's."""
+        try:
+            dropped = self._client.clear()
+            logger.info("cleared namespace %s: %d pages", self._settings.namespace, dropped)
+        except Exception as error:  # boundary: called on SGLang's scheduler thread
+            self._complain("clear", error)
+
+    def get_stats(self) -> None:
+        """SGLang's per-step statistics hook; our counters reach the worker's /metrics by themselves."""
+        return
+
+    # -- the abstract remainder of SGLang's base class, unused with interface_v1
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+        return None
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[None]:
+        return [None] * len(keys)
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        return False
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        return False
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    # -- details
+
+    def _pool_keys(self, keys: list[str]) -> list[bytes]:
+        return [pool_key(bytes.fromhex(key), self._suffix) for key in keys]
+
+    def _page_buffers(self, keys: list[str], host_indices: torch.Tensor) -> list[PageBuffers]:
+        pointers, sizes = self.mem_pool_host.get_page_buffer_meta(host_indices)
+        segments, rest = divmod(len(pointers), len(keys))
+        if rest or len(host_indices) != len(keys) * self._page_tokens:
+            raise ValueError(
+                f"{len(pointers)} segments and {len(host_indices)} indices "
+                f"for {len(keys)} pages of {self._page_tokens} tokens"
+            )
+        views = [_view(pointer, size) for pointer, size in zip(pointers, sizes, strict=True)]
+        return [views[start : start + segments] for start in range(0, len(views), segments)]
+
+    def _publish(self) -> None:
+        try:
+            self._metrics.publish(self._client.counters)
+        except Exception as error:  # boundary: of SGLang's threads; the metrics' directory may be full
+            self._complain("count", error)
+
+    def _complain(self, what: str, error: Exception) -> None:
+        now_s = time.monotonic()
+        if now_s - self._warned_at_s >= WARN_EVERY_S:
+            self._warned_at_s = now_s
+            text = "pool %s failed inside pdserve (a bug; treated as a miss): %s"
+            logger.error(text, what, error, exc_info=error)
+
+
+def _view(pointer: int, size_bytes: int) -> Bytes1D:
+    """The host pool's memory at `pointer` as uint8 [size_bytes]; SGLang keeps it alive as long as
+    it uses us.
+    """
+    return np.frombuffer(memoryview((ctypes.c_uint8 * size_bytes).from_address(pointer)), dtype=np.uint8)
+
+
+def _check_ranks(config: HiCacheStorageConfig, declared: KvGeometry) -> None:
+    """Raises StartupError where SGLang divides pages between its ranks in another way than was declared."""
+    if config.dcp_size > 1:
+        raise StartupError("decode context parallelism divides pages in a way that the pool cannot name yet")
+    if config.attn_cp_size > 1:
+        # of MLA's ranks SGLang 0.5.23 has the first alone write: the pages of the others would never come
+        raise StartupError("prefill context parallelism divides pages in a way that the pool cannot name yet")
+    tp_size = "replicated" if config.is_mla_model else str(config.tp_size)
+    actual = {"tp_size": tp_size, "pp_size": str(config.pp_size)}
+    for field, value in actual.items():
+        if getattr(declared, field) != value:
+            raise StartupError(
+                f"SGLang runs with {field} {value}, but this worker declared "
+                f"{getattr(declared, field)} to the pool"
+            )
+
+
+def _read_settings(storage_config: HiCacheStorageConfig) -> BackendSettings:
+    extra = storage_config.extra_config or {}
+    try:
+        settings = msgspec.convert(extra.get("pdserve"), BackendSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"HiCache extra config of pdserve: {error}") from error
+    token = settings.pool.token or os.environ.get(POOL_TOKEN_VARIABLE, "")
+    return replace(settings, pool=replace(settings.pool, token=token))

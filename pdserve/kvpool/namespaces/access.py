@@ -1,0 +1,110 @@
+"""Who may do what. Pure; tokens come here as SHA-256 hex digests only.
+
+A namespace may have a token to read, to write and to administer it. Writing includes reading, administering
+both. A right without a token of its own is guarded by the token of the right below it, so that nothing is
+more open than what it includes: with a write token alone, anybody reads, and who writes may also drop. A
+namespace without tokens is open to all.
+
+The node's `admin_token` is for what concerns the node or all namespaces, and administers every namespace.
+Without one, node operations are open, and no namespace can have tokens: who may pass for a node of the pool
+reads everything. Nodes show the `cluster_token` to each other.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.cluster_messages import (
+    Drain,
+    EndReplicas,
+    Gossip,
+    ListOwned,
+    ListPages,
+    NamespaceSettings,
+    ProbePeer,
+    PullPages,
+    Upgrade,
+)
+from pdserve.tokens import same
+
+READ: Final = 1
+WRITE: Final = 2
+ADMIN: Final = 4
+ALL: Final = READ | WRITE | ADMIN
+RIGHTS: Final = {READ: "read", WRITE: "write", ADMIN: "admin"}
+
+TOKENS: Final = ("read_token", "write_token", "admin_token")
+KEPT: Final = "set"  # in place of a digest: in a list, that there is one; in a change, to leave it as it is
+
+NEEDS: Final[dict[type, int]] = {  # of requests that name a namespace by its number
+    m.Exists: READ,
+    m.Wait: READ,
+    m.Get: READ,
+    m.Reserve: WRITE,
+    m.Discard: WRITE,
+    m.Clear: ADMIN,
+}
+NODE_OPERATIONS: Final = (Drain, Upgrade, ListPages)
+PEER_OPERATIONS: Final = (Gossip, ProbePeer, ListOwned, PullPages, EndReplicas)
+
+
+def guards(settings: NamespaceSettings) -> tuple[str, str, str]:
+    """The digests that guard reading, writing and administering; empty: open to all."""
+    write = settings.write_token or settings.read_token
+    return settings.read_token, write, settings.admin_token or write
+
+
+def is_guarded(settings: NamespaceSettings) -> bool:
+    return any(guards(settings))
+
+
+def rights_of(presented: str, settings: NamespaceSettings) -> int:
+    """The rights that this digest gives in a namespace."""
+    read, write, admin = guards(settings)
+    is_admin = same(presented, admin)
+    is_writer = is_admin or same(presented, write)
+    is_reader = is_writer or same(presented, read)
+    return (
+        (ADMIN if is_admin or not admin else 0)
+        | (WRITE if is_writer or not write else 0)
+        | (READ if is_reader or not read else 0)
+    )
+
+
+def redacted(settings: NamespaceSettings) -> NamespaceSettings:
+    """As they may be shown: of a token only that there is one."""
+    if not is_guarded(settings):
+        return settings
+    return msgspec.structs.replace(
+        settings, **{name: KEPT if getattr(settings, name) else "" for name in TOKENS}
+    )
+
+
+def denied(namespace: str, right: int, request_id: int) -> m.Fault:
+    """What a client without the right is told."""
+    message = (
+        f"namespace '{namespace}': this client may not {_VERBS[right]}: give it the namespace's "
+        f"{RIGHTS[right]} token (a worker: pool.token; pdserve pool: --token or PDSERVE_POOL_TOKEN)"
+    )
+    return m.Fault(request_id, "access_denied", message)
+
+
+_VERBS: Final = {READ: "read it", WRITE: "write to it", ADMIN: "administer it"}
+
+
+def denied_here(node: str, what: str, request_id: int) -> m.Fault:
+    """What a client that is not the node's administrator is told."""
+    message = (
+        f"node {node}: {what} needs the node's admin token: give it with --token or PDSERVE_POOL_TOKEN "
+        "(the node's configuration sets it: admin_token)"
+    )
+    return m.Fault(request_id, "access_denied", message)
+
+
+def denied_peer(node: str, request_id: int) -> m.Fault:
+    """What a client that is no node of this pool is told."""
+    message = f"node {node}: that is for nodes of this pool: give them all the same cluster_token"
+    return m.Fault(request_id, "access_denied", message)

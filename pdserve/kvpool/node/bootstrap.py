@@ -1,0 +1,86 @@
+"""What a node starts with: its memory and tiers, and the state of what they hold."""
+
+from __future__ import annotations
+
+import time
+
+from pdserve.errors import PdserveError
+from pdserve.kvpool.core.events import SaveNamespaces
+from pdserve.kvpool.core.namespace_admin import Rules
+from pdserve.kvpool.core.sessions import Limits, ReplicationLimits
+from pdserve.kvpool.core.state import NodeState
+from pdserve.kvpool.core.store.page_store import PageStore
+from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
+from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.memory.arena import Arena
+from pdserve.kvpool.node.tiers.node_tiers import NodeTiers
+from pdserve.kvpool.node.upgrade.handover import Handover
+from pdserve.kvpool.protocol.slot_table import TableLayout
+
+
+def take_memory(
+    config: PoolNodeConfig, incarnation: int, inherited: Handover | None
+) -> tuple[Arena, NodeTiers]:
+    """Arena and tiers. Where they cannot be had, a new arena is removed again. Raises StartupError,
+    ConfigError.
+    """
+    arena = Arena(
+        config.name,
+        config.arena_dir / config.name,
+        TableLayout(config.capacity, config.slab, config.min_slot),
+        incarnation,
+        fresh=config.fresh and inherited is None,
+        placement=config.placement,
+        lock_fd=None if inherited is None else inherited.lock_fd,
+    )
+    try:
+        tiers = NodeTiers(config, arena.memory, arena.namespaces, takes_over=inherited is not None)
+    except PdserveError:
+        arena.close(keep=arena.contents is not None)
+        raise
+    arena.namespaces = tiers.namespaces  # others, after a reboot
+    return arena, tiers
+
+
+def make_state(
+    config: PoolNodeConfig, incarnation: int, arena: Arena, tiers: NodeTiers, rules: Rules, now_s: float
+) -> NodeState:
+    """With all that the arena held."""
+    slots = SlotAllocator(config.capacity, config.slab, config.min_slot)
+    state = NodeState(
+        config.name,
+        incarnation,
+        PageStore(slots, arena.namespaces.begin_sequences(time.time_ns() // 1000)),
+        _limits_of(config),
+        now_s,
+        arena.namespaces,
+        rules,
+        tiers.specs,
+        tiers.limits,
+    )
+    arena.save_namespaces(SaveNamespaces(arena.namespaces.dump()))
+    if arena.contents is not None:
+        state.restore(arena.contents, now_s)
+        arena.contents = None  # a copy of the whole index
+    arena.adopt(slots)
+    return state
+
+
+def _limits_of(config: PoolNodeConfig) -> Limits:
+    """Those of NodeState."""
+    return Limits(
+        lease_s=config.lease_s,
+        reservation_lease_s=config.reservation_lease_s,
+        quarantine_s=config.quarantine_s,
+        max_waiters=config.max_waiters,
+        max_reserved_bytes=max(config.slab, int(config.capacity * config.max_reserved_share)),
+        replication=ReplicationLimits(
+            max_replicas=config.replicas.max_replicas,
+            hot_reads_s=config.replicas.hot_reads_s,
+            half_life_s=config.replicas.half_life_s,
+            lease_s=config.replicas.lease_s,
+            max_share=config.replicas.max_share,
+        ),
+        max_pinned_bytes=max(config.slab, int(config.capacity * config.max_pinned_share)),
+        max_messages=config.max_messages,
+    )

@@ -1,0 +1,101 @@
+"""Namespaces in a node's configuration: `[[namespaces]]` and `[namespace_defaults]`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from pdserve.errors import ConfigError
+from pdserve.kvpool.protocol.cluster_messages import Media, NamespaceSettings
+from pdserve.sizes import parse_bytes
+from pdserve.tokens import digest_of_setting, is_digest, read_token
+
+
+class NamespaceDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a namespace may do on each node."""
+
+    media: Annotated[
+        Media,
+        Meta(description="Where its pages may lie; `dram+ssd`: in memory, cold ones in the tiers below."),
+    ] = "dram+ssd"
+    policy: Annotated[str, Meta(description="Which page goes first: lru, lfu, fifo, arc or ttl.")] = "lru"
+    ttl_s: Annotated[
+        float,
+        Meta(ge=0, description="Pages end this long after they were written, and stay in memory; 0: never."),
+    ] = 0.0
+    quota_bytes: Annotated[
+        int | str,
+        Meta(description="Memory on each node, pages being written included, like `4GiB`; 0: no limit."),
+    ] = 0
+    tier_quota_bytes: Annotated[
+        int | str, Meta(description="The same for the tiers below memory; 0: no limit.")
+    ] = 0
+    operations_s: Annotated[
+        float,
+        Meta(ge=0, description="Keys asked for per second on each node; more has to wait. 0: no limit."),
+    ] = 0.0
+    bytes_s: Annotated[
+        int | str,
+        Meta(description="Bytes read and written per second on each node, like `2GB`; 0: no limit."),
+    ] = 0
+    weight: Annotated[
+        float, Meta(gt=0, description="Share of a busy node, relative to the other namespaces' weights.")
+    ] = 1.0
+    read_token: Annotated[
+        str, Meta(description="Token that readers need: plain, or `sha256:` and its digest; empty: none.")
+    ] = ""
+    read_token_file: Annotated[Path | None, Meta(description="File that holds it instead.")] = None
+    write_token: Annotated[
+        str, Meta(description="Token that writers need; it reads too. Empty: as read_token.")
+    ] = ""
+    write_token_file: Annotated[Path | None, Meta(description="File that holds it instead.")] = None
+    admin_token: Annotated[
+        str, Meta(description="Token to clear, drop, replace and change it. Empty: as write_token.")
+    ] = ""
+    admin_token_file: Annotated[Path | None, Meta(description="File that holds it instead.")] = None
+
+
+class NamespaceConfig(NamespaceDefaults, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A namespace that the node makes at its start."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=512, description="Name that workers open it by.")]
+
+
+def settings_of(config: NamespaceDefaults) -> NamespaceSettings:
+    """As the nodes know them: sizes as numbers, tokens as digests. Reads the token files. Raises
+    ConfigError.
+    """
+    label = f"namespace '{config.name}'" if isinstance(config, NamespaceConfig) else "namespace_defaults"
+    try:
+        return NamespaceSettings(
+            media=config.media,
+            policy=config.policy,
+            ttl_s=config.ttl_s,
+            quota_bytes=parse_bytes(config.quota_bytes),
+            tier_quota_bytes=parse_bytes(config.tier_quota_bytes),
+            operations_s=config.operations_s,
+            bytes_s=float(parse_bytes(config.bytes_s)),
+            weight=config.weight,
+            read_token=token_digest("read_token", config.read_token, config.read_token_file),
+            write_token=token_digest("write_token", config.write_token, config.write_token_file),
+            admin_token=token_digest("admin_token", config.admin_token, config.admin_token_file),
+        )
+    except ValueError as error:
+        raise ConfigError(f"{label}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{label}: {error}") from None
+
+
+def token_digest(name: str, token: str, file: Path | None) -> str:
+    """The digest of a token given as text or in a file; empty for none. Raises ConfigError."""
+    if token and file is not None:
+        raise ConfigError(f"{name} and {name}_file are both set: keep one")
+    if file is not None:
+        token = read_token(file)
+    found = digest_of_setting(token)
+    if found and not is_digest(found):
+        raise ConfigError(f"{name}: after `sha256:` must come 64 hexadecimal digits")
+    return found

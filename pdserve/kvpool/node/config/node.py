@@ -1,0 +1,264 @@
+"""Configuration of a pool node. The client's is in `client_config.py`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pdserve.errors import ConfigError
+from pdserve.kvpool.node.config.cluster import ClusterConfig, MovingConfig, ReplicasConfig
+from pdserve.kvpool.node.config.namespaces import NamespaceConfig, NamespaceDefaults
+from pdserve.kvpool.node.memory.placement import Placement
+from pdserve.kvpool.protocol.address import TcpAddress, parse_address
+from pdserve.kvpool.protocol.messages import MAX_SEGMENTS
+from pdserve.logs import LogFormat, LogLevel
+from pdserve.sizes import parse_bytes as parse_bytes
+
+SLOT_ALIGN_BYTES = 4096
+MAX_SLAB_BYTES = 2 << 30  # no page is larger, and the index keeps a page's length in 32 bits
+
+
+class UcxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The data path to clients on other hosts."""
+
+    enabled: Annotated[bool, Meta(description="Offer UCX to clients that cannot map the arena.")] = True
+    host: Annotated[
+        str, Meta(description="Address for UCX connections; empty: the one that the client reached us by.")
+    ] = ""
+    port: Annotated[
+        int,
+        Meta(ge=0, le=65535, description="First of 64 ports for UCX, one per connection; 0: any free ones."),
+    ] = 0
+    options: Annotated[
+        dict[str, str], Meta(description="UCX settings without their UCX_ prefix, e.g. TLS, NET_DEVICES.")
+    ] = {}
+
+
+class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A storage tier below memory."""
+
+    kind: Annotated[str, Meta(description="`ssd`, `directory`, or another kind that is installed.")]
+    path: Annotated[Path, Meta(description="Directory of this tier and this node alone.")]
+    capacity_bytes: Annotated[int | str, Meta(description="Space it may take, in bytes or like `200GiB`.")]
+    write: Annotated[
+        Literal["cold", "all"],
+        Meta(
+            description="What is written in the background: pages that are about to leave memory, or every "
+            "page, so that a reboot loses none. Of the first tier; the others take what leaves the one above."
+        ),
+    ] = "cold"
+    threads: Annotated[int, Meta(ge=1, le=64, description="Threads that read.")] = 4
+    options: Annotated[
+        dict[str, str | int | float | bool],
+        Meta(description="The kind's own options; `ssd`: segment_bytes, direct."),
+    ] = {}
+
+    @property
+    def capacity(self) -> int:
+        """`capacity_bytes` as a number."""
+        return parse_bytes(self.capacity_bytes)
+
+    def __post_init__(self) -> None:
+        if self.capacity <= 0:
+            raise ValueError("tiers: capacity_bytes must be positive")
+
+
+class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One pool node: a host's share of the pool."""
+
+    name: Annotated[
+        str,
+        Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Name of the node, unique."),
+    ] = "pool0"
+    listen: Annotated[
+        list[str],
+        Meta(min_length=1, description="Control addresses: `unix:/path` or `tcp:host:port`, any number."),
+    ] = msgspec.field(default_factory=lambda: ["tcp:127.0.0.1:7700"])
+    capacity_bytes: Annotated[
+        int | str, Meta(description="Memory for pages, in bytes or like `4GiB`; allocated at start.")
+    ] = "1GiB"
+    slab_bytes: Annotated[
+        int | str,
+        Meta(description="The arena is divided into slabs of one slot size each; no page may be larger."),
+    ] = "32MiB"
+    min_slot_bytes: Annotated[
+        int | str, Meta(description="Smallest slot; smaller pages take this much. A multiple of 4 KiB.")
+    ] = "16KiB"
+    arena_dir: Annotated[
+        Path, Meta(description="Directory in memory (tmpfs, hugetlbfs) for the arena and its slot table.")
+    ] = Path("/dev/shm/pdserve")
+    huge_pages: Annotated[
+        Literal["off", "advise", "2MiB", "1GiB"],
+        Meta(
+            description="Pages that the arena is made of: `2MiB` or `1GiB` of a mounted hugetlbfs; `advise`: "
+            "large ones where the kernel finds them, in a tmpfs mounted with huge=advise."
+        ),
+    ] = "off"
+    huge_pages_dir: Annotated[
+        Path | None, Meta(description="Directory in a hugetlbfs; none: the one mounted with such pages.")
+    ] = None
+    numa_node: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="NUMA node whose memory the arena is made of; none: any."),
+    ] = None
+    keep: Annotated[bool, Meta(description="Leave the pages in memory at a clean stop.")] = True
+    fresh: Annotated[bool, Meta(description="Start empty even if an earlier arena is there.")] = False
+    lease_s: Annotated[
+        float, Meta(gt=0, description="How long a reader may hold a page; afterwards it can be evicted.")
+    ] = 30.0
+    reservation_lease_s: Annotated[
+        float, Meta(gt=0, description="How long a writer may take from reserving a page to committing it.")
+    ] = 30.0
+    quarantine_s: Annotated[
+        float,
+        Meta(ge=0, description="After a crash, how long slots that were being written are left alone."),
+    ] = 30.0
+    max_connections: Annotated[int, Meta(ge=1, description="Connections held at a time.")] = 1024
+    max_waiters: Annotated[int, Meta(ge=1, description="`wait` requests open per connection.")] = 256
+    max_reserved_share: Annotated[
+        float, Meta(gt=0, le=1, description="Share of the capacity that one connection may have reserved.")
+    ] = 0.25
+    max_pinned_share: Annotated[
+        float,
+        Meta(gt=0, le=1, description="Share that one connection may have pinned; beyond, its reads miss."),
+    ] = 0.5
+    max_messages: Annotated[
+        int,
+        Meta(
+            ge=MAX_SEGMENTS,
+            description="UCX messages (segments of pages) under way per connection; beyond, reads miss and "
+            "writes are refused.",
+        ),
+    ] = 65536
+    tiers: Annotated[
+        list[TierConfig], Meta(description="Storage below memory, the fastest first; empty: memory only.")
+    ] = []
+    tier_watermark: Annotated[
+        float,
+        Meta(
+            ge=0, le=1, description="Share of memory in use from which on cold pages are written to a tier."
+        ),
+    ] = 0.8
+    promotion_timeout_s: Annotated[
+        float, Meta(gt=0, description="How long a read waits for pages that come up from a tier.")
+    ] = 1.0
+    ucx: Annotated[UcxConfig, Meta(description="The data path to other hosts.")] = UcxConfig()
+    cluster: Annotated[ClusterConfig, Meta(description="The other nodes.")] = ClusterConfig()
+    namespaces: Annotated[
+        list[NamespaceConfig],
+        Meta(description="Namespaces to make at the start; `pdserve pool ns` makes and changes them later."),
+    ] = []
+    namespace_defaults: Annotated[
+        NamespaceDefaults, Meta(description="For namespaces that workers make by opening them.")
+    ] = NamespaceDefaults()
+    admin_token: Annotated[
+        str,
+        Meta(
+            description="Token for operations on the node and on all namespaces: plain, or `sha256:` and its "
+            "digest; empty: they are open, and no namespace can have tokens."
+        ),
+    ] = ""
+    admin_token_file: Annotated[Path | None, Meta(description="File that holds it instead.")] = None
+
+    metrics: Annotated[
+        str, Meta(description="Where Prometheus metrics are served, as `127.0.0.1:9100`; empty: nowhere.")
+    ] = ""
+    metrics_namespaces: Annotated[
+        int, Meta(ge=0, description="Namespaces with metrics of their own; the others share `(other)`.")
+    ] = 100
+    log_format: Annotated[LogFormat, Meta(description="Lines for people, or one JSON object each.")] = "text"
+    log_level: Annotated[LogLevel, Meta(description="Least level that is logged.")] = "info"
+    moving: Annotated[MovingConfig, Meta(description="Pages that change their owner.")] = MovingConfig()
+    replicas: Annotated[ReplicasConfig, Meta(description="Copies of hot pages.")] = ReplicasConfig()
+    stop_when_drained: Annotated[
+        bool, Meta(description="End the process once `pdserve pool drain` has moved its pages away.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        if self.metrics and not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):\d{1,5}", self.metrics):
+            raise ValueError(f"metrics must be host:port or empty, found {self.metrics!r}")
+        capacity = parse_bytes(self.capacity_bytes)
+        if min(capacity, self.slab, self.min_slot) <= 0:
+            raise ValueError("capacity_bytes, slab_bytes and min_slot_bytes must be positive")
+        if self.min_slot % SLOT_ALIGN_BYTES or self.slab % SLOT_ALIGN_BYTES:
+            raise ValueError(f"min_slot_bytes and slab_bytes must be multiples of {SLOT_ALIGN_BYTES}")
+        if not self.min_slot <= self.slab <= capacity:
+            raise ValueError("sizes must satisfy min_slot_bytes <= slab_bytes <= capacity_bytes")
+        page = self.placement.huge_page_bytes
+        if page and self.capacity % page:
+            raise ValueError(
+                f"capacity_bytes, in whole slabs, must be a multiple of {self.huge_pages} with huge_pages "
+                f"of that size, it is {self.capacity}"
+            )
+        if self.slab > MAX_SLAB_BYTES:
+            raise ValueError(f"slab_bytes must be at most {MAX_SLAB_BYTES >> 30}GiB")
+        if len({tier.path for tier in self.tiers}) != len(self.tiers):
+            raise ValueError("tiers must have different paths")
+        self._check_cluster()
+        if len({namespace.name for namespace in self.namespaces}) != len(self.namespaces):
+            raise ValueError("namespaces must have different names")
+
+    def _check_cluster(self) -> None:
+        cluster = self.cluster
+        try:
+            for address in (self.address, *cluster.peers):
+                parse_address(address)
+        except ConfigError as error:
+            raise ValueError(f"cluster: {error}") from error
+        if cluster.membership == "etcd" and not cluster.etcd.endpoints:
+            raise ValueError('cluster.etcd.endpoints is needed for cluster.membership = "etcd"')
+        if not self.alone and _is_wildcard(self.address):
+            raise ValueError(
+                f"cluster.advertise is needed: {self.address} is no address that another host can connect to"
+            )
+
+    @property
+    def alone(self) -> bool:
+        """Whether the node looks for no others by itself; others may find it all the same."""
+        return self.cluster.membership == "static" and not self.cluster.peers
+
+    @property
+    def address(self) -> str:
+        """Where clients and other nodes reach the node."""
+        return self.cluster.advertise or self.listen[0]
+
+    @property
+    def weight(self) -> int:
+        """The node's share of the ring."""
+        return self.cluster.weight or max(1, round(self.capacity / (1 << 30)))
+
+    @property
+    def placement(self) -> Placement:
+        """What the arena is made of."""
+        hugetlb = self.huge_pages not in ("off", "advise")
+        return Placement(
+            huge_page_bytes=parse_bytes(self.huge_pages) if hugetlb else 0,
+            advise=self.huge_pages == "advise",
+            hugetlbfs=self.huge_pages_dir,
+            numa_node=self.numa_node,
+        )
+
+    @property
+    def capacity(self) -> int:
+        """`capacity_bytes` as a number, rounded down to whole slabs."""
+        slab = self.slab
+        return parse_bytes(self.capacity_bytes) // slab * slab if slab > 0 else 0
+
+    @property
+    def slab(self) -> int:
+        """`slab_bytes` as a number."""
+        return parse_bytes(self.slab_bytes)
+
+    @property
+    def min_slot(self) -> int:
+        """`min_slot_bytes` as a number."""
+        return parse_bytes(self.min_slot_bytes)
+
+
+def _is_wildcard(address: str) -> bool:
+    parsed = parse_address(address)
+    return isinstance(parsed, TcpAddress) and parsed.host in ("0.0.0.0", "::")

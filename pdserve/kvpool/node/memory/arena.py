@@ -1,0 +1,343 @@
+"""The node's memory: the arena and its slot table as files in a tmpfs, so that both outlive the process.
+
+    <arena_dir>/<node name>/arena              the slots, or a link to them: placement.py
+                            table              table.py: header, slab classes, rows
+                            namespaces.json    namespaces.py; replaced as a whole
+                            lock               held by the node that uses the directory; holds its pid
+
+The files are allocated in full at start, so that a tmpfs that is too small is an error then, and not a SIGBUS
+later. What an earlier node left is taken over when its layout is this one's, page by page (recovery.py);
+otherwise the files are replaced by new ones, never changed in size: clients may still have the old ones
+mapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import stat
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from pdserve.errors import FrameError, StartupError
+from pdserve.kvpool.core.events import AssignSlab, CommitRows, FreeRows, ReserveRows, SaveNamespaces
+from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
+from pdserve.kvpool.core.store.table_scan import TableContents, scan
+from pdserve.kvpool.namespaces.catalog import Namespaces
+from pdserve.kvpool.node.memory.placement import Placement, does_not_fit
+from pdserve.kvpool.protocol.messages import ArenaInfo
+from pdserve.kvpool.protocol.page_bytes import Bytes1D
+from pdserve.kvpool.protocol.slot_table import FREE, TABLE_MAGIC, TABLE_VERSION, RowWriter, TableLayout
+
+logger = logging.getLogger(__name__)
+
+
+class Arena:
+    """One node's memory, opened and locked. `contents` is what an earlier node left; None at a
+    fresh start.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        layout: TableLayout,
+        incarnation: int,
+        *,
+        fresh: bool,
+        placement: Placement = Placement(),  # noqa: B008 (frozen)
+        lock_fd: int | None = None,
+    ) -> None:
+        """`lock_fd`: the lock, held already by this process's earlier program. Raises StartupError: the
+        directory cannot be used, is in use, or the arena does not fit in memory.
+        """
+        self.layout = layout
+        self._name = name
+        self._directory = directory
+        self._placement = placement
+        self._home = home = placement.home(directory)
+        self._lock_fd = _lock(name, directory, lock_fd)
+        try:
+            kept = not fresh and self._reusable(home)
+            if not kept:
+                self._create_files(home)
+            self._arena_map = _map(home, layout.arena_bytes)
+            placement.apply(name, self._arena_map)
+            self._table_map = _map(directory / "table", layout.table_bytes)
+        except OSError as error:
+            self._give_up()
+            raise StartupError(f"node {name}: {directory}: {error.strerror or error}") from error
+        except StartupError:
+            self._give_up()
+            raise
+        self.memory: Bytes1D = np.frombuffer(self._arena_map, dtype=np.uint8)
+        table = memoryview(self._table_map)
+        self._slab_class = layout.slab_class(table)
+        self._rows = RowWriter(table, layout)
+        self.namespaces = Namespaces()
+        self.contents = self._recover(table) if kept else None
+        self._write_header(table, incarnation)
+
+    @property
+    def info(self) -> ArenaInfo:
+        """Where clients map it."""
+        return ArenaInfo(
+            str(self._directory / "arena"),
+            self.layout.arena_bytes,
+            str(self._directory / "table"),
+            self.layout.table_bytes,
+        )
+
+    # the actions of NodeState that concern the memory
+
+    def reserve_rows(self, action: ReserveRows) -> None:
+        """Carry out the action."""
+        self._rows.reserve(action.slots, action.space)
+        for start, end in action.wipe:  # after the rows: a reader of what was there finds that it is gone
+            self.memory[start:end] = 0
+
+    def commit_rows(self, action: CommitRows) -> None:
+        """Carry out the action."""
+        self._rows.commit(*msgspec.structs.astuple(action))
+
+    def free_rows(self, action: FreeRows) -> None:
+        """Carry out the action."""
+        self._rows.free(action.slots)
+
+    def assign_slab(self, action: AssignSlab) -> None:
+        """Carry out the action."""
+        self._slab_class[action.slab] = action.slot_bytes
+
+    def save_namespaces(self, action: SaveNamespaces) -> None:
+        """Carry out the action, or say why not (the memory is full, say): then a restart keeps fewer pages,
+        and the clients are served all the same. A row of a namespace that was not saved is dropped then; one
+        of a namespace that is dropped or cleared now, and not so in the file, is freed at once, which needs
+        no memory: no restart may bring its page back.
+        """
+        try:
+            _replace(self._directory / "namespaces.json", action.text)
+        except OSError as error:
+            self._rows.free_all_but(Namespaces.load(action.text).numbers_of_spaces)
+            logger.warning(
+                "node %s: the list of namespaces is not saved, their pages are lost at a restart: %s: %s",
+                self._name,
+                self._directory,
+                error.strerror or error,
+            )
+
+    def adopt(self, slots: SlotAllocator) -> None:
+        """After recovery: write the slab classes that were found right, as the allocator now has them."""
+        self._slab_class[:] = np.frombuffer(slots.slab_class, dtype=np.uint64)
+
+    def pass_lock(self) -> int:
+        """A descriptor that keeps the directory locked after `close`."""
+        return os.dup(self._lock_fd)
+
+    def close(self, *, keep: bool) -> None:
+        """Unlock; remove the files unless they are to be kept. The mapping lives as long as `memory` does."""
+        if not keep:
+            _unlink_arena(self._directory / "arena")
+            for name in ("table", "namespaces.json", "namespaces.new", "lock"):
+                (self._directory / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # somebody put something else there
+                self._directory.rmdir()
+        os.close(self._lock_fd)
+
+    # --- starting
+
+    def _reusable(self, home: Path) -> bool:
+        """Whether files of this very layout are there; says why not when there are others."""
+        arena, table = self._directory / "arena", self._directory / "table"
+        if not arena.exists() and not table.exists():
+            return False  # a link may be left whose hugetlbfs a restart of the machine has emptied
+        reason = why_not_reusable(self._directory, home, self.layout)
+        if not reason:
+            return True
+        logger.warning(
+            "node %s: starting empty: cannot take over the pages in %s: %s",
+            self._name,
+            self._directory,
+            reason,
+        )
+        return False
+
+    def _give_up(self) -> None:
+        """Unlock; empty directories go too."""
+        if self._home.parent != self._directory:
+            with contextlib.suppress(OSError):  # there is something in it, or it was never made
+                self._home.parent.rmdir()
+        if {path.name for path in self._directory.iterdir()} == {"lock"}:
+            (self._directory / "lock").unlink()
+            self._directory.rmdir()
+        os.close(self._lock_fd)
+
+    def _create_files(self, home: Path) -> None:
+        arena, table = self._directory / "arena", self._directory / "table"
+        old = [path for path in (table, arena, self._directory / "namespaces.json") if path.exists()]
+        replaced = sum(_allocated_bytes(path) for path in old if _home_of(path).parent == home.parent)
+        needed = self.layout.arena_bytes
+        if not self._placement.huge_page_bytes:
+            needed += self.layout.table_bytes
+        if home != arena:
+            home.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(self._name, home.parent)
+        self._placement.check_fits(self._name, home, needed, replaced)
+        _unlink_arena(arena)
+        for path in old:
+            path.unlink(missing_ok=True)
+        try:
+            self._create(home, self.layout.arena_bytes, self._placement)
+            if home != arena:
+                arena.symlink_to(home)
+            self._create(table, self.layout.table_bytes, Placement())
+        except (OSError, StartupError):
+            _unlink_arena(arena)
+            raise
+
+    def _create(self, path: Path, size: int, placement: Placement) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            placement.allocate(self._name, fd, size)
+        except (OSError, StartupError) as error:
+            path.unlink()
+            if isinstance(error, StartupError):
+                raise
+            raise does_not_fit(self._name, path.parent, size, None) from error
+        finally:
+            os.close(fd)
+
+    def _recover(self, table: memoryview) -> TableContents:
+        started_s = time.monotonic()
+        try:
+            self.namespaces = Namespaces.load((self._directory / "namespaces.json").read_bytes())
+        except FileNotFoundError:
+            pass  # the earlier node had none
+        except FrameError as error:
+            logger.warning("node %s: dropping all pages: %s", self._name, error)
+        rows = self.layout.table_rows(table)
+        contents = scan(self.layout, self._slab_class, rows, self.namespaces.numbers_of_spaces)
+        rows["state"][contents.dropped] = FREE
+        if len(contents.slots) or contents.dropped or contents.quarantined:
+            logger.info(
+                "node %s: took over %d pages in %.0f ms; %d bad rows dropped, %d unfinished quarantined",
+                self._name,
+                len(contents.slots),
+                (time.monotonic() - started_s) * 1000,
+                len(contents.dropped),
+                len(contents.quarantined),
+            )
+        return contents
+
+    def _write_header(self, table: memoryview, incarnation: int) -> None:
+        header = self.layout.header(table)
+        header["version"] = TABLE_VERSION
+        header["arena_bytes"] = self.layout.arena_bytes
+        header["slab_bytes"] = self.layout.slab_bytes
+        header["min_slot_bytes"] = self.layout.min_slot_bytes
+        header["incarnation"] = incarnation
+        header["magic"] = TABLE_MAGIC  # last: before it, the file is no table
+
+
+def why_not_reusable(directory: Path, home: Path, layout: TableLayout) -> str:
+    """Why a node of this layout, with its arena at `home`, cannot take over the pages in the directory; empty
+    if it can.
+    """
+    arena, table = directory / "arena", directory / "table"
+    if not (arena.exists() and table.exists()):
+        return "its files are incomplete"
+    with table.open("rb") as file:
+        found = TableLayout.from_header(file.read(64), os.fstat(file.fileno()).st_size)
+    if found is None:
+        return "the slot table is truncated, damaged, or of another version"
+    if found != layout:
+        return "it was made for other sizes"
+    if _home_of(arena) != home:
+        return "its memory is of another kind: huge_pages has changed"
+    if arena.stat().st_size != layout.arena_bytes:
+        return "the arena file has another size than its table says"
+    return ""
+
+
+def _lock(name: str, directory: Path, held_fd: int | None) -> int:
+    if held_fd is not None:
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(held_fd), (directory / "lock").stat()):
+                return held_fd
+        os.close(held_fd)  # of another directory: the configuration has changed
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(name, directory)
+        fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StartupError(f"node {name}: cannot use {directory} for the arena: {error.strerror}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
+        raise StartupError(
+            f"node {name}: {directory} is in use by the pool node with pid {pid}: stop it, or choose another "
+            "name or arena_dir"
+        ) from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, str(os.getpid()).encode(), 0)
+    return fd
+
+
+def _check_private(name: str, directory: Path) -> None:
+    """Others may neither read the pages nor put files of theirs in the place of ours. /dev/shm is
+    everybody's: who made our directory before us could hand us an arena that he reads and writes.
+    """
+    found = directory.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+        directory.chmod(0o700)
+        return
+    raise StartupError(
+        f"node {name}: {directory} is not a directory of this user's own: remove it, or choose another "
+        "arena_dir"
+    )
+
+
+def _map(path: Path, size: int) -> mmap.mmap:
+    fd = os.open(path, os.O_RDWR)
+    try:
+        return mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
+    finally:
+        os.close(fd)
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".new")
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # what was written of it takes memory that there is too little of
+        raise
+
+
+def _home_of(path: Path) -> Path:
+    """Where a file of ours really is."""
+    return path.readlink() if path.is_symlink() else path
+
+
+def _unlink_arena(arena: Path) -> None:
+    """Remove the arena; where it is a link, what it leads to too, with its directory."""
+    if arena.is_symlink():
+        home = arena.readlink()
+        home.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # somebody put something else there
+            home.parent.rmdir()
+    arena.unlink(missing_ok=True)
+
+
+def _allocated_bytes(path: Path) -> int:
+    found = path.stat()
+    return found.st_blocks * 512 or found.st_size  # hugetlbfs counts no blocks

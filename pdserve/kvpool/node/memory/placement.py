@@ -1,0 +1,265 @@
+"""Which memory an arena is made of: huge pages or small ones, of which NUMA node. Linux.
+
+Three kinds, by `huge_pages`:
+
+    off            ordinary pages of the tmpfs that `arena_dir` lies in
+    2MiB, 1GiB     pages of that size, reserved by the administrator, from a mounted hugetlbfs
+                   (Documentation/admin-guide/mm/hugetlbpage.rst). The arena is a file there, and
+                   <arena_dir>/<node>/arena a link to it
+    advise         2 MiB pages where the kernel finds them, from a tmpfs mounted with huge=advise (or more):
+                   transparent huge pages (mm/transhuge.rst)
+
+With a NUMA node the arena's pages are bound to it (mbind(2), set_mempolicy(2)) before they are allocated; the
+policy belongs to the file, so it holds for pages that clients touch first.
+
+Everything is allocated here, at the start: what the machine cannot do is an error then, in one line that says
+what to do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pdserve.errors import StartupError
+from pdserve.kvpool.node.memory.available import available_bytes, mount_of, mounts
+
+GIB: Final = 1 << 30
+MIB: Final = 1 << 20
+_SYS_MBIND: Final = {"x86_64": 237, "aarch64": 235, "riscv64": 235}
+_MPOL_BIND: Final = 2
+_MPOL_MF_MOVE: Final = 2
+_MADV_HUGEPAGE: Final = 14
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
+_POPULATE_BYTES: Final = 256 * MIB
+_SYS: Final = Path("/sys")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What `PoolNodeConfig` says of the memory. `huge_page_bytes` 0: none from hugetlbfs."""
+
+    huge_page_bytes: int = 0
+    advise: bool = False
+    hugetlbfs: Path | None = None  # None: the one that is mounted with such pages
+    numa_node: int | None = None
+
+    def home(self, directory: Path) -> Path:
+        """Where the arena file of a node with this directory is. Raises StartupError."""
+        if not self.huge_page_bytes:
+            return directory / "arena"
+        flat = "-".join(directory.absolute().parts[1:])
+        return _hugetlbfs(self.huge_page_bytes, self.hugetlbfs).absolute() / flat / "arena"
+
+    def check_fits(self, name: str, path: Path, needed: int, replaced: int) -> None:
+        """`path`: where the file will be; `replaced`: bytes of the old one that will be gone, of the same
+        kind. Raises StartupError.
+        """
+        if self.numa_node is not None:
+            self._check_node(name)
+        if self.huge_page_bytes:
+            self._check_huge_pages(name, needed, replaced)
+            return
+        if self.advise:
+            _check_advice(name, path.parent)
+        space = os.statvfs(path.parent)
+        free = space.f_bavail * space.f_frsize + replaced
+        if needed > free:
+            raise does_not_fit(name, path.parent, needed, free)
+        available = available_bytes() + replaced
+        if needed > available:
+            raise StartupError(
+                f"node {name}: arena of {needed / GIB:.2f} GiB does not fit in memory "
+                f"({available / GIB:.2f} GiB available): lower capacity_bytes"
+            )
+        if self.numa_node is not None:
+            on_node = _free_on_node(self.numa_node) + replaced
+            if needed > on_node:
+                raise StartupError(
+                    f"node {name}: arena of {needed / GIB:.2f} GiB does not fit on NUMA node "
+                    f"{self.numa_node} ({on_node / GIB:.2f} GiB free): lower capacity_bytes, or choose "
+                    "another numa_node"
+                )
+
+    def allocate(self, name: str, fd: int, size: int) -> None:
+        """Give the empty file of `fd` its pages. Raises StartupError; OSError where there are too few."""
+        if not self.advise and self.numa_node is None:
+            os.posix_fallocate(fd, 0, size)
+            return
+        os.ftruncate(fd, size)
+        with mmap.mmap(fd, size, flags=mmap.MAP_SHARED) as memory:
+            self.apply(name, memory)
+            if self.advise:
+                _populate(memory)
+            else:
+                os.posix_fallocate(fd, 0, size)
+
+    def apply(self, name: str, memory: mmap.mmap) -> None:
+        """Tell the kernel how the pages of a mapped arena are meant; those there are moved to their node
+        where nobody else has mapped them. Raises StartupError.
+        """
+        if self.advise:
+            memory.madvise(_MADV_HUGEPAGE)
+        if self.numa_node is not None:
+            _bind(name, memory, self.numa_node)
+
+    def _check_node(self, name: str) -> None:
+        assert self.numa_node is not None
+        online = numa_nodes()
+        if self.numa_node not in online:
+            there = ", ".join(map(str, online)) or "none"
+            raise StartupError(
+                f"node {name}: numa_node = {self.numa_node}: this machine's NUMA nodes are: {there}: choose "
+                "one of them, or leave numa_node out"
+            )
+
+    def _check_huge_pages(self, name: str, needed: int, replaced: int) -> None:
+        size = self.huge_page_bytes
+        pool = _huge_page_pool(size, self.numa_node)
+        where = "" if self.numa_node is None else f" on NUMA node {self.numa_node}"
+        free = free_huge_pages(size, self.numa_node) + replaced // size
+        pages = -(-needed // size)
+        if pages > free:
+            wanted = _number(pool / "nr_hugepages") + pages - free
+            raise StartupError(
+                f"node {name}: arena of {needed / GIB:.2f} GiB needs {pages} huge pages of {size >> 20} MiB"
+                f"{where}, {max(0, free)} are free: as root, 'echo {wanted} "
+                f'> {pool}/nr_hugepages\', or lower capacity_bytes, or set huge_pages = "off"'
+            )
+
+
+def does_not_fit(name: str, directory: Path, needed: int, free: int | None) -> StartupError:
+    """The file system of `directory` is too small; `free` bytes of it are free, if that is known."""
+    space = "" if free is None else f" ({free / GIB:.2f} GiB free)"
+    return StartupError(
+        f"node {name}: arena of {needed / GIB:.2f} GiB does not fit in {directory}{space}: lower "
+        "capacity_bytes or choose another arena_dir"
+    )
+
+
+def free_huge_pages(page_bytes: int, numa_node: int | None = None) -> int:
+    """How many can still be taken; with a NUMA node, of its own."""
+    pool = _huge_page_pool(page_bytes, numa_node)
+    free = _number(pool / "free_hugepages") - _number(pool / "resv_hugepages")
+    return free + max(0, _number(pool / "nr_overcommit_hugepages") - _number(pool / "surplus_hugepages"))
+
+
+def _huge_page_pool(page_bytes: int, numa_node: int | None) -> Path:
+    name = f"hugepages-{page_bytes // 1024}kB"
+    if numa_node is None:
+        return _SYS / "kernel/mm/hugepages" / name
+    return _SYS / f"devices/system/node/node{numa_node}/hugepages" / name
+
+
+def numa_nodes() -> list[int]:
+    """Those of this machine that are online; none where the kernel knows no NUMA."""
+    try:
+        text = (_SYS / "devices/system/node/online").read_text().strip()
+    except OSError:
+        return []
+    nodes: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        nodes.extend(range(int(first), int(last or first) + 1))
+    return nodes
+
+
+def _hugetlbfs(page_bytes: int, given: Path | None) -> Path:
+    """A mounted hugetlbfs with pages of this size."""
+    wanted = f"pagesize={page_bytes >> 20}M"
+    same = {wanted, f"pagesize={page_bytes >> 30}G"} if page_bytes >= GIB else {wanted}
+    found = [m.path for m in mounts() if m.fstype == "hugetlbfs" and m.options & same]
+    if given is not None:
+        if any(path == given or path in given.parents for path in found):
+            return given
+        raise StartupError(
+            f"huge_pages_dir {given} is not in a hugetlbfs with pages of {page_bytes >> 20} MiB: as root, "
+            f"'mount -t hugetlbfs -o {wanted} none {given}'"
+        )
+    if not found:
+        where = "/dev/hugepages"
+        raise StartupError(
+            f"no hugetlbfs with pages of {page_bytes >> 20} MiB is mounted: as root, 'mkdir -p "
+            f'{where} && mount -t hugetlbfs -o {wanted} none {where}\', or set huge_pages = "off"'
+        )
+    return found[-1]
+
+
+def _check_advice(name: str, directory: Path) -> None:
+    """Whether the tmpfs takes the advice."""
+    mount = mount_of(directory)
+    if mount.fstype != "tmpfs" or not mount.options & {"huge=advise", "huge=within_size", "huge=always"}:
+        how = f"'mount -o remount,huge=advise {mount.path}'" if mount.fstype == "tmpfs" else "use a tmpfs"
+        raise StartupError(
+            f'node {name}: huge_pages = "advise": {mount.path} has no transparent huge pages: as root, '
+            f'{how}, or set huge_pages = "off"'
+        )
+
+
+def _populate(memory: mmap.mmap) -> None:
+    """Allocate every page by touching it, as fallocate would not look at the advice. Raises OSError."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    start = _address(memory)
+    for offset in range(0, len(memory), _POPULATE_BYTES):
+        size = min(_POPULATE_BYTES, len(memory) - offset)
+        if madvise(start + offset, size, _MADV_POPULATE_WRITE) != 0:
+            number = ctypes.get_errno()
+            # EFAULT stands for the SIGBUS that touching it would have been: no space
+            number = errno.ENOSPC if number == errno.EFAULT else number
+            raise OSError(number, os.strerror(number))
+
+
+def _bind(name: str, memory: mmap.mmap, node: int) -> None:
+    number = _SYS_MBIND.get(platform.machine())
+    if number is None:
+        raise StartupError(f"node {name}: numa_node is not supported on {platform.machine()}: leave it out")
+    words = node // 64 + 1
+    mask = (ctypes.c_ulong * words)()
+    mask[node // 64] = 1 << node % 64
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    syscall.restype = ctypes.c_long
+    arguments = (
+        _address(memory),
+        len(memory),
+        _MPOL_BIND,
+        ctypes.addressof(mask),
+        words * 64 + 1,
+        _MPOL_MF_MOVE,
+    )
+    if syscall(ctypes.c_long(number), *map(ctypes.c_ulong, arguments)) == 0:
+        return
+    error = ctypes.get_errno()
+    if error == errno.EIO:
+        return  # bound; some pages that others have mapped stay where they are
+    hint = "give the container CAP_SYS_NICE, or " if error == errno.EPERM else ""
+    raise StartupError(
+        f"node {name}: the arena cannot be bound to NUMA node {node}: {os.strerror(error)}: {hint}leave "
+        "numa_node out"
+    )
+
+
+def _address(memory: mmap.mmap) -> int:
+    view = (ctypes.c_char * 0).from_buffer(memory)
+    return ctypes.addressof(view)
+
+
+def _free_on_node(node: int) -> int:
+    """Free memory, and cached file contents that nobody used lately."""
+    text = (_SYS / f"devices/system/node/node{node}/meminfo").read_text()
+    found = dict(re.findall(r"(MemFree|Inactive\(file\)):\s+(\d+) kB", text))
+    return 1024 * sum(int(value) for value in found.values())
+
+
+def _number(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except OSError:
+        return 0

@@ -1,0 +1,485 @@
+"""A node's part in the pool: what it knows of the others, and who is told. asyncio, in the node's loop.
+
+The decisions are `Cluster`'s (membership.py: who is in the pool) and `Detector`'s (detector.py: who is talked
+to, who is dead). Here they are carried out:
+
+    join       before the node listens: ask the peers what they know; one answer is enough, none is no error
+    watch      what the detector wants: pings, which are exchanges (anti_entropy.py), and the verdict
+    tell       a change of this node's own goes to all members at once
+    apply      what was learnt goes to clients that asked for views, and to the node's own parts
+
+Every request has a time-out, and runs in a task of its own; there is at most one ping and one `tell` per
+member, so a member that hangs delays nobody. Nothing here is kept on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from msgspec.structs import replace
+
+from pdserve.errors import FrameError, PdserveError, PoolError, PoolRefused, StartupError
+from pdserve.kvpool.cluster import failure_detector as d
+from pdserve.kvpool.cluster.membership import Cluster, Update
+from pdserve.kvpool.cluster.state import parts
+from pdserve.kvpool.namespaces.registry import Floors
+from pdserve.kvpool.node.admission import shows_token
+from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.peers.anti_entropy import PART_BYTES, Exchanges
+from pdserve.kvpool.node.peers.channels import PeerControls
+from pdserve.kvpool.node.serving.connection import ClientConnection
+from pdserve.kvpool.node.upgrade.handover import Handover
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.base import NodeAddress
+from pdserve.kvpool.protocol.cluster_messages import (
+    ACTIVE,
+    DEAD,
+    LEAVING,
+    ClusterState,
+    GetView,
+    Gossip,
+    Gossiped,
+    Member,
+    NamespaceRecord,
+    ProbePeer,
+    View,
+)
+from pdserve.kvpool.transports.control import make_hello
+
+if TYPE_CHECKING:
+    from pdserve.discovery.etcd import EtcdMembership
+
+logger = logging.getLogger(__name__)
+
+Handler: TypeAlias = Callable[[ClientConnection, Any], None]
+MAX_UNREAD_VIEW_BYTES: Final = 256 * 1024  # a client that has not read so much gets the view later
+IDLE_ROUNDS: Final = 30  # intervals of sync between looks for unused connections
+SEEDS_A_ROUND: Final = 3
+MAX_PROBES: Final = 64  # for others, at a time
+STOP_TIMEOUT_S: Final = 0.5  # to tell the others that this node leaves
+
+
+class Gossiper:
+    """This node among the others.
+
+    `on_view` and `on_namespaces` are called with what changed, in the loop, and may call back. Whoever moves
+    pages sets `moves_pages` before the node starts, and calls `settle(epoch)` when this node has all that it
+    owns; else the node counts as settled at once.
+    """
+
+    def __init__(
+        self,
+        config: PoolNodeConfig,
+        incarnation: int,
+        connections: Mapping[int, ClientConnection],
+        fail: Callable[[PdserveError], None],
+        inherited: Handover | None = None,
+    ) -> None:
+        """`connections`: the node's clients. `fail` ends the node. `inherited`: it is upgraded."""
+        self.config = config
+        self.timing = d.Timing(
+            config.cluster.ping_interval_s,
+            config.cluster.ping_timeout_s,
+            config.cluster.indirect_timeout_s,
+            config.cluster.sync_interval_s,
+        )
+        self.name = config.name
+        self.address = NodeAddress(config.name, config.address, config.weight)
+        self.cluster = Cluster(
+            config.cluster.name,
+            self.address,
+            incarnation,
+            time.time_ns() // 1_000_000,
+            ACTIVE if inherited is None else inherited.status,
+        )
+        self.moves_pages = False
+        self.on_view: list[Callable[[View], None]] = []
+        self.on_change: list[Callable[[], None]] = []  # any change of what is known of the members
+        self.on_namespaces: list[Callable[[list[NamespaceRecord]], None]] = []
+        self.on_forgotten: list[Callable[[list[str], Floors], None]] = []  # names; all floors as they are now
+        hello = make_hello(f"node {config.name}", "", "none", config.cluster.token)
+        self.links = PeerControls(replace(hello, node=config.name))
+        self.links.on_upgrading = lambda node: self._feed(d.Upgrading(node))
+        self._inherited = inherited
+        here = {config.address, *config.listen}
+        self._peers = [address for address in config.cluster.peers if address not in here]
+        self.seeds: dict[str, str] = dict.fromkeys(self._peers, "")  # address -> name, once known
+        self._etcd: EtcdMembership | None = None
+        self._connections = connections
+        self._fail = fail
+        self._unaware: set[int] = set()  # connections that have yet to be told the newest view
+        self.exchanges = Exchanges(
+            self.cluster, self.links, self.timing.ping_timeout_s, self.apply, self._spawn
+        )
+        self._configured = {namespace.name for namespace in config.namespaces}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._detector: d.Detector | None = None  # from `start` on
+        self._round = 0
+        self._probes = 0
+        self._rivalry = False  # whether it is being looked into
+        self._joined = False
+        self._settled_epoch = 0  # said so before it joined
+
+    @property
+    def view(self) -> View:
+        """The ring as this node knows it."""
+        return self.cluster.view
+
+    def routes(self) -> dict[type, Handler]:
+        """Who answers which request."""
+        return {GetView: self._get_view, Gossip: self._gossip, ProbePeer: self._probe_peer}
+
+    def refuse(self, hello: m.Hello) -> m.Fault | None:
+        """Why a client that says it is a node is none of ours."""
+        if not hello.node or shows_token(hello, self.config):
+            return None
+        return m.Fault(
+            0, "bad_token", f"node {self.name} has another cluster.token than node {hello.node}: give all one"
+        )
+
+    # --- what the node's other parts use
+
+    def settle(self, epoch: int) -> None:
+        """This node has pulled all that it owns under the ring of `epoch`."""
+        if self._joined:
+            self.apply(self.cluster.settle(epoch))
+        else:  # what a node finds alone is no ring that the others had
+            self._settled_epoch = epoch
+
+    def leave(self) -> None:
+        """Stop owning pages; LEFT when the others have them. Raises PoolRefused: there is no other."""
+        self.apply(self.cluster.leave())
+
+    def publish(self, record: NamespaceRecord) -> None:
+        """Tell all nodes of a namespace's new record."""
+        self.apply(self.cluster.publish(record))
+
+    def doubt(self, node: str) -> None:
+        """There is reason to look whether the node lives."""
+        self._feed(d.Suspected(node))
+
+    async def call(self, node: str, make: Callable[[int], m.Request], timeout_s: float) -> m.Reply:
+        """A request to another member. Raises PoolError."""
+        member = self.cluster.members.get(node)
+        if member is None:
+            raise PoolRefused(f"no node {node} is known")
+        reply, _ = await self.links.call(member.address, make, timeout_s, node=node)
+        return reply
+
+    # --- coming and going
+
+    async def join(self) -> None:
+        """Learn what the others know; before this node is known to anybody, unless it is upgraded: then those
+        are asked, too, that were there before. Raises StartupError: the others do not want it, or one of its
+        name lives.
+        """
+        await self._look_up()
+        before = [] if self._inherited is None else self._inherited.peers
+        addresses = {*self.seeds, *before}
+        if addresses and not await self._ask_seeds(addresses):
+            logger.warning("node %s: no peer answers, it starts alone and goes on trying", self.name)
+        self._joined = True
+        self.settle(self._settled_epoch)
+        self.apply(Update())
+
+    async def _look_up(self) -> None:
+        """Ask etcd who is there, if it is what tells."""
+        config = self.config.cluster
+        if config.membership != "etcd":
+            return
+        from pdserve.discovery.etcd import EtcdMembership  # and with it an HTTP client, which few nodes need
+
+        self._etcd = EtcdMembership(config.etcd, config.name, self.address, self.found, self.doubt)
+        try:
+            async with asyncio.timeout(config.join_timeout_s):
+                self.found(await self._etcd.nodes())
+        except (PoolError, TimeoutError) as error:
+            logger.warning("node %s: etcd does not tell of other nodes yet: %s", self.name, error)
+
+    def found(self, nodes: list[NodeAddress]) -> None:
+        """These nodes should be there; those that are not known are asked at once."""
+        here = {self.config.address, *self.config.listen}
+        named = {node.address: node.node for node in nodes if node.address not in here}
+        self.seeds = {address: self.seeds.get(address, "") for address in self._peers} | named
+        if self._detector is not None:
+            self._look_for_seeds()
+
+    def _name_seed(self, address: str, node: str) -> None:
+        if address in self.seeds:
+            self.seeds[address] = node
+
+    async def _ask_seeds(self, addresses: Iterable[str]) -> bool:
+        """Whether one answered."""
+        asking = [asyncio.ensure_future(self._ask_seed(address)) for address in addresses]
+        try:
+            async with asyncio.timeout(self.config.cluster.join_timeout_s):
+                for answer in asyncio.as_completed(asking):
+                    state = await answer
+                    if state is not None:
+                        await self._check_name(state)
+                        self.apply(self.cluster.receive(state))
+                        return True
+        except TimeoutError:
+            pass
+        except FrameError as error:
+            raise StartupError(f"node {self.name} cannot join: {error}") from error
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        return False
+
+    def start(self) -> None:
+        """From now on this node is one of them."""
+        loop = asyncio.get_running_loop()
+        self._detector = d.Detector(self.name, self.timing, loop.time())
+        self._members_changed()
+        for address in list(self.seeds):
+            self._spawn(self._sync(address))
+        self.exchanges.tell_all({})
+        self._spawn(self._run())
+        if self._etcd is not None:
+            self._spawn(self._etcd.run())
+
+    async def stop(self, *, leaving: bool = True) -> None:
+        """End all of it; tell the others first, if so configured and this node is `leaving`."""
+        others = [member for member in self.cluster.alive() if member.node != self.name]
+        if self._detector is not None and self.config.cluster.leave_on_stop and others and leaving:
+            self._detector = None
+            self.apply(self.cluster.quit())
+            telling = [
+                self.exchanges.exchange(o.address, STOP_TIMEOUT_S, node=o.node, push={}) for o in others
+            ]
+            await asyncio.gather(*telling, return_exceptions=True)
+        self._detector = None
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.links.close()
+        if self._etcd is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await self._etcd.close()
+
+    async def _ask_seed(self, address: str) -> ClusterState | None:
+        """What the node there knows; None if there is none, or only this one."""
+        state = ClusterState(self.config.cluster.name, [], [])
+        timeout_s = self.config.cluster.join_timeout_s
+        try:
+            reply, welcome = await self.links.call(address, lambda i: Gossip(i, self.name, state), timeout_s)
+        except PoolRefused as error:
+            raise StartupError(f"node {self.name} cannot join: {error}") from error
+        except PoolError as error:
+            logger.info("node %s: no answer from peer %s: %s", self.name, address, error)
+            return None
+        if welcome.node == self.name:
+            self._refuse_namesake(address)
+        if isinstance(reply, m.Fault):
+            raise StartupError(f"node {self.name} cannot join: pool node {address}: {reply.message}")
+        self._name_seed(address, welcome.node)
+        return reply.state if isinstance(reply, Gossiped) else None
+
+    async def _check_name(self, state: ClusterState) -> None:
+        """Raises StartupError if a node of this one's name lives."""
+        if self._inherited is not None:
+            return  # that is this one
+        for member in state.members:
+            if member.node == self.name and member.status in (ACTIVE, LEAVING) and await self._lives(member):
+                self._refuse_namesake(member.address)
+
+    def _refuse_namesake(self, address: str) -> None:
+        raise StartupError(f"another node at {address} has the name {self.name}: give this one another name")
+
+    async def _lives(self, rival: Member) -> bool:
+        """Whether a node of this name and the rival's incarnation answers at its address."""
+        try:
+            _, welcome = await self.links.call(rival.address, GetView, self.timing.ping_timeout_s)
+        except PdserveError:
+            return False
+        return (welcome.node, welcome.incarnation) == (self.name, rival.incarnation)
+
+    async def _settle_rivalry(self, rival: Member) -> None:
+        """Two that started at once, or on two sides of a partition: the larger incarnation yields."""
+        self._rivalry = True
+        try:
+            if await self._lives(rival):
+                logger.error("node %s: another node has its name: %s", self.name, rival.address)
+                if self.cluster.me.incarnation > rival.incarnation:
+                    self._fail(StartupError(f"another node at {rival.address} has the name {self.name}"))
+        finally:
+            self._rivalry = False
+
+    # --- what changed
+
+    def apply(self, update: Update) -> None:
+        """Carry a change where it is needed."""
+        if update.members:
+            self._members_changed()
+        if update.view is not None:
+            self._view_changed()
+        if update.floors is not None:
+            for forget in self.on_forgotten:
+                forget(list(update.forgotten), update.floors)
+        if update.namespaces:
+            for told in self.on_namespaces:
+                told(list(update.namespaces))
+        if update.members or update.view is not None:
+            for changed in self.on_change:
+                changed()
+        if update.own and self._detector is not None:
+            self.exchanges.tell_all({record.name: record for record in update.namespaces})
+        if update.rival is not None and not self._rivalry:
+            self._spawn(self._settle_rivalry(update.rival))
+        if self._joined and not self.moves_pages and self.cluster.me.settled < self.cluster.epoch:
+            self.settle(self.cluster.epoch)
+
+    def _members_changed(self) -> None:
+        others = [member for member in self.cluster.members.values() if member.node != self.name]
+        alive = {member.node: member.version for member in others if member.status in (ACTIVE, LEAVING)}
+        dead = {member.node: member.version for member in others if member.status == DEAD}
+        self._feed(d.Known(alive, dead))
+
+    def _view_changed(self) -> None:
+        view = self.view
+        logger.info("node %s: epoch %d: %s", self.name, view.epoch, ", ".join(n.node for n in view.nodes))
+        self._unaware = {
+            number
+            for number, connection in self._connections.items()
+            if connection.hello is not None and connection.hello.views
+        }
+        self.push_views()
+        for told in self.on_view:
+            told(view)
+
+    def push_views(self) -> None:
+        """Tell the clients that lack the newest view; one that reads too slowly is told at the next call."""
+        for number in list(self._unaware):
+            connection = self._connections.get(number)
+            if connection is None or connection.unread_bytes <= MAX_UNREAD_VIEW_BYTES:
+                self._unaware.discard(number)
+                if connection is not None:
+                    connection.send(self.view)
+
+    def with_members(self, report: m.StatusReport) -> m.StatusReport:
+        """The node's status with what it knows of the others."""
+        return replace(report, epoch=self.cluster.epoch, members=list(self.cluster.state.members))
+
+    # --- requests; that a node of this pool sent them was checked (access.py)
+
+    def _get_view(self, connection: ClientConnection, request: GetView) -> None:
+        connection.send(replace(self.view, id=request.id))
+
+    def _gossip(self, connection: ClientConnection, request: Gossip) -> None:
+        if request.state.cluster != self.config.cluster.name:
+            message = (
+                f"node {self.name} is of cluster '{self.config.cluster.name}', not '{request.state.cluster}'"
+            )
+            connection.send(m.Fault(request.id, "other_cluster", message))
+            return
+        sender = "" if connection.hello is None else connection.hello.node
+        self._feed(d.Heard(sender))
+        try:
+            self.apply(self.cluster.receive(request.state))
+        except FrameError as error:
+            connection.send(m.Fault(request.id, "bad_state", str(error)))
+            return
+        known, digest = self.cluster.state, self.cluster.digest
+        if request.digest == digest:
+            connection.send(Gossiped(request.id, self.exchanges.nothing(), digest))
+            return
+        first, *more = parts(known, PART_BYTES)
+        connection.send(Gossiped(request.id, first, digest))
+        if more:
+            self.exchanges.tell(sender, {record.name: record for part in more for record in part.namespaces})
+
+    def _probe_peer(self, connection: ClientConnection, request: ProbePeer) -> None:
+        if self._probes >= MAX_PROBES or request.node not in self.cluster.members:
+            connection.send(m.Done(request.id, 0))
+            return
+        self._probes += 1
+        self._spawn(self._probe(connection, request))
+
+    async def _probe(self, connection: ClientConnection, request: ProbePeer) -> None:
+        try:
+            outcome = await self.exchanges.ping(request.node, 0.8 * self.timing.indirect_timeout_s)
+            connection.send(m.Done(request.id, int(outcome == "answered")))
+        finally:
+            self._probes -= 1
+
+    # --- talking to others
+
+    def _feed(self, event: d.Event) -> None:
+        if self._detector is None:
+            return
+        for action in self._detector.handle(event, asyncio.get_running_loop().time()):
+            match action:
+                case d.Ping(node):
+                    self._spawn(self._ping(node))
+                case d.Ask(helper, node):
+                    self._spawn(self._ask(helper, node))
+                case d.Sync(node):
+                    self.exchanges.tell(node, {})
+                case d.Dead(node, version):
+                    logger.warning(
+                        "node %s: node %s cannot be reached: it is taken for dead", self.name, node
+                    )
+                    self.apply(self.cluster.declare_dead(node, version))
+
+    async def _run(self) -> None:
+        next_sync_s = 0.0
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self.timing.tick_s)
+            self._feed(d.Tick())
+            if loop.time() < next_sync_s:
+                continue
+            next_sync_s = loop.time() + self.timing.sync_interval_s
+            self._round += 1
+            self.apply(self.cluster.tidy(time.time_ns() // 1_000_000, self._configured))
+            self.push_views()
+            self._look_for_seeds()
+            if self._round % IDLE_ROUNDS == 0:
+                self.links.close_idle()
+
+    def _look_for_seeds(self) -> None:
+        """Ask again at addresses where no living member is known, a few at a time."""
+        alive = self.cluster.alive()
+        known = {member.address for member in alive}
+        names = {member.node for member in alive}
+        unknown = [a for a, name in self.seeds.items() if a not in known and name not in names]
+        for place in range(min(SEEDS_A_ROUND, len(unknown))):
+            self._spawn(self._sync(unknown[(self._round * SEEDS_A_ROUND + place) % len(unknown)]))
+
+    async def _sync(self, address: str) -> None:
+        try:
+            welcome = await self.exchanges.exchange(address, self.timing.ping_timeout_s)
+            self._name_seed(address, welcome.node)
+        except PdserveError as error:
+            logger.debug("node %s: peer %s: %s", self.name, address, error)
+
+    async def _ping(self, node: str) -> None:
+        outcome = await self.exchanges.ping(node, self.timing.ping_timeout_s)
+        self._feed(d.PingEnded(node, outcome))
+
+    async def _ask(self, helper: str, node: str) -> None:
+        try:
+            reply = await self.call(helper, lambda i: ProbePeer(i, node), self.timing.indirect_timeout_s)
+        except PdserveError:
+            return
+        if isinstance(reply, m.Done):
+            self._feed(d.Asked(node, helper, reply.count == 1))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("node %s: in talking to other nodes", self.name, exc_info=error)

@@ -1,0 +1,294 @@
+"""One client's control connection on a node: bytes to frames to requests, replies to bytes. asyncio.
+
+The node behind it is anything with the methods of `Host`: it decides how the client will move pages, is told
+who came and went, and gets every request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from typing import Final, Protocol, cast
+
+from pdserve.errors import FrameError
+from pdserve.kvpool.node.metrics.meter import Meter, Open
+from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_frame
+from pdserve.kvpool.protocol.messages import DataPathName, Fault, Hello, Reply, Request, UcxInfo, Welcome
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 5.0  # for a client to read the last replies; afterwards its connection goes without
+FRAMES_A_TURN = 64  # of one connection; others are read before its next
+HALF_FRAME_TIMEOUT_S = 10.0  # for the rest of a frame to come: a client may hold 4 MiB of ours by it
+MAX_CLIENT_CHARS = 64  # of a client's name, in our log
+MAX_UNREAD_BYTES = 16 * 1024 * 1024  # replies a client has not read: four of the largest frames
+KEEPALIVE_IDLE_S = 6
+KEEPALIVE_INTERVAL_S = 3
+KEEPALIVE_PROBES = 3
+
+
+class Host(Protocol):
+    """What a connection asks of its node."""
+
+    name: str
+    meter: Meter
+
+    def opened(self, connection: ClientConnection) -> bool:
+        """A socket came; False when there are too many."""
+        ...
+
+    def closed(self) -> None:
+        """A socket went."""
+        ...
+
+    def choose_path(self, hello: Hello) -> DataPathName | Fault | None:
+        """How this client will move pages, or why it cannot be served. None: it will be told in a moment."""
+        ...
+
+    async def open_ucx(self, connection: int, hello: Hello) -> UcxInfo | Fault:
+        """Make ready for the client's endpoint. `close_ucx` undoes it."""
+        ...
+
+    def close_ucx(self, connection: int) -> None: ...
+
+    def connected(self, connection: ClientConnection, hello: Hello, path: DataPathName) -> None: ...
+
+    def disconnected(self, number: int, *, by_peer: bool) -> None: ...
+
+    def welcome(self, path: DataPathName, ucx: UcxInfo | None) -> Welcome: ...
+
+    def received(self, connection: ClientConnection, message: Request) -> None:
+        """A request of a client that shook hands."""
+        ...
+
+
+class ClientConnection(asyncio.Protocol):
+    """One control connection: frames to events, answers to frames."""
+
+    _transport: asyncio.Transport
+
+    def __init__(self, node: Host, number: int) -> None:
+        self.number = number
+        self.requests = 0  # of the client, since it shook hands
+        self._node = node
+        self._frames = FrameBuffer()
+        self._client = "a client that has not said hello"
+        self._greeted = False
+        self.hello: Hello | None = None  # of a client that shook hands
+        self._greeting: asyncio.Task[None] | None = None  # while UCX is made ready for the client
+        self._closed_by_us = False
+        self._paused = False
+        self._paused_since_s = 0.0
+        self._gone = False
+        self._open: dict[int, Open] = {}  # requests not answered yet, by id
+        self._half_timer: asyncio.TimerHandle | None = None  # while a frame is not whole
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _end_when_silent(sock)
+        # a connection that is not in use has a time to end by: before its Hello, and after we closed it
+        self._end_timer = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._no_handshake)
+        if not self._node.opened(self):
+            self.close("too many connections are open", at_once=True)
+
+    def data_received(self, data: bytes) -> None:
+        if self._closed_by_us:
+            return
+        # frames that waited while we paused were read then
+        since_s = self._paused_since_s or self._node.meter.clock()
+        self._paused_since_s = 0.0
+        whole = False
+        try:
+            for count, body in enumerate(self._frames.feed(data), 1):
+                whole = True
+                self._received(decode_request(body), since_s)
+                if self._closed_by_us:
+                    return
+                if count == FRAMES_A_TURN and not self._paused:
+                    self.pause()
+                    self.resume()
+                if self._paused:
+                    self._paused_since_s = since_s
+                    break  # the rest stays in `_frames`
+        except FrameError as error:
+            self.refuse(Fault(0, "bad_frame", str(error)))
+            return
+        self._watch_half_frame(whole)
+
+    def pause(self) -> None:
+        """Read nothing more from the client until `resume`."""
+        if not self._paused and not self._transport.is_closing():
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Go on in the next round of the loop, with what was read before first."""
+        asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if self._paused and not self._gone and not self._transport.is_closing():
+            self._paused = False
+            self._transport.resume_reading()
+            self.data_received(b"")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._gone = True
+        self._end_timer.cancel()
+        if self._half_timer is not None:
+            self._half_timer.cancel()
+        self._node.closed()
+        self._node.disconnected(self.number, by_peer=not self._closed_by_us)
+
+    def send(self, message: Reply) -> None:
+        """Send, or close a client that does not read. Nothing is sent to one that is gone."""
+        if self._closed_by_us or self._transport.is_closing():
+            return
+        request_id: int = getattr(message, "id", 0)
+        self._transport.write(_encoded(message, request_id))
+        request = self._open.pop(request_id, None)
+        if request is not None:
+            self._node.meter.end(request, message)
+        if self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            self.close(f"it has not read {MAX_UNREAD_BYTES >> 20} MiB of replies", at_once=True)
+
+    @property
+    def unread_bytes(self) -> int:
+        """Of replies that the client has not taken yet."""
+        return self._transport.get_write_buffer_size()
+
+    def close(self, reason: str, *, at_once: bool = False) -> None:
+        """Close, after what was sent is out unless `at_once`. Idempotent."""
+        if self._closed_by_us:
+            return
+        self._closed_by_us = True
+        logger.info("node %s: closing the connection of %s: %s", self._node.name, self._client, reason)
+        if at_once:
+            self._transport.abort()
+        else:
+            self._transport.close()
+            self._end_timer.cancel()
+            self._end_timer = asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._transport.abort)
+
+    def _received(self, message: Request, since_s: float) -> None:
+        if self._greeted:
+            self.requests += 1
+            request_id = getattr(message, "id", None)
+            if request_id is not None:
+                self._open[request_id] = self._node.meter.begin(message, since_s)
+            self._node.received(self, message)
+            return
+        if not isinstance(message, Hello) or self._greeting is not None:
+            self.refuse(Fault(0, "no_hello", "the first message of a connection must be Hello"))
+            return
+        name = "".join(c if c.isprintable() else "?" for c in message.client[:MAX_CLIENT_CHARS])
+        self._client = f"{name} (pid {message.pid})"
+        path = self._node.choose_path(message)
+        if path is None:
+            return
+        if path == "ucx":
+            self._greeting = asyncio.get_running_loop().create_task(self._greet_ucx(message))
+        else:
+            self._greet(message, path, None)
+
+    def _greet(self, hello: Hello, path: DataPathName | Fault, ucx: UcxInfo | None) -> None:
+        if isinstance(path, Fault):
+            self.refuse(path)
+            return
+        self._end_timer.cancel()
+        self._greeted = True
+        self.hello = hello
+        self._node.connected(self, hello, path)
+        self.send(self._node.welcome(path, ucx))
+
+    async def _greet_ucx(self, hello: Hello) -> None:
+        ucx = await self._node.open_ucx(self.number, hello)
+        if self._gone or self._closed_by_us:
+            self._node.close_ucx(self.number)
+        elif isinstance(ucx, Fault):
+            self.refuse(ucx)
+        else:
+            path = self._node.choose_path(hello)  # others may have come in between
+            if path is not None:
+                self._greet(hello, path, ucx)
+
+    def refuse(self, fault: Fault) -> None:
+        """Say why, and close. Idempotent."""
+        self.send(fault)
+        self.close(fault.message)
+
+    def _watch_half_frame(self, whole: bool) -> None:
+        """A frame that began must end in time, however slowly its bytes come. `whole`: one just did."""
+        half = 0 if self._paused else self._frames.held_bytes
+        if self._half_timer is not None and (whole or not half):
+            self._half_timer.cancel()
+            self._half_timer = None
+        if half and self._half_timer is None:
+            loop = asyncio.get_running_loop()
+            self._half_timer = loop.call_later(HALF_FRAME_TIMEOUT_S, self._half_frame)
+
+    def _half_frame(self) -> None:
+        self.close(f"the rest of a frame did not come within {HALF_FRAME_TIMEOUT_S:.0f} s", at_once=True)
+
+    def _no_handshake(self) -> None:
+        what = "no Hello" if self._greeting is None else "UCX was not ready"
+        self.close(f"{what} within {HANDSHAKE_TIMEOUT_S:.0f} s", at_once=True)
+
+
+def _encoded(message: Reply, request_id: int) -> bytes:
+    try:
+        return encode_frame(message)
+    except FrameError as error:
+        return encode_frame(Fault(request_id, "too_large", f"the answer is too large: {error}"))
+
+
+def _end_when_silent(sock: socket.socket) -> None:
+    """A host that vanished, or its network, sends no end of its connections: without this they would stay for
+    hours. A connection ends after about 15 s in which the peer's kernel acknowledged nothing, asked or not.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+    silent_s = KEEPALIVE_IDLE_S + KEEPALIVE_INTERVAL_S * KEEPALIVE_PROBES
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silent_s * 1000)
+
+
+FAREWELL_S: Final = 0.5  # for the last words to leave
+
+
+class Visitors:
+    """By number, those that have yet to shake hands too."""
+
+    def __init__(self) -> None:
+        self.all: dict[int, ClientConnection] = {}
+        self._changed = asyncio.Event()
+
+    def came(self, connection: ClientConnection) -> None:
+        self.all[connection.number] = connection
+
+    def went(self, number: int) -> None:
+        self.all.pop(number, None)
+        self._changed.set()
+
+    def refuse(self, farewell: Fault) -> set[int]:
+        """Tell all of them why and close their connections; whose numbers these were."""
+        present = dict(self.all)
+        for connection in present.values():
+            connection.refuse(farewell)
+        return set(present)
+
+    async def dismiss(self, farewell: Fault) -> None:
+        """Refuse all that are here; returns when their connections are closed, or soon after."""
+        await asyncio.sleep(0)  # those that were just accepted become connections
+        present = self.refuse(farewell)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_S):
+                while present & self.all.keys():
+                    self._changed.clear()
+                    await self._changed.wait()

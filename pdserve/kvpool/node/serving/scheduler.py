@@ -1,0 +1,348 @@
+"""In which order a node serves its clients' requests. asyncio, in the node's loop.
+
+While nothing waits and a namespace is within its rates, a request is served in the very call that read it;
+what this costs is one look at a set. A *turn* is one round of the event loop: all sockets that have something
+to read, then what was called for later. Once a turn has served `TURN_KEYS`, and wherever a rate is exceeded,
+requests wait in the fair queue (fairness.py), from which each turn serves as many again. So a client that
+sends without end delays another by one turn, and not by all that it has sent. Nor by all that it asks for at
+once: a Get, Reserve or Commit of many pages is served in parts (parts.py), one after the other through the
+same queue. The first takes what the whole costs of a rate; once it was served the others never wait for one.
+
+What never waits: requests that free something or end what was granted (Commit, Abort, Release, Discard), that
+the node lives by (Ping, messages between nodes), and what is asked rarely (opening, status, administration).
+They are bounded by what was granted, or by `FRAMES_A_TURN` of each connection. Of large commits each turn
+serves one part beside what it takes from the queue; their client is not read from until the last was served.
+
+When a namespace's queue is full, the connection whose request filled it is not read from until half of the
+queue is gone: TCP tells the client's sends to wait. What waits too long is answered with a Fault
+`overloaded`, so that a connection which is not read from, and may be gone, is read from again.
+
+Requests of other nodes are not the tenants': they wait in a flow of their own, without limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, Protocol, TypeAlias, cast
+
+from pdserve.kvpool.core.events import Event, Received
+from pdserve.kvpool.core.state import NodeState
+from pdserve.kvpool.node.serving.fair_queue import MAX_QUEUED_S, FairQueue, Queued, cost_of
+from pdserve.kvpool.node.serving.request_split import Divisible, Gathered, divide, part_keys, size
+from pdserve.kvpool.node.timers import call_at
+from pdserve.kvpool.protocol import messages as m
+
+logger = logging.getLogger(__name__)
+
+TURN_KEYS: Final = 32  # about 0.1 ms of a node's time; one part (parts.py) may be more, and is a turn then
+REQUEST_KEYS: Final = 4  # what a request costs beside its keys, in keys
+WIPED_AS_A_KEY: Final = 256 * 1024  # bytes
+PEERS: Final = 0  # the flow of the other nodes; namespaces are numbered from 1
+SWEEP_S: Final = 1.0  # how often requests are looked for that have waited too long
+
+Queueable: TypeAlias = m.Exists | m.Wait | m.Get | m.Reserve
+QUEUEABLE: Final = frozenset((m.Exists, m.Wait, m.Get, m.Reserve))
+Item: TypeAlias = tuple[int, Queueable]  # connection, request
+
+
+class Client(Protocol):
+    """What is asked of a connection."""
+
+    number: int
+
+    def send(self, message: m.Reply) -> None: ...
+
+    def pause(self) -> None:
+        """Read nothing more until `resume`."""
+        ...
+
+    def resume(self) -> None: ...
+
+
+class Serving:
+    """The order of requests. `feed` decides and acts at once."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        state: NodeState,
+        feed: Callable[[Event], None],
+        clients: Mapping[int, Client],
+    ) -> None:
+        self.overloaded = 0  # requests that waited too long
+        self._loop = loop
+        self._state = state
+        self._feed = feed
+        self._clients = clients
+        self._wiping: tuple[type, ...] = (m.Reserve, m.Get) if state.below.any else (m.Reserve,)
+        self._queue: FairQueue[Item] = FairQueue()
+        self._revision = -1
+        self._watched: Item | None = None  # the request being served: what it is not given does not count
+        self._watched_flow = PEERS
+        self._gathered: dict[tuple[int, int], Gathered] = {}  # connection, id of a part
+        self._commits: dict[int, deque[m.Commit]] = {}  # parts by connection; the first has its turn next
+        self._last_part = 0
+        self._turn_keys = 0  # served in this turn
+        self._turn: asyncio.Handle | None = None  # the next one
+        self._timer: asyncio.Handle | None = None
+        self._sweeper: asyncio.Handle | None = None
+        self._paused: dict[int, set[int]] = {}  # flow -> connections that wait for room in its queue
+
+    def received(self, client: Client, message: m.Request) -> None:
+        """A request of a client."""
+        if type(message) not in QUEUEABLE:
+            if isinstance(message, m.Commit):
+                self._commit(client, message)
+            else:
+                self._feed(Received(client.number, message))
+            return
+        request = cast(Queueable, message)  # an isinstance of four costs as much as all the rest here
+        if self._revision != self._state.administration.revision:
+            self._configure()
+        keys = self._keys_of(request)
+        if self._turn is None:
+            self._turn_keys = 0
+            self._turn = self._loop.call_soon(self._next_turn)
+        elif self._turn_keys + keys > TURN_KEYS:
+            self._wait(client, request)
+            return
+        queue = self._queue
+        if queue.ready or request.namespace in queue.limited or keys > TURN_KEYS:
+            self._wait(client, request)
+            return
+        self._turn_keys += keys + REQUEST_KEYS
+        self._feed(Received(client.number, request))
+
+    def answered(self, connection: int, reply: m.Reply) -> m.Reply | None:
+        """What to send for an answer: nothing while other parts of the request have none."""
+        if self._watched is not None:
+            self._give_back(self._watched, connection, reply)
+        gathered = self._gathered.pop((connection, getattr(reply, "id", 0)), None) if self._gathered else None
+        return reply if gathered is None else gathered.add(reply)
+
+    def _give_back(self, watched: Item, connection: int, reply: m.Reply) -> None:
+        asker, request = watched
+        if connection != asker or not isinstance(request, m.Get | m.Reserve):
+            return
+        if not isinstance(reply, m.Got | m.Reserved | m.Fault) or reply.id != request.id:
+            return
+        self._watched = None
+        given = 0
+        if isinstance(reply, m.Got):
+            given = sum(pin.status == m.HIT for pin in reply.pins)
+        elif isinstance(reply, m.Reserved):
+            given = sum(grant.status == m.GRANTED for grant in reply.grants)
+        self._queue.give_back(self._watched_flow, (len(request.keys) - given) * self._page_bytes(request))
+
+    def _give_back_unserved(self, removed: Iterable[Queued[Item]]) -> None:
+        """What the first part of a request took of its flow's bytes for these, which will not be served."""
+        untaken = set()
+        for queued in removed:
+            connection, request = queued.item
+            if queued.keys:  # a first part: nothing was taken yet, for those that follow neither
+                untaken.add((queued.flow, connection))
+            elif (queued.flow, connection) not in untaken:
+                self._queue.give_back(queued.flow, self._size_bytes(request))
+
+    def gone(self, connection: int) -> None:
+        """A client went."""
+        if self._queue.waiting:
+            self._give_back_unserved(self._queue.remove(lambda item: item[0] == connection))
+        self._commits.pop(connection, None)
+        for asker, part in [gathered for gathered in self._gathered if gathered[0] == connection]:
+            del self._gathered[asker, part]
+        for paused in self._paused.values():
+            paused.discard(connection)
+
+    def counters(self) -> dict[str, int]:
+        """What happened, for status and metrics."""
+        return {
+            "requests_waiting": self._queue.waiting,
+            "requests_held_back": self._queue.held_back,
+            "requests_overloaded": self.overloaded,
+        }
+
+    def close(self) -> None:
+        """Serve nothing that still waits."""
+        for handle in (self._turn, self._timer, self._sweeper):
+            if handle is not None:
+                handle.cancel()
+
+    # --- waiting
+
+    def _wait(self, client: Client, message: Queueable) -> None:
+        """Serve the request by its flow's rates now, or let it wait."""
+        state = self._state
+        session = state.sessions.get(client.number)
+        if session is None:
+            return  # it was closed
+        flow = PEERS if session.peer else message.namespace
+        if message.namespace not in state.namespaces or state.may_not(session, message):
+            self._feed(Received(client.number, message))  # costs the namespace nothing: it is refused
+            return
+        now_s, keys, size_bytes = self._loop.time(), len(message.keys), self._size_bytes(message)
+        parts = [message]
+        if isinstance(message, m.Get | m.Reserve):
+            keys_a_part = part_keys(message, self._page_bytes(message), wipes=type(message) in self._wiping)
+            parts = cast(list[Queueable], self._divide(client.number, message, keys_a_part))
+        fits = self._turn_keys + self._keys_of(parts[0]) <= TURN_KEYS or not self._turn_keys
+        if fits and self._queue.admit(flow, keys, size_bytes, now_s):
+            self._serve(flow, client.number, parts.pop(0))
+            keys = size_bytes = 0
+        room = True
+        for part in parts:
+            cost = cost_of(len(part.keys), self._size_bytes(part))
+            room = self._queue.put(flow, (client.number, part), keys, size_bytes, now_s, cost)
+            keys = size_bytes = 0
+        if not room:
+            self._paused.setdefault(flow, set()).add(client.number)
+            client.pause()
+        if parts:
+            self._arm()
+
+    def _divide(self, connection: int, request: Divisible, keys: int) -> list[Divisible]:
+        """The parts of a request, of so many keys, whose answers are gathered from now on; the request where
+        it is small.
+        """
+        if size(request) <= keys:
+            return [request]
+        parts = divide(request, keys, self._next_part)
+        gathered = Gathered(request, parts)
+        for part in parts:
+            self._gathered[connection, part.id] = gathered
+        return parts
+
+    def _next_part(self) -> int:
+        self._last_part -= 1
+        return self._last_part
+
+    def _commit(self, client: Client, commit: m.Commit) -> None:
+        if len(commit.slots) <= TURN_KEYS or client.number not in self._state.sessions:
+            self._serve_commit(client.number, commit)
+            return
+        # each turn serves one part beside as much of the queue
+        parts = cast(list[m.Commit], self._divide(client.number, commit, TURN_KEYS))
+        self._commits.setdefault(client.number, deque()).extend(parts)
+        client.pause()
+        self._arm()
+
+    def _next_commit(self) -> None:
+        """Serve one part, of each connection in turn."""
+        connection = next(iter(self._commits))
+        parts = self._commits.pop(connection)
+        part = parts.popleft()
+        if parts:
+            self._commits[connection] = parts
+        elif connection in self._clients:
+            self._clients[connection].resume()
+        self._serve_commit(connection, part)
+
+    def _serve_commit(self, connection: int, commit: m.Commit) -> None:
+        self._feed(Received(connection, commit))
+        if self._queue.ready:
+            self._charge(commit)
+
+    def _serve(self, flow: int, connection: int, message: Queueable) -> None:
+        self._turn_keys += self._keys_of(message) + REQUEST_KEYS
+        self._watched, self._watched_flow = (connection, message), flow
+        self._feed(Received(connection, message))
+        self._watched = None
+
+    def _next_turn(self) -> None:
+        self._turn = None
+        self._turn_keys = 0
+        if self._queue.waiting or self._commits:
+            self._run()
+
+    def _run(self) -> None:
+        """Serve one turn's worth of what waits."""
+        if self._turn is None:
+            self._turn_keys = 0
+        if self._commits:
+            self._next_commit()
+        while self._turn_keys < TURN_KEYS:
+            queued = self._queue.next(self._loop.time())
+            if queued is None:
+                break
+            connection, message = queued.item
+            self._serve(queued.flow, connection, message)
+        for flow in [flow for flow in self._paused if self._queue.has_room(flow)]:
+            for connection in self._paused.pop(flow):
+                if connection in self._clients:
+                    self._clients[connection].resume()
+        self._arm()
+
+    def _arm(self) -> None:
+        """Come back for what waits: in the next turn, or when the first rate allows."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._queue.ready or self._commits:
+            if self._turn is None:
+                self._turn = self._loop.call_soon(self._next_turn)
+        elif self._queue.waiting:
+            self._timer = call_at(self._loop, self._queue.next_time_s(), self._run)
+        if self._queue.waiting and self._sweeper is None:
+            self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+
+    def _sweep(self) -> None:
+        self._sweeper = None
+        expired = self._queue.expired(self._loop.time())
+        self._give_back_unserved(expired)
+        for queued in expired:
+            self.overloaded += 1
+            connection, message = queued.item
+            reply = self.answered(connection, self._overloaded(message))
+            client = self._clients.get(connection)
+            if client is not None and reply is not None:
+                client.send(reply)
+        self._run()
+
+    def _overloaded(self, message: Queueable) -> m.Fault:
+        text = f"node {self._state.name}: the request waited for {MAX_QUEUED_S:.0f} s"
+        if message.namespace in self._state.namespaces:
+            name = self._state.namespaces[message.namespace].name
+            text += f": namespace '{name}' asks for more than its rates, or its share of a busy node, allow"
+        return m.Fault(message.id, "overloaded", text)
+
+    # --- settings
+
+    def _configure(self) -> None:
+        administration, queue, now_s = self._state.administration, self._queue, self._loop.time()
+        self._revision = administration.revision
+        known = self._state.namespaces
+        for number in known.numbers:
+            settings = known.settings(number)
+            queue.configure(
+                number,
+                weight=settings.weight,
+                operations_s=settings.operations_s,
+                bytes_s=settings.bytes_s,
+                now_s=now_s,
+            )
+        for number in queue.numbers:
+            if number not in known and number != PEERS:
+                queue.forget(number, now_s)
+
+    def _charge(self, commit: m.Commit) -> None:
+        """A commit never waits, and counts all the same."""
+        if commit.slots and 0 <= commit.slots[0] < self._state.store.slots.slots:
+            flow = self._state.store.facts.namespace[commit.slots[0]]
+            self._queue.charge(flow, len(commit.slots))
+
+    def _keys_of(self, message: Queueable) -> int:
+        """What serving it costs, in keys: those it has, and more for slots that may have to be wiped."""
+        keys = len(message.keys)
+        if type(message) in self._wiping:
+            keys += self._size_bytes(message) // WIPED_AS_A_KEY
+        return keys
+
+    def _size_bytes(self, message: Queueable) -> int:
+        return len(message.keys) * self._page_bytes(message) if isinstance(message, m.Get | m.Reserve) else 0
+
+    def _page_bytes(self, message: m.Get | m.Reserve) -> int:
+        """There are no larger pages than a slab, whatever was asked for."""
+        return min(sum(message.segment_bytes), self._state.store.slots.slab_bytes)

@@ -1,0 +1,339 @@
+"""The threads of one tier: one writes, some read. Actions in, events out.
+
+The writer's queue is in order; what is in it is bounded by the node's state, which has only so many stores
+under way, and by SPILL_BYTES for pages that come from the tier above. A tier that could not write those is
+tried with others after a pause (backoff.py). Loads are cut into pieces so that the readers share a batch and
+its first pages are answered first.
+
+A tier does not raise; one that does all the same costs the pages of that call.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Final
+
+import numpy as np
+
+from pdserve.kvpool.core.events import (
+    Event,
+    ForgetNamespace,
+    ForgetPages,
+    LoadPages,
+    NamespaceForgotten,
+    PagesFound,
+    PagesGone,
+    PagesLoaded,
+    PagesStored,
+    SlotPage,
+    StorePages,
+)
+from pdserve.kvpool.protocol.page_bytes import Bytes1D
+from pdserve.kvpool.tiers.backoff import Backoff
+from pdserve.kvpool.tiers.base import (
+    LOADED,
+    READ_FAILED,
+    STORED,
+    WRITE_FAILED,
+    PageMemory,
+    PageName,
+    PutResult,
+    ReadResult,
+    Tier,
+    TierPage,
+    padded,
+)
+
+logger = logging.getLogger(__name__)
+
+IDLE_S: Final = 0.5  # between looks for work in the background
+PIECE_BYTES: Final = 4 << 20  # loaded by one reader at a time, one page at least
+SPILL_BYTES: Final = 64 << 20  # on their way from the tier above
+SPILL_PIECE_BYTES: Final = 8 << 20
+
+Job = Callable[[], None]
+
+
+class TierWorker:
+    """Runs a tier for a node. `memory` is the arena; `post` hands an event to the node from any thread."""
+
+    def __init__(
+        self,
+        node: str,
+        number: int,
+        kind: str,
+        tier: Tier,
+        memory: Bytes1D,
+        post: Callable[[Event], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tier = tier
+        self.below: TierWorker | None = None
+        self._where = f"node {node}: tier {kind}"
+        self._number = number
+        self._memory = memory
+        self._post = post
+        self._clock = clock
+        self._writes: queue.Queue[Job | None] = queue.Queue()
+        self._reads: queue.Queue[Job | None] = queue.Queue()
+        self._threads: list[threading.Thread] = []
+        self._stopping = False
+        self._backoff = Backoff()
+        self._scanned = False
+        self._unsaved = ""  # the list of namespaces that the tier has not saved yet
+        self._spill_lock = threading.Lock()
+        self._spill_bytes = 0
+
+    def start(self, known: Collection[int], namespaces: str, readers: int) -> None:
+        """`known`: the namespaces whose pages are to be believed. `namespaces`: the list to save."""
+        self._unsaved = namespaces
+        loops = [lambda: self._write_loop(known), *[self._read_loop] * readers]
+        for loop in loops:
+            thread = threading.Thread(target=loop, name=self._where, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def stop(self, deadline_s: float) -> bool:
+        """End the threads and close the tier; False when they hang, in which case it stays open.
+
+        `deadline_s`: of time.monotonic().
+        """
+        self._stopping = True
+        self._writes.put(None)
+        for _ in self._threads[1:]:
+            self._reads.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            logger.warning("%s: it does not answer: left as it is", self._where)
+            return False
+        self.tier.close()
+        return True
+
+    # --- from the node's thread
+
+    def store(self, action: StorePages) -> None:
+        self._writes.put(lambda: self._store(action.pages))
+
+    def load(self, action: LoadPages) -> None:
+        for piece in _pieces(action.pages):
+            self._reads.put(lambda piece=piece: self._load(piece))  # type: ignore[misc]
+
+    def forget(self, action: ForgetPages) -> None:
+        self._writes.put(lambda: self._forget(action.names))
+
+    def forget_namespace(self, action: ForgetNamespace) -> None:
+        self._writes.put(lambda: self._forget_namespace(action.namespace, action.before_sequence))
+
+    def save_namespaces(self, text: str) -> None:
+        self._writes.put(lambda: self._save_namespaces(text))
+
+    # --- the writer's thread
+
+    def _write_loop(self, known: Collection[int]) -> None:
+        self._guarded(lambda: self._scan(known))
+        self._guarded(lambda: self._save_namespaces(self._unsaved))
+        self._post(PagesFound(self._number, (), self.tier.used_bytes, last=True))
+        more = False
+        while True:
+            try:
+                job = self._writes.get(block=not more, timeout=IDLE_S)
+            except queue.Empty:
+                job = _nothing
+            if job is None:
+                return
+            self._guarded(job)
+            more = self._maintain()
+
+    def _scan(self, known: Collection[int]) -> None:
+        started_s = time.monotonic()
+        count = 0
+        for pages in self.tier.scan(known):
+            if self._stopping:
+                return
+            count += len(pages)
+            self._post(PagesFound(self._number, tuple(pages), self.tier.used_bytes))
+        self._scanned = True
+        if count:
+            took_ms = (time.monotonic() - started_s) * 1000
+            logger.info("%s: found %d pages in %.0f ms", self._where, count, took_ms)
+
+    def _save_namespaces(self, text: str) -> None:
+        self._unsaved = text
+        problem = self._save_unsaved()
+        if problem:
+            logger.warning(
+                "%s: no pages go there until its list of namespaces can be saved: %s", self._where, problem
+            )
+
+    def _save_unsaved(self) -> str:
+        """ "" or why the tier takes no pages: by the list it has, they might be another namespace's."""
+        if not self._unsaved:
+            return ""
+        if not self._scanned:
+            return "what is there was not all looked at"
+        problem = self.tier.save_namespaces(self._unsaved)
+        if not problem:
+            self._unsaved = ""
+        return problem
+
+    def _maintain(self) -> bool:
+        try:
+            return self.tier.maintain() and not self._stopping
+        except Exception:  # boundary: a tier's mistake must not end its thread
+            logger.exception("%s: maintenance", self._where)
+            return False
+
+    def _store(self, pages: Sequence[SlotPage]) -> None:
+        result = self._put([one.page for one in pages], [self._slot(one) for one in pages])
+        slots = tuple(one.slot for one in pages)
+        failed = WRITE_FAILED in result.statuses
+        self._post(
+            PagesStored(self._number, slots, tuple(result.statuses), self.tier.used_bytes, failed=failed)
+        )
+
+    def _put(self, pages: Sequence[TierPage], data: Sequence[PageMemory]) -> PutResult:
+        try:
+            problem = self._save_unsaved()
+            failed = PutResult([WRITE_FAILED] * len(pages), problem)
+            result = failed if problem else self.tier.put(pages, data)
+        except Exception as error:  # boundary: each store must be reported
+            logger.exception("%s: put", self._where)
+            result = PutResult([WRITE_FAILED] * len(pages), repr(error))
+        failing = self._backoff.failures > 0
+        if WRITE_FAILED in result.statuses:
+            self._backoff.failed(self._clock())
+            if not failing:
+                logger.warning("%s: cannot write for now, reads go on: %s", self._where, result.error)
+        elif failing and STORED in result.statuses:
+            self._backoff.worked()
+            logger.info("%s: can write again", self._where)
+        return result
+
+    def _forget(self, names: Sequence[PageName]) -> None:
+        self.tier.forget(names)
+        # also where a page came in from above, or was found by the scan, after it was forgotten
+        self._post(PagesGone(self._number, tuple(names), self.tier.used_bytes))
+
+    def _forget_namespace(self, namespace: int, before_sequence: int) -> None:
+        try:
+            problem = self.tier.forget_namespace(namespace, before_sequence)
+        except Exception as error:  # boundary: each must be reported
+            logger.exception("%s: forget_namespace", self._where)
+            problem = repr(error)
+        self._say(problem)
+        self._post(NamespaceForgotten(self._number, namespace, before_sequence, problem))
+
+    def _say(self, problem: str) -> None:
+        if problem:
+            logger.warning("%s: what was dropped may come back at a reboot: %s", self._where, problem)
+
+    # --- from tier to tier
+
+    def leaving(self, names: Sequence[PageName]) -> None:
+        """Pages are about to leave the tier for lack of room (in its writer's thread)."""
+        self._post(PagesGone(self._number, tuple(names), self.tier.used_bytes))
+        below = self.below
+        if below is None or self._stopping:
+            return
+        batch: list[PageName] = []
+        for at, name in enumerate(names):
+            batch.append(name)
+            size = sum(padded(one.length_bytes) for one in batch)
+            if size >= SPILL_PIECE_BYTES or at == len(names) - 1:
+                if not below.take_in(size):
+                    return  # it is behind, or cannot write: the rest is lost
+                self._spill(below, batch, size)
+                batch = []
+
+    def _spill(self, below: TierWorker, names: list[PageName], size: int) -> None:
+        found: list[tuple[TierPage, PageMemory]] = []
+        try:
+            memory = _page_memory(names)
+            for result, data in zip(self.tier.read(names, memory), memory, strict=True):
+                if result.page is not None:
+                    found.append((result.page, data))
+        finally:  # what was taken in is given back by this job alone
+            below._writes.put(lambda: below._store_spilled(found, size))
+
+    def take_in(self, size: int) -> bool:
+        """Whether so many bytes may come down now; they are counted if so. While the tier cannot write, one
+        batch may, each time a pause is over.
+        """
+        with self._spill_lock:
+            if self._backoff.failures and (self._spill_bytes or self._clock() < self._backoff.retry_at_s):
+                return False
+            if self._stopping or self._spill_bytes + size > SPILL_BYTES:
+                return False
+            self._spill_bytes += size
+            return True
+
+    def _store_spilled(self, found: Sequence[tuple[TierPage, PageMemory]], size: int) -> None:
+        try:
+            result = self._put([page for page, _ in found], [data for _, data in found])
+        finally:
+            with self._spill_lock:
+                self._spill_bytes -= size
+        stored = tuple(
+            page for (page, _), status in zip(found, result.statuses, strict=True) if status == STORED
+        )
+        failed = result.statuses.count(WRITE_FAILED)
+        self._post(PagesFound(self._number, stored, self.tier.used_bytes, failed=failed))
+
+    # --- the readers' threads
+
+    def _read_loop(self) -> None:
+        while (job := self._reads.get()) is not None:
+            if not self._stopping:
+                self._guarded(job)
+
+    def _load(self, pages: Sequence[SlotPage]) -> None:
+        names = [PageName(one.page.namespace, one.page.key, one.page.length_bytes) for one in pages]
+        try:
+            results = self.tier.read(names, [self._slot(one) for one in pages])
+        except Exception:  # boundary: each load must be reported
+            logger.exception("%s: read", self._where)
+            results = [ReadResult(READ_FAILED)] * len(pages)
+        checksums = tuple(
+            result.page.checksum if result.status == LOADED and result.page is not None else 0
+            for result in results
+        )
+        slots = tuple(one.slot for one in pages)
+        self._post(PagesLoaded(self._number, slots, tuple(one.status for one in results), checksums))
+
+    def _slot(self, page: SlotPage) -> PageMemory:
+        return self._memory[page.offset : page.offset + padded(page.page.length_bytes)]
+
+    def _guarded(self, job: Job) -> None:
+        try:
+            job()
+        except Exception:  # boundary: a tier's mistake must not end its thread
+            logger.exception("%s", self._where)
+
+
+def _nothing() -> None:
+    """When there is only maintenance to do."""
+
+
+def _pieces(pages: Sequence[SlotPage]) -> list[list[SlotPage]]:
+    pieces: list[list[SlotPage]] = []
+    size = PIECE_BYTES
+    for page in pages:
+        if size + page.page.length_bytes > PIECE_BYTES:
+            pieces.append([])
+            size = 0
+        pieces[-1].append(page)
+        size += page.page.length_bytes
+    return pieces
+
+
+def _page_memory(names: Sequence[PageName]) -> list[PageMemory]:
+    sizes = [padded(name.length_bytes) for name in names]
+    whole = np.frombuffer(mmap.mmap(-1, sum(sizes)), np.uint8)
+    ends = np.cumsum(sizes).tolist()
+    return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]

@@ -1,0 +1,116 @@
+"""A node's UCX data path: one endpoint per client. asyncio.
+
+UCX takes 0.6 s to load, in a thread; more than a client waits for on a slow machine. So a node that other
+hosts can reach loads it at once. One that only its own host can reach needs it seldom (for a client in
+another container, say): it loads the library a while after its start, when first reads have been answered,
+and makes the rest ready when such a client comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from pdserve.errors import PdserveError
+from pdserve.kvpool.core.events import CancelTransfers, Event, StartReceive, StartSend
+from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.ucx.server import UcxServer
+from pdserve.kvpool.protocol.messages import Fault, Hello, UcxInfo
+from pdserve.kvpool.protocol.page_bytes import Bytes1D
+from pdserve.kvpool.transports.ucx import UcxLibrary
+
+logger = logging.getLogger(__name__)
+
+LIBRARY_AFTER_S: Final = 5.0
+
+
+class UcxPath:
+    """`memory`: the arena. `feed` takes what happened; `lost` the connections whose endpoint broke, and
+    why.
+    """
+
+    def __init__(
+        self,
+        config: PoolNodeConfig,
+        memory: Bytes1D,
+        feed: Callable[[Event], None],
+        lost: Callable[[int, str], None],
+    ) -> None:
+        self._config = config
+        self._memory = memory
+        self._feed = feed
+        self._lost = lost
+        self.server: UcxServer | None = None
+        self._loading: asyncio.Task[UcxServer] | None = None
+        self._library: asyncio.Handle | None = None
+
+    def prepare(self, *, remote: bool) -> None:
+        """The node is ready; `remote`: for other hosts."""
+        if remote:
+            self.load()
+        else:
+            thread = threading.Thread(target=self._load_library, daemon=True)
+            self._library = asyncio.get_running_loop().call_later(LIBRARY_AFTER_S, thread.start)
+
+    def _load_library(self) -> None:
+        try:
+            UcxLibrary().context(self._config.ucx.options)
+        except PdserveError as error:  # whoever needs it is told why not
+            logger.info("node %s: %s", self._config.name, error)
+
+    def load(self) -> asyncio.Task[UcxServer]:
+        """Load UCX unless that was begun."""
+        if self._loading is None:
+            self._loading = asyncio.get_running_loop().create_task(self._start())
+            self._loading.add_done_callback(self._loaded)
+        return self._loading
+
+    async def open(self, connection: int, hello: Hello) -> UcxInfo | Fault:
+        """Make ready for a client's endpoint. `close` undoes it."""
+        try:
+            server = await asyncio.shield(self.load())
+            return await server.open(connection)
+        except PdserveError as error:
+            logger.warning("node %s: no UCX for client %s: %s", self._config.name, hello.client, error)
+            return Fault(0, "data_path", f"node {self._config.name} cannot use UCX: {error}")
+
+    def close(self, connection: int) -> None:
+        """The client is gone."""
+        if self.server is not None:
+            self.server.close(connection)
+
+    def perform(self, action: StartSend | StartReceive | CancelTransfers) -> None:
+        """Of a client that has an endpoint."""
+        assert self.server is not None
+        self.server.perform(action)
+
+    def stop(self) -> None:
+        """End all of it; idempotent."""
+        if self._library is not None:
+            self._library.cancel()
+        if self._loading is not None:
+            self._loading.cancel()
+        if self.server is not None:
+            self.server.stop()
+
+    async def _start(self) -> UcxServer:
+        ucx = self._config.ucx
+        self.server = UcxServer(
+            self._memory,
+            self._feed,
+            self._lost,
+            host=ucx.host,
+            port=ucx.port,
+            options=ucx.options,
+            stall_timeout_s=self._config.lease_s,
+        )
+        await self.server.start()
+        return self.server
+
+    def _loaded(self, loading: asyncio.Task[UcxServer]) -> None:
+        error = None if loading.cancelled() else loading.exception()
+        if error is not None:
+            logger.warning("node %s: clients on other hosts cannot be served: %s", self._config.name, error)

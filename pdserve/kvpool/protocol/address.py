@@ -1,0 +1,41 @@
+"""pdserve.kvpool.protocol.address."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.errors import (
+    ConfigError,
+)
+
+
+@dataclass(frozen=True)
+class UnixAddress:
+    """A Unix stream socket."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class TcpAddress:
+    """A TCP socket; `host` is a name or an address."""
+
+    host: str
+    port: int
+
+
+def parse_address(address: str) -> UnixAddress | TcpAddress:
+    """Read "unix:/path" or "tcp:host:port" (IPv6 as "tcp:[::1]:port"). Raises ConfigError."""
+    scheme, _, rest = address.partition(":")
+    if scheme == "unix" and rest:
+        return UnixAddress(rest)
+    host, _, port = rest.rpartition(":")
+    if scheme == "tcp" and host and port.isdecimal() and int(port) < 65536:
+        return TcpAddress(host.strip("[]"), int(port))
+    raise ConfigError(f'pool address "{address}" is not "unix:/path" or "tcp:host:port"')
+
+
+def is_remote(address: str) -> bool:
+    """Whether clients on other hosts may come in there."""
+    parsed = parse_address(address)
+    return isinstance(parsed, TcpAddress) and not parsed.host.startswith(("127.", "localhost", "::1"))

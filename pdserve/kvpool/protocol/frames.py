@@ -1,0 +1,155 @@
+"""pdserve.kvpool.protocol.frames."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+import msgspec
+
+from pdserve.errors import FrameError, PoolRefused
+from pdserve.kvpool.protocol.base import KEY_BYTES, Message
+from pdserve.kvpool.protocol.base import NodeAddress as NodeAddress
+from pdserve.kvpool.protocol.cluster_messages import (
+    ListOwned,
+    ListPages,
+    PullPages,
+)
+from pdserve.kvpool.protocol.messages import (
+    MAX_FRAME_BYTES,
+    MAX_KEYS,
+    MAX_SEGMENTS,
+    Abort,
+    Commit,
+    Discard,
+    Fault,
+    Get,
+    Release,
+    Reply,
+    Request,
+    Reserve,
+)
+
+R = TypeVar("R", bound=Message)
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+
+
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+HEADER_BYTES = 4
+
+
+def encode_frame(message: Request | Reply) -> bytes:
+    """The message as one frame. Raises FrameError if it would exceed MAX_FRAME_BYTES."""
+    buffer = bytearray(HEADER_BYTES)
+    _encoder.encode_into(message, buffer, HEADER_BYTES)
+    body_bytes = len(buffer) - HEADER_BYTES
+    if body_bytes > MAX_FRAME_BYTES:
+        raise FrameError(f"message of {body_bytes} bytes exceeds the frame limit of {MAX_FRAME_BYTES}")
+    buffer[:HEADER_BYTES] = body_bytes.to_bytes(HEADER_BYTES, "little")
+    return bytes(buffer)
+
+
+def decode_request(body: bytes | memoryview) -> Request:
+    """Raises FrameError if the bytes are no request of this protocol, or break one of its bounds."""
+    try:
+        message = _request_decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise FrameError(f"not a pool request: {error}") from error
+    _check_bounds(message)
+    return message
+
+
+def decode_reply(body: bytes | memoryview) -> Reply:
+    """Raises FrameError if the bytes are no reply of this protocol."""
+    try:
+        return _reply_decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise FrameError(f"not a pool reply: {error}") from error
+
+
+def expected(reply: Reply, kind: type[R], node: str) -> R:
+    """The reply, if it is of the wanted kind. Raises PoolRefused: what `node` said instead."""
+    if isinstance(reply, kind):
+        return reply
+    raise PoolRefused(f"pool node {node}: {refusal(reply)}")
+
+
+def refusal(reply: Reply) -> str:
+    """For people: why a reply is not the one that was asked for."""
+    return reply.message if isinstance(reply, Fault) else f"unexpected {type(reply).__name__}"
+
+
+def _check_bounds(message: Request) -> None:
+    request_id: int = getattr(message, "id", 0)
+    if request_id < 0:  # those are the node's own, for parts of requests
+        raise FrameError(f"a request's id of {request_id}, it must not be negative")
+    keys: list[bytes] = getattr(message, "keys", [])
+    if len(keys) > MAX_KEYS:
+        raise FrameError(f"{len(keys)} keys in one message, at most {MAX_KEYS} are allowed")
+    slots: list[int] = getattr(message, "slots", [])
+    if len(slots) > MAX_KEYS:
+        raise FrameError(f"{len(slots)} slots in one message, at most {MAX_KEYS} are allowed")
+    for key in keys:
+        if len(key) != KEY_BYTES:
+            raise FrameError(f"a key of {len(key)} bytes, keys have {KEY_BYTES}")
+    if isinstance(message, Reserve | Get):
+        segments = message.segment_bytes
+        if not 1 <= len(segments) <= MAX_SEGMENTS or min(segments) <= 0:
+            raise FrameError(f"segment_bytes must be 1 to {MAX_SEGMENTS} positive lengths")
+    elif isinstance(message, Commit):
+        if not len(message.slots) == len(message.sequences) == len(message.checksums):
+            raise FrameError("commit: slots, sequences and checksums differ in length")
+        if message.ages_s and len(message.ages_s) != len(message.slots):
+            raise FrameError("commit: slots and ages differ in length")
+    elif isinstance(message, Abort | Release):
+        if len(message.slots) != len(message.sequences):
+            raise FrameError("abort or release: slots and sequences differ in length")
+    elif isinstance(message, ListOwned | ListPages):
+        if not 1 <= message.limit <= MAX_KEYS:
+            raise FrameError(f"a limit of {message.limit}, allowed are 1 to {MAX_KEYS}")
+    elif isinstance(message, PullPages):
+        if min(message.lengths, default=1) <= 0:
+            raise FrameError("pull: lengths must be positive")
+    elif isinstance(message, Discard) and len(message.keys) != len(message.sequences):
+        raise FrameError("discard: keys and sequences differ in length")
+
+
+class FrameBuffer:
+    """Cuts a byte stream into frame bodies: feed what arrived, iterate what is whole. Holds at most one
+    frame.
+    """
+
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._buffer = bytearray()
+        self._max_frame_bytes = max_frame_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Of a frame that is not whole yet."""
+        return len(self._buffer)
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield each complete frame body. Raises FrameError on an impossible length (a client of another
+        protocol).
+        """
+        self._buffer += data
+        while len(self._buffer) >= HEADER_BYTES:
+            body_bytes = int.from_bytes(self._buffer[:HEADER_BYTES], "little")
+            if not 1 <= body_bytes <= self._max_frame_bytes:
+                raise FrameError(
+                    f"frame of {body_bytes} bytes, allowed are 1 to {self._max_frame_bytes}: "
+                    "the peer does not speak the pdserve pool protocol"
+                )
+            end = HEADER_BYTES + body_bytes
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[HEADER_BYTES:end])
+            del self._buffer[:end]
+            yield body

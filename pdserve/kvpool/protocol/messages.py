@@ -1,0 +1,358 @@
+"""The control protocol between a pool client and a pool node: messages and frames. Pure: bytes in, records
+out.
+
+A connection is one stream (Unix socket or TCP). Each frame is a little-endian u32 length followed by that
+many bytes of msgpack: one message, encoded as an array whose first item is the message's number. Page bytes
+never travel here: they go through mapped memory or UCX, and these messages say where.
+
+    client                          node
+    Hello            ->             Welcome, or Fault and close
+    request(id)      ->             reply(id), or Fault(id)          any number in flight, replies in any
+    order Abort, Release   ->             (no reply)
+
+Writing a page: Reserve -> the client fills the slot -> Commit. Readers see committed pages only.
+Reading a page: Get pins it under a lease -> the client copies -> Release. A pinned page is not evicted.
+
+Compatibility: message numbers are never reused; fields are only ever appended, with defaults.
+`PROTOCOL_VERSION` changes only when an old peer could misread a new one; a node refuses other versions by
+name. tests/kvpool/protocol/test_messages.py pins the bytes of every message.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from pdserve.kvpool.protocol.base import Message
+from pdserve.kvpool.protocol.base import NodeAddress as NodeAddress
+from pdserve.kvpool.protocol.cluster_messages import (
+    ClusterReply,
+    ClusterRequest,
+    Member,
+    NamespaceSettings,
+    TierStatus,
+)
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 4 * 1024 * 1024  # 4,096 grants take ~200 KB; the rest is room for status reports
+MAX_KEYS = 4096  # per message, and slots; clients split longer batches
+MAX_SEGMENTS = 1024  # per page; HiCache's layer_first layout has two per layer
+
+# "none": a connection for questions only (exists, wait, status); it may neither reserve nor get
+DataPathName: TypeAlias = Literal["shm", "ucx", "inproc", "none"]
+DataPathChoice: TypeAlias = Literal["auto", "shm", "ucx", "inproc", "none"]
+
+# Status of one key in `Reserved`
+GRANTED = 0  # the slot is the client's to fill
+PRESENT = 1  # already committed: nothing to do
+BUSY = 2  # another client is writing the same key: nothing to do, `Wait` for it if it matters
+FULL = 3  # no space: every page that could go is pinned, or the quota is reached
+TOO_LARGE = 4  # the page is larger than a slab
+MOVED = 5  # another node owns it under this node's newer view: ask again there
+
+# Status of one key in `Got`
+HIT = 0
+MISS = 1
+
+
+class Hello(Message, tag=1, frozen=True):
+    """First frame of a client. `host_id` names the machine (boot id), so both sides know whether mapping can
+    work.
+    """
+
+    version: int
+    client: str
+    pid: int
+    host_id: str
+    data_path: DataPathChoice = "auto"
+    token: str = ""
+    views: bool = False  # send a View whenever the ring changes
+    node: str = ""  # the pool node that this client is, if it is one
+
+
+class ArenaInfo(Message, tag=91, frozen=True):
+    """Where a same-host client maps the node's memory; both files are mapped whole."""
+
+    arena_path: str
+    arena_bytes: int
+    table_path: str
+    table_bytes: int
+
+
+class UcxInfo(Message, tag=92, frozen=True):
+    """How a client reaches the node's UCX worker: its listener's host and port. `connection` is this
+    connection's
+    number: the client sends it as its first UCX message, so that the node ties the endpoint to this
+    connection."""
+
+    host: str
+    port: int
+    connection: int
+
+
+class Welcome(Message, tag=2, frozen=True):
+    """The node's answer to Hello. `incarnation` changes at every start of the node. Exactly one of arena, ucx
+    is set
+    (neither for inproc), according to `data_path`, the path that the node chose."""
+
+    version: int
+    node: str
+    incarnation: int
+    host_id: str
+    data_path: DataPathName
+    lease_s: float
+    arena: ArenaInfo | None = None
+    ucx: UcxInfo | None = None
+    epoch: int = 0
+    nodes: list[NodeAddress] = []
+    previous: list[NodeAddress] = []  # as in View
+
+
+class Fault(Message, tag=3, frozen=True):
+    """The request `id` was refused (id 0: the connection). `code` is for programs, `message` one line for
+    people.
+    """
+
+    id: int
+    code: str
+    message: str
+
+
+class Done(Message, tag=4, frozen=True):
+    """The request `id` was done; `count` of what it concerned (pages freed by a drop, say)."""
+
+    id: int
+    count: int = 0
+
+
+class OpenNamespace(Message, tag=10, frozen=True):
+    """Create the namespace, or open it. `geometry` must be equal for all who share it, key for key; else a
+    Fault
+    `geometry_mismatch` names the differing field and both values."""
+
+    id: int
+    name: str
+    geometry: dict[str, str]
+    generation: int = 0  # a node says of which its pages are; pages of another are never mixed with them
+
+
+class Opened(Message, tag=11, frozen=True):
+    """`namespace` is the number used in the messages below; it holds for this incarnation of the node.
+    `rights`: what the client may do there, a sum of read 1, write 2, admin 4.
+    """
+
+    id: int
+    namespace: int
+    rights: int = 7
+
+
+class Exists(Message, tag=12, frozen=True):
+    id: int
+    namespace: int
+    keys: list[bytes]
+
+
+class Present(Message, tag=13, frozen=True):
+    """Answer to Exists and Wait. `mask`: one byte per key, 1 where committed."""
+
+    id: int
+    mask: bytes
+
+
+class Reserve(Message, tag=14, frozen=True):
+    """Ask for a slot per key. A page has `sum(segment_bytes)` bytes; over UCX each segment is one tagged
+    message.
+    """
+
+    id: int
+    namespace: int
+    keys: list[bytes]
+    segment_bytes: list[int]
+    replica: bool = False  # a copy of a hot page that another node owns
+
+
+class Grant(Message, tag=93, frozen=True):
+    """One key's answer. With status GRANTED: the slot, its byte offset in the arena, the sequence that
+    identifies this
+    filling of the slot, and the UCX tag of its first segment (segment i has tag + i)."""
+
+    status: int
+    slot: int = 0
+    offset: int = 0
+    sequence: int = 0
+    tag: int = 0
+
+
+class Reserved(Message, tag=15, frozen=True):
+    id: int
+    grants: list[Grant]
+
+
+class Commit(Message, tag=16, frozen=True):
+    """The slots are filled. `checksums`: XXH3-64 of each page's bytes in order, or 0 where the writer
+    computed none. `ages_s`: for how long the pages have been in the pool, where a node moves them.
+    """
+
+    id: int
+    slots: list[int]
+    sequences: list[int]
+    checksums: list[int]
+    ages_s: list[float] = []
+
+
+class Committed(Message, tag=17, frozen=True):
+    """`mask`: one byte per slot, 1 where the page is now readable (by this commit)."""
+
+    id: int
+    mask: bytes
+
+
+class Abort(Message, tag=18, frozen=True):
+    """Give reservations back unfilled. No reply."""
+
+    slots: list[int]
+    sequences: list[int]
+
+
+class Get(Message, tag=19, frozen=True):
+    """Pin the pages for reading. `segment_bytes` as in Reserve, for this reader's buffers; a page of another
+    length is
+    a miss. Over UCX the node starts sending at once."""
+
+    id: int
+    namespace: int
+    keys: list[bytes]
+    segment_bytes: list[int]
+
+
+class Pin(Message, tag=94, frozen=True):
+    """One key's answer. With status HIT: where it lies, its checksum (0: none), the sequence to release it by
+    and to check
+    against the slot table after copying, the UCX tag of its first segment."""
+
+    status: int
+    slot: int = 0
+    offset: int = 0
+    checksum: int = 0
+    sequence: int = 0
+    tag: int = 0
+    replicas: int = 0  # so many nodes after the owner on the ring hold it too
+
+
+class Got(Message, tag=20, frozen=True):
+    """`ages_s`: for how long each page has been in the pool; for nodes, where pages have a time to live.
+    `below`: places in `pins` of the pages that came up from a tier (SSD, directory) for this Get.
+    """
+
+    id: int
+    pins: list[Pin]
+    ages_s: list[float] = []
+    below: list[int] = []
+
+
+class Release(Message, tag=21, frozen=True):
+    """Unpin. No reply."""
+
+    slots: list[int]
+    sequences: list[int]
+
+
+class Wait(Message, tag=22, frozen=True):
+    """Answered with Present once all keys are committed, or when `timeout_s` is over, with what is."""
+
+    id: int
+    namespace: int
+    keys: list[bytes]
+    timeout_s: float
+
+
+class Discard(Message, tag=23, frozen=True):
+    """Drop these pages: a reader found them corrupt. Only a page with this very sequence is dropped. Answered
+    with Done.
+    """
+
+    id: int
+    namespace: int
+    keys: list[bytes]
+    sequences: list[int]
+
+
+class DropNamespace(Message, tag=24, frozen=True):
+    id: int
+    name: str
+
+
+class Clear(Message, tag=25, frozen=True):
+    """Drop every page of the namespace, keep the namespace. Answered with Done."""
+
+    id: int
+    namespace: int
+
+
+class Ping(Message, tag=26, frozen=True):
+    id: int
+
+
+class Status(Message, tag=27, frozen=True):
+    id: int
+
+
+class NamespaceStatus(Message, tag=95, frozen=True):
+    name: str
+    pages: int
+    page_bytes: int
+    geometry: dict[str, str]
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    slot_bytes: int = 0  # of all its slots, reservations included: what its quota bounds
+    replicas: int = 0
+    tier_pages: int = 0
+    tier_bytes: int = 0
+    settings: NamespaceSettings = NamespaceSettings()
+    counters: dict[str, int] = {}
+    generation: int = 0
+
+
+class StatusReport(Message, tag=28, frozen=True):
+    """`slots_*` conserve: free + used + reserved + quarantined = total, in bytes of slots."""
+
+    id: int
+    node: str
+    incarnation: int
+    uptime_s: float
+    capacity_bytes: int
+    free_bytes: int
+    used_bytes: int
+    reserved_bytes: int
+    quarantined_bytes: int
+    pages: int
+    pins: int
+    waiters: int
+    connections: int
+    namespaces: list[NamespaceStatus]
+    counters: dict[str, int] = {}
+    epoch: int = 0
+    members: list[Member] = []
+    tiers: list[TierStatus] = []
+
+
+Request: TypeAlias = (
+    Hello
+    | OpenNamespace
+    | Exists
+    | Reserve
+    | Commit
+    | Abort
+    | Get
+    | Release
+    | Wait
+    | Discard
+    | DropNamespace
+    | Clear
+    | Ping
+    | Status
+    | ClusterRequest
+)
+Reply: TypeAlias = (
+    Welcome | Fault | Done | Opened | Present | Reserved | Committed | Got | StatusReport | ClusterReply
+)

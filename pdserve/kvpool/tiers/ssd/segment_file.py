@@ -1,0 +1,342 @@
+"""One segment file: written once by the writer's thread, read by any. The format is in segment_format.py.
+
+Pages go from the arena to the device and back without a copy: direct I/O with one vectored call per batch.
+Where the file system refuses direct I/O, ordinary I/O takes its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from pdserve.kvpool.tiers.base import PageMemory, TierPage, padded
+from pdserve.kvpool.tiers.ssd.segment_format import (
+    BLOCK_BYTES,
+    Record,
+    decode_record_header,
+    encode_footer,
+    encode_record_header,
+    encode_segment_header,
+    footer_blocks,
+    read_index,
+    record_blocks,
+)
+
+MAX_BATCH_PAGES: Final = 256  # per write: two buffers each, and a call takes 1,024
+SCAN_CHUNK_BYTES: Final = 1 << 20
+_LIVE, _READ = 1, 2
+_scratch = threading.local()
+
+
+class SegmentFile:
+    """An open segment. Columns by ordinal, the order in the file; `live` ones are found by the index.
+
+    `users` counts readers under the tier's lock; the file is closed when it is doomed and none is left.
+    """
+
+    def __init__(self, path: Path, fd: int, number: int, nonce: int, *, direct: bool) -> None:
+        self.path = path
+        self.number = number
+        self.direct = direct
+        self.file_bytes = 0
+        self.end_block = 1  # where the next record goes
+        self.sealed = False
+        self.users = 0
+        self.doomed = False
+        self.keys: list[bytes] = []
+        self.live_bytes = 0
+        self.read_bytes = 0
+        self._fd = fd
+        self._nonce = nonce
+        self._blocks = array("I")
+        self._namespaces = array("I")
+        self._lengths = array("I")
+        self._flags = bytearray()
+        self._records: list[Record] = []  # for the footer
+
+    # --- making
+
+    @classmethod
+    def create(cls, path: Path, number: int, nonce: int, size_bytes: int, *, direct: bool) -> SegmentFile:
+        """A new file of this size, all of it allocated. Raises OSError; then no file is left."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        fd = -1
+        try:
+            fd, direct = _open(path, flags, direct=direct)
+            os.posix_fallocate(fd, 0, size_bytes)
+            segment = cls(path, fd, number, nonce, direct=direct)
+            segment.file_bytes = size_bytes
+            head = _aligned(encode_segment_header(number, nonce))
+            try:
+                _write(fd, [head], 0)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not direct:
+                    raise
+                segment.direct = False  # some file systems open with direct I/O and then refuse it
+                _clear_direct(fd)
+                _write(fd, [head], 0)
+        except OSError:
+            if fd >= 0:  # else it is not ours
+                os.close(fd)
+                path.unlink(missing_ok=True)
+            raise
+        return segment
+
+    @classmethod
+    def open(cls, path: Path, *, direct: bool) -> SegmentFile | None:
+        """An existing file with its records; None when it is no segment. Raises OSError, also where it cannot
+        be told.
+        """
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            file_bytes = os.fstat(fd).st_size
+            reads = _CachedReads(fd, file_bytes)
+            found = read_index(reads, file_bytes)
+        finally:
+            os.close(fd)
+        if found is None:
+            if reads.error is not None:
+                raise reads.error
+            return None
+        number, nonce, records, sealed = found
+        try:
+            fd, direct = _open(path, os.O_RDWR | os.O_CLOEXEC, direct=direct)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES):
+                raise
+            fd, direct = _open(path, os.O_RDONLY | os.O_CLOEXEC, direct=direct)  # still good to read
+        segment = cls(path, fd, number, nonce, direct=direct)
+        segment.file_bytes = file_bytes
+        for record in records:
+            segment._append(record)
+        segment.sealed = sealed
+        return segment
+
+    def take_records(self) -> list[Record]:
+        """What was appended so far, in order, kept until the segment is sealed and this was called."""
+        records = self._records
+        if self.sealed:
+            self._records = []
+        return records
+
+    # --- writing
+
+    def fits(self, lengths: Sequence[int]) -> int:
+        """How many pages of these lengths, in order, still fit with the footer."""
+        end, count = self.end_block, len(self.keys)
+        for fitting, length in enumerate(lengths):
+            end += record_blocks(length)
+            if end + footer_blocks(count + fitting + 1) > self.file_bytes // BLOCK_BYTES:
+                return fitting
+        return len(lengths)
+
+    def append(
+        self,
+        pages: Sequence[TierPage],
+        digests: Sequence[int],
+        data: Sequence[PageMemory],
+        headers: mmap.mmap,
+    ) -> int:
+        """Write records that `fits`; the first one's ordinal. Raises OSError: then nothing was appended.
+
+        `headers`: room for one block per page, used here alone.
+        """
+        buffers: list[memoryview | PageMemory] = []
+        blocks = memoryview(headers)
+        records = []
+        at = self.end_block
+        for place, (page, digest, memory) in enumerate(zip(pages, digests, data, strict=True)):
+            encode_record_header(blocks, place * BLOCK_BYTES, self._nonce, at, page, digest)
+            buffers.append(blocks[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES])
+            buffers.append(memory[: padded(page.length_bytes)])
+            records.append(Record(at, page))
+            at = records[-1].end_block
+        _write(self._fd, buffers, self.end_block * BLOCK_BYTES)
+        first = len(self.keys)
+        for record in records:
+            self._append(record)
+        return first
+
+    def seal(self) -> None:
+        """Write the footer and give the unused rest back. Raises OSError; then it stays as it was."""
+        body = _aligned(encode_footer(self._records, self.end_block, self._nonce))
+        _write(self._fd, [body], self.end_block * BLOCK_BYTES)
+        end = self.end_block * BLOCK_BYTES + len(body)
+        os.ftruncate(self._fd, end)
+        os.fdatasync(self._fd)
+        self.file_bytes = end
+        self.sealed = True
+        self._records = []
+
+    def sync(self) -> None:
+        """Through a power cut, too, from here on. Raises OSError."""
+        os.fdatasync(self._fd)
+
+    def _append(self, record: Record) -> None:
+        page = record.page
+        self._records.append(record)
+        self.keys.append(page.key)
+        self._blocks.append(record.block)
+        self._namespaces.append(page.namespace)
+        self._lengths.append(page.length_bytes)
+        self._flags.append(0)
+        self.end_block = max(self.end_block, record.end_block)
+
+    # --- what is live
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.file_bytes
+
+    def namespace(self, ordinal: int) -> int:
+        return self._namespaces[ordinal]
+
+    def length(self, ordinal: int) -> int:
+        return self._lengths[ordinal]
+
+    def record_bytes(self, ordinal: int) -> int:
+        return record_blocks(self._lengths[ordinal]) * BLOCK_BYTES
+
+    def set_live(self, ordinal: int) -> None:
+        assert not self._flags[ordinal] & _LIVE
+        self._flags[ordinal] |= _LIVE
+        self.live_bytes += self.record_bytes(ordinal)
+
+    def set_dead(self, ordinal: int) -> None:
+        flags = self._flags[ordinal]
+        assert flags & _LIVE
+        size = self.record_bytes(ordinal)
+        self.live_bytes -= size
+        self.read_bytes -= size if flags & _READ else 0
+        self._flags[ordinal] = 0
+
+    def set_read(self, ordinal: int) -> None:
+        if self._flags[ordinal] == _LIVE:
+            self._flags[ordinal] |= _READ
+            self.read_bytes += self.record_bytes(ordinal)
+
+    def is_live(self, ordinal: int) -> bool:
+        return bool(self._flags[ordinal] & _LIVE)
+
+    def was_read(self, ordinal: int) -> bool:
+        return bool(self._flags[ordinal] & _READ)
+
+    # --- reading
+
+    def read(self, ordinal: int, into: PageMemory) -> Record | None:
+        """The record with its page's bytes in `into`; None when its header is not what it must be, or it is
+        longer than `into`. The bytes are not checked. Raises OSError.
+        """
+        block, length = self._blocks[ordinal], self._lengths[ordinal]
+        size = padded(length)
+        if size > len(into):
+            return None
+        head = _head()
+        wanted = BLOCK_BYTES + size
+        if _read(self._fd, [head, into[:size]], block * BLOCK_BYTES) != wanted:
+            return None
+        record = decode_record_header(head, self._nonce, block)
+        if record is None or (record.page.key, record.page.length_bytes) != (self.keys[ordinal], length):
+            return None
+        return record
+
+    def close(self) -> None:
+        """Once."""
+        os.close(self._fd)
+
+    def remove(self) -> None:
+        """The name goes; the bytes with the last reader."""
+        with contextlib.suppress(OSError):  # a read-only file system: it is found again at the next start
+            self.path.unlink(missing_ok=True)
+
+
+class _CachedReads:
+    """Small reads of a file in chunks, since scanning goes forward. What cannot be read is missing."""
+
+    def __init__(self, fd: int, file_bytes: int) -> None:
+        self._fd = fd
+        self._file_bytes = file_bytes
+        self._at = 0
+        self._chunk = b""
+        self.error: OSError | None = None  # of the last that could not be read
+
+    def __call__(self, offset: int, size: int) -> bytes:
+        start = offset - self._at
+        if not (start >= 0 and start + size <= len(self._chunk)):
+            wanted = max(size, min(SCAN_CHUNK_BYTES, self._file_bytes - offset))
+            try:
+                self._chunk = self._read(offset, wanted)
+            except OSError:
+                try:
+                    return self._read(offset, size)
+                except OSError as error:
+                    self.error = error
+                    return b""
+            self._at, start = offset, 0
+        return self._chunk[start : start + size]
+
+    def _read(self, offset: int, size: int) -> bytes:
+        parts = []
+        while size > 0:
+            part = os.pread(self._fd, size, offset)
+            if not part:
+                break
+            parts.append(part)
+            offset, size = offset + len(part), size - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _open(path: Path, flags: int, *, direct: bool) -> tuple[int, bool]:
+    """The descriptor, and whether it does direct I/O."""
+    if direct:
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o600), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            if flags & os.O_CREAT:
+                path.unlink(missing_ok=True)  # the name is made before direct I/O is refused
+    return os.open(path, flags, 0o600), False
+
+
+def _clear_direct(fd: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+
+def _write(fd: int, buffers: Sequence[memoryview | mmap.mmap | PageMemory], offset: int) -> None:
+    """All of it. Raises OSError; a short write is a full disk."""
+    wanted = sum(len(buffer) for buffer in buffers)
+    written = os.pwritev(fd, buffers, offset)  # type: ignore[arg-type]
+    if written != wanted:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _read(fd: int, buffers: Sequence[memoryview | mmap.mmap | PageMemory], offset: int) -> int:
+    return os.preadv(fd, buffers, offset)  # type: ignore[arg-type]
+
+
+def _aligned(data: bytes) -> mmap.mmap:
+    """The bytes, of whole blocks, in memory that direct I/O takes."""
+    memory = mmap.mmap(-1, len(data))
+    memory.write(data)
+    return memory
+
+
+def _head() -> memoryview:
+    """One aligned block of this thread's own."""
+    head = getattr(_scratch, "head", None)
+    if head is None:
+        head = _scratch.head = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+    found: memoryview = head
+    return found

@@ -1,0 +1,266 @@
+"""What a segment file looks like: bytes to records and back. Pure.
+
+A segment is a file of 4 KiB blocks, written once from start to end and never changed:
+
+    block   0           segment header: magic, version, number, nonce, guard
+            1 ...       records: one header block, then the page's bytes, padded to whole blocks
+            n ...       index footer, when the segment is sealed: one entry of 72 bytes per record, padded
+            last        trailer, when the segment is sealed: magic, version, count, where the footer starts,
+                        checksum of the footer, nonce, guard
+
+All numbers are little-endian. A record's header says namespace (by its persistent number), key, length, the
+writer's checksum (0: none), the digest of the bytes as stored, sequence, and its own block number. A guard is
+XXH3-64 of everything before it in its block; the segment's random nonce and the block's own number are among
+that, so that neither an older file's block nor a page whose bytes imitate a header is ever taken for one.
+Digests are XXH3-64 of the page's `length_bytes` bytes; the writer's checksum is used as digest where there
+is one.
+
+Opening a sealed segment reads its trailer and footer. If either is damaged, or the segment is not sealed (its
+writer died), the records are read one by one: a block that is no valid header is passed over, so that damage
+costs the record it is in and none behind it; a record whose bytes do not match its digest is left out, which
+is also how a torn last record ends the segment.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, TypeAlias
+
+import msgspec
+import numpy as np
+import xxhash
+
+from pdserve.kvpool.protocol.page_bytes import checksum_bytes
+from pdserve.kvpool.tiers.base import TIER_ALIGN_BYTES, TierPage, padded
+
+BLOCK_BYTES: Final = TIER_ALIGN_BYTES
+FORMAT_VERSION: Final = 1
+MAX_PAGE_BYTES: Final = 2 << 30
+
+_SEGMENT_MAGIC: Final = int.from_bytes(b"PDVSeg01", "little")
+_RECORD_MAGIC: Final = int.from_bytes(b"PDVRec01", "little")
+_TRAILER_MAGIC: Final = int.from_bytes(b"PDVEnd01", "little")
+
+_SEGMENT = struct.Struct("<QQQQ")  # magic, version, number, nonce
+_RECORD = struct.Struct("<QQQQ32sQQQQQ")  # magic, version, nonce, block, key, namespace, length, checksum,
+#                                           digest, sequence
+_TRAILER = struct.Struct("<QQQQQQ")  # magic, version, nonce, count, footer's first block, footer's checksum
+_GUARD = struct.Struct("<Q")
+
+ENTRY_DTYPE: Final = np.dtype(
+    [
+        ("key", "V32"),
+        ("block", "<u4"),
+        ("namespace", "<u4"),
+        ("length_bytes", "<u8"),
+        ("checksum", "<u8"),
+        ("sequence", "<u8"),
+        ("spare", "<u8"),
+    ]
+)
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
+ReadAt: TypeAlias = Callable[[int, int], Bytes]
+"""(offset, size) -> at most `size` bytes of the file; fewer at its end or where it cannot be read."""
+
+
+class Record(msgspec.Struct, frozen=True, gc=False):
+    """A page and the block its record starts at. `digest` is 0 where it comes from a footer."""
+
+    block: int
+    page: TierPage
+    digest: int = 0
+
+    @property
+    def end_block(self) -> int:
+        return self.block + record_blocks(self.page.length_bytes)
+
+
+class Footer(msgspec.Struct, frozen=True):
+    """What a trailer says of the index footer in blocks [first_block, last block of the file)."""
+
+    count: int
+    first_block: int
+    digest: int
+
+
+def record_blocks(length_bytes: int) -> int:
+    """Of a record with a page of this length, its header included."""
+    return 1 + padded(length_bytes) // BLOCK_BYTES
+
+
+def footer_blocks(count: int) -> int:
+    """Of the footer and trailer of a segment of so many records."""
+    return 1 + padded(count * ENTRY_DTYPE.itemsize) // BLOCK_BYTES
+
+
+# --- blocks
+
+
+def encode_segment_header(number: int, nonce: int) -> bytes:
+    """One block."""
+    return _block(_SEGMENT.pack(_SEGMENT_MAGIC, FORMAT_VERSION, number, nonce))
+
+
+def decode_segment_header(block: Bytes) -> tuple[int, int] | None:
+    """Number and nonce; None when it is no segment of this version."""
+    if not _guarded(block, _SEGMENT):
+        return None
+    magic, version, number, nonce = _SEGMENT.unpack_from(block)
+    return (number, nonce) if (magic, version) == (_SEGMENT_MAGIC, FORMAT_VERSION) else None
+
+
+def encode_record_header(
+    buffer: bytearray | memoryview, at: int, nonce: int, block: int, page: TierPage, digest: int
+) -> None:
+    """Write a record's header into `buffer` at `at`; the rest of its block must be zero or old headers'."""
+    _RECORD.pack_into(
+        buffer,
+        at,
+        _RECORD_MAGIC,
+        FORMAT_VERSION,
+        nonce,
+        block,
+        page.key,
+        page.namespace,
+        page.length_bytes,
+        page.checksum,
+        digest,
+        page.sequence,
+    )
+    guard = xxhash.xxh3_64_intdigest(memoryview(buffer)[at : at + _RECORD.size])
+    _GUARD.pack_into(buffer, at + _RECORD.size, guard)
+
+
+def decode_record_header(block_bytes: Bytes, nonce: int, block: int) -> Record | None:
+    """The record that starts at this block; None when none does."""
+    if not _guarded(block_bytes, _RECORD):
+        return None
+    magic, version, of_segment, at, key, namespace, length, checksum, digest, sequence = _RECORD.unpack_from(
+        block_bytes
+    )
+    if (magic, version, of_segment, at) != (_RECORD_MAGIC, FORMAT_VERSION, nonce, block):
+        return None
+    if not 0 < length <= MAX_PAGE_BYTES or namespace >= 1 << 32:
+        return None
+    return Record(block, TierPage(namespace, key, length, checksum, sequence), digest)
+
+
+def encode_footer(records: Sequence[Record], first_block: int, nonce: int) -> bytes:
+    """Footer and trailer, whole blocks, to be written at `first_block`."""
+    entries = np.zeros(len(records), ENTRY_DTYPE)
+    if records:
+        pages = [record.page for record in records]
+        entries["key"] = np.frombuffer(b"".join(page.key for page in pages), "V32")
+        entries["block"] = [record.block for record in records]
+        entries["namespace"] = [page.namespace for page in pages]
+        entries["length_bytes"] = [page.length_bytes for page in pages]
+        entries["checksum"] = np.array([page.checksum for page in pages], "<u8")
+        entries["sequence"] = np.array([page.sequence for page in pages], "<u8")
+    body = entries.tobytes()
+    body += bytes(padded(len(body)) - len(body))
+    digest = xxhash.xxh3_64_intdigest(body)
+    trailer = _TRAILER.pack(_TRAILER_MAGIC, FORMAT_VERSION, nonce, len(records), first_block, digest)
+    return body + _block(trailer)
+
+
+def decode_trailer(block_bytes: Bytes, nonce: int, block: int) -> Footer | None:
+    """From the file's last block, number `block`; None when it is no trailer of this segment."""
+    if not _guarded(block_bytes, _TRAILER):
+        return None
+    magic, version, of_segment, count, first_block, digest = _TRAILER.unpack_from(block_bytes)
+    if (magic, version, of_segment) != (_TRAILER_MAGIC, FORMAT_VERSION, nonce):
+        return None
+    if first_block < 1 or first_block + footer_blocks(count) != block + 1:
+        return None
+    return Footer(count, first_block, digest)
+
+
+def decode_footer(body: Bytes, footer: Footer) -> list[Record] | None:
+    """The records in order; None when the footer is damaged. `body`: its blocks without the trailer."""
+    if xxhash.xxh3_64_intdigest(body) != footer.digest:
+        return None
+    if len(body) < footer.count * ENTRY_DTYPE.itemsize:
+        return None
+    entries = np.frombuffer(body, ENTRY_DTYPE, footer.count)
+    ends = entries["block"] + (entries["length_bytes"] + np.uint64(2 * BLOCK_BYTES - 1)) // np.uint64(
+        BLOCK_BYTES
+    )
+    if (entries["length_bytes"] > MAX_PAGE_BYTES).any() or (ends > footer.first_block).any():
+        return None
+    columns = (
+        entries[name].tolist()
+        for name in ("block", "namespace", "key", "length_bytes", "checksum", "sequence")
+    )
+    return [Record(block, TierPage(*rest)) for block, *rest in zip(*columns, strict=True)]
+
+
+# --- whole segments
+
+
+def read_index(read: ReadAt, file_bytes: int) -> tuple[int, int, list[Record], bool] | None:
+    """Number, nonce, records, and whether the footer was used; None when the file is no segment at all.
+
+    Without a footer every record's bytes are read and checked.
+    """
+    head = decode_segment_header(read(0, BLOCK_BYTES))
+    if head is None:
+        return None
+    number, nonce = head
+    last = file_bytes // BLOCK_BYTES - 1
+    footer = decode_trailer(read(last * BLOCK_BYTES, BLOCK_BYTES), nonce, last) if last > 0 else None
+    if footer is not None:
+        size = (last - footer.first_block) * BLOCK_BYTES
+        records = decode_footer(read(footer.first_block * BLOCK_BYTES, size), footer)
+        if records is not None:
+            return number, nonce, records, True
+    return number, nonce, list(scan_records(read, file_bytes, nonce)), False
+
+
+def scan_records(read: ReadAt, file_bytes: int, nonce: int) -> Iterator[Record]:
+    """Every whole record, found by its header and checked against its digest."""
+    blocks = file_bytes // BLOCK_BYTES
+    block = 1
+    while block < blocks:
+        record = decode_record_header(read(block * BLOCK_BYTES, BLOCK_BYTES), nonce, block)
+        if record is None:
+            block = _next_candidate(read, block + 1, blocks)
+            continue
+        if record.end_block > blocks:
+            block += 1
+            continue
+        length = record.page.length_bytes
+        data = read((block + 1) * BLOCK_BYTES, length)
+        if len(data) == length and checksum_bytes(data) == record.digest:
+            yield record
+        block = record.end_block
+
+
+def _next_candidate(read: ReadAt, block: int, blocks: int) -> int:
+    """The next block that begins like a record; `blocks` when none does."""
+    step = 256
+    while block < blocks:
+        chunk = read(block * BLOCK_BYTES, min(step, blocks - block) * BLOCK_BYTES)
+        whole = len(chunk) // BLOCK_BYTES
+        if not whole:  # these cannot be read
+            block += 1
+            continue
+        words = np.frombuffer(chunk, "<u8", whole * BLOCK_BYTES // 8)[:: BLOCK_BYTES // 8]
+        found = np.flatnonzero(words == np.uint64(_RECORD_MAGIC))
+        if len(found):
+            return block + int(found[0])
+        block += whole
+    return blocks
+
+
+def _block(head: bytes) -> bytes:
+    guard = _GUARD.pack(xxhash.xxh3_64_intdigest(head))
+    return head + guard + bytes(BLOCK_BYTES - len(head) - len(guard))
+
+
+def _guarded(block: Bytes, layout: struct.Struct) -> bool:
+    if len(block) < layout.size + _GUARD.size:
+        return False
+    (guard,) = _GUARD.unpack_from(block, layout.size)
+    return bool(guard == xxhash.xxh3_64_intdigest(memoryview(block)[: layout.size]))

@@ -1,0 +1,144 @@
+"""Where each page is among the segments, and what is live in each: one lock, which nobody holds during I/O.
+
+A page's place is its segment's number and its ordinal in it, packed into one integer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+from pdserve.kvpool.tiers.base import PageName
+from pdserve.kvpool.tiers.ssd.compaction import SegmentFacts
+from pdserve.kvpool.tiers.ssd.segment_file import MAX_BATCH_PAGES, SegmentFile
+
+_ORDINAL_BITS: Final = 32
+_ORDINAL_MASK: Final = (1 << _ORDINAL_BITS) - 1
+_AT_A_TIME: Final = 4096  # pages forgotten before readers get a turn
+
+
+class SegmentIndex:
+    """Thread-safe. Segments are added, changed and removed by the writer's thread alone."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._places: dict[int, dict[bytes, int]] = {}  # namespace -> key -> place
+        self.segments: dict[int, SegmentFile] = {}  # by number, ascending
+
+    def add_segment(self, segment: SegmentFile) -> None:
+        self.segments[segment.number] = segment
+
+    def insert(self, segment: SegmentFile, ordinals: Sequence[int]) -> None:
+        """These records are the ones that count for their pages from now on."""
+        with self._lock:
+            for ordinal in ordinals:
+                namespace, key = segment.namespace(ordinal), segment.keys[ordinal]
+                self._delete(namespace, key)
+                self._places.setdefault(namespace, {})[key] = segment.number << _ORDINAL_BITS | ordinal
+                segment.set_live(ordinal)
+
+    def take(self, names: Sequence[PageName]) -> list[tuple[int, int, int, SegmentFile]]:
+        """(segment's number, ordinal, place in `names`, segment) of those found, in the order of the device.
+        Each is to be given back by `let_go`.
+        """
+        found = []
+        with self._lock:
+            for at, name in enumerate(names):
+                place = self._places.get(name.namespace, {}).get(name.key)
+                if place is None:
+                    continue
+                segment, ordinal = self.segments[place >> _ORDINAL_BITS], place & _ORDINAL_MASK
+                if segment.length(ordinal) == name.length_bytes:
+                    segment.users += 1
+                    found.append((segment.number, ordinal, at, segment))
+        found.sort(key=lambda entry: entry[:2])
+        return found
+
+    def let_go(self, segment: SegmentFile, ordinal: int, *, was_read: bool) -> None:
+        """Undo `take`."""
+        with self._lock:
+            if was_read:
+                segment.set_read(ordinal)
+            self._release(segment)
+
+    def forget(self, names: Sequence[PageName]) -> None:
+        with self._lock:
+            for name in names:
+                self._delete(name.namespace, name.key)
+
+    def forget_namespace(self, namespace: int) -> None:
+        with self._lock:
+            keys = list(self._places.get(namespace, ()))
+        for first in range(0, len(keys), _AT_A_TIME):
+            with self._lock:
+                for key in keys[first : first + _AT_A_TIME]:
+                    self._delete(namespace, key)
+        with self._lock:
+            self._places.pop(namespace, None)  # of the one thread that inserts, so it is empty
+
+    def live(self, segment: SegmentFile) -> list[PageName]:
+        """The pages that are found in this segment."""
+        with self._lock:
+            return [
+                PageName(segment.namespace(ordinal), segment.keys[ordinal], segment.length(ordinal))
+                for ordinal in range(len(segment))
+                if segment.is_live(ordinal)
+            ]
+
+    def choose(
+        self, segment: SegmentFile, ordinal: int, budget_bytes: int, step_bytes: int, *, only_read: bool
+    ) -> tuple[list[int], int, int]:
+        """The next ordinals to move, from `ordinal` on; the one to go on with; their bytes. One page may
+        exceed the step, none the budget.
+        """
+        chosen: list[int] = []
+        size = 0
+        with self._lock:
+            while ordinal < len(segment) and len(chosen) < MAX_BATCH_PAGES:
+                if segment.was_read(ordinal) if only_read else segment.is_live(ordinal):
+                    more = segment.record_bytes(ordinal)
+                    if size + more > budget_bytes or (chosen and size + more > step_bytes):
+                        break
+                    chosen.append(ordinal)
+                    size += more
+                ordinal += 1
+        return chosen, ordinal, size
+
+    def facts(self, but: SegmentFile | None) -> list[SegmentFacts]:
+        """Of all segments but one, oldest first."""
+        with self._lock:
+            return [
+                SegmentFacts(segment.number, segment.file_bytes, segment.live_bytes, segment.read_bytes)
+                for segment in self.segments.values()
+                if segment is not but
+            ]
+
+    def remove(self, segment: SegmentFile) -> None:
+        """Nothing in it is found any more; its file is closed with its last reader."""
+        with self._lock:
+            assert not segment.live_bytes
+            del self.segments[segment.number]
+            self._close(segment)
+
+    def close(self) -> None:
+        with self._lock:
+            self._places.clear()
+            for segment in self.segments.values():
+                self._close(segment)
+            self.segments.clear()
+
+    def _delete(self, namespace: int, key: bytes) -> None:
+        place = self._places.get(namespace, {}).pop(key, None)
+        if place is not None:
+            self.segments[place >> _ORDINAL_BITS].set_dead(place & _ORDINAL_MASK)
+
+    def _close(self, segment: SegmentFile) -> None:
+        segment.doomed = True
+        segment.users += 1
+        self._release(segment)
+
+    def _release(self, segment: SegmentFile) -> None:
+        segment.users -= 1
+        if segment.doomed and not segment.users:
+            segment.close()

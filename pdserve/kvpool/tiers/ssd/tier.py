@@ -1,0 +1,475 @@
+"""The SSD tier: append-only segment files, written in batches with direct I/O, dropped as wholes.
+
+    <path>/lock               held by the node that uses the directory
+           00000042.seg       segment_format.py; the one with the largest number is being written
+           namespaces.json    the node's list of namespaces, for a start after a reboot
+           forgotten.json     which pages of them are void
+           origins.json       from which segment on each number of a namespace means that namespace
+
+The index (segment_index.py) is in memory, about 200 bytes per page. It is read from the segments' footers at
+a start, newest segment last, so that of several records of one page the newest counts. A reader that found a
+segment keeps its file open until it is done, so that a segment can be dropped at any time.
+
+Making room is decided in segment_plan.py and done here, step by step in `maintain`, so that writes wait for a
+few MiB at most. Room is kept for one segment more than the one being written: compaction needs a place to
+move pages to. When writes are faster than that, the oldest segment goes as it is.
+
+Nothing is ever written twice in place, so a crash loses at most what was not yet synced: the last second.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import secrets
+import time
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from pdserve.errors import ConfigError, StartupError
+from pdserve.kvpool.protocol.page_bytes import checksum_bytes
+from pdserve.kvpool.tiers.base import (
+    CORRUPT,
+    GONE,
+    LOADED,
+    READ_FAILED,
+    REFUSED,
+    STORED,
+    WRITE_FAILED,
+    PageMemory,
+    PageName,
+    PutResult,
+    ReadResult,
+    TierPage,
+    TierSettings,
+    padded,
+)
+from pdserve.kvpool.tiers.durable_files import (
+    Forgotten,
+    Origins,
+    claim_directory,
+    read_options,
+    read_text,
+    write_durably,
+)
+from pdserve.kvpool.tiers.ssd.compaction import Compact, Drop, Plan, make_room
+from pdserve.kvpool.tiers.ssd.segment_file import MAX_BATCH_PAGES, SegmentFile
+from pdserve.kvpool.tiers.ssd.segment_format import BLOCK_BYTES, footer_blocks, record_blocks
+from pdserve.kvpool.tiers.ssd.segment_index import SegmentIndex
+from pdserve.sizes import parse_bytes
+
+logger = logging.getLogger(__name__)
+
+MAX_BATCH_BYTES: Final = 64 << 20  # per write, one page at least
+MAX_PAGE_BYTES: Final = 1 << 30
+COMPACT_STEP_BYTES: Final = 8 << 20
+SCAN_BATCH_PAGES: Final = 4096
+SYNC_INTERVAL_S: Final = 1.0
+MIN_SEGMENTS: Final = 4  # the capacity holds at least so many
+
+
+class SegmentOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The SSD tier's `options`."""
+
+    segment_bytes: Annotated[
+        int | str,
+        Meta(
+            description="Size of one segment file, more than the largest page: space is freed by whole "
+            "segments. 0: a 256th of the capacity, within reason."
+        ),
+    ] = 0
+    direct: Annotated[bool, Meta(description="Bypass the operating system's page cache.")] = True
+
+
+class SegmentTier:
+    """A `Tier` on a local file system."""
+
+    def __init__(self, settings: TierSettings) -> None:
+        self._settings = settings
+        self._path = settings.path
+        self.capacity_bytes = settings.capacity_bytes
+        self._segment_bytes, self._direct = _check_options(settings)
+        self._lock_fd = claim_directory(settings)
+        self._index = SegmentIndex()
+        self._current: SegmentFile | None = None
+        self._used_bytes = sum(path.stat().st_size for path in self._files())
+        self._forgotten = Forgotten(self._path / "forgotten.json")
+        self._origins = Origins(self._path / "origins.json", believe=self._forgotten.readable)
+        numbers = [int(path.stem) for path in self._files() if path.stem.isdecimal()]
+        self._last_number = max([*numbers, self._origins.next_segment - 1])
+        self._headers = mmap.mmap(-1, MAX_BATCH_PAGES * BLOCK_BYTES)
+        self._moving: tuple[Plan, int, int] | None = None  # under way: next ordinal, bytes moved so far
+        self._unsynced_since_s: float | None = None
+        self._closed = False
+
+    # --- what the tier is
+
+    @property
+    def used_bytes(self) -> int:
+        """See `Tier`."""
+        return self._used_bytes
+
+    def namespaces(self) -> str | None:
+        """See `Tier`."""
+        return read_text(self._path / "namespaces.json")
+
+    def save_namespaces(self, text: str) -> str:
+        """See `Tier`. Not before it is durable which records the list does not speak of."""
+        return self._origins.save() or write_durably(self._path / "namespaces.json", text)
+
+    # --- starting
+
+    def scan(self, known: Collection[int]) -> Iterator[list[TierPage]]:
+        """See `Tier`. Footers are small: a million pages are 72 MB to read."""
+        known = set(known)
+        for path in self._files():
+            try:
+                segment = SegmentFile.open(path, direct=self._direct)
+            except OSError as error:
+                logger.warning("node %s: %s: %s: left alone", self._settings.node, path, error.strerror)
+                continue
+            if segment is None or segment.number in self._index.segments:
+                self._used_bytes -= path.stat().st_size
+                logger.warning("node %s: %s is no segment and is removed", self._settings.node, path)
+                path.unlink(missing_ok=True)
+                continue
+            pages = self._adopt(segment, known)
+            for first in range(0, len(pages), SCAN_BATCH_PAGES):
+                yield pages[first : first + SCAN_BATCH_PAGES]
+        problem = self._origins.settle(known, self._last_number + 1)
+        if problem:
+            logger.warning("node %s: %s", self._settings.node, problem)
+        else:
+            self._forgotten.keep_only(known)
+
+    def _adopt(self, segment: SegmentFile, known: set[int]) -> list[TierPage]:
+        """Index what is valid in a segment that was found; those pages."""
+        valid = [
+            (ordinal, record.page)
+            for ordinal, record in enumerate(segment.take_records())
+            if record.page.namespace in known
+            and self._origins.has(record.page.namespace, segment.number)
+            and not self._forgotten.covers(record.page.namespace, record.page.sequence)
+        ]
+        self._last_number = max(self._last_number, segment.number)
+        self._index.add_segment(segment)
+        self._index.insert(segment, [ordinal for ordinal, _ in valid])
+        before = segment.file_bytes
+        if not segment.sealed:
+            logger.info(
+                "node %s: %s was not sealed: %d pages found in it",
+                self._settings.node,
+                segment.path,
+                len(segment),
+            )
+            self._seal(segment)
+            self._used_bytes += segment.file_bytes - before
+        return [page for _, page in valid]
+
+    def _files(self) -> list[Path]:
+        return sorted(self._path.glob("*.seg"))
+
+    # --- writing
+
+    def put(self, pages: Sequence[TierPage], data: Sequence[PageMemory]) -> PutResult:
+        """See `Tier`."""
+        statuses = [STORED] * len(pages)
+        error = ""
+        batch: list[int] = []
+        size = 0
+        for place, page in enumerate(pages):
+            if not self._fits_a_segment(page.length_bytes):
+                statuses[place] = REFUSED
+                continue
+            if batch and (len(batch) == MAX_BATCH_PAGES or size + page.length_bytes > MAX_BATCH_BYTES):
+                error = self._put_batch(pages, data, batch, statuses) or error
+                batch, size = [], 0
+            batch.append(place)
+            size += page.length_bytes
+        if batch:
+            error = self._put_batch(pages, data, batch, statuses) or error
+        return PutResult(statuses, error)
+
+    def _put_batch(
+        self, pages: Sequence[TierPage], data: Sequence[PageMemory], batch: list[int], statuses: list[int]
+    ) -> str:
+        digests = [
+            pages[place].checksum or checksum_bytes(data[place][: pages[place].length_bytes].data)
+            for place in batch
+        ]
+        done = 0
+        try:
+            while done < len(batch):
+                segment = self._segment_for([pages[place].length_bytes for place in batch[done:]])
+                fitting = segment.fits([pages[place].length_bytes for place in batch[done:]])
+                chosen = batch[done : done + fitting]
+                self._append(
+                    segment,
+                    [pages[place] for place in chosen],
+                    digests[done : done + fitting],
+                    [data[place] for place in chosen],
+                )
+                done += fitting
+        except OSError as error:
+            for place in batch[done:]:
+                statuses[place] = WRITE_FAILED
+            return f"{self._path}: {error.strerror or error}"
+        return ""
+
+    def _append(
+        self,
+        segment: SegmentFile,
+        pages: Sequence[TierPage],
+        digests: Sequence[int],
+        data: Sequence[PageMemory],
+    ) -> None:
+        first = segment.append(pages, digests, data, self._headers)
+        self._index.insert(segment, range(first, first + len(pages)))
+        if self._unsynced_since_s is None:
+            self._unsynced_since_s = time.monotonic()
+
+    def _fits_a_segment(self, length_bytes: int) -> bool:
+        blocks = 1 + record_blocks(length_bytes) + footer_blocks(1)
+        return length_bytes <= MAX_PAGE_BYTES and blocks * BLOCK_BYTES <= self._segment_bytes
+
+    def _segment_for(self, lengths: Sequence[int]) -> SegmentFile:
+        """The one being written, which has room for the first page at least. Raises OSError."""
+        if self._current is not None and not self._current.fits(lengths[:1]):
+            self._end_current()
+        if self._current is None:
+            while self.capacity_bytes - self._used_bytes < self._segment_bytes:
+                if not self._drop_something():
+                    raise OSError(errno.ENOSPC, "there is no room and nothing to drop")
+            number = self._last_number + 1
+            path = self._path / f"{number:08}.seg"
+            segment = SegmentFile.create(
+                path, number, secrets.randbits(64), self._segment_bytes, direct=self._direct
+            )
+            if self._direct and not segment.direct:
+                self._direct = False
+                logger.warning("node %s: %s has no direct I/O: using ordinary I/O", self._settings.node, path)
+            self._last_number = number
+            self._index.add_segment(segment)
+            self._used_bytes += segment.file_bytes
+            self._current = segment
+        return self._current
+
+    def _end_current(self) -> None:
+        segment, self._current = self._current, None
+        if segment is None:
+            return
+        before = segment.file_bytes
+        if len(segment):
+            self._seal(segment)
+            self._used_bytes += segment.file_bytes - before
+        else:
+            self._remove(segment)
+
+    def _seal(self, segment: SegmentFile) -> None:
+        try:
+            segment.seal()
+        except OSError as error:  # it is scanned at the next start
+            logger.warning("node %s: %s is not sealed: %s", self._settings.node, segment.path, error.strerror)
+
+    # --- reading
+
+    def read(self, names: Sequence[PageName], into: Sequence[PageMemory]) -> list[ReadResult]:
+        """See `Tier`. In the order of the device."""
+        results = [ReadResult(GONE)] * len(names)
+        for _, ordinal, place, segment in self._index.take(names):
+            try:
+                results[place] = self._read_one(segment, ordinal, names[place], into[place])
+            finally:
+                self._index.let_go(segment, ordinal, was_read=results[place].status == LOADED)
+        return results
+
+    def _read_one(self, segment: SegmentFile, ordinal: int, name: PageName, into: PageMemory) -> ReadResult:
+        try:
+            record = segment.read(ordinal, into)
+        except OSError as error:
+            logger.warning("node %s: %s: %s", self._settings.node, segment.path, error.strerror)
+            return ReadResult(READ_FAILED)
+        if record is None or record.page.namespace != name.namespace:
+            return ReadResult(CORRUPT)
+        if checksum_bytes(into[: name.length_bytes].data) != record.digest:
+            return ReadResult(CORRUPT)
+        return ReadResult(LOADED, record.page)
+
+    # --- forgetting
+
+    def forget(self, names: Sequence[PageName]) -> None:
+        """See `Tier`."""
+        self._index.forget(names)
+
+    def forget_namespace(self, namespace: int, before_sequence: int) -> str:
+        """See `Tier`."""
+        problem = self._forgotten.add(namespace, before_sequence)
+        self._index.forget_namespace(namespace)
+        return problem
+
+    # --- room
+
+    def maintain(self) -> bool:
+        """See `Tier`."""
+        self._sync_when_due()
+        if self._moving is not None:
+            self._step()
+            return True
+        plan = self._plan(2 * self._segment_bytes)
+        if plan is None:
+            return False
+        self._moving = (plan, 0, 0)
+        return True
+
+    def _plan(self, wanted_bytes: int) -> Plan | None:
+        facts = self._index.facts(but=self._current)
+        return make_room(facts, self.capacity_bytes - self._used_bytes, wanted_bytes)
+
+    def _step(self) -> None:
+        """Move a few pages of the segment that is to go, or let it go."""
+        assert self._moving is not None
+        plan, ordinal, moved = self._moving
+        segment = self._index.segments[plan.number]
+        if isinstance(plan, Compact):
+            budget = plan.budget_bytes - moved
+            chosen, ordinal, size = self._index.choose(
+                segment, ordinal, budget, COMPACT_STEP_BYTES, only_read=plan.only_read
+            )
+            if chosen and self._move(segment, chosen):
+                self._moving = (plan, ordinal, moved + size)
+                return
+        self._moving = None
+        if plan.number in self._index.segments:
+            self._drop(segment)
+
+    def _move(self, segment: SegmentFile, chosen: list[int]) -> bool:
+        """Append these records to the current segment; False when that cannot be done."""
+        names = [
+            PageName(segment.namespace(ordinal), segment.keys[ordinal], segment.length(ordinal))
+            for ordinal in chosen
+        ]
+        memory = _page_memories([name.length_bytes for name in names])
+        found = [
+            (result.page, data)
+            for result, data in zip(self.read(names, memory), memory, strict=True)
+            if result.page is not None
+        ]
+        lengths = [page.length_bytes for page, _ in found]
+        done = 0
+        try:
+            while done < len(found):
+                if not self._can_append(lengths[done]):
+                    return False  # no place to move to: the rest goes with the segment
+                current = self._segment_for(lengths[done:])
+                fitting = current.fits(lengths[done:])
+                pages = [page for page, _ in found[done : done + fitting]]
+                data = [memory for _, memory in found[done : done + fitting]]
+                digests = [
+                    page.checksum or checksum_bytes(bytes_[: page.length_bytes].data)
+                    for page, bytes_ in zip(pages, data, strict=True)
+                ]
+                self._append(current, pages, digests, data)
+                done += fitting
+        except OSError as error:
+            logger.warning("node %s: %s: %s", self._settings.node, self._path, error.strerror)
+            return False
+        return True
+
+    def _can_append(self, length_bytes: int) -> bool:
+        """Whether there is room for the page without dropping anything."""
+        current = self._current
+        room = self.capacity_bytes - self._used_bytes
+        if current is not None:
+            if current.fits([length_bytes]):
+                return True
+            blocks = current.end_block + footer_blocks(len(current))
+            room += current.file_bytes - blocks * BLOCK_BYTES  # what sealing it gives back
+        return room >= self._segment_bytes
+
+    def _drop_something(self) -> bool:
+        """Make room at once; False when there is nothing that could go."""
+        if self._moving is not None:
+            number = self._moving[0].number
+            self._moving = None
+        else:
+            plan = self._plan(self._segment_bytes)
+            if plan is None:
+                return False
+            number = plan.number
+            if not isinstance(plan, Drop):
+                number = min(self._index.segments)
+        self._drop(self._index.segments[number])
+        return True
+
+    def _drop(self, segment: SegmentFile) -> None:
+        leaving = self._index.live(segment)
+        for first in range(0, len(leaving), SCAN_BATCH_PAGES):
+            self._settings.leaving(leaving[first : first + SCAN_BATCH_PAGES])
+        self._index.forget(leaving)
+        self._remove(segment)
+
+    def _remove(self, segment: SegmentFile) -> None:
+        self._index.remove(segment)
+        self._used_bytes -= segment.file_bytes
+        segment.remove()
+
+    # --- durability
+
+    def _sync_when_due(self) -> None:
+        since_s = self._unsynced_since_s
+        if since_s is None or time.monotonic() < since_s + SYNC_INTERVAL_S:
+            return
+        self._unsynced_since_s = None
+        if self._current is not None:
+            try:
+                self._current.sync()
+            except OSError as error:
+                logger.warning("node %s: %s: %s", self._settings.node, self._path, error.strerror)
+
+    def close(self) -> None:
+        """See `Tier`."""
+        if self._closed:
+            return
+        self._closed = True
+        self._end_current()
+        self._index.close()
+        os.close(self._lock_fd)
+
+
+def _check_options(settings: TierSettings) -> tuple[int, bool]:
+    """Segment size in bytes, and whether to try direct I/O. Raises ConfigError, StartupError."""
+    options = read_options(settings, "ssd", SegmentOptions)
+    where = f"node {settings.node}: tier ssd at {settings.path}"
+    try:
+        segment_bytes = parse_bytes(options.segment_bytes) or _usual_segment_bytes(settings.capacity_bytes)
+        segment_bytes = segment_bytes // BLOCK_BYTES * BLOCK_BYTES
+    except ValueError as error:
+        raise ConfigError(f"{where}: segment_bytes: {error}") from error
+    if not 1 << 16 <= segment_bytes <= 64 << 30:
+        raise ConfigError(f"{where}: segment_bytes must be between 64KiB and 64GiB")
+    if settings.capacity_bytes < MIN_SEGMENTS * segment_bytes:
+        raise StartupError(
+            f"{where}: capacity_bytes of {settings.capacity_bytes} holds fewer than {MIN_SEGMENTS} segments "
+            f"of {segment_bytes} bytes: raise it, or lower options.segment_bytes"
+        )
+    return segment_bytes, options.direct
+
+
+def _usual_segment_bytes(capacity_bytes: int) -> int:
+    """Some hundred files, so that they can all be open; of 64 MiB or more where there is room for eight."""
+    return min(max(capacity_bytes // 256, 64 << 20), 16 << 30, capacity_bytes // 8)
+
+
+def _page_memories(lengths: Sequence[int]) -> list[PageMemory]:
+    """Aligned memory for pages of these lengths."""
+    sizes = [padded(length) for length in lengths]
+    whole = np.frombuffer(mmap.mmap(-1, sum(sizes)), np.uint8)
+    ends = np.cumsum(sizes).tolist()
+    return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]

@@ -1,0 +1,154 @@
+"""Host names to addresses, within a deadline: the system's look-up takes as long as it likes.
+
+It runs in a thread, one for a name at a time. While the name service is slow or away, the addresses that a
+name had last are used.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any, Final, TypeAlias
+
+from pdserve.errors import (
+    PoolTimeout,
+    PoolUnavailable,
+)
+from pdserve.kvpool.protocol.address import TcpAddress, parse_address
+
+Address: TypeAlias = tuple[int, Any]  # family and what `socket.connect` takes
+Name: TypeAlias = tuple[str, int]
+
+PATIENCE_S: Final = 0.2  # for a look-up of a name whose addresses are known
+
+
+class Resolver:
+    """Remembers the addresses of every name it was asked for: a pool's nodes, few. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[Name, list[Address]] = {}
+        self._asking: dict[Name, Future[list[Address]]] = {}
+
+    def find(self, host: str, port: int, deadline: float) -> list[Address]:
+        """Raises OSError: there is none; TimeoutError: it is not known in time."""
+        name = (host, port)
+        if _is_numeric(host):
+            return _look_up(name)
+        known = self._known.get(name)
+        until = deadline if known is None else min(deadline, time.monotonic() + PATIENCE_S)
+        try:
+            return self._ask(name).result(max(0.0, until - time.monotonic()))
+        except OSError:
+            if known is None:
+                raise
+            return known
+
+    def _ask(self, name: Name) -> Future[list[Address]]:
+        with self._lock:
+            answer = self._asking.get(name)
+            if answer is None:
+                answer = Future()
+                thread = threading.Thread(
+                    target=self._run, args=(name, answer), name="pdserve-resolve", daemon=True
+                )
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise OSError(f"its name cannot be resolved: {error}") from error
+                self._asking[name] = answer
+            return answer
+
+    def _run(self, name: Name, answer: Future[list[Address]]) -> None:
+        try:
+            found = _look_up(name)
+        except OSError as error:
+            with self._lock:
+                del self._asking[name]
+            answer.set_exception(error)
+            return
+        with self._lock:
+            self._known[name] = found
+            del self._asking[name]
+        answer.set_result(found)
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _look_up(name: Name) -> list[Address]:
+    try:
+        found = socket.getaddrinfo(*name, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise OSError(f"{name[0]!r} is no host name") from error
+    return [(family, address) for family, _, _, _, address in found]
+
+
+RETRY_CONNECT_S: Final = 0.002
+
+
+_resolver: Final = Resolver()
+
+
+def _open_socket(address: str, deadline: float) -> socket.socket:
+    parsed = parse_address(address)
+    timeout_s = deadline - time.monotonic()
+    if timeout_s <= 0:
+        raise PoolTimeout(f"no time left to connect to pool node {address}")
+    try:
+        if isinstance(parsed, TcpAddress):
+            return _connect_tcp(parsed, deadline)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout_s)
+            _connect_unix(sock, parsed.path, deadline)
+        except OSError:
+            sock.close()
+            raise
+        return sock
+    except TimeoutError as error:
+        raise PoolTimeout(f"pool node {address} does not accept connections") from error
+    except OSError as error:
+        raise PoolUnavailable(f"pool node {address} cannot be reached: {error.strerror or error}") from error
+
+
+def _connect_tcp(where: TcpAddress, deadline: float) -> socket.socket:
+    """Try each of its addresses, the first for its share of the time. Raises OSError, TimeoutError."""
+    addresses = _resolver.find(where.host, where.port, deadline)
+    for tried, (family, address) in enumerate(addresses, 1):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            left_s = (deadline - time.monotonic()) / (len(addresses) - tried + 1)
+            if left_s <= 0:
+                raise TimeoutError
+            sock.settimeout(left_s)
+            sock.connect(address)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return sock
+        except OSError:
+            sock.close()
+            if tried == len(addresses):
+                raise
+    raise OSError("it has no address")
+
+
+def _connect_unix(sock: socket.socket, path: str, deadline: float) -> None:
+    """Connect, waiting until the node's queue of new connections has room: a Unix socket does not wait
+    itself. Raises OSError; TimeoutError at the deadline.
+    """
+    while True:
+        try:
+            sock.connect(path)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError from None
+            time.sleep(RETRY_CONNECT_S)

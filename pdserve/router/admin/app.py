@@ -1,0 +1,208 @@
+"""The admin API: workers, tenants, metrics, on a port of its own, for who has its key.
+
+GET    /workers                    who is there, how they are
+POST   /workers                    {"url": "http://HOST:PORT", "role": "prefill" | "decode" | "agg"}
+DELETE /workers/HOST:PORT          leaves; what it has begun it finishes
+POST   /workers/HOST:PORT/drain    is given nothing new
+POST   /workers/HOST:PORT/undrain
+GET    /tenants                    limits and use
+POST   /reload                     API keys anew (SIGHUP: the configuration too)
+GET    /metrics                    Prometheus
+GET    /live/                      a page that shows it all, live; a browser asks for the key as a password
+GET    /live/events                what it shows, as server-sent events
+GET    /health                     needs no key
+
+What workers have and tenants use is that of all of the router's processes, or is not told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import fastapi
+import msgspec
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from pdserve import __version__
+from pdserve.errors import ConfigError, RequestError
+from pdserve.router.admin.live_feed import LiveFeed
+from pdserve.router.admin.live_page import BASIC, add_live_page, is_of_live_page, password_as_bearer
+from pdserve.router.api.errors import error_of
+from pdserve.router.api.request_body import UNREADABLE
+from pdserve.router.app.router import Router, add_error_handlers
+from pdserve.router.fleet.registry import FleetError, Role, Worker
+from pdserve.router.metrics.totals import Totals
+from pdserve.router.request.call import JSON
+from pdserve.router.server.client import Receive, Scope, Send
+
+MAX_BODY_BYTES = 64 * 1024
+_STATUS = {"unknown_worker": 404, "bad_url": 400, "other_role": 409}
+
+
+class Joining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `POST /workers`."""
+
+    url: str
+    role: Role
+
+
+class AdminApp:
+    """ASGI application: the key, the size of the body, then FastAPI."""
+
+    def __init__(self, router: Router, feed: LiveFeed | None = None) -> None:
+        self._router = router
+        self._app = _make_app(router)
+        if feed is not None:
+            add_live_page(self._app, feed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] == "http" and (error := self._refusal(scope)) is not None:
+            headers = {"connection": "close"}
+            if error.status == 401:
+                asks = BASIC if is_of_live_page(scope["path"]) else "Bearer"
+                headers["www-authenticate"] = asks
+            await Response(error_of(error), error.status, headers, JSON.decode())(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> RequestError | None:
+        headers = dict(scope["headers"])
+        if is_of_live_page(scope["path"]):
+            if b"authorization" not in headers:  # a browser asks first without, which is no attempt
+                return RequestError(401, "The admin key is needed.", type_="authentication_error")
+            password_as_bearer(headers)
+        try:
+            if scope["path"] != "/health":
+                self._router.entrance.authenticate_admin(headers)
+        except RequestError as error:
+            return error
+        length = headers.get(b"content-length", b"0")
+        if b"transfer-encoding" in headers or not length.isdigit() or int(length) > MAX_BODY_BYTES:
+            return RequestError(413, f"A body has at most {MAX_BODY_BYTES} bytes, and says how many.")
+        return None
+
+
+def _make_app(router: Router) -> fastapi.FastAPI:
+    app = fastapi.FastAPI(title="pdserve router, administration", version=__version__)
+    add_error_handlers(app)
+    _add_worker_routes(app, router)
+
+    @app.get("/tenants")
+    async def tenants() -> dict[str, Any]:
+        """Limits and use, of all of the router's processes since its start."""
+        totals = await _totals(router)
+        if totals is None:
+            raise RequestError(503, "Not every process of the router says what tenants use; ask again.")
+        return {
+            "tenants": [
+                {
+                    "name": tenant.name,
+                    "limits": {
+                        name: getattr(tenant.limits, name)
+                        for name in ("requests_s", "tokens_min", "concurrency", "weight")
+                    },
+                    "cache": tenant.cache,
+                    **totals.tenant(tenant.name),
+                }
+                for tenant in router.entrance.tenants.all
+            ]
+        }
+
+    @app.post("/reload")
+    async def reload() -> Response:
+        """Read the API keys anew."""
+        try:
+            router.reload_all()
+        except ConfigError as error:
+            return _refused(RequestError(409, f"Nothing was changed: {error}", code="bad_configuration"))
+        return fastapi.responses.JSONResponse({"tenants": [t.name for t in router.entrance.tenants.all]})
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(await router.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """The router's process lives."""
+        return {"status": "ok", "version": __version__}
+
+    return app
+
+
+async def _totals(router: Router) -> Totals | None:
+    """None where a process does not answer in time."""
+    try:
+        exposition = await router.exposition()
+    except RequestError:
+        return None
+    return await asyncio.to_thread(Totals.read, exposition.decode())  # it takes milliseconds
+
+
+def _add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
+    fleet = router.fleet
+
+    async def in_flight(worker: Worker) -> int | None:
+        totals = await _totals(router)
+        return None if totals is None else totals.in_flight(worker)
+
+    @app.get("/workers")
+    async def workers() -> dict[str, Any]:
+        """Who is there. `in_flight` null: not every process of the router says what it has at the worker."""
+        totals = await _totals(router)
+        listed = [
+            {**said, "in_flight": None if totals is None else totals.in_flight(fleet.by_id[said["id"]])}
+            for said in router.readiness()["workers"]
+        ]
+        return {"workers": listed}
+
+    @app.post("/workers", status_code=201)
+    async def join(request: fastapi.Request) -> Response:
+        """A worker joins: it is used once a probe finds it ready and fit."""
+        try:
+            joining = msgspec.json.decode(await request.body(), type=Joining)
+            worker = fleet.join(joining.url, joining.role)
+        except UNREADABLE as error:
+            return _refused(RequestError(400, f"{error}"))
+        except FleetError as error:
+            return _refused(_of_fleet(error))
+        return fastapi.responses.JSONResponse({"id": worker.id}, 201)
+
+    @app.delete("/workers/{worker_id}")
+    async def leave(worker_id: str) -> Response:
+        """A worker leaves: it finishes what it has."""
+        try:
+            worker = fleet.leave(worker_id)
+        except FleetError as error:
+            return _refused(_of_fleet(error))
+        return fastapi.responses.JSONResponse({"id": worker.id, "in_flight": await in_flight(worker)})
+
+    async def drain(worker_id: str, draining: bool) -> Response:
+        try:
+            worker = fleet.drain(worker_id, draining)
+        except FleetError as error:
+            return _refused(_of_fleet(error))
+        return fastapi.responses.JSONResponse(
+            {"id": worker.id, "draining": worker.draining, "in_flight": await in_flight(worker)}
+        )
+
+    @app.post("/workers/{worker_id}/drain")
+    async def drain_worker(worker_id: str) -> Response:
+        """A worker is given nothing new; `in_flight` 0 says that it may be stopped, null says nothing."""
+        return await drain(worker_id, True)
+
+    @app.post("/workers/{worker_id}/undrain")
+    async def undrain_worker(worker_id: str) -> Response:
+        """A worker is given requests again."""
+        return await drain(worker_id, False)
+
+
+def _of_fleet(error: FleetError) -> RequestError:
+    return RequestError(_STATUS.get(error.code, 409), str(error), code=error.code)
+
+
+def _refused(error: RequestError) -> Response:
+    return Response(error_of(error), error.status, media_type=JSON.decode())

@@ -1,0 +1,142 @@
+"""Samples the router and the pool, and hands frames to who looks at the live page.
+
+A sample costs a few milliseconds: every `WATCHED_S` while somebody looks, else every `QUIET_S`, so that the
+page has a past when it is opened. A listener that is slow misses frames, it is not waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from pdserve.errors import PdserveError
+from pdserve.kvpool.admin.sampling import Nodes, Rates, Row
+from pdserve.kvpool.protocol.messages import NodeAddress
+from pdserve.router.admin.live_frames import Frame, Point, Problem, frame_of, point_of
+from pdserve.router.metrics.totals import Samples, read_samples
+
+if TYPE_CHECKING:
+    from pdserve.router.app.router import Router
+
+logger = logging.getLogger(__name__)
+
+WATCHED_S: Final = 2.0
+QUIET_S: Final = 10.0
+POOL_TIMEOUT_S: Final = 1.0
+MAX_POINTS: Final = 300
+MAX_PROBLEMS: Final = 50
+MAX_LISTENERS: Final = 32
+
+
+class Problems(logging.Handler):
+    """Keeps the newest warnings and errors of this process's log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.kept: deque[Problem] = deque(maxlen=MAX_PROBLEMS)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep its first line."""
+        text = record.getMessage().partition("\n")[0][:500]
+        count = 1
+        if self.kept and self.kept[0].text == text:
+            count += self.kept.popleft().count
+        self.kept.appendleft(Problem(record.created, record.levelname.lower(), text, count))
+
+
+class LiveFeed:
+    """Frames of a router, as long as `run` runs."""
+
+    def __init__(self, router: Router, interval_s: float = WATCHED_S) -> None:
+        self._router = router
+        self._interval_s = interval_s
+        pool = router.config.admin.pool
+        self._pool = Nodes(pool, "", POOL_TIMEOUT_S) if pool else None
+        self._before: tuple[float, Samples] | None = None
+        self._problems = Problems()
+        self.points: deque[Point] = deque(maxlen=MAX_POINTS)
+        self.frame: Frame | None = None
+        self._number = 0
+        self._changed = asyncio.Condition()
+        self._wake = asyncio.Event()
+        self.listeners = 0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        root = logging.getLogger("pdserve")
+        root.addHandler(self._problems)
+        try:
+            while True:
+                try:
+                    await self._sample()
+                except PdserveError as error:
+                    logger.warning("the live page is not updated: %s", error)
+                except Exception:  # boundary: the page may fail, the router must not notice
+                    logger.exception("the live page could not be updated")
+                self._wake.clear()
+                timeout_s = self._interval_s if self.listeners else max(QUIET_S, self._interval_s)
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        await self._wake.wait()
+                except TimeoutError:
+                    continue
+                await asyncio.sleep(self._interval_s)
+        finally:
+            root.removeHandler(self._problems)
+
+    async def _sample(self) -> None:
+        exposition = await self._router.exposition()
+        now_s, at_s = time.monotonic(), time.time()
+        samples, rows = await asyncio.to_thread(self._read, exposition.decode())
+        before_s, before = self._before or (now_s, samples)
+        self._before = now_s, samples
+        seconds = max(now_s - before_s, 1e-3)
+        point = point_of(before, samples, seconds, at_s)
+        workers, problems = self._router.fleet.workers, self._problems.kept
+        self.points.append(point)
+        self.frame = frame_of(point, seconds, samples, workers, rows, problems)
+        async with self._changed:
+            self._number += 1
+            self._changed.notify_all()
+
+    def _read(self, exposition: str) -> tuple[Samples, list[Row]]:
+        """In a thread, since it takes milliseconds: the metrics, and the pool's nodes or the addresses where
+        none answers.
+        """
+        samples = read_samples(exposition)
+        if self._pool is None:
+            return samples, []
+        try:
+            return samples, self._pool.sample()
+        except PdserveError as error:
+            addresses = self._router.config.admin.pool
+            return samples, [Row(NodeAddress(a, a), None, str(error), Rates(a), []) for a in addresses]
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Server-sent events: `history`, the points so far, then a `frame` for each sample."""
+        self.listeners += 1
+        self._wake.set()
+        try:
+            yield _event("history", list(self.points)[:-1])  # the last one comes with its frame
+            seen = 0
+            while True:
+                seen = await self._newer_than(seen)
+                yield _event("frame", self.frame)
+        finally:
+            self.listeners -= 1
+
+    async def _newer_than(self, number: int) -> int:
+        """Wait for a frame after that one; its number."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._number > number)
+        return self._number
+
+
+def _event(name: str, value: object) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(value))

@@ -1,0 +1,249 @@
+"""What the live page and `pdserve top` show: frames, each from two samples of the router's metrics and of the
+pool. Pure.
+
+Rates are the growth between the samples; a counter that fell (its process was replaced) counts from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Final
+
+import msgspec
+
+from pdserve.kvpool.admin.sampling import Rates, Row, busiest
+from pdserve.kvpool.protocol.messages import NamespaceStatus
+from pdserve.router.fleet.worker import Worker
+from pdserve.router.metrics.names import PARTS, TIERS
+from pdserve.router.metrics.totals import Samples, Totals
+
+MAX_NAMESPACES: Final = 20
+
+
+class Point(msgspec.Struct, frozen=True):
+    """What is drawn over time."""
+
+    at_s: float
+    requests_s: float = 0.0
+    failed_s: float = 0.0
+    """Answered 5xx, or broken off."""
+    in_flight: int = 0
+    first_byte_p50_s: float | None = None
+    first_byte_p90_s: float | None = None
+    parts_s: dict[str, float] = {}
+    """Mean time to a stream's first token, by part; empty where there was none."""
+    tokens_s: dict[str, float] = {}
+    """Prompt tokens a second, by tier."""
+
+
+class WorkerView(msgspec.Struct, frozen=True):
+    """One worker."""
+
+    id: str
+    role: str
+    state: str
+    in_flight: int | None
+    """Requests of all of the router's processes; None: one of them does not say."""
+    elsewhere: int
+    """Others that the worker last spoke of."""
+    queued_tokens: int
+    free_kv_tokens: int | None
+    says: str = ""
+
+
+class NodeView(msgspec.Struct, frozen=True):
+    """One pool node; `error`: why it did not answer."""
+
+    node: str
+    error: str = ""
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+    pages: int = 0
+    clients: int = 0
+    operations_s: float = 0.0
+    read_bytes_s: float = 0.0
+    written_bytes_s: float = 0.0
+    hit_rate: float | None = None
+
+
+class SpaceView(msgspec.Struct, frozen=True):
+    """One namespace, over all nodes. `quota_bytes`: 0 where there is none."""
+
+    name: str
+    pages: int
+    page_bytes: int
+    slot_bytes: int
+    quota_bytes: int
+    evictions: int
+    evictions_s: float = 0.0
+    hit_rate: float | None = None
+    read_bytes_s: float = 0.0
+    written_bytes_s: float = 0.0
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """A warning or error of the router's log."""
+
+    at_s: float
+    level: str
+    text: str
+    count: int = 1
+    """So many times one after the other; `at_s` is the last."""
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """One moment."""
+
+    point: Point
+    seconds: float
+    waiting: int
+    sessions: int
+    workers: list[WorkerView]
+    nodes: list[NodeView]
+    namespaces: list[SpaceView]
+    problems: list[Problem]
+    """The newest first."""
+
+
+def point_of(before: Samples, now: Samples, seconds: float, at_s: float) -> Point:
+    """What happened in the `seconds` between two samples."""
+    grown = _Growth(before, now)
+    statuses = grown.by_label("requests_total", "status")
+    failed = sum(count for status, count in statuses.items() if status.startswith("5"))
+    failed += sum(grown.by_label("stream_errors_total", "reason").values())
+    sums = grown.by_label("first_token_seconds_sum", "part")
+    streams = grown.by_label("first_token_seconds_count", "part").get("router", 0.0)
+    tokens = grown.by_label("turn_tokens_total", "tier")
+    buckets = grown.by_label("time_to_first_byte_seconds_bucket", "le")
+    return Point(
+        at_s,
+        sum(statuses.values()) / seconds,
+        failed / seconds,
+        int(_total(now, "requests_in_flight")),
+        quantile(buckets, 0.5),
+        quantile(buckets, 0.9),
+        {part: sums[part] / streams for part in PARTS if sums.get(part)} if streams else {},
+        {tier: tokens[tier] / seconds for tier in TIERS if tokens.get(tier)},
+    )
+
+
+class _Growth:
+    def __init__(self, before: Samples, now: Samples) -> None:
+        self._before = before
+        self._now = now
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """How much a counter has grown, added up by one label."""
+        found: dict[str, float] = {}
+        for key, value in self._now.items():
+            if key[0] == name:
+                earlier = self._before.get(key, 0.0)
+                growth = value - earlier if value >= earlier else value
+                word = dict(key[1]).get(label, "")
+                found[word] = found.get(word, 0.0) + growth
+        return found
+
+
+def quantile(buckets: Mapping[str, float], share: float) -> float | None:
+    """Of a histogram's growth by its upper bounds, within a bucket on a straight line, as Prometheus does."""
+    rows = sorted((float(bound), count) for bound, count in buckets.items())
+    if not rows or rows[-1][1] <= 0:
+        return None
+    wanted = share * rows[-1][1]
+    for (low, below), (high, count) in pairwise([(0.0, 0.0), *rows]):
+        if count >= wanted and count > below:
+            return low if high == float("inf") else low + (high - low) * (wanted - below) / (count - below)
+    return rows[-1][0]
+
+
+def _total(samples: Samples, name: str) -> float:
+    return sum(value for key, value in samples.items() if key[0] == name)
+
+
+def frame_of(
+    point: Point,
+    seconds: float,
+    now: Samples,
+    workers: Iterable[Worker],
+    rows: Sequence[Row],
+    problems: Iterable[Problem],
+) -> Frame:
+    """Everything at one moment. `rows`: a sample of the pool's nodes."""
+    totals = Totals.of(now)
+    return Frame(
+        point,
+        seconds,
+        int(_total(now, "tenant_waiting")),
+        int(_total(now, "sessions")),
+        [_worker(worker, None if totals is None else totals.in_flight(worker)) for worker in workers],
+        [_node(row) for row in rows],
+        _namespaces(rows),
+        list(problems),
+    )
+
+
+def _worker(worker: Worker, in_flight: int | None) -> WorkerView:
+    if worker.refused is not None:
+        state = "refused"
+    elif not worker.ready:
+        state = "down"
+    elif worker.retry_at_s > 0:
+        state = "failing"
+    else:
+        state = "draining" if worker.draining else "ready"
+    return WorkerView(
+        worker.id,
+        worker.role,
+        state,
+        in_flight,
+        0 if in_flight is None else max(0, worker.load - in_flight),
+        worker.queued_tokens,
+        worker.free_kv_tokens,
+        worker.refused or "",
+    )
+
+
+def _node(row: Row) -> NodeView:
+    report, total = row.report, row.total
+    if report is None:
+        return NodeView(row.node.node, row.error)
+    return NodeView(
+        row.node.node,
+        "",
+        report.used_bytes + report.reserved_bytes,
+        report.capacity_bytes,
+        report.pages,
+        report.connections,
+        total.operations_s,
+        total.read_bytes_s,
+        total.written_bytes_s,
+        total.hit_rate,
+    )
+
+
+def _namespaces(rows: Sequence[Row]) -> list[SpaceView]:
+    """Those with most bytes moved, then by their size."""
+    rates = {each.name: each for each in busiest(list(rows), 10**6)}
+    spaces: dict[str, list[NamespaceStatus]] = {name: [] for name in rates}
+    for row in rows:
+        for space in row.report.namespaces if row.report is not None else ():
+            spaces.setdefault(space.name, []).append(space)
+    listed = [_space(name, own, rates.get(name) or Rates(name)) for name, own in spaces.items()]
+    listed.sort(key=lambda s: (-(s.read_bytes_s + s.written_bytes_s), -s.page_bytes, s.name))
+    return listed[:MAX_NAMESPACES]
+
+
+def _space(name: str, own: Sequence[NamespaceStatus], rate: Rates) -> SpaceView:
+    return SpaceView(
+        name,
+        sum(space.pages for space in own),
+        sum(space.page_bytes for space in own),
+        sum(space.slot_bytes for space in own),
+        sum(space.settings.quota_bytes or 0 for space in own),
+        sum(space.evictions for space in own),
+        rate.evictions_s,
+        rate.hit_rate,
+        rate.read_bytes_s,
+        rate.written_bytes_s,
+    )

@@ -1,0 +1,80 @@
+"""The live page on the admin port: its files, and its events.
+
+A page cannot be made to send `Authorization: Bearer`, so here the admin key may also come as the password of
+HTTP Basic, which a browser asks its user for. Only here, where nothing but reading is done: a browser sends
+such a password along whoever made it ask, and the admin API's other routes act.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from pathlib import Path
+from typing import Final
+
+import fastapi
+import msgspec
+from fastapi.responses import RedirectResponse, Response, StreamingResponse
+
+from pdserve.router.admin.live_feed import MAX_LISTENERS, LiveFeed
+
+BASIC: Final = 'Basic realm="pdserve: any name, and the admin key as password", charset="UTF-8"'
+PAGE: Final = Path(__file__).parent / "static"
+FILES: Final = {
+    "": ("page.html", "text/html; charset=utf-8"),
+    "page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "page.css": ("page.css", "text/css; charset=utf-8"),
+}
+HEADERS: Final = {
+    "cache-control": "no-cache",
+    "content-security-policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+def is_of_live_page(path: str) -> bool:
+    """Whether a path is one of the page's."""
+    return path == "/" or path == "/live" or path.startswith("/live/")
+
+
+def password_as_bearer(headers: dict[bytes, bytes]) -> None:
+    """Let the password of HTTP Basic be a bearer token."""
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"basic":
+        try:
+            password = base64.b64decode(given.strip(), validate=True).partition(b":")[2]
+        except binascii.Error:
+            password = b""
+        headers[b"authorization"] = b"Bearer " + password
+
+
+def add_live_page(app: fastapi.FastAPI, feed: LiveFeed) -> None:
+    """The page's routes."""
+    files = {name: ((PAGE / file).read_bytes(), kind) for name, (file, kind) in FILES.items()}
+
+    @app.get("/", include_in_schema=False)
+    @app.get("/live", include_in_schema=False)
+    async def to_page() -> Response:
+        return RedirectResponse("/live/")
+
+    @app.get("/live/events", response_class=StreamingResponse)
+    async def events() -> Response:
+        """Server-sent events: `history`, then a `frame` every two seconds."""
+        if feed.listeners >= MAX_LISTENERS:
+            return Response("too many look at this page", 503)
+        return StreamingResponse(feed.events(), media_type="text/event-stream", headers=HEADERS)
+
+    @app.get("/live/frame")
+    async def frame() -> Response:
+        """The newest frame alone; 503 before there is one."""
+        if feed.frame is None:
+            return Response("nothing was sampled yet", 503)
+        return Response(msgspec.json.encode(feed.frame), media_type="application/json", headers=HEADERS)
+
+    @app.get("/live/{name:path}", include_in_schema=False)
+    async def file(name: str) -> Response:
+        if name not in files:
+            return Response("there is no such page", 404)
+        content, kind = files[name]
+        return Response(content, media_type=kind, headers=HEADERS)

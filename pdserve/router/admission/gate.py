@@ -1,0 +1,184 @@
+"""The entrance of the router: whose request is it, may it come in now, and what has it used when it is over.
+
+`Tenants` and `Admission` decide; here are the clock, the futures of who waits, and the timer that looks after
+them while anybody does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from pdserve.errors import RequestError
+from pdserve.router.admission.queue import Admission, State, Ticket
+from pdserve.router.config.router import RouterConfig
+from pdserve.router.fleet.models import Models
+from pdserve.router.fleet.registry import Fleet
+from pdserve.router.log_throttle import ThrottledLog
+from pdserve.router.metrics.stats import Histogram
+from pdserve.router.placement.planner import NoWorkerError
+from pdserve.router.request.call import Call
+from pdserve.router.request.token_usage import Meter
+from pdserve.router.tenants.api_keys import admin_key_digest, load_keys
+from pdserve.router.tenants.registry import Tenants, TenantState, TooManyError
+from pdserve.tokens import bearer, digest, same
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.1
+"""How late a waiting request may be refused, or hear of a worker that came."""
+
+
+class Entrance:
+    """Lets requests in. Make it inside the running loop."""
+
+    def __init__(self, config: RouterConfig, fleet: Fleet) -> None:
+        """Raises ConfigError for keys or tenants that cannot be used."""
+        self._fleet = fleet
+        self._models = Models(config.models, config.default_model)
+        self._loop = asyncio.get_running_loop()
+        self._queue_s = config.admission.queue_s
+        self._running_per_worker = config.admission.running_per_worker
+        self._waiters: dict[Ticket, asyncio.Future[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._log = ThrottledLog(logger)
+        self.admission = Admission(config.admission.queue_length)
+        self.tenants = Tenants()
+        self.queue_wait = Histogram()
+        self.unknown_keys = 0
+        """Requests refused for their key, or for having none."""
+        self._admin_key = admin_key_digest(config.admin)
+        self.configure(config)
+
+    def configure(self, config: RouterConfig) -> None:
+        """Read the keys again and take over tenants and their limits. Raises ConfigError, and changes
+        nothing then.
+        """
+        keys = load_keys(config.access)
+        self.tenants.configure(keys, config.tenants, config.tenant_defaults, self._loop.time())
+        self._queue_s = config.admission.queue_s
+        self._running_per_worker = config.admission.running_per_worker
+        self.admission.queue_length = config.admission.queue_length
+
+    def authenticate(self, headers: dict[bytes, bytes]) -> TenantState:
+        """Whose request it is. Raises RequestError (401)."""
+        if not self.tenants.has_keys:
+            return self.tenants.anonymous
+        key = bearer(headers.get(b"authorization"))
+        tenant = self.tenants.find(digest(key)) if key else None
+        if tenant is None:
+            raise self._unknown(key)
+        return tenant
+
+    def authenticate_admin(self, headers: dict[bytes, bytes]) -> None:
+        """Let administrators pass. Raises RequestError (401)."""
+        key = bearer(headers.get(b"authorization"))
+        if not same(digest(key), self._admin_key):
+            raise self._unknown(key)
+
+    def _unknown(self, key: str) -> RequestError:
+        self.unknown_keys += 1
+        self._log.warning(
+            "key", "a request was refused: %s", "its key is unknown" if key else "it has no key"
+        )
+        said = "Incorrect API key provided." if key else "A key is needed: `Authorization: Bearer KEY`."
+        return RequestError(401, said, type_="authentication_error", code="invalid_api_key")
+
+    def model_of(self, call: Call, requested: str | None) -> str:
+        """The served model that a call means. Raises RequestError, NoWorkerError as `Models.resolve`."""
+        return self._models.resolve(requested, call.path, self._fleet.tasks)
+
+    async def enter(self, call: Call) -> Ticket:
+        """Wait until the call may be served; who entered must `leave`. Raises RequestError: 429 for who is
+        over a limit or waits too long, 503 where no worker is ready.
+        """
+        tenant, model, now_s = call.tenant, call.model, self._loop.time()
+        slots = self._slots(model, now_s)
+        if not slots:
+            raise NoWorkerError("No worker is ready to serve this model; try again shortly.")
+        estimate = call.facts.prompt_tokens_estimate
+        tenant.take(estimate, now_s)
+        ticket = Ticket(tenant, model, now_s, now_s + self._queue_s)
+        changed = self.admission.arrive(ticket, slots, now_s)
+        if self._waiters:
+            self._wake(changed)
+        try:
+            if ticket.state is State.WAITING:
+                call.phase = "queue"
+                await self._wait(ticket)
+                call.parts_s["queue"] = self._loop.time() - now_s
+            if ticket.state is State.REFUSED:
+                tenant.use.refused += 1
+                self._refuse(ticket)
+        except BaseException:  # refused, or its client left
+            now_s = self._loop.time()
+            tenant.settle(estimate, 0, 0, now_s)
+            self._wake(self.admission.leave(ticket, now_s))
+            raise
+        tenant.use.requests += 1
+        call.meter = Meter(estimate)
+        return ticket
+
+    def leave(self, call: Call, ticket: Ticket) -> None:
+        """A call that entered is over, in whatever way."""
+        meter = call.meter
+        assert meter is not None
+        now_s = self._loop.time()
+        is_answered = call.is_started and call.status < 400
+        is_cut_off = call.is_late or call.end is not None  # by a deadline or its client: workers were at it
+        if is_answered or is_cut_off or meter.prompt_tokens is not None:
+            used = meter.total(call.is_sse)
+        else:
+            used = 0, 0  # refused, or failed, before any worker said that it computed the prompt
+        ticket.tenant.settle(meter.charged_tokens, *used, now_s)
+        changed = self.admission.leave(ticket, now_s)
+        if self._waiters:
+            self._wake(changed)
+
+    def fill(self) -> None:
+        """Somebody who waits may be let in now: there are more workers, or a tenant has a larger share."""
+        now_s = self._loop.time()
+        for model in self.admission.busy_lanes:
+            self._wake(self.admission.resize(model, self._slots(model, now_s), now_s))
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _slots(self, model: str, now_s: float) -> int:
+        return self._running_per_worker * len(self._fleet.snapshot(model, now_s).decode)
+
+    async def _wait(self, ticket: Ticket) -> None:
+        self._waiters[ticket] = waiter = self._loop.create_future()
+        if self._timer is None:
+            self._timer = self._loop.call_later(TICK_S, self._tick)
+        try:
+            await waiter
+        finally:
+            self._waiters.pop(ticket, None)
+            self.queue_wait.observe(self._loop.time() - ticket.arrived_s)
+
+    def _refuse(self, ticket: Ticket) -> None:
+        waited_s = self._loop.time() - ticket.arrived_s
+        self._log.warning(
+            ticket.tenant.name,
+            "tenant %s: a request was refused after %.1f s in the queue; %d wait",
+            ticket.tenant.name,
+            waited_s,
+            self.admission.waiting,
+        )
+        raise TooManyError("The server is busy.", self.admission.retry_after_s(ticket.lane), "overloaded")
+
+    def _wake(self, changed: Iterable[Ticket]) -> None:
+        for ticket in changed:
+            waiter = self._waiters.get(ticket)
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
+
+    def _tick(self) -> None:
+        self._wake(self.admission.expire(self._loop.time()))
+        self.fill()
+        self._timer = self._loop.call_later(TICK_S, self._tick) if self._waiters else None

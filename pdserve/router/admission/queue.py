@@ -1,0 +1,257 @@
+"""Admission: which request is answered now, which waits, which is refused. Pure.
+
+Requests of one model share the slots of its workers: a *lane*. Slots are so many for each worker, but bound
+only how many requests run on all of them: which worker has how many, placement decides. Within a lane:
+
+- A request runs at once when a slot is free, its tenant is below its own concurrency, and nobody of its
+  tenant waits before it. Else it waits in its tenant's queue, first come first served.
+- A slot that gets free goes to the waiting tenant with the fewest running requests for its weight. Slots are
+  what is scarce, so with enough to do every tenant ends up with its weight's share of them, however many
+  requests it sends (weighted max-min fairness). Equals take turns, by weight (stride scheduling, Waldspurger
+  1995), so that tenants share what cannot be divided, like a single slot, over time.
+- The queue of each lane is bounded, so a flooded model takes nothing from the others. When it is full,
+  the tenant with most waiting there for its weight loses its newest request, which may be the one that came:
+  a tenant that floods the queue cannot keep the others out of it.
+- A request that is still waiting at its deadline is refused.
+
+Each ticket is in one state; every method returns the tickets whose state it changed to RUNNING or REFUSED,
+for the caller to wake.
+
+    NEW -> RUNNING -> OVER
+    NEW -> WAITING -> RUNNING | REFUSED | OVER (its client left)
+    NEW -> REFUSED
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+
+from pdserve.router.tenants.registry import TenantState
+
+MAX_RETRY_AFTER_S = 60.0
+_SMOOTHING = 0.05
+"""Weight of the newest of the service times that the mean is made of."""
+
+
+class State(enum.Enum):
+    """Of a ticket."""
+
+    NEW = "new"
+    WAITING = "waiting"
+    RUNNING = "running"
+    REFUSED = "refused"
+    OVER = "over"
+
+
+class Ticket:
+    """One request's place."""
+
+    __slots__ = ("arrived_s", "deadline_s", "lane", "number", "started_s", "state", "tenant")
+
+    def __init__(self, tenant: TenantState, lane: str, now_s: float, deadline_s: float) -> None:
+        self.tenant = tenant
+        self.lane = lane
+        self.arrived_s = now_s
+        self.deadline_s = deadline_s
+        """When it is refused if it still waits."""
+        self.started_s = 0.0
+        self.state = State.NEW
+        self.number = 0
+
+    def __repr__(self) -> str:
+        return f"Ticket({self.tenant.name} {self.number} {self.state.name})"
+
+
+class _Lane:
+    """The slots of one model. Tenants have an entry while they run or wait there."""
+
+    __slots__ = ("queues", "running", "running_of", "service_s", "slots", "turn", "turn_of", "waiting")
+
+    def __init__(self) -> None:
+        self.slots = 0
+        self.running = 0
+        self.running_of: dict[TenantState, int] = {}
+        self.queues: dict[TenantState, deque[Ticket]] = {}
+        self.waiting = 0
+        self.service_s = 1.0
+        """Smoothed time that a request keeps its slot."""
+        self.turn = 0.0
+        """The highest turn that was taken."""
+        self.turn_of: dict[TenantState, float] = {}
+        """A tenant's next turn; one that was away does not catch up."""
+
+    def next(self) -> Ticket | None:
+        """The ticket that gets a free slot; None when nobody may have one."""
+        best: Ticket | None = None
+        best_rank = (0.0, 0.0, 0)
+        for tenant, queue in self.queues.items():
+            if tenant.is_free:
+                share = self.running_of.get(tenant, 0) / tenant.limits.weight
+                rank = (share, max(self.turn, self.turn_of.get(tenant, 0.0)), queue[0].number)
+                if best is None or rank < best_rank:
+                    best, best_rank = queue[0], rank
+        return best
+
+
+class Admission:
+    """All lanes."""
+
+    def __init__(self, queue_length: int) -> None:
+        self.queue_length = queue_length
+        self._lanes: dict[str, _Lane] = {}
+        self._numbers = 0
+        self.waiting = 0
+        """Tickets WAITING, of all lanes."""
+
+    def arrive(self, ticket: Ticket, slots: int, now_s: float) -> list[Ticket]:
+        """A NEW ticket; `slots`: those of its lane now."""
+        self._numbers += 1
+        ticket.number = self._numbers
+        lane = self._lanes.get(ticket.lane)
+        if lane is None:
+            lane = self._lanes[ticket.lane] = _Lane()
+        lane.slots = slots
+        tenant = ticket.tenant
+        if lane.running < slots and tenant.is_free and tenant not in lane.queues:
+            self._start(lane, ticket, now_s)
+            return [ticket]
+        changed: list[Ticket] = []
+        if lane.waiting >= self.queue_length:
+            changed = self._make_room(lane, tenant)
+            if not changed:
+                ticket.state = State.REFUSED
+                return [ticket]
+        ticket.state = State.WAITING
+        lane.queues.setdefault(tenant, deque()).append(ticket)
+        tenant.waiting += 1
+        lane.waiting += 1
+        self.waiting += 1
+        return changed + self._fill(lane, now_s)
+
+    def leave(self, ticket: Ticket, now_s: float) -> list[Ticket]:
+        """A ticket's request is over, however it ended and whatever state it is in."""
+        lane = self._lanes.get(ticket.lane)
+        if lane is None or ticket.state not in (State.RUNNING, State.WAITING):
+            ticket.state = State.OVER
+            return []
+        if ticket.state is State.WAITING:
+            self._take_out(lane, ticket)
+            ticket.state = State.OVER
+            return []
+        ticket.state = State.OVER
+        tenant = ticket.tenant
+        lane.running -= 1
+        tenant.running -= 1
+        left = lane.running_of[tenant] - 1
+        if left:
+            lane.running_of[tenant] = left
+        else:
+            del lane.running_of[tenant]
+        lane.service_s += _SMOOTHING * (now_s - ticket.started_s - lane.service_s)
+        if not self.waiting:
+            return []
+        started = self._fill(lane, now_s)
+        if tenant.limits.concurrency and tenant.waiting:  # its own limit may hold it back in another lane
+            for other in self._lanes.values():
+                started += self._fill(other, now_s)
+        return started
+
+    def resize(self, name: str, slots: int, now_s: float) -> list[Ticket]:
+        """A lane has another number of slots; running requests stay."""
+        lane = self._lanes.get(name)
+        if lane is None:
+            return []
+        lane.slots = slots
+        return self._fill(lane, now_s)
+
+    def expire(self, now_s: float) -> list[Ticket]:
+        """Refuse what waits past its deadline."""
+        late = [
+            ticket
+            for lane in self._lanes.values()
+            for queue in lane.queues.values()
+            for ticket in queue
+            if ticket.deadline_s <= now_s
+        ]
+        for ticket in late:
+            self._refuse(ticket)
+        return late
+
+    def retry_after_s(self, name: str) -> float:
+        """When a refused request may try again: about when the queue before it is worked off."""
+        lane = self._lanes.get(name)
+        if lane is None or not lane.slots:
+            return 1.0
+        waiting = sum(map(len, lane.queues.values()))
+        return min(MAX_RETRY_AFTER_S, waiting * lane.service_s / lane.slots)
+
+    def held_back(self, tenant: TenantState) -> int:
+        """How many of its requests would run now if its concurrency were larger."""
+        return sum(
+            max(0, min(len(lane.queues[tenant]), lane.slots - lane.running))
+            for lane in self._lanes.values()
+            if tenant in lane.queues
+        )
+
+    @property
+    def busy_lanes(self) -> list[str]:
+        """Lanes that somebody waits in."""
+        return [name for name, lane in self._lanes.items() if lane.queues]
+
+    def _start(self, lane: _Lane, ticket: Ticket, now_s: float) -> None:
+        tenant = ticket.tenant
+        ticket.state = State.RUNNING
+        ticket.started_s = now_s
+        lane.running += 1
+        lane.running_of[tenant] = lane.running_of.get(tenant, 0) + 1
+        lane.turn = max(lane.turn, lane.turn_of.get(tenant, 0.0))
+        lane.turn_of[tenant] = lane.turn + 1.0 / tenant.limits.weight
+        tenant.running += 1
+
+    def _fill(self, lane: _Lane, now_s: float) -> list[Ticket]:
+        started = []
+        while lane.running < lane.slots and (ticket := lane.next()) is not None:
+            self._take_out(lane, ticket)
+            self._start(lane, ticket, now_s)
+            started.append(ticket)
+        return started
+
+    def _make_room(self, lane: _Lane, newcomer: TenantState) -> list[Ticket]:
+        """Refuse the newest ticket of the tenant that waits most; none where that is the newcomer."""
+        queues = lane.queues
+        greedy = max(queues, key=lambda t: (len(queues[t]) / t.limits.weight, t.name), default=None)
+        if greedy is None or greedy is newcomer:
+            return []
+        waiting = len(queues.get(newcomer, ())) + 1
+        if waiting / newcomer.limits.weight > len(queues[greedy]) / greedy.limits.weight:
+            return []
+        newest = queues[greedy][-1]
+        self._refuse(newest)
+        return [newest]
+
+    def _refuse(self, ticket: Ticket) -> None:
+        self._take_out(self._lanes[ticket.lane], ticket)
+        ticket.state = State.REFUSED
+
+    def _take_out(self, lane: _Lane, ticket: Ticket) -> None:
+        queue = lane.queues[ticket.tenant]
+        if queue[0] is ticket:
+            queue.popleft()
+        else:
+            queue.remove(ticket)
+        if not queue:
+            del lane.queues[ticket.tenant]
+        ticket.tenant.waiting -= 1
+        lane.waiting -= 1
+        self.waiting -= 1
+
+    def check(self) -> None:
+        """Raises AssertionError when counts do not agree; for tests."""
+        assert self.waiting == sum(len(q) for lane in self._lanes.values() for q in lane.queues.values())
+        for lane in self._lanes.values():
+            assert lane.waiting == sum(map(len, lane.queues.values())) <= self.queue_length
+            assert lane.running == sum(lane.running_of.values())
+            assert all(lane.running_of.values())
+            assert all(lane.queues.values())
+            assert lane.running >= lane.slots or lane.next() is None, "a slot is free that somebody waits for"

@@ -1,0 +1,83 @@
+"""Errors in OpenAI's form, and SGLang's error bodies brought into it.
+
+SGLang 0.5.23 answers `{"object":"error","message","type","param","code":<status>}`, FastAPI `{"detail":
+...}`; both become `{"error":{"message","type","param","code"}}` with the message kept.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from pdserve.errors import RequestError
+from pdserve.router.api.request_body import UNREADABLE
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+_CONTEXT = re.compile(r"longer than the model's context length|model's maximum context length")
+MAX_MESSAGE_CHARS = 4000
+"""A validation error of SGLang repeats the input; a client needs no more of it than this."""
+
+
+def error_type(status: int) -> str:
+    """OpenAI's error type for an HTTP status."""
+    return _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
+
+
+def error_body(message: str, type_: str, code: str | None = None, param: str | None = None) -> bytes:
+    """`{"error": {...}}` as JSON."""
+    return msgspec.json.encode({"error": {"message": message, "type": type_, "param": param, "code": code}})
+
+
+def error_of(error: RequestError) -> bytes:
+    """A RequestError as an answer's body."""
+    return msgspec.json.encode(error.body())
+
+
+def error_event(message: str, type_: str = "server_error", code: str | None = None) -> bytes:
+    """The server-sent event that ends a stream which cannot go on."""
+    return b"data: " + error_body(message, type_, code) + b"\n\n"
+
+
+def convert_error(status: int, body: bytes) -> bytes:
+    """A worker's error answer (status >= 400) in OpenAI's form, its message kept."""
+    try:
+        value = msgspec.json.decode(body)
+    except UNREADABLE:
+        value = None
+    given: dict[str, Any] = {}
+    if isinstance(value, dict):
+        inner = value.get("error")
+        given = inner if isinstance(inner, dict) else value
+        if isinstance(inner, str):
+            given = {"message": inner}
+    message = given.get("message") or _detail(given.get("detail"))
+    if not isinstance(message, str) or not message:
+        message = f"The worker answered with status {status} and no message."
+    message = message[:MAX_MESSAGE_CHARS]
+    code = given.get("code")
+    if not isinstance(code, str):
+        code = "context_length_exceeded" if status == 400 and _CONTEXT.search(message) else None
+    param = given.get("param")
+    return error_body(message, error_type(status), code, param if isinstance(param, str) else None)
+
+
+def _detail(detail: Any) -> str | None:
+    """FastAPI's `detail`: a text, or a list of {"loc", "msg"}."""
+    if isinstance(detail, str):
+        return detail
+    if not isinstance(detail, list):
+        return None
+    lines = []
+    for entry in detail:
+        if isinstance(entry, dict) and isinstance(entry.get("msg"), str):
+            where = ".".join(str(step) for step in entry.get("loc", ()) if step != "body")
+            lines.append(f"{where}: {entry['msg']}" if where else entry["msg"])
+    return "; ".join(lines) or None

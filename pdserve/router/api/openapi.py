@@ -1,0 +1,133 @@
+"""The published OpenAPI document: FastAPI's, with the routes that go past FastAPI and the errors as they are.
+
+`sglang_schemas.json` holds the schemas of SGLang's routes, made from SGLang's own models by
+tests/support/openapi.py. The router passes bodies on unread. So the document is SGLang's word, and the router
+checks nothing by it.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any
+
+_REF = "#/components/schemas/"
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_GENERATED = {
+    "type": "object",
+    "required": ["meta_info"],
+    "properties": {
+        "text": {"type": "string"},
+        "output_ids": {"type": "array", "items": {"type": "integer"}},
+        "meta_info": {"type": "object"},
+    },
+}
+_EVENT = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {"data": {"type": "string", "description": "JSON, in the end `[DONE]`."}},
+}
+"""Of the server-sent events, each."""
+_ERRORS = {
+    400: "The request is not valid, or the model cannot do it.",
+    401: "No API key that is known.",
+    404: "There is no such model.",
+    408: "The body did not come in time.",
+    413: "The body is too large.",
+    422: "The worker finds the request not valid.",
+    429: "The tenant is over a limit, or the server is busy; see `Retry-After`.",
+    500: "A fault inside the server.",
+    502: "The worker broke off.",
+    503: "No worker is ready; see `Retry-After`.",
+    504: "A deadline has passed.",
+}
+HOT_ROUTES: dict[str, tuple[str, str, str, bool]] = {
+    "/v1/chat/completions": ("Chat", "ChatCompletionRequest", "ChatCompletionResponse", True),
+    "/v1/completions": ("Completion", "CompletionRequest", "CompletionResponse", True),
+    "/v1/embeddings": (
+        "Embeddings, of models that make them",
+        "EmbeddingRequest",
+        "EmbeddingResponse",
+        False,
+    ),
+    "/generate": ("SGLang's own completion", "GenerateReqInput", "Generated", True),
+    "/tokenize": ("Text to token ids", "TokenizeRequest", "TokenizeResponse", False),
+    "/v1/tokenize": ("Text to token ids", "TokenizeRequest", "TokenizeResponse", False),
+    "/detokenize": ("Token ids to text", "DetokenizeRequest", "DetokenizeResponse", False),
+    "/v1/detokenize": ("Token ids to text", "DetokenizeRequest", "DetokenizeResponse", False),
+}
+"""Route → (summary, schema of its body, schema of its answer, whether it streams)."""
+_HEADERS = {
+    "x-request-id": "The request's id: the client's own, or a new one.",
+    "x-pdserve-plan": "Who was chosen, and why.",
+    "x-pdserve-prefill": "The prefill worker.",
+    "x-pdserve-prefill-cached": "Prompt tokens that it had not to compute, by place.",
+    "x-pdserve-decode": "The worker that answered.",
+    "x-pdserve-cached": "Prompt tokens that it had not to compute, by place.",
+}
+
+
+def complete(document: dict[str, Any]) -> dict[str, Any]:
+    """FastAPI's document of the ordinary routes, with all that it does not know."""
+    components = document.setdefault("components", {})
+    schemas = json.loads(files("pdserve.router.api").joinpath("sglang_schemas.json").read_text("utf-8"))
+    # the router reads a model's name there too, to choose among several
+    schemas["GenerateReqInput"]["properties"]["model"] = {"type": ["string", "null"], "default": None}
+    one = {"$ref": f"{_REF}GeneratedOne"}
+    schemas |= {
+        "Error": _ERROR,
+        "GeneratedOne": _GENERATED,
+        "Generated": {"anyOf": [one, {"type": "array", "items": one}]},
+    }
+    components["schemas"] = schemas
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)  # FastAPI's own: here it would be 400
+            for status in (401, 500, 404) if "{" in path else (401, 500):
+                operation["responses"].setdefault(str(status), _error(status))
+    document["paths"] |= {path: {"post": _operation(path)} for path in HOT_ROUTES}
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation["security"] = [{}, {"key": []}]  # a key where the router was given keys
+    return document
+
+
+def _operation(path: str) -> dict[str, Any]:
+    summary, asked, said, streams = HOT_ROUTES[path]
+    content: dict[str, Any] = {"application/json": {"schema": {"$ref": _REF + said}}}
+    if streams:
+        content["text/event-stream"] = {"schema": _EVENT}
+    headers = {name: {"description": text, "schema": {"type": "string"}} for name, text in _HEADERS.items()}
+    answered = {"description": f"As SGLang answers{', a stream too' if streams else ''}."}
+    return {
+        "tags": ["OpenAI" if path.startswith("/v1/") and "token" not in path else "SGLang"],
+        "summary": f"{summary}.",
+        "operationId": path.strip("/").replace("/", "_"),
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": {"$ref": _REF + asked}}},
+        },
+        "responses": {"200": answered | {"headers": headers, "content": content}}
+        | {str(status): _error(status) for status in _ERRORS},
+    }
+
+
+def _error(status: int) -> dict[str, Any]:
+    schema = {"application/json": {"schema": {"$ref": f"{_REF}Error"}}}
+    return {"description": _ERRORS[status], "content": schema}

@@ -1,0 +1,233 @@
+"""The streaming routes: read the body, plan, dispatch, and account for every way it can end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import defaultdict
+from types import MappingProxyType
+from typing import Final
+
+from pdserve.errors import RequestError
+from pdserve.logs import served_request
+from pdserve.router.admission.gate import Entrance
+from pdserve.router.api.errors import error_of
+from pdserve.router.api.openapi import HOT_ROUTES
+from pdserve.router.api.request_body import estimate_prompt_tokens, has_several_prompts, parse_request
+from pdserve.router.config.router import RouterConfig
+from pdserve.router.deadlines import Deadlines
+from pdserve.router.dispatch.dispatcher import Dispatcher
+from pdserve.router.fleet.models import TASK_OF
+from pdserve.router.metrics.stats import Stats
+from pdserve.router.placement.prefix_index import prefix_of
+from pdserve.router.placement.request_facts import Facts
+from pdserve.router.request import spans
+from pdserve.router.request.call import JSON, Call
+from pdserve.router.server.client import AsgiClient, Client, Receive, Scope, Send
+from pdserve.router.sessions.keys import find_session_key, parse_sources
+from pdserve.router.tenants.cache_salt import SALTED_PATHS, isolated
+from pdserve.tracing import Tracer
+
+logger = logging.getLogger(__name__)
+
+LAST_WORD_S = 1.0
+"""How long a client that must be cut off is given to take the error."""
+BODY_BYTES_S = 4096
+"""A body that comes at this rate and faster is not too slow."""
+DRAIN_S = 5.0
+"""How long the rest of a refused body is read, so that the client, still sending, gets to see the answer."""
+
+
+class HotRoutes:
+    """Serves the hot paths; past ASGI where it can be (see `direct_client`), and as an ASGI application."""
+
+    targets: Final = MappingProxyType({path.encode("ascii"): path for path in HOT_ROUTES})
+    """Path by request target."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        entrance: Entrance,
+        dispatcher: Dispatcher,
+        deadlines: Deadlines,
+        stats: Stats,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._tracer = tracer
+        self._entrance = entrance
+        self._dispatcher = dispatcher
+        self._deadlines = deadlines
+        self._stats = stats
+        self._needs_prefix = dispatcher.placer.needs_prefix
+        self._sources = parse_sources(config.session.sources)
+        self._shows_load = config.access.show_load
+        self._body_limit_bytes = config.limits.body_bytes
+        self._total_s = config.deadlines.total_s
+        self._body_s = min(config.deadlines.body_s, self._total_s)
+        self._loop = asyncio.get_running_loop()
+        self._turns: defaultdict[str, int] = defaultdict(int)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, by ASGI."""
+        await self.serve(AsgiClient(scope, receive, send))
+
+    async def serve(self, client: Client) -> None:
+        """One request. Never raises: whatever happens is answered, or ends with the connection."""
+        now_s = self._loop.time()
+        call = Call(client, now_s, now_s + self._body_s)
+        served_request.set(call.request_id)
+        if self._tracer is not None:
+            spans.begin(self._tracer, call)
+        self._stats.in_flight += 1
+        self._deadlines.add(call)
+        try:
+            if client.method == "POST":
+                await self._serve(call, client)
+            else:
+                error = RequestError(405, "Only POST is allowed here.")
+                await call.answer(405, error_of(error), (b"allow", b"POST"))
+        except asyncio.CancelledError:
+            call.task.uncancel()
+            await self._on_cancelled(call)
+        except Exception:  # the boundary of a request: a bug in the router must not leave the client hanging
+            logger.exception("a request failed inside the router")
+            await call.break_off(500, "Internal error in the router.", "internal_error")
+        finally:
+            self._deadlines.discard(call)
+            self._account(call)
+            if call.trace is not None:
+                spans.end(call, self._loop.time())
+
+    async def _serve(self, call: Call, client: Client) -> None:
+        try:
+            call.tenant = self._entrance.authenticate(call.headers)
+            body = await self._read_body(call, client)
+        except RequestError as error:
+            await self._refuse_body(call, client, error)
+            return
+        if body is None:
+            call.end = "client"
+            self._stats.client_aborts[call.phase] += 1
+            return
+        call.phase = "plan"
+        call.deadline_s = call.started_s + self._total_s
+        client.watch(call.on_client_gone)
+        try:
+            self._understand(call, body)
+            ticket = await self._entrance.enter(call)
+            call.planned_s = self._loop.time()
+            try:
+                await self._dispatcher.serve(call)
+            finally:
+                self._entrance.leave(call, ticket)
+        except RequestError as error:
+            await call.answer_error(error)
+        finally:
+            client.unwatch()
+
+    def _understand(self, call: Call, body: bytes) -> None:
+        """Fill in what planning needs. Raises RequestError."""
+        call.body = body
+        view = parse_request(body)
+        call.model = model = self._entrance.model_of(call, view.model)
+        self._turns[model] += 1
+        session, scope = find_session_key(self._sources, call.header, view, body), view.model or model
+        if session is not None:
+            session = session.of_model(scope)
+        if self._entrance.tenants.has_keys:  # tenants share neither caches nor sessions, nor see others' load
+            call.shows_figures = self._shows_load
+            if call.path in SALTED_PATHS:
+                call.body = isolated(body, view.cache_salt, call.tenant.cache)
+            if session is not None:
+                session = session.within(call.tenant.name)
+            scope = f"{call.tenant.cache}/{scope}"
+        prompt = view.prompt_json(call.path)
+        computes = call.path in TASK_OF  # tokenizing does not: it is no load, and leaves no pages behind
+        call.facts = Facts(
+            endpoint=call.path,
+            model=view.model,
+            session=session,
+            prompt_tokens_estimate=estimate_prompt_tokens(prompt),
+            has_several_prompts=has_several_prompts(prompt),
+            turn=self._turns[model],
+            draw=random.getrandbits(32),
+            prefix=prefix_of(view, prompt, scope) if self._needs_prefix and computes else None,
+        )
+
+    async def _read_body(self, call: Call, client: Client) -> bytes | None:
+        """The request's body, None if the client left before its end. Raises RequestError 413."""
+        limit = self._body_limit_bytes
+        length = call.headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length.lstrip(b"0")[:20] or b"0") > limit:  # int() has a bound
+            raise _too_large(limit)
+        parts: list[bytes] = []
+        size = 0
+        while (piece := await client.read()) is not None:
+            part, more = piece
+            size += len(part)
+            if size > limit:
+                raise _too_large(limit)
+            if not more and not parts:
+                return part
+            parts.append(part)
+            if not more:
+                return b"".join(parts)
+            call.deadline_s = call.started_s + min(self._total_s, self._body_s + size / BODY_BYTES_S)
+        return None
+
+    async def _refuse_body(self, call: Call, client: Client, error: RequestError) -> None:
+        """Answer while the client still sends: take in, bounded, what it sends until it reads, then close."""
+        body = error_of(error)
+        headers = [(b"content-type", JSON)]
+        if error.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        call.start(error.status, headers, len(body), closes=True)
+        await call.write(body, more=True)
+        left = self._body_limit_bytes
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                while left > 0 and (piece := await client.read()) is not None:
+                    part, more = piece
+                    left = left - len(part) if more else 0
+        except TimeoutError:
+            pass
+        await call.write(b"", more=False)
+
+    async def _on_cancelled(self, call: Call) -> None:
+        """The call was ended from outside: by its client, by its deadline, or by the server that stops."""
+        if call.end == "client":
+            self._stats.client_aborts[call.phase] += 1
+            logger.debug("client left (%s)", call.phase)
+            return
+        if call.phase == "body" and call.end == "deadline" and not call.is_started:
+            error = RequestError(408, "The request's body did not come in time.", code="body_too_slow")
+            await call.answer(408, error_of(error), closes=True)
+            return
+        if call.end == "deadline":
+            status, message, code = 504, "The request took longer than it may in all.", "deadline_exceeded"
+        else:
+            status, message, code = 503, "The router is stopping.", "router_stopping"
+        if call.is_started:
+            self._stats.stream_errors[code] += 1
+        try:
+            async with asyncio.timeout(LAST_WORD_S):
+                await call.break_off(status, message, code)
+        except TimeoutError:
+            logger.warning("client does not read, cut off")
+
+    def _account(self, call: Call) -> None:
+        stats = self._stats
+        stats.in_flight -= 1
+        if call.is_started:
+            stats.requests[call.path, str(call.status)] += 1
+            stats.first_byte[call.path].observe(call.first_byte_s - call.started_s)
+            if call.is_sse:
+                for part, spent_s in call.parts_s.items():
+                    stats.first_token[part].observe(spent_s)
+        else:
+            stats.requests[call.path, "aborted"] += 1
+
+
+def _too_large(limit_bytes: int) -> RequestError:
+    return RequestError(413, f"The request body is larger than {limit_bytes} bytes.", code="body_too_large")

@@ -1,0 +1,221 @@
+"""Active health checks of the workers: `GET /pd/ready`, and `GET /pd/info` when a worker joins and now and
+then after.
+
+What a probe finds is told to the `Fleet`, which decides; here are the requests, the log lines, and the cut
+of what a dead prefill worker still holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Container
+from typing import NamedTuple
+
+import httpx
+import msgspec
+
+from pdserve.errors import StartupError
+from pdserve.router.api.request_body import UNREADABLE
+from pdserve.router.config.router import Probe
+from pdserve.router.fleet.changes import FleetChange
+from pdserve.router.fleet.registry import Fleet, Worker, WorkerInfo
+from pdserve.router.fleet.worker import WorkerLoad, joining_order
+from pdserve.router.metrics.stats import Stats
+from pdserve.router.upstream.client import Upstream
+
+logger = logging.getLogger(__name__)
+
+INFO_EVERY = 10
+"""A ready worker is asked again what it serves at every tenth probe: it may have been restarted in
+between.
+"""
+_info_decoder = msgspec.json.Decoder(WorkerInfo)
+
+
+class FirstRound(NamedTuple):
+    """What a process that starts is told of its workers."""
+
+    strict: bool = True
+    """It does not start with workers of its configuration that do not fit together."""
+    refused: Container[str] = ()
+    """Ids of those that another process refuses: they are refused here rather than those that they do not
+    fit.
+    """
+    changes: tuple[FleetChange, ...] = ()
+    """What the admin API of the others has done to their fleet."""
+
+
+STRICT = FirstRound()
+
+
+class _Ready(msgspec.Struct):
+    """What is looked at of a worker's answer to `/pd/ready`."""
+
+    load: WorkerLoad | None = None
+    pool: str = "down"
+    draining: bool = False
+
+
+_ready_decoder = msgspec.json.Decoder(_Ready)
+
+
+def _ready_in(answer: bytes) -> _Ready:
+    """What a worker says of itself; nothing, if it is no pdserve worker."""
+    try:
+        return _ready_decoder.decode(answer)
+    except UNREADABLE:
+        return _Ready()
+
+
+class Prober:
+    """Probes every worker of the fleet."""
+
+    def __init__(
+        self,
+        config: Probe,
+        fleet: Fleet,
+        upstream: Upstream,
+        stats: Stats,
+        transport: httpx.AsyncBaseTransport | None = None,
+        token: str = "",
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._upstream = upstream
+        self._stats = stats
+        self._client = httpx.AsyncClient(
+            timeout=config.timeout_s,
+            trust_env=False,
+            transport=transport,
+            headers={"authorization": f"Bearer {token}"} if token else None,
+        )
+        self._probed: set[Worker] = set()
+        """Those that `run` keeps probing."""
+        self._said: dict[str, str] = {}
+        """Worker id → the last complaint logged, so that a lasting one is logged once."""
+
+    async def close(self) -> None:
+        """Close the probes' connections."""
+        await self._client.aclose()
+
+    async def first_round(self, first: FirstRound) -> None:
+        """Probe all once. Raises StartupError, if it is strict, when workers of the configuration that answer
+        do not fit together; others are only refused, and absent ones may join later.
+        """
+        for change in first.changes:
+            change.follow(self._fleet)
+        listed = [worker for worker in self._fleet.workers if "config" in worker.sources]
+        others = [worker for worker in self._fleet.workers if worker not in listed]
+        await self._probe_first(listed, first.refused)  # before the others, which are to fit beside them
+        refused = [worker.refused for worker in listed if worker.refused]
+        if first.strict and refused:
+            raise StartupError(refused[0])
+        await self._probe_first(others, first.refused)
+
+    async def _probe_first(self, workers: list[Worker], refused: Container[str]) -> None:
+        """All at once, and what they say in an order that is not chance."""
+        answers = await asyncio.gather(*(self._ask(worker, asks_info=True) for worker in workers))
+        infos = {worker.id: info for worker, info in zip(workers, answers, strict=True) if info is not None}
+        found = [(worker, infos[worker.id]) for worker in workers if worker.id in infos]
+        for worker in joining_order(found, refused):
+            self._is_ready(worker, infos[worker.id])
+
+    async def run(self) -> None:
+        """Probe every worker again and again, none of them waiting for another, until cancelled."""
+        async with asyncio.TaskGroup() as probing:
+            while True:
+                await asyncio.sleep(self._config.interval_s)
+                for worker in self._fleet.workers:
+                    if worker not in self._probed:
+                        self._probed.add(worker)
+                        probing.create_task(self._keep_probing(worker))
+                for gone in self._said.keys() - self._fleet.by_id.keys():
+                    del self._said[gone]
+
+    async def _keep_probing(self, worker: Worker) -> None:
+        """For as long as it is there."""
+        for count in itertools.count(1):
+            await self.probe(worker, asks_info=count % INFO_EVERY == 0)
+            await asyncio.sleep(self._config.interval_s)
+            if self._fleet.by_id.get(worker.id) is not worker:
+                break
+        self._probed.discard(worker)
+
+    async def _get(self, url: str) -> httpx.Response:
+        async with asyncio.timeout(self._config.timeout_s):  # httpx's own is for each read
+            return await self._client.get(url)
+
+    async def probe(self, worker: Worker, *, asks_info: bool) -> None:
+        """Ask one worker how it is, and tell the fleet; takes at most twice `timeout_s`. One that is known
+        and well is asked what it serves only if `asks_info`.
+        """
+        if (info := await self._ask(worker, asks_info=asks_info)) is not None:
+            self._is_ready(worker, info)
+
+    async def _ask(self, worker: Worker, *, asks_info: bool) -> WorkerInfo | None:
+        """How it is: what it serves if it is ready; if not, the fleet is told."""
+        try:
+            response = await self._get(f"{worker.url}/pd/ready")
+            said = _ready_in(response.content)
+            if said.draining:
+                self._fleet.on_load(worker, said.load, pool_up=said.pool == "up")
+                if self._fleet.on_probe_stopping(worker):
+                    logger.info("%s worker %s stops: it finishes what it has", worker.role, worker.id)
+                return None
+            if response.status_code != 200:
+                self._lost(worker, self._fleet.on_probe_not_ready(worker), "is not ready")
+                return None
+            self._fleet.on_load(worker, said.load, pool_up=said.pool == "up")
+            if not worker.ready or worker.stopping or worker.refused or asks_info:
+                return await self._ask_info(worker)
+        except (httpx.ConnectError, httpx.InvalidURL, UnicodeError) as error:  # the last: a host's name
+            self._lost(worker, self._fleet.on_probe_not_ready(worker), f"cannot be reached: {error}")
+            return None
+        except (httpx.HTTPError, TimeoutError) as error:
+            went = self._fleet.on_probe_unanswered(worker, self._config.failures_to_down)
+            self._lost(worker, went, f"does not answer probes ({type(error).__name__})")
+            return None
+        return worker.info
+
+    def _is_ready(self, worker: Worker, info: WorkerInfo) -> None:
+        """It is, and serves this."""
+        if info != worker.info or worker.refused is not None or not worker.ready:
+            was_refused = worker.refused
+            refused = self._fleet.on_info(worker, info)
+            if refused is not None and refused != was_refused:
+                self._stats.joins_refused += 1
+                logger.error("refused: %s", refused)
+        if self._fleet.on_probe_ready(worker) and worker.refused is None:
+            self._said.pop(worker.id, None)
+            logger.info(
+                "%s worker %s joined: model %r, context %d tokens, page size %d",
+                worker.role,
+                worker.id,
+                info.model,
+                info.context_length,
+                info.page_size,
+            )
+
+    async def _ask_info(self, worker: Worker) -> WorkerInfo | None:
+        """What the worker serves. One that does not say is not used."""
+        response = await self._get(f"{worker.url}/pd/info")
+        try:
+            if response.status_code != 200:
+                raise ValueError(f"status {response.status_code}")
+            return _info_decoder.decode(response.content)
+        except (*UNREADABLE, ValueError) as error:
+            worker.info = None
+            went = self._fleet.on_probe_not_ready(worker)
+            self._lost(
+                worker, went, f"does not describe itself on /pd/info ({error}); is it a pdserve worker?"
+            )
+            return None
+
+    def _lost(self, worker: Worker, went_down: bool, what: str) -> None:
+        if self._said.get(worker.id) != what:
+            self._said[worker.id] = what
+            logger.warning("%s worker %s %s", worker.role, worker.id, what)
+        if went_down and worker.role == "prefill":
+            self._upstream.cut_worker(worker)  # the decode workers take over at once, not at the deadline

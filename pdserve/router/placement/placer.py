@@ -1,0 +1,123 @@
+"""What the router remembers to place requests: sessions, and where prompts' beginnings live.
+
+Pure. A request asks for its `plan`; what becomes of it is told by the methods below, in this order, each at
+most once, and none if the request fails before:
+
+    plan -> on_prefilled (if the plan has that stage) -> on_answering -> on_answered
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from pdserve.router.config.router import RouterConfig
+from pdserve.router.fleet.registry import Fleet, Snapshot, Worker
+from pdserve.router.placement.planner import Plan, Planner
+from pdserve.router.placement.policies import PolicySettings, make_policy
+from pdserve.router.placement.prefix_index import PrefixTable
+from pdserve.router.placement.request_facts import Facts
+from pdserve.router.sessions.table import SessionEntry, SessionTable
+
+
+class Placer:
+    """Plans requests, and learns from their outcome."""
+
+    def __init__(self, config: RouterConfig, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.sessions = SessionTable(config.session.capacity, config.session.ttl_s)
+        self.prefixes = PrefixTable(config.placement)
+        self._planner = Planner(
+            prefill_policy=make_policy(
+                config.prefill_policy, PolicySettings(config.session.prefill, config.placement)
+            ),
+            decode_policy=make_policy(
+                config.decode_policy, PolicySettings(config.session.decode, config.placement)
+            ),
+            prefill_endpoints=frozenset(config.prefill_endpoints),
+            min_prefill_tokens=config.min_prefill_tokens,
+            weights=config.placement,
+        )
+        self.needs_prefix = self._planner.needs_places
+        """Whether `Facts.prefix` is looked at."""
+
+    def last_turn(self, facts: Facts, now_s: float) -> SessionEntry | None:
+        """The session's last turn, as far as this router knows."""
+        return None if facts.session is None else self.sessions.get(facts.session, now_s)
+
+    def plan(self, facts: Facts, snapshot: Snapshot, last: SessionEntry | None, now_s: float) -> Plan:
+        """The plan of one request. Raises NoWorkerError."""
+        places = None
+        if facts.prefix is not None:
+            places = self.prefixes.places(facts.prefix, now_s)
+            worker = None if last is None else self._fleet.by_id.get(last.decode_id)
+            if last is not None and worker is not None and last.incarnation in (worker.incarnation, ""):
+                places.add(worker, last.tokens, now_s - last.seen_s)
+        return self._planner.plan(facts, snapshot, last, places)
+
+    def on_prefilled(
+        self,
+        facts: Facts,
+        plan: Plan,
+        worker: Worker,
+        cached: Mapping[str, int],
+        published_pages: int,
+        missing_pages: int,
+        now_s: float,
+    ) -> None:
+        """The prefill stage is done: the prompt is in the worker's memory, and its pages in the pool unless
+        some are missing. `cached`: what it had, in tokens by place (device, host, pool).
+        """
+        if facts.prefix is not None:
+            in_pool = published_pages > 0 and not missing_pages
+            self.prefixes.record(facts.prefix, worker, now_s, in_pool=in_pool)
+            if plan.places is not None and cached:
+                found = cached.get("device", 0) + cached.get("host", 0)
+                self.prefixes.learn(worker, plan.places.believed(worker), found)
+
+    def on_answering(
+        self, facts: Facts, plan: Plan, worker: Worker, request_id: str, now_s: float
+    ) -> SessionEntry | None:
+        """`worker` has begun to answer. Returns the session's new last turn, if the request is one."""
+        if facts.prefix is not None:
+            self.prefixes.record(facts.prefix, worker, now_s, in_pool=worker.pool_up)
+        if facts.session is None or not facts.is_turn:
+            return None
+        before = self.sessions.get(facts.session, now_s)
+        prefill_id = plan.prefill.id if plan.prefill else before.prefill_id if before else ""
+        entry = SessionEntry(
+            request_id,
+            worker.id,
+            now_s,
+            prefill_id,
+            facts.prompt_tokens_estimate,
+            incarnation=worker.incarnation,
+            turns=plan.turn,
+        )
+        self.sessions.record(facts.session, entry)
+        return entry
+
+    def on_answered(
+        self,
+        facts: Facts,
+        plan: Plan,
+        worker: Worker,
+        turn: SessionEntry | None,
+        answer_tokens: int,
+        found_tokens: int | None,
+        now_s: float,
+    ) -> SessionEntry | None:
+        """The answer is whole, so the worker's memory holds its `answer_tokens` too; `found_tokens` of the
+        prompt were there before, if it says. Returns the session's last turn with that, unless a later one
+        has begun.
+        """
+        if plan.places is not None and found_tokens is not None:
+            self.prefixes.learn(worker, plan.places.believed(worker), found_tokens)
+        key = facts.session
+        if key is None or turn is None or self.sessions.get(key, now_s) is not turn:
+            return None
+        tokens = turn.tokens + answer_tokens
+        turn = msgspec.structs.replace(turn, tokens=tokens, seen_s=now_s, answered=True)
+        self.sessions.record(key, turn)
+        return turn

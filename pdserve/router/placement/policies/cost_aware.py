@@ -1,0 +1,66 @@
+"""Policies that compare workers by the cost function (`pdserve.router.placement.cost`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pdserve.router.fleet.worker import Worker
+from pdserve.router.placement.cost import cost_ms, cost_words
+from pdserve.router.placement.policies.base import Ask, Choice, PolicySettings
+from pdserve.router.placement.prefix_index import NOTHING, Cached
+
+
+class CacheAware:
+    """The least cost, what each worker is thought to have of the prompt weighed against its load."""
+
+    needs_places = True
+    reason = "cache-aware"
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self._weights = settings.weights
+
+    def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
+        """The cheapest worker; equals take turns."""
+        count, last_id, weights = len(workers), ask.last_id, self._weights
+        best, best_cached, least_ms = workers[0], NOTHING, math.inf
+        for i in range(ask.turn, ask.turn + count):
+            worker = workers[i % count]
+            cached = self._cached(ask, worker)
+            leaves = last_id is not None and last_id != worker.id
+            total_ms = cost_ms(weights, worker, ask.prompt_tokens, cached, leaves=leaves)
+            if total_ms < least_ms:
+                best, best_cached, least_ms = worker, cached, total_ms
+        cause = "" if best_cached is NOTHING else "prefix"
+        return Choice(best, self.reason, cost_words(least_ms, best, ask.prompt_tokens, best_cached), cause)
+
+    def _cached(self, ask: Ask, worker: Worker) -> Cached:
+        return NOTHING if ask.places is None else ask.places.cached(worker)
+
+
+class LoadAware(CacheAware):
+    """The least cost with nothing cached: queued tokens, requests and free KV memory."""
+
+    needs_places = False
+    reason = "load-aware"
+
+    def _cached(self, ask: Ask, worker: Worker) -> Cached:
+        return NOTHING
+
+
+class PowerOfTwo(LoadAware):
+    """The cheaper by load of two drawn at random: routers that see the same load do not all choose the same.
+
+    Source: Mitzenmacher, "The power of two choices in randomized load balancing", 2001.
+    """
+
+    reason = "power-of-two"
+
+    def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
+        """One of two different workers, every pair equally likely."""
+        count = len(workers)
+        if count > 2:
+            first = ask.draw % count
+            second = (first + 1 + ask.draw // count % (count - 1)) % count
+            workers = workers[first], workers[second]
+        return super().choose(ask, workers)

@@ -1,0 +1,141 @@
+"""What the processes of a router tell each other: lines of JSON between parent and child."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import socket
+from collections.abc import Callable
+
+import msgspec
+
+from pdserve.errors import PdserveError
+from pdserve.router.fleet.changes import FleetChange
+from pdserve.router.processes.shared_limits import Share, Want
+
+MAX_LINE_BYTES = 64 * 1024 * 1024
+COLLECT_TIMEOUT_S = 1.0
+"""For a child's answer to its parent."""
+SUM_TIMEOUT_S = 5.0
+"""For the parent's answer to a child: it has all children's by then, and has added them up."""
+CLOSE_TIMEOUT_S = 1.0
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    """Child to parent: it serves."""
+
+
+class Collect(msgspec.Struct, tag="collect", frozen=True):
+    """To a child: its metrics, please. To the parent: everybody's."""
+
+    number: int
+
+
+class Collected(msgspec.Struct, tag="collected", frozen=True):
+    """The answer."""
+
+    number: int
+    text: str
+
+
+class Last(msgspec.Struct, tag="last", frozen=True):
+    """Child to parent: its metrics, as it ends."""
+
+    text: str
+
+
+class Reload(msgspec.Struct, tag="reload", frozen=True):
+    """The API keys are to be read anew: one process was told so."""
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """Child to parent: ids of the workers that it refuses; a process that starts is to refuse the same."""
+
+    workers: frozenset[str]
+
+
+class Wants(msgspec.Struct, tag="wants", frozen=True):
+    """Child to parent: what changed of its tenants."""
+
+    tenants: dict[str, Want]
+
+
+class Shared(msgspec.Struct, tag="shared", frozen=True):
+    """To a child: what changed of its tenants' shares."""
+
+    tenants: dict[str, Share]
+
+
+Message = Ready | Collect | Collected | Last | FleetChange | Refused | Reload | Wants | Shared
+_decoder = msgspec.json.Decoder(Message)
+_encoder = msgspec.json.Encoder()
+
+
+class ChannelClosed(PdserveError):
+    """The process at the other end is gone, or does not answer."""
+
+
+class Channel:
+    """One end. `on_message` gets what is no answer to `collect`, in the loop."""
+
+    def __init__(self, on_message: Callable[[Message], None]) -> None:
+        self._on_message = on_message
+        self._writer: asyncio.StreamWriter | None = None
+        self._early: list[bytes] = []
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[str]] = {}
+        self._is_over = False
+
+    async def run(self, sock: socket.socket) -> None:
+        """Take in messages until the other end is gone."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=sock, limit=MAX_LINE_BYTES)
+        self._writer.writelines(self._early)
+        self._early.clear()
+        try:
+            while line := await reader.readline():
+                message = _decoder.decode(line)
+                if isinstance(message, Collected):
+                    asked = self._asked.pop(message.number, None)
+                    if asked is not None and not asked.done():
+                        asked.set_result(message.text)
+                else:
+                    self._on_message(message)
+        except OSError:
+            pass
+        finally:
+            self._is_over = True
+            self._writer.close()
+            for asked in self._asked.values():
+                if not asked.done():
+                    asked.set_exception(ChannelClosed("the process is gone"))
+
+    def send(self, message: Message) -> None:
+        """Send, if the other end is there. The other end reads at once: nothing is held back."""
+        line = _encoder.encode(message) + b"\n"
+        if self._writer is None:
+            self._early.append(line)
+        elif not self._writer.is_closing():
+            self._writer.write(line)
+
+    async def collect(self, timeout_s: float) -> str:
+        """The other end's metrics. Raises ChannelClosed."""
+        if self._is_over:
+            raise ChannelClosed("the process is gone")
+        number = next(self._numbers)
+        asked = self._asked[number] = asyncio.get_running_loop().create_future()
+        self.send(Collect(number))
+        try:
+            return await asyncio.wait_for(asked, timeout_s)
+        except TimeoutError:
+            raise ChannelClosed("no answer in time") from None
+        finally:
+            self._asked.pop(number, None)
+
+    async def close(self) -> None:
+        """Hang up once all is sent."""
+        if self._writer is not None:
+            self._writer.close()
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._writer.wait_closed()

@@ -1,0 +1,255 @@
+"""Several router processes behind one port: a parent that starts, replaces and stops them.
+
+Every child has a listening socket of its own on the port (SO_REUSEPORT: the kernel spreads connections over
+them). The parent holds all of these sockets for as long as it lives. So a child is replaced without a
+connection refused or reset: its successor is started on the same socket, and only when that one serves is the
+old child told to stop, to finish what it has.
+
+- SIGHUP: the configuration is read again, and successors with it are started, one after the other. When all
+  serve they take the children's places; when one does not start, none does.
+- A child that dies is started again, after a pause.
+- SIGTERM, SIGINT: every child finishes what it has, within `stop_grace_s`.
+- Metrics: the child that is asked asks the parent, which asks all and adds up, with what ended ones counted
+  and how many did not answer. What the admin API says of requests and use is taken from them.
+- Limits of tenants hold over all of them, see `shares`.
+- What the admin API of one child does to the fleet, the parent tells the others, and one that is started
+  later begins with it; that it reads the API keys anew, it tells the others.
+
+A child ends when its parent is gone, for whatever reason: its end of their socket pair says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Coroutine
+
+from pdserve.errors import ConfigError, PdserveError, StartupError
+from pdserve.router.config.router import RouterConfig
+from pdserve.router.fleet.changes import Changes, FleetChange
+from pdserve.router.fleet.health_check import FirstRound
+from pdserve.router.fleet.registry import Worker, listed_workers
+from pdserve.router.metrics.merge import GROWING, add_up
+from pdserve.router.metrics.names import PREFIX
+from pdserve.router.processes.channel import (
+    Collect,
+    Collected,
+    Last,
+    Message,
+    Ready,
+    Refused,
+    Reload,
+    Shared,
+    Wants,
+)
+from pdserve.router.processes.child import Child, Setup
+from pdserve.router.processes.reload import stamp, watch_file
+from pdserve.router.processes.serving import bind
+from pdserve.router.processes.shared_limits import Divider, Shares
+from pdserve.settings.command_line import ConfigSource
+
+logger = logging.getLogger(__name__)
+
+RESTART_PAUSE_S = 1.0
+
+
+class Processes:
+    """The parent."""
+
+    def __init__(
+        self, config: RouterConfig, source: ConfigSource[RouterConfig] | None, first: FirstRound
+    ) -> None:
+        self._setup = Setup(config, Changes())
+        self._coming: Setup | None = None
+        """That of the successors that are being started."""
+        self._source = source
+        self._seen = stamp(source.path) if source is not None else None
+        self._first = first
+        self._refused: frozenset[str] = frozenset()
+        """Workers that the children refuse, as one of them said last."""
+        self._sockets: list[socket.socket] = []
+        self._admin: socket.socket | None = None
+        """The admin API's; the first child serves it."""
+        self._children: list[Child] = []
+        """By their place, that of their socket."""
+        self._live: set[Child] = set()
+        """Those that start or stop, too."""
+        self._ended_metrics = ""
+        """What those counted that have ended."""
+        self._divider = Divider()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopped = asyncio.Event()
+        self._reload = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until SIGTERM or SIGINT. Raises StartupError."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopped.set)
+        loop.add_signal_handler(signal.SIGHUP, self._reload.set)
+        config = self._setup.config
+        port = config.port
+        try:
+            for _ in range(config.processes):
+                listening = bind(config.host, port, shared=True)
+                self._sockets.append(listening)
+                port = listening.getsockname()[1]
+            if config.admin.port is not None:
+                self._admin = bind(config.admin.host, config.admin.port)
+            places = range(config.processes)
+            self._children = [self._start(place, self._setup, self._first) for place in places]
+            await asyncio.gather(*(child.ready() for child in self._children))
+            for place, child in enumerate(self._children):
+                self._later(self._keep(place, child))
+            logger.info("listening on http://%s:%d with %d processes", config.host, port, config.processes)
+            self._later(self._reloading())
+            if self._source is not None and config.watch_config_s > 0:
+                self._later(
+                    watch_file(self._source.path, config.watch_config_s, self._reload.set, self._seen)
+                )
+            await self._stopped.wait()
+        finally:
+            await self._stop()
+
+    def _start(self, place: int, setup: Setup, first: FirstRound | None = None) -> Child:
+        """Raises StartupError."""
+        first = first or FirstRound(strict=False, refused=self._refused, changes=tuple(setup.changes))
+        admin = self._admin if place == 0 else None
+        child = Child(setup, self._sockets[place], admin, self._on_message, first)
+        self._live.add(child)
+        child.serving.add_done_callback(lambda _: self._share(self._divider.gone(child.number)))
+        child.ended.add_done_callback(lambda _: self._ended(child))
+        return child
+
+    async def _keep(self, place: int, child: Child) -> None:
+        """Start another when the child has died, unless its place is another's by then."""
+        try:
+            await child.ready()
+        except StartupError:
+            await child.kill()
+        status = await asyncio.shield(child.ended)
+        if child.is_stopping:
+            return
+        logger.error("router process %s ended with status %d, it is started again", child.process.pid, status)
+        await asyncio.sleep(RESTART_PAUSE_S)
+        while self._children[place] is child:
+            try:
+                new = self._children[place] = self._start(place, self._setup)
+                self._later(self._keep(place, new))
+            except StartupError as error:
+                logger.error("%s; it is tried again", error)  # noqa: TRY400 - one line
+                await asyncio.sleep(RESTART_PAUSE_S)
+
+    async def _reloading(self) -> None:
+        while True:
+            await self._reload.wait()
+            self._reload.clear()
+            try:
+                await self._replace_all()
+            except PdserveError as error:
+                logger.error("the configuration is not changed: %s", error)  # noqa: TRY400 - one line
+
+    async def _replace_all(self) -> None:
+        """Every child by a new one with the configuration as it is now, or none. Raises PdserveError."""
+        if self._source is None:
+            return
+        config, before = self._source.load(), self._setup.config
+        for name in ("host", "port", "processes", "admin"):
+            if getattr(config, name) != getattr(before, name):
+                raise ConfigError(f"a change of '{name}' needs a restart of the router")
+        coming = Setup(config, self._setup.changes.configured(_ids(before), _ids(config)))
+        started: list[Child] = []
+        self._coming = coming
+        try:
+            for place in range(len(self._sockets)):
+                started.append(self._start(place, coming))
+                await started[-1].ready()
+        except StartupError:
+            for child in started:
+                self._later(child.stop())
+            raise
+        finally:
+            self._coming = None
+        replaced, self._children, self._setup = self._children, started, coming
+        for old in replaced:
+            self._later(old.stop())
+        for place, child in enumerate(started):
+            self._later(self._keep(place, child))
+        logger.info("all router processes have the new configuration")
+
+    def _on_message(self, child: Child, message: Message) -> None:
+        if isinstance(message, Ready):
+            child.is_ready.set()
+        elif isinstance(message, Collect):
+            self._later(self._collect(child, message.number))
+        elif isinstance(message, Last):
+            child.metrics, child.has_left = message.text, True
+        elif isinstance(message, Wants):
+            self._share(self._divider.told(child.number, message.tenants))
+        elif isinstance(message, FleetChange):
+            for setup in filter(None, (self._setup, self._coming)):
+                setup.changes.note(message)
+            if message.act != "gone":
+                self._tell_others(child, message)
+        elif isinstance(message, Refused):
+            self._refused = message.workers
+        elif isinstance(message, Reload):
+            self._tell_others(child, message)
+
+    def _ended(self, child: Child) -> None:
+        self._live.discard(child)
+        self._ended_metrics = add_up((self._ended_metrics, child.metrics), GROWING).decode()
+
+    def _share(self, shares: Shares) -> None:
+        for child in self._live:
+            if child.number in shares:
+                child.channel.send(Shared(shares[child.number]))
+
+    def _tell_others(self, child: Child, message: Message) -> None:
+        for other in self._live - {child}:
+            other.channel.send(message)
+
+    async def _collect(self, child: Child, number: int) -> None:
+        answered = await asyncio.gather(*(other.ask_metrics() for other in self._live))
+        silent = f"{PREFIX}processes_silent {answered.count(False)}\n"
+        texts = (self._ended_metrics, *(other.metrics for other in self._live), silent)  # all of one moment
+        child.channel.send(Collected(number, add_up(texts).decode()))
+
+    async def _stop(self) -> None:
+        self._stopped.set()
+        await self._cancel_tasks()  # from here on nobody is started, and all that live are stopped here
+        for listening in self._sockets:
+            listening.close()
+        if self._admin is not None:
+            self._admin.close()
+        await asyncio.gather(*(child.stop() for child in self._live))
+        await self._cancel_tasks()
+
+    async def _cancel_tasks(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _later(self, what: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(what)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _ids(config: RouterConfig) -> set[str]:
+    return {Worker(role, url).id for url, role in listed_workers(config).items()}
+
+
+def run_processes(config: RouterConfig, source: ConfigSource[RouterConfig] | None, first: FirstRound) -> None:
+    """Run `config.processes` router processes until they are stopped. Raises StartupError; `first` says
+    whether for workers that do not fit together.
+    """
+
+    async def main() -> None:
+        await Processes(config, source, first).run()
+
+    asyncio.run(main())
+    logger.info("stopped")

@@ -1,0 +1,157 @@
+"""Where a request's session key comes from.
+
+A client that names its session (a header, a cookie, a field of the body) is taken at its word: keys are
+compared exactly. For one that does not, the source `messages` makes keys from the conversation itself:
+
+    messages     system   u1      a1      u2      a2      u3
+    turn 1       (left out)  h1
+    turn 2                   h1      h2      h3
+    turn 3                   h1      h2      h3      h4      h5         h(n) = hash(h(n-1), message n's JSON)
+
+`h1` names the session for placement: it is the same in every turn and at every router. The conversation is
+found again by its longest known link, so two that begin alike are told apart from their second turn on.
+Leading `system` and `developer` messages, which many conversations share, are left out. Clients repeat what
+they sent byte for byte; one that does not is a new conversation, which costs nothing but its cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+import xxhash
+
+from pdserve.errors import ConfigError
+from pdserve.router.api.request_body import UNREADABLE, RequestView
+
+MAX_SESSION_KEY_CHARS = 256
+"""A longer session key is replaced by its digest, so that the session table's memory is bounded."""
+MAX_LINKS = 64
+"""A longer conversation is known by its first messages."""
+SHARED_ROLES = ("system", "developer")
+
+
+class SessionSource(msgspec.Struct, frozen=True):
+    """One place where a session key may be."""
+
+    kind: Literal["header", "cookie", "user", "body", "messages"]
+    name: str = ""
+    """Header name (lower case), cookie name or dotted path."""
+
+
+class SessionKey(msgspec.Struct, frozen=True, gc=False):
+    """`name` decides the placement; the session's last turn is looked for under the last of `links` that is
+    known, and recorded under the last.
+    """
+
+    name: str
+    links: tuple[str, ...]
+
+    def of_model(self, model: str) -> SessionKey:
+        """The key apart from those of other models; placement, which is by model, needs no other name."""
+        return SessionKey(self.name, tuple(f"{model}/{link}" for link in self.links))
+
+    def within(self, tenant: str) -> SessionKey:
+        """The key apart from those of other tenants."""
+        return SessionKey(f"{tenant}/{self.name}", tuple(f"{tenant}/{link}" for link in self.links))
+
+
+def named(name: str) -> SessionKey:
+    """The key of a session that its client names."""
+    return SessionKey(name, (name,))
+
+
+class _Role(msgspec.Struct, gc=False):
+    role: str = ""
+
+
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+_role_decoder = msgspec.json.Decoder(_Role)
+
+
+def parse_sources(texts: Sequence[str]) -> tuple[SessionSource, ...]:
+    """`session.sources` of the configuration. Raises ConfigError naming the one that is no source."""
+    sources = []
+    for text in texts:
+        kind, _, name = text.partition(":")
+        if kind in ("user", "messages") and text == kind:
+            sources.append(SessionSource(kind))  # type: ignore[arg-type]
+        elif kind == "header" and _TOKEN.fullmatch(name):
+            sources.append(SessionSource("header", name.lower()))
+        elif kind == "cookie" and _TOKEN.fullmatch(name):
+            sources.append(SessionSource("cookie", name))
+        elif kind == "body" and name and all(name.split(".")):
+            sources.append(SessionSource("body", name))
+        else:
+            raise ConfigError(
+                f"session.sources: {text!r} is not `header:NAME`, `cookie:NAME`, `user`, `body:PATH` "
+                "(a dotted path) or `messages`"
+            )
+    return tuple(sources)
+
+
+def find_session_key(
+    sources: Sequence[SessionSource], header: Callable[[str], str | None], view: RequestView, body: bytes
+) -> SessionKey | None:
+    """The first non-empty key that the sources give, bounded in length; None when there is none."""
+    for source in sources:
+        kind = source.kind
+        if kind == "header":
+            key = header(source.name)
+        elif kind == "user":
+            key = view.user
+        elif kind == "cookie":
+            key = _cookie(header("cookie"), source.name)
+        elif kind == "body":
+            key = _at_path(body, source.name.split("."))
+        else:
+            links = message_links(view.messages)
+            if links:
+                return SessionKey(links[0], links)
+            continue
+        if key:
+            if len(key) > MAX_SESSION_KEY_CHARS:
+                key = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
+            return named(key)
+    return None
+
+
+def message_links(messages: msgspec.Raw) -> tuple[str, ...]:
+    """The hash chain of a JSON list of messages, the shared ones at its beginning left out."""
+    try:
+        items = _list_decoder.decode(messages)
+        first = 0
+        while first < len(items) and _role_decoder.decode(items[first]).role in SHARED_ROLES:
+            first += 1
+    except UNREADABLE:
+        return ()
+    digest, links = xxhash.xxh3_128(b"pdserve session"), []
+    for item in items[first : first + MAX_LINKS]:
+        digest.update(item)
+        links.append("messages:" + digest.hexdigest())
+    return tuple(links)
+
+
+def _cookie(header: str | None, name: str) -> str | None:
+    """The value of a cookie, as it stands in the header (RFC 6265, section 4.2.1)."""
+    for pair in (header or "").split(";"):
+        found, _, value = pair.strip().partition("=")
+        if found == name:
+            return value.strip('"')
+    return None
+
+
+def _at_path(body: bytes | msgspec.Raw, path: Sequence[str]) -> str | None:
+    """The string or number at a path of object keys; None where there is none."""
+    try:
+        for step in path:
+            body = _object_decoder.decode(body)[step]
+        value = msgspec.json.decode(body, type=str | int | None)
+    except (*UNREADABLE, KeyError):
+        return None
+    return None if value is None else str(value)

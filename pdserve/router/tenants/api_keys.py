@@ -1,0 +1,98 @@
+"""API keys and the other secrets of a router: read from files and the environment, kept as digests."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from pdserve.errors import ConfigError
+from pdserve.router.config.tenants import NAME_PATTERN, SHARED, Access, Admin
+from pdserve.tokens import MIN_CHARS, digest, digest_of_setting, is_digest, secret_of
+
+KEYS_VARIABLE = "PDSERVE_API_KEYS"
+CLUSTER_VARIABLE = "PDSERVE_CLUSTER_TOKEN"
+ADMIN_VARIABLE = "PDSERVE_ADMIN_KEY"
+_NAME = re.compile(NAME_PATTERN)
+
+
+def load_keys(access: Access, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Digest of each API key -> its tenant. Raises ConfigError, which shows no key."""
+    keys: dict[str, str] = {}
+    if access.keys_file is not None:
+        for number, line in enumerate(_lines(access.keys_file), 1):
+            words = line.partition("#")[0].split()
+            if words:
+                where = f"{access.keys_file}, line {number}"
+                if len(words) != 2 or not words[1].startswith("sha256:"):
+                    raise ConfigError(f"{where}: a line is `TENANT sha256:DIGEST`; `pdserve key` makes one")
+                _add(keys, where, words[0], words[1])
+        if not keys:
+            raise ConfigError(f"{access.keys_file} has no keys: `pdserve key TENANT --file FILE` adds one")
+    for i, entry in enumerate(filter(None, map(str.strip, environ.get(KEYS_VARIABLE, "").split(","))), 1):
+        where = f"{KEYS_VARIABLE}, entry {i}"
+        tenant, equals, key = entry.partition("=")
+        if not equals:
+            raise ConfigError(f"{where}: an entry is TENANT=KEY")
+        _add(keys, where, tenant.strip(), key.strip())
+    return keys
+
+
+def cluster_token(access: Access, environ: Mapping[str, str] = os.environ) -> str:
+    """The token that workers ask for; empty: none. Raises ConfigError."""
+    name = "access.cluster_token"
+    return secret_of(name, access.cluster_token, access.cluster_token_file, CLUSTER_VARIABLE, environ)
+
+
+def admin_key_digest(admin: Admin, environ: Mapping[str, str] = os.environ) -> str:
+    """Digest of the admin API's key. Raises ConfigError where there is the API and no key."""
+    key = secret_of("admin.key", admin.key, admin.key_file, ADMIN_VARIABLE, environ)
+    if not key and admin.port is not None:
+        raise ConfigError(f"admin.port needs a key: set admin.key_file, or {ADMIN_VARIABLE}")
+    return digest(key)
+
+
+def new_key() -> str:
+    """A key of 256 random bits."""
+    return f"pd-{secrets.token_urlsafe(32)}"
+
+
+def key_line(tenant: str, key: str) -> str:
+    """The line of a keys file. Raises ConfigError for a name that is none."""
+    _check_name("tenant", tenant)
+    return f"{tenant} sha256:{digest(key)}\n"
+
+
+def append_line(file: Path, line: str) -> None:
+    """Add a line to a keys file, made readable for its owner alone. Raises ConfigError."""
+    try:
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as keys:
+            keys.write(line)
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be written: {error.strerror}") from None
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the keys file {file} cannot be read: {error}") from None
+
+
+def _add(keys: dict[str, str], where: str, tenant: str, key: str) -> None:
+    _check_name(where, tenant)
+    found = digest_of_setting(key)
+    if not is_digest(found):
+        raise ConfigError(f"{where}: after `sha256:` must come 64 hexadecimal digits")
+    if not key.startswith("sha256:") and len(key) < MIN_CHARS:
+        raise ConfigError(f"{where}: a key has {MIN_CHARS} characters or more; `pdserve key` makes one")
+    if keys.setdefault(found, tenant) != tenant:
+        raise ConfigError(f"{where}: tenant {tenant} has the key of tenant {keys[found]}")
+
+
+def _check_name(where: str, tenant: str) -> None:
+    if not _NAME.fullmatch(tenant) or tenant == SHARED:
+        what = f"{tenant[:64]!r} cannot name a tenant: letters, digits, `.`, `_`, `-`, and not {SHARED!r}"
+        raise ConfigError(f"{where}: {what}")

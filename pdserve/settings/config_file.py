@@ -1,0 +1,323 @@
+"""Configuration: a TOML file with command-line flags over it becomes one frozen msgspec struct.
+
+Every part of pdserve declares its own struct (`pdserve.router.config.router.RouterConfig`, ...), with
+`frozen=True, kw_only=True, forbid_unknown_fields=True`, and describes each field with `Annotated[T,
+msgspec.Meta(description="...")]`. This module turns file and flags into such a struct, says in one line what
+is wrong where they do not fit, and lists a struct's options for `--help` and for the README.
+
+A key is written with its tables, as in `engine.page_size`; an entry of an array of tables as in
+`pool.nodes[0].address`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from pdserve.errors import ConfigError
+
+T = TypeVar("T")
+
+Kind = Literal["scalar", "switch", "repeated", "file-only"]
+"""How an option is given as a flag: `--x V`, `--x/--no-x`, `--x V --x W`, or not at all."""
+
+REQUIRED = "required"
+NONE = "none"
+"""What `Option.default` says of an option without a default, and of one whose default is None."""
+
+NO_FILE = "configuration"
+"""What errors name where there is no file."""
+
+
+class Option(msgspec.Struct, frozen=True):
+    """One leaf of a configuration struct."""
+
+    key: str
+    """Dotted key; `nodes[].address` is the key of each entry of an array of tables."""
+    annotation: Any
+    """The field's type as declared, `Annotated` and all."""
+    kind: Kind
+    type_name: str
+    """The type in words, for people."""
+    default: str
+    """The default as TOML would write it, `none`, or `required`."""
+    description: str
+
+
+def load_config(type_: type[T], path: Path | None, overrides: Mapping[str, Any]) -> T:
+    """Read `path` (TOML), lay `overrides` over it and build a `type_`.
+
+    `overrides` maps dotted keys to values; None means "not given". Raises ConfigError with one line that
+    names the file, the key, what was expected and what was found.
+    """
+    data = {} if path is None else read_toml(path)
+    given = {key: value for key, value in overrides.items() if value is not None}
+    for key, value in given.items():
+        _put(data, key, value)
+    return build_config(type_, data, source=NO_FILE if path is None else str(path), flags=given)
+
+
+def build_config(
+    type_: type[T],
+    data: Mapping[str, Any],
+    *,
+    source: str,
+    flags: Mapping[str, Any] = types.MappingProxyType({}),
+) -> T:
+    """Build a `type_` from tables already read; `source` and `flags` (dotted keys) only serve errors."""
+    unknown = list(_unknown_keys(type_, data))
+    if unknown:
+        lines = [
+            f"unknown key '{key}'{f' (did you mean {near!r}?)' if near else ''}" for key, near in unknown
+        ]
+        raise ConfigError(f"{_origin(unknown[0][0], source, flags)}: {'; '.join(lines)}")
+    try:
+        return msgspec.convert(data, type_, dec_hook=_decode_custom)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(type_, str(error), data, source, flags)) from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises ConfigError: missing, unreadable, or a syntax error with its line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such configuration file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        what = str(error).replace("at end of document", f"at line {len(text.splitlines())}, end of file")
+        raise ConfigError(f"{path}: not valid TOML: {what}") from None
+
+
+def parse_value(annotation: Any, text: str | list[str]) -> Any:
+    """A flag's text as a value of the option's type. Raises msgspec.ValidationError."""
+    return msgspec.convert(text, annotation, strict=False, dec_hook=_decode_custom)
+
+
+def options(type_: type[Any], prefix: str = "", *, file_only: bool = False) -> Iterator[Option]:
+    """The leaves of a configuration struct in order of declaration, tables flattened to dotted keys."""
+    hints = typing.get_type_hints(type_, include_extras=True)
+    for field in msgspec.structs.fields(type_):
+        annotation, key = hints[field.name], prefix + field.encode_name
+        inner, description = _strip(annotation)
+        struct, is_array = _struct_within(inner)
+        if struct is not None:
+            yield from options(
+                struct, f"{key}[]." if is_array else f"{key}.", file_only=file_only or is_array
+            )
+            continue
+        kind = "file-only" if file_only else _kind(inner)
+        yield Option(key, annotation, kind, _type_name(inner), _default_text(field), description)
+
+
+def option_table(type_: type[Any]) -> str:
+    """The options of a configuration struct as a Markdown table: key, type, default, description."""
+    rows = ["| key | type | default | what it does |", "|---|---|---|---|"]
+    for option in options(type_):
+        cells = (f"`{option.key}`", option.type_name, f"`{option.default}`", option.description)
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+# --- laying flags over the file
+
+
+def _put(data: dict[str, Any], key: str, value: Any) -> None:
+    *tables, leaf = key.split(".")
+    for name in tables:
+        table = data.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"'{name}' must be a table for '{key}' to be set in it, found {_found(table)}")
+        data = table
+    data[leaf] = value
+
+
+# --- saying what is wrong
+
+
+def _unknown_keys(annotation: Any, data: Any, prefix: str = "") -> Iterator[tuple[str, str | None]]:
+    """Dotted keys that no field takes, each with the nearest valid one."""
+    struct, is_array = _struct_within(_strip(annotation)[0])
+    if struct is None:
+        return
+    if is_array:
+        if isinstance(data, list):
+            for i, entry in enumerate(data):
+                yield from _unknown_keys(struct, entry, f"{prefix.removesuffix('.')}[{i}].")
+        return
+    if not isinstance(data, Mapping):
+        return
+    hints = typing.get_type_hints(struct, include_extras=True)
+    fields = {field.encode_name: hints[field.name] for field in msgspec.structs.fields(struct)}
+    for name, value in data.items():
+        if name in fields:
+            yield from _unknown_keys(fields[name], value, f"{prefix}{name}.")
+        elif name != struct.__struct_config__.tag_field:
+            near = difflib.get_close_matches(name, fields, n=1)
+            yield prefix + name, prefix + near[0] if near else None
+
+
+_AT = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<where>[^`]*)`)?$", re.DOTALL)
+_EXPECTED = re.compile(r"^Expected (?P<expected>`.+?`.*?)(?:, got `.+`)?$")
+_MISSING = re.compile(r"^Object missing required field `(?P<name>.+)`$")
+
+
+def _explain(
+    type_: type[Any], message: str, data: Mapping[str, Any], source: str, flags: Mapping[str, Any]
+) -> str:
+    """msgspec's message ("Expected `int`, got `str` - at `$.router.port`") as one line for a person."""
+    match = _AT.match(message)
+    what, where = (match["what"], match["where"] or "") if match else (message, "")
+    origin = _origin(where, source, flags)
+    if missing := _MISSING.match(what):
+        key = _required_leaf(type_, f"{where}.{missing['name']}" if where else missing["name"])
+        flag = f"; its flag is {_flag(key)}" if source == NO_FILE else ""
+        return f"{origin}: missing required key '{key}'{flag}"
+    at, value = f"'{where}'" if where else "configuration", _get(data, where)
+    if expected := _EXPECTED.match(what):
+        wanted = expected["expected"].replace("`", "").replace("object", "table").replace("array", "list")
+        return f"{origin}: {at} must be {wanted}, found {_found(value)}"
+    if what.startswith("Invalid enum value"):
+        return f"{origin}: {at} must be {_choices(type_, where)}, found {_found(value)}"
+    return f"{origin}: {at}: {what}"
+
+
+def _required_leaf(type_: type[Any], key: str) -> str:
+    """The first key without a default in the table `key`, or `key` itself."""
+    pattern = _without_numbers(key)
+    below = (o.key for o in options(type_) if o.default == REQUIRED and o.key.startswith(f"{pattern}."))
+    return key + next(below, pattern).removeprefix(pattern)
+
+
+def _choices(type_: type[Any], where: str) -> str:
+    key = _without_numbers(where)
+    names = [option.type_name for option in options(type_) if option.key in (key, key.removesuffix("[]"))]
+    return names[0].removeprefix("list of ").replace("`", "'") if names else "a known name"
+
+
+def _without_numbers(key: str) -> str:
+    return re.sub(r"\[[^\]]*\]", "[]", key)
+
+
+def _flag(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
+
+
+def _origin(key: str, source: str, flags: Mapping[str, Any]) -> str:
+    return _flag(key) if key in flags else source
+
+
+def _get(data: Any, key: str) -> Any:
+    """The value at a dotted key of msgspec's, or the innermost one that can be reached."""
+    for step in re.findall(r"[^.\[\]]+", key):
+        if isinstance(data, Mapping) and step in data:
+            data = data[step]
+        elif isinstance(data, list) and step.isdigit() and int(step) < len(data):
+            data = data[int(step)]
+        else:
+            break
+    return data
+
+
+def _found(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "a table"
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+# --- reading types
+
+
+def _decode_custom(type_: type[Any], value: Any) -> Any:
+    if type_ is Path and isinstance(value, str):
+        return Path(value).expanduser()
+    if isinstance(value, type_):
+        return value
+    raise ValueError(f"Expected `{type_.__name__.lower()}`, got `{type(value).__name__}`")
+
+
+def _strip(annotation: Any) -> tuple[Any, str]:
+    """An annotation without `Annotated`, and the description found in it."""
+    if typing.get_origin(annotation) is not typing.Annotated:
+        return annotation, ""
+    inner, *extras = typing.get_args(annotation)
+    texts = [meta.description for meta in extras if isinstance(meta, msgspec.Meta) and meta.description]
+    return inner, " ".join(" ".join(texts).split())
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, None left out; a type that is no union is its own only member."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return tuple(_strip(a)[0] for a in typing.get_args(annotation) if a is not type(None))
+    return (annotation,)
+
+
+def _struct_within(annotation: Any) -> tuple[Any, bool]:
+    """(struct, is it an array of tables) for a struct, an optional one or a list of them."""
+    members = _members(annotation)
+    if len(members) != 1:
+        return None, False
+    if typing.get_origin(members[0]) in (list, tuple):
+        entry = _strip(typing.get_args(members[0])[0])[0]
+        return (entry, True) if _is_struct(entry) else (None, False)
+    return (members[0], False) if _is_struct(members[0]) else (None, False)
+
+
+def _is_struct(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, msgspec.Struct)
+
+
+def _kind(annotation: Any) -> Kind:
+    members = _members(annotation)
+    origins = {typing.get_origin(member) or member for member in members}
+    if origins == {bool}:
+        return "switch"
+    if origins & {dict, Mapping}:
+        return "file-only"
+    return "repeated" if origins & {list, tuple, set, frozenset} else "scalar"
+
+
+def _type_name(annotation: Any) -> str:
+    names = []
+    for member in _members(annotation):
+        origin, args = typing.get_origin(member), typing.get_args(member)
+        if origin is Literal:
+            names.append(" or ".join(f"`{arg}`" for arg in args))
+        elif origin in (list, tuple, set, frozenset):
+            names.append(f"list of {_type_name(_strip(args[0])[0])}")
+        elif origin is dict:
+            names.append(f"table of {_type_name(_strip(args[1])[0])}")
+        elif isinstance(member, type) and issubclass(member, Enum):
+            names.append(" or ".join(f"`{entry.value}`" for entry in member))
+        else:
+            names.append({"str": "string", "Path": "path"}.get(member.__name__, member.__name__))
+    return " or ".join(names)
+
+
+def _default_text(field: msgspec.structs.FieldInfo) -> str:
+    if field.required:
+        return REQUIRED
+    factory = field.default_factory
+    value = field.default if factory is msgspec.NODEFAULT else factory()
+    if value is None:
+        return NONE
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple | set | frozenset):
+        return "[" + ", ".join(str(entry) for entry in value) + "]"
+    return str(value) if value != "" else '""'

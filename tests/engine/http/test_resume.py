@@ -1,0 +1,448 @@
+"""A stream cut anywhere and gone on with elsewhere is, byte for byte, the stream that was not cut."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from pdserve.engine.http.connection import BrokenOff
+from pdserve.engine.http.resume import Continuing, SoFar, Stream
+from pdserve.router.dispatch.resume import Trail
+
+PROMPT = [72, 105, 33]
+
+
+class Tokenizer:
+    """Tokens are one byte of UTF-8 or two: characters begin and end within them."""
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return b"".join(i.to_bytes(1 + (i > 255), "big") for i in ids).decode("utf-8", "replace")
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return list(text.encode())
+
+
+def tokens(text: str, is_wide: bool = False) -> list[int]:
+    data = text.encode()
+    if not is_wide:
+        return list(data)
+    return [int.from_bytes(data[i : i + 2], "big") for i in range(0, len(data), 2)]
+
+
+@dataclass
+class Tokenized:
+    rid: str
+    input_ids: Any
+    sampling_params: SamplingParams
+    require_reasoning: bool = False
+    mm_inputs: Any = None
+    return_logprob: bool = False
+
+
+@dataclass
+class Obj:
+    rid: str
+    max_new_tokens: int | None
+    return_prompt_token_ids: bool = False
+    stream: bool = True
+
+
+@dataclass
+class Engine:
+    """SGLang's tokenizer manager, a model that says `answer`, and a detokenizer as SGLang's. `step` tokens
+    come at a time, as when the caller is slow.
+    """
+
+    answer: list[int]
+    step: int = 1
+    rid: str = "first"
+    tokenizer: Tokenizer = field(default_factory=Tokenizer)
+    incremental_streaming_output: bool = False
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Set by the model or the server, whatever the client says."""
+    return_logprob: bool = False
+    think_end: int | None = None
+    """The token that ends the reasoning that the answer begins with, if it does."""
+    sent: list[Tokenized] = field(default_factory=list)
+
+    @property
+    def model_config(self) -> Any:
+        return SimpleNamespace(think_end_ids=None if self.think_end is None else [self.think_end])
+
+    async def _send_one_request(self, tokenized: Tokenized) -> None:
+        self.sent.append(tokenized)
+
+    async def generate_request(self, obj: Obj, request: Any = None) -> AsyncGenerator[dict[str, Any], None]:
+        sampling = self._sampling(obj.max_new_tokens)
+        asked = Tokenized(
+            obj.rid, array("q", PROMPT), sampling, self.think_end is not None, None, self.return_logprob
+        )
+        await self._send_one_request(asked)
+        prompt = list(asked.input_ids)
+        limit = asked.sampling_params.max_new_tokens
+        rest = self.answer[len(prompt) - len(PROMPT) :][:limit]
+        finish = {"type": "length" if limit is not None and limit <= len(rest) else "stop"}
+        ids: list[int] = []
+        text, pending, surrounded, read = "", "", max(0, len(prompt) - 5), len(prompt)
+        for i, token in enumerate(rest):
+            ids.append(token)
+            done = i + 1 == len(rest)
+            whole = prompt + ids
+            new = self.tokenizer.decode(whole[surrounded:])[
+                len(self.tokenizer.decode(whole[surrounded:read])) :
+            ]
+            if done or not new.endswith("\ufffd"):
+                text, pending, surrounded, read = text + new, "", read, len(whole)
+            else:
+                pending = new.rstrip("\ufffd")
+            if done or len(ids) % self.step == 0:
+                yield {
+                    "text": text + pending,
+                    "output_ids": ids,
+                    "meta_info": {
+                        "id": obj.rid,
+                        "finish_reason": finish if done else None,
+                        "prompt_tokens": len(prompt),
+                        "completion_tokens": len(ids),
+                        "cached_tokens": len(prompt) - 1,
+                        "cached_tokens_details": {"device": 1, "host": 1, "storage": len(prompt) - 3},
+                        "reasoning_tokens": self._thought(ids),
+                    },
+                }
+
+    def _thought(self, ids: list[int]) -> int:
+        if self.think_end is None:
+            return 0
+        return ids.index(self.think_end) + 1 if self.think_end in ids else len(ids)
+
+    def _sampling(self, max_new_tokens: int | None) -> SamplingParams:
+        params = SamplingParams(max_new_tokens=max_new_tokens, **self.sampling)
+        params.normalize(self.tokenizer)
+        return params
+
+    async def app(self, scope: Any, receive: Any, send: Any) -> None:
+        """SGLang's chat route, in small, and its `/generate`, as far as it refuses."""
+        body = json.loads((await receive())["body"])
+        if scope["path"] == "/generate":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            try:
+                await anext(self._events(body))
+            except ValueError as error:
+                refusal = f"data: {error}\n\ndata: [DONE]\n\n".encode()
+                await send({"type": "http.response.body", "body": refusal, "more_body": False})
+            return
+        assert scope["path"] == "/v1/chat/completions"
+        events = self._events(body)
+        first = await anext(events)  # to refuse before the status is sent
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": first, "more_body": True})
+        async for event in events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self, body: Any) -> AsyncIterator[bytes]:
+        def event(**fields: Any) -> bytes:
+            text = json.dumps(
+                {"id": self.rid, "created": len(self.rid), **fields},
+                ensure_ascii=False,
+                separators=(",", ":"),
+            )
+            return f"data: {text}\n\n".encode()
+
+        offset, content = -1, {}
+        async for content in self.generate_request(
+            Obj(self.rid, body.get("max_tokens"), body.get("return_token_ids", False))
+        ):
+            if offset < 0:
+                yield event(role="assistant")
+                offset = 0
+            if delta := content["text"][offset:]:
+                yield event(delta=delta)
+            offset = len(content["text"])
+        yield event(finish=content["meta_info"]["finish_reason"])
+        meta = content["meta_info"]
+        thought = meta.get("reasoning_tokens", 0)
+        cached = sum(meta["cached_tokens_details"].values())
+        assert cached == meta["cached_tokens"] < meta["prompt_tokens"]
+        yield event(usage=[meta["prompt_tokens"], meta["completion_tokens"], thought])
+        yield b"data: [DONE]\n\n"
+
+
+async def post(engine: Engine, path: str, body: bytes, marks: bool = True) -> tuple[int, list[bytes]]:
+    """(status, what was sent piece by piece; the last is b"" when the answer is whole)."""
+    target, _, query = path.partition("?")
+    headers = [(b"content-length", b"%d" % len(body))] + [(b"x-pdserve-marks", b"1")] * marks
+    scope = {"type": "http", "path": target, "query_string": query.encode(), "headers": headers}
+    status, pieces = 0, []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Any) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        if message["type"] == "http.response.body":
+            assert status, "a server takes no body before the head"
+            pieces.append(message["body"])
+            if not message["more_body"]:
+                pieces.append(b"")
+
+    await Continuing(engine.app, lambda: engine)(scope, receive, send)
+    return status, pieces
+
+
+def chat(engine: Engine, body: bytes, marks: bool = True) -> bytes:
+    status, pieces = asyncio.run(post(engine, "/v1/chat/completions", body, marks))
+    assert status == 200
+    return b"".join(pieces)
+
+
+def cut_and_continue(stream: bytes, cuts: list[int], other: Engine, body: bytes, trail: Trail) -> bytes:
+    """What a client sees of `stream`, read in pieces that end at `cuts`, lost at the last, and continued."""
+    got = held = b""
+    trail.begin(True)
+    begin = 0
+    for cut in cuts:
+        ready, held = trail.take(held + stream[begin:cut], at_end=False)
+        got += ready
+        begin = cut
+    path, data = "/v1/chat/completions", body
+    if got:  # else the router simply asks again
+        path, data = "/pd/continue?endpoint=/v1/chat/completions", trail.continue_body(body)
+    status, pieces = asyncio.run(post(other, path, data))
+    assert status == 200
+    trail.begin(True)
+    ready, held = trail.take(b"".join(pieces), at_end=True)
+    assert held == b""
+    return got + ready
+
+
+TEXT = st.text(st.sampled_from("ab \"'\\é漢🙂\n:"), min_size=1, max_size=12)
+
+
+@given(
+    TEXT,
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.none() | st.integers(1, 30),
+    st.lists(st.integers(0, 4000), min_size=1),
+    st.booleans(),
+    st.none() | st.integers(0, 40),
+)
+def test_the_client_cannot_tell(
+    text: str,
+    step: int,
+    other_step: int,
+    limit: int | None,
+    cuts: list[int],
+    is_wide: bool,
+    thought: int | None,
+) -> None:
+    answer = tokens(text, is_wide)
+    end = None if thought is None else answer[thought] if thought < len(answer) else 0
+    body = json.dumps({"max_tokens": limit}).encode()
+    whole = chat(Engine(answer, step, think_end=end), body, marks=False)
+    marked = chat(Engine(answer, step, think_end=end), body)
+    ends = sorted(cut % (len(marked) + 1) for cut in cuts)
+    trail = Trail()
+    other = Engine(answer, other_step, rid="the other", think_end=end)
+    seen = cut_and_continue(marked, ends, other, body, trail)
+    assert facts(seen) == facts(whole)
+    first = seen.split(b",")[0]
+    assert all(event.startswith(first) for event in seen.split(b"\n\n")[:-2])  # one id
+    assert b": pd" not in seen
+
+
+def facts(stream: bytes) -> list[Any]:
+    """What a client makes of a stream: the joined text, and everything else in order."""
+    *events, done, empty = stream.split(b"\n\n")
+    assert (done, empty) == (b"data: [DONE]", b"")
+    said = [json.loads(event.removeprefix(b"data: ")) for event in events]
+    text = "".join(one.get("delta", "") for one in said)
+    others = [(key, one[key]) for one in said for key in ("role", "finish", "usage") if key in one]
+    return [text, *others]
+
+
+def test_what_was_sent_is_computed_as_prompt_and_not_again() -> None:
+    answer = list(b"hello there, all of you")
+    marked = chat(Engine(answer), b"{}")
+    cut = marked.index(b": pd 12 ")
+    other = Engine(answer, rid="o")
+    cut_and_continue(marked, [marked.index(b"\n\n", cut) + 2], other, b'{"max_tokens":23}', Trail())
+    [asked] = other.sent
+    assert bytes(asked.input_ids.tolist()) == bytes(PROMPT) + b"hello there,"
+    assert asked.sampling_params.max_new_tokens == 11
+
+
+def test_a_continued_stream_can_be_continued() -> None:
+    answer, trail = list("ein schöner Satz".encode()), Trail()
+    whole = chat(Engine(answer), b"{}", marks=False)
+    first = chat(Engine(answer), b"{}")
+    trail.begin(True)
+    seen, _ = trail.take(first[: len(first) // 3], at_end=False)
+    _, pieces = asyncio.run(
+        post(Engine(answer), "/pd/continue?endpoint=/v1/chat/completions", trail.continue_body(b"{}"))
+    )
+    second = b"".join(pieces)
+    assert facts(seen + cut_and_continue(second, [len(second) // 2], Engine(answer), b"{}", trail)) == facts(
+        whole
+    )
+
+
+def test_several_choices_are_passed_on_as_they_come() -> None:
+    class Choices(Engine):
+        async def generate_request(self, obj: Obj, request: Any = None) -> AsyncGenerator[Any, None]:
+            async for content in super().generate_request(obj):
+                yield {**content, "index": 0}
+
+    _, pieces = asyncio.run(post(Choices(list(b"abc")), "/v1/chat/completions", b"{}"))
+    assert pieces[0].startswith(b": pd off\n\ndata: ")
+    assert len(pieces) > 5
+    trail = Trail()
+    trail.begin(True)
+    ready, held = trail.take(pieces[0] + pieces[1], at_end=False)
+    assert (ready, held) == (pieces[0].removeprefix(b": pd off\n\n") + pieces[1], b"")
+    assert not trail.is_marked
+
+
+def test_a_stream_with_token_ids_is_passed_on_as_it_comes() -> None:
+    """They do not end where the text does, so a part of them would come twice."""
+    _, pieces = asyncio.run(post(Engine([65, 66]), "/v1/chat/completions", b'{"return_token_ids":true}'))
+    assert pieces[0].startswith(b": pd off\n\ndata: ")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/pd/continue?endpoint=/v1/embeddings", b"{}\n{}", 404),
+        ("/pd/continue?endpoint=/v1/chat/completions", b"{}\n{}", 400),
+        ("/pd/continue?endpoint=/v1/chat/completions", b"", 400),
+    ],
+)
+def test_what_is_no_continuation_is_refused(path: str, body: bytes, status: int) -> None:
+    answered, pieces = asyncio.run(post(Engine([65]), path, body))
+    assert answered == status
+    assert json.loads(pieces[0])["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"repetition_penalty": 1.1},
+        {"frequency_penalty": 0.5},
+        {"presence_penalty": -0.5},
+        {"stop": ["x"]},
+        {"stop_regex": "x+"},
+        {"json_schema": "{}"},
+        {"custom_params": {"thinking_budget": 9}},
+    ],
+    ids=lambda sampling: next(iter(sampling)),
+)
+def test_an_answer_whose_rest_depends_on_more_than_its_tokens_is_not_gone_on_with(
+    sampling: dict[str, Any],
+) -> None:
+    """The model's generation_config.json may set these, unseen by the router."""
+    status, said = refused(
+        Engine(list(b"hello"), sampling=sampling), b'{"characters":1,"token_ids":[104]}\n{}'
+    )
+    assert status == 400
+    assert next(iter(sampling)) in said
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"repetition_penalty": 1.0, "temperature": 0.5, "top_k": 20, "sampling_seed": 1},
+        {"custom_params": {"__sglang_reasoning_end_token_ids": [7]}},
+    ],
+)
+def test_other_sampling_can_be_gone_on_with(sampling: dict[str, Any]) -> None:
+    body = b'{"characters":1,"token_ids":[104]}\n{}'
+    path = "/pd/continue?endpoint=/v1/chat/completions"
+    status, pieces = asyncio.run(post(Engine(list(b"hello"), sampling=sampling), path, body))
+    assert status == 200
+    assert b'"delta":"e"' in b"".join(pieces)
+
+
+def test_an_answer_with_log_probabilities_is_not_gone_on_with() -> None:
+    """Those of the tokens so far would be missing in it."""
+    status, said = refused(
+        Engine(list(b"hello"), return_logprob=True), b'{"characters":1,"token_ids":[104]}\n{}'
+    )
+    assert status == 400
+    assert "log-probabilities" in said
+
+
+@dataclass
+class Aborting(Engine):
+    """Its scheduler aborts what comes at once, in the words of SGLang's `_handle_abort_req`."""
+
+    finish: dict[str, Any] = field(default_factory=dict)
+
+    async def generate_request(self, obj: Obj, request: Any = None) -> AsyncGenerator[dict[str, Any], None]:
+        await self._send_one_request(Tokenized(obj.rid, array("q", PROMPT), self._sampling(None)))
+        meta = {"id": obj.rid, "finish_reason": {"type": "abort"} | self.finish, "completion_tokens": 0}
+        yield {"text": "", "output_ids": [], "meta_info": meta}
+
+
+def test_a_continuation_that_is_aborted_while_it_waits_is_answered_with_the_aborts_status() -> None:
+    """So the router can ask another worker."""
+    full = {"message": "The request queue is full.", "status_code": 503}
+    status, said = refused(Aborting([], finish=full), b'{"characters":1,"token_ids":[104]}\n{}')
+    error = json.loads(said)["error"]
+    assert (status, error["message"], error["type"]) == (503, full["message"], "server_error")
+
+
+def test_a_continuation_that_is_aborted_for_no_reason_ends_as_sglang_ends_it() -> None:
+    async def run() -> list[Any]:
+        async def send(message: Any) -> None: ...
+
+        engine, asked = Aborting([]), Obj("a", None)
+        followed = Stream(send, SoFar(1, [104])).follow(engine.generate_request(asked), asked, engine)
+        return [content["meta_info"]["finish_reason"] async for content in followed]
+
+    assert asyncio.run(run()) == [None, {"type": "abort"}]
+
+
+def test_tokens_that_do_not_make_the_text_are_refused() -> None:
+    status, said = refused(Engine([65, 66]), b'{"characters":5,"token_ids":[65]}\n{}')
+    assert status == 400
+    assert "do not make the text" in said
+
+
+def refused(engine: Engine, body: bytes) -> tuple[int, str]:
+    """(status, message) at `/generate`, which has begun its answer before it knows."""
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        headers = [(b"x-pdserve-marks", b"1")]
+        scope = {
+            "type": "http",
+            "path": "/pd/continue",
+            "headers": headers,
+            "query_string": b"endpoint=/generate",
+        }
+        with contextlib.suppress(BrokenOff):
+            await Continuing(engine.app, lambda: engine)(scope, receive, send)
+
+    asyncio.run(run())
+    *_, head, last = sent  # of several heads the last counts: it is held until there is a body
+    return head["status"], last["body"].decode()

@@ -1,0 +1,217 @@
+"""What stands in for CUDA pieces, against simple references. No SGLang is imported."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from array import array
+
+import pytest
+import torch
+
+from pdserve.engine.sglang.cpu import attention, copies, hashing, hooks, streams
+from pdserve.pages import page_hashes
+
+
+def slots(pages: list[int], page_size: int) -> torch.Tensor:
+    return torch.tensor([page * page_size + i for page in pages for i in range(page_size)])
+
+
+def test_page_first_copy_puts_each_layer_of_a_page_side_by_side() -> None:
+    layers, page = 2, 4
+    device = [torch.randn(3 * page, 2, 3) for _ in range(2 * layers)]
+    host = [torch.zeros(4, layers, page, 2, 3) for _ in range(2)]
+    copies.transfer_kv_all_layer_direct_lf_pf(device, host, slots([2, 0], page), slots([1, 3], page), page)
+    for layer in range(layers):
+        assert torch.equal(host[0][1, layer], device[layer][2 * page :])
+        assert torch.equal(host[1][3, layer], device[layers + layer][:page])
+    assert not host[0][[0, 2]].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_page_first_round_trip_restores_the_bits(dtype: torch.dtype) -> None:
+    layers, page = 3, 8
+    device = [torch.randn(5 * page, 1, 4).to(dtype) for _ in range(2 * layers)]
+    host = [torch.zeros(6, layers, page, 1, 4, dtype=dtype) for _ in range(2)]
+    copies.transfer_kv_all_layer_direct_lf_pf(device, host, slots([4, 1], page), slots([5, 2], page), page)
+    back = [torch.zeros_like(tensor) for tensor in device]
+    for layer in range(layers):
+        pair = [back[layer], back[layers + layer]]
+        copies.transfer_kv_per_layer_direct_pf_lf(host, pair, slots([2], page), slots([1], page), layer, page)
+    for before, after in zip(device, back, strict=True):
+        assert torch.equal(after[page : 2 * page], before[page : 2 * page])
+        assert not after[2 * page :].any()
+
+
+def test_layer_first_copy_moves_only_the_named_slots() -> None:
+    page = 4
+    source, target = [torch.randn(3 * page, 2, 3)], [torch.zeros(3 * page, 2, 3)]
+    copies.transfer_kv_direct(source, target, slots([2], page), slots([0], page), page)
+    assert torch.equal(target[0][:page], source[0][2 * page :])
+    assert not target[0][page:].any()
+
+
+@pytest.mark.parametrize(("prefix", "window"), [(0, None), (3, None), (3, -1), (0, 2), (3, 2)])
+def test_mask_is_causal_from_the_lower_right(prefix: int, window: int | None) -> None:
+    total = 6
+    mask = attention.extend_mask(prefix, total, window)
+    if mask is None:
+        assert prefix == 0
+        return
+    for row, query in enumerate(range(prefix, total)):
+        first = 0 if window is None or window < 0 else max(0, query - window)
+        assert mask[row].tolist() == [first <= key <= query for key in range(total)]
+
+
+def test_extend_with_cached_prefix_equals_extend_of_everything() -> None:
+    run = attention.extend_new_queries_only(lambda *_args, **_kwargs: torch.empty(0))
+    heads, kv_heads, dim, total, cached = 4, 2, 8, 12, 9
+    keys, values = torch.randn(20, kv_heads, dim), torch.randn(20, kv_heads, dim)
+    table = torch.randperm(20)[None, :total]
+    query = torch.randn(total, heads, dim)
+
+    def extend(prefix: int) -> torch.Tensor:
+        lengths = (torch.tensor([total]), torch.tensor([prefix]), torch.tensor([total - prefix]))
+        rows = query[prefix:]
+        return run(
+            None, rows, torch.empty_like(rows), keys, values, table, torch.tensor([0]), *lengths,
+            enable_gqa=True, causal=True,
+        )  # fmt: skip
+
+    assert torch.allclose(extend(cached), extend(0)[cached:], atol=1e-6)
+
+
+def test_attention_that_is_not_causal_is_left_to_sglang() -> None:
+    def original(*_args: object, **kwargs: object) -> torch.Tensor:
+        return torch.tensor([float(bool(kwargs["is_cross_attn"]))])
+
+    run = attention.extend_new_queries_only(original)
+    nothing = torch.empty(0)
+    assert run(None, *[nothing] * 9, is_cross_attn=True).item() == 1.0
+
+
+class KeyOf:
+    """As SGLang's RadixKey: length may be shorter than its buffer."""
+
+    is_bigram = False
+
+    def __init__(self, tokens: list[int], limit: int) -> None:
+        self.token_ids = array("q", tokens)
+        self._limit = limit
+
+    def __len__(self) -> int:
+        return self._limit
+
+
+def test_hashes_are_the_page_chain_with_a_partial_last_page() -> None:
+    tokens = list(range(100, 140))
+    chain = page_hashes(tokens, 16)
+    partial = hashlib.sha256(chain[-1] + array("I", tokens[32:]).tobytes()).digest()
+    expected = [digest.hex() for digest in [*chain, partial]]
+    assert hashing.get_native_hash(tokens, None, 16) == expected
+    assert hashing.get_native_hash(KeyOf([*tokens, 1, 2], 40), None, 16) == expected
+    assert hashing.get_native_hash(tokens[16:32], chain[0], 16) == [chain[1].hex()]
+    assert hashing.get_native_hash(tokens[:16], None) == chain[0].hex()
+
+
+def test_hashes_of_image_tokens_are_sglangs() -> None:
+    """What SGLang's native extension (0.5.23) gives for these. Ids of 62 bits stand for images."""
+    image = 1_000_000 + (1 << 62) - 1
+    tokens = [1, 2, 3, 4, 5, image, image, 6, 7, 2**32 - 1, 2**32, 8, 9, 10]
+    chain = [
+        "cf97adeedb59e05bfd73a2b4c2a8885708c4f4f70c84c64b27120e72ab733b72",
+        "58782f7269cc4d445a13a8a06506dae6136f2487335f6094806b402e3a76d851",
+        "81165be5b2565666468c08a5953f82e24fa5e87d246e849b54fc12aa61ee7a1c",
+        "c3bfd03cb4b972549546146b63125b5762bb1d6cca0097b6a29d3bb841c50c6a",
+    ]
+    assert hashing.get_native_hash(KeyOf(tokens, len(tokens)), None, 4) == chain
+    assert [digest.hex() for digest in page_hashes(tokens, 4)] == chain[:3]
+    of_all = "b9fb57a0232c4cdf58aaa6cc503d106013730900f3ded7c4a32fdf307cb26ede"
+    assert hashing.get_native_hash(array("q", tokens), None) == of_all
+
+
+def test_streams_and_events_have_cudas_interface() -> None:
+    begin, end = streams.Event(enable_timing=True), streams.Event(enable_timing=True)
+    stream = streams.Stream()
+    with torch.cpu.stream(stream):
+        begin.record()
+        end.record(stream)
+        stream.wait_event(begin)
+        stream.wait_stream(streams.Stream())
+    stream.synchronize()
+    assert end.query()
+    assert begin.elapsed_time(end) == 0.0
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_stand_in_names_what_has_no_cpu_version() -> None:
+    code = """
+from pdserve.engine.sglang.cpu import stand_in
+stand_in.install(); stand_in.install()
+from sgl_kernel import rmsnorm
+try:
+    import sgl_kernel.kvcacheio
+except ImportError:
+    print("no parts")
+try:
+    rmsnorm(1)
+except NotImplementedError as error:
+    print(error)
+"""
+    result = run_python(code)
+    assert result.stdout.splitlines() == ["no parts", "sgl_kernel.rmsnorm has no CPU version"], result.stderr
+
+
+def test_stand_in_comes_too_late_after_sglang() -> None:
+    code = """
+import sys, types
+sys.modules["sglang.srt"] = types.ModuleType("sglang.srt")
+from pdserve.engine.sglang.cpu import stand_in
+stand_in.install()
+"""
+    assert "must be installed before sglang.srt" in run_python(code).stderr
+
+
+def test_plugin_does_nothing_outside_a_worker() -> None:
+    code = """
+import sys
+from pdserve.engine.sglang.plugin import register
+register()
+print([name for name in sys.modules if name in ("torch", "sglang", "sgl_kernel")])
+"""
+    assert run_python(code).stdout.strip() == "[]"
+
+
+def test_plugin_does_nothing_on_a_gpu() -> None:
+    code = (
+        "import sys; from pdserve.engine.sglang.plugin import register; register(); "
+        "print('torch' in sys.modules)"
+    )
+    assert run_python(code, PDSERVE_ENGINE_DEVICE="cuda").stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(("moving", "rests"), [(True, 1), (False, 0)])
+def test_a_scheduler_that_waits_for_pages_leaves_its_processor_to_those_who_move_them(
+    moving: bool, rests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(hooks.time, "sleep", slept.append)
+    seen: list[str] = []
+
+    class Scheduler:
+        def on_idle(self) -> None:
+            seen.append("idle")
+
+        def is_fully_idle(self) -> bool:
+            return not moving
+
+    hooks._resting(Scheduler.on_idle)(Scheduler())
+    assert seen == ["idle"]
+    assert len(slept) == rests
+    assert all(0 < rest_s <= 0.001 for rest_s in slept)

@@ -1,0 +1,158 @@
+"""What identifies a worker's pages: everything that changes their bytes, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.lora.lora_registry import LoRARef
+
+from pdserve.engine.sglang import geometry
+from pdserve.errors import StartupError
+from pdserve.pages import KvGeometry
+
+DEFAULTS: dict[str, Any] = {
+    "kv_cache_dtype": "auto",
+    "page_size": 64,
+    "hicache_mem_layout": "page_first",
+    "tp_size": 1,
+    "pp_size": 1,
+    "dp_size": 1,
+    "attn_dp_size": 1,
+    "attn_cp_size": 1,
+    "dcp_size": 1,
+    "enable_dp_attention": False,
+    "load_format": "auto",
+    "lora_paths": None,
+    "json_model_override_args": "{}",
+    **dict.fromkeys(geometry._VALUE_OPTIONS),
+}
+
+
+@pytest.fixture
+def identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The identity under arguments that differ from the defaults in these."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.bin").write_bytes(b"weights")
+
+    def model_config(server_args: Any) -> Any:
+        return SimpleNamespace(
+            dtype="torch.bfloat16",
+            attention_arch=geometry.AttentionArch.MHA,
+            quantization=server_args.quantization,
+            hf_config=json.loads((tmp_path / "config.json").read_text()),
+        )
+
+    monkeypatch.setattr(geometry, "ModelConfig", SimpleNamespace(from_server_args=model_config))
+    return lambda **changed: geometry.kv_identity(
+        SimpleNamespace(**{**DEFAULTS, "model_path": str(tmp_path), **changed})
+    )
+
+
+def adapter(directory: Path, weights: bytes) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_config.json").write_text("{}")
+    (directory / "adapter_model.bin").write_bytes(weights)
+    return directory
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"quantization": "fp8"},
+        {"quantization_param_path": "/scales.json"},
+        {"json_model_override_args": '{"rope_theta": 5}'},
+        {"load_format": "dummy"},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"page_size": 32},
+        {"hicache_mem_layout": "layer_first"},
+        {"tp_size": 2},
+        {"pp_size": 2},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_what_changes_a_pages_bytes_changes_the_geometry(identity: Any, changed: dict[str, Any]) -> None:
+    plain: KvGeometry = identity().geometry
+    assert plain.options == ""
+    assert identity(**changed).geometry.namespace("m") != plain.namespace("m")
+
+
+def test_the_order_of_overrides_does_not_matter(identity: Any) -> None:
+    one = identity(json_model_override_args='{"a": 1, "b": 2}').geometry
+    assert identity(json_model_override_args='{"b": 2, "a": 1}').geometry == one
+
+
+@pytest.mark.parametrize("form", ["{}", "name={}", {"lora_name": "name"}], ids=["path", "named", "mapping"])
+def test_an_adapter_trained_on_in_place_is_another(identity: Any, tmp_path: Path, form: Any) -> None:
+    path = adapter(tmp_path / "adapter", b"one")
+    entry = {**form, "lora_path": str(path)} if isinstance(form, dict) else form.format(path)
+    before = identity(lora_paths=[entry]).geometry
+    assert identity(lora_paths=[entry]).geometry == before
+    adapter(path, b"two")
+    assert identity(lora_paths=[entry]).geometry != before
+
+
+def test_an_adapter_that_sglang_gives_another_id_is_another(identity: Any, tmp_path: Path) -> None:
+    """Its id is part of its pages' keys; without this workers would share none and nobody would say why."""
+    one, two = adapter(tmp_path / "one", b"weights"), adapter(tmp_path / "two", b"weights")
+    geometry = identity(lora_paths=[f"a={one}"]).geometry
+    assert identity(lora_paths={"a": str(one)}).geometry == geometry
+    assert identity(lora_paths=[LoRARef(lora_name="a", lora_path=str(one))]).geometry == geometry
+    for entry, told in ((f"a={two}", f"a={two}@"), (f"b={one}", f"b={one}@")):
+        other = identity(lora_paths=[entry]).geometry
+        assert other != geometry
+        assert told in other.options
+
+
+@pytest.mark.parametrize(
+    "data_parallel", [{"attn_dp_size": 2}, {"dp_size": 2, "enable_dp_attention": True}], ids=["new", "old"]
+)
+def test_data_parallel_attention_divides_heads_by_what_is_left(
+    identity: Any, data_parallel: dict[str, Any]
+) -> None:
+    found = identity(tp_size=4, **data_parallel)
+    assert found.geometry.tp_size == "2"
+    assert found.rank_suffixes == [b"tp0/2", b"tp1/2"]
+
+
+def test_pages_that_cannot_be_named_are_refused(identity: Any) -> None:
+    for flag in ("dcp_size", "attn_cp_size"):
+        with pytest.raises(StartupError, match=flag.replace("_", "-")):
+            identity(**{flag: 2})
+
+
+def test_the_two_kinds_of_fp8_do_not_share_pages(identity: Any) -> None:
+    kinds = [identity(kv_cache_dtype=f"fp8_{kind}").geometry for kind in ("e4m3", "e5m2")]
+    assert [one.kv_dtype for one in kinds] == ["float8_e4m3fn", "float8_e5m2"]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "said", "kv_dtype"),
+    [
+        ("modelopt_fp8", {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, "float8_e4m3fn"),
+        (
+            "modelopt_fp4",
+            {"quant_algo": "NVFP4", "kv_cache_scheme": {"type": "float", "num_bits": 8}},
+            "float8_e4m3fn",
+        ),
+        (
+            "modelopt_fp4",
+            {"quant_algo": "NVFP4", "kv_cache_scheme": {"type": "int", "num_bits": 8}},
+            "bfloat16",
+        ),
+        ("modelopt_fp8", {"quant_algo": "FP8"}, "bfloat16"),
+        ("fp8", {"quant_method": "fp8", "kv_cache_quant_algo": "fp8"}, "float8_e4m3fn"),
+        ("compressed-tensors", {"kv_cache_scheme": {"type": "float", "num_bits": 8}}, "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("place", ["config.json", "hf_quant_config.json"])
+def test_a_checkpoint_quantized_for_fp8_pages_has_them_without_being_told(
+    identity: Any, tmp_path: Path, quantization: str, said: dict[str, Any], kv_dtype: str, place: str
+) -> None:
+    """As SGLang's `configure_kv_cache_dtype` takes it from its quantization configuration."""
+    key = "quantization_config" if place == "config.json" else "quantization"
+    (tmp_path / place).write_text(json.dumps({key: said}))
+    assert identity(quantization=quantization).geometry.kv_dtype == kv_dtype

@@ -1,0 +1,64 @@
+"""What a worker makes of a client's body for its prefill."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from pdserve.engine.http.endpoints import GENERATE
+from pdserve.engine.sglang.prompt import prefill_request
+from pdserve.errors import RequestError
+
+
+def prefill_of(body: Any) -> Any:
+    return asyncio.run(prefill_request(None, GENERATE, json.dumps(body).encode(), None))
+
+
+def test_what_sglangs_own_route_ignores_is_ignored() -> None:
+    """The router reads `model` to choose among several; anything else unknown is the client's affair."""
+    asked = prefill_of({"text": "a", "model": "m", "what_a_client_adds": {"x": 1}})
+    assert asked.text == "a"
+    assert asked.sampling_params == {"max_new_tokens": 1, "n": 1, "temperature": 0.0}
+
+
+def test_a_prefill_computes_one_greedy_token_and_streams_nothing() -> None:
+    asked = prefill_of(
+        {
+            "input_ids": [[1, 2], [3]],
+            "rid": "1",
+            "stream": True,
+            "return_logprob": True,
+            "sampling_params": {"max_new_tokens": 9, "n": 3, "stop": ["x"], "top_p": 0.5},
+        }
+    )
+    assert asked.input_ids == [[1, 2], [3]]
+    assert (asked.rid, asked.stream, asked.return_logprob) == (None, False, False)
+    assert asked.sampling_params == {"top_p": 0.5, "max_new_tokens": 1, "n": 1, "temperature": 0.0}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"text": "a", "sampling_params": "x"},
+        {"text": "a", "sampling_params": {"temperature": "x"}},
+        {"text": 5},
+        {"text": "a", "stream": "yes"},
+        {"input_ids": [1, "b"]},
+        ["a"],
+        "a",
+    ],
+    ids=json.dumps,
+)
+def test_what_sglangs_own_route_refuses_is_the_clients_fault(body: Any) -> None:
+    with pytest.raises(RequestError) as refused:
+        prefill_of(body)
+    assert refused.value.status == 400
+    assert str(refused.value).count("\n") == 0
+
+
+def test_a_body_that_is_no_json_is_the_clients_fault() -> None:
+    with pytest.raises(RequestError, match="not a /generate request"):
+        asyncio.run(prefill_request(None, GENERATE, b'{"text":', None))

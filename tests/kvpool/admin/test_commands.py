@@ -1,0 +1,363 @@
+"""`pdserve pool status|ls|top|drain` against real nodes, and against nodes that say what a test lets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from pdserve.errors import PoolError
+from pdserve.kvpool.admin import drain as drain_module
+from pdserve.kvpool.admin import top
+from pdserve.kvpool.admin.node_client import NodeClient
+from pdserve.kvpool.admin.sampling import Rates, add, rates
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.cluster_messages import ACTIVE, DEAD, LEAVING, LEFT, Drain, Member
+from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_frame
+from tests.kvpool.node.test_node import get, keys, open_namespace, put, small_config, soon
+from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena
+
+
+class Nodes(list[ProcessPool]):
+    """Two real nodes, a and b; `seed` is the address of a that tells of both."""
+
+    seed: str
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path) -> Iterator[Nodes]:
+    """Real nodes, and before the first of them a relay that adds both to its members."""
+    pools = Nodes(ProcessPool(small_config(name=name), tmp_path, "shm") for name in ("a", "b"))
+    members = [Member(pool.config.name, pool.address, 1, 1, 1) for pool in pools]
+
+    def relay(request: m.Request) -> m.Reply | None:
+        with NodeClient(pools[0].address) as node:
+            reply = node._channel.call(request, soon())
+        return replace(reply, members=members) if isinstance(reply, m.StatusReport) else reply
+
+    before_a = ScriptedNode(tmp_path / "relay", relay)
+    pools.seed = before_a.address
+    yield pools
+    before_a.close()
+    for pool in pools:
+        pool.kill()
+        remove_arena(pool.config)
+    arena_dir().rmdir()
+
+
+def run(*words: str, columns: int = 80, status: int = 0) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from pdserve.cli import main; main(sys.argv[1:])"
+    environment = {**os.environ, "COLUMNS": str(columns)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "pool", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def test_all_addresses_are_asked_and_one_that_is_dead_hides_no_other(two_nodes: Nodes) -> None:
+    first, second = (node.address for node in two_nodes)
+    seen = top.Nodes(["unix:/nowhere", first, second], "", 20.0)
+    for _ in range(2):
+        found = {row.node.node: not row.error for row in seen.sample()}
+        assert found == {"a": True, "b": True, "unix:/nowhere": False}
+    two_nodes[0].kill()
+    found = {row.node.node: not row.error for row in seen.sample()}
+    assert found == {"b": True, "a": False, "unix:/nowhere": False}
+
+
+def test_addresses_where_nobody_answers_are_waited_for_together(tmp_path: Path) -> None:
+    together = threading.Barrier(3)
+    listeners = [socket.socket(socket.AF_UNIX) for _ in range(4)]
+    addresses = []
+    for i, listening in enumerate(listeners):
+        listening.bind(str(tmp_path / str(i)))
+        listening.listen()
+        addresses.append(f"unix:{tmp_path / str(i)}")
+
+    def hang_up(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        together.wait(10)
+        connection.close()
+
+    def refuse(listening: socket.socket) -> None:
+        listening.accept()[0].close()
+
+    work = [(refuse, listeners[0]), *((hang_up, listening) for listening in listeners[1:])]
+    threads = [threading.Thread(target=each, args=(listening,), daemon=True) for each, listening in work]
+    for thread in threads:
+        thread.start()
+    with pytest.raises(PoolError):
+        top.Nodes(addresses, "", 20.0).sample()
+    for thread in threads:
+        thread.join(30)
+    assert not together.broken
+    for listening in listeners:
+        listening.close()
+
+
+def test_status_of_all_marks_the_node_that_does_not_answer(two_nodes: Nodes) -> None:
+    second = two_nodes[1]
+    rows = json.loads(run("status", "--all", "--json", two_nodes.seed).stdout)
+    assert [(row["node"], row["error"], row["pages"]) for row in rows] == [("a", None, 0), ("b", None, 0)]
+    second.kill()
+    shown = run("status", "--all", two_nodes.seed).stdout
+    assert "unreachable" in shown
+    assert "cannot be reached" in shown
+    rows = json.loads(run("status", "--all", "--json", two_nodes.seed).stdout)
+    assert "cannot be reached" in rows[1]["error"]
+
+
+def test_ls_lists_pages_of_one_node_and_of_all(two_nodes: Nodes) -> None:
+    written = keys(5, 3)
+    held = []
+    for pool, mine in zip(two_nodes, (written[:3], written[3:]), strict=True):
+        held.append(connection := pool.connect())
+        put(connection, open_namespace(connection, "qwen"), mine)
+    first = two_nodes[0].address
+    here = [json.loads(line) for line in run("ls", "--json", first, "qwen").stdout.splitlines()]
+    assert sorted(row["key"] for row in here) == sorted(key.hex() for key in written[:3])
+    assert {row["length_bytes"] for row in here} == {24576}
+    everywhere = run("ls", "--all", "--limit", "2", two_nodes.seed, "qwen").stdout
+    assert "more than 2 pages" in everywhere
+    assert sum(line.split()[1] == "b" for line in everywhere.splitlines() if len(line.split()) > 4) == 2
+    line = run("ls", first, "absent", status=1).stderr
+    assert "no namespace 'absent'" in line
+    assert line.count("\n") == 1
+    for connection in held:
+        connection.close()
+
+
+def test_top_shows_what_happens_between_two_samples(two_nodes: Nodes) -> None:
+    connection = two_nodes[0].connect()
+    ns = open_namespace(connection, "busy")
+    some = keys(4, 9)
+    put(connection, ns, some)
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            get(connection, ns, some)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        found = json.loads(run("top", "--once", "--json", "--interval", "0.2", two_nodes.seed).stdout)
+    finally:
+        stop.set()
+        worker.join(10)
+    [space] = found["namespaces"]
+    assert space["name"] == "busy"
+    assert space["hit_rate"] == 1.0
+    # a get of four pages is one operation
+    assert space["read_bytes_s"] == pytest.approx(space["operations_s"] * 4 * 24576, rel=0.02)
+    assert [node["name"] for node in found["nodes"]] == ["a", "b"]
+    assert found["nodes"][1]["operations_s"] == 0
+    assert "busiest namespaces" in run("top", "--once", "--interval", "0.05", two_nodes[0].address).stdout
+    connection.close()
+
+
+def test_rates_are_growth_over_time_and_never_negative() -> None:
+    before = m.NamespaceStatus(
+        "n", 1, 1, {}, hits=10, misses=5, counters={"operations": 100, "read_bytes": 7}
+    )
+    after = m.NamespaceStatus(
+        "n", 1, 1, {}, hits=40, misses=15, counters={"operations": 50, "read_bytes": 27}
+    )
+    found = rates(before, after, 2.0)
+    assert found == Rates("n", operations_s=0.0, read_bytes_s=10.0, hits_s=15.0, misses_s=5.0)
+    assert found.hit_rate == 0.75
+    assert add("all", [found, found]).read_bytes_s == 20.0
+    assert rates(None, after, 1.0).hits_s == 40
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("status", "unix:/nowhere"), "cannot be reached"),
+        (("status", "--all", "unix:/nowhere"), "cannot be reached"),
+        (("ls", "unix:/nowhere", "x"), "cannot be reached"),
+        (("top", "--once", "unix:/nowhere"), "cannot be reached"),
+        (("drain", "unix:/nowhere"), "cannot be reached"),
+        (("status", "--token-file", "/nowhere", "unix:/x"), "--token-file /nowhere: cannot be read"),
+        (("status", "host:1"), 'is not "unix:/path"'),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_an_exit_status(words: tuple[str, ...], said: str) -> None:
+    found = run(*words, status=2 if "token" in said or "is not" in said else 1)
+    assert said in found.stderr
+    assert found.stderr.count("\n") == 1
+    assert found.stdout == ""
+
+
+# --- drain, against a node that says what the test lets it
+
+
+class ScriptedNode:
+    """Greets, and answers each request by `answer(request)`; a None hangs up."""
+
+    def __init__(self, path: Path, answer: Callable[[m.Request], m.Reply | None]) -> None:
+        self.address = f"unix:{path}"
+        self.tokens: list[str] = []
+        self._answer = answer
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        frames = FrameBuffer()
+        with sock:
+            while data := sock.recv(65536):
+                for body in frames.feed(data):
+                    request = decode_request(body)
+                    if isinstance(request, m.Hello):
+                        self.tokens.append(request.token)
+                        reply: m.Reply | None = m.Welcome(m.PROTOCOL_VERSION, "n", 1, "h", "none", 1.0)
+                    else:
+                        reply = self._answer(request)
+                    if reply is None:
+                        return
+                    sock.sendall(encode_frame(reply))
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def report(request_id: int, pages: int, members: list[Member], node: str = "n") -> m.StatusReport:
+    return m.StatusReport(
+        request_id, node, 1, 1.0, 100, 100, 0, 0, 0, pages, 0, 0, 1, [], epoch=9, members=members
+    )
+
+
+def member(node: str, status: int, settled: int = 9, address: str = "unix:/x") -> Member:
+    return Member(node, address, 1, 1, 1, status, settled)
+
+
+@pytest.fixture
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ScriptedNode]]:
+    monkeypatch.setattr(drain_module, "POLL_S", 0.01)
+    made: list[ScriptedNode] = []
+
+    def make(name: str, answer: Callable[[m.Request], m.Reply | None]) -> ScriptedNode:
+        made.append(ScriptedNode(tmp_path / name, answer))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.close()
+
+
+def follow(node: ScriptedNode, deadline_s: float = 10.0) -> tuple[list[str], list[str]]:
+    lines: list[str] = []
+    with drain_module.NodeClient(node.address, "secret", 5.0) as client:
+        others = drain_module.follow(client, "secret", 5.0, soon(deadline_s), lines.append)
+    return others, lines
+
+
+def test_drain_follows_until_the_node_has_left(scripted: Callable[..., ScriptedNode]) -> None:
+    steps = [(30, LEAVING, 3), (30, LEAVING, 3), (10, LEAVING, 9), (0, LEFT, 9)]
+
+    def answer(request: m.Request) -> m.Reply | None:
+        assert isinstance(request, m.Status)
+        pages, status, settled = steps.pop(0)
+        return report(request.id, pages, [member("n", status), member("o", ACTIVE, settled)])
+
+    others, lines = follow(scripted("n", answer))
+    assert others == ["o"]
+    assert lines == [
+        "n: 30 pages; 0 of 1 nodes have all that is theirs",
+        "n: 10 pages; 1 of 1 nodes have all that is theirs",
+        "n: 0 pages; 1 of 1 nodes have all that is theirs",
+    ]
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_draining_node_that_goes_away_is_looked_up_at_another(
+    scripted: Callable[..., ScriptedNode], left: bool
+) -> None:
+    def other_answers(request: m.Request) -> m.Reply | None:
+        assert isinstance(request, m.Status)
+        members = [member("n", LEFT if left else LEAVING), member("o", ACTIVE)]
+        return report(request.id, 0, members, node="o")
+
+    other = scripted("o", other_answers)
+    asked: list[m.Request] = []
+
+    def answer(request: m.Request) -> m.Reply | None:
+        assert isinstance(request, m.Status)
+        asked.append(request)
+        members = [member("n", LEAVING), member("o", ACTIVE, address=other.address)]
+        return report(request.id, 5, members) if len(asked) == 1 else None
+
+    if left:
+        assert follow(scripted("n", answer))[0] == ["o"]
+    else:
+        with pytest.raises(drain_module.PoolRefused, match="went away before it had left"):
+            follow(scripted("n", answer))
+    assert other.tokens == ["secret"]
+
+
+def test_a_node_that_stays_in_the_ring_after_all_ends_the_drain(
+    scripted: Callable[..., ScriptedNode],
+) -> None:
+    steps = [LEAVING, ACTIVE]
+
+    def answer(request: m.Request) -> m.Reply | None:
+        assert isinstance(request, m.Status)
+        return report(request.id, 5, [member("n", steps.pop(0)), member("o", DEAD)])
+
+    with pytest.raises(drain_module.PoolRefused, match="n does not leave any more"):
+        follow(scripted("n", answer))
+
+
+def test_a_drain_that_takes_too_long_says_how_far_it_is(scripted: Callable[..., ScriptedNode]) -> None:
+    def answer(request: m.Request) -> m.Reply | None:
+        assert isinstance(request, m.Status)
+        return report(request.id, 5, [member("n", LEAVING), member("o", ACTIVE, 0)])
+
+    started_s = time.monotonic()
+    with pytest.raises(drain_module.PoolTimeout, match=r"has not left yet.*0 of 1"):
+        follow(scripted("n", answer), 0.1)
+    assert time.monotonic() - started_s < 5
+
+
+def test_the_drain_command_says_what_became_of_it(scripted: Callable[..., ScriptedNode]) -> None:
+    drained: list[Any] = []
+
+    def answer(request: m.Request) -> m.Reply | None:
+        if isinstance(request, Drain):
+            drained.append(request)
+            return m.Done(request.id)
+        assert isinstance(request, m.Status)
+        return report(request.id, 0, [member("n", LEFT if drained else ACTIVE), member("o", ACTIVE)])
+
+    node = scripted("n", answer)
+    assert "n has left after" in run("drain", node.address).stdout
+    found = json.loads(run("drain", "--json", node.address).stdout)
+    assert found["left"] is True
+    assert found["others"] == ["o"]
+    assert len(drained) == 2

@@ -1,0 +1,260 @@
+"""Namespaces of real nodes: tokens at every door, a drop that all nodes know of, the command line."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pdserve.cli import main
+from pdserve.errors import PoolRefused
+from pdserve.kvpool.admin.node_client import fetch_status
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.cluster_messages import ClusterState, Gossip, NamespaceSettings, PutNamespace
+from pdserve.kvpool.transports.control import ControlChannel, make_hello
+from pdserve.kvpool.transports.shm import host_id
+from pdserve.tokens import digest
+from tests.kvpool.node.peers.test_gossip import Processes
+from tests.kvpool.node.peers.test_gossip import processes as processes
+from tests.kvpool.node.test_node import small_config
+from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena
+
+PAGE_BYTES = 24 * 1024
+ROOT = "root-token"
+
+
+def soon(seconds: float = 10.0) -> float:
+    return time.monotonic() + seconds
+
+
+def keys(count: int, seed: int = 1) -> list[bytes]:
+    rng = np.random.default_rng(seed)
+    return [rng.bytes(32) for _ in range(count)]
+
+
+def client(pool: ProcessPool, namespace: str, token: str = "", **options: object) -> PoolClient:
+    node = PoolNodeRef(node=pool.config.name, address=pool.address)
+    config = PoolClientConfig(nodes=[node], token=token, **options)  # type: ignore[arg-type]
+    return PoolClient(config, namespace, {"layout": "test"})
+
+
+def put(of: PoolClient, some: list[bytes]) -> list[bool]:
+    return of.put(some, [[np.zeros(PAGE_BYTES, np.uint8)] for _ in some])
+
+
+def get(of: PoolClient, some: list[bytes]) -> list[bool]:
+    return of.get(some, [[np.empty(PAGE_BYTES, np.uint8)] for _ in some])
+
+
+Ns = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def ns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ns:
+    """Run `pdserve pool ns ...` in this process: what it prints, and complains of."""
+
+    def run(*words: str, token: str = "", status: int = 0) -> tuple[str, str]:
+        monkeypatch.setenv("PDSERVE_POOL_TOKEN", token)
+        monkeypatch.setenv("COLUMNS", "140")
+        with pytest.raises(SystemExit) as ended:
+            main(["pool", "ns", *words])
+        out, err = capsys.readouterr()
+        assert (ended.value.code or 0) == status, out + err
+        return out, err
+
+    return run
+
+
+@pytest.fixture
+def guarded(tmp_path: Path, ns: Ns) -> Iterator[ProcessPool]:
+    """A node with an administrator and a namespace with tokens, r, w and a."""
+    config = small_config(name="guarded", admin_token=f"sha256:{digest(ROOT)}")
+    pool = ProcessPool(config, tmp_path, "shm")
+    ns(
+        *("create", pool.address, "tenant", "--quota", "1MiB"),
+        *("--read-token", "r", "--write-token", "w", "--admin-token", f"sha256:{digest('a')}"),
+        token=ROOT,
+    )
+    yield pool
+    pool.kill()
+    remove_arena(config)
+    arena_dir().rmdir()
+
+
+def test_each_token_opens_its_doors_and_a_reader_keeps_its_connection(guarded: ProcessPool) -> None:
+    writer, reader, stranger = (client(guarded, "tenant", token) for token in ("w", "r", "a guess"))
+    some = keys(4)
+    assert put(writer, some) == [True] * 4
+    assert get(reader, some) == [True] * 4
+    assert put(reader, keys(4, seed=2)) == [False] * 4
+    assert reader.clear() == 0
+    assert get(reader, some) == [True] * 4, "what it may not do costs it nothing of what it may"
+    [error] = stranger.check().values()
+    assert get(stranger, some) == [False] * 4
+    assert isinstance(error, PoolRefused)
+    assert "read token" in str(error)
+    assert "a guess" not in str(error)
+    for each in (writer, reader, stranger):
+        each.close()
+
+
+def test_a_quota_is_never_exceeded_by_pages_and_reservations_together(guarded: ProcessPool) -> None:
+    channel = ControlChannel.connect(guarded.address, make_hello("w", host_id(), "shm", "w"), soon())
+    opened = channel.call(m.OpenNamespace(1, "tenant", {"layout": "test"}), soon())
+    assert isinstance(opened, m.Opened)
+    held = 0
+    for batch in range(4):
+        reply = channel.call(m.Reserve(2, opened.namespace, keys(32, batch), [PAGE_BYTES]), soon())
+        assert isinstance(reply, m.Reserved)
+        held += sum(grant.status == m.GRANTED for grant in reply.grants)
+        report = channel.call(m.Status(3), soon())
+        assert isinstance(report, m.StatusReport)
+        assert report.namespaces[0].slot_bytes <= 1 << 20
+    assert held == (1 << 20) // PAGE_BYTES
+    channel.close()
+
+
+def test_messages_between_nodes_are_refused_to_others(guarded: ProcessPool) -> None:
+    hello = make_hello("evil", "", "none", ROOT)
+    channel = ControlChannel.connect(guarded.address, hello, soon())
+    report = channel.call(m.Status(1), soon())
+    assert isinstance(report, m.StatusReport)
+    reply = channel.call(Gossip(2, "evil", ClusterState("pool", [], [])), soon())
+    assert isinstance(reply, m.Fault)
+    channel.close()
+
+
+def test_after_a_drop_on_one_node_no_node_serves_the_namespace(processes: Processes) -> None:
+    processes.start("a", "b", "c")
+    processes.until("abc")
+    worker = client(processes.nodes["a"], "shared")
+    assert list(worker.check().values()) == [None]
+    some = keys(100)
+    assert all(put(worker, some))
+    held = [fetch_status(pool.address, soon()).pages for pool in processes.nodes.values()]
+    assert sum(held) == 100
+    assert min(held) > 0
+    readers = {name: open_on(pool, "shared") for name, pool in processes.nodes.items()}
+    channel = ControlChannel.connect(processes.nodes["a"].address, make_hello("x", "", "none"), soon())
+    assert isinstance(channel.call(m.DropNamespace(1, "shared"), soon()), m.Done)
+    dropped = processes.stopwatch("abc")
+    while any(present(*reader, some) for reader in readers.values()):
+        assert dropped.passed_s() < 1.0  # R5
+    assert [fetch_status(pool.address, soon()).pages for pool in processes.nodes.values()] == [0, 0, 0]
+    assert not any(get(worker, some))
+    worker.close()
+    channel.close()
+    for reader, _ in readers.values():
+        reader.close()
+
+
+def open_on(pool: ProcessPool, name: str) -> tuple[ControlChannel, int]:
+    channel = ControlChannel.connect(pool.address, make_hello("reader", "", "none"), soon())
+    opened = channel.call(m.OpenNamespace(1, name, {"layout": "test"}), soon())
+    assert isinstance(opened, m.Opened)
+    return channel, opened.namespace
+
+
+def present(channel: ControlChannel, namespace: int, some: list[bytes]) -> int:
+    reply = channel.call(m.Exists(2, namespace, some), soon())
+    return sum(reply.mask) if isinstance(reply, m.Present) else 0
+
+
+def test_a_node_that_was_away_when_a_namespace_was_dropped_does_not_serve_it(
+    processes: Processes, ns: Ns
+) -> None:
+    processes.start("a", "b")
+    processes.until("ab")
+    worker = client(processes.nodes["a"], "shared")
+    some = keys(60)
+    worker.check()
+    assert all(put(worker, some))
+    worker.close()
+    away = processes.nodes["b"]
+    away.kill()
+    ns("drop", processes.nodes["a"].address, "shared")
+    away.restart()
+    reader = open_on(away, "shared")
+    deadline = soon(10.0)
+    while present(*reader, some):
+        assert time.monotonic() < deadline
+    reader[0].close()
+
+
+def test_a_switch_tells_workers_of_the_old_revision_what_replaced_it(processes: Processes, ns: Ns) -> None:
+    processes.start("a", "b")
+    processes.until("ab")
+    a, b = processes.nodes["a"].address, processes.nodes["b"].address
+    ns("create", a, "model@1", "--weight", "3")
+    ns("switch", a, "model@1", "model@2")
+    old = client(processes.nodes["b"], "model@1")
+    [error] = old.check().values()
+    assert isinstance(error, PoolRefused)
+    assert "replaced by 'model@2'" in str(error)
+    old.close()
+    [shown] = [json.loads(line) for line in ns("list", b, "--json")[0].splitlines()]
+    assert (shown["name"], shown["settings"]["weight"]) == ("model@2", 3.0)
+
+
+def test_the_command_line_makes_changes_and_lists_namespaces(
+    guarded: ProcessPool, ns: Ns, tmp_path: Path
+) -> None:
+    address = guarded.address
+    assert "access_denied" not in ns("list", address, token="a")[0]
+    text = ns("list", address, token=ROOT)[0]
+    assert "tenant" in text
+    assert "read write admin" in text
+    (tmp_path / "new").write_text("new-token\n")
+    ns("set", address, "tenant", "--weight", "2", "--read-token", f"@{tmp_path}/new", token="a")
+    [shown] = [json.loads(line) for line in ns("list", address, "--json", token="a")[0].splitlines()]
+    assert (shown["settings"]["weight"], shown["settings"]["quota_bytes"]) == (2.0, 1 << 20)
+    reader = client(guarded, "tenant", "new-token")
+    assert list(reader.check().values()) == [None]
+    reader.close()
+    for words, said in [
+        (("list", address), "admin token"),
+        (("create", address, "tenant"), "is there already"),
+        (("set", address, "none"), "pool ns create"),
+        (("set", address, "tenant", "--quota", "9TiB"), "cannot be larger"),
+        (("set", address, "tenant", "--policy", "lrv"), "lru"),
+        (("drop", address, "none"), "no namespace 'none'"),
+    ]:
+        token = "" if words[0] == "list" else ROOT
+        line = ns(*words, token=token, status=1)[1]
+        assert said in line
+        assert len(line.splitlines()) == 1
+    assert "not a size" in ns("set", address, "tenant", "--quota", "lots", token=ROOT, status=2)[1]
+    assert "--media" in ns("set", address, "tenant", "--media", "tape", token=ROOT, status=2)[1]
+
+
+def test_a_namespace_may_be_dropped_again(guarded: ProcessPool, ns: Ns) -> None:
+    for _ in range(2):
+        assert "dropped tenant: 0 pages" in ns("drop", guarded.address, "tenant", token=ROOT)[0]
+
+
+def test_settings_and_drops_outlive_a_crash(processes: Processes, ns: Ns) -> None:
+    processes.start("a")
+    pool = processes.nodes["a"]
+    first = client(pool, "kept")
+    gone = client(pool, "gone")
+    some = keys(4)
+    assert put(first, some) == put(gone, some) == [True] * 4
+    channel = ControlChannel.connect(pool.address, make_hello("x", "", "none"), soon())
+    assert channel.call(PutNamespace(1, "kept", NamespaceSettings(weight=7.0)), soon()) == m.Done(1)
+    assert channel.call(m.DropNamespace(2, "gone"), soon()) == m.Done(2, 4)
+    channel.close()
+    pool.kill()
+    pool.restart()
+    [shown] = [json.loads(line) for line in ns("list", pool.address, "--json")[0].splitlines()]
+    assert (shown["name"], shown["settings"]["weight"], shown["pages"]) == ("kept", 7.0, 4)
+    for each, expected in ((client(pool, "kept"), True), (client(pool, "gone"), False)):
+        assert get(each, some) == [expected] * 4
+        each.close()
+    first.close()
+    gone.close()

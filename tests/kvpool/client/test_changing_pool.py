@@ -1,0 +1,155 @@
+"""Clients of a real pool that changes under them: a node joins, another is drained, one is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pdserve.kvpool.admin.node_client import ask
+from pdserve.kvpool.client.async_client import AsyncPoolClient
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
+from pdserve.kvpool.protocol.cluster_messages import Drain
+from pdserve.kvpool.protocol.messages import Done
+from tests.kvpool.node.peers.test_gossip import Processes
+from tests.kvpool.node.test_node import small_config
+from tests.support.kvpool.faulty import keys
+from tests.support.kvpool.pools import KIB, ProcessPool, arena_dir, remove_arena
+
+PAGE_BYTES = 16 * KIB
+COUNT = 200
+SOON_S = 60.0
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    made = Processes(tmp_path)
+    yield made
+    made.close()
+    if arena_dir().exists():
+        arena_dir().rmdir()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)  # between looks at other processes' work
+
+
+def page_of(key: bytes) -> list[np.ndarray]:
+    return [np.frombuffer(key * (PAGE_BYTES // 32), np.uint8)]
+
+
+class Reader(threading.Thread):
+    """Reads all pages again and again."""
+
+    def __init__(self, client: PoolClient) -> None:
+        super().__init__()
+        self.client = client
+        self.rounds = self.missed = 0
+        self.stopping = threading.Event()
+
+    def run(self) -> None:
+        wanted = keys(COUNT)
+        while not self.stopping.is_set():
+            pages = [[np.zeros(PAGE_BYTES, np.uint8)] for _ in wanted]
+            found = self.client.get(wanted, pages)
+            self.missed += found.count(False)
+            for key, hit, page in zip(wanted, found, pages, strict=True):
+                assert not hit or np.array_equal(page[0], page_of(key)[0])
+            self.rounds += 1
+
+    def progress(self) -> None:
+        before = self.rounds
+        until(lambda: self.rounds >= before + 3)
+
+
+def test_a_client_of_one_seed_follows_a_join_a_drain_and_a_death(processes: Processes) -> None:
+    processes.start("a", "b")
+    processes.until("ab")
+    refs = [PoolNodeRef(node="a", address=processes.nodes["a"].address)]
+    config = PoolClientConfig(nodes=refs, get_timeout_s=SOON_S, put_timeout_s=SOON_S, exists_timeout_s=10.0)
+    client = PoolClient(config, "ns", {"page_size": "64"})
+    client.exists(keys(1))
+    assert client.put(keys(COUNT), [page_of(key) for key in keys(COUNT)]) == [True] * COUNT
+    reader = Reader(client)
+    reader.start()
+    try:
+        reader.progress()
+        processes.start("c")
+        processes.until("abc")
+        until(lambda: {n.node for n in client.rings.ring.nodes} == set("abc"))
+        until(lambda: client.rings.previous is None)
+        reader.progress()
+        assert reader.missed == 0
+        ask(processes.nodes["a"].address, Drain, Done)  # the seed itself
+        until(lambda: {n.node for n in client.rings.ring.nodes} == set("bc"))
+        until(lambda: client.rings.previous is None)
+        reader.progress()
+        assert reader.missed == 0
+        processes.nodes["a"].kill()
+        reader.progress()
+        assert reader.missed == 0
+        processes.nodes["c"].kill()
+        until(lambda: {n.node for n in client.rings.ring.nodes} == {"b"})
+        assert client.put(keys(COUNT), [page_of(key) for key in keys(COUNT)]) == [True] * COUNT
+    finally:
+        reader.stopping.set()
+        reader.join(SOON_S)
+    assert client.exists(keys(COUNT)) == [True] * COUNT
+    client.close()
+
+
+@pytest.mark.parametrize("left", ["a", "b"])
+def test_clients_of_a_pool_that_was_started_anew_with_fewer_nodes_and_less_memory_follow(
+    processes: Processes, left: str
+) -> None:
+    processes.start("a", "b")
+    processes.until("ab")
+    refs = [PoolNodeRef(node=name, address=node.address) for name, node in processes.nodes.items()]
+    config = PoolClientConfig(nodes=refs)
+    client = PoolClient(config, "ns", {"page_size": "64"})
+    wanted = keys(COUNT)
+
+    def put() -> list[bool]:
+        return client.put(wanted, [page_of(key) for key in wanted])
+
+    async def follow() -> None:
+        """An asyncio client, from before to after."""
+        other = AsyncPoolClient(config, "ns", {"page_size": "64"})
+        assert all(await other.exists(wanted))
+        await asyncio.to_thread(restart)
+        deadline = time.monotonic() + SOON_S
+        while not all(await other.exists(wanted)):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        pages = [[np.zeros(PAGE_BYTES, np.uint8)] for _ in wanted]
+        while not all(await other.get(wanted, pages)):
+            assert time.monotonic() < deadline
+        other.close()
+
+    def restart() -> None:
+        for node in processes.nodes.values():
+            node.kill()
+        (gone,) = processes.nodes.keys() - {left}
+        remove_arena(processes.nodes.pop(gone).config)
+        cluster = processes.nodes[left].config.cluster
+        smaller = small_config(name=left, capacity_bytes="8MiB", cluster=cluster)
+        processes.nodes[left] = ProcessPool(smaller, processes.directory, "shm")
+        until(lambda: all(put()))
+
+    until(lambda: all(put()))
+    asyncio.run(follow())
+    pages = [[np.zeros(PAGE_BYTES, np.uint8)] for _ in wanted]
+    assert client.get(wanted, pages) == [True] * COUNT
+    for key, page in zip(wanted, pages, strict=True):
+        assert np.array_equal(page[0], page_of(key)[0])
+    assert client.counters.pages_lost == client.counters.pages_corrupt == 0
+    client.close()

@@ -1,0 +1,398 @@
+"""The synchronous client while the pool changes: nodes come and go, pages move, hot pages have replicas."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+
+from pdserve.errors import PoolUnavailable
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.deadline import Deadline
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.cluster_messages import GetView, View
+from tests.support.kvpool.faulty import PAGE_BYTES, Pool, empty_page, holds, keys, page_of
+
+SOON_S = 20.0
+COUNT = 60
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.check()
+
+
+def put(client: PoolClient, wanted: list[bytes]) -> list[bool]:
+    return client.put(wanted, [page_of(one) for one in wanted])
+
+
+def get(client: PoolClient, wanted: list[bytes]) -> list[bool]:
+    """Which were read; fails when one that was has wrong bytes."""
+    pages = [empty_page() for _ in wanted]
+    found = client.get(wanted, pages)
+    assert all(holds(page, k) for page, k, hit in zip(pages, wanted, found, strict=True) if hit)
+    return found
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)  # between looks at another thread's work
+
+
+def held(pool: Pool) -> list[int]:
+    return [len(node.state.store.index) for node in pool.nodes]
+
+
+def answering(view: View) -> Callable[[str, m.Request], m.Reply | None]:
+    """Nodes that answer GetView with this."""
+
+    def answer(node: str, request: m.Request) -> m.Reply | None:
+        return (
+            View(request.id, view.epoch, view.nodes, view.previous) if isinstance(request, GetView) else None
+        )
+
+    return answer
+
+
+def test_one_seed_is_enough_to_find_all_nodes(pool: Pool) -> None:
+    pool.tell(pool.view(3, [0, 1, 2]))
+    client = pool.client(seeds=[1])
+    put(client, keys(1))  # the first connection brings the view
+    assert put(client, keys(COUNT)) == [True] * COUNT
+    assert get(client, keys(COUNT)) == [True] * COUNT
+    assert min(held(pool)) > 0
+    assert sum(held(pool)) in (COUNT, COUNT + 1)  # the first write came before the view
+    assert client.nodes_up == 3
+    client.close()
+
+
+def test_a_node_that_joined_is_used_and_what_has_not_moved_is_read_where_it_was(pool: Pool) -> None:
+    pool.tell(pool.view(2, [0, 1]))
+    client = pool.client(seeds=[0, 1])
+    put(client, keys(COUNT))
+    pool.tell(pool.view(3, [0, 1, 2], previous=[0, 1]))
+    client.exists(keys(COUNT))  # whichever answer comes first brings the view
+    assert client.rings.epoch == 3
+    assert client.exists(keys(COUNT)) == [True] * COUNT
+    assert get(client, keys(COUNT)) == [True] * COUNT
+    owned = len(client.rings.split(keys(COUNT))["n2"])
+    assert client.counters.pages_fallback == owned > 0
+    assert client.counters.pages_read == COUNT
+    assert client.counters.pages_missed == 0
+    assert put(client, keys(COUNT)) == [True] * COUNT
+    assert held(pool)[2] == owned
+    client.close()
+
+
+@pytest.mark.parametrize("kind", [m.Exists, m.Get])
+def test_pages_that_move_between_two_questions_are_found(pool: Pool, kind: type[m.Exists | m.Get]) -> None:
+    """The new owner is asked just before it has them, the earlier owner just after it dropped them."""
+    pool.tell(pool.view(2, [0, 1]))
+    client = pool.client(seeds=[0, 1])
+    put(client, keys(COUNT))
+    pool.tell(pool.view(3, [0, 1, 2], previous=[0, 1]))
+    client.exists(keys(1))
+    moved = []
+
+    def answer(node: str, request: m.Request) -> m.Reply | None:
+        if node != "n2" or not isinstance(request, kind) or moved:
+            return None
+        moved.extend(request.keys)
+        pool.connector.answer = lambda node, request: None
+        new_owner = pool.client(seeds=[2])
+        assert all(put(new_owner, moved))
+        new_owner.close()
+        pool.tell(pool.view(3, [0, 1, 2]))
+        for i in (0, 1):
+            earlier_owner = pool.client(seeds=[i], namespace="ns")
+            earlier_owner.clear()
+            put(earlier_owner, [key for key in keys(COUNT) if key not in moved])
+            earlier_owner.close()
+        if kind is m.Exists:
+            return m.Present(request.id, bytes(len(request.keys)))
+        return m.Got(request.id, [m.Pin(m.MISS)] * len(request.keys))
+
+    pool.connector.answer = answer
+    look = client.exists if kind is m.Exists else lambda wanted: get(client, wanted)
+    assert look(keys(COUNT)) == [True] * COUNT
+    assert len(moved) > 0
+    client.close()
+
+
+def test_without_an_earlier_ring_nothing_is_asked_twice(pool: Pool) -> None:
+    client = pool.client()
+    calls: list[str] = []
+    pool.connector.before = lambda node, step: calls.append(node) if step == "call" else None
+    client.exists(keys(COUNT))
+    assert sorted(calls) == ["n0", "n0", "n1", "n1", "n2", "n2"]  # with OpenNamespace
+    client.close()
+
+
+def test_a_node_that_left_is_not_asked_any_more_and_its_connections_end(pool: Pool) -> None:
+    pool.tell(pool.view(2, [0, 1, 2]))
+    client = pool.client()
+    put(client, keys(COUNT))
+    left = client._links.link("n2")
+    pool.tell(pool.view(3, [0, 1]))
+    client.exists(keys(COUNT))
+    assert sorted(client._links.links) == ["n0", "n1"]
+    assert not left.up
+    assert put(client, keys(COUNT)) == [True] * COUNT
+    assert get(client, keys(COUNT)) == [True] * COUNT
+    assert client.nodes_up == 2
+    client.close()
+
+
+def test_an_operation_under_way_on_a_node_that_leaves_ends_as_usual(pool: Pool) -> None:
+    pool.tell(pool.view(2, [0, 1, 2]))
+    client = pool.client()
+    put(client, keys(COUNT))
+    reading, go_on = threading.Event(), threading.Event()
+
+    def hold(node: str, step: str) -> None:
+        if (node, step) == ("n2", "read_pages"):
+            reading.set()
+            assert go_on.wait(SOON_S)
+
+    pool.connector.before = hold
+    found: list[list[bool]] = []
+    reader = threading.Thread(target=lambda: found.append(get(client, keys(COUNT))))
+    reader.start()
+    assert reading.wait(SOON_S)
+    pool.tell(pool.view(3, [0, 1]))
+    client.exists(keys(COUNT))
+    assert client.rings.epoch == 3
+    go_on.set()
+    reader.join(SOON_S)
+    assert found == [[True] * COUNT]
+    client.close()
+
+
+def test_a_write_to_a_node_that_does_not_own_it_goes_to_the_one_that_does(pool: Pool) -> None:
+    view = pool.view(3, [1])
+    client = pool.client(seeds=[0, 1])
+    mistaken = client.rings.split(keys(COUNT))["n0"]
+
+    def answer(node: str, request: m.Request) -> m.Reply | None:
+        if node == "n0" and isinstance(request, m.Reserve):
+            return m.Reserved(request.id, [m.Grant(m.MOVED)] * len(request.keys))
+        return answering(view)(node, request)
+
+    pool.connector.answer = answer
+    assert put(client, keys(COUNT)) == [True] * COUNT
+    assert len(mistaken) > 0
+    assert held(pool) == [0, COUNT, 0]
+    client.close()
+
+
+def test_a_write_that_nobody_owns_up_to_is_unstored_and_not_asked_for_again(pool: Pool) -> None:
+    client = pool.client()
+    reserves: list[str] = []
+
+    def answer(node: str, request: m.Request) -> m.Reply | None:
+        if isinstance(request, m.Reserve):
+            reserves.append(node)
+            return m.Reserved(request.id, [m.Grant(m.MOVED)] * len(request.keys))
+        return answering(pool.view(len(reserves) + 1, [0, 1]))(node, request)
+
+    pool.connector.answer = answer
+    assert put(client, keys(COUNT)) == [False] * COUNT
+    assert len(reserves) <= 3 + 2
+    client.close()
+
+
+def test_after_a_failure_the_others_are_asked_for_their_view(pool: Pool) -> None:
+    """Its connections are idle otherwise: nobody pushes anything that somebody would read."""
+    pool.tell(pool.view(2, [0, 1, 2]))
+    client = pool.client()
+    put(client, keys(COUNT))
+    pool.connector.answer = answering(pool.view(3, [0, 2]))
+    pool.nodes[1].stop()
+    client.exists(keys(COUNT))
+    until(lambda: client.rings.epoch == 3)
+    assert put(client, keys(COUNT)) == [True] * COUNT
+    assert get(client, keys(COUNT)) == [True] * COUNT
+    client.close()
+
+
+def test_a_pool_without_membership_is_never_asked_for_a_view(pool: Pool) -> None:
+    client = pool.client()
+    asked: list[str] = []
+
+    def answer(node: str, request: m.Request) -> m.Reply | None:
+        if isinstance(request, GetView):
+            asked.append(node)
+        return None
+
+    pool.connector.answer = answer
+    pool.nodes[1].stop()
+    client.exists(keys(COUNT))
+    pool.nodes[1].restart()
+    until(lambda: client.nodes_up == 3)
+    assert asked == []
+    client.close()
+
+
+def test_a_pool_started_anew_with_other_nodes_is_found_through_the_seeds(pool: Pool) -> None:
+    pool.tell(pool.view(50, [1]))
+    client = pool.client(seeds=[0])
+    client.exists(keys(1))
+    assert client.rings.epoch == 50
+    pool.tell(pool.view(2, [0, 2]))
+    pool.nodes[0].restart()
+    pool.nodes[1].stop()
+    put(client, keys(3))
+    until(lambda: client.rings.epoch == 2)
+    assert put(client, keys(COUNT)) == [True] * COUNT
+    client.close()
+
+
+def test_nodes_without_membership_are_a_pool_that_shrinks_to_the_last_and_grows_again(pool: Pool) -> None:
+    for i, node in enumerate(pool.nodes):
+        node.view = pool.view(5 + i, [i])
+    client = pool.client()
+    assert put(client, keys(COUNT)) == [True] * COUNT
+    assert min(held(pool)) > 0
+    pool.nodes[0].stop()
+    pool.nodes[2].stop()
+    client.exists(keys(COUNT))
+    until(lambda: len(client.rings.ring.nodes) == 1)
+    assert put(client, keys(COUNT)) == [True] * COUNT
+    pool.nodes[0].restart()
+    pool.nodes[2].restart()
+    until(lambda: client.nodes_up == 3)
+    until(lambda: len(client.rings.ring.nodes) == 3)
+    assert get(client, keys(COUNT)) == [True] * COUNT
+    client.close()
+
+
+def test_a_wait_looks_at_the_earlier_owner_first_and_follows_its_pages(pool: Pool) -> None:
+    pool.tell(pool.view(2, [0, 1]))
+    writer = pool.client(seeds=[0, 1])
+    put(writer, keys(COUNT))
+    pool.tell(pool.view(3, [0, 1, 2], previous=[0, 1]))
+    client = pool.client()
+    client.exists(keys(1))
+    assert client.wait(keys(COUNT), 5.0) == [True] * COUNT
+    found: list[list[bool]] = []
+    later = keys(2 * COUNT)[COUNT:]
+    waiter = threading.Thread(target=lambda: found.append(client.wait(later, SOON_S)))
+    waiter.start()
+    put(writer, later)
+    waiter.join(SOON_S)
+    assert found == [[True] * COUNT]
+    writer.close()
+    client.close()
+
+
+# --- hot pages
+
+
+def hot(pool: Pool, replicas: int) -> tuple[PoolClient, list[str]]:
+    """A client of nodes that all hold `keys(COUNT)`, whose owners say so; and who was asked for pages."""
+    asked: list[str] = []
+    for i in range(3):
+        alone = pool.client(seeds=[i])
+        put(alone, keys(COUNT))
+        alone.close()
+    client = pool.client()
+
+    def answer(node: str, request: m.Request) -> m.Reply | None:
+        if isinstance(request, m.Get):
+            asked.extend([node] * len(request.keys))
+            it = next(one for one in pool.nodes if one.name == node)
+            reply = it.call(
+                max(it._replies), request, time.monotonic() + SOON_S
+            )  # on the client's connection
+            assert isinstance(reply, m.Got)
+            return m.Got(request.id, [msgspec.structs.replace(pin, replicas=replicas) for pin in reply.pins])
+        return None
+
+    pool.connector.answer = answer
+    return client, asked
+
+
+def test_reads_of_a_hot_page_spread_over_its_holders(pool: Pool) -> None:
+    client, asked = hot(pool, replicas=2)
+    one = keys(1)
+    owner = client.rings.ring.owner(one[0]).node
+    assert get(client, one) == [True]
+    assert asked == [owner]
+    for _ in range(90):
+        assert get(client, one) == [True]
+    assert all(asked.count(node) > 10 for node in ("n0", "n1", "n2"))
+    assert client.counters.pages_replica == 91 - asked.count(owner)
+    client.close()
+
+
+def test_a_batch_of_hot_pages_is_divided_evenly(pool: Pool) -> None:
+    client, asked = hot(pool, replicas=2)
+    get(client, keys(COUNT))
+    del asked[:]
+    assert get(client, keys(COUNT)) == [True] * COUNT
+    assert all(COUNT // 6 < asked.count(node) < COUNT // 2 for node in ("n0", "n1", "n2"))
+    client.close()
+
+
+def test_a_replica_that_is_gone_costs_no_page_and_is_forgotten(pool: Pool) -> None:
+    client, asked = hot(pool, replicas=2)
+    get(client, keys(COUNT))
+    owners = client.rings.split(keys(COUNT))
+    for node in pool.nodes:  # only the owners' pages remain
+        keep = {keys(COUNT)[i] for i in owners[node.name]}
+        slots = [node.state.store.find(1, k) for k in keys(COUNT) if k not in keep]
+        for slot in slots:
+            node.state.store.drop(slot, [])
+    del asked[:]
+    assert get(client, keys(COUNT)) == [True] * COUNT
+    spread = len(asked) - COUNT
+    assert spread > COUNT // 3
+    assert client.counters.pages_fallback == spread
+    assert client.counters.pages_replica == 0
+    client.close()
+
+
+def test_a_page_whose_owner_says_that_the_heat_is_gone_is_read_there_again(pool: Pool) -> None:
+    client, asked = hot(pool, replicas=1)
+    one = keys(1)
+    owner = client.rings.ring.owner(one[0]).node
+    get(client, one)
+    pool.connector.answer = lambda node, request: None
+    while len(client._hot):
+        assert get(client, one) == [True]
+    del asked[:]
+    calls: list[str] = []
+    pool.connector.before = lambda node, step: calls.append(node) if step == "read_pages" else None
+    for _ in range(20):
+        assert get(client, one) == [True]
+    assert calls == [owner] * 20
+    client.close()
+
+
+def test_a_replica_holder_that_is_down_is_not_asked(pool: Pool) -> None:
+    client, asked = hot(pool, replicas=2)
+    one = keys(1)
+    get(client, one)
+    owner = client.rings.ring.owner(one[0]).node
+    other = next(node for node in pool.nodes if node.name != owner)
+
+    def fail(node: str, step: str) -> None:
+        if node == other.name:
+            raise PoolUnavailable("as told")
+
+    pool.connector.before = fail
+    with pytest.raises(PoolUnavailable):
+        client._links.link(other.name).check(Deadline(time.monotonic() + 1))
+    del asked[:]
+    for _ in range(40):
+        assert get(client, one) == [True]
+    assert other.name not in asked
+    assert client.counters.bytes_read == 41 * PAGE_BYTES
+    client.close()

@@ -1,0 +1,369 @@
+"""The synchronous client over three nodes in this process, and what it does when they fail."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from msgspec.structs import replace
+
+from pdserve.errors import PoolTimeout, PoolUnavailable
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.cluster.ring import Ring
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.cluster_messages import GetView
+from tests.support.kvpool.faulty import PAGE_BYTES, Pool, empty_page, holds, key, keys, page_of
+
+SOON_S = 20.0
+COUNT = 60
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.check()
+
+
+def put(client: PoolClient, wanted: list[bytes]) -> list[bool]:
+    return client.put(wanted, [page_of(one) for one in wanted])
+
+
+def get(client: PoolClient, wanted: list[bytes]) -> list[bool]:
+    """Which were read; fails when one that was has wrong bytes."""
+    pages = [empty_page() for _ in wanted]
+    found = client.get(wanted, pages)
+    assert all(holds(page, k) for page, k, hit in zip(pages, wanted, found, strict=True) if hit)
+    return found
+
+
+def owners(pool: Pool, wanted: list[bytes]) -> list[str]:
+    ring = Ring([m.NodeAddress(node.name, "", 1) for node in pool.nodes])
+    return [ring.owner(one).node for one in wanted]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)  # between looks at another thread's work
+
+
+def in_thread(call: Callable[[], list[bool]]) -> tuple[threading.Thread, list[list[bool]]]:
+    results: list[list[bool]] = []
+    thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
+    thread.start()
+    return thread, results
+
+
+def test_pages_are_split_by_owner_and_come_back(pool: Pool) -> None:
+    client = pool.client()
+    wanted = keys(COUNT)
+    assert put(client, wanted) == [True] * COUNT
+    assert get(client, wanted) == [True] * COUNT
+    assert client.exists([*wanted, key(COUNT)]) == [True] * COUNT + [False]
+    held = [len(node.state.store.index) for node in pool.nodes]
+    assert held == [owners(pool, wanted).count(node.name) for node in pool.nodes]
+    assert min(held) > 0
+    assert (client.counters.pages_written, client.counters.pages_read) == (COUNT, COUNT)
+    assert client.counters.bytes_read == COUNT * PAGE_BYTES
+    client.close()
+
+
+def test_no_keys_and_no_nodes() -> None:
+    pool = Pool(nodes=0)
+    client = pool.client()
+    assert client.exists([]) == []
+    assert client.exists(keys(2)) == put(client, keys(2)) == get(client, keys(2)) == [False] * 2
+    client.close()
+
+
+def test_a_node_that_is_down_costs_its_own_keys_only_and_is_found_again(pool: Pool) -> None:
+    client = pool.client()
+    wanted = keys(COUNT)
+    put(client, wanted)
+    pool.nodes[1].stop()
+    reachable = [owner != "n1" for owner in owners(pool, wanted)]
+    assert get(client, wanted) == reachable
+    assert client.exists(wanted) == reachable
+    assert put(client, wanted) == reachable
+    assert client.nodes_up == 2
+    pool.nodes[1].restart()
+    until(lambda: client.nodes_up == 3)
+    assert get(client, wanted) == [True] * COUNT
+    client.close()
+
+
+def test_a_node_that_does_not_answer_costs_one_deadline_in_all(pool: Pool) -> None:
+    client = pool.client(exists_timeout_s=1.0, retry_after_s=60.0)
+    wanted = keys(COUNT)
+    put(client, wanted)
+    pool.nodes[1].paused = True
+    reachable = [owner != "n1" for owner in owners(pool, wanted)]
+    assert client.exists(wanted) == reachable
+    failures = client.counters.failures
+    client.config = replace(client.config, exists_timeout_s=SOON_S)
+    asked: list[str] = []
+    pool.connector.before = lambda node, step: asked.append(node)
+    for _ in range(50):
+        assert client.exists(wanted) == reachable
+    assert "n1" not in asked
+    assert client.counters.failures == failures + 50
+    pool.nodes[1].paused = False
+    client.close()
+
+
+def test_a_corrupt_page_is_a_miss_once_and_gone_afterwards(pool: Pool) -> None:
+    client = pool.client()
+    wanted = keys(5)
+    put(client, wanted)
+    node = next(node for node in pool.nodes if node.name == owners(pool, wanted)[2])
+    slot = node.state.store.find(1, wanted[2])
+    node.memory[node.state.store.slots.offset(slot) + 5] ^= 1
+    assert get(client, wanted) == [True, True, False, True, True]
+    assert client.counters.pages_corrupt == 1
+    assert client.exists(wanted) == [True, True, False, True, True]
+    assert put(client, wanted) == [True] * 5
+    assert get(client, wanted) == [True] * 5
+    client.close()
+
+
+def lose(kind: type) -> Callable[[str, m.Request], None]:
+    """The node answers no request of this kind."""
+
+    def answer(node: str, request: m.Request) -> None:
+        if isinstance(request, kind):
+            raise PoolTimeout("lost")
+
+    return answer
+
+
+def test_pages_that_were_read_stay_read_when_the_node_goes_while_it_is_told_so(pool: Pool) -> None:
+    client = pool.client(retry_after_s=60.0)
+    wanted = keys(COUNT)
+    put(client, wanted)
+
+    def fail(node: str, step: str) -> None:
+        if step == "post":
+            raise PoolUnavailable("gone")
+
+    pool.connector.before = fail
+    assert get(client, wanted) == [True] * COUNT
+    pool.connector.before = lambda node, step: None
+    assert client.exists(wanted) == [True] * COUNT
+    client.close()
+
+
+def test_a_corrupt_page_that_cannot_be_reported_costs_the_others_nothing(pool: Pool) -> None:
+    client = pool.client(retry_after_s=60.0)
+    wanted = keys(COUNT)
+    put(client, wanted)
+    node = next(node for node in pool.nodes if node.name == owners(pool, wanted)[2])
+    node.memory[node.state.store.slots.offset(node.state.store.find(1, wanted[2]))] ^= 1
+    pool.connector.answer = lose(m.Discard)
+    assert get(client, wanted) == [True] * 2 + [False] + [True] * (COUNT - 3)
+    assert client.exists(wanted) == [True] * COUNT
+    client.close()
+
+
+def test_pages_that_were_stored_stay_so_when_the_view_that_others_need_is_not_told(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = pool.client(retry_after_s=60.0)
+    wanted = keys(COUNT)
+    for node in pool.nodes:
+        refused = {wanted[0]: m.Grant(m.MOVED)}
+        monkeypatch.setattr(node.state.sharing, "refusals", lambda *_, refused=refused: refused)
+    pool.connector.answer = lose(GetView)
+    assert put(client, wanted) == [False] + [True] * (COUNT - 1)
+    client.close()
+
+
+def test_a_page_whose_lease_ended_while_it_was_copied_is_a_miss(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = pool.client()
+    put(client, keys(1))
+    monkeypatch.setattr("pdserve.kvpool.transports.mapped.RowReader.still_holds", lambda *_: False)
+    assert get(client, keys(1)) == [False]
+    assert (client.counters.pages_lost, client.counters.pages_corrupt) == (1, 0)
+    client.close()
+
+
+def no_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a client's batches: as in a process that has all the threads it may have."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("pdserve-pool"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+def process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
+
+
+@pytest.mark.parametrize("without_threads", [no_thread_starts, process_ends])
+def test_a_batch_is_done_by_its_caller_where_no_thread_can_be_had(
+    pool: Pool, without_threads: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    client = pool.client()
+    wanted, pages = keys(COUNT), [empty_page() for _ in range(COUNT)]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        without_threads(monkeypatch)
+        batch, results = in_thread(lambda: put(client, wanted) + client.get(wanted, pages))
+        batch.join(SOON_S)
+        assert results == [[True] * 2 * COUNT]
+    for page in pages:
+        for segment in page:
+            segment[:] = 0  # they are the caller's again
+    assert client.exists(wanted) == get(client, wanted) == [True] * COUNT
+    assert not any(segment.any() for page in pages for segment in page), "written to after the return"
+    client.close()
+
+
+def test_pages_for_which_there_is_no_room_are_refused_and_counted() -> None:
+    pool = Pool(nodes=1, max_reserved_bytes=32 * 1024)
+    client = pool.client()
+    stored = put(client, keys(20))
+    assert 0 < sum(stored) < 20
+    assert client.counters.pages_refused == 20 - sum(stored)
+    assert client.exists(keys(20)) == stored
+    client.close()
+    pool.check()
+
+
+def test_a_page_that_another_client_is_writing_needs_no_second_write(pool: Pool) -> None:
+    wanted = keys(1)
+    node = next(node for node in pool.nodes if node.name == owners(pool, wanted)[0])
+    other = pool.connector.connect(f"inproc:{node.name}", time.monotonic() + 1)
+    opened = other.call(m.OpenNamespace(1, "ns", {}), time.monotonic() + 1)
+    assert isinstance(opened, m.Opened)
+    other.call(m.Reserve(2, opened.namespace, wanted, [PAGE_BYTES]), time.monotonic() + 1)
+    client = pool.client()
+    assert put(client, wanted) == [True]
+    assert client.counters.pages_present == 1
+    assert client.exists(wanted) == [False]
+    other.close()
+    assert put(client, wanted) == [True]
+    assert client.exists(wanted) == [True]
+    client.close()
+
+
+@pytest.mark.parametrize("step", ["write_pages", "call"])
+def test_a_put_over_its_deadline_stores_nothing_and_holds_nothing(pool: Pool, step: str) -> None:
+    client = pool.client(put_timeout_s=0.05)
+    assert client.check() == {"n0": None, "n1": None, "n2": None}
+
+    def late(node: str, what: str) -> None:
+        if what == step:
+            time.sleep(0.1)  # longer than the deadline
+
+    pool.connector.before = late
+    assert put(client, keys(9)) == [False] * 9
+    pool.connector.before = lambda node, what: None
+    until(lambda: client.nodes_up == 3)
+    pool.check()
+    assert client.exists(keys(9)) == [False] * 9
+    client.close()
+
+
+@pytest.mark.parametrize("step", ["connect", "call", "post", "read_pages", "write_pages"])
+def test_whatever_step_times_out_the_answer_has_full_length(pool: Pool, step: str) -> None:
+    client = pool.client()
+    wanted = keys(COUNT)
+    put(client, wanted)
+    client.close()
+    client = pool.client()
+
+    def fail(node: str, what: str) -> None:
+        if node == "n1" and what == step:
+            raise PoolTimeout("as told")
+
+    pool.connector.before = fail
+    for found in (client.exists(wanted), get(client, wanted), put(client, [key(n) for n in range(99, 199)])):
+        assert len(found) in (COUNT, 100)
+        assert any(found)
+    pool.connector.before = lambda node, what: None
+    until(lambda: client.nodes_up == 3)
+    assert get(client, wanted) == [True] * COUNT
+    client.close()
+
+
+def test_close_ends_operations_under_way_with_misses(pool: Pool) -> None:
+    """Also those whose parts wait for a thread: they must end, not be forgotten."""
+    client = pool.client(connections_per_node=1)
+    wanted = keys(COUNT)
+    put(client, wanted)
+    reading, go_on = threading.Barrier(4), threading.Event()
+
+    def hold(node: str, what: str) -> None:
+        if what == "read_pages":
+            reading.wait(SOON_S)
+            go_on.wait(SOON_S)
+
+    pool.connector.before = hold
+    first, first_found = in_thread(lambda: get(client, wanted))
+    reading.wait(SOON_S)  # every node's one connection is in use
+    others = [in_thread(lambda: get(client, wanted)) for _ in range(3)]
+    until(lambda: client._threads._work_queue.qsize() > 0)
+    client.close()
+    go_on.set()
+    for thread, found in [(first, first_found), *others]:
+        thread.join(SOON_S)
+        assert [len(one) for one in found] == [COUNT]
+    assert first_found == [[True] * COUNT]
+    assert all(found == [[False] * COUNT] for _, found in others)
+
+
+def test_a_closed_client_answers_with_misses(pool: Pool) -> None:
+    client = pool.client()
+    put(client, keys(9))
+    client.close()
+    client.close()
+    assert client.exists(keys(9)) == get(client, keys(9)) == put(client, keys(9)) == [False] * 9
+    assert client.clear() == 0
+
+
+def test_clear_while_others_read_and_write_empties_only_our_namespace(pool: Pool) -> None:
+    client, other = pool.client(), pool.client("other")
+    wanted = keys(COUNT)
+    put(client, wanted)
+    put(other, wanted)
+    writer, written = in_thread(lambda: put(client, [key(n) for n in range(1000, 1100)]))
+    assert client.clear() >= COUNT
+    writer.join(SOON_S)
+    assert len(written[0]) == 100
+    assert client.exists(wanted) == [False] * COUNT
+    assert get(other, wanted) == [True] * COUNT
+    client.close()
+    other.close()
+
+
+def test_a_dropped_namespace_is_opened_again(pool: Pool) -> None:
+    client = pool.client()
+    put(client, keys(9))
+    for node in pool.nodes:
+        connection = pool.connector.connect(f"inproc:{node.name}", time.monotonic() + 1)
+        connection.call(m.DropNamespace(1, "ns"), time.monotonic() + 1)
+        connection.close()
+    assert client.exists(keys(9)) == [False] * 9
+    until(lambda: client.nodes_up == 3)
+    assert put(client, keys(9)) == [True] * 9
+    assert get(client, keys(9)) == [True] * 9
+    client.close()
+
+
+def test_wait_ends_with_the_commit_or_the_time(pool: Pool) -> None:
+    client = pool.client()
+    assert client.wait(keys(3), 0.01) == [False] * 3
+    waiter, found = in_thread(lambda: client.wait(keys(30), SOON_S))
+    put(client, keys(30))
+    waiter.join(SOON_S)
+    assert found == [[True] * 30]
+    client.close()

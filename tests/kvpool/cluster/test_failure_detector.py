@@ -1,0 +1,264 @@
+"""Who is taken for dead, and when."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.kvpool.cluster import failure_detector as d
+from tests.support.kvpool.cluster_sim import Sim
+
+TIMING = d.Timing()
+BOUND_S = 2.0  # R10
+SEEDS = range(5)
+
+
+def detector(**others: int) -> d.Detector:
+    found = d.Detector("me", TIMING, 0.0)
+    pings = found.handle(d.Known(others, {}), 0.0)
+    assert sorted(pings, key=str) == sorted((d.Ping(node) for node in others), key=str)
+    return found
+
+
+def ticks(detector: d.Detector, from_s: float, to_s: float) -> list[tuple[float, d.Action]]:
+    """Every action of regular ticks, but Sync, with its time."""
+    out = []
+    now_s = from_s
+    while now_s < to_s - 1e-9:
+        now_s = round(now_s + 0.1, 6)
+        out += [(now_s, a) for a in detector.handle(d.Tick(), now_s) if not isinstance(a, d.Sync)]
+    return out
+
+
+def test_a_member_that_answers_is_pinged_again_after_the_interval() -> None:
+    it = detector(a=1)
+    assert it.handle(d.PingEnded("a", "answered"), 0.01) == []
+    assert ticks(it, 0.0, 0.3) == [(0.3, d.Ping("a"))]
+    assert ticks(it, 0.3, 0.8) == []  # one at a time
+
+
+def test_silence_makes_a_suspect_and_others_are_asked() -> None:
+    it = detector(a=1, b=1)
+    it.handle(d.PingEnded("b", "answered"), 0.05)
+    assert [a for _, a in ticks(it, 0.05, 0.95) if a != d.Ping("b")] == []
+    it.handle(d.Heard("b"), 0.96)
+    assert it.handle(d.PingEnded("a", "silent"), 1.0) == [d.Ask("b", "a"), d.Ping("a")]
+    assert it.handle(d.Asked("a", "b", False), 1.1) == [d.Dead("a", 1)]
+
+
+def test_two_refusals_in_a_row_make_a_suspect_at_once() -> None:
+    it = detector(a=1, b=1)
+    it.handle(d.PingEnded("b", "answered"), 0.01)
+    assert it.handle(d.PingEnded("a", "refused"), 0.01) == [d.Ping("a")]
+    assert it.handle(d.PingEnded("a", "refused"), 0.02) == [d.Ask("b", "a")]
+    assert it.handle(d.Asked("a", "b", False), 0.03) == [d.Dead("a", 1)]
+
+
+def test_a_refusal_between_answers_is_nothing() -> None:
+    it = detector(a=1)
+    for now_s in (0.01, 0.02, 0.03):
+        assert it.handle(d.PingEnded("a", "refused"), now_s) == [d.Ping("a")]
+        assert it.handle(d.PingEnded("a", "answered"), now_s) == []
+        it.handle(d.Known({"a": 1}, {}), now_s)
+        assert it.handle(d.Suspected("a"), now_s) == [d.Ping("a")]
+
+
+def test_a_member_that_announced_its_silence_is_excused_for_a_while() -> None:
+    it = detector(a=1, b=1)
+    it.handle(d.Upgrading("a"), 0.1)
+    assert it.handle(d.PingEnded("a", "refused"), 0.2) == []
+    found = []
+    for step in range(1, 110):
+        now_s = 0.2 + step / 10
+        it.handle(d.Heard("b"), now_s)
+        for action in it.handle(d.Tick(), now_s):
+            if action == d.Ping("a"):
+                found += it.handle(d.PingEnded("a", "refused"), now_s)
+            found.append(action)
+        if now_s < 0.1 + d.UPGRADE_S - 0.01:
+            assert d.Ask("b", "a") not in found
+    assert d.Ask("b", "a") in found  # it did not come back
+    assert found.count(d.Ping("a")) < 45
+
+
+def test_with_none_to_ask_a_suspect_is_dead() -> None:
+    it = detector(a=7)
+    it.handle(d.PingEnded("a", "refused"), 0.01)
+    assert it.handle(d.PingEnded("a", "refused"), 0.02) == [d.Dead("a", 7)]
+
+
+def test_one_helper_that_reached_the_suspect_saves_it() -> None:
+    it = detector(a=1, b=1, c=1)
+    for node in "bc":
+        it.handle(d.PingEnded(node, "answered"), 0.01)
+    it.handle(d.PingEnded("a", "refused"), 0.01)
+    asked = it.handle(d.PingEnded("a", "refused"), 0.02)
+    assert {a.helper for a in asked if isinstance(a, d.Ask)} == {"b", "c"}
+    assert it.handle(d.Asked("a", "b", False), 0.03) == []
+    assert it.handle(d.Asked("a", "c", True), 0.04) == []
+    assert it.handle(d.Asked("a", "b", False), 0.05) == []  # an answer that comes twice
+    assert not any(isinstance(a, d.Dead) for _, a in ticks(it, 0.05, 0.6))
+
+
+def test_helpers_that_do_not_answer_do_not_delay_the_verdict() -> None:
+    it = detector(a=1, b=1)
+    it.handle(d.PingEnded("b", "answered"), 0.01)
+    it.handle(d.PingEnded("a", "refused"), 0.01)
+    it.handle(d.PingEnded("a", "refused"), 0.02)
+    dead = [t for t, a in ticks(it, 0.02, 0.7) if a == d.Dead("a", 1)]
+    assert dead == [pytest.approx(0.52, abs=0.11)]
+
+
+def test_what_spoke_for_itself_is_given_time_anew() -> None:
+    it = detector(a=1)
+    ticks(it, 0.0, 0.9)
+    it.handle(d.Known({"a": 2}, {}), 0.9)
+    assert not [a for _, a in ticks(it, 0.9, 1.8) if isinstance(a, d.Dead)]
+    assert [a for _, a in ticks(it, 1.8, 2.0) if isinstance(a, d.Dead)] == [d.Dead("a", 2)]
+
+
+def test_a_node_that_was_paused_blames_nobody_for_its_own_silence() -> None:
+    it = detector(a=1)
+    it.handle(d.PingEnded("a", "answered"), 0.01)
+    assert it.handle(d.Tick(), 5.0) == [d.Ping("a"), d.Sync("a")]
+    it = detector(a=1)
+    assert it.handle(d.PingEnded("a", "silent"), 5.0) == [d.Ping("a")]
+
+
+def test_doubt_from_outside_is_settled_by_a_ping_at_once() -> None:
+    it = detector(a=1)
+    it.handle(d.PingEnded("a", "answered"), 0.01)
+    assert it.handle(d.Suspected("a"), 0.05) == [d.Ping("a")]
+    assert it.handle(d.Suspected("nobody"), 0.05) == []
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 9, 30])
+def test_every_member_is_watched_by_as_many_as_there_can_be(count: int) -> None:
+    names = [f"node{i}" for i in range(count)]
+    watchers = dict.fromkeys(names, 0)
+    for name in names:
+        it = d.Detector(name, TIMING, 0.0)
+        it.handle(d.Known({other: 1 for other in names if other != name}, {}), 0.0)
+        assert name not in it.watched
+        for other in it.watched:
+            watchers[other] += 1
+    assert set(watchers.values()) == {min(TIMING.watched, count - 1)}
+
+
+def test_every_member_dead_or_alive_is_told_everything_from_time_to_time() -> None:
+    it = detector(a=1, b=1)
+    it.handle(d.Known({"a": 1, "b": 1}, {"x": 1, "y": 1}), 0.0)
+    told = set()
+    for second in range(1, 60):
+        told |= {a.node for a in it.handle(d.Tick(), float(second)) if isinstance(a, d.Sync)}
+    assert told == {"a", "b", "x", "y"}
+
+
+# --- many nodes
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("names", ["ab", "abc", "abcdefgh"])
+def test_a_process_that_ended_is_out_of_all_views_in_time(names: str, seed: int) -> None:
+    sim = Sim(names, seed)
+    assert sim.agree(names)
+    sim.nodes["b"].up = False
+    took_s = sim.run_until(lambda: sim.agree(names.replace("b", "")), BOUND_S)
+    assert took_s < TIMING.ping_interval_s + 0.2
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("names", ["ab", "abc", "abcdefgh"])
+def test_a_machine_that_fell_silent_is_out_of_all_views_in_time(names: str, seed: int) -> None:
+    sim = Sim(names, seed)
+    rest = names.replace("b", "")
+    sim.part("b", rest)
+    sim.nodes["b"].up = False
+    sim.run_until(lambda: sim.agree(rest), BOUND_S)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_slow_but_living_node_stays(seed: int) -> None:
+    sim = Sim("abc", seed)
+    sim.slow["b"] = 0.3
+    sim.run(20)
+    assert set(sim.views().values()) == {"abc"}
+    assert not any(node.deaths for node in sim.nodes.values())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("cut", [{("a", "b")}, {("b", "a")}, {("a", "b"), ("b", "a")}])
+def test_two_nodes_that_cannot_reach_each_other_do_not_divide_the_pool(
+    cut: set[tuple[str, str]], seed: int
+) -> None:
+    sim = Sim("abc", seed)
+    sim.cut |= cut
+    sim.run(20)
+    assert set(sim.views().values()) == {"abc"}
+    assert not any(node.deaths for node in sim.nodes.values())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_both_sides_of_a_partition_go_on_and_find_together(seed: int) -> None:
+    sim = Sim("abcde", seed)
+    epoch = sim.nodes["a"].cluster.epoch
+    sim.part("ab", "cde")
+    wanted = {"a": "ab", "b": "ab", "c": "cde", "d": "cde", "e": "cde"}
+    sim.run_until(lambda: sim.views() == wanted, 2 * BOUND_S)
+    sim.run(5)
+    assert sim.views() == wanted
+    assert all(node.cluster.epoch > epoch for node in sim.nodes.values())
+    epoch = max(node.cluster.epoch for node in sim.nodes.values())
+    sim.cut.clear()
+    sim.run_until(lambda: sim.agree("abcde"), 5)
+    assert sim.nodes["a"].cluster.epoch > epoch
+    sim.run(5)
+    assert sim.agree("abcde")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("pause_s", [0.5, 5.0, 60.0])
+def test_a_paused_node_is_dead_at_most_until_it_runs_again(pause_s: float, seed: int) -> None:
+    sim = Sim("abc", seed)
+    epoch = sim.nodes["a"].cluster.epoch
+    sim.nodes["b"].paused = True
+    sim.run(pause_s)
+    if pause_s > BOUND_S:
+        assert sim.agree("ac")
+    sim.nodes["b"].resume()
+    sim.run_until(lambda: sim.agree("abc"), 2.5)
+    sim.run(3)
+    assert sim.agree("abc")
+    assert sim.nodes["b"].deaths == []
+    assert (sim.nodes["a"].cluster.epoch > epoch) == (pause_s > BOUND_S)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("away_s", [0.0, 0.05, 0.2, 3.0])
+def test_a_node_restarted_under_its_name_is_back_whether_missed_or_not(away_s: float, seed: int) -> None:
+    sim = Sim("abc", seed)
+    sim.nodes["b"].up = False
+    sim.run(away_s)
+    again = sim.start("b")
+    sim.run_until(lambda: sim.agree("abc"), 3)
+    sim.run(3)
+    assert sim.agree("abc")
+    assert sim.nodes["a"].cluster.members["b"].incarnation == again.cluster.me.incarnation
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_several_losses_at_once_are_all_noticed(seed: int) -> None:
+    sim = Sim("abcdefgh", seed)
+    for name in "bdf":
+        sim.nodes[name].up = False
+    sim.run_until(lambda: sim.agree("acegh"), 2 * BOUND_S)
+
+
+def test_a_run_replays_from_its_seed() -> None:
+    def history(seed: int) -> list[tuple[str, list[tuple[float, str]]]]:
+        sim = Sim("abcd", seed)
+        sim.part("a", "bcd")
+        sim.run(4)
+        return [(name, node.deaths) for name, node in sim.nodes.items()]
+
+    assert history(3) == history(3)
+    assert history(3) != history(4)

@@ -1,0 +1,168 @@
+"""What another node says may be garbage: it is refused whole, or can do no harm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from pdserve.errors import FrameError
+from pdserve.kvpool.cluster.membership import MAX_NAMESPACE_BYTES, Cluster
+from pdserve.kvpool.cluster.ring import MAX_WEIGHT_SUM, Ring
+from pdserve.kvpool.cluster.state import encoded
+from pdserve.kvpool.core.events import NamespacesForgotten, NamespacesLearned, PublishNamespace
+from pdserve.kvpool.namespaces.registry import MAX_GEOMETRY_CHARS, bucket_of
+from pdserve.kvpool.node.serving.fair_queue import FairQueue
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.base import NodeAddress
+from pdserve.kvpool.protocol.cluster_messages import (
+    ClusterState,
+    Gossip,
+    Gossiped,
+    Member,
+    NamespaceRecord,
+    NamespaceSettings,
+    PutNamespace,
+)
+from pdserve.kvpool.protocol.frames import HEADER_BYTES, decode_reply, encode_frame
+from tests.kvpool.core.test_hostile import INTS, message_of
+from tests.support.kvpool.node_model import Node, answers
+
+WEIGHTS = st.sampled_from([-1, 0, 1, 2, 9000, MAX_WEIGHT_SUM, 1 << 40])
+NAMES = st.sampled_from(["a", "b", "me", "", "a b", "x" * 65, "\0", "..", "é"])
+ADDRESSES = st.sampled_from(["tcp:h:1", "unix:/x", "", "x" * 300, "tcp:h:1\n", "nonsense"])
+NODES = st.builds(NodeAddress, NAMES, ADDRESSES, WEIGHTS)
+MEMBERS = st.builds(Member, NAMES, ADDRESSES, WEIGHTS, INTS, INTS, st.integers(-1, 5), INTS)
+STATES = st.builds(
+    ClusterState,
+    st.just("pool"),
+    st.lists(MEMBERS, max_size=4),
+    st.lists(message_of(NamespaceRecord), max_size=3),
+    INTS,
+    st.lists(NODES, max_size=4),
+)
+# one thing wrong at a time gets further
+GOOD = ClusterState(
+    "pool", [Member("b", "tcp:b:1", 1, 2, 200)], [NamespaceRecord("ns", 3, 1, {"g": "1"})], 5, []
+)
+FIELDS = st.one_of(
+    st.builds(lambda x: replace(GOOD, members=[x]), MEMBERS),
+    st.builds(lambda x: replace(GOOD, namespaces=[x]), message_of(NamespaceRecord)),
+    st.builds(
+        lambda x: replace(GOOD, namespaces=[replace(GOOD.namespaces[0], settings=x)]),
+        message_of(NamespaceSettings),
+    ),
+    st.builds(lambda e, x: replace(GOOD, stable_epoch=e, stable=x), INTS, st.lists(NODES, max_size=4)),
+    st.builds(lambda x: replace(GOOD, floors=x), st.lists(st.tuples(INTS, INTS), max_size=2)),
+    st.builds(lambda x: replace(GOOD, floors=[(bucket_of("ns"), x)]), INTS),
+)
+
+
+def cluster() -> Cluster:
+    return Cluster("pool", NodeAddress("me", "tcp:me:1", 2), 77, 100)
+
+
+def as_received(state: ClusterState) -> ClusterState | None:
+    """What is left of it after the wire."""
+    try:
+        frame = encode_frame(Gossiped(1, state))
+        gossiped = decode_reply(frame[HEADER_BYTES:])
+    except (FrameError, OverflowError):
+        return None
+    assert isinstance(gossiped, Gossiped)
+    return gossiped.state
+
+
+@given(st.lists(st.one_of(STATES, FIELDS), min_size=1, max_size=4))
+@settings(max_examples=300, deadline=None)
+def test_nothing_that_a_peer_can_say_makes_a_node_raise_or_believe_nonsense(said: list[ClusterState]) -> None:
+    me, node = cluster(), Node()
+    client = node.connect()
+    opened = node.open(client, "ns", g="1")
+    queue: FairQueue[Any] = FairQueue()
+    for state in said:
+        received, before = as_received(state), me.state
+        if received is None:
+            continue
+        try:
+            update = me.receive(received)
+        except FrameError:
+            assert me.state is before
+            continue
+        for view in (me.view.nodes, me.view.previous, me.state.stable):
+            Ring(view)
+        assert me.me.address == "tcp:me:1"
+        assert me.me.status == 0
+        for member in me.members.values():
+            assert member.node.isprintable()
+            assert 0 < len(member.node) <= 64
+        other = Cluster("pool", NodeAddress("other", "tcp:o:1"), 78, 100)
+        other.receive(me.state)  # what it believes, every other node does
+        if update.floors is not None:
+            node.do(NamespacesForgotten(list(update.forgotten), update.floors))
+        node.do(NamespacesLearned(list(update.namespaces)))
+        node.pass_time(1.0)
+        for number in node.state.namespaces.numbers:
+            found = node.state.namespaces.settings(number)
+            queue.configure(
+                number,
+                weight=found.weight,
+                operations_s=found.operations_s,
+                bytes_s=found.bytes_s,
+                now_s=node.now_s,
+            )
+            queue.put(number, None, 1, 1, node.now_s)
+            queue.next(node.now_s)
+            assert queue.next_time_s() == float("inf") or queue.next_time_s() < 1e300
+        node.send(client, m.Exists(9, opened, []))
+
+
+@given(message_of(PutNamespace), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_what_a_client_may_put_every_other_node_takes(request: PutNamespace, peer: bool) -> None:
+    node = Node()
+    actions = node.send(node.connect(peer=peer), request)
+    for action in actions:
+        if isinstance(action, PublishNamespace):
+            cluster().receive(ClusterState("pool", [], [action.record]))
+
+
+@pytest.mark.parametrize("generation", [2**63 - 1, 2**62, -5])
+def test_a_client_cannot_open_a_namespace_that_splits_the_pool(generation: int) -> None:
+    for peer in (False, True):
+        node = Node()
+        actions = node.send(node.connect(peer=peer), m.OpenNamespace(1, "ns", {}, generation))
+        records = [action.record for action in actions if isinstance(action, PublishNamespace)]
+        cluster().receive(ClusterState("pool", [], records))
+        assert peer or [record.generation for record in records] == [1]
+
+
+def test_the_first_to_open_a_namespace_is_held_to_the_bound_of_its_geometry() -> None:
+    node = Node()
+    c = node.connect()
+    request = m.OpenNamespace(1, "ns", {"k": "v" * MAX_GEOMETRY_CHARS})
+    [reply] = answers(node.send(c, request), c)
+    assert isinstance(reply, m.Fault)
+    assert "geometry" in reply.message
+
+
+def test_namespaces_beyond_all_measure_are_refused_and_known_ones_may_change() -> None:
+    me = cluster()
+    size = MAX_GEOMETRY_CHARS - 10
+    records = [NamespaceRecord(f"n{i}", 1, 1, {"k": "v" * size}) for i in range(200)]
+    half = ClusterState("pool", [], records[:50])
+    me.receive(half)
+    with pytest.raises(FrameError, match="MiB"):
+        me.receive(replace(half, namespaces=records[50:]))
+    assert len(me.namespaces) == 50
+    assert sum(len(encoded(record)) for record in me.namespaces.values()) <= MAX_NAMESPACE_BYTES
+    changed = replace(records[0], version=2, geometry={}, dropped=True)
+    assert me.receive(ClusterState("pool", [], [changed])).namespaces == (changed,)
+
+
+def test_a_gossip_of_any_size_of_names_fits_a_frame() -> None:
+    many = [Member(f"n{i:063}", "tcp:" + "h" * 240, 1, 1, 1) for i in range(1000)]
+    encode_frame(Gossip(1, "a", ClusterState("pool", many, [])))

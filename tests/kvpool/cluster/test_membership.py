@@ -1,0 +1,658 @@
+"""The state that nodes gossip: its algebra, and what a node makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from pdserve.errors import FrameError, PoolRefused
+from pdserve.kvpool.cluster.membership import FORGET_MS, Cluster, Update
+from pdserve.kvpool.cluster.ring import MAX_WEIGHT_SUM
+from pdserve.kvpool.cluster.state import MAX_MEMBERS, check_state, epoch_of, merge, owners_of
+from pdserve.kvpool.namespaces.registry import Registry, bucket_of
+from pdserve.kvpool.protocol.base import NodeAddress
+from pdserve.kvpool.protocol.cluster_messages import (
+    ACTIVE,
+    DEAD,
+    LEAVING,
+    LEFT,
+    ClusterState,
+    Member,
+    NamespaceRecord,
+    NamespaceSettings,
+)
+
+NAMES = ("a", "b", "c", "d")
+small = st.integers(0, 3)
+members = st.builds(
+    Member,
+    st.sampled_from(NAMES),
+    st.sampled_from(["tcp:h:1", "tcp:h:2"]),
+    st.integers(1, 2),
+    small,
+    st.integers(1, 3),
+    small,
+    small,
+)
+records = st.builds(
+    NamespaceRecord,
+    st.sampled_from(["x", "y"]),
+    small,
+    small,
+    st.dictionaries(st.sampled_from("pq"), st.sampled_from("rs"), max_size=2),
+    dropped=st.booleans(),
+)
+rings = st.lists(st.builds(NodeAddress, st.sampled_from(NAMES), st.just("tcp:h:1")), max_size=2)
+
+
+def unique(items: list[Member]) -> list[Member]:
+    return list({item.node: item for item in items}.values())
+
+
+states = st.builds(
+    ClusterState,
+    st.just("pool"),
+    st.lists(members, max_size=4).map(unique),
+    st.lists(records, max_size=2, unique_by=lambda r: r.name),
+    small,
+    rings,
+)
+
+
+@given(states, states, states)
+@settings(max_examples=100)
+def test_merging_forms_a_semilattice(a: ClusterState, b: ClusterState, c: ClusterState) -> None:
+    assert merge(a, b) == merge(b, a)
+    assert merge(merge(a, b), c) == merge(a, merge(b, c))
+    assert merge(merge(a, b), b) == merge(a, b)
+    assert merge(merge(a, a), a) == merge(a, a)
+
+
+@given(states, states)
+def test_the_epoch_grows_with_knowledge(a: ClusterState, b: ClusterState) -> None:
+    both = merge(a, b)
+    for one in (a, b):
+        grew = versions(both) != versions(one)
+        assert epoch_of(both) > epoch_of(one) if grew else epoch_of(both) == epoch_of(one)
+
+
+def versions(state: ClusterState) -> dict[str, int]:
+    return {member.node: member.version for member in state.members}
+
+
+def node(name: str, version: int = 100, *, weight: int = 1) -> Cluster:
+    return Cluster("pool", NodeAddress(name, f"tcp:{name}:1", weight), ord(name[0]), version)
+
+
+def exchange(*clusters: Cluster) -> None:
+    """Everybody tells everybody until there is nothing new."""
+    for _ in range(10):
+        if len({cluster.digest for cluster in clusters}) == 1:
+            return
+        for a in clusters:
+            for b in clusters:
+                a.receive(b.state)
+    raise AssertionError("they do not agree")
+
+
+def settle(*clusters: Cluster) -> None:
+    for cluster in clusters:
+        cluster.settle(cluster.epoch)
+    exchange(*clusters)
+
+
+def ring_names(nodes: list[NodeAddress]) -> str:
+    return "".join(n.node for n in nodes)
+
+
+def seen(cluster: Cluster) -> tuple[str, str]:
+    """The ring and the one before."""
+    return ring_names(cluster.view.nodes), ring_names(cluster.view.previous)
+
+
+def three() -> tuple[Cluster, Cluster, Cluster]:
+    a, b, c = node("a"), node("b"), node("c")
+    exchange(a, b, c)
+    settle(a, b, c)
+    return a, b, c
+
+
+def test_a_node_that_joins_is_an_owner_at_once_and_the_ring_before_is_named_while_pages_move() -> None:
+    a, b = node("a"), node("b")
+    exchange(a, b)
+    settle(a, b)
+    assert seen(a) == ("ab", "")
+    c = node("c")
+    before = a.epoch
+    c.receive(a.state)
+    exchange(a, b, c)
+    assert {seen(n) for n in (a, b, c)} == {("abc", "ab")}
+    assert a.epoch > before
+    settle(a, b)
+    assert seen(a) == ("abc", "ab")
+    settle(a, b, c)
+    assert {seen(n) for n in (a, b, c)} == {("abc", "")}
+    assert ring_names(a.state.stable) == "abc"
+
+
+def test_a_dead_node_is_no_owner_and_nothing_is_asked_of_it() -> None:
+    a, b, _ = three()
+    update = a.declare_dead("c", 100)
+    assert update.own
+    assert update.view == a.view
+    assert seen(a) == ("ab", "")
+    exchange(a, b)
+    assert seen(b) == ("ab", "")
+    assert not a.settled  # its pages are misses until they are written anew; replicas may be pulled
+
+
+def test_a_node_that_hears_of_its_death_refutes_it() -> None:
+    a, b, c = three()
+    a.declare_dead("c", 100)
+    settle(a)
+    epoch = a.epoch
+    update = c.receive(a.state)
+    assert update.own
+    assert (c.me.version, c.me.status) == (102, ACTIVE)
+    exchange(a, b, c)
+    assert seen(a)[0] == "abc"
+    assert a.epoch > epoch
+    assert not c.settled  # it must pull what was written while it was away
+
+
+def test_two_nodes_that_declare_a_third_dead_say_the_same() -> None:
+    a, b, _ = three()
+    a.declare_dead("c", 100)
+    b.declare_dead("c", 100)
+    assert a.digest == b.digest
+
+
+def test_a_death_that_was_refuted_meanwhile_is_no_death() -> None:
+    a, b, c = three()
+    a.declare_dead("c", 100)
+    exchange(a, b, c)
+    assert not b.declare_dead("c", 100)
+    assert not b.declare_dead("c", 101)
+    assert not b.declare_dead("unknown", 0)
+    assert not b.declare_dead("b", 100)
+    assert b.members["c"].status == ACTIVE
+
+
+@pytest.mark.parametrize("first_version", [1, 100, 101, 10_000])
+def test_a_restarted_node_outdoes_all_that_was_said_of_it(first_version: int) -> None:
+    a, b, _ = three()
+    a.declare_dead("c", 100)
+    exchange(a, b)
+    again = Cluster("pool", NodeAddress("c", "tcp:elsewhere:1", 1), 7, first_version)
+    before = a.epoch
+    again.receive(a.state)
+    exchange(a, b, again)
+    assert a.members["c"].incarnation == 7
+    assert a.view.nodes[-1].address == "tcp:elsewhere:1"
+    assert a.epoch > before
+
+
+def test_a_restart_that_nobody_noticed_takes_over_the_record() -> None:
+    a, b, _ = three()
+    again = Cluster("pool", NodeAddress("c", "tcp:c:1", 1), 7, 100)  # within the same second
+    exchange(a, b, again)
+    assert (a.members["c"].incarnation, a.members["c"].status) == (7, ACTIVE)
+    assert a.members["c"].version > 100
+
+
+def test_a_leaving_node_has_left_when_the_others_have_its_pages() -> None:
+    a, b, c = three()
+    c.leave()
+    exchange(a, b, c)
+    assert {seen(n) for n in (a, b, c)} == {("ab", "abc")}
+    settle(a)
+    exchange(a, b, c)
+    assert c.me.status == LEAVING
+    settle(b)
+    exchange(a, b, c)
+    assert c.me.status == LEFT
+    assert {seen(n) for n in (a, b, c)} == {("ab", "")}
+    assert a.settled  # that it is gone moves nothing
+
+
+def test_a_leaving_node_that_is_declared_dead_goes_on_leaving() -> None:
+    a, b, c = three()
+    c.leave()
+    exchange(a, b, c)
+    a.declare_dead("c", c.me.version)
+    exchange(a, b, c)
+    assert c.me.status == LEAVING
+
+
+def test_the_last_node_cannot_leave() -> None:
+    with pytest.raises(PoolRefused, match="last of the pool"):
+        node("a").leave()
+    a, b = node("a"), node("b")
+    exchange(a, b)
+    b.leave()
+    exchange(a, b)
+    with pytest.raises(PoolRefused, match="last of the pool"):
+        a.leave()
+
+
+def test_a_leaving_node_that_loses_sight_of_the_others_owns_its_pages_again() -> None:
+    a, b = node("a"), node("b")
+    exchange(a, b)
+    settle(a, b)
+    b.leave()
+    assert (seen(b), b.settled) == (("a", "ab"), False)
+    b.declare_dead("a", a.me.version)
+    assert b.me.status == ACTIVE
+    assert seen(b)[0] == "b"
+    assert not b.settled, "its pages are not to be dropped"
+    settle(b)
+    exchange(a, b)
+    assert {seen(n)[0] for n in (a, b)} == {"ab"}
+    assert not a.settled, "it has yet to pull what is its own"
+    settle(a, b)
+    b.leave()
+    exchange(a, b)
+    settle(a)
+    exchange(a, b)
+    assert b.me.status == LEFT
+
+
+def test_of_nodes_that_leave_all_at_once_one_stays_and_takes_the_pages() -> None:
+    a, b = node("a"), node("b")
+    exchange(a, b)
+    settle(a, b)
+    for cluster in (a, b):
+        cluster.leave()
+    b.receive(a.state)
+    assert (b.me.status, b.settled) == (ACTIVE, False)
+    exchange(a, b)
+    assert {seen(n) for n in (a, b)} == {("b", "ab")}
+    assert not a.settled
+    settle(b)
+    exchange(a, b)
+    assert (a.me.status, b.me.status) == (LEFT, ACTIVE)
+
+
+def test_both_sides_of_a_partition_find_together() -> None:
+    a, b, c = three()
+    for alone, lost in ((a, b), (a, c), (b, a), (c, a)):
+        alone.declare_dead(lost.name, lost.me.version)
+    settle(a)
+    exchange(b, c)
+    settle(b, c)
+    assert seen(a) == ("a", "")
+    assert seen(b) == ("bc", "")
+    epochs = a.epoch, b.epoch
+    exchange(a, b, c)
+    assert {seen(n)[0] for n in (a, b, c)} == {"abc"}
+    assert a.epoch > max(epochs)
+    settle(a, b, c)
+    assert {seen(n) for n in (a, b, c)} == {("abc", "")}
+
+
+def test_settling_counts_for_its_epoch_only() -> None:
+    a, b, _ = three()
+    old = a.epoch
+    d = node("d")
+    exchange(a, b, d)
+    assert not a.settle(old)
+    assert not a.settle(a.epoch + 1)
+    assert a.settle(a.epoch).own
+    assert not a.settle(a.epoch)
+
+
+def test_a_ring_that_was_left_and_came_back_is_settled_anew() -> None:
+    a, b, c = three()
+    a.declare_dead("b", 100)
+    b.receive(a.state)  # refutes
+    a.receive(b.state)
+    assert a.me.settled < a.epoch
+    c.receive(a.state)  # saw neither the death nor the refutation, only the result
+    assert c.me.settled < c.epoch
+
+
+def dropped(name: str, version: int = 2, **fields: Any) -> NamespaceRecord:
+    return NamespaceRecord(name, version, version, {}, dropped=True, **fields)
+
+
+def test_a_namespace_dropped_long_ago_is_forgotten_and_no_late_node_brings_it_back() -> None:
+    a, b, late = three()
+    live = NamespaceRecord("ns", 1, 1, {"model": "m"})
+    a.publish(live)
+    exchange(a, b, late)
+    a.publish(dropped("ns"))
+    a.publish(dropped("configured"))
+    guarded = dropped("guarded", settings=NamespaceSettings(read_token="ab" * 32))
+    a.publish(guarded)
+    exchange(a, b)
+    for now_ms in (0, FORGET_MS - 1):
+        assert not a.tidy(now_ms, {"configured"}).forgotten
+    assert a.tidy(FORGET_MS, {"configured"}).forgotten == ("ns",)
+    assert set(a.namespaces) == {"configured", "guarded"}
+    exchange(a, b)
+    assert "ns" not in b.namespaces
+    a.receive(late.state)  # it comes back, and still has it
+    assert "ns" not in a.namespaces
+    assert late.receive(a.state).forgotten == ("ns",)
+    exchange(a, b, late)
+    assert set(late.namespaces) == {"configured", "guarded"}
+    again = Registry([], a.state.floors).fresh("ns", NamespaceSettings())
+    assert (again.version, again.generation) == (2, 3), "its first change is above all that was"
+    b.publish(replace(again, version=3))
+    exchange(a, b, late)
+    assert late.namespaces["ns"].generation == 3
+    started = node("d")
+    assert not started.raise_floors([])
+    assert started.raise_floors(a.state.floors)
+    started.publish(live)
+    assert not started.namespaces
+
+
+def test_names_of_dropped_namespaces_do_not_pile_up() -> None:
+    a = node("a")
+    a.publish(NamespaceRecord("lives", 1, 1, {}))
+    for n in range(2000):
+        a.publish(dropped(f"revision-{n}"))
+        a.tidy(n * 10_000)
+        assert len(a.namespaces) < 400
+    assert "lives" in a.namespaces
+    check_state(a.state)
+
+
+def test_no_floor_is_raised_over_what_lives() -> None:
+    twin = next(name for name in map(str, range(100_000)) if bucket_of(name) == bucket_of("ns"))
+    a = node("a")
+    a.publish(dropped("ns"))
+    a.publish(NamespaceRecord(twin, 2, 1, {}))
+    for now_ms in (0, FORGET_MS):
+        assert not a.tidy(now_ms)
+    a.publish(NamespaceRecord(twin, 3, 1, {}))
+    assert a.tidy(FORGET_MS + 1).forgotten == ("ns",)
+    assert set(a.namespaces) == {twin}
+
+
+@pytest.mark.parametrize(
+    "floors", [[(5, 1), (5, 2)], [(6, 1), (5, 1)], [(-1, 1)], [(4096, 1)], [(1, 1 << 61)]]
+)
+def test_impossible_floors_are_refused(floors: list[tuple[int, int]]) -> None:
+    with pytest.raises(FrameError, match="floors"):
+        node("a").receive(ClusterState("pool", [Member("b", "tcp:h:1", 1, 1, 1)], [], floors=floors))
+
+
+def test_a_namespace_is_known_everywhere_and_the_newer_record_wins() -> None:
+    a, b, c = three()
+    record = NamespaceRecord("ns", 1, 1, {"model": "m"})
+    assert a.publish(record) == Update((), (record,), None, True)
+    assert not a.publish(record)
+    exchange(a, b, c)
+    assert c.namespaces == {"ns": record}
+    newer = replace(record, version=2, dropped=True)
+    assert b.receive(ClusterState("pool", [], [newer])).namespaces == (newer,)
+    assert not b.receive(ClusterState("pool", [], [record]))
+    exchange(a, b, c)
+    assert a.namespaces == {"ns": newer}
+    assert a.settled  # pages do not move for it
+
+
+def test_news_of_another_cluster_are_refused() -> None:
+    with pytest.raises(FrameError, match="'other', this is 'pool'"):
+        node("a").receive(ClusterState("other", [], []))
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        Member("b", "tcp:b:1", 0, 1, 1),
+        Member("b", "tcp:b:1", MAX_WEIGHT_SUM + 1, 1, 1),
+        Member("b", "tcp:b:1", 1, 1, -1),
+        Member("b", "tcp:b:1", 1, 1, 1 << 60),
+        Member("b", "tcp:b:1", 1, 1, 1, 9),
+        Member("", "tcp:b:1", 1, 1, 1),
+    ],
+)
+def test_impossible_members_are_refused_and_change_nothing(member: Member) -> None:
+    a = node("a")
+    before = a.state
+    with pytest.raises(FrameError, match="impossible"):
+        a.receive(ClusterState("pool", [member], []))
+    assert a.state == before
+
+
+def test_more_names_than_a_pool_may_ever_know_are_refused() -> None:
+    a = node("a")
+    many = [Member(f"n{i}", "tcp:h:1", 1, 1, 1) for i in range(MAX_MEMBERS)]
+    with pytest.raises(FrameError, match="fixed names"):
+        a.receive(ClusterState("pool", many, []))
+    with pytest.raises(FrameError, match="at most"):
+        check_state(ClusterState("pool", [*many, Member("x", "tcp:h:1", 1, 1, 1)], []))
+    a.receive(ClusterState("pool", many[:-1], []))
+
+
+def test_weights_too_large_for_a_ring_are_scaled_alike_everywhere() -> None:
+    big = [Member(f"n{i}", "tcp:h:1", 6000, 1, 1) for i in range(4)]
+    owners = owners_of(big)
+    assert [n.weight for n in owners] == [3000] * 4
+    assert sum(n.weight for n in owners) <= MAX_WEIGHT_SUM
+
+
+class Pool:
+    """Nodes that gossip, restart, die and settle in any order."""
+
+    def __init__(self) -> None:
+        self.clusters = {name: node(name) for name in "abc"}
+        self.incarnation = 1000
+        self.epochs = dict.fromkeys("abc", 0)
+
+    def step(self, what: int, x: str, y: str) -> None:
+        one, other = self.clusters[x], self.clusters[y]
+        if what == 0:
+            one.receive(other.state)
+        elif what == 1 and y in one.members:
+            one.declare_dead(y, one.members[y].version)
+        elif what == 2:
+            one.settle(one.epoch)
+        elif what == 3:
+            self.incarnation += 1
+            self.clusters[x] = Cluster("pool", NodeAddress(x, f"tcp:{x}:2", 1), self.incarnation, 101)
+            self.epochs[x] = 0
+        elif what == 4:
+            one.publish(NamespaceRecord(y, ord(x), 1, {}))
+        self.check(x)
+
+    def check(self, x: str) -> None:
+        cluster = self.clusters[x]
+        assert cluster.epoch >= self.epochs[x]
+        self.epochs[x] = cluster.epoch
+        assert cluster.me.status == ACTIVE
+        assert cluster.me.incarnation in (ord(x), *range(1000, self.incarnation + 1))
+        assert cluster.state == merge(cluster.state, cluster.state)
+        assert cluster.view.epoch == epoch_of(cluster.state)
+        assert {n.node for n in cluster.view.nodes} == {
+            m.node for m in cluster.members.values() if m.status == ACTIVE
+        }
+        assert all(cluster.members[n.node].status < LEFT for n in cluster.view.previous)
+
+
+steps = st.tuples(st.integers(0, 4), st.sampled_from("abc"), st.sampled_from("abc"))
+
+
+@given(st.lists(steps, max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_whatever_happens_nodes_that_talk_end_up_with_one_view_of_all(
+    happened: list[tuple[int, str, str]],
+) -> None:
+    pool = Pool()
+    for what, x, y in happened:
+        pool.step(what, x, y)
+    clusters = tuple(pool.clusters.values())
+    exchange(*clusters)
+    assert {seen(cluster)[0] for cluster in clusters} == {"abc"}
+    settle(*clusters)
+    assert {seen(cluster) for cluster in clusters} == {("abc", "")}
+    for x in "abc":
+        pool.check(x)
+
+
+def test_the_statuses_are_those_of_the_protocol() -> None:
+    assert (ACTIVE, LEAVING, LEFT, DEAD) == (0, 1, 2, 3)
+
+
+# --- forgetting
+
+DAY = FORGET_MS
+
+
+def gone_for_long() -> tuple[Cluster, Cluster, Cluster]:
+    """Three nodes; c died, and a and b have remembered it for as long as they must."""
+    a, b, c = three()
+    a.declare_dead("c", 100)
+    exchange(a, b)
+    settle(a, b)
+    for cluster in (a, b):
+        cluster.tidy(2 * DAY)
+    exchange(a, b)
+    return a, b, c
+
+
+def test_a_dead_node_is_forgotten_in_time_by_all_and_the_epoch_stays() -> None:
+    a, b, _ = three()
+    a.declare_dead("c", 100)
+    exchange(a, b)
+    settle(a, b)
+    epoch, view = a.epoch, a.view
+    assert not a.tidy(1000)
+    a.tidy(2 * DAY)
+    assert "c" in a.members, "b has not said yet that it is still there"
+    b.receive(a.state)
+    b.tidy(2 * DAY)
+    assert "c" not in b.members
+    a.receive(b.state)
+    assert sorted(a.members) == ["a", "b"]
+    assert a.digest == b.digest
+    assert (a.epoch, a.view, b.epoch) == (epoch, view, epoch)
+    assert a.settled
+    check_state(a.state)
+
+
+@pytest.mark.parametrize("what", ["alive", "dead"])
+def test_late_news_of_a_forgotten_node_are_no_news(what: str) -> None:
+    a, _, c = gone_for_long()
+    before = a.state
+    member = replace(c.me, status=DEAD, version=101) if what == "dead" else c.me
+    a.receive(ClusterState("pool", [replace(member, settled=0)], []))
+    assert a.state == before
+
+
+def test_a_forgotten_node_that_comes_back_says_anew_that_it_is_there() -> None:
+    a, b, c = gone_for_long()
+    epoch = max(a.epoch, c.epoch)
+    exchange(a, b, c)
+    assert {seen(n)[0] for n in (a, b, c)} == {"abc"}
+    assert a.epoch > epoch
+    assert c.me.version > a.state.horizon
+    again = Cluster("pool", NodeAddress("c", "tcp:c:2", 1), 999, 3)  # and so does one that starts anew
+    exchange(a, b, again)
+    assert a.members["c"].incarnation == 999
+
+
+def test_more_names_than_a_pool_may_know_at_a_time_come_and_go() -> None:
+    a = node("a")
+    for i in range(MAX_MEMBERS + 100):
+        now_ms = 1000 + i * 5_000  # a new node every five seconds
+        a.receive(ClusterState("pool", [Member(f"pod-{i}", "tcp:h:1", 1, i, now_ms)], []))
+        epoch = a.epoch
+        a.declare_dead(f"pod-{i}", now_ms)
+        a.tidy(now_ms)
+        assert a.epoch > epoch
+    assert len(a.members) < MAX_MEMBERS / 2
+
+
+class Aging(Pool):
+    """Nodes that also forget, and old news that come late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_ms = 1000
+        self.letters: list[ClusterState] = []
+
+    def step(self, what: int, x: str, y: str) -> None:
+        if what == 5:
+            self.now_ms += DAY // 3
+        elif what == 6:
+            self.clusters[x].tidy(self.now_ms)
+        elif what == 7:
+            self.letters.append(self.clusters[x].state)
+        elif what == 8 and self.letters:
+            self.clusters[x].receive(self.letters[ord(y) % len(self.letters)])
+        elif what == 9:
+            name = f"pod{len(self.letters)}{y}"
+            self.clusters[x].receive(ClusterState("pool", [Member(name, "tcp:h:1", 1, 1, self.now_ms)], []))
+            self.clusters[x].declare_dead(name, self.now_ms)
+        else:
+            super().step(what, x, y)
+        self.check(x)
+        check_state(self.clusters[x].state)
+        assert all(stamp >= self.clusters[x].state.horizon for stamp in stamps(self.clusters[x].state))
+
+
+def stamps(state: ClusterState) -> list[int]:
+    return [max(member.version, member.renewed) for member in state.members]
+
+
+aging_steps = st.tuples(st.integers(0, 9), st.sampled_from("abc"), st.sampled_from("abc"))
+
+
+@given(st.lists(aging_steps, max_size=40))
+@settings(max_examples=100, deadline=None)
+def test_nodes_that_forget_end_up_with_one_view_and_no_epoch_ever_falls(
+    happened: list[tuple[int, str, str]],
+) -> None:
+    pool = Aging()
+    for what, x, y in happened:
+        pool.step(what, x, y)
+    clusters = tuple(pool.clusters.values())
+    for _ in range(6):  # who talks to each other long enough forgets what is gone
+        pool.now_ms += DAY // 2
+        for cluster in clusters:
+            cluster.tidy(pool.now_ms)
+        exchange(*clusters)
+    assert {seen(cluster)[0] for cluster in clusters} == {"abc"}
+    settle(*clusters)
+    assert {tuple(cluster.members) for cluster in clusters} == {("a", "b", "c")}
+    assert len({cluster.epoch for cluster in clusters}) == 1
+    for x in "abc":
+        pool.check(x)
+
+
+aged = st.builds(
+    lambda state, horizon, folded, floors: merge(
+        replace(state, folded=folded),
+        ClusterState("pool", [], [], horizon=horizon, floors=sorted(floors.items())),
+    ),
+    states,
+    small,
+    small,
+    st.dictionaries(st.sampled_from([bucket_of("x"), bucket_of("y")]), st.integers(1, 3)),
+)
+
+
+@given(aged, aged, aged)
+@settings(max_examples=100)
+def test_what_two_states_forgot_is_forgotten_by_both_and_no_epoch_falls(
+    a: ClusterState, b: ClusterState, c: ClusterState
+) -> None:
+    both = merge(a, b)
+    assert both == merge(b, a)
+    assert merge(both, a) == merge(both, b) == both
+    assert epoch_of(both) >= max(epoch_of(a), epoch_of(b))
+    assert all(stamp >= both.horizon for stamp in stamps(both))
+    floor_of = dict(both.floors)
+    assert all(r.version > floor_of.get(bucket_of(r.name), -1) for r in both.namespaces)
+    left = {member.node for member in both.members}
+    if any(member.status < LEFT and member.node not in left for member in a.members):
+        assert epoch_of(both) > epoch_of(a), "the ring changed"
+    assert epoch_of(merge(both, c)) >= epoch_of(both)

@@ -1,0 +1,524 @@
+"""What a node decides about pages that are others': under views put in by hand, without sockets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from pdserve.kvpool.cluster.ring import Ring
+from pdserve.kvpool.core.events import (
+    LOCAL,
+    Action,
+    AskReplicas,
+    Connected,
+    EndReplicasAt,
+    Received,
+    ReplicasMade,
+    ViewChanged,
+)
+from pdserve.kvpool.core.sessions import ReplicationLimits
+from pdserve.kvpool.core.sharding.coordinator import Sharing
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.cluster_messages import EndReplicas, ListOwned, Owned
+from tests.support.kvpool.node_model import KIB, Node, answers, key, statuses
+
+NAMES = ("n0", "n1", "n2")
+NODES = [m.NodeAddress(name, f"unix:/{name}") for name in NAMES]
+ALL = range(60)
+
+
+def ring_of(count: int, epoch: int) -> Ring:
+    return Ring(NODES[:count], epoch)
+
+
+def owned_by(ring: Ring, name: str) -> list[int]:
+    return [n for n in ALL if ring.owner(key(n)).node == name]
+
+
+def node_of_three(*, stable: bool = False, **limits: object) -> Node:
+    """n0 with all pages, as if it had been alone until the two others came."""
+    node = Node(slabs=8, **limits)  # type: ignore[arg-type]
+    node.do(Connected(LOCAL, "inproc", "this node", 0, peer=True))
+    client = node.connect()
+    node.put(client, node.open(client), *ALL)
+    node.do(ViewChanged(ring_of(3, 5), stable))
+    return node
+
+
+def peer(node: Node) -> int:
+    node.do(Connected(99, "inproc", "n1", 1, peer=True))
+    return 99
+
+
+def list_owned(node: Node, connection: int, name: str, epoch: int = 5, limit: int = 4096) -> list[Owned]:
+    found, cursor = [], 0
+    while True:
+        request = ListOwned(node.next_id(), 1, name, epoch, cursor, limit)
+        found.append(node.ask(connection, request, Owned))
+        cursor = found[-1].cursor
+        if not cursor:
+            return found
+
+
+# --- who may write what
+
+
+def test_an_ordinary_client_may_not_reserve_what_another_node_owns() -> None:
+    node = node_of_three()
+    client = node.connect()
+    ring = ring_of(3, 5)
+    fresh = list(range(100, 130))
+    mine = [ring.owner(key(n)).node == "n0" for n in fresh]
+    grants = node.reserve(client, 1, *fresh)
+    assert statuses(grants) == [m.GRANTED if own else m.MOVED for own in mine]
+    assert node.status().counters["moved_answers"] == mine.count(False) > 0
+
+
+def test_the_node_itself_and_peers_may() -> None:
+    node = node_of_three()
+    for connection, keys in ((LOCAL, range(100, 110)), (peer(node), range(110, 120))):
+        assert set(statuses(node.reserve(connection, 1, *keys))) == {m.GRANTED}
+
+
+def test_pages_that_moved_are_still_read_while_others_pull_them() -> None:
+    node = node_of_three()
+    node.pass_time(60)
+    client = node.connect()
+    assert node.exists(client, 1, *ALL) == [1] * len(ALL)
+    assert {pin.status for pin in node.get(client, 1, *ALL)} == {m.HIT}
+
+
+def test_alone_there_is_neither_refusal_nor_heat_nor_deadline() -> None:
+    node = Node()
+    client = node.connect()
+    node.do(ViewChanged(ring_of(1, 3), True))
+    assert set(statuses(node.reserve(client, node.open(client), *range(9)))) == {m.GRANTED}
+    assert node.state.sharing.heat is None
+    assert node.state.sharing.next_deadline_s == float("inf")
+
+
+# --- what a new owner is told
+
+
+@pytest.mark.parametrize("limit", [1, 7, 4096])
+def test_a_new_owner_is_told_every_page_of_its_once(limit: int) -> None:
+    node = node_of_three()
+    for name in ("n1", "n2"):
+        parts = list_owned(node, peer(node) if name == "n1" else 99, name, limit=limit)
+        told = [k for part in parts for k in part.keys]
+        assert sorted(told) == sorted(key(n) for n in owned_by(ring_of(3, 5), name))
+        assert {length for part in parts for length in part.lengths} == {4 * KIB}
+        assert {part.writing for part in parts} == {0}
+
+
+def test_open_reservations_of_a_new_owners_pages_are_counted() -> None:
+    node = Node(slabs=8)
+    client = node.connect()
+    grants = node.reserve(client, node.open(client), *ALL)
+    node.do(ViewChanged(ring_of(3, 5), False))
+    expected = Counter(ring_of(3, 5).owner(key(n)).node for n in ALL)
+    asker = peer(node)
+    [part] = list_owned(node, asker, "n1")
+    assert (part.keys, part.writing) == ([], expected["n1"])
+    node.commit(client, *grants)
+    [part] = list_owned(node, asker, "n1")
+    assert (len(part.keys), part.writing) == (expected["n1"], 0)
+
+
+@pytest.mark.parametrize("epoch", [4, 6])
+def test_who_has_another_view_is_told_to_ask_again(epoch: int) -> None:
+    node = node_of_three()
+    fault = node.ask(peer(node), ListOwned(1, 1, "n1", epoch, 0, 10), m.Fault)
+    assert fault.code == "stale_view"
+
+
+def test_a_peer_that_fetches_pages_leaves_no_trace_in_the_hit_rate_and_heat() -> None:
+    node = node_of_three()
+    asker = peer(node)
+    node.release(asker, *node.get(asker, 1, *ALL))
+    node.get(asker, 1, 999)
+    [space] = node.status().namespaces
+    assert (space.hits, space.misses) == (0, 0)
+
+
+# --- dropping
+
+
+def test_foreign_pages_are_dropped_once_nothing_moves_any_more() -> None:
+    node = node_of_three()
+    client = node.connect()
+    mine = owned_by(ring_of(3, 5), "n0")
+    node.do(ViewChanged(ring_of(3, 5), True))
+    node.pass_time(0.01)
+    assert [n for n in ALL if node.exists(client, 1, n) == [1]] == mine
+    assert node.status().counters["foreign_dropped"] == len(ALL) - len(mine)
+    assert node.state.sharing.ownership.next_step_s == float("inf")
+
+
+def test_a_pinned_foreign_page_goes_when_its_reader_has_finished() -> None:
+    node = node_of_three()
+    reader = node.connect()
+    foreign = owned_by(ring_of(3, 5), "n1")[0]
+    [pin] = node.get(reader, 1, foreign)
+    node.do(ViewChanged(ring_of(3, 5), True))
+    node.pass_time(0.01)
+    assert node.exists(reader, 1, foreign) == [1]
+    node.release(reader, pin)
+    node.pass_time(1.1)
+    assert node.exists(reader, 1, foreign) == [0]
+
+
+def test_a_foreign_page_that_was_being_written_goes_too() -> None:
+    node = Node(slabs=8)
+    client = node.connect()
+    namespace = node.open(client)
+    foreign = owned_by(ring_of(3, 5), "n1")[0]
+    grants = node.reserve(client, namespace, foreign)
+    node.do(ViewChanged(ring_of(3, 5), True))
+    node.pass_time(0.01)
+    node.commit(client, *grants)
+    node.pass_time(1.1)
+    assert node.exists(client, namespace, foreign) == [0]
+
+
+def test_dropping_goes_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 10)
+    monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_DROPPED", 3)
+    node = node_of_three(stable=True)
+    steps = 0
+    while node.state.sharing.ownership.next_step_s < float("inf"):
+        before = node.status().counters["foreign_dropped"]
+        node.pass_time(0.01)
+        assert node.status().counters["foreign_dropped"] - before <= 3
+        steps += 1
+    client = node.connect()
+    assert [n for n in ALL if node.exists(client, 1, n) == [1]] == owned_by(ring_of(3, 5), "n0")
+    assert steps > len(ALL) // 10
+
+
+def test_a_node_that_leaves_refuses_everything_and_drops_it_in_the_end() -> None:
+    node = node_of_three()
+    client = node.connect()
+    rest = Ring(NODES[1:], 6)
+    node.do(ViewChanged(rest, False))
+    assert set(statuses(node.reserve(client, 1, *range(100, 110)))) == {m.MOVED}
+    assert node.exists(client, 1, *ALL) == [1] * len(ALL)
+    node.do(ViewChanged(rest, True))
+    node.pass_time(0.01)
+    assert node.status().pages == 0
+
+
+# --- tiers below memory
+
+
+class Below:
+    """Tiers, as far as ownership is concerned: a dictionary of lengths by namespace and key."""
+
+    def __init__(self) -> None:
+        self.ready = True
+        self.pages: dict[int, dict[bytes, int]] = {}
+
+    def namespaces(self) -> list[int]:
+        return list(self.pages)
+
+    def keys(self, namespace: int) -> list[bytes]:
+        return list(self.pages.get(namespace, {}))
+
+    def length(self, namespace: int, key: bytes) -> int:
+        return self.pages.get(namespace, {}).get(key, 0)
+
+    def forget(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> None:
+        for gone in keys:
+            self.pages.get(namespace, {}).pop(gone, None)
+
+
+def node_with_tiers(*, stable: bool = False) -> tuple[Node, Below]:
+    """n0 with ALL in memory, 40 to 60 of them and 60 to 160 below."""
+    node, below = node_of_three(), Below()
+    below.pages = {1: {key(n): 100 + n for n in range(40, 160)}}
+    node.state.sharing = Sharing("n0", node.state.store, ReplicationLimits(), below)
+    node.do(ViewChanged(ring_of(3, 5), stable))
+    return node, below
+
+
+@pytest.mark.parametrize("limit", [1, 7, 4096])
+@pytest.mark.parametrize("looked_at", [5, 8192])
+def test_a_new_owner_is_told_of_pages_below_memory_too(
+    limit: int, looked_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", looked_at)
+    node, _ = node_with_tiers()
+    parts = list_owned(node, peer(node), "n1", limit=limit)
+    told = {k: length for part in parts for k, length in zip(part.keys, part.lengths, strict=True)}
+    ring = ring_of(3, 5)
+    theirs = [n for n in range(160) if ring.owner(key(n)).node == "n1"]
+    assert told == {key(n): 4 * KIB if n in ALL else 100 + n for n in theirs}
+    assert sum(len(part.keys) for part in parts) == len(theirs)
+    assert not node.state.sharing.ownership._lists
+
+
+def test_however_many_ask_at_once_each_is_told_of_all_that_is_still_below(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 7)
+    node, below = node_with_tiers()
+    names = [f"n{n}" for n in range(1, 31)]
+    ring = Ring([m.NodeAddress(name, f"unix:/{name}") for name in ("n0", *names)], 6)
+    node.do(ViewChanged(ring, False))
+    asker = peer(node)
+    cursors, told, going = dict.fromkeys(names, 0), set[bytes](), list(below.pages[1])
+    while cursors:
+        for name in list(cursors):
+            request = ListOwned(node.next_id(), 1, name, 6, cursors[name], 4096)
+            owned = node.ask(asker, request, Owned)
+            told.update(owned.keys)
+            cursors[name] = owned.cursor
+            if not owned.cursor:
+                del cursors[name]
+        del below.pages[1][going.pop(0)]  # a full tier drops its oldest
+    assert {k for k in below.pages[1] if ring.owner(k).node != "n0"} <= told
+
+
+def test_who_comes_with_a_place_in_a_list_that_is_not_there_is_told_to_go_through_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 50)
+    node, _ = node_with_tiers()
+    slots, asker = node.state.store.slots.slots, peer(node)
+    for name in ("n1", "n2"):
+        last = max(list_owned(node, asker, name), key=lambda part: part.cursor).cursor
+        assert last > slots
+        again = node.ask(asker, ListOwned(9, 1, name, 5, last, 4096), Owned)  # the answer was lost
+        assert (again.keys, again.cursor, again.writing) == ([], 0, 1)
+
+
+def test_a_page_that_rises_into_memory_meanwhile_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 20)
+    node, below = node_with_tiers()
+    asker, slots = peer(node), node.state.store.slots.slots
+    theirs = [n for n in range(60, 160) if ring_of(3, 5).owner(key(n)).node == "n1"]
+    told, cursor = set[bytes](), 0
+    while True:
+        owned = node.ask(asker, ListOwned(node.next_id(), 1, "n1", 5, cursor, 4096), Owned)
+        told.update(owned.keys)
+        if cursor < slots <= owned.cursor:
+            node.put(LOCAL, 1, *theirs)  # as when they are read here: into slots that were passed
+        cursor = owned.cursor
+        if not cursor:
+            break
+    assert {key(n) for n in theirs} <= told
+    assert set(below.pages[1]) >= {key(n) for n in theirs}
+
+
+def test_while_a_tier_is_still_being_read_the_asker_comes_again() -> None:
+    node, below = node_with_tiers()
+    below.ready = False
+    assert list_owned(node, peer(node), "n1")[0].writing == 1
+    below.ready = True
+    assert list_owned(node, 99, "n1")[0].writing == 0
+
+
+def test_foreign_pages_are_dropped_from_the_tiers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 7)
+    node, below = node_with_tiers(stable=True)
+    steps = 0
+    while node.state.sharing.ownership.next_step_s < float("inf"):
+        node.pass_time(0.01)
+        steps += 1
+    ring = ring_of(3, 5)
+    assert set(below.pages[1]) == {key(n) for n in range(40, 160) if ring.owner(key(n)).node == "n0"}
+    assert steps > 120 // 7
+    below.pages[1][key(9999)] = 5
+    foreign = ring.owner(key(9999)).node != "n0"
+    node.state.sharing.ownership.below_ready(node.now_s)
+    for _ in range(60):
+        node.pass_time(0.01)
+    assert (key(9999) not in below.pages[1]) == foreign
+
+
+def test_a_replica_that_sank_ends_below_too() -> None:
+    node, below = node_with_tiers(stable=True)
+    for _ in range(20):
+        node.pass_time(0.01)
+    replica(node, FOREIGN[0])
+    below.pages[1][key(FOREIGN[0])] = 4 * KIB
+    node.send(peer(node), EndReplicas(5, 1, [key(FOREIGN[0])]))
+    assert key(FOREIGN[0]) not in below.pages[1]
+
+
+# --- replicas held here
+
+
+def replica(node: Node, *keys: int, length: int = 4 * KIB) -> list[m.Grant]:
+    """As the puller makes one, all in one go."""
+    request = m.Reserve(node.next_id(), 1, [key(k) for k in keys], [length], replica=True)
+    grants = node.ask(LOCAL, request, m.Reserved).grants
+    granted = [grant for grant in grants if grant.status == m.GRANTED]
+    if granted:
+        node.commit(LOCAL, *granted)
+    return grants
+
+
+def holder(**limits: object) -> Node:
+    node = node_of_three(stable=True, replication=ReplicationLimits(lease_s=10.0, max_share=0.25, **limits))
+    node.pass_time(0.01)
+    return node
+
+
+FOREIGN = [n for n in range(200, 300) if ring_of(3, 5).owner(key(n)).node == "n1"]
+
+
+def test_a_replica_stays_while_its_owner_renews_it_and_then_goes() -> None:
+    node = holder()
+    client = node.connect()
+    replica(node, *FOREIGN[:4])
+    for _ in range(5):
+        node.pass_time(8.0)
+        assert statuses(replica(node, *FOREIGN[:2])) == [m.PRESENT] * 2
+    assert node.exists(client, 1, *FOREIGN[:4]) == [1, 1, 0, 0]
+    assert node.status().counters["replicas"] == node.status().namespaces[0].replicas == 2
+    node.pass_time(11.0)
+    assert node.exists(client, 1, *FOREIGN[:4]) == [0] * 4
+    assert node.status().counters["replica_bytes"] == 0
+
+
+def test_replicas_are_not_swept_with_foreign_pages() -> None:
+    node = holder()
+    replica(node, FOREIGN[0])
+    node.do(ViewChanged(ring_of(3, 5), True))
+    node.pass_time(0.01)
+    assert node.exists(node.connect(), 1, FOREIGN[0]) == [1]
+
+
+def test_the_owner_ends_replicas_and_only_those() -> None:
+    node = holder()
+    mine = owned_by(ring_of(3, 5), "n0")[0]
+    replica(node, *FOREIGN[:2])
+    request = EndReplicas(5, 1, [key(FOREIGN[0]), key(mine), key(999)])
+    assert answers(node.send(peer(node), request), 99) == [m.Done(5, 1)]
+    assert node.exists(99, 1, *FOREIGN[:2], mine) == [0, 1, 1]
+
+
+def test_a_replica_of_a_page_whose_owner_died_is_the_page() -> None:
+    node = holder()
+    inherited = [n for n in FOREIGN if Ring([NODES[0], NODES[2]]).owner(key(n)).node == "n0"]
+    assert inherited
+    replica(node, *inherited[:3])
+    node.do(ViewChanged(Ring([NODES[0], NODES[2]], 6), True))
+    for _ in range(4):
+        node.pass_time(10.0)
+    assert node.exists(node.connect(), 1, *inherited[:3]) == [1] * 3
+    assert node.status().counters["replicas"] == 0
+
+
+def test_a_replica_that_comes_late_for_a_page_that_is_owned_here_by_now_stays() -> None:
+    node = holder()
+    mine = next(n for n in range(300, 400) if ring_of(3, 5).owner(key(n)).node == "n0")
+    replica(node, mine)
+    node.pass_time(30.0)
+    assert node.exists(node.connect(), 1, mine) == [1]
+    assert node.status().counters["replicas"] == 0
+
+
+def test_replicas_take_no_more_than_their_share() -> None:
+    node = holder()
+    room = node.state.store.slots.capacity_bytes // 4 // (4 * KIB)
+    grants = replica(node, *range(1000, 1000 + room + 10))
+    assert statuses(grants) == [m.GRANTED] * room + [m.FULL] * 10
+    node.pass_time(30.0)
+    assert statuses(replica(node, 2000)) == [m.GRANTED]
+
+
+# --- replicas given
+
+
+def heat_up(node: Node, client: int, *keys: int, seconds: int = 10, reads_s: int = 100) -> list[object]:
+    """Read as the seconds go by; the actions about replicas."""
+    found = []
+    for _ in range(seconds):
+        for n in keys:
+            for _ in range(reads_s):
+                node.state.handle(Received(client, m.Get(node.next_id(), 1, [key(n)], [4 * KIB])), node.now_s)
+        actions = node.pass_time(1.0)
+        found += [action for action in actions if isinstance(action, AskReplicas | EndReplicasAt)]
+    return found
+
+
+def owner(**limits: object) -> tuple[Node, int, list[int]]:
+    node = node_of_three(
+        stable=True, replication=ReplicationLimits(hot_reads_s=20.0, half_life_s=5.0, **limits)
+    )
+    node.pass_time(0.01)
+    return node, node.connect(), owned_by(ring_of(3, 5), "n0")
+
+
+def test_a_hot_page_is_replicated_on_its_successors_and_readers_are_told() -> None:
+    node, client, mine = owner()
+    asks = heat_up(node, client, mine[0], seconds=3)
+    successors = [found.node for found in ring_of(3, 5).successors(key(mine[0]), 3)][1:]
+    assert asks[:2] == [AskReplicas(name, 1, [key(mine[0])], [4 * KIB]) for name in successors]
+    assert node.get(client, 1, mine[0])[0].replicas == 0
+    node.do(ReplicasMade(successors[1], 1, [key(mine[0])], [True]))
+    heat_up(node, client, seconds=1)
+    assert node.get(client, 1, mine[0])[0].replicas == 0, "the first successor must hold it first"
+    node.do(ReplicasMade(successors[0], 1, [key(mine[0])], [True]))
+    assert node.get(client, 1, mine[0])[0].replicas == 2
+    assert node.get(client, 1, mine[1])[0].replicas == 0
+
+
+def test_a_cold_page_is_not_replicated() -> None:
+    node, client, mine = owner()
+    assert heat_up(node, client, mine[0], reads_s=10) == []
+
+
+def answer_all(node: Node, asks: list[object], ok: bool = True) -> None:
+    for ask in asks:
+        if isinstance(ask, AskReplicas):
+            node.do(ReplicasMade(ask.node, ask.namespace, ask.keys, [ok] * len(ask.keys)))
+
+
+def test_replicas_are_renewed_while_hot_and_ended_when_cold() -> None:
+    node, client, mine = owner()
+    answer_all(node, heat_up(node, client, mine[0], seconds=2))
+    renewals = 0
+    for _ in range(10):
+        asks = heat_up(node, client, mine[0], seconds=1, reads_s=30)  # a third: the others are read elsewhere
+        renewals += sum(isinstance(ask, AskReplicas) for ask in asks)
+        assert not any(isinstance(ask, EndReplicasAt) for ask in asks)
+        answer_all(node, asks)
+    assert 2 * 2 <= renewals <= 2 * 4
+    assert node.get(client, 1, mine[0])[0].replicas == 2
+    ended = heat_up(node, client, seconds=30)
+    assert {end.node for end in ended if isinstance(end, EndReplicasAt)} == {"n1", "n2"}
+    assert node.get(client, 1, mine[0])[0].replicas == 0
+    assert node.status().counters["hot_pages"] == 0
+
+
+def test_a_successor_that_does_not_answer_is_not_asked_again_meanwhile() -> None:
+    node, client, mine = owner()
+    asks = heat_up(node, client, mine[0], seconds=20)
+    assert len(asks) == 2
+    answer_all(node, asks, ok=False)
+    assert node.get(client, 1, mine[0])[0].replicas == 0
+    assert len(heat_up(node, client, mine[0], seconds=5)) == 2
+
+
+def test_replicas_not_renewed_are_not_promised() -> None:
+    node, client, mine = owner(lease_s=10.0)
+    answer_all(node, heat_up(node, client, mine[0], seconds=2))
+    assert node.get(client, 1, mine[0])[0].replicas == 2
+    heat_up(node, client, mine[0], seconds=15)  # asked, never answered
+    assert node.get(client, 1, mine[0])[0].replicas == 0
+
+
+def test_a_new_ring_begins_anew() -> None:
+    node, client, mine = owner()
+    answer_all(node, heat_up(node, client, mine[0], seconds=2))
+    node.do(ViewChanged(ring_of(2, 6), True))
+    kept = ring_of(2, 6).owner(key(mine[0])).node == "n0"
+    assert kept
+    assert node.get(client, 1, mine[0])[0].replicas == 0
+    asks = heat_up(node, client, mine[0], seconds=2)
+    assert [ask.node for ask in asks if isinstance(ask, AskReplicas)] == ["n1"]

@@ -1,0 +1,100 @@
+"""The node of test_state_properties under views that change: foreign pages, replicas, new owners that ask."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, rule
+
+from pdserve.kvpool.cluster.ring import Ring
+from pdserve.kvpool.core.events import LOCAL, AskReplicas, Connected, ReplicasMade, ViewChanged
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.cluster_messages import EndReplicas, ListOwned, Owned
+from tests.kvpool.core.test_state_properties import KEYS, Clients
+from tests.support.kvpool.node_model import KIB, answers, key
+
+NODES = [m.NodeAddress(f"n{i}", "") for i in range(4)]
+
+
+class ClientsOfMany(Clients):
+    """Clients of one of several nodes. What they hold is kept whatever the view says; what nobody holds and
+    the view gives to another node goes once the view is stable.
+    """
+
+    @initialize()
+    def start(self) -> None:
+        super().start()
+        self.epoch = 0
+        self.ring = Ring([])
+        self.node.do(Connected(LOCAL, "inproc", "this node", 0, peer=True))
+        self.node.do(Connected(99, "none", "n1", 0, peer=True))
+
+    @rule(nodes=st.sets(st.integers(0, 3), min_size=1), stable=st.booleans(), same=st.booleans())
+    def view(self, nodes: set[int], stable: bool, same: bool) -> None:
+        if not same or not self.epoch:
+            self.epoch += 1
+            self.ring = Ring([NODES[i] for i in nodes], self.epoch)
+        self.act(self.node.do(ViewChanged(self.ring, stable)))  # type: ignore[arg-type]
+
+    @rule(ns=st.integers(0, 1), keys=KEYS, ok=st.booleans())
+    def replica(self, ns: int, keys: list[int], ok: bool) -> None:
+        namespace = self.namespaces[ns]
+        request = m.Reserve(5, namespace, [key(k) for k in keys], [4 * KIB], replica=True)
+        actions = self.node.send(LOCAL, request)
+        self.act(actions)  # type: ignore[arg-type]
+        [reply] = answers(actions, LOCAL)
+        assert isinstance(reply, m.Reserved)
+        granted = [grant for grant in reply.grants if grant.status == m.GRANTED]
+        if ok and granted:
+            self.node.commit(LOCAL, *granted)
+        elif granted:
+            self.node.abort(LOCAL, *granted)
+        for k, grant in zip(keys, reply.grants, strict=True):
+            if ok and grant.status == m.GRANTED:
+                self.committed[namespace, k] = (grant.slot, grant.sequence, 7)
+
+    @rule(ns=st.integers(0, 1), keys=KEYS)
+    def end_replicas(self, ns: int, keys: list[int]) -> None:
+        self.node.send(99, EndReplicas(6, self.namespaces[ns], [key(k) for k in keys]))
+
+    @rule(ns=st.integers(0, 1), node=st.integers(0, 3), limit=st.integers(1, 3))
+    def list_owned(self, ns: int, node: int, limit: int) -> None:
+        if not self.epoch:
+            return
+        cursor, told = 0, []
+        while True:
+            request = ListOwned(7, self.namespaces[ns], f"n{node}", self.epoch, cursor, limit)
+            owned = self.node.ask(99, request, Owned)
+            told += owned.keys
+            cursor = owned.cursor
+            if not cursor:
+                break
+        present = [k for k in range(12) if self.node.exists(99, self.namespaces[ns], k) == [1]]
+        names = {n.node for n in self.ring.nodes}
+        wanted = [key(k) for k in present if f"n{node}" in names]
+        assert sorted(told) == sorted(k for k in wanted if self.ring.owner(k).node == f"n{node}")
+
+    @rule(seconds=st.floats(0.1, 6), ok=st.booleans())
+    def hot(self, seconds: float, ok: bool) -> None:
+        actions = self.node.pass_time(seconds)
+        self.act(actions)  # type: ignore[arg-type]
+        self.settle(actions)  # type: ignore[arg-type]
+        for ask in actions:
+            if isinstance(ask, AskReplicas):
+                self.node.do(ReplicasMade(ask.node, ask.namespace, ask.keys, [ok] * len(ask.keys)))
+
+    def teardown(self) -> None:
+        super().teardown()
+        if not getattr(self, "epoch", 0):
+            return
+        self.node.do(ViewChanged(self.ring, True))
+        for _ in range(5):
+            self.node.pass_time(50)
+        store = self.node.state.store
+        left = [store.facts.key[slot] for slot in store.committed_slots(0, 1000).tolist()]
+        assert all(k is not None and self.ring.owner(k).node == "n0" for k in left)
+        assert len(self.node.state.sharing.replicas) == 0
+
+
+TestClientsOfMany = ClientsOfMany.TestCase
+TestClientsOfMany.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)

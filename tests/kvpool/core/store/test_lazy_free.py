@@ -1,0 +1,198 @@
+"""A namespace is cleared or dropped at once, however large; its slots are freed little by little."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.kvpool.core.events import Received
+from pdserve.kvpool.core.store import lazy_free
+from pdserve.kvpool.core.store import page_store as store_module
+from pdserve.kvpool.core.store.lazy_free import CHUNK_SLOTS
+from pdserve.kvpool.core.store.table_scan import scan
+from pdserve.kvpool.namespaces.catalog import Namespaces
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.messages import GRANTED
+from tests.kvpool.core.store.test_table_scan import LAYOUT, Table, following_table
+from tests.support.kvpool.node_model import KIB, Node, key, statuses
+
+PAGES = 3 * CHUNK_SLOTS
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
+    for module in (lazy_free, store_module):
+        monkeypatch.setattr(module, "CHUNK_SLOTS", 3)
+    return 3
+
+
+def full_node(pages: int = PAGES) -> tuple[Node, int, int]:
+    """A node full of pages of 4 KiB of one namespace."""
+    node = Node(slabs=pages // 256, slab_bytes=1024 * KIB)
+    c = node.connect()
+    ns = node.open(c)
+    fill(node, ns, pages)
+    return node, c, ns
+
+
+def fill(node: Node, ns: int, pages: int) -> None:
+    store = node.state.store
+    for n in range(pages):
+        out: list[object] = []
+        [slot] = store.take(store.index.namespace(ns), [key(n)], 4 * KIB, 4 * KIB, out)  # type: ignore[arg-type]
+        store.commit([slot], [0], node.now_s, out)  # type: ignore[arg-type]
+
+
+def clear(node: Node, c: int, ns: int) -> None:
+    node.send(c, m.Clear(9, ns))
+
+
+def drop(node: Node, c: int, ns: int) -> None:
+    node.send(c, m.DropNamespace(9, "ns"))
+
+
+@pytest.mark.parametrize("end", [clear, drop])
+def test_nothing_is_found_from_that_instant_and_the_space_counts_as_free(
+    end: Callable[[Node, int, int], None],
+) -> None:
+    node, c, ns = full_node()
+    [pin] = node.get(c, ns, 5)
+    end(node, c, ns)
+    if end is clear:
+        assert node.exists(c, ns, *range(50)) == [0] * 50
+    status = node.status()
+    assert status.used_bytes == 4 * KIB  # the page that is being read
+    assert status.free_bytes == status.capacity_bytes - 4 * KIB
+    assert status.counters["sweeping_bytes"] == (PAGES - 1) * 4 * KIB
+    assert node.state.next_deadline_s <= node.now_s
+    ticks = 0
+    while node.status().counters["sweeping_bytes"]:
+        node.pass_time(max(0.0, node.state.next_deadline_s - node.now_s))
+        ticks += 1
+    assert ticks == 3
+    node.release(c, pin)
+    assert node.state.store.slots.allocated_bytes == 0
+
+
+def test_whoever_needs_room_gets_it_at_once_in_every_size() -> None:
+    node, c, ns = full_node()
+    clear(node, c, ns)
+    other = node.open(c, "other")
+    assert statuses(node.reserve(c, other, *range(100), length=4 * KIB)) == [GRANTED] * 100
+    assert statuses(node.reserve(c, other, 1000, 1001, length=1024 * KIB)) == [GRANTED] * 2
+    assert node.status().counters["sweeping_bytes"] > 0
+    while node.status().counters["sweeping_bytes"]:
+        node.pass_time(0.01)
+    assert node.status().reserved_bytes == 400 * KIB + 2048 * KIB
+    assert node.status().counters["evictions"] == 0
+
+
+def test_a_cleared_namespace_is_filled_anew_while_its_old_pages_are_swept() -> None:
+    node, c, ns = full_node()
+    clear(node, c, ns)
+    node.put(c, ns, *range(20))
+    clear(node, c, ns)
+    node.put(c, ns, *range(10, 30))
+    assert node.exists(c, ns, 5, 15, 25) == [0, 1, 1]
+    for _ in range(5):
+        node.pass_time(0.01)
+    assert node.exists(c, ns, 5, 15, 25) == [0, 1, 1]
+    assert node.status().used_bytes == 80 * KIB
+
+
+def test_after_a_crash_in_the_middle_no_cleared_page_comes_back_and_new_ones_do() -> None:
+    table = Table()
+    node = following_table(table)
+    c = node.connect()
+    a, b = node.open(c, "a"), node.open(c, "b")
+    node.put(c, a, *range(20))
+    node.put(c, b, *range(5))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (lazy_free, store_module):
+            patch.setattr(module, "CHUNK_SLOTS", 3)
+        clear(node, c, a)
+        node.pass_time(0.01)
+        assert node.status().counters["sweeping_bytes"] == 17 * 4 * KIB
+        node.put(c, a, 3, 100)
+    namespaces = Namespaces.load(table.namespaces)
+    contents = scan(LAYOUT, table.classes, table.rows, namespaces.numbers_of_spaces)
+    found = sorted(zip(contents.namespaces.tolist(), contents.keys, strict=True))
+    assert found == sorted([(a, key(3)), (a, key(100)), *((b, key(k)) for k in range(5))])
+
+
+def test_a_slab_with_pages_to_be_swept_can_be_taken_over(small_chunks: int) -> None:
+    node = Node(slabs=2, slab_bytes=64 * KIB)
+    c = node.connect()
+    a, b = node.open(c, "a"), node.open(c, "b")
+    node.put(c, a, *range(16))
+    node.put(c, b, *range(16))
+    clear(node, c, a)
+    node.state.store.max_drops = 17  # no room is made by sweeping alone
+    assert statuses(node.reserve(c, b, 100, length=64 * KIB)) == [GRANTED]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["put", "put", "put", "clear", "drop", "get", "release", "tick"]),
+            st.integers(0, 1),
+            st.lists(st.integers(0, 30), min_size=1, max_size=8, unique=True),
+            st.sampled_from([4 * KIB, 4 * KIB, 8 * KIB, 16 * KIB]),
+        ),
+        max_size=40,
+    )
+)
+def test_bytes_are_conserved_whatever_happens_during_a_sweep(
+    steps: list[tuple[str, int, list[int], int]],
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (lazy_free, store_module):
+            patch.setattr(module, "CHUNK_SLOTS", 2)
+        node = Node(slabs=4, slab_bytes=16 * KIB)  # every step checks
+        c = node.connect()
+        names = ["a", "b"]
+        numbers = [node.open(c, name) for name in names]
+        pins: list[m.Pin] = []
+        for step, which, keys, length in steps:
+            ns = numbers[which]
+            if step == "put":
+                node.put(c, ns, *keys, length=length)
+            elif step == "clear":
+                clear(node, c, ns)
+                assert node.exists(c, ns, *range(31)) == [0] * 31
+            elif step == "drop":
+                node.send(c, m.DropNamespace(9, names[which]))
+                numbers[which] = node.open(c, names[which])
+            elif step == "get":
+                pins += [pin for pin in node.get(c, ns, *keys, length=length) if pin.status == m.HIT]
+            elif step == "release" and pins:
+                node.release(c, pins.pop())
+            else:
+                node.pass_time(0.01)
+        for number, name in zip(numbers, names, strict=True):
+            clear(node, c, number)
+            node.send(c, m.DropNamespace(9, name))
+        node.disconnect(c)
+        for _ in range(40):
+            node.pass_time(0.01)
+        assert node.status().free_bytes == node.status().capacity_bytes
+        assert not node.state.store.sweeps
+
+
+def test_clearing_many_pages_stalls_nobody() -> None:
+    node, c, ns = full_node(100 * CHUNK_SLOTS)
+
+    def took_ms(event: object) -> float:
+        started_s = time.thread_time()
+        node.state.handle(event, node.now_s)  # type: ignore[arg-type]
+        return (time.thread_time() - started_s) * 1000
+
+    whole = took_ms(Received(c, m.Clear(9, ns)))
+    assert whole < 5, "it takes 100 times as long to free the pages one by one"
+    keys = [key(n) for n in range(32)]
+    assert took_ms(Received(c, m.Reserve(10, ns, keys, [4 * KIB]))) < 30

@@ -1,0 +1,159 @@
+"""What a page that is gone leaves in its slot: not for another namespace to read, and not wiped in vain."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.kvpool.core.events import ReserveRows
+from pdserve.kvpool.core.sessions import Limits
+from pdserve.kvpool.core.store.residue import Remains
+from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.slot_table import TableLayout
+from pdserve.kvpool.testing.inproc import InprocNode
+from tests.support.kvpool.node_model import KIB, Node, key
+
+SLAB_BYTES = 68 * KIB  # with slots of 8 KiB and more: every class leaves a tail
+LENGTHS = (100, 8 * KIB, 10 * KIB, 12 * KIB, 20 * KIB)
+NAMES = ("a", "b", "c")
+
+
+class Writers:
+    """Writers of a node in this process, who fill a page with a number of their namespace's own, or a part of
+    it only, or nothing; every page that they are granted is looked at before.
+    """
+
+    def __init__(self, seed: int) -> None:
+        limits = Limits(lease_s=1e6, reservation_lease_s=1e6, quarantine_s=0.0)
+        self.node = InprocNode("n0", TableLayout(3 * SLAB_BYTES, SLAB_BYTES, 8 * KIB), limits)
+        self.draw = random.Random(seed)
+        self.marks: dict[int, int] = {}  # of a namespace's number, the bytes that its writers write
+        self.restart(first=True)
+
+    def restart(self, first: bool = False) -> None:
+        if not first:
+            self.node.restart()
+        self.connection = self.node.connect("writer")
+        self.numbers = {name: self.open(name) for name in NAMES}
+
+    def ask(self, request: m.Request) -> m.Reply:
+        return self.node.call(self.connection, request, float("inf"))
+
+    def open(self, name: str) -> int:
+        opened = self.ask(m.OpenNamespace(1, name, {}))
+        assert isinstance(opened, m.Opened)
+        self.marks.setdefault(opened.namespace, len(self.marks) + 1)
+        return opened.namespace
+
+    def put(self, name: str) -> None:
+        draw, number, length = self.draw, self.numbers[name], self.draw.choice(LENGTHS)
+        keys = [key(n) for n in draw.sample(range(100), draw.randint(1, 8))]
+        reserved = self.ask(m.Reserve(2, number, keys, [length]))
+        assert isinstance(reserved, m.Reserved)
+        grants = [grant for grant in reserved.grants if grant.status == m.GRANTED]
+        for grant in grants:
+            slot = self.memory_of(grant)
+            assert set(np.unique(slot).tolist()) <= {0, self.marks[number]}, "another namespace's bytes"
+            slot[: draw.choice((0, 1, length, length))] = self.marks[number]
+        slots, sequences = [grant.slot for grant in grants], [grant.sequence for grant in grants]
+        if draw.random() < 0.2:
+            self.node.post(self.connection, m.Abort(slots, sequences))
+        elif draw.random() < 0.95:  # else it is reserved still when the node restarts
+            self.ask(m.Commit(3, slots, sequences, [0] * len(slots)))
+
+    def memory_of(self, grant: m.Grant) -> np.ndarray:  # type: ignore[type-arg]
+        slot_bytes = self.node.state.store.slots.slot_bytes(grant.slot)
+        return self.node.memory[grant.offset : grant.offset + slot_bytes]
+
+    def step(self) -> None:
+        name, chance = self.draw.choice(NAMES), self.draw.random()
+        if chance < 0.8:
+            self.put(name)
+        elif chance < 0.9:
+            self.ask(m.Clear(4, self.numbers[name]))
+        elif chance < 0.95:
+            self.ask(m.DropNamespace(5, name))
+            self.numbers[name] = self.open(name)
+        else:
+            self.restart()
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=60, deadline=None)
+def test_no_namespace_is_granted_a_slot_with_bytes_of_another(seed: int) -> None:
+    writers = Writers(seed)
+    for _ in range(60):
+        writers.step()
+
+
+def wiped(node: Node) -> int:
+    """Bytes that the last step had wiped."""
+    rows = [action for action in node.actions if isinstance(action, ReserveRows)]
+    return sum(end - start for action in rows for start, end in action.wipe)
+
+
+def test_one_namespace_has_nothing_wiped_whatever_it_does() -> None:
+    node = Node(slabs=2, slab_bytes=64 * KIB)
+    c = node.connect()
+    ns = node.open(c)
+    for n in range(60):
+        node.reserve(c, ns, n, length=(4 * KIB, 12 * KIB)[n % 20 > 9])
+        assert wiped(node) == 0
+        node.disconnect(c)
+        c = node.connect()
+        node.put(c, ns, n, length=(4 * KIB, 12 * KIB)[n % 20 > 9])
+    node.send(c, m.Clear(9, ns))
+    node.reserve(c, ns, *range(10))
+    assert wiped(node) == 0
+
+
+@pytest.mark.parametrize("length", [100, 4 * KIB], ids=["short", "full"])
+def test_a_slot_that_changes_hands_is_wiped_whole_and_once(length: int) -> None:
+    node = Node(slabs=1, slab_bytes=16 * KIB)
+    c = node.connect()
+    a, b = node.open(c, "a"), node.open(c, "b")
+    node.put(c, a, 1, 2, 3, 4, length=length)
+    node.reserve(c, b, 5, 6, length=length)
+    assert wiped(node) == 8 * KIB
+    node.disconnect(c)
+    c = node.connect()
+    node.reserve(c, b, 5, 6, length=length)
+    assert wiped(node) == 0
+
+
+def test_what_lies_in_a_slabs_tail_is_remembered_until_another_class_has_it_in_a_slot() -> None:
+    slots = SlotAllocator(SLAB_BYTES, SLAB_BYTES, 8 * KIB)
+    remains = Remains(slots)
+
+    def wiped_for(namespace: int, slot_bytes: int) -> int:
+        remains.assigned(slots.assign(slot_bytes))
+        taken = slots.allocate(slot_bytes, 100)
+        ranges = remains.take(taken, namespace)
+        for slot in taken:
+            slots.free(slot)
+        return sum(end - start for start, end in ranges)
+
+    assert wiped_for(1, SLAB_BYTES) == 0
+    assert wiped_for(2, 8 * KIB) == 64 * KIB
+    assert wiped_for(2, 8 * KIB) == 0
+    assert wiped_for(2, SLAB_BYTES) == SLAB_BYTES, "4 KiB of it are the first one's still"
+
+
+def test_the_first_pages_of_a_node_load_no_further_module() -> None:
+    script = (
+        "import sys; from pdserve.bench import index; index.np.random.default_rng()\n"
+        "store = index.PageStore(index.SlotAllocator(4 << 20, 4 << 20, 4096), 1)\n"
+        "before = set(sys.modules); index._write(store, [bytes(32)])\n"
+        "print(sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"

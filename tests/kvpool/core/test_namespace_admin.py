@@ -1,0 +1,459 @@
+"""Namespaces of a node: made, changed, replaced, dropped, learned from others; and who may use them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.kvpool.core.events import (
+    Answer,
+    NamespacesForgotten,
+    NamespacesLearned,
+    PublishNamespace,
+    SaveNamespaces,
+)
+from pdserve.kvpool.core.namespace_admin import Rules
+from pdserve.kvpool.namespaces.access import ADMIN, ALL, KEPT, READ, WRITE
+from pdserve.kvpool.namespaces.catalog import Namespaces
+from pdserve.kvpool.namespaces.registry import bucket_of
+from pdserve.kvpool.protocol import cluster_messages as c
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceSettings
+from pdserve.tokens import digest
+from tests.support.kvpool.node_model import KIB, Node, key
+
+GUARDED = NamespaceSettings(read_token=digest("r"), write_token=digest("w"), admin_token=digest("a"))
+WITH_ADMIN = Rules(admin_token=digest("root"))
+
+
+def put_settings(node: Node, connection: int, name: str, **changes: object) -> m.Reply:
+    request = c.PutNamespace(node.next_id(), name, NamespaceSettings(**changes))  # type: ignore[arg-type]
+    return reply(node, connection, request)
+
+
+def reply(node: Node, connection: int, request: m.Request) -> m.Reply:
+    return node.ask(connection, request, object)  # type: ignore[return-value]
+
+
+def fault(node: Node, connection: int, request: m.Request) -> str:
+    found = reply(node, connection, request)
+    assert isinstance(found, m.Fault), found
+    return f"{found.code}: {found.message}"
+
+
+def record(node: Node, name: str) -> NamespaceRecord:
+    found = node.state.namespaces.registry.get(name)
+    assert found is not None
+    return found
+
+
+def drop(node: Node, connection: int, name: str) -> int:
+    return node.ask(connection, m.DropNamespace(node.next_id(), name), m.Done).count
+
+
+def learn(node: Node, *records: NamespaceRecord) -> None:
+    node.do(NamespacesLearned(list(records)))
+
+
+def test_a_forgotten_namespace_that_this_node_held_for_living_goes_with_its_pages() -> None:
+    rules = Rules(named={"configured": NamespaceSettings(weight=3.0)})
+    node = Node(rules=rules)
+    a = node.connect()
+    numbers = [node.open(a, name) for name in ("ns", "configured")]
+    for number in numbers:
+        node.put(a, number, 1)
+    floors = sorted((bucket_of(name), 7) for name in ("ns", "configured"))
+    actions = node.do(NamespacesForgotten(["ns", "configured", "unknown"], floors))
+    assert node.status().pages == 0
+    again = NamespaceRecord("configured", 8, 8, {}, NamespaceSettings(weight=3.0))
+    assert PublishNamespace(again) in actions
+    assert node.state.namespaces.registry.get("ns") is None
+    peer = node.connect(peer=True)
+    assert "dropped meanwhile" in fault(node, peer, m.OpenNamespace(9, "ns", {}, 1))
+    new = node.open(a, "ns")
+    assert node.exists(a, new, 1) == [0]
+    assert (record(node, "ns").version, record(node, "ns").generation) == (8, 8)
+    loaded = Namespaces.load(node.state.namespaces.dump())
+    assert loaded.registry.floors == floors
+
+
+# --- making
+
+
+def test_opening_makes_a_namespace_and_tells_the_other_nodes_once() -> None:
+    node = Node(rules=Rules(defaults=NamespaceSettings(weight=2.0)))
+    a, b = node.connect(), node.connect()
+    actions = node.send(a, m.OpenNamespace(1, "ns", {"dtype": "bf16"}))
+    made = NamespaceRecord("ns", 1, 1, {"dtype": "bf16"}, NamespaceSettings(weight=2.0))
+    assert actions[0] == PublishNamespace(made)
+    assert isinstance(actions[1], SaveNamespaces)
+    assert actions[2] == Answer(a, m.Opened(1, 1, ALL))
+    assert node.send(b, m.OpenNamespace(2, "ns", {"dtype": "bf16"})) == [Answer(b, m.Opened(2, 1, ALL))]
+
+
+def test_the_first_worker_decides_the_geometry_of_a_namespace_made_by_an_administrator() -> None:
+    node = Node()
+    admin = node.connect()
+    assert isinstance(put_settings(node, admin, "ns", weight=3.0), m.Done)
+    node.open(admin, "ns", layout="a")
+    assert record(node, "ns").geometry == {"layout": "a"}
+    assert record(node, "ns").settings.weight == 3.0
+    assert "geometry_mismatch" in fault(node, admin, m.OpenNamespace(9, "ns", {"layout": "b"}))
+
+
+def test_a_worker_that_says_nothing_of_geometry_and_one_that_does_never_share_pages() -> None:
+    node = Node()
+    connection = node.connect()
+    node.put(connection, node.open(connection, "ns"), 1)
+    assert "geometry_mismatch" in fault(node, connection, m.OpenNamespace(9, "ns", {"layout": "b"}))
+
+
+def test_settings_that_cannot_be_are_refused_in_words() -> None:
+    node = Node()
+    admin = node.connect()
+    for changes, words in [
+        ({"quota_bytes": 1 << 40}, "quota is per node"),
+        ({"policy": "lruu"}, "lru"),
+        ({"operations_s": -1.0}, "operations_s is -1"),
+        ({"bytes_s": float("nan")}, "bytes_s is nan"),
+        ({"ttl_s": float("inf")}, "ttl_s is inf"),
+        ({"weight": 0.0}, "weight is 0"),
+        ({"read_token": "plain"}, "SHA-256"),
+        ({"read_token": digest("r")}, "admin_token"),
+    ]:
+        found = put_settings(node, admin, "ns", **changes)
+        assert isinstance(found, m.Fault)
+        assert found.code == "bad_settings"
+        assert words in found.message
+    assert node.state.namespaces.registry.get("ns") is None
+    assert "bad_namespace" in fault(node, admin, c.PutNamespace(9, "a\nb", NamespaceSettings()))
+
+
+# --- dropping and replacing
+
+
+def test_a_dropped_namespace_is_found_no_more_and_comes_back_empty_with_its_settings() -> None:
+    node = Node()
+    a = node.connect()
+    put_settings(node, a, "ns", weight=5.0)
+    ns = node.open(a, "ns", layout="x")
+    node.put(a, ns, 1, 2)
+    assert drop(node, a, "ns") == 2
+    assert "unknown_namespace" in fault(node, a, m.Get(9, ns, [key(1)], [4 * KIB]))
+    assert (record(node, "ns").dropped, record(node, "ns").generation) == (True, 2)
+    assert drop(node, a, "ns") == drop(node, a, "never was") == 0
+    again = node.open(a, "ns", layout="y")
+    assert again != ns
+    assert node.exists(a, again, 1, 2) == [0, 0]
+    assert record(node, "ns").settings.weight == 5.0
+    assert not record(node, "ns").dropped
+
+
+def test_what_goes_is_saved_before_its_pages_are_freed() -> None:
+    node = Node()
+    a = node.connect()
+    node.put(a, node.open(a), 1)
+    actions = node.send(a, m.DropNamespace(1, "ns"))
+    assert isinstance(actions[0], SaveNamespaces)
+    assert Namespaces.load(actions[0].text).numbers == []
+    assert isinstance(actions[-2], PublishNamespace)
+    assert actions[-1] == Answer(a, m.Done(1, 1))
+
+
+def test_a_new_revision_takes_over_and_the_old_one_is_gone_until_an_administrator_wants_it_back() -> None:
+    node = Node()
+    a = node.connect()
+    put_settings(node, a, "model@1", weight=4.0)
+    ns = node.open(a, "model@1", layout="x")
+    node.put(a, ns, 1, 2, 3)
+    done = node.ask(a, c.ReplaceNamespace(1, "model@1", "model@2"), m.Done)
+    assert done.count == 3
+    assert node.status().used_bytes == 0
+    assert record(node, "model@2").settings.weight == 4.0
+    text = fault(node, a, m.OpenNamespace(2, "model@1", {"layout": "x"}))
+    assert "namespace_replaced" in text
+    assert "'model@2'" in text
+    new = node.open(a, "model@2", layout="x")
+    node.put(a, new, 1)
+    assert isinstance(put_settings(node, a, "model@1"), m.Done)
+    assert node.exists(a, node.open(a, "model@1", layout="x"), 1) == [0]
+    assert node.exists(a, new, 1) == [1]
+
+
+def test_a_switch_back_brings_the_first_revision_back_empty() -> None:
+    node = Node()
+    a = node.connect()
+    node.put(a, node.open(a, "m@1"), 1)
+    node.ask(a, c.ReplaceNamespace(1, "m@1", "m@2"), m.Done)
+    node.ask(a, c.ReplaceNamespace(2, "m@2", "m@1"), m.Done)
+    assert node.exists(a, node.open(a, "m@1"), 1) == [0]
+    assert "'m@1'" in fault(node, a, m.OpenNamespace(3, "m@2", {}))
+
+
+def test_a_revision_with_settings_of_its_own_keeps_them() -> None:
+    node = Node()
+    a = node.connect()
+    put_settings(node, a, "m@1", weight=4.0)
+    put_settings(node, a, "m@2", weight=7.0)
+    node.ask(a, c.ReplaceNamespace(1, "m@1", "m@2"), m.Done)
+    assert record(node, "m@2").settings.weight == 7.0
+
+
+def test_a_switch_that_makes_no_sense_is_refused_and_changes_nothing() -> None:
+    node = Node()
+    a = node.connect()
+    node.put(a, node.open(a, "model@1"), 1)
+    assert "did you mean 'model@1'" in fault(node, a, c.ReplaceNamespace(1, "modl@1", "x"))
+    assert "itself" in fault(node, a, c.ReplaceNamespace(1, "model@1", "model@1"))
+    assert "bad_namespace" in fault(node, a, c.ReplaceNamespace(1, "model@1", ""))
+    assert not record(node, "model@1").dropped
+    assert node.status().pages == 1
+
+
+def test_reservations_and_waits_of_a_dropped_namespace_end() -> None:
+    node = Node()
+    writer, waiter = node.connect(), node.connect()
+    ns = node.open(writer)
+    node.reserve(writer, ns, 1)
+    node.send(waiter, m.Wait(7, ns, [key(1)], 10.0))
+    actions = node.send(writer, m.DropNamespace(1, "ns"))
+    assert Answer(waiter, m.Present(7, b"\0")) in actions
+    assert node.status().reserved_bytes == 0
+
+
+# --- learning from other nodes
+
+
+def test_a_node_that_learns_of_a_drop_serves_nothing_of_it_any_more() -> None:
+    node = Node()
+    a = node.connect()
+    ns = node.open(a)
+    node.put(a, ns, 1)
+    known = record(node, "ns")
+    learn(node, NamespaceRecord("ns", known.version + 1, known.generation + 1, {}, dropped=True))
+    assert node.status().pages == 0
+    assert "unknown_namespace" in fault(node, a, m.Exists(9, ns, [key(1)]))
+
+
+def test_a_node_that_was_away_while_a_namespace_was_dropped_and_made_again_drops_its_pages() -> None:
+    node = Node()
+    a = node.connect()
+    ns = node.open(a)
+    node.put(a, ns, 1)
+    learn(node, NamespaceRecord("ns", 9, 5, {}))
+    assert ns not in node.state.namespaces
+    assert node.exists(a, node.open(a), 1) == [0]
+
+
+def test_pages_of_a_geometry_that_lost_are_dropped() -> None:
+    node = Node()
+    a = node.connect()
+    node.put(a, node.open(a, "ns", layout="x"), 1)
+    learn(node, NamespaceRecord("ns", 5, 1, {"layout": "y"}))
+    assert node.status().pages == 0
+    assert "layout = y" in fault(node, a, m.OpenNamespace(9, "ns", {"layout": "x"}))
+
+
+def test_news_of_settings_keeps_pages_and_old_news_changes_nothing() -> None:
+    node = Node()
+    a = node.connect()
+    ns = node.open(a)
+    node.put(a, ns, 1)
+    newer = NamespaceRecord("ns", 5, 1, {}, NamespaceSettings(weight=9.0))
+    learn(node, newer, NamespaceRecord("elsewhere", 1, 1, {}))
+    assert node.exists(a, ns, 1) == [1]
+    assert node.status().namespaces[0].settings.weight == 9.0
+    assert node.do(NamespacesLearned([newer, NamespaceRecord("ns", 4, 1, {})])) == []
+
+
+def test_nodes_exchange_no_pages_of_different_generations_and_bring_nothing_back() -> None:
+    node = Node()
+    a, other = node.connect(), node.connect(peer=True)
+    node.open(a, "ns")
+    drop(node, a, "ns")
+    assert "unknown_namespace" in fault(node, other, m.OpenNamespace(1, "ns", {}, 1))
+    assert "unknown_namespace" in fault(node, other, m.OpenNamespace(1, "ns", {}, 2))
+    assert record(node, "ns").dropped
+    number = node.open(a, "ns")
+    assert "unknown_namespace" in fault(node, other, m.OpenNamespace(1, "ns", {}, 1))
+    opened = node.ask(other, m.OpenNamespace(1, "ns", {}, 2), m.Opened)
+    assert opened.namespace == number
+
+
+# --- the configuration
+
+
+def test_configured_namespaces_are_there_at_the_start_and_an_administrators_change_outlives_a_restart() -> (
+    None
+):
+    rules = Rules(named={"ns": NamespaceSettings(weight=2.0)})
+    node = Node(rules=rules)
+    a = node.connect()
+    assert record(node, "ns").settings.weight == 2.0
+    put_settings(node, a, "ns", weight=3.0)
+    assert configured(node, rules).settings.weight == 3.0
+    changed = Rules(named={"ns": NamespaceSettings(weight=4.0)})
+    assert configured(node, changed).settings.weight == 4.0
+    drop(node, a, "ns")
+    assert configured(node, rules).dropped
+
+
+def configured(node: Node, rules: Rules) -> NamespaceRecord:
+    """The record after a restart with this configuration."""
+    again = Node(rules=rules, namespaces=Namespaces.load(node.state.namespaces.dump()))
+    return record(again, "ns")
+
+
+# --- rights
+
+
+def guarded_node() -> Node:
+    node = Node(rules=Rules(admin_token=digest("root"), named={"ns": GUARDED}))
+    root = node.connect(token="root")
+    node.put(root, node.open(root), 1)
+    return node
+
+
+REQUESTS = {
+    READ: [
+        lambda ns: m.Exists(1, ns, [key(1)]),
+        lambda ns: m.Get(1, ns, [key(1)], [4 * KIB]),
+        lambda ns: m.Wait(1, ns, [key(1)], 0.0),
+    ],
+    WRITE: [lambda ns: m.Reserve(1, ns, [key(2)], [4 * KIB]), lambda ns: m.Discard(1, ns, [], [])],
+    ADMIN: [
+        lambda ns: m.Clear(1, ns),
+        lambda ns: c.PutNamespace(1, "ns", NamespaceSettings()),
+        lambda ns: c.ReplaceNamespace(1, "ns", "new"),
+        lambda ns: m.DropNamespace(1, "ns"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("token", "rights"),
+    [("", 0), ("x", 0), ("r", READ), ("w", READ | WRITE), ("a", ALL), ("root", ALL)],
+)
+def test_each_token_may_do_its_part_and_no_more(token: str, rights: int) -> None:
+    for right, makers in REQUESTS.items():
+        for make in makers:
+            node = guarded_node()
+            ns = node.state.namespaces.numbers[0]
+            found = reply(node, node.connect(token=token), make(ns))
+            refused = isinstance(found, m.Fault) and found.code == "access_denied"
+            assert refused == (not rights & right), (token, make(ns))
+
+
+def test_opening_tells_the_rights_or_what_token_is_needed_and_never_a_token() -> None:
+    node = guarded_node()
+    reader = node.connect(token="r")
+    assert node.ask(reader, m.OpenNamespace(1, "ns", {}), m.Opened).rights == READ
+    text = fault(node, node.connect(token="s3cret"), m.OpenNamespace(1, "ns", {}))
+    assert text.startswith("access_denied: namespace 'ns'")
+    assert "read token" in text
+    assert "pool.token" in text
+    for secret in ("s3cret", digest("s3cret"), GUARDED.read_token):
+        assert secret not in text
+
+
+def test_a_token_taken_away_ends_the_rights_of_those_who_are_connected() -> None:
+    node = guarded_node()
+    reader, root = node.connect(token="r"), node.connect(token="root")
+    ns = node.open(reader)
+    assert node.exists(reader, ns, 1) == [1]
+    put_settings(node, root, "ns", read_token=digest("other"), write_token=KEPT, admin_token=KEPT)
+    assert "access_denied" in fault(node, reader, m.Exists(1, ns, [key(1)]))
+    assert record(node, "ns").settings.write_token == GUARDED.write_token
+
+
+def test_status_and_list_keep_namespaces_from_those_who_may_not_see_them() -> None:
+    node = guarded_node()
+    root, stranger, tenant = (node.connect(token=token) for token in ("root", "", "a"))
+    node.open(root, "open to all")
+    names = [
+        [n.name for n in node.ask(each, m.Status(1), m.StatusReport).namespaces]
+        for each in (root, stranger, tenant)
+    ]
+    assert names == [["ns", "open to all"], ["open to all"], ["ns", "open to all"]]
+    lists = [
+        [n.name for n in node.ask(each, c.ListNamespaces(1), c.NamespaceList).namespaces]
+        for each in (root, tenant)
+    ]
+    assert lists == [["ns", "open to all"], ["ns"]]
+    assert "access_denied" in fault(node, stranger, c.ListNamespaces(1))
+    [shown, _] = node.ask(root, c.ListNamespaces(1), c.NamespaceList).namespaces
+    assert shown.settings.read_token == KEPT
+
+
+def test_only_the_nodes_administrator_makes_namespaces_where_there_is_one() -> None:
+    node = Node(rules=WITH_ADMIN)
+    stranger, root = node.connect(), node.connect(token="root")
+    assert "access_denied" in fault(node, stranger, c.PutNamespace(1, "new", NamespaceSettings()))
+    assert "access_denied" in fault(node, stranger, c.Drain(1))
+    assert "access_denied" in fault(node, stranger, c.ListPages(1, "new", 0, 1))
+    assert isinstance(reply(node, root, c.PutNamespace(1, "new", GUARDED)), m.Done)
+
+
+def test_a_protected_name_stays_protected_after_its_drop() -> None:
+    node = guarded_node()
+    drop(node, node.connect(token="a"), "ns")
+    assert "access_denied" in fault(node, node.connect(), m.OpenNamespace(1, "ns", {}))
+    assert "access_denied" in fault(node, node.connect(token="r"), m.OpenNamespace(1, "ns", {}))
+    assert isinstance(reply(node, node.connect(token="w"), m.OpenNamespace(1, "ns", {})), m.Opened)
+
+
+def test_nodes_of_the_pool_may_do_all_and_others_nothing_that_is_for_nodes() -> None:
+    node = guarded_node()
+    ns = node.state.namespaces.numbers[0]
+    assert node.exists(node.connect(peer=True), ns, 1) == [1]
+    text = fault(node, node.connect(token="root"), c.PullPages(1, ns, []))
+    assert "access_denied" in text
+    assert "cluster_token" in text
+
+
+# --- anything at all
+
+
+NAMES = ["a", "b"]
+OPERATIONS = st.one_of(
+    st.tuples(st.just("open"), st.sampled_from(NAMES), st.sampled_from(["", "x", "y"])),
+    st.tuples(st.just("put"), st.sampled_from(NAMES), st.integers(1, 3)),
+    st.tuples(st.just("drop"), st.sampled_from(NAMES)),
+    st.tuples(st.just("replace"), st.sampled_from(NAMES), st.sampled_from(NAMES)),
+    st.tuples(st.just("gossip"), st.integers(0, 1)),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 1), OPERATIONS), max_size=25))
+def test_two_nodes_agree_once_they_have_talked_and_keep_no_page_of_an_older_generation(
+    steps: list[tuple[int, tuple[object, ...]]],
+) -> None:
+    nodes = [Node(), Node()]
+    for at, (what, *args) in steps:
+        node = nodes[at]
+        connection = node.connect()
+        if what == "open":
+            geometry = {"layout": args[1]} if args[1] else {}
+            found = reply(node, connection, m.OpenNamespace(1, args[0], geometry))  # type: ignore[arg-type]
+            if isinstance(found, m.Opened):
+                node.put(connection, found.namespace, 1)
+        elif what == "put":
+            put_settings(node, connection, args[0], weight=float(args[1]))  # type: ignore[arg-type]
+        elif what == "drop":
+            drop(node, connection, args[0])  # type: ignore[arg-type]
+        elif what == "replace":
+            reply(node, connection, c.ReplaceNamespace(1, args[0], args[1]))  # type: ignore[arg-type]
+        elif what == "gossip":
+            learn(node, *nodes[1 - at].state.namespaces.registry)
+    for at in (0, 1, 0):
+        learn(nodes[at], *nodes[1 - at].state.namespaces.registry)
+    known = [{r.name: r for r in node.state.namespaces.registry} for node in nodes]
+    assert known[0] == known[1]
+    for node in nodes:
+        for namespace in node.state.namespaces:
+            found_record = known[0][namespace.name]
+            assert not found_record.dropped
+            assert namespace.generation == found_record.generation
+            assert found_record.geometry in ({}, namespace.geometry)

@@ -1,0 +1,263 @@
+"""SGLang's storage backend: host pages to pool pages and back, and that nothing ever raises."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from pdserve.errors import PoolUnavailable, StartupError
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.hicache import backend as hicache_backend
+from pdserve.kvpool.node.config.node import SLOT_ALIGN_BYTES
+from pdserve.pages import KvGeometry
+from tests.support.kvpool.faulty import Pool, keys
+
+PAGE_TOKENS = 4
+TOKEN_BYTES = 64  # of K, or of V, in one layer
+LAYERS = 3
+HOST_PAGES = 200
+
+
+class HostPool:
+    """SGLang's host KV pool, as far as a backend sees it."""
+
+    def __init__(self, layout: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.layout = layout
+        self.page_size = PAGE_TOKENS
+        self.dtype = dtype
+        shape = (
+            (2, HOST_PAGES, LAYERS * PAGE_TOKENS * TOKEN_BYTES)
+            if layout == "page_first"
+            else (2, LAYERS, HOST_PAGES, PAGE_TOKENS * TOKEN_BYTES)
+        )
+        self.kv = np.zeros(shape, np.uint8)
+
+    def segments(self, page: int) -> list[np.ndarray[Any, Any]]:
+        if self.layout == "page_first":
+            return [self.kv[part, page] for part in range(2)]
+        return [self.kv[part, layer, page] for layer in range(LAYERS) for part in range(2)]
+
+    def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
+        pages = indices.tolist()[::PAGE_TOKENS]
+        found = [s for at in pages for s in self.segments(at // PAGE_TOKENS)]
+        return [s.ctypes.data for s in found], [s.nbytes for s in found]
+
+    def fill(self, pages: list[int], seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for page in pages:
+            for segment in self.segments(page):
+                segment[:] = rng.integers(0, 256, segment.shape, np.uint8)
+
+
+def indices(pages: list[int]) -> Any:
+    """SGLang's host indices of whole pages, int64 [pages * PAGE_TOKENS]."""
+    return torch.tensor([page * PAGE_TOKENS + token for page in pages for token in range(PAGE_TOKENS)])
+
+
+def geometry(**changed: str) -> KvGeometry:
+    fields = {"model": "m", "dtype": "bfloat16", "kv_dtype": "bfloat16", "page_size": str(PAGE_TOKENS)}
+    return KvGeometry(**{**fields, "layout": "page_first", "tp_size": "1", "pp_size": "1", **changed})
+
+
+def storage_config(pool: Pool, declared: KvGeometry, **changed: Any) -> Any:
+    settings = {"pool": msgspec.to_builtins(pool.config()), "namespace": "ns", "geometry": declared.as_dict()}
+    fields: dict[str, Any] = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1}
+    fields |= {"attn_cp_rank": 0, "attn_cp_size": 1, "is_mla_model": False, "enable_storage_metrics": False}
+    fields |= {"is_page_first_layout": True, "model_name": "m", "extra_config": {"pdserve": settings}}
+    return hicache_backend.HiCacheStorageConfig(**{**fields, **changed})
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    pool = Pool()
+    monkeypatch.setattr(backend, "PoolClient", functools.partial(PoolClient, connector=pool.connector))
+    yield pool
+    pool.check()
+
+
+def backend(pool: Pool, host: HostPool, **changed: Any) -> Any:
+    made = hicache_backend.PdserveHiCache(storage_config(pool, geometry(layout=host.layout), **changed), {})
+    made.register_mem_pool_host(host)
+    return made
+
+
+def names(count: int) -> list[str]:
+    return [key.hex() for key in keys(count)]
+
+
+@pytest.mark.parametrize("layout", ["page_first", "layer_first"])
+def test_pages_come_back_into_other_host_pages(pool: Pool, layout: str) -> None:
+    writer, reader = HostPool(layout), HostPool(layout)
+    sources, targets = list(range(20)), list(range(99, 79, -1))
+    writer.fill(sources, seed=1)
+    one, two = backend(pool, writer), backend(pool, reader)
+    assert one.batch_set_v1(names(20), indices(sources)) == [True] * 20
+    assert two.batch_exists(names(30)) == 20
+    assert two.batch_get_v1(names(20), indices(targets)) == [True] * 20
+    for source, target in zip(sources, targets, strict=True):
+        pairs = zip(writer.segments(source), reader.segments(target), strict=True)
+        assert all(np.array_equal(a, b) for a, b in pairs)
+    untouched = set(range(HOST_PAGES)) - set(targets)
+    assert not any(segment.any() for page in untouched for segment in reader.segments(page))
+    one.close()
+    two.close()
+
+
+def test_exists_counts_the_chain_from_its_start(pool: Pool) -> None:
+    made = backend(pool, HostPool("page_first"))
+    chain = names(5)
+    assert made.batch_exists(chain) == 0
+    assert made.batch_set_v1([chain[0], chain[1], chain[3]], indices([0, 1, 3])) == [True] * 3
+    assert made.batch_exists(chain) == 2
+    assert made.batch_exists(chain[3:]) == 1
+    assert made.batch_exists([]) == 0
+    made.clear()
+    assert made.batch_exists(chain) == 0
+    made.close()
+
+
+def test_ranks_of_an_mha_model_do_not_meet(pool: Pool) -> None:
+    host = HostPool("page_first")
+    ranks = []
+    for rank in range(2):
+        config = storage_config(pool, geometry(tp_size="2"), tp_rank=rank, tp_size=2)
+        ranks.append(hicache_backend.PdserveHiCache(config, {}))
+        ranks[-1].register_mem_pool_host(host)
+    ranks[0].batch_set_v1(names(3), indices([0, 1, 2]))
+    assert [rank.batch_exists(names(3)) for rank in ranks] == [3, 0]
+    for rank in ranks:
+        rank.close()
+
+
+def test_ranks_of_an_mla_model_share_their_pages_which_are_written_once(pool: Pool) -> None:
+    """SGLang itself lets one rank write; should others come too, the pool takes the page once."""
+    host = HostPool("page_first")
+    host.fill([0, 1, 2], seed=1)
+    ranks = []
+    for rank in range(2):
+        declared = geometry(tp_size="replicated")
+        config = storage_config(pool, declared, tp_rank=rank, tp_size=2, is_mla_model=True)
+        ranks.append(hicache_backend.PdserveHiCache(config, {}))
+        ranks[-1].register_mem_pool_host(host)
+    for rank in ranks:
+        assert rank.batch_set_v1(names(3), indices([0, 1, 2])) == [True] * 3
+    assert [rank._client.counters.pages_written for rank in ranks] == [3, 0]
+    assert ranks[1].batch_get_v1(names(3), indices([5, 6, 7])) == [True] * 3
+    for source, target in zip(host.segments(1), host.segments(6), strict=True):
+        assert np.array_equal(source, target)
+    for rank in ranks:
+        rank.close()
+
+
+@pytest.mark.parametrize("error", [PoolUnavailable("gone"), RuntimeError("bug"), OSError("io")], ids=repr)
+@pytest.mark.parametrize("step", ["connect", "call", "post", "read_pages", "write_pages"])
+def test_nothing_raises_and_every_list_is_whole(pool: Pool, step: str, error: Exception) -> None:
+    host = HostPool("page_first")
+    made = backend(pool, host)
+    made.batch_set_v1(names(9), indices(list(range(9))))
+
+    def fail(node: str, what: str) -> None:
+        if what == step:
+            raise error
+
+    pool.connector.before = fail
+    for _ in range(2):
+        assert 0 <= made.batch_exists(names(20)) <= 20
+        for count in (0, 1, 20):
+            pages = indices(list(range(count)))
+            assert len(made.batch_get_v1(names(count), pages)) == count
+            assert len(made.batch_set_v1(names(count), pages)) == count
+    made.clear()
+    assert made.get_stats() is None
+    made.close()
+    made.close()
+    assert made.batch_get_v1(names(3), indices([0, 1, 2])) == [False] * 3
+    assert made.batch_set_v1(names(3), indices([0, 1, 2])) == [False] * 3
+    assert made.batch_exists(names(3)) == 0
+
+
+def test_counts_that_cannot_be_published_cost_no_page(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = backend(pool, HostPool("page_first"))
+
+    def publish(counters: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(made._metrics, "publish", publish)
+    assert made.batch_set_v1(names(3), indices([0, 1, 2])) == [True] * 3
+    assert made.batch_get_v1(names(3), indices([4, 5, 6])) == [True] * 3
+    assert made.batch_exists(names(3)) == 3
+    made.close()
+
+
+def test_arguments_that_do_not_fit_are_misses(pool: Pool) -> None:
+    made = backend(pool, HostPool("page_first"))
+    assert made.batch_get_v1(["not hex"], indices([0])) == [False]
+    assert made.batch_set_v1(names(2), indices([0])) == [False] * 2
+    assert made.batch_exists(["not hex"]) == 0
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("declared", "config", "says"),
+    [
+        ({"layout": "layer_first"}, {}, "layout"),
+        ({"page_size": "8"}, {}, "page_size"),
+        ({"kv_dtype": "float8_e4m3fn"}, {}, "bfloat16"),
+        ({"tp_size": "2"}, {}, "tp_size 1"),
+        ({}, {"is_mla_model": True}, "replicated"),
+        ({}, {"pp_size": 2}, "pp_size 2"),
+        (
+            {"tp_size": "replicated"},
+            {"is_mla_model": True, "tp_size": 2, "dcp_size": 2, "logical_page_size": 8},
+            "decode context parallelism",
+        ),
+        (
+            {"tp_size": "replicated"},
+            {"is_mla_model": True, "tp_size": 2, "attn_cp_size": 2},
+            "prefill context parallelism",
+        ),
+    ],
+)
+def test_a_worker_that_declared_other_pages_does_not_start(
+    pool: Pool, declared: dict[str, str], config: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(StartupError, match=says):
+        hicache_backend.PdserveHiCache(
+            storage_config(pool, geometry(**declared), **config), {}
+        ).register_mem_pool_host(HostPool("page_first"))
+
+
+@pytest.mark.parametrize("kind", ["e4m3fn", "e5m2"])
+def test_a_worker_with_fp8_pages_starts(pool: Pool, kind: str) -> None:
+    """SGLang keeps them as bytes (`KVCache.store_dtype`)."""
+    made = hicache_backend.PdserveHiCache(storage_config(pool, geometry(kv_dtype=f"float8_{kind}")), {})
+    made.register_mem_pool_host(HostPool("page_first", torch.uint8))
+    made.close()
+
+
+@pytest.mark.parametrize("declared", ["bfloat16", "mxfp8", "nvfp4"])
+def test_bytes_that_are_no_plain_fp8_are_refused(pool: Pool, declared: str) -> None:
+    """The latter two have scales beside their pages."""
+    made = hicache_backend.PdserveHiCache(storage_config(pool, geometry(kv_dtype=declared)), {})
+    with pytest.raises(StartupError, match="kv-cache-dtype"):
+        made.register_mem_pool_host(HostPool("page_first", torch.uint8))
+
+
+def test_a_model_with_state_beside_its_pages_does_not_start(pool: Pool) -> None:
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+
+    made = backend(pool, HostPool("page_first"))
+    made.register_mem_host_pool_v2(None, PoolName.KV)
+    with pytest.raises(StartupError, match="keeps mamba state"):
+        made.register_mem_host_pool_v2(None, PoolName.MAMBA)
+    made.close()
+
+
+def test_the_host_pages_here_fit_a_slot() -> None:
+    assert 2 * LAYERS * PAGE_TOKENS * TOKEN_BYTES <= SLOT_ALIGN_BYTES

@@ -1,0 +1,222 @@
+"""Huge pages and NUMA nodes: the real ones of this machine, where it lets us have some."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdserve.errors import ConfigError, StartupError
+from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.memory import placement as placement_module
+from pdserve.kvpool.node.memory.arena import Arena
+from pdserve.kvpool.node.memory.placement import Placement, numa_nodes
+from pdserve.kvpool.protocol.slot_table import TableLayout
+from pdserve.kvpool.transports.base import Connection
+from pdserve.settings.config_file import load_config
+from tests.kvpool.node.test_node import get, keys, open_namespace, put, serve_fails, small_config
+from tests.support.kvpool.mounts import mounted, set_huge_pages
+from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena
+
+MIB = 1 << 20
+PAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages")
+
+
+@pytest.fixture
+def hugetlbfs(tmp_path: Path) -> Iterator[Path]:
+    """A hugetlbfs with 2 MiB pages of which 12 are reserved."""
+    with set_huge_pages(PAGES, 12), mounted(tmp_path / "huge", "hugetlbfs", "pagesize=2M") as directory:
+        yield directory
+
+
+class HugePool(ProcessPool):
+    """A node with more options than ProcessPool writes."""
+
+    def __init__(self, directory: Path, more: str) -> None:
+        self._more = more
+        super().__init__(small_config(name="huge"), directory, "shm")
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        text = self._file.read_text()
+        if self._more not in text:
+            self._file.write_text(text + self._more)
+        return super()._start()
+
+
+def kernel_page_kib(pid: int, path: Path) -> set[int]:
+    """Sizes of the pages that a process has this file mapped in."""
+    sizes, ours = set(), False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if "-" in line.split(" ")[0] and ":" not in line.split(" ")[0]:
+            ours = line.endswith(str(path))
+        elif ours and line.startswith("KernelPageSize:"):
+            sizes.add(int(line.split()[1]))
+    return sizes
+
+
+def write_and_read(connection: Connection, seed: int) -> None:
+    ns = open_namespace(connection)
+    some = keys(20, seed)
+    assert put(connection, ns, some) == some
+    assert get(connection, ns, some) == some
+
+
+def test_a_node_on_huge_pages_serves_dies_and_comes_back(tmp_path: Path, hugetlbfs: Path) -> None:
+    pool = HugePool(tmp_path, f'huge_pages = "2MiB"\nhuge_pages_dir = "{hugetlbfs}"\n')
+    try:
+        connection = pool.connect()
+        write_and_read(connection, 1)
+        [file] = hugetlbfs.glob("*/arena")
+        assert file.stat().st_size == 16 * MIB
+        assert kernel_page_kib(pool.pid, file) == {2048}
+        assert kernel_page_kib(os.getpid(), file) == {2048}, "the client maps the same pages"
+        assert file.parent.stat().st_mode & 0o777 == 0o700
+        connection.close()
+        pool.kill()
+        pool.restart()
+        connection = pool.connect()
+        assert len(get(connection, open_namespace(connection), keys(20, 1))) == 20
+        connection.close()
+        pool.close()  # asserts that a clean stop without keep leaves nothing
+        assert list(hugetlbfs.iterdir()) == []
+    finally:
+        pool.kill()
+        remove_arena(pool.config)
+        arena_dir().rmdir()
+
+
+def test_pages_of_the_other_kind_are_given_up_and_freed(tmp_path: Path, hugetlbfs: Path) -> None:
+    layout = TableLayout(4 * MIB, MIB, 8192)
+    huge = Placement(huge_page_bytes=2 * MIB, hugetlbfs=hugetlbfs)
+    directory = tmp_path / "n"
+    for at, kind in enumerate((Placement(), huge, huge, Placement())):
+        arena = Arena("n", directory, layout, at + 1, fresh=False, placement=kind)
+        assert (arena.contents is not None) == (at == 2), "only a start with the same kind takes pages over"
+        assert bool(list(hugetlbfs.glob("*/arena"))) == (kind is huge)
+        arena.memory[:] = at
+        arena.close(keep=True)
+    arena = Arena("n", directory, layout, 9, fresh=True, placement=huge)
+    arena.close(keep=False)
+    assert not directory.exists()
+    assert list(hugetlbfs.iterdir()) == []
+
+
+def test_too_few_huge_pages_are_said_with_what_to_do(tmp_path: Path, hugetlbfs: Path) -> None:
+    wanted = ("--huge-pages", "2MiB", "--huge-pages-dir", str(hugetlbfs), "--slab-bytes", "2MiB")
+    line = serve_fails("--name", "big", "--capacity-bytes", "64MiB", *wanted)
+    assert re.search(r"needs 32 huge pages of 2 MiB, \d+ are free: as root, 'echo \d+ > /sys/kernel", line)
+    assert list(hugetlbfs.iterdir()) == []
+    assert not (arena_dir() / "big").exists()
+    arena_dir().rmdir()
+
+
+def test_a_hugetlbfs_that_is_not_there_is_said_with_what_to_do(tmp_path: Path) -> None:
+    line = serve_fails("--huge-pages", "2MiB", "--huge-pages-dir", str(tmp_path))
+    assert "is not in a hugetlbfs" in line
+    assert "mount -t hugetlbfs -o pagesize=2M" in line
+
+
+def test_no_hugetlbfs_at_all_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement_module, "mounts", list)
+    with pytest.raises(StartupError, match=r"no hugetlbfs with pages of 1024 MiB is mounted: as root"):
+        Placement(huge_page_bytes=1 << 30).home(Path("/x"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"huge_pages": "2MiB", "capacity_bytes": "33MiB", "slab_bytes": "1MiB"}, "multiple of 2MiB"),
+        ({"huge_pages": "1GiB", "capacity_bytes": "1500MiB"}, "multiple of 1GiB"),
+        ({"huge_pages": "3MiB"}, "huge_pages"),
+        ({"numa_node": -1}, "numa_node"),
+    ],
+)
+def test_sizes_that_huge_pages_cannot_have_are_config_errors(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(PoolNodeConfig, None, options)
+
+
+def test_advice_gives_transparent_huge_pages_where_the_tmpfs_has_them(tmp_path: Path) -> None:
+    layout = TableLayout(8 * MIB, MIB, 8192)
+    with mounted(tmp_path / "thp", "tmpfs", "size=64m,huge=advise,mode=700") as directory:
+        before = huge_shmem_kib()
+        arena = Arena("n", directory / "n", layout, 1, fresh=False, placement=Placement(advise=True))
+        assert huge_shmem_kib() - before >= 4096, "some of four were to be had"
+        assert not np.any(arena.memory)
+        arena.close(keep=False)
+        with pytest.raises(StartupError, match="does not fit"):
+            Arena(
+                "n",
+                directory / "n",
+                TableLayout(80 * MIB, MIB, 8192),
+                1,
+                fresh=False,
+                placement=Placement(advise=True),
+            )
+
+
+def huge_shmem_kib() -> int:
+    text = Path("/proc/meminfo").read_text()
+    [line] = [line for line in text.splitlines() if line.startswith("ShmemHugePages:")]
+    return int(line.split()[1])
+
+
+def test_a_tmpfs_that_is_full_while_its_pages_are_touched_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    with mounted(tmp_path / "thp", "tmpfs", "size=8m,huge=advise,mode=700") as directory:
+        fd = os.open(directory / "file", os.O_RDWR | os.O_CREAT)
+        with pytest.raises(OSError, match="No space left"):
+            Placement(advise=True).allocate("n", fd, 16 * MIB)
+        os.close(fd)
+
+
+def test_advice_is_refused_where_nobody_takes_it() -> None:
+    line = serve_fails("--name", "thp", "--huge-pages", "advise", "--capacity-bytes", "32MiB")
+    assert "remount,huge=advise /dev/shm" in line
+    assert not (arena_dir() / "thp").exists()
+    arena_dir().rmdir()
+
+
+def test_an_arena_is_bound_to_its_numa_node(tmp_path: Path) -> None:
+    node = numa_nodes()[0]
+    layout = TableLayout(4 * MIB, MIB, 8192)
+    directory = arena_dir() / "n"
+    arena = Arena("n", directory, layout, 1, fresh=False, placement=Placement(numa_node=node))
+    arena.memory[:] = 1
+    [line] = [
+        line
+        for line in Path("/proc/self/numa_maps").read_text().splitlines()
+        if f"file={directory}/arena" in line
+    ]
+    assert f" bind:{node} " in line
+    arena.close(keep=True)
+    again = Arena("n", directory, layout, 2, fresh=False, placement=Placement(numa_node=node))
+    assert again.contents is not None
+    again.close(keep=False)
+    arena_dir().rmdir()
+
+
+def test_a_numa_node_that_is_not_there_is_said(start_dir: None) -> None:
+    line = serve_fails("--name", "far", "--numa-node", "77", "--capacity-bytes", "32MiB")
+    assert "numa_node = 77: this machine's NUMA nodes are: 0" in line
+    assert not (arena_dir() / "far").exists()
+
+
+@pytest.fixture
+def start_dir() -> Iterator[None]:
+    yield
+    arena_dir().rmdir()
+
+
+def test_memory_cannot_be_bound_where_the_kernel_does_not_let_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    with mmap.mmap(-1, 4096) as memory, pytest.raises(StartupError, match="leave numa_node out"):
+        placement_module._bind("n", memory, 900)
+    monkeypatch.setattr(placement_module.platform, "machine", lambda: "vax")
+    with mmap.mmap(-1, 4096) as memory, pytest.raises(StartupError, match="not supported on vax"):
+        placement_module._bind("n", memory, 0)

@@ -1,0 +1,251 @@
+"""A node's metrics: counted, labelled, served."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdserve.errors import StartupError
+from pdserve.kvpool.node.metrics.families import OTHER, Labeller, NodeSnapshot, families
+from pdserve.kvpool.node.metrics.meter import BUCKETS_S, NO_NAMESPACE, LoopLag, Meter, Series
+from pdserve.kvpool.node.metrics.names import METRICS
+from pdserve.kvpool.node.metrics.server import MetricsServer, NodeCollector
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.cluster_messages import Member, NamespaceSettings, TierStatus
+from tests.kvpool.node.test_node import PAGE_BYTES, Start, get, keys, open_namespace, put, soon, start
+
+__all__ = ["start"]  # the fixture
+
+Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def report(*spaces: m.NamespaceStatus, **more: object) -> m.StatusReport:
+    return m.StatusReport(0, "n", 1, 5.0, 100, 40, 30, 20, 10, 3, 2, 1, 4, list(spaces), **more)  # type: ignore[arg-type]
+
+
+def snapshot(found: m.StatusReport, series: dict[tuple[str, int], Series] | None = None) -> NodeSnapshot:
+    names = {number: space.name for number, space in enumerate(found.namespaces, 1)}
+    return NodeSnapshot(found, series or {}, names, Series(), 5)
+
+
+def values(of: NodeSnapshot | None, labeller: Labeller | None = None) -> Values:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families(of, labeller or Labeller(10))
+        for sample in family.samples
+    }
+
+
+def value(found: Values, name: str, **labels: str) -> float:
+    return found["pdserve_pool_" + name, frozenset(labels.items())]
+
+
+# --- from a snapshot to samples
+
+
+def test_every_metric_of_the_list_is_there_and_no_other() -> None:
+    found = {family.name for family in families(snapshot(report()), Labeller(10))}
+    assert found == {"pdserve_pool_" + definition.name for definition in METRICS}
+
+
+def test_a_namespace_becomes_its_samples() -> None:
+    space = m.NamespaceStatus(
+        "a",
+        7,
+        700,
+        {},
+        hits=3,
+        misses=1,
+        evictions=5,
+        slot_bytes=800,
+        replicas=2,
+        tier_pages=9,
+        tier_bytes=900,
+        settings=NamespaceSettings(quota_bytes=1000),
+        counters={"operations": 8, "hits_below": 1, "read_bytes": 300, "evicted_quota": 2, "delayed": 4},
+    )
+    tier = TierStatus("disk", "ssd", 50, 40, 9, False, {"torn": 1})
+    members = [Member("n", "a", 1, 1, 1, 0, 4), Member("o", "b", 1, 1, 1, 3)]
+    counters = {"discarded": 6, "tail_bytes": 11, "commits": 12}
+    found = values(snapshot(report(space, counters=counters, tiers=[tier], members=members, epoch=5)))
+    assert value(found, "hits_total", namespace="a") == 3
+    assert value(found, "read_bytes_total", namespace="a") == 300
+    assert value(found, "found_pages_total", namespace="a", place="dram") == 2
+    assert value(found, "found_pages_total", namespace="a", place="below") == 1
+    assert value(found, "pages", namespace="a", place="dram") == 7
+    assert value(found, "page_bytes", namespace="a", place="below") == 900
+    assert value(found, "slot_bytes", namespace="a") == 800
+    assert value(found, "quota_bytes", namespace="a") == 1000
+    assert value(found, "evictions_total", namespace="a", reason="room") == 3
+    assert value(found, "evictions_total", namespace="a", reason="quota") == 2
+    assert value(found, "namespace_events_total", namespace="a", event="delayed") == 4
+    assert value(found, "checksum_failures_total") == 6
+    assert value(found, "tail_bytes") == 11
+    assert value(found, "events_total", event="commits") == 12
+    assert value(found, "tier_used_bytes", tier="disk", kind="ssd") == 40
+    assert value(found, "tier_writable", tier="disk", kind="ssd") == 0
+    assert value(found, "tier_events_total", tier="disk", event="torn") == 1
+    assert value(found, "members", status="active") == 1
+    assert value(found, "members", status="dead") == 1
+    assert value(found, "settled") == 0
+    assert (
+        sum(value(found, "memory_bytes", state=s) for s in ("free", "used", "reserved", "quarantined")) == 100
+    )
+
+
+def test_a_node_that_does_not_answer_says_that_and_no_more() -> None:
+    assert values(None) == {("pdserve_pool_responding", frozenset()): 0}
+
+
+@settings(deadline=None)
+@given(st.lists(st.sets(st.sampled_from("abcdef")), min_size=1), st.integers(0, 3))
+def test_labels_are_bounded_and_what_they_count_never_falls(steps: list[set[str]], limit: int) -> None:
+    labeller = Labeller(limit)
+    hits = dict.fromkeys("abcdef", 0)
+    before = 0.0
+    for present in steps:
+        for name in present:
+            hits[name] += 3
+        spaces = [m.NamespaceStatus(name, 0, 0, {}, hits=hits[name]) for name in sorted(present)]
+        found = values(snapshot(report(*spaces)), labeller)
+        shown = {dict(labels)["namespace"] for name, labels in found if name == "pdserve_pool_hits_total"}
+        assert len(shown - {OTHER}) <= limit
+        assert shown - {OTHER} <= present
+        now = found.get(("pdserve_pool_hits_total", frozenset({("namespace", OTHER)})), before)
+        assert now >= before
+        before = now
+        for name in set(hits) - present:
+            hits[name] = 0  # dropped: its counters begin again
+
+
+# --- counting
+
+
+def test_requests_are_counted_by_namespace_kind_and_outcome() -> None:
+    now_s = [0.0]
+    meter = Meter([5, 6], {5, 6}, lambda: now_s[0])
+    get_5 = meter.begin(m.Get(1, 5, [], [1]), 0.0)
+    commit_6 = meter.begin(m.Commit(2, [1], [1], [0]), 0.0)
+    unknown = [meter.begin(m.Get(3, number, [], [1]), 0.0) for number in range(100, 200)]
+    outside = meter.begin(m.Commit(4, [1 << 40], [1], [0]), 0.0)
+    now_s[0] = 0.003
+    meter.end(get_5, m.Got(1, []))
+    meter.end(commit_6, m.Committed(2, b""))
+    for each in unknown:
+        meter.end(each, m.Fault(3, "unknown_namespace", ""))
+    now_s[0] = 100.0
+    meter.end(outside, m.Committed(4, b""))
+    found = meter.snapshot()
+    assert found.keys() == {("Get", 5), ("Commit", 6), ("Get", NO_NAMESPACE), ("Commit", NO_NAMESPACE)}
+    assert found["Get", 5].counts[BUCKETS_S.index(0.005)] == 1
+    assert found["Get", NO_NAMESPACE].refused == 100
+    assert found["Commit", NO_NAMESPACE].counts[-1] == 1
+    assert found["Commit", NO_NAMESPACE].sum_s == 100.0
+
+
+def test_a_namespace_that_is_gone_is_forgotten() -> None:
+    known = {5}
+    meter = Meter([], known, lambda: 0.0)
+    meter.end(meter.begin(m.Exists(1, 5, []), 0.0), m.Present(1, b""))
+    assert meter.snapshot()
+    known.clear()
+    assert not meter.snapshot()
+
+
+# --- serving
+
+
+def scrape(url: str) -> Values:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        text = response.read().decode()
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_a_real_node_is_scraped(start: Start) -> None:
+    pool = start()
+    pool.kill()
+    pool._file.write_text(pool._file.read_text() + 'metrics = "127.0.0.1:0"\n')
+    pool.restart()
+    found = re.search(r"metrics at (http://\S+)", pool.log.read_text())
+    assert found
+    connection = pool.connect()
+    ns = open_namespace(connection, "qwen")
+    some = keys(5, 2)
+    put(connection, ns, some)
+    assert len(get(connection, ns, [*some, bytes(32)])) == 5
+    connection.call(m.Exists(9, 77, some), soon())
+    now = scrape(found[1])
+    assert value(now, "hits_total", namespace="qwen") == 5
+    assert value(now, "misses_total", namespace="qwen") == 1
+    assert value(now, "read_bytes_total", namespace="qwen") == 5 * PAGE_BYTES
+    assert value(now, "written_pages_total", namespace="qwen") == 5
+    for operation in ("Get", "Reserve", "Commit"):
+        assert value(now, "operations_total", namespace="qwen", operation=operation, outcome="ok") == 1
+        assert value(now, "operation_seconds_count", namespace="qwen", operation=operation) == 1
+        assert 0 < value(now, "operation_seconds_sum", namespace="qwen", operation=operation) < 1
+    assert value(now, "operations_total", namespace="", operation="Exists", outcome="refused") == 1
+    assert value(now, "connections") == 1
+    assert value(now, "responding") == 1
+    assert now["process_open_fds", frozenset()] > 0
+    assert value(scrape(found[1]), "uptime_seconds") >= value(now, "uptime_seconds")
+    connection.close()
+
+
+def test_an_event_loop_that_is_stuck_is_said_within_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdserve.kvpool.node.metrics import server
+
+    monkeypatch.setattr(server, "SNAPSHOT_TIMEOUT_S", 0.05)
+
+    async def run() -> None:
+        collector = NodeCollector(asyncio.get_running_loop(), lambda: snapshot(report()), 10)
+        assert len(list(await asyncio.to_thread(collector.collect))) == len(METRICS)
+        stuck: list[object] = []
+        thread = threading.Thread(target=lambda: stuck.extend(collector.collect()))
+        thread.start()
+        thread.join(10)  # the loop does nothing meanwhile
+        assert [family.name for family in stuck] == ["pdserve_pool_responding"]  # type: ignore[attr-defined]
+
+    asyncio.run(run())
+
+
+def test_a_server_stops_and_its_address_can_be_used_again() -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        server = MetricsServer("127.0.0.1:0", loop, lambda: snapshot(report()), LoopLag(), 10)
+        address = server.url.removeprefix("http://").removesuffix("/metrics")
+        with pytest.raises(StartupError, match="cannot be served at"):
+            MetricsServer(address, loop, lambda: snapshot(report()), LoopLag(), 10)
+        server.close()
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                MetricsServer(address, loop, lambda: snapshot(report()), LoopLag(), 10).close()
+                return
+            except StartupError:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.02)
+
+    asyncio.run(run())
+
+
+def test_an_address_that_is_none_is_refused(tmp_path: Path) -> None:
+    from pdserve.errors import ConfigError
+    from pdserve.kvpool.node.config.node import PoolNodeConfig
+    from pdserve.settings.config_file import load_config
+
+    for text in ("9100", "host:", "http://h:1", ":1"):
+        with pytest.raises(ConfigError, match="host:port"):
+            load_config(PoolNodeConfig, None, {"metrics": text})

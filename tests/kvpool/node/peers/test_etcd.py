@@ -1,0 +1,362 @@
+"""Nodes and clients that find the pool in a real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from pdserve.discovery.config import EtcdConfig
+from pdserve.discovery.etcd import EtcdMembership, discover
+from pdserve.errors import ConfigError, PoolError, PoolUnavailable
+from pdserve.kvpool.protocol.base import NodeAddress
+from pdserve.kvpool.protocol.cluster_messages import DEAD
+from tests.kvpool.node.peers.test_gossip import ring, running, status_of, until
+from tests.support.kvpool.etcd_server import EtcdServer
+
+QUIET = {"ping_interval_s": 60.0, "ping_timeout_s": 60.0, "sync_interval_s": 60.0}
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+    server = EtcdServer(tmp_path)
+    yield server
+    server.kill()
+
+
+def settings(etcd: EtcdServer, **options: Any) -> EtcdConfig:
+    options = {"lease_s": 2, "timeout_s": 5.0, "retry_s": 0.1, **options}
+    return EtcdConfig(endpoints=[etcd.url], **options)
+
+
+def in_etcd(etcd: EtcdServer, **options: Any) -> dict[str, Any]:
+    """Of a node's [cluster]."""
+    return {"cluster": {"membership": "etcd", "etcd": settings(etcd), **options}}
+
+
+def names(etcd: EtcdServer) -> list[str] | None:
+    return found_by(settings(etcd))
+
+
+def found_by(config: EtcdConfig) -> list[str] | None:
+    """None: etcd could not be asked this time."""
+    try:
+        return [node.node for node in discover(config, "pool")]
+    except PoolUnavailable:
+        return None
+
+
+def put(etcd: EtcdServer, key: str, value: str) -> None:
+    body = {
+        "key": base64.b64encode(key.encode()).decode(),
+        "value": base64.b64encode(value.encode()).decode(),
+    }
+    httpx.post(f"{etcd.url}/v3/kv/put", json=body).raise_for_status()
+
+
+def delete(etcd: EtcdServer, key: str) -> None:
+    body = {"key": base64.b64encode(key.encode()).decode()}
+    httpx.post(f"{etcd.url}/v3/kv/deleterange", json=body).raise_for_status()
+
+
+def test_nodes_find_each_other_and_clients_find_them_and_who_stops_is_gone(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    async def run() -> None:
+        async with running(tmp_path, "a", **in_etcd(etcd)) as a:
+            async with (
+                running(tmp_path, "b", **in_etcd(etcd)) as b,
+                running(tmp_path, "c", **in_etcd(etcd)) as c,
+            ):
+                await until(lambda: ring(a) == ring(b) == ring(c) == "abc")
+                await until(lambda: names(etcd) == ["a", "b", "c"])
+                [found, *_] = discover(settings(etcd), "pool")
+                assert found == NodeAddress("a", a.config.address, 1)
+                assert discover(settings(etcd), "other") == []
+            await until(lambda: names(etcd) == ["a"])
+
+    asyncio.run(run())
+    assert names(etcd) == []
+
+
+def test_a_lost_lease_is_a_doubt_that_a_probe_settles(tmp_path: Path, etcd: EtcdServer) -> None:
+    """With no ping of their own within the test, what etcd says is what makes them look."""
+
+    async def run() -> None:
+        async with running(tmp_path, "a", **in_etcd(etcd, **QUIET)) as a:
+            async with running(tmp_path, "b", **in_etcd(etcd, **QUIET)) as b:
+                await until(lambda: ring(a) == ring(b) == "ab")
+                await until(lambda: names(etcd) == ["a", "b"])
+                delete(etcd, "/pdserve/pool/nodes/b")
+                await until(lambda: names(etcd) == ["a", "b"])  # it writes its key anew
+                assert ring(a) == "ab"
+            await until(lambda: status_of(a, "b") == DEAD)
+
+    asyncio.run(run())
+
+
+def test_the_pool_goes_on_while_etcd_is_away_and_is_there_again_after_it(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    async def run() -> None:
+        async with running(tmp_path, "a", **in_etcd(etcd)) as a, running(tmp_path, "b", **in_etcd(etcd)) as b:
+            await until(lambda: ring(a) == ring(b) == "ab")
+            etcd.kill()
+            async with running(tmp_path, "c", **in_etcd(etcd)) as c:  # it knows of nobody
+                await asyncio.sleep(2.5)  # longer than the leases
+                assert ring(a) == ring(b) == "ab"
+                assert ring(c) == "c"
+                etcd.wipe()
+                await asyncio.to_thread(etcd.start)
+                await until(lambda: ring(a) == ring(b) == ring(c) == "abc", 15)
+                await until(lambda: names(etcd) == ["a", "b", "c"])
+
+    asyncio.run(run())
+
+
+def test_an_etcd_that_hangs_keeps_nobody_waiting(tmp_path: Path, etcd: EtcdServer) -> None:
+    short = settings(etcd, timeout_s=1.0)
+    options = {"cluster": {"membership": "etcd", "etcd": short}}
+
+    async def run() -> None:
+        async with running(tmp_path, "a", **options) as a:
+            await until(lambda: names(etcd) == ["a"])
+            etcd.pause()
+            begun = time.monotonic()
+            with pytest.raises(PoolUnavailable, match="cannot be asked"):
+                await asyncio.to_thread(discover, short, "pool")
+            async with running(tmp_path, "b", peers="a", **options) as b:
+                assert time.monotonic() - begun < 8
+                await until(lambda: ring(a) == "ab" == ring(b))
+            etcd.resume()
+            await until(lambda: names(etcd) == ["a"])
+
+    asyncio.run(run())
+
+
+def test_another_endpoint_is_asked_where_one_is_away(tmp_path: Path, etcd: EtcdServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        away = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    two = msgspec.structs.replace(settings(etcd), endpoints=[away, etcd.url])
+
+    async def run() -> None:
+        async with running(tmp_path, "a", cluster={"membership": "etcd", "etcd": two}):
+            await until(lambda: names(etcd) == ["a"])
+            assert [node.node for node in discover(two, "pool")] == ["a"]
+
+    asyncio.run(run())
+
+
+def test_etcd_with_tls_and_passwords(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=127.0.0.1"
+    command = ["openssl", *words.split(), "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    server = EtcdServer(tmp_path, (cert, key))
+    try:
+        server.ask_for_passwords("pool", "secret", "/pdserve")
+        good = settings(server, ca_file=server.ca_file, username="pool", password="secret")
+        for wrong, words in (
+            ({"ca_file": ""}, "certificate verify failed"),
+            ({"password": "guess"}, "authentication failed"),
+            ({"username": ""}, "user name is empty"),
+            ({"prefix": "/other"}, "permission denied"),
+        ):
+            with pytest.raises(PoolError, match=words) as error:
+                discover(msgspec.structs.replace(good, **wrong), "pool")
+            assert "secret" not in str(error.value)
+
+        async def run() -> None:
+            cluster = {"cluster": {"membership": "etcd", "etcd": good}}
+            async with running(tmp_path, "a", **cluster) as a:
+                async with running(tmp_path, "b", **cluster) as b:
+                    await until(lambda: ring(a) == ring(b) == "ab")
+                    await until(lambda: found_by(good) == ["a", "b"])
+                    membership = a.gossip._etcd
+                    assert membership is not None
+                    membership._token = "one.that.ended"
+                    assert [node.node for node in await membership.nodes()] == ["a", "b"]
+                await until(lambda: found_by(good) == ["a"])
+
+        asyncio.run(run())
+    finally:
+        server.kill()
+
+
+def test_whoever_is_known_to_etcd_stays_so_when_its_users_are_changed(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("nobody knows")
+    jwt = f"jwt,sign-method=HS512,priv-key={tmp_path}/key,ttl=10m"
+    server = EtcdServer(tmp_path, auth_token=jwt)
+    try:
+        server.ask_for_passwords("pool", "secret", "/pdserve")
+        good = settings(server, username="pool", password="secret")
+        root = server.post("auth/authenticate", {"name": "root", "password": "secret"})["token"]
+
+        async def run() -> None:
+            cluster = {"cluster": {"membership": "etcd", "etcd": good}}
+            async with running(tmp_path, "a", **cluster) as a:
+                await until(lambda: found_by(good) == ["a"])
+                membership = a.gossip._etcd
+                assert membership is not None
+                server.post("auth/user/add", {"name": "somebody", "password": "x"}, root)
+                assert [node.node for node in await membership.nodes()] == ["a"]
+                server.post("auth/user/delete", {"name": "somebody"}, root_again())
+                async with running(tmp_path, "b", **cluster) as b:
+                    await until(lambda: ring(a) == ring(b) == "ab")
+                    await until(lambda: found_by(good) == ["a", "b"])
+
+        def root_again() -> str:
+            return str(server.post("auth/authenticate", {"name": "root", "password": "secret"})["token"])
+
+        asyncio.run(run())
+    finally:
+        server.kill()
+
+
+def test_a_slash_at_the_end_of_an_endpoint_and_one_that_sends_elsewhere_do_no_harm(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    elsewhere = (
+        "HTTP/1.1 308 Permanent Redirect\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n"
+    )
+
+    async def run() -> None:
+        server = await asyncio.start_server(redirect, "127.0.0.1", 0)
+        proxy = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        two = msgspec.structs.replace(settings(etcd), endpoints=[proxy, etcd.url + "/"])
+        async with running(tmp_path, "a", cluster={"membership": "etcd", "etcd": two}):
+            await until(lambda: names(etcd) == ["a"])
+            assert await asyncio.to_thread(found_by, two) == ["a"]
+        server.close()
+
+    async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(elsewhere.encode())
+        writer.close()
+
+    asyncio.run(run())
+
+
+class Relay:
+    """A way to etcd that can break without a word: what is sent into it is lost."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._broken = asyncio.Event()
+        self._server: asyncio.Server
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._came, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def stop(self) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+
+    def break_off(self) -> None:
+        self._broken.set()
+
+    async def _came(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection("127.0.0.1", self._port)
+        for source, sink in ((reader, there[1]), (there[0], writer)):
+            task = asyncio.create_task(self._pass_on(source, sink))
+            self._tasks.add(task)
+
+    async def _pass_on(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(65536):
+            if self._broken.is_set():
+                await asyncio.Event().wait()
+            sink.write(data)
+        sink.close()
+
+
+def test_the_watch_leaves_an_endpoint_that_hangs(tmp_path: Path, etcd: EtcdServer) -> None:
+    async def run() -> None:
+        relay = Relay(etcd.port)
+        two = msgspec.structs.replace(
+            settings(etcd, timeout_s=1.0), endpoints=[await relay.start(), etcd.url]
+        )
+        found: list[list[str]] = []
+        member = EtcdMembership(
+            two,
+            "pool",
+            NodeAddress("a", "tcp:127.0.0.1:1"),
+            lambda nodes: found.append([node.node for node in nodes]),
+            lambda name: None,
+        )
+        running = asyncio.create_task(member.run())
+        try:
+            await until(lambda: found[-1:] == [["a"]])
+            await asyncio.to_thread(put, etcd, "/pdserve/pool/nodes/y", '{"address": "tcp:127.0.0.1:2"}')
+            await until(lambda: found[-1] == ["a", "y"])
+            relay.break_off()
+            began_s = time.monotonic()
+            await asyncio.to_thread(put, etcd, "/pdserve/pool/nodes/z", '{"address": "tcp:127.0.0.1:3"}')
+            await until(lambda: found[-1] == ["a", "y", "z"], 30)
+            print(f"found again after {time.monotonic() - began_s:.1f} s")
+        finally:
+            running.cancel()
+            await member.close()
+            relay.stop()
+
+    asyncio.run(run())
+
+
+def test_what_others_wrote_there_is_passed_over(tmp_path: Path, etcd: EtcdServer) -> None:
+    for key, value in (("x", "garbage"), ("y", '{"address": 7}'), ("z", '{"address": "tcp:127.0.0.1:1"}')):
+        put(etcd, f"/pdserve/pool/nodes/{key}", value)
+    put(etcd, "/pdserve/pool/nodesandmore", "{}")
+
+    async def run() -> None:
+        async with running(tmp_path, "a", **in_etcd(etcd)) as a:
+            await until(lambda: names(etcd) == ["a", "z"])
+            put(etcd, "/pdserve/pool/nodes/w", "garbage")
+            async with running(tmp_path, "b", **in_etcd(etcd)) as b:
+                await until(lambda: ring(a) == ring(b) == "ab")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("text", [None, "no certificate"])
+def test_a_file_that_holds_no_certificates_is_said_in_one_line(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "ca.pem"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=r"etcd\.ca_file .*ca\.pem holds no certificates"):
+        discover(EtcdConfig(endpoints=["https://127.0.0.1:1"], ca_file=str(file)), "pool")
+
+
+def test_what_is_no_etcd_is_said_in_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    for endpoints in ([url], ["http://"], ["nonsense"], []):
+        begun = time.monotonic()
+        with pytest.raises(PoolError) as error:
+            discover(EtcdConfig(endpoints=endpoints, timeout_s=0.5), "pool")
+        assert "\n" not in str(error.value)
+        assert time.monotonic() - begun < 5
+
+
+def test_a_restart_of_etcd_that_keeps_its_data_is_not_noticed(tmp_path: Path, etcd: EtcdServer) -> None:
+    async def run() -> None:
+        async with running(tmp_path, "a", **in_etcd(etcd)) as a, running(tmp_path, "b", **in_etcd(etcd)) as b:
+            await until(lambda: ring(a) == ring(b) == "ab")
+            epoch = a.gossip.view.epoch
+            etcd.kill()
+            await asyncio.to_thread(etcd.start)
+            await asyncio.sleep(3)  # the old leases are over then
+            await until(lambda: names(etcd) == ["a", "b"])
+            assert a.gossip.view.epoch == epoch == b.gossip.view.epoch
+
+    asyncio.run(run())

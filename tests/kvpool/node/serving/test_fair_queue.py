@@ -1,0 +1,217 @@
+"""Shares, rates and bounds of the queue between namespaces."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.kvpool.node.serving.fair_queue import BURST_S, KEY_COST_BYTES, MAX_QUEUED_S, Bucket, FairQueue
+
+KIB = 1024
+
+
+def queue_of(max_queued: int = 256, **flows: tuple[float, float, float]) -> FairQueue[object]:
+    """Flows f1, f2, ...: weight, operations/s, bytes/s."""
+    queue: FairQueue[object] = FairQueue(max_queued)
+    for name, (weight, operations_s, bytes_s) in flows.items():
+        queue.configure(int(name[1:]), weight=weight, operations_s=operations_s, bytes_s=bytes_s, now_s=0.0)
+    return queue
+
+
+WEIGHTS = st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0, 8.0]), min_size=2, max_size=5)
+SIZES = st.lists(st.tuples(st.integers(1, 32), st.integers(0, 1 << 20)), min_size=1, max_size=8)
+
+
+@settings(max_examples=100, deadline=None)
+@given(WEIGHTS, st.data())
+def test_backlogged_namespaces_get_service_in_proportion_to_their_weights(
+    weights: list[float], data: st.DataObject
+) -> None:
+    queue = queue_of(**{f"f{i}": (weight, 0.0, 0.0) for i, weight in enumerate(weights)})
+    sizes = [data.draw(SIZES) for _ in weights]
+    asked: Counter[int] = Counter()
+
+    def put(flow: int) -> None:
+        keys, size_bytes = sizes[flow][asked[flow] % len(sizes[flow])]
+        queue.put(flow, None, keys, size_bytes, 0.0)
+        asked[flow] += 1
+
+    for flow in range(len(weights)):
+        put(flow)
+        put(flow)
+    served = [0.0] * len(weights)
+    for _ in range(300):
+        queued = queue.next(0.0)
+        assert queued is not None
+        served[queued.flow] += queued.cost
+        put(queued.flow)
+        queue.check()
+        # Goyal et al., theorem 1: the difference is at most one request of each
+        largest = [max(k * KEY_COST_BYTES + b for k, b in of_flow) for of_flow in sizes]
+        for a in range(len(weights)):
+            for b in range(a):
+                bound = largest[a] / weights[a] + largest[b] / weights[b]
+                assert abs(served[a] / weights[a] - served[b] / weights[b]) <= bound * (1 + 1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.floats(1.0, 1000.0),
+    st.floats(1e3, 1e7),
+    st.lists(st.tuples(st.floats(0.0, 0.7), st.integers(1, 64), st.integers(0, 1 << 20)), max_size=60),
+)
+def test_a_namespace_never_exceeds_its_rate_by_more_than_the_burst_or_one_request(
+    operations_s: float, bytes_s: float, steps: list[tuple[float, int, int]]
+) -> None:
+    queue = queue_of(f1=(1.0, operations_s, bytes_s))
+    now_s = 0.0
+    went: list[tuple[float, int, int]] = []
+    for pause_s, keys, size_bytes in steps:
+        now_s += pause_s
+        if queue.admit(1, keys, size_bytes, now_s):
+            went.append((now_s, keys, size_bytes))
+        else:
+            queue.put(1, None, keys, size_bytes, now_s)
+        while (queued := queue.next(now_s)) is not None:
+            went.append((now_s, queued.keys, queued.size_bytes))
+        queue.check()
+    for place, rate in ((1, operations_s), (2, bytes_s)):
+        amounts = [(at[0], at[place]) for at in went]
+        for first in range(len(amounts)):
+            total, largest = 0.0, 0.0
+            for at_s, amount in amounts[first:]:
+                total += amount
+                largest = max(largest, amount)
+                allowed = rate * (at_s - amounts[first][0]) + max(rate * BURST_S, largest)
+                # a large request waits for a full bucket: what follows it may be one more burst, never two
+                assert total <= allowed * (1 + 1e-9) + 1e-6
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 64), st.integers(0, 1 << 20)), max_size=40))
+def test_all_that_was_put_is_served_in_the_order_of_its_namespace(asked: list[tuple[int, int, int]]) -> None:
+    queue = queue_of(f1=(1.0, 0.0, 0.0), f2=(5.0, 50.0, 0.0), f3=(0.1, 0.0, 1e6))
+    for place, (flow, keys, size_bytes) in enumerate(asked):
+        queue.put(flow, place, keys, size_bytes, 0.0)
+    got: list[tuple[int, object]] = []
+    now_s = 0.0
+    while queue.waiting:
+        queued = queue.next(now_s)
+        queue.check()
+        if queued is not None:
+            got.append((queued.flow, queued.item))
+            continue
+        held = [at_s for at_s, *_ in queue._held]
+        assert held, "something waits for nothing"
+        now_s = max(now_s + 1e-6, min(held))
+    for flow in (1, 2, 3):
+        mine = [item for of_flow, item in got if of_flow == flow]
+        assert mine == [place for place, (of_flow, *_) in enumerate(asked) if of_flow == flow]
+
+
+def test_an_idle_namespace_is_served_before_its_backlogged_neighbours_next() -> None:
+    queue = queue_of(f1=(100.0, 0.0, 0.0), f2=(0.1, 0.0, 0.0))
+    for place in range(50):
+        queue.put(1, place, 32, 1 << 20, 0.0)
+    for _ in range(20):
+        queued = queue.next(0.0)
+        assert queued is not None
+        assert queued.flow == 1
+    queue.put(2, "quiet", 1, 0, 0.0)
+    queued = queue.next(0.0)
+    assert queued is not None
+    assert queued.item == "quiet"
+
+
+def test_what_was_used_while_nobody_waited_is_not_paid_for_later() -> None:
+    queue = queue_of(f1=(1.0, 0.0, 0.0), f2=(1.0, 0.0, 0.0))
+    for _ in range(1000):
+        queue.put(1, None, 100, 1 << 20, 0.0)
+    while queue.next(0.0):
+        pass
+    for _ in range(20):
+        queue.put(1, None, 1, 0, 0.0)
+        queue.put(2, None, 1, 0, 0.0)
+    first = Counter(queued.flow for _ in range(20) if (queued := queue.next(0.0)))
+    assert first == {1: 10, 2: 10}
+
+
+def test_nothing_waits_while_it_may_go() -> None:
+    queue = queue_of(f1=(1.0, 10.0, 0.0), f2=(1.0, 0.0, 0.0))
+    assert queue.admit(1, 10, 0, 0.0)
+    assert not queue.admit(1, 5, 0, 0.0)
+    queue.put(1, None, 5, 0, 0.0)
+    # the neighbour's wait for its rate holds nobody up
+    assert queue.admit(2, 1000, 1 << 30, 0.0)
+    assert queue.next(0.4) is None
+    assert queue.next_time_s() == pytest.approx(0.5)
+    assert queue.next(0.5000001) is not None
+    assert not queue.waiting
+
+
+def test_a_full_queue_says_so_and_has_room_again_when_half_is_gone() -> None:
+    queue = queue_of(max_queued=8, f1=(1.0, 0.0, 0.0))
+    assert [queue.put(1, place, 1, 0, 0.0) for place in range(8)] == [True] * 7 + [False]
+    assert not queue.has_room(1)
+    for _ in range(4):
+        assert queue.next(0.0)
+    assert queue.has_room(1)
+
+
+def test_requests_of_a_client_that_went_are_forgotten() -> None:
+    queue = queue_of(f1=(1.0, 0.0, 0.0), f2=(1.0, 0.0, 0.0))
+    for place in range(10):
+        queue.put(1 + place % 2, "gone" if place % 2 else "here", 1, 0, 0.0)
+    queue.remove(lambda item: item == "gone")
+    queue.check()
+    assert queue.waiting == 5
+    while (queued := queue.next(0.0)) is not None:
+        assert queued.item == "here"
+    assert not queue.ready
+
+
+def test_what_has_waited_as_long_as_any_client_waits_is_given_up() -> None:
+    queue = queue_of(f1=(1.0, 1.0, 0.0))
+    assert queue.admit(1, 1, 0, 0.0)
+    for place in range(10):
+        queue.put(1, place, 1, 0, 0.1 * place)
+    assert queue.expired(MAX_QUEUED_S - 0.01) == []
+    assert [queued.item for queued in queue.expired(MAX_QUEUED_S + 0.15)] == [0, 1]
+    queue.check()
+    assert queue.waiting == 8
+
+
+def test_other_settings_count_for_what_waits_already() -> None:
+    queue = queue_of(f1=(1.0, 1.0, 0.0))
+    assert queue.admit(1, 1, 0, 0.0)
+    queue.put(1, None, 1, 0, 0.0)
+    assert queue.next(0.1) is None
+    queue.configure(1, weight=1.0, operations_s=0.0, bytes_s=0.0, now_s=0.1)
+    assert queue.next(0.1) is not None
+    queue.forget(1, 0.1)
+    assert queue.numbers == []
+
+
+def test_what_does_not_wait_counts_towards_the_share() -> None:
+    queue = queue_of(f1=(1.0, 0.0, 0.0), f2=(1.0, 0.0, 0.0))
+    for _ in range(20):
+        queue.put(1, None, 1, 0, 0.0)
+        queue.put(2, None, 1, 0, 0.0)
+    queue.charge(1, 10)
+    first = Counter(queued.flow for _ in range(10) if (queued := queue.next(0.0)))
+    assert first[2] >= 9
+
+
+def test_bytes_given_back_can_be_taken_again() -> None:
+    bucket = Bucket(100.0, 0.0)
+    bucket.take(100.0)
+    assert bucket.ready_at_s(50.0, 0.0) == 0.5
+    bucket.take(-60.0)
+    assert bucket.ready_at_s(50.0, 0.0) <= 0.0
+    bucket.take(-1000.0)
+    assert bucket.ready_at_s(100.0, 0.0) <= 0.0 < bucket.ready_at_s(100.0, 0.0) + 1
+    bucket.take(300.0)  # one request larger than the bucket
+    assert bucket.ready_at_s(1000.0, 0.0) == pytest.approx(3.0)

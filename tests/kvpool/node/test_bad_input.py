@@ -1,0 +1,369 @@
+"""A real node, an innocent client at work, and beside it somebody who sends what nobody should: a clear
+error on that side, nothing on the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import os
+import resource
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pdserve.errors import ConfigError, PoolError
+from pdserve.kvpool.admin.node_client import fetch_status
+from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.process import run_node
+from pdserve.kvpool.node.serving import connection as connection_module
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.frames import FrameBuffer, decode_reply, encode_frame
+from pdserve.kvpool.transports.control import make_hello
+from pdserve.settings.config_file import load_config
+from tests.kvpool.node.test_node import (
+    get,
+    keys,
+    open_namespace,
+    put,
+    raw_socket,
+    say_hello,
+    serve_fails,
+    small_config,
+    soon,
+    with_node,
+)
+from tests.support.kvpool.mounts import mounted
+from tests.support.kvpool.pools import ProcessPool, arena_dir
+
+HELLO = encode_frame(make_hello("attacker", "", "none"))
+_seeds = itertools.count()  # no two rounds of the whole module write the same keys
+
+
+class Innocent:
+    """Writes and reads in a thread until told to stop; checks every byte."""
+
+    def __init__(self, pool: ProcessPool) -> None:
+        self.rounds = 0
+        self.slowest_s = 0.0
+        self._connection = pool.connect()
+        self._error: BaseException | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            ns = open_namespace(self._connection, "innocent")
+            while not self._stop.is_set():
+                some = keys(8, next(_seeds))
+                began_s = time.monotonic()
+                assert put(self._connection, ns, some) == some
+                assert get(self._connection, ns, some) == some
+                self.slowest_s = max(self.slowest_s, time.monotonic() - began_s)
+                self.rounds += 1
+        except (AssertionError, PoolError) as error:
+            self._error = error
+
+    def goes_on(self, rounds: int = 5) -> None:
+        """It does as many more rounds from now on."""
+        wanted, deadline = self.rounds + rounds, soon(20)
+        while self.rounds < wanted and self._error is None:
+            assert time.monotonic() < deadline, "the innocent client is held up"
+            time.sleep(0.005)
+        self._check()
+
+    def end(self) -> None:
+        self._stop.set()
+        self._thread.join(20)
+        self._connection.close()
+        self._check()
+        assert self.slowest_s < 5
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
+    """One for all: it has to outlive them."""
+    home = Path(f"{arena_dir()}-attacked")
+    pool = ProcessPool(small_config(arena_dir=home), tmp_path_factory.mktemp("node"), "shm")
+    pid = pool.pid
+    yield pool
+    assert pool.pid == pid
+    pool.close()
+    home.rmdir()
+
+
+@pytest.fixture
+def innocent(node: ProcessPool) -> Iterator[tuple[ProcessPool, Innocent]]:
+    """The node with a client at work, and afterwards still so."""
+    pool = node
+    client = Innocent(pool)
+    try:
+        client.goes_on()
+        yield pool, client
+        client.goes_on()
+    finally:
+        client.end()
+    assert "Traceback" not in pool.log.read_text()
+    assert "CRITICAL" not in pool.log.read_text()
+
+
+def said_before_the_end(pool: ProcessPool, data: bytes) -> str | None:
+    """What the node says to this before it hangs up; None when it just does."""
+    with raw_socket(pool) as sock, contextlib.suppress(ConnectionError):
+        sock.sendall(data)
+        received = b""
+        while more := sock.recv(65536):
+            received += more
+        replies = [decode_reply(body) for body in FrameBuffer().feed(received)]
+        faults = [reply for reply in replies if isinstance(reply, m.Fault)]
+        return faults[-1].message if faults else None
+    return None
+
+
+def frame(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "little") + body
+
+
+ENDS_WITH_A_WORD = {
+    "http": (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "does not speak the pdserve pool protocol"),
+    "a frame of 4 GiB": (b"\xff\xff\xff\xff", "frame of 4294967295 bytes, allowed are 1 to 4194304"),
+    "a frame too large by a byte": ((4 * 1024 * 1024 + 1).to_bytes(4, "little"), "frame of 4194305 bytes"),
+    "an empty frame": (bytes(4), "frame of 0 bytes"),
+    "no msgpack": (frame(b"\xc1\xc1"), "not a pool request"),
+    "a message of no number": (frame(b"\x92\xcd\x7f\xff\x01"), "not a pool request"),
+    "a reply": (encode_frame(m.Done(1)), "not a pool request"),
+    "no hello": (encode_frame(m.Ping(1)), "must be Hello"),
+    "another version": (encode_frame(m.Hello(99, "new", 1, "h")), "client new version 99"),
+    "a data path there is not": (encode_frame(make_hello("x", "", "inproc")), "does not go over a socket"),
+    "garbage after hello": (HELLO + b"\xff" * 50, "does not speak"),
+    "hello twice": (HELLO + HELLO, None),
+    "a key too short": (HELLO + frame(b"\x94\x0c\x01\x01\x91\xc4\x05hello"), "a key of 5 bytes"),
+    "too many keys": (
+        HELLO + encode_frame(m.Exists(1, 1, [bytes(32)] * 5000)),
+        "5000 keys in one message, at most 4096",
+    ),
+    "a page without segments": (
+        HELLO + encode_frame(m.Get(1, 1, [bytes(32)], [])),
+        "segment_bytes must be",
+    ),
+    "deep nesting": (HELLO + frame(b"\x91" * 100_000), "not a pool request"),
+}
+
+
+@pytest.mark.parametrize("what", ENDS_WITH_A_WORD)
+def test_what_is_no_request_ends_its_own_connection_with_a_word(
+    innocent: tuple[ProcessPool, Innocent], what: str
+) -> None:
+    pool, _ = innocent
+    data, word = ENDS_WITH_A_WORD[what]
+    before = len(pool.log.read_text().splitlines())
+    said = said_before_the_end(pool, data)
+    assert word is None or (said is not None and word in said), said
+    lines = pool.log.read_text().splitlines()[before:]
+    assert len(lines) == 1, lines
+    assert "closing the connection of" in lines[0]
+
+
+def test_noise_from_a_seed_harms_nobody(innocent: tuple[ProcessPool, Innocent]) -> None:
+    pool, _ = innocent
+    rng = np.random.default_rng(5)
+    whole = [encode_frame(message) for message in (m.Ping(1), m.Exists(2, 1, keys(3, 1)), m.Status(3))]
+    for _ in range(150):
+        data = bytearray(HELLO + b"".join(whole))
+        for at in rng.integers(0, len(data), int(rng.integers(1, 6))):
+            data[at] ^= 1 << int(rng.integers(0, 8))
+        with raw_socket(pool) as sock, contextlib.suppress(OSError):
+            sock.sendall(data[: int(rng.integers(1, len(data) + 1))])
+
+
+def test_a_name_with_control_characters_makes_no_line_of_its_own_in_the_log(
+    innocent: tuple[ProcessPool, Innocent],
+) -> None:
+    pool, _ = innocent
+    hello = encode_frame(make_hello("x\n2026 ERROR \x1b[31mlies" + "y" * 100_000, "", "none"))
+    said_before_the_end(pool, hello + bytes(4))
+    [line] = [line for line in pool.log.read_text().splitlines() if "lies" in line]
+    assert "x?2026 ERROR ?[31mlies" in line
+    assert len(line) < 400
+
+
+def test_a_thousand_sockets_that_say_nothing_leave_the_others_their_node(
+    innocent: tuple[ProcessPool, Innocent],
+) -> None:
+    pool, client = innocent
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    silent = []
+    try:
+        for _ in range(1500):  # more than max_connections and those that may shake hands beside them
+            sock = socket.socket(socket.AF_UNIX)
+            silent.append(sock)
+            deadline = soon()
+            while sock.connect_ex(pool.address.removeprefix("unix:")) == errno.EAGAIN:  # the backlog is full
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+        deadline = soon()
+        while "too many connections" not in pool.log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        client.goes_on()
+    finally:
+        for sock in silent:
+            sock.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    deadline = soon()
+    while True:
+        try:
+            assert fetch_status(pool.address, soon()).connections == 2
+            return
+        except PoolError:  # until the node has seen that they went
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("step", [1, 0])
+def test_half_a_frame_is_waited_for_a_bounded_time_however_slowly_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    monkeypatch.setattr(connection_module, "HALF_FRAME_TIMEOUT_S", 0.2)
+    config = small_config(listen=[f"unix:{tmp_path}/n.sock"], keep=False)
+
+    async def work(node: object) -> None:
+        reader, writer = await say_hello(config, "none")
+        ping = encode_frame(m.Ping(7))
+        writer.write(ping + ping[:3])  # whole frames are answered all the while
+        long = (100_000).to_bytes(4, "little")
+        writer.write(ping[3:] + long)
+        began_s = time.monotonic()
+        while not reader.at_eof():
+            writer.write(b"\x90" * step)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(reader.read(4096), 0.02)
+            assert time.monotonic() - began_s < 10
+        assert time.monotonic() - began_s > 0.1
+        writer.close()
+
+    asyncio.run(with_node(config, work))
+
+
+def test_geometries_of_any_size_leave_a_status_that_can_be_read(
+    innocent: tuple[ProcessPool, Innocent],
+) -> None:
+    pool, _ = innocent
+    connection = pool.connect()
+    replies = [
+        connection.call(m.OpenNamespace(1, f"large-{at}", {"text": "x" * 60_000}), soon())
+        for at in range(100)
+    ]
+    assert isinstance(replies[-1], m.Fault)
+    opened = sum(isinstance(reply, m.Opened) for reply in replies)
+    assert len(fetch_status(pool.address, soon()).namespaces) == opened + 1
+    for at in range(opened):
+        assert isinstance(connection.call(m.DropNamespace(2, f"large-{at}"), soon()), m.Done)
+    connection.close()
+
+
+def test_what_others_reserved_pinned_or_named_cannot_be_taken_from_them(
+    innocent: tuple[ProcessPool, Innocent],
+) -> None:
+    pool, client = innocent
+    connection = pool.connect()
+    every = list(range(600))
+    for sequence in (0, 1, 2**63, 2**64 - 1):
+        sequences = [sequence] * len(every)
+        connection.call(m.Commit(1, every, sequences, sequences), soon())
+        connection.post(m.Abort(every, sequences))
+        connection.post(m.Release(every, sequences))
+        connection.post(m.Abort([-1, 2**40], [sequence] * 2))
+    client.goes_on()
+    connection.close()
+
+
+# --- full and read-only
+
+
+def small_tmpfs(directory: Path, size: str) -> contextlib.AbstractContextManager[Path]:
+    return mounted(directory, "tmpfs", f"size={size},mode=700")
+
+
+def test_a_tmpfs_too_small_for_the_arena_is_said_and_left_clean(tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "small", "20m") as directory:
+        sizes = ("--slab-bytes", "1MiB", "--arena-dir", str(directory))
+        line = serve_fails("--name", "n", "--capacity-bytes", "32MiB", *sizes)
+        assert f"does not fit in {directory}" in line
+        assert "lower capacity_bytes" in line
+        assert list(directory.iterdir()) == []
+
+
+def test_when_the_tmpfs_is_full_namespaces_that_cannot_be_saved_are_served_all_the_same(
+    tmp_path: Path,
+) -> None:
+    with small_tmpfs(tmp_path / "full", "17m") as directory:
+        pool = ProcessPool(small_config(name="full", arena_dir=directory), tmp_path, "shm")
+        client = Innocent(pool)
+        try:
+            client.goes_on()
+            filler = os.open(directory / "filler", os.O_WRONLY | os.O_CREAT)
+            with contextlib.suppress(OSError):
+                while True:
+                    os.write(filler, bytes(4096))
+            os.close(filler)
+            connection = pool.connect()
+            ns = open_namespace(connection, "new", text="x" * 50_000)
+            some = keys(5, 3)
+            assert put(connection, ns, some) == some
+            assert get(connection, ns, some) == some
+            [line] = [line for line in pool.log.read_text().splitlines() if "not saved" in line]
+            assert "No space left" in line
+            connection.close()
+            client.goes_on()
+        finally:
+            client.end()
+            pool.kill()
+
+
+def test_a_read_only_arena_directory_is_said_in_one_line(tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "ro", "64m") as directory:
+        subprocess.run(["mount", "-o", "remount,ro", str(directory)], check=True)
+        line = serve_fails("--name", "n", "--capacity-bytes", "32MiB", "--arena-dir", str(directory))
+        assert f"cannot use {directory}/n for the arena: Read-only file system" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('capacity_bytes = "1MiB"', "min_slot_bytes <= slab_bytes <= capacity_bytes"),
+        ('capacity_bytes = "-1"', "not a size"),
+        ("capacity_bytes = []", "capacity_bytes"),
+        ("capactiy_bytes = 5", "unknown key 'capactiy_bytes' (did you mean 'capacity_bytes'?)"),
+        ("lease_s = nan", "lease_s"),
+        ("max_connections = 0", "max_connections"),
+        ("name = 'a b'", "name"),
+        ("metrics = 'here'", "metrics must be host:port"),
+        ("log_format = 'xml'", "log_format"),
+        ("[[namespaces]]\nname = 'n'\npolicy = 'newest'", "policy"),
+        ("[[namespaces]]\nname = 'n'\nquota_bytes = '900TiB'", "quota"),
+        ("name = ", "not valid TOML"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text(text + "\n")
+    with pytest.raises(ConfigError) as error:
+        run_node(load_config(PoolNodeConfig, file, {"arena_dir": str(tmp_path / "arena")}))
+    assert said in str(error.value)
+    assert str(error.value).count("\n") == 0
+    assert not (tmp_path / "arena").exists()

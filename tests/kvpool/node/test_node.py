@@ -1,0 +1,847 @@
+"""A real node process: starting, stopping, dying, bad clients, bad files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdserve.errors import NodeFailed, PoolError, PoolRefused, StartupError
+from pdserve.kvpool.admin.node_client import fetch_status
+from pdserve.kvpool.core.events import LOCAL, AssignSlab, CommitRows, ReserveRows, SaveNamespaces
+from pdserve.kvpool.namespaces.catalog import Namespaces
+from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.memory.arena import Arena
+from pdserve.kvpool.node.node import PoolNode
+from pdserve.kvpool.node.serving import connection as connection_module
+from pdserve.kvpool.node.ucx.server import UcxServer
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.address import is_remote
+from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord
+from pdserve.kvpool.protocol.frames import FrameBuffer, decode_reply, encode_frame
+from pdserve.kvpool.protocol.slot_table import ROW_DTYPE, TableLayout
+from pdserve.kvpool.transports import page_residency
+from pdserve.kvpool.transports.base import OK, Connection
+from pdserve.kvpool.transports.control import ControlChannel, make_hello
+from pdserve.kvpool.transports.ucx import UcxLibrary
+from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena
+
+KIB = 1024
+PAGE_BYTES = 24 * KIB
+Start = Callable[..., ProcessPool]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a node process with these options over small ones; killed after the test."""
+    pools: list[ProcessPool] = []
+
+    def make(**options: Any) -> ProcessPool:
+        pools.append(ProcessPool(small_config(**options), tmp_path, "shm"))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.kill()
+        remove_arena(pool.config)
+    if arena_dir().exists():
+        arena_dir().rmdir()
+
+
+def small_config(**options: Any) -> PoolNodeConfig:
+    sizes = {"capacity_bytes": "16MiB", "slab_bytes": "1MiB", "min_slot_bytes": "8KiB", "quarantine_s": 0.2}
+    return PoolNodeConfig(
+        **{"name": "node", "arena_dir": arena_dir(), "max_reserved_share": 1.0, "max_pinned_share": 1.0}
+        | sizes
+        | options
+    )
+
+
+def soon(seconds: float = 10.0) -> float:
+    return time.monotonic() + seconds
+
+
+def page_of(key: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The bytes that belong to a key: so a reader knows what is right."""
+    return np.frombuffer((key * (PAGE_BYTES // 32 + 1))[:PAGE_BYTES], np.uint8)
+
+
+def open_namespace(connection: Connection, name: str = "ns", **geometry: str) -> int:
+    reply = connection.call(m.OpenNamespace(1, name, geometry), soon())
+    assert isinstance(reply, m.Opened)
+    return reply.namespace
+
+
+def put(connection: Connection, ns: int, keys: list[bytes]) -> list[bytes]:
+    """Write pages; the keys whose commit was acknowledged."""
+    reserved = connection.call(m.Reserve(2, ns, keys, [PAGE_BYTES]), soon())
+    assert isinstance(reserved, m.Reserved)
+    granted = [(k, g) for k, g in zip(keys, reserved.grants, strict=True) if g.status == m.GRANTED]
+    grants = [g for _, g in granted]
+    sums = connection.write_pages(grants, [[page_of(k)] for k, _ in granted], soon())
+    commit = m.Commit(3, [g.slot for g in grants], [g.sequence for g in grants], sums)
+    committed = connection.call(commit, soon())
+    assert isinstance(committed, m.Committed)
+    return [k for (k, _), ok in zip(granted, committed.mask, strict=True) if ok]
+
+
+def get(connection: Connection, ns: int, keys: list[bytes]) -> list[bytes]:
+    """The keys found. Fails when any delivered page has wrong bytes."""
+    got = connection.call(m.Get(4, ns, keys, [PAGE_BYTES]), soon())
+    assert isinstance(got, m.Got)
+    hits = [(k, p) for k, p in zip(keys, got.pins, strict=True) if p.status == m.HIT]
+    pages = [[np.zeros(PAGE_BYTES, np.uint8)] for _ in hits]
+    outcomes = connection.read_pages([p for _, p in hits], pages, soon())  # type: ignore[arg-type]
+    for (key, _), outcome, [page] in zip(hits, outcomes, pages, strict=True):
+        assert outcome != OK or np.array_equal(page, page_of(key))
+    connection.post(m.Release([p.slot for _, p in hits], [p.sequence for _, p in hits]))
+    return [k for (k, _), outcome in zip(hits, outcomes, strict=True) if outcome == OK]
+
+
+def keys(count: int, seed: int) -> list[bytes]:
+    rng = np.random.default_rng(seed)
+    return [rng.bytes(32) for _ in range(count)]
+
+
+# --- dying and coming back
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_in_the_middle_of_writes_it_keeps_all_that_was_acknowledged(start: Start, seed: int) -> None:
+    pool = start()
+    acknowledged: list[list[bytes]] = [[] for _ in range(3)]
+    attempted: list[list[bytes]] = [[] for _ in range(3)]
+    begun = threading.Barrier(4)
+
+    def write(writer: int) -> None:
+        connection = pool.connect()
+        ns = open_namespace(connection)
+        begun.wait(10)
+        try:
+            for batch in range(40):
+                some = keys(4, 1000 * writer + batch)
+                attempted[writer] += some
+                acknowledged[writer] += put(connection, ns, some)
+        except PoolError:
+            pass
+        finally:
+            connection.close()
+
+    threads = [threading.Thread(target=write, args=(writer,)) for writer in range(3)]
+    for thread in threads:
+        thread.start()
+    begun.wait(10)
+    wanted = 20 + 60 * seed
+    deadline = soon()
+    while sum(map(len, acknowledged)) < wanted and time.monotonic() < deadline:
+        time.sleep(0)  # let the writers get so far
+    pool.kill()
+    for thread in threads:
+        thread.join(30)
+    written = [key for keys_of_one in acknowledged for key in keys_of_one]
+    assert written
+
+    pool.restart()
+    connection = pool.connect()
+    ns = open_namespace(connection)
+    assert set(get(connection, ns, written)) == set(written)
+    for some in attempted:
+        get(connection, ns, some)  # fails on wrong bytes
+    status = fetch_status(pool.address, soon())
+    assert status.counters["dropped_rows"] == 0
+    assert status.counters["recovered_pages"] >= len(written)
+    while fetch_status(pool.address, soon()).quarantined_bytes:
+        assert time.monotonic() < deadline + 20
+    connection.close()
+
+
+def test_a_writer_killed_between_reserve_and_commit_leaves_nothing_reserved(start: Start) -> None:
+    pool = start()
+    code = (
+        "import sys, time\nfrom pdserve.kvpool import messages as m\n"
+        "from pdserve.kvpool.transports.shm import ShmConnector\n"
+        "c = ShmConnector('victim').connect(sys.argv[1], time.monotonic() + 10)\n"
+        "ns = c.call(m.OpenNamespace(1, 'ns', {}), time.monotonic() + 10).namespace\n"
+        f"c.call(m.Reserve(2, ns, [bytes(32)], [{PAGE_BYTES}]), time.monotonic() + 10)\n"
+        "print('reserved', flush=True)\ntime.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, pool.address], stdout=subprocess.PIPE) as victim:
+        assert victim.stdout is not None
+        assert victim.stdout.readline() == b"reserved\n"
+        assert fetch_status(pool.address, soon()).reserved_bytes == PAGE_BYTES
+        victim.kill()
+    deadline = soon()
+    while fetch_status(pool.address, soon()).reserved_bytes:
+        assert time.monotonic() < deadline
+    connection = pool.connect()
+    assert put(connection, open_namespace(connection), [bytes(32)]) == [bytes(32)]
+    connection.close()
+
+
+def test_flipped_bits_in_the_table_lose_pages_and_never_make_wrong_ones(start: Start) -> None:
+    pool = start()
+    connection = pool.connect()
+    ns = open_namespace(connection)
+    names = keys(200, 7)
+    assert put(connection, ns, names) == names
+    connection.close()
+    pool.kill()
+    table_path = pool.arena_path.with_name("table")
+    table = bytearray(table_path.read_bytes())
+    layout = TableLayout(pool.config.capacity, pool.config.slab, pool.config.min_slot)
+    rng = np.random.default_rng(11)
+    taken = np.flatnonzero(layout.table_rows(table)["state"])
+    hit = rng.choice(taken, 40, replace=False)
+    for row in hit.tolist():
+        at = layout.rows_at + row * ROW_DTYPE.itemsize + int(rng.integers(0, 72))
+        table[at] ^= 1 << int(rng.integers(0, 8))
+    with table_path.open("r+b") as file:
+        file.write(table)
+    pool.restart()
+    connection = pool.connect()
+    found = get(connection, open_namespace(connection), names)
+    assert len(found) == 160
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("arena", 4096), ("table", 0), ("table", 40), ("table", 5000), ("namespaces.json", 3)]
+)
+def test_truncated_files_are_refused_in_one_line_and_the_node_starts_empty(
+    start: Start, name: str, size: int
+) -> None:
+    pool = start()
+    connection = pool.connect()
+    names = keys(5, 1)
+    put(connection, open_namespace(connection), names)
+    connection.close()
+    pool.kill()
+    with pool.arena_path.with_name(name).open("r+b") as file:
+        file.truncate(size)
+    pool.restart()
+    warnings = [line for line in pool.log.read_text().splitlines() if "WARNING" in line]
+    assert len(warnings) == 1
+    connection = pool.connect()
+    ns = open_namespace(connection)
+    assert get(connection, ns, names) == []
+    assert put(connection, ns, names) == names
+    connection.close()
+
+
+def test_memory_of_another_size_is_replaced_and_said_so(start: Start) -> None:
+    pool = start(name="resized")
+    connection = pool.connect()
+    put(connection, open_namespace(connection), keys(5, 1))
+    connection.close()
+    pool.kill()
+    again = start(name="resized", capacity_bytes="8MiB")
+    assert "other sizes" in again.log.read_text()
+    assert fetch_status(again.address, soon()).pages == 0
+
+
+def test_a_clean_stop_keeps_pages_when_told_to_and_fresh_forgets_them(tmp_path: Path) -> None:
+    config = small_config(listen=[f"unix:{tmp_path}/n.sock"])
+    names = keys(3, 1)
+
+    async def serve(fresh: bool, work: Callable[[str], list[bytes]]) -> list[bytes]:
+        node = PoolNode(PoolNodeConfig(**{**fields(config), "fresh": fresh}))
+        task = asyncio.create_task(node.serve())
+        try:
+            return await asyncio.to_thread(work, config.listen[0])
+        finally:
+            node.stop()
+            await task
+
+    def write(address: str) -> list[bytes]:
+        connection = connect_when_ready(address)
+        return put(connection, open_namespace(connection), names)
+
+    def read(address: str) -> list[bytes]:
+        connection = connect_when_ready(address)
+        return get(connection, open_namespace(connection), names)
+
+    try:
+        assert asyncio.run(serve(False, write)) == names
+        assert asyncio.run(serve(False, read)) == names
+        assert asyncio.run(serve(True, read)) == []
+    finally:
+        remove_arena(config)
+        arena_dir().rmdir()
+
+
+def fields(config: PoolNodeConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in config.__struct_fields__}
+
+
+def wait_for_socket(path: Path) -> None:
+    deadline = soon()
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def connect_when_ready(address: str) -> Connection:
+    from pdserve.kvpool.transports.shm import ShmConnector
+
+    deadline = soon()
+    while True:
+        try:
+            return ShmConnector("test").connect(address, soon(2))
+        except PoolError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_a_client_of_another_host_cannot_insist_on_mapped_memory(start: Start) -> None:
+    pool = start()
+    with pytest.raises(PoolRefused, match=r"another host.*data_path = 'ucx'"):
+        ControlChannel.connect(pool.address, make_hello("far", "not-this-host", "shm"), soon())
+
+
+# --- a bug
+
+
+def test_an_unexpected_error_stops_the_node_and_the_next_start_has_its_pages(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = small_config(listen=[f"unix:{tmp_path}/n.sock"], keep=False)
+    written, unlucky = keys(6, 1), keys(4, 2)
+
+    async def serve(break_it: bool, work: Callable[[str], list[bytes]]) -> list[bytes]:
+        node = PoolNode(config)
+        task = asyncio.create_task(node.serve())
+        await asyncio.to_thread(wait_for_socket, tmp_path / "n.sock")
+        if break_it:
+            commit, commits = node.state.store.commit, []
+
+            def broken(
+                slots: list[int], checksums: list[int], *rest: Any
+            ) -> None:  # in the middle of a batch
+                commits.append(commit(slots[:2], checksums[:2], *rest))
+                if len(commits) == 2:
+                    raise KeyError("a bug")
+                commit(slots[2:], checksums[2:], *rest)
+
+            node.state.store.commit = broken  # type: ignore[method-assign]
+        try:
+            return await asyncio.to_thread(work, config.listen[0])
+        finally:
+            node.stop()
+            await asyncio.wait_for(task, 10)
+
+    def write(address: str) -> list[bytes]:
+        connection = connect_when_ready(address)
+        ns = open_namespace(connection)
+        assert put(connection, ns, written) == written
+        with pytest.raises(PoolError):
+            put(connection, ns, unlucky)
+        return []
+
+    def read(address: str) -> list[bytes]:
+        connection = connect_when_ready(address)
+        return get(connection, open_namespace(connection), written + unlucky)
+
+    try:
+        with pytest.raises(NodeFailed, match="KeyError"):
+            asyncio.run(serve(True, write))
+        [critical] = [record for record in caplog.records if record.levelno == logging.CRITICAL]
+        assert "while handling Commit" in critical.getMessage()
+        assert critical.exc_info is not None
+        assert not (tmp_path / "n.sock").exists()
+        assert set(asyncio.run(serve(False, read))) == set(written)
+    finally:
+        remove_arena(config)
+        arena_dir().rmdir()
+
+
+# --- what keeps it from starting
+
+
+def serve_fails(*flags: str) -> str:
+    """The one line that `pdserve pool serve` ends with."""
+    code = "import sys; from pdserve.cli import main; main(sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "pool", "serve", "--arena-dir", str(arena_dir()), *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def test_what_is_wrong_at_the_start_is_said_in_one_line(start: Start) -> None:
+    pool = start(name="first")
+    in_use = serve_fails("--name", "first", "--capacity-bytes", "16MiB", "--slab-bytes", "1MiB")
+    assert f"pid {pool.pid}" in in_use
+    assert "in use" in in_use
+    small = ("--name", "second", "--capacity-bytes", "32MiB")
+    assert "another process" in serve_fails(*small, "--listen", pool.address)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = serve_fails(*small, "--listen", f"tcp:127.0.0.1:{port}")
+        assert "already in use" in line
+        assert str(port) in line
+    line = serve_fails("--name", "second", "--capacity-bytes", "900TiB")
+    assert re.search(r"does not fit in .* GiB free\): lower capacity_bytes", line)
+    assert "at most 107 bytes" in serve_fails(*small, "--listen", "unix:/tmp/" + "x" * 120)
+    assert not (arena_dir() / "second").exists(), "a start that failed leaves no memory behind"
+    assert "not a size" in serve_fails("--capacity-bytes", "4GiX")
+    assert '"unix:/path" or "tcp:host:port"' in serve_fails("--listen", "7700")
+
+
+def test_open_files_are_raised_to_what_is_allowed_and_too_few_are_said(start: Start) -> None:
+    pool = start()
+    soft, hard = resource.prlimit(pool.pid, resource.RLIMIT_NOFILE)
+    assert soft == hard
+    assert "open files" not in pool.log.read_text()
+    pool.kill()
+    pool._file.write_text(pool._file.read_text() + f"max_connections = {hard}\n")
+    pool.restart()
+    [line] = [line for line in pool.log.read_text().splitlines() if "open files" in line]
+    assert "WARNING" in line
+    assert f"needs {hard + 128} open files, this process may have {hard}" in line
+
+
+def test_a_socket_that_nobody_answers_at_is_replaced(start: Start) -> None:
+    pool = start()
+    pool.kill()  # its socket file stays
+    pool.restart()
+    assert fetch_status(pool.address, soon()).node == "node"
+
+
+def test_a_start_that_fails_at_its_second_address_leaves_no_socket_at_the_first(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        second = f"tcp:127.0.0.1:{taken.getsockname()[1]}"
+        node = PoolNode(small_config(listen=[f"unix:{tmp_path}/n.sock", second]))
+        with pytest.raises(StartupError, match="cannot listen"):
+            asyncio.run(node.serve())
+    assert not (tmp_path / "n.sock").exists()
+    arena_dir().rmdir()
+
+
+def test_an_arena_that_cannot_be_made_leaves_no_files(tmp_path: Path) -> None:
+    layout = TableLayout(1 << 50, 1 << 40, 1 << 30)
+    with pytest.raises(StartupError, match="does not fit"):
+        Arena("x", tmp_path / "x", layout, 1, fresh=False)
+    assert not (tmp_path / "x").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartupError, match="cannot use"):
+        Arena("x", tmp_path / "file" / "x", layout, 1, fresh=False)
+
+
+def test_files_of_others_are_never_taken_for_the_arena(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = TableLayout(1 << 20, 1 << 20, 1 << 13)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StartupError, match="this user's own"):
+        Arena("x", tmp_path / "link", layout, 1, fresh=False)
+    (tmp_path / "open").mkdir(mode=0o777)
+    (tmp_path / "open").chmod(0o777)
+    Arena("x", tmp_path / "open", layout, 1, fresh=False).close(keep=True)
+    assert (tmp_path / "open").stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(StartupError, match="this user's own"):
+        Arena("x", tmp_path / "open", layout, 1, fresh=False)
+
+
+def test_namespaces_that_cannot_be_saved_are_served_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    arena = Arena("x", tmp_path / "x", TableLayout(1 << 20, 1 << 20, 1 << 13), 1, fresh=False)
+    (tmp_path / "x" / "namespaces.new").mkdir()  # stands for a full tmpfs
+    arena.save_namespaces(SaveNamespaces(Namespaces().dump()))
+    assert "not saved" in caplog.text
+    (tmp_path / "x" / "namespaces.new").rmdir()
+    (tmp_path / "x" / "notes").write_text("not ours")
+    arena.close(keep=False)
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["notes"]
+
+
+@pytest.mark.parametrize("how", ["clear", "drop"])
+def test_pages_that_were_dropped_while_the_list_could_not_be_saved_do_not_come_back(
+    tmp_path: Path, how: str
+) -> None:
+    layout = TableLayout(1 << 20, 1 << 20, 1 << 13)
+    arena = Arena("x", tmp_path / "x", layout, 1, fresh=False)
+    spaces = Namespaces()
+    gone, other = (spaces.add(NamespaceRecord(name, 1, 1, {})).number for name in ("gone", "other"))
+    arena.save_namespaces(SaveNamespaces(spaces.dump()))
+    arena.assign_slab(AssignSlab(0, 1 << 13))
+    arena.reserve_rows(ReserveRows([0, 1, 2], gone))
+    arena.commit_rows(CommitRows([0, 1], [bytes(32)] * 2, [gone, other], [4096] * 2, [7] * 2, [8, 9], 1.0))
+    (tmp_path / "x" / "namespaces.new").mkdir()  # stands for a full tmpfs
+    if how == "clear":
+        spaces.clear(gone)
+    else:
+        spaces.drop("gone")
+    arena.save_namespaces(SaveNamespaces(spaces.dump()))
+    arena.close(keep=True)  # as a crash leaves it
+    (tmp_path / "x" / "namespaces.new").rmdir()
+    again = Arena("x", tmp_path / "x", layout, 2, fresh=False)
+    assert again.contents is not None
+    assert again.contents.slots.tolist() == [1]
+    assert again.contents.quarantined == [2], "somebody may be writing there"
+    again.close(keep=False)
+
+
+# --- bad clients
+
+
+def raw_socket(pool: ProcessPool) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(10)
+    sock.connect(pool.address.removeprefix("unix:"))
+    return sock
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 100,
+        bytes(100),
+        b"\5\0\0\0\xc1\xc1\xc1\xc1\xc1",
+        encode_frame(m.Ping(1)),
+    ],
+    ids=["http", "ones", "zeros", "no-msgpack", "no-hello"],
+)
+def test_garbage_ends_its_own_connection_with_one_line(start: Start, garbage: bytes) -> None:
+    pool = start()
+    before = pool.log.read_text()
+    with raw_socket(pool) as sock:
+        sock.sendall(garbage)
+        while sock.recv(4096):
+            pass
+    assert fetch_status(pool.address, soon()).connections == 1
+    new = [line for line in pool.log.read_text().removeprefix(before).splitlines() if line]
+    assert len(new) == 1
+    assert "closing the connection" in new[0]
+
+
+def test_another_protocol_version_is_refused_by_name(start: Start) -> None:
+    pool = start()
+    with raw_socket(pool) as sock:
+        sock.sendall(encode_frame(m.Hello(m.PROTOCOL_VERSION + 1, "old", 1, "h")))
+        data = sock.recv(4096)
+    fault = decode_reply(data[4:])
+    assert isinstance(fault, m.Fault)
+    assert fault.code == "protocol_version"
+    assert "version 1" in fault.message
+    assert "version 2" in fault.message
+
+
+def test_a_client_that_does_not_read_is_closed_and_the_others_are_served(start: Start) -> None:
+    pool = start()
+    connection = pool.connect()
+    open_namespace(connection, "large", text="x" * 60_000)  # makes each status report as large
+    with raw_socket(pool) as sock:
+        sock.sendall(encode_frame(make_hello("deaf", "", "none")))
+        asked = b"".join(encode_frame(m.Status(i)) for i in range(5000))
+        with pytest.raises(OSError):
+            sock.sendall(asked * 20)
+    assert "has not read" in pool.log.read_text()
+    assert isinstance(connection.call(m.Ping(5), soon()), m.Done)
+    connection.close()
+
+
+def test_a_client_that_is_closed_and_never_reads_its_last_replies_is_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "CLOSE_TIMEOUT_S", 0.05)
+    config = small_config(listen=[f"unix:{tmp_path}/n.sock"], keep=False)
+
+    async def check(node: PoolNode) -> None:
+        sock = socket.socket(socket.AF_UNIX)
+        with sock:
+            sock.connect(f"{tmp_path}/n.sock")
+            hello = encode_frame(make_hello("deaf", "", "none"))
+            opened = encode_frame(m.OpenNamespace(1, "large", {"text": "x" * 60_000}))
+            asked = b"".join(encode_frame(m.Status(i)) for i in range(50))  # more than a socket holds
+            await asyncio.to_thread(sock.sendall, hello + opened + asked + bytes(4))
+            deadline = soon()
+            while node.state.sessions.keys() - {LOCAL} or node.sockets or not node._last_connection:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+
+    asyncio.run(with_node(config, check))
+
+
+def test_more_connections_than_allowed_are_refused(start: Start) -> None:
+    pool = start()
+    pool.kill()
+    pool._file.write_text(pool._file.read_text() + "max_connections = 2\n")
+    pool.restart()
+    held = [pool.connect() for _ in range(2)]
+    with pytest.raises(PoolError, match="2 connections"):
+        pool.connect()
+    for connection in held:
+        connection.close()
+
+
+def test_a_client_that_never_says_hello_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connection_module, "HANDSHAKE_TIMEOUT_S", 0.05)
+    config = small_config(listen=[f"unix:{tmp_path}/n.sock"], keep=False)
+
+    async def run() -> bytes:
+        node = PoolNode(config)
+        task = asyncio.create_task(node.serve())
+        await asyncio.to_thread(wait_for_socket, tmp_path / "n.sock")
+        reader, writer = await asyncio.open_unix_connection(str(tmp_path / "n.sock"))
+        answer = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+        node.stop()
+        await task
+        return answer
+
+    with caplog.at_level(logging.INFO):
+        assert asyncio.run(run()) == b""
+    assert "no Hello" in caplog.text
+    arena_dir().rmdir()
+
+
+def test_a_deadline_that_is_due_at_once_does_not_disturb_what_comes_next(start: Start) -> None:
+    pool = start()
+    connection = pool.connect()
+    ns = open_namespace(connection)
+    with raw_socket(pool) as sock:
+        sock.sendall(encode_frame(make_hello("x", "", "none")))
+        frames, replies = FrameBuffer(), []
+        # in one piece, so that the node takes the second before its timer for the first
+        hasty = [m.Wait(1, ns, [bytes(32)], 1e-6), m.Ping(2), m.Wait(3, ns, [bytes(32)], 1e-6), m.Ping(4)]
+        sock.sendall(b"".join(map(encode_frame, hasty)))
+        while len(replies) < 5:
+            data = sock.recv(4096)
+            assert data
+            replies += [decode_reply(body) for body in frames.feed(data)]
+    absent = [reply.id for reply in replies if isinstance(reply, m.Present) and reply.mask == b"\0"]
+    assert sorted(absent) == [1, 3]
+    connection.close()
+
+
+@pytest.fixture
+def ucx_loads_when_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """UCX is not loaded before this is set."""
+    told, load = threading.Event(), UcxServer._load
+
+    def load_when_told(server: UcxServer) -> UcxLibrary:
+        assert told.wait(20)
+        return load(server)
+
+    monkeypatch.setattr(UcxServer, "_load", load_when_told)
+    yield told
+    told.set()
+
+
+async def with_node(config: PoolNodeConfig, work: Callable[[PoolNode], Awaitable[None]]) -> None:
+    node = PoolNode(config)
+    task = asyncio.create_task(node.serve())
+    try:
+        await asyncio.to_thread(wait_for_socket, Path(config.listen[0].removeprefix("unix:")))
+        await work(node)
+    finally:
+        node.stop()
+        await task
+        arena_dir().rmdir()
+
+
+async def say_hello(config: PoolNodeConfig, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_unix_connection(config.listen[0].removeprefix("unix:"))
+    writer.write(encode_frame(make_hello("x", "", path)))  # type: ignore[arg-type]
+    return reader, writer
+
+
+async def reply_of(reader: asyncio.StreamReader) -> m.Reply:
+    size = int.from_bytes(await asyncio.wait_for(reader.readexactly(4), 20), "little")
+    return decode_reply(await asyncio.wait_for(reader.readexactly(size), 20))
+
+
+def test_while_ucx_is_loaded_for_one_client_the_others_are_served(
+    tmp_path: Path, ucx_loads_when_told: threading.Event
+) -> None:
+    config = small_config(listen=[f"unix:{tmp_path}/n.sock"], keep=False)
+
+    async def work(node: PoolNode) -> None:
+        far, writer = await say_hello(config, "ucx")
+        near, other = await say_hello(config, "none")
+        assert isinstance(await reply_of(near), m.Welcome)
+        other.write(encode_frame(m.Ping(1)))
+        assert await reply_of(near) == m.Done(1)
+        ucx_loads_when_told.set()
+        welcome = await reply_of(far)
+        assert isinstance(welcome, m.Welcome)
+        assert welcome.ucx is not None
+        assert len(node.connections) == 2
+        writer.close()
+        other.close()
+
+    asyncio.run(with_node(config, work))
+
+
+def test_a_client_that_goes_while_ucx_is_loaded_leaves_nothing(
+    tmp_path: Path, ucx_loads_when_told: threading.Event
+) -> None:
+    config = small_config(listen=[f"unix:{tmp_path}/n.sock"], keep=False)
+
+    async def work(node: PoolNode) -> None:
+        _, gone = await say_hello(config, "ucx")
+        staying, writer = await say_hello(config, "ucx")
+        gone.close()
+        await gone.wait_closed()
+        near, other = await say_hello(config, "none")  # seen after the end of the first
+        assert isinstance(await reply_of(near), m.Welcome)
+        ucx_loads_when_told.set()
+        assert isinstance(await reply_of(staying), m.Welcome)
+        assert node._ucx.server is not None
+        assert len(node._ucx.server._peers) == len(node.connections) - 1 == 1
+        writer.close()
+        other.close()
+
+    asyncio.run(with_node(config, work))
+
+
+def test_a_client_waits_for_ucx_no_longer_than_the_handshake_may_take(
+    tmp_path: Path,
+    ucx_loads_when_told: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(connection_module, "HANDSHAKE_TIMEOUT_S", 0.05)
+    config = small_config(listen=[f"unix:{tmp_path}/n.sock"], keep=False)
+
+    async def work(node: PoolNode) -> None:
+        reader, writer = await say_hello(config, "ucx")
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
+        ucx_loads_when_told.set()
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(with_node(config, work))
+    assert "UCX was not ready" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("address", "remote"),
+    [("unix:/x.sock", False), ("tcp:127.0.0.1:1", False), ("tcp:0.0.0.0:1", True), ("tcp:host-7:1", True)],
+)
+def test_ucx_is_loaded_at_the_start_where_other_hosts_may_come_in(address: str, remote: bool) -> None:
+    assert is_remote(address) == remote
+
+
+def test_connections_to_one_node_share_one_mapping_of_its_memory(start: Start) -> None:
+    pool = start()
+
+    def mappings() -> int:
+        """Those of earlier tests' arenas at the same path end in "(deleted)"."""
+        found = Path("/proc/self/maps").read_text().splitlines()
+        return sum(line.endswith(str(pool.arena_path)) for line in found)
+
+    def until_mapped(times: int) -> None:
+        """The thread that made a mapping's memory present may have it for a moment after its last user."""
+        deadline = soon()
+        while mappings() != times:
+            assert time.monotonic() < deadline
+
+    connections = [pool.connect() for _ in range(3)]
+    until_mapped(1)  # no more that of who looked whether the node serves
+    ns = open_namespace(connections[0])
+    assert put(connections[0], ns, keys(2, 0)) == get(connections[2], ns, keys(2, 0))
+    while connections:
+        assert mappings() == 1
+        connections.pop().close()
+    until_mapped(0)
+
+
+def test_letting_go_of_a_nodes_memory_holds_up_nobody(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = start()
+    going_on, advise = threading.Event(), page_residency._advise
+
+    def advise_when_told(reference: Callable[[], Any], advice: int) -> None:
+        if advice == page_residency.MADV_DONTNEED:
+            assert going_on.wait(20)
+        advise(reference, advice)
+
+    def is_mapped() -> bool:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return any(line.endswith(str(pool.arena_path)) for line in lines)
+
+    connection = pool.connect()
+    for thread in threading.enumerate():
+        if thread.name == page_residency.THREAD:  # it makes the memory present
+            thread.join()
+    monkeypatch.setattr(page_residency, "_advise", advise_when_told)
+    connection.close()
+    del connection
+    assert is_mapped()  # and we are here
+    going_on.set()
+    deadline = soon()
+    while is_mapped():
+        assert time.monotonic() < deadline
+
+
+def test_a_pipeline_of_requests_is_answered_in_full(start: Start) -> None:
+    pool = start()
+    channel = ControlChannel.connect(pool.address, make_hello("x", "", "none"), soon())
+    for i in range(1, 200):
+        channel.send(m.Ping(i), soon())
+    assert all(channel.receive(i, soon()) == m.Done(i) for i in range(199, 0, -1))
+    channel.close()
+
+
+# --- the command
+
+
+def test_status_speaks_to_people_and_to_programs(start: Start) -> None:
+    pool = start()
+    connection = pool.connect()
+    put(connection, open_namespace(connection, "qwen"), keys(3, 1))
+    code = "import sys; from pdserve.cli import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "pool", "status", pool.address]
+    text = subprocess.run(command, capture_output=True, text=True, timeout=99, check=True).stdout
+    assert "pool node node" in text
+    assert re.search(r"qwen\W+3\W", text)
+    line = subprocess.run(
+        [*command, "--json"], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    report = json.loads(line)
+    assert report["pages"] == 3
+    assert sum(report[f"{kind}_bytes"] for kind in ("free", "used", "reserved", "quarantined")) == 16 << 20
+    connection.close()
+    pool.kill()
+    failed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert failed.returncode == 1
+    assert len(failed.stderr.splitlines()) == 1
+
+
+def test_sigterm_ends_it_at_once_with_clients_connected(start: Start) -> None:
+    pool = start()
+    connection = pool.connect()
+    started_s = time.monotonic()
+    pool._process.send_signal(signal.SIGTERM)
+    assert pool._process.wait(10) == 0
+    assert time.monotonic() - started_s < 3
+    assert not pool.arena_path.exists()  # keep is false in these tests
+    with pytest.raises(PoolError):
+        connection.call(m.Ping(1), soon())

@@ -1,0 +1,179 @@
+"""The threads of one tier, over real files."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from pdserve.kvpool.core.events import Event, PagesFound, PagesStored, SlotPage, StorePages
+from pdserve.kvpool.node.tiers.worker import SPILL_BYTES, SPILL_PIECE_BYTES, TierWorker
+from pdserve.kvpool.tiers.base import (
+    STORED,
+    WRITE_FAILED,
+    PageMemory,
+    PageName,
+    PutResult,
+    ReadResult,
+    TierPage,
+    TierSettings,
+)
+from pdserve.kvpool.tiers.directory import DirectoryTier
+from pdserve.kvpool.tiers.registry import open_tier
+from tests.support.kvpool.tier_tools import KIB, MemoryTier, memory, name, page
+
+WAIT_S = 20.0
+E = TypeVar("E")
+
+
+class Rig:
+    def __init__(self, kind: str, path: Path) -> None:
+        self.path = path
+        self.events: queue.Queue[Event] = queue.Queue()
+        options = {"segment_bytes": 256 * KIB} if kind == "ssd" else {}
+        tier = open_tier(kind, TierSettings("n0", path, 4 << 20, options, lambda names: None))
+        self.tier = tier
+        self.page, memory = page(1)
+        self.worker = TierWorker("n0", 0, kind, tier, memory, self.events.put)
+
+    def start(self, known: list[int], namespaces: str) -> None:
+        self.worker.start(known, namespaces, 1)
+        while not getattr(self.event(PagesFound), "last", False):
+            pass
+
+    def store(self) -> tuple[int, ...]:
+        self.worker.store(StorePages(0, (SlotPage(0, 0, self.page),)))
+        return self.event(PagesStored).statuses
+
+    def event(self, kind: type[E]) -> E:
+        found = self.events.get(timeout=WAIT_S)
+        assert isinstance(found, kind)
+        return found
+
+
+@pytest.fixture(params=["ssd", "directory"])
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(request.param, tmp_path / "tier")
+    yield made
+    made.worker.stop(time.monotonic() + WAIT_S)
+
+
+def test_a_tier_takes_no_pages_while_it_cannot_keep_the_list_of_namespaces(rig: Rig) -> None:
+    (rig.path / "namespaces.new").mkdir()  # nothing can be written under this name
+    rig.start([1], "the list")
+    assert rig.store() == (WRITE_FAILED,)
+    assert rig.tier.namespaces() is None
+    (rig.path / "namespaces.new").rmdir()
+    assert rig.store() == (STORED,)
+    assert rig.tier.namespaces() == "the list"
+
+
+def test_a_folder_that_cannot_be_discarded_keeps_the_list_from_being_saved(tmp_path: Path) -> None:
+    rig = Rig("directory", tmp_path / "tier")
+    assert isinstance(rig.tier, DirectoryTier)
+    (rig.path / "pages" / "2").mkdir(parents=True)
+    (rig.path / "trash").write_text("no folder")
+    rig.start([1], "2 is another")
+    assert rig.store() == (WRITE_FAILED,)
+    assert rig.tier.namespaces() is None
+    (rig.path / "trash").unlink()
+    assert rig.store() == (STORED,)
+    assert rig.tier.namespaces() == "2 is another"
+    assert not (rig.path / "pages" / "2").exists()
+    rig.worker.stop(time.monotonic() + WAIT_S)
+
+
+class Disk(MemoryTier):
+    """A disk that can be full, and one that can break."""
+
+    full = False
+    broken = False
+    puts = 0
+
+    def put(self, pages: Sequence[TierPage], data: Sequence[PageMemory]) -> PutResult:
+        self.puts += 1
+        return PutResult([WRITE_FAILED] * len(pages), "full") if self.full else super().put(pages, data)
+
+    def read(self, names: Sequence[PageName], into: Sequence[PageMemory]) -> list[ReadResult]:
+        if self.broken:
+            raise RuntimeError("broken")
+        return super().read(names, into)
+
+
+class Pair:
+    """A tier that holds pages 0 to 9, and a worker at work for the one below it. Time stands still."""
+
+    def __init__(self, path: Path) -> None:
+        self.now_s = 0.0
+        self.events: queue.Queue[Event] = queue.Queue()
+        self.above, self.below = (
+            Disk(TierSettings("n0", path / name, 4 << 20, {}, lambda names: None)) for name in ("a", "b")
+        )
+        self.above.put(*zip(*map(page, range(10)), strict=True))
+        self.top, self.worker = (
+            TierWorker("n0", number, "disk", tier, memory(1), post, lambda: self.now_s)
+            for number, tier, post in ((0, self.above, lambda event: None), (1, self.below, self.events.put))
+        )
+        self.top.below = self.worker
+        self.worker.start([1], "the list", 1)
+        while not self.found().last:
+            pass
+
+    def found(self) -> PagesFound:
+        event = self.events.get(timeout=WAIT_S)
+        assert isinstance(event, PagesFound)
+        return event
+
+    def leave(self, n: int) -> None:
+        self.top.leaving([name(n)])
+
+    def close(self) -> None:
+        self.worker.stop(time.monotonic() + WAIT_S)
+        self.above.close()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_lower_tier_that_could_not_write_takes_pages_again_after_a_pause(pair: Pair) -> None:
+    pair.below.full = True
+    pair.leave(1)
+    assert (pair.found().failed, pair.below.puts) == (1, 1)
+    assert not pair.worker.take_in(8 * KIB)
+    pair.now_s = 1.0
+    pair.leave(2)
+    assert (pair.found().failed, pair.below.puts) == (1, 2)
+    pair.below.full = False
+    pair.now_s = 3.0
+    pair.leave(3)
+    assert [one.key for one in pair.found().pages] == [name(3).key]
+    pair.leave(4)
+    assert [one.key for one in pair.found().pages] == [name(4).key]
+
+
+def test_a_lower_tier_that_cannot_write_is_tried_with_one_batch_at_a_time(pair: Pair) -> None:
+    pair.below.full = True
+    pair.leave(1)
+    assert pair.found().failed
+    pair.now_s = 1.0
+    assert pair.worker.take_in(8 * KIB)
+    assert not pair.worker.take_in(8 * KIB)
+
+
+def test_pages_that_could_not_be_read_take_no_room_on_their_way_down(pair: Pair) -> None:
+    pair.above.broken = True
+    for _ in range(SPILL_BYTES // SPILL_PIECE_BYTES + 1):
+        with pytest.raises(RuntimeError):
+            pair.top.leaving([name(1, SPILL_PIECE_BYTES)])
+        assert pair.found().pages == ()
+    pair.above.broken = False
+    pair.leave(1)
+    assert [one.key for one in pair.found().pages] == [name(1).key]

@@ -1,0 +1,717 @@
+"""A running node is replaced by a new program in the same process, under load, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pytest
+
+from pdserve.errors import PoolRestarting, PoolUnavailable
+from pdserve.kvpool.admin.upgrade import upgrade
+from pdserve.kvpool.client.async_client import AsyncPoolClient
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
+from pdserve.kvpool.node.config.cluster import ClusterConfig
+from pdserve.kvpool.node.config.node import PoolNodeConfig, TierConfig
+from pdserve.kvpool.node.upgrade.handover import SERVING, Baton, Handover
+from pdserve.kvpool.node.upgrade.upgrader import QUIESCE_S
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.cluster_messages import Drain, Upgrade
+from pdserve.kvpool.transports.base import Connection
+from pdserve.kvpool.transports.control import ControlChannel, make_hello
+from tests.support.kvpool.moving_nodes import Nodes
+from tests.support.kvpool.node_model import key
+from tests.support.kvpool.pools import KIB, ProcessPool, arena_dir, remove_arena
+from tests.support.kvpool.processor import without_processor_s
+
+PAGE_BYTES = 64 * KIB
+SOON_S = 60.0
+STARVED_S = 0.3  # of the second that a client gives a node
+PAUSE_S = 0.01  # of clients with default time-outs, who need the CPU in time
+
+
+@pytest.fixture
+def make_node(tmp_path: Path) -> Iterator[Callable[..., ProcessPool]]:
+    made: list[ProcessPool] = []
+
+    def make(data_path: str = "shm", **options: Any) -> ProcessPool:
+        settings = {"capacity_bytes": "64MiB", "slab_bytes": "1MiB", "max_reserved_share": 1.0, **options}
+        settings = {"name": "node", "quarantine_s": 0.2, **settings}
+        config = PoolNodeConfig(arena_dir=arena_dir(), **settings)
+        made.append(ProcessPool(config, tmp_path, data_path))
+        return made[-1]
+
+    yield make
+    for node in made:
+        if node._process.poll() is None:
+            node.kill()
+        remove_arena(node.config)
+    if arena_dir().exists():
+        arena_dir().rmdir()
+
+
+def pdserve(*words: str) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from pdserve.cli import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=SOON_S, check=False)
+
+
+def client_of(node: ProcessPool, **options: Any) -> PoolClient:
+    refs = [PoolNodeRef(node="node", address=node.address)]
+    # generous: this is not about speed, and others use the machine
+    bounds = {f"{what}_timeout_s": SOON_S for what in ("connect", "exists", "get", "put")}
+    bounds["restart_wait_s"] = SOON_S
+    config = PoolClientConfig(nodes=refs, data_path=node.data_path, **{**bounds, **options})
+    return PoolClient(config, "ns", {"page_size": "64"})
+
+
+def page_of(n: int) -> list[np.ndarray[Any, Any]]:
+    return [np.frombuffer((key(n) * (PAGE_BYTES // 32))[:PAGE_BYTES], np.uint8)]
+
+
+def empty() -> list[np.ndarray[Any, Any]]:
+    return [np.zeros(PAGE_BYTES, np.uint8)]
+
+
+class Load:
+    """Threads that write new pages and read all that they wrote before, until stopped; any that fails, or has
+    wrong bytes, is noted.
+    """
+
+    def __init__(self, client: PoolClient, threads: int = 3, window: int = 60, pause_s: float = 0.0) -> None:
+        self.client = client
+        self._pause_s = pause_s  # between rounds
+        self.window = window  # pages of each thread that are kept in mind
+        self.failures: list[str] = []
+        self.rounds = [0] * threads
+        self.written: list[list[int]] = [[] for _ in range(threads)]
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, number: int) -> None:
+        mine = self.written[number]
+        while not self._stop.wait(self._pause_s):
+            fresh = [number * 1_000_000 + len(mine) + i for i in range(2)] if len(mine) < self.window else []
+            if fresh and self.client.put([key(n) for n in fresh], [page_of(n) for n in fresh]) != [True] * 2:
+                self.failures.append(f"put {fresh}")
+            mine += fresh
+            wanted = mine[-8:]
+            if not all(self.client.exists([key(n) for n in wanted])):
+                self.failures.append(f"exists {wanted}")
+            self._read(mine[-8:])
+            self.rounds[number] += 1
+
+    def _read(self, wanted: list[int]) -> None:
+        pages = [empty() for _ in wanted]
+        found = self.client.get([key(n) for n in wanted], pages)
+        for n, hit, page in zip(wanted, found, pages, strict=True):
+            if not hit:
+                self.failures.append(f"get {n}")
+            elif not np.array_equal(page[0], page_of(n)[0]):
+                self.failures.append(f"wrong bytes {n}")
+
+    def progress(self) -> None:
+        """Wait until every thread has made two more rounds."""
+        before, deadline = list(self.rounds), time.monotonic() + SOON_S
+        while any(now < then + 2 for now, then in zip(self.rounds, before, strict=True)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)  # between looks at other threads' work
+
+    def end(self) -> None:
+        """Stop, and read everything once more."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(SOON_S)
+            assert not thread.is_alive()
+        for mine in self.written:
+            self._read(mine)
+
+
+@pytest.mark.parametrize("data_path", ["shm", "ucx"])
+def test_upgrades_under_load_fail_no_operation_and_lose_no_page(
+    make_node: Callable[..., ProcessPool], data_path: str
+) -> None:
+    node = make_node(data_path)
+    pid, incarnations = node.pid, set()
+    client = client_of(node)
+    load = Load(client)
+    try:
+        for _ in range(2):
+            load.progress()
+            upgrade(node.address, deadline=SOON_S)
+            report = client.status()["node"]
+            incarnations.add(report.incarnation)
+            assert report.counters["recovered_pages"] > 0
+        load.progress()
+    finally:
+        load.end()
+    assert load.failures == []
+    assert len(incarnations) == 2
+    assert sum(map(len, load.written)) > 20
+    assert client.counters.failures == client.counters.pages_lost == client.counters.pages_corrupt == 0
+    assert (node._process.poll(), node.pid) == (None, pid)
+    assert Path(f"/proc/{pid}/status").read_text().count("Name:") == 1
+    client.close()
+    node.close()
+
+
+@pytest.fixture
+def slow_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A kind of tier, installed for nodes that are started: an SSD that takes long to tell what it has."""
+    return install_tier(
+        tmp_path,
+        monkeypatch,
+        "slow",
+        "import time\n"
+        "from pdserve.kvpool.tiers.ssd.tier import SegmentTier\n"
+        "class Installed(SegmentTier):\n"
+        "    def scan(self, known):\n"
+        "        time.sleep(0.3)\n"
+        "        yield from super().scan(known)\n",
+    )
+
+
+def install_tier(directory: Path, monkeypatch: pytest.MonkeyPatch, kind: str, code: str) -> str:
+    """For nodes that are started from now on: the class `Installed` of this code. The kind's name."""
+    (directory / f"{kind}_tier.py").write_text(code)
+    installed = directory / f"{kind}_tier-1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {kind}-tier\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text(f"[pdserve.kvpool.tiers]\n{kind} = {kind}_tier:Installed\n")
+    monkeypatch.setenv("PYTHONPATH", f"{directory}:{os.environ.get('PYTHONPATH', '')}")
+    return kind
+
+
+@pytest.fixture
+def hung_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """As `slow_tier`: an SSD that never comes back from its first write."""
+    return install_tier(
+        tmp_path,
+        monkeypatch,
+        "hung",
+        "import threading\n"
+        "from pdserve.kvpool.tiers.ssd.tier import SegmentTier\n"
+        "class Installed(SegmentTier):\n"
+        "    def put(self, pages, data):\n"
+        "        threading.Event().wait()\n",
+    )
+
+
+@pytest.mark.parametrize("written_to", ["the process", "its stand-in"])
+def test_a_node_with_a_tier_that_hangs_is_upgraded_all_the_same(
+    make_node: Callable[..., ProcessPool], tmp_path: Path, hung_tier: str, written_to: str
+) -> None:
+    tier = TierConfig(kind=hung_tier, path=tmp_path / "ssd", capacity_bytes="64MiB", write="all")
+    node = make_node(tiers=[tier])
+    client = client_of(node)
+    if written_to == "the process":
+        assert client.put([key(1)], [page_of(1)]) == [True]
+    upgrading = threading.Thread(target=upgrade, args=(node.address,), kwargs={"deadline": SOON_S})
+    upgrading.start()
+    if written_to != "the process":
+        stand_in_of(node)
+        assert client.put([key(1)], [page_of(1)]) == [True]
+    upgrading.join(SOON_S)
+    assert "it was upgraded" in node.log.read_text()
+    assert "goes on without this tier" in node.log.read_text()
+    page = empty()
+    assert client.get([key(1)], [page]) == [True]
+    assert np.array_equal(page[0], page_of(1)[0])
+    client.close()
+    node.close()
+
+
+def test_pages_that_are_only_on_ssd_are_found_throughout_an_upgrade(
+    make_node: Callable[..., ProcessPool], tmp_path: Path, slow_tier: str
+) -> None:
+    tier = TierConfig(kind=slow_tier, path=tmp_path / "ssd", capacity_bytes="64MiB", write="all")
+    node = make_node(capacity_bytes="4MiB", tiers=[tier], promotion_timeout_s=SOON_S)
+    client = client_of(node)
+    known, deadline = list(range(160)), time.monotonic() + SOON_S
+    for first in range(0, len(known), 20):
+        some = known[first : first + 20]
+        assert all(client.put([key(n) for n in some], [page_of(n) for n in some]))
+        while client.status()["node"].tiers[0].pages < first + 20:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)  # nothing leaves memory before it is below
+    upgrading = threading.Thread(target=upgrade, args=(node.address,), kwargs={"deadline": SOON_S})
+    upgrading.start()
+    missed, dice = [], random.Random(5)
+    while upgrading.is_alive():
+        keys = [key(n) for n in dice.sample(known, 8)]
+        missed.append(client.exists(keys).count(False))
+        missed.append(client.get(keys, [empty() for _ in keys]).count(False))
+    assert sum(missed) == 0
+    assert len(missed) > 10
+    until_found(client, key(0))
+    report = client.status()["node"]
+    assert report.pages < len(known) == report.tiers[0].pages
+    client.close()
+    node.close()
+
+
+class Strangers:
+    """Clients that come, look for pages that are there, and go: until stopped. What they miss while the
+    machine has no time for them or for the nodes tells nothing.
+    """
+
+    def __init__(self, config: PoolClientConfig, keys: list[bytes], pids: list[int]) -> None:
+        self.failures: list[str] = []
+        self._pids = pids
+        self.rounds = 0
+        self._config = config
+        self._keys = keys
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=one) for one in (self._run, self._run_async)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(PAUSE_S):
+            client = PoolClient(self._config, "ns", {"page_size": "64"})
+            began = self._begin()
+            self._judge("a new client", client.exists(self._keys), began)
+            client.close()
+
+    def _run_async(self) -> None:
+        async def look() -> None:
+            steady = AsyncPoolClient(self._config, "ns", {"page_size": "64"})
+            while not self._stop.is_set():
+                new = AsyncPoolClient(self._config, "ns", {"page_size": "64"})
+                began = self._begin()
+                self._judge("a new asyncio client", await new.exists(self._keys), began)
+                new.close()
+                began = self._begin()
+                self._judge("the asyncio client", await steady.exists(self._keys), began)
+                await asyncio.sleep(PAUSE_S)
+            steady.close()
+
+        asyncio.run(look())
+
+    def _begin(self) -> tuple[float, float]:
+        return time.monotonic(), without_processor_s(self._pids)
+
+    def _judge(self, who: str, found: list[bool], began: tuple[float, float]) -> None:
+        self.rounds += 1
+        began_s, before_s = began
+        if not all(found) and without_processor_s(self._pids) - before_s < STARVED_S:
+            took_s = time.monotonic() - began_s
+            self.failures.append(f"{who} missed {found.count(False)} after {took_s:.2f} s")
+
+    def end(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(SOON_S)
+            assert not thread.is_alive()
+
+
+def test_upgrading_the_nodes_of_a_pool_in_turn_costs_clients_with_the_default_configuration_nothing(
+    make_node: Callable[..., ProcessPool], tmp_path: Path
+) -> None:
+    names = ["a", "b"]
+    cluster = ClusterConfig(peers=[f"unix:{tmp_path}/{name}.sock" for name in names])
+    nodes = [make_node(name=name, cluster=cluster) for name in names]
+    config = PoolClientConfig(
+        nodes=[PoolNodeRef(node=node.config.name, address=node.address) for node in nodes]
+    )
+    client = PoolClient(config, "ns", {"page_size": "64"})
+    deadline = time.monotonic() + SOON_S
+    while len(client.status()) < len(names) or len(client.rings.ring.nodes) < len(names):
+        assert time.monotonic() < deadline
+    known = [9_000_000 + n for n in range(60)]
+    assert all(client.put([key(n) for n in known], [page_of(n) for n in known]))
+    load, strangers = (
+        Load(client, threads=2, pause_s=PAUSE_S),
+        Strangers(config, [key(n) for n in known], [node.pid for node in nodes]),
+    )
+    try:
+        for node in nodes:
+            load.progress()
+            upgrade(node.address, deadline=SOON_S)
+        load.progress()
+    finally:
+        strangers.end()
+        load.end()
+    assert load.failures == strangers.failures == []
+    assert client.counters.failures == client.counters.pages_lost == client.counters.pages_corrupt == 0
+    assert strangers.rounds > 3
+    for node in nodes:
+        assert node.log.read_text().count("nobody answered for") == 2
+    client.close()
+    for node in nodes:
+        node.close()
+
+
+def test_who_comes_while_nobody_serves_is_told_to_wait(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    node = nodes.start("a")
+    mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    upgrader = node._upgrader
+    upgrader._baton, upgrader.since_s = Baton(mine), 1.5
+    upgrader.farewell = m.Fault(0, "upgrading", "wait")
+    passing = asyncio.run_coroutine_threadsafe(upgrader.pass_on(), nodes._loop)
+    assert other.recv(100) == b"go 1.5"
+    for _ in range(3):
+        with pytest.raises(PoolRestarting, match="wait"):  # within the default time to connect
+            ControlChannel.connect(f"unix:{tmp_path}/a.sock", make_hello("test", "", "none"), soon(1.0))
+    assert not passing.done()
+    other.send(SERVING.encode())
+    assert passing.result(SOON_S) is None
+    with pytest.raises(PoolUnavailable):
+        ControlChannel.connect(f"unix:{tmp_path}/a.sock", make_hello("test", "", "none"), soon(1.0))
+    other.close()
+    upgrader.since_s = None
+    nodes.close()
+
+
+def test_a_node_is_not_drained_while_it_is_upgraded(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    nodes.start("a")
+    nodes.start("b")
+    nodes.nodes["b"]._upgrader.stands_in = True
+    for name, answer in (("a", m.Done), ("b", m.Fault)):
+        channel = ControlChannel.connect(
+            f"unix:{tmp_path}/{name}.sock", make_hello("test", "", "none"), soon(5)
+        )
+        reply = channel.call(Drain(1), soon(5))
+        assert isinstance(reply, answer)
+        channel.close()
+    assert isinstance(reply, m.Fault)
+    assert reply.code == "upgrade_under_way"
+    nodes.close()
+
+
+def no_directory() -> None:
+    raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+
+def no_descriptor(*_: object, **__: object) -> None:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def says_nonsense(passed: Handover, errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    os.write(passed.baton_fd, b'ready {"nothing": 1}')
+    return subprocess.Popen(["sleep", str(SOON_S)])
+
+
+@pytest.mark.parametrize(
+    ("what", "instead", "why"),
+    [
+        ("upgrade.upgrader.TemporaryFile", no_directory, "No usable temporary directory"),
+        ("upgrade.upgrader.socket.socketpair", no_descriptor, "Too many open files"),
+        ("node.Arena.pass_lock", no_descriptor, "Too many open files"),
+        ("upgrade.handover.subprocess.Popen", no_descriptor, "Too many open files"),
+        ("upgrade.upgrader.start_stand_in", says_nonsense, "starts no node"),
+    ],
+)
+def test_an_upgrade_for_which_something_is_lacking_is_refused_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, instead: Any, why: str
+) -> None:
+    nodes = Nodes(tmp_path)
+    nodes.start("a")
+    channel = ControlChannel.connect(f"unix:{tmp_path}/a.sock", make_hello("test", "", "none"), soon(5))
+    monkeypatch.setattr(f"pdserve.kvpool.node.{what}", instead)
+    before = sorted(Path("/proc/self/fd").iterdir())
+    for number in range(1, 3):
+        reply = channel.call(Upgrade(number), soon(5))
+        assert isinstance(reply, m.Fault)
+        assert reply.code == "upgrade_failed"
+        assert why in reply.message
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
+    child = nodes.nodes["a"]._upgrader._child
+    assert child is None or child.poll() is not None
+    channel.close()
+    nodes.close()
+
+
+def soon(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+def stand_in_of(node: ProcessPool) -> int:
+    """Wait for it to serve; its pid."""
+    deadline = time.monotonic() + SOON_S
+    while "its stand-in serves" not in node.log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)  # between looks
+    (found,) = children_of(node)
+    return found
+
+
+def children_of(node: ProcessPool) -> list[int]:
+    return [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdecimal() and f"PPid:\t{node.pid}\n" in _status_of(entry)
+    ]
+
+
+def until_signals_are_held(node: ProcessPool) -> None:
+    """By the node's main thread."""
+    deadline = time.monotonic() + SOON_S
+    while True:
+        (held,) = re.findall(r"SigBlk:\t(\w+)", _status_of(Path(f"/proc/{node.pid}")))
+        if int(held, 16) >> (signal.SIGTERM - 1) & 1:
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.002)  # between looks
+
+
+def _status_of(entry: Path) -> str:
+    try:
+        return (entry / "status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def with_reservation(node: ProcessPool) -> Connection:
+    """A connection of a client that is about to write a page."""
+    connection = node.connect()
+    opened = connection.call(m.OpenNamespace(1, "ns", {"page_size": "64"}), soon(SOON_S))
+    assert isinstance(opened, m.Opened)
+    reserve = m.Reserve(2, opened.namespace, [key(1)], [PAGE_BYTES])
+    assert isinstance(connection.call(reserve, soon(SOON_S)), m.Reserved)
+    return connection
+
+
+def begin_upgrade(node: ProcessPool) -> None:
+    channel = node.connect()
+    assert isinstance(channel.call(Upgrade(1), time.monotonic() + SOON_S), m.Done)
+    channel.close()
+
+
+def until_found(client: PoolClient, page_key: bytes) -> None:
+    deadline = time.monotonic() + SOON_S
+    while client.exists([page_key]) != [True]:
+        assert time.monotonic() < deadline
+
+
+def until_gone(pid: int) -> None:
+    deadline = time.monotonic() + SOON_S
+    while "State:" in (status := _status_of(Path(f"/proc/{pid}"))) and "State:\tZ" not in status:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # between looks
+
+
+def test_a_process_that_dies_while_its_stand_in_serves_leaves_its_pages_to_the_next_start(
+    make_node: Callable[..., ProcessPool],
+) -> None:
+    node = make_node()
+    client = client_of(node)
+    client.put([key(1)], [page_of(1)])
+    begin_upgrade(node)
+    stand_in = stand_in_of(node)
+    node.kill()
+    until_gone(stand_in)
+    node.restart()
+    until_found(client, key(1))  # the client took the node for dead meanwhile
+    client.close()
+    node.close()
+
+
+def test_a_stand_in_that_dies_is_replaced_as_soon_as_the_process_has_loaded(
+    make_node: Callable[..., ProcessPool],
+) -> None:
+    node = make_node()
+    client = client_of(node)
+    client.put([key(1)], [page_of(1)])
+    begin_upgrade(node)
+    os.kill(stand_in_of(node), signal.SIGKILL)
+    until_found(client, key(1))
+    assert node._process.poll() is None
+    client.close()
+    node.close()
+
+
+def test_a_node_that_is_told_to_stop_while_it_is_upgraded_stops_afterwards_and_leaves_nothing(
+    make_node: Callable[..., ProcessPool],
+) -> None:
+    node = make_node()
+    begin_upgrade(node)
+    stand_in = stand_in_of(node)
+    node._process.terminate()
+    assert node._process.wait(SOON_S) == 0, node.log.read_text()
+    until_gone(stand_in)
+    node.close()
+    assert not node.arena_path.parent.exists()
+
+
+TOLD_BY_ANOTHER_THREAD = """
+import asyncio, os, signal, sys, threading
+from pdserve.cli import main
+from pdserve.kvpool import process
+
+def tell():
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # the main thread holds it back
+    os.kill(os.getpid(), signal.SIGTERM)
+
+"""
+WHILE_ITS_LOOP_CLOSES = """
+run = process._run
+
+async def told(*given):
+    handover = await run(*given)
+    if handover is not None:
+        asyncio.get_running_loop().run_in_executor(None, tell)
+    return handover
+
+process._run = told
+main(sys.argv[1:])
+"""
+BEFORE_THE_NEXT_PROGRAM = """
+replace_process = process.replace_process
+
+def told(handover):
+    thread = threading.Thread(target=tell)
+    thread.start()
+    thread.join()
+    replace_process(handover)
+
+process.replace_process = told
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("moment", [WHILE_ITS_LOOP_CLOSES, BEFORE_THE_NEXT_PROGRAM])
+def test_a_node_that_is_told_to_stop_when_it_no_longer_serves_stops_afterwards(
+    make_node: Callable[..., ProcessPool], monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    monkeypatch.setattr(ProcessPool, "code", TOLD_BY_ANOTHER_THREAD + moment)
+    node = make_node()
+    begin_upgrade(node)
+    assert node._process.wait(SOON_S) == 0, node.log.read_text()
+    node.close()
+
+
+def test_a_node_that_is_told_to_stop_while_it_waits_for_its_stand_in_stops_afterwards(
+    make_node: Callable[..., ProcessPool],
+) -> None:
+    """Its main thread holds signals back then; others of its threads do not."""
+    node = make_node()
+    unfinished = with_reservation(node)  # for which the node waits: its stand-in is stopped before its turn
+    begin_upgrade(node)
+    (stand_in,) = children_of(node)
+    os.kill(stand_in, signal.SIGSTOP)
+    unfinished.close()
+    try:
+        assert "its stand-in serves" not in node.log.read_text()
+        until_signals_are_held(node)
+        node._process.terminate()
+    finally:
+        os.kill(stand_in, signal.SIGCONT)
+    assert node._process.wait(SOON_S) == 0, node.log.read_text()
+    until_gone(stand_in)
+    node.close()
+
+
+def test_a_new_version_that_would_not_start_leaves_the_node_as_it_is(
+    make_node: Callable[..., ProcessPool],
+) -> None:
+    node = make_node()
+    client = client_of(node)
+    assert client.put([key(1)], [page_of(1)]) == [True]
+    before = client.status()["node"].incarnation
+    good = node._file.read_text()
+    for bad, why in (
+        (good + 'nonsense = "x"\n', "nonsense"),
+        (good.replace(f"slab_bytes = {node.config.slab}", "slab_bytes = 2097152"), "made for other sizes"),
+    ):
+        node._file.write_text(bad)
+        done = pdserve("pool", "upgrade", node.address)
+        assert done.returncode == 1
+        assert "is not upgraded" in done.stderr
+        assert why in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+        assert client.get([key(1)], [empty()]) == [True]
+    node._file.write_text(good)
+    assert client.status()["node"].incarnation == before
+    assert client.counters.failures == 0
+    client.close()
+    node.close()
+
+
+def test_a_node_that_starts_fresh_and_leaves_nothing_keeps_its_pages_over_an_upgrade(
+    make_node: Callable[..., ProcessPool],
+) -> None:
+    node = make_node(fresh=True)
+    with node._file.open("a") as file:
+        file.write("fresh = true\n")
+    node.kill()
+    node.restart()
+    client = client_of(node)
+    client.put([key(1)], [page_of(1)])
+    done = pdserve("pool", "upgrade", node.address)
+    assert done.returncode == 0, done.stderr
+    assert "was upgraded in" in done.stdout
+    page = empty()
+    assert client.get([key(1)], [page]) == [True]
+    assert np.array_equal(page[0], page_of(1)[0])
+    client.close()
+    node.close()
+
+
+def test_a_reservation_that_is_never_finished_holds_an_upgrade_up_for_a_moment_only(
+    make_node: Callable[..., ProcessPool],
+) -> None:
+    node = make_node()
+    other = with_reservation(node)
+    started_s = time.monotonic()
+    upgrade(node.address, deadline=SOON_S)
+    assert time.monotonic() - started_s < 30
+    client = client_of(node)
+    assert client.exists([key(1)]) == [False]
+    assert client.put([key(1)], [page_of(1)]) == [True]
+    other.close()
+    client.close()
+    node.close()
+
+
+@pytest.mark.parametrize("data_path", ["shm", "ucx"])
+def test_a_client_that_stopped_halfway_costs_the_others_no_time_while_a_node_is_upgraded(
+    make_node: Callable[..., ProcessPool], data_path: str
+) -> None:
+    node = make_node(data_path)
+    other, client = with_reservation(node), client_of(node)
+    upgrade(node.address, deadline=SOON_S)
+    unanswered_ms = [float(ms) for ms in re.findall(r"nobody answered for (\d+) ms", node.log.read_text())]
+    assert len(unanswered_ms) == 2
+    assert max(unanswered_ms) < QUIESCE_S * 1000
+    assert client.put([key(1)], [page_of(1)]) == [True]
+    other.close()
+    client.close()
+    node.close()
+
+
+def test_a_client_whose_time_is_short_gets_misses_meanwhile_and_no_more(
+    make_node: Callable[..., ProcessPool],
+) -> None:
+    node = make_node()
+    client = client_of(node, exists_timeout_s=0.05, restart_wait_s=0.1)
+    client.put([key(1)], [page_of(1)])
+    upgrading = threading.Thread(target=upgrade, args=(node.address,), kwargs={"deadline": SOON_S})
+    upgrading.start()
+    longest_s = 0.0
+    while upgrading.is_alive():
+        started_s = time.monotonic()
+        client.exists([key(1)])
+        longest_s = max(longest_s, time.monotonic() - started_s)
+    assert longest_s < 0.05 + 0.1 + 1.0
+    until_found(client, key(1))
+    client.close()
+    node.close()

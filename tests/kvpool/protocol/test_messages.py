@@ -1,0 +1,164 @@
+"""The wire, pinned: a change here breaks running clients and nodes of other versions."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.errors import FrameError
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.base import Message
+from pdserve.kvpool.protocol.frames import FrameBuffer, decode_reply, decode_request, encode_frame
+from tests.support.kvpool.golden import GOLDEN
+
+KINDS = set(Message.__subclasses__())
+REQUESTS = set(m.Request.__args__)
+REPLIES = set(m.Reply.__args__)
+PARTS = KINDS - REQUESTS - REPLIES
+
+
+@pytest.mark.parametrize(("message", "frame_hex"), GOLDEN)
+def test_every_message_has_these_very_bytes(message: m.Request | m.Reply, frame_hex: str) -> None:
+    frame = bytes.fromhex(frame_hex)
+    assert encode_frame(message) == frame
+    assert int.from_bytes(frame[:4], "little") == len(frame) - 4
+    decode = decode_request if type(message) in REQUESTS else decode_reply
+    assert decode(frame[4:]) == message
+
+
+def test_the_golden_list_is_complete() -> None:
+    assert {type(p.values[0]) for p in GOLDEN} == REQUESTS | REPLIES
+
+
+def test_no_two_messages_have_one_number() -> None:
+    tags = [kind.__struct_config__.tag for kind in KINDS]
+    assert len(set(tags)) == len(tags)
+
+
+@pytest.mark.parametrize(("message", "frame_hex"), GOLDEN)
+def test_fields_that_a_newer_peer_appended_are_passed_over(
+    message: m.Request | m.Reply, frame_hex: str
+) -> None:
+    fields = msgspec.msgpack.decode(bytes.fromhex(frame_hex)[4:])
+    newer = msgspec.msgpack.encode([*fields, "a new field", {"of": 1}])
+    decode = decode_request if type(message) in REQUESTS else decode_reply
+    assert decode(newer) == message
+
+
+def test_fields_with_defaults_may_be_absent() -> None:
+    assert decode_request(msgspec.msgpack.encode([1, 1, "w", 7, "host"])) == m.Hello(1, "w", 7, "host")
+
+
+@pytest.mark.parametrize("kind", [m.Exists, m.Reserve, m.Get, m.Wait])
+def test_more_keys_than_allowed_are_refused(kind: type) -> None:
+    def request(count: int) -> m.Request:
+        keys = [bytes(32)] * count
+        if kind is m.Exists:
+            return m.Exists(1, 1, keys)
+        return m.Wait(1, 1, keys, 1.0) if kind is m.Wait else kind(1, 1, keys, [1])
+
+    assert decode_request(encode_frame(request(m.MAX_KEYS))[4:])
+    with pytest.raises(FrameError, match="4097 keys"):
+        decode_request(encode_frame(request(m.MAX_KEYS + 1))[4:])
+
+
+@pytest.mark.parametrize("kind", [m.Commit, m.Abort, m.Release])
+def test_more_slots_than_allowed_are_refused(kind: type) -> None:
+    def request(count: int) -> m.Request:
+        slots = [0] * count
+        made: m.Request = kind(1, slots, slots, slots) if kind is m.Commit else kind(slots, slots)
+        return made
+
+    assert decode_request(encode_frame(request(m.MAX_KEYS))[4:])
+    with pytest.raises(FrameError, match="4097 slots"):
+        decode_request(encode_frame(request(m.MAX_KEYS + 1))[4:])
+
+
+@pytest.mark.parametrize("request_id", [-1, -(1 << 63)])
+def test_negative_ids_are_refused(request_id: int) -> None:
+    with pytest.raises(FrameError, match="must not be negative"):
+        decode_request(encode_frame(m.Ping(request_id))[4:])
+
+
+@pytest.mark.parametrize("length", [0, 31, 33])
+def test_keys_of_another_length_are_refused(length: int) -> None:
+    with pytest.raises(FrameError, match=f"{length} bytes"):
+        decode_request(encode_frame(m.Exists(1, 1, [bytes(32), bytes(length)]))[4:])
+
+
+@pytest.mark.parametrize("segments", [[], [0], [-1], [1] * (m.MAX_SEGMENTS + 1)])
+def test_impossible_segments_are_refused(segments: list[int]) -> None:
+    with pytest.raises(FrameError, match="segment"):
+        decode_request(encode_frame(m.Reserve(1, 1, [], segments))[4:])
+
+
+def test_a_page_may_have_two_segments_for_each_of_many_layers() -> None:
+    request = m.Reserve(1, 1, [bytes(32)], [4096] * 2 * 256)
+    assert decode_request(encode_frame(request)[4:]) == request
+
+
+def test_the_largest_batch_fits_a_frame() -> None:
+    top = (1 << 63) - 1
+    encode_frame(m.Reserved(1, [m.Grant(0, top, top, top, top)] * m.MAX_KEYS))
+    encode_frame(m.Got(1, [m.Pin(0, top, top, top, top, top)] * m.MAX_KEYS))
+    with pytest.raises(FrameError, match="frame limit"):
+        encode_frame(m.OpenNamespace(1, "x" * m.MAX_FRAME_BYTES, {}))
+
+
+@given(st.lists(st.binary(max_size=80), max_size=20))
+def test_arbitrary_bytes_raise_nothing_but_frame_errors(chunks: list[bytes]) -> None:
+    frames = FrameBuffer()
+    try:
+        for chunk in chunks:
+            for body in frames.feed(chunk):
+                for decode in (decode_request, decode_reply):
+                    with contextlib.suppress(FrameError):
+                        decode(body)
+    except FrameError:
+        pass
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text()
+    | st.binary(),
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(st.integers(0, 40), st.lists(VALUES, max_size=8))
+def test_well_formed_nonsense_raises_nothing_but_frame_errors(tag: int, fields: list[object]) -> None:
+    body = msgspec.msgpack.encode([tag, *fields])
+    for decode in (decode_request, decode_reply):
+        with contextlib.suppress(FrameError):
+            assert type(decode(body)) in KINDS
+
+
+def test_deep_nesting_is_a_frame_error() -> None:
+    with pytest.raises(FrameError):
+        decode_request(b"\x91" * 100_000)
+
+
+@given(st.lists(st.sampled_from([p.values[1] for p in GOLDEN]), max_size=8), st.data())
+def test_frames_survive_any_chunking(frames_hex: list[str], data: st.DataObject) -> None:
+    stream = b"".join(map(bytes.fromhex, frames_hex))
+    frames, bodies, at = FrameBuffer(), [], 0
+    while at < len(stream):
+        size = data.draw(st.integers(1, 64))
+        bodies += list(frames.feed(stream[at : at + size]))
+        at += size
+    assert [body.hex() for body in bodies] == [frame[8:] for frame in frames_hex]
+
+
+@pytest.mark.parametrize("length", [0, m.MAX_FRAME_BYTES + 1, (1 << 32) - 1])
+def test_an_impossible_length_is_refused_before_anything_is_kept(length: int) -> None:
+    with pytest.raises(FrameError, match="does not speak"):
+        list(FrameBuffer().feed(length.to_bytes(4, "little")))

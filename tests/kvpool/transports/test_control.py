@@ -1,0 +1,365 @@
+"""The blocking control channel against a scripted peer."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from pdserve.errors import ConfigError, FrameError, PoolRefused, PoolRestarting, PoolTimeout, PoolUnavailable
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.address import TcpAddress, UnixAddress, parse_address
+from pdserve.kvpool.protocol.cluster_messages import GetView, View
+from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_frame
+from pdserve.kvpool.transports.control import ControlChannel, make_hello
+from pdserve.kvpool.transports.dial import Resolver
+from pdserve.kvpool.transports.shm import ShmConnector
+
+WELCOME = m.Welcome(m.PROTOCOL_VERSION, "node", 1, "host", "shm", 30.0)
+HELLO = make_hello("test", "host", "auto")
+
+
+def soon(seconds: float = 5.0) -> float:
+    return time.monotonic() + seconds
+
+
+class Peer:
+    """Accepts one connection and runs a script on it; `hold` keeps it open until `release`."""
+
+    def __init__(self, address: str, script: Callable[[Peer], None]) -> None:
+        parsed = parse_address(address)
+        if isinstance(parsed, UnixAddress):
+            self.listener = socket.socket(socket.AF_UNIX)
+            self.listener.bind(parsed.path)
+            self.address = address
+        else:
+            self.listener = socket.create_server((parsed.host, 0))
+            self.address = f"tcp:127.0.0.1:{self.listener.getsockname()[1]}"
+        self.listener.listen()
+        self._release = threading.Event()
+        self._frames = FrameBuffer()
+        self._script = script
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self.socket, _ = self.listener.accept()
+        with self.socket:
+            self._script(self)
+
+    def request(self) -> m.Request:
+        while True:
+            for body in self._frames.feed(b""):
+                return decode_request(body)
+            for body in self._frames.feed(self.socket.recv(65536)):
+                return decode_request(body)
+
+    def send(self, *replies: m.Reply) -> None:
+        self.socket.sendall(b"".join(encode_frame(reply) for reply in replies))
+
+    def hold(self) -> None:
+        self._release.wait(30)
+
+    def joined(self) -> None:
+        """The script has ended, the connection is closed."""
+        self._thread.join(5)
+
+    def stop(self) -> None:
+        self._release.set()
+        self.listener.close()
+        self._thread.join(5)
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def peer_for(request: pytest.FixtureRequest, tmp_path: Path) -> object:
+    made: list[Peer] = []
+
+    def make(script: Callable[[Peer], None]) -> Peer:
+        address = f"unix:{tmp_path}/s" if request.param == "unix" else "tcp:127.0.0.1:0"
+        made.append(Peer(address, script))
+        return made[-1]
+
+    yield make
+    for peer in made:
+        peer.stop()
+
+
+def greet(peer: Peer) -> None:
+    assert isinstance(peer.request(), m.Hello)
+    peer.send(WELCOME)
+
+
+@pytest.mark.parametrize(
+    ("address", "parsed"),
+    [
+        ("unix:/run/pool.sock", UnixAddress("/run/pool.sock")),
+        ("tcp:pool-3:7700", TcpAddress("pool-3", 7700)),
+        ("tcp:[::1]:7700", TcpAddress("::1", 7700)),
+    ],
+)
+def test_addresses_are_read(address: str, parsed: object) -> None:
+    assert parse_address(address) == parsed
+
+
+@pytest.mark.parametrize(
+    "address", ["", "unix:", "tcp:host", "tcp::1", "tcp:h:99999", "http://h:1", "/run/x"]
+)
+def test_malformed_address_is_named(address: str) -> None:
+    with pytest.raises(ConfigError, match="is not"):
+        parse_address(address)
+
+
+class NameService:
+    """In place of the system's: it knows one name, and answers when told to, or not."""
+
+    def __init__(self, name: str) -> None:
+        self.asked = 0
+        self.answers = threading.Event()
+        self._name = name
+        self._real = socket.getaddrinfo
+
+    def look_up(self, host: str, *rest: Any, **options: Any) -> Any:
+        if host != self._name:
+            return self._real(host, *rest, **options)
+        self.asked += 1
+        assert self.answers.wait(30)
+        # nobody listens at the first
+        return [self._real(one, *rest, **options)[0] for one in ("127.0.0.77", "127.0.0.1")]
+
+
+@pytest.fixture
+def name_service(monkeypatch: pytest.MonkeyPatch) -> Iterator[NameService]:
+    service = NameService("pool-a")
+    monkeypatch.setattr(socket, "getaddrinfo", service.look_up)
+    monkeypatch.setattr("pdserve.kvpool.transports.control._resolver", Resolver())
+    yield service
+    service.answers.set()
+
+
+def test_a_name_service_that_does_not_answer_costs_no_more_than_the_time_there_is(
+    name_service: NameService,
+) -> None:
+    for _ in range(3):
+        with pytest.raises(PoolTimeout):
+            ControlChannel.connect("tcp:pool-a:7700", HELLO, soon(0.2))
+    assert name_service.asked == 1, "one look-up at a time"
+
+
+@pytest.mark.parametrize("peer_for", ["tcp"], indirect=True)
+def test_while_the_name_service_is_away_the_last_addresses_are_used(
+    name_service: NameService, peer_for: Callable[..., Peer]
+) -> None:
+    def greet_two(peer: Peer) -> None:
+        greet(peer)
+        peer.socket.close()
+        peer.socket, _ = peer.listener.accept()
+        greet(peer)
+
+    address = f"tcp:pool-a:{peer_for(greet_two).listener.getsockname()[1]}"
+    name_service.answers.set()
+    ControlChannel.connect(address, HELLO, soon(30.0)).close()
+    name_service.answers.clear()
+    channel = ControlChannel.connect(address, HELLO, soon(30.0))
+    assert (channel.peer_host, name_service.asked) == ("127.0.0.1", 2)
+    channel.close()
+
+
+def test_replies_out_of_order_find_their_requests(peer_for: Callable[..., Peer]) -> None:
+    def script(peer: Peer) -> None:
+        greet(peer)
+        peer.request()
+        peer.request()
+        peer.send(m.Done(2, count=22), m.Done(1, count=11))
+        peer.hold()
+
+    channel = ControlChannel.connect(peer_for(script).address, HELLO, soon())
+    assert channel.welcome == WELCOME
+    channel.send(m.Ping(1), soon())
+    channel.send(m.Ping(2), soon())
+    assert channel.receive(1, soon()) == m.Done(1, count=11)
+    assert channel.receive(2, soon()) == m.Done(2, count=22)
+
+
+def test_fault_reply_is_returned_not_raised(peer_for: Callable[..., Peer]) -> None:
+    def script(peer: Peer) -> None:
+        greet(peer)
+        peer.request()
+        peer.send(m.Fault(1, "no", "because"))
+        peer.hold()
+
+    channel = ControlChannel.connect(peer_for(script).address, HELLO, soon())
+    assert channel.call(m.Ping(1), soon()) == m.Fault(1, "no", "because")
+
+
+def test_late_reply_is_never_taken_for_the_next(peer_for: Callable[..., Peer]) -> None:
+    def script(peer: Peer) -> None:
+        greet(peer)
+        peer.hold()
+
+    channel = ControlChannel.connect(peer_for(script).address, HELLO, soon())
+    with pytest.raises(PoolTimeout, match="did not answer"):
+        channel.call(m.Ping(1), soon(0.05))
+    with pytest.raises(PoolUnavailable, match="broken"):
+        channel.call(m.Ping(2), soon())
+
+
+def test_refused_greeting_says_why(peer_for: Callable[..., Peer]) -> None:
+    def script(peer: Peer) -> None:
+        peer.request()
+        peer.send(m.Fault(0, "protocol_version", "speaks version 9, not 1"))
+
+    with pytest.raises(PoolRefused, match="speaks version 9"):
+        ControlChannel.connect(peer_for(script).address, HELLO, soon())
+
+
+def test_peer_that_hangs_up_is_unavailable(peer_for: Callable[..., Peer]) -> None:
+    channel = ControlChannel.connect(peer_for(greet).address, HELLO, soon())
+    with pytest.raises(PoolUnavailable):
+        channel.call(m.Ping(1), soon())
+
+
+def test_other_protocol_is_a_frame_error(peer_for: Callable[..., Peer]) -> None:
+    def script(peer: Peer) -> None:
+        peer.request()
+        peer.socket.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        peer.hold()
+
+    with pytest.raises(FrameError, match="does not speak"):
+        ControlChannel.connect(peer_for(script).address, HELLO, soon())
+
+
+def test_unasked_reply_breaks_the_channel(peer_for: Callable[..., Peer]) -> None:
+    def script(peer: Peer) -> None:
+        greet(peer)
+        peer.request()
+        peer.send(m.Done(99))
+        peer.hold()
+
+    channel = ControlChannel.connect(peer_for(script).address, HELLO, soon())
+    with pytest.raises(FrameError, match="never sent"):
+        channel.call(m.Ping(1), soon())
+
+
+def test_views_are_told_wherever_they_come(peer_for: Callable[..., Peer]) -> None:
+    def script(peer: Peer) -> None:
+        greet(peer)
+        peer.request()
+        peer.send(View(0, 5, []), m.Done(1), View(0, 6, []), View(0, 7, []))
+        peer.request()
+        peer.send(View(2, 8, []))
+        peer.request()
+        peer.send(View(0, 9, []))
+        peer.hold()
+
+    told: list[int] = []
+    address = peer_for(script).address
+    channel = ControlChannel.connect(address, HELLO, soon(), lambda welcome, view: told.append(view.epoch))
+    assert channel.call(m.Ping(1), soon()) == m.Done(1)
+    assert channel.call(GetView(2), soon()) == View(2, 8, [])
+    assert told == [5, 6, 7]
+    channel.post(m.Release([], []))
+    assert select.select([channel.fileno()], [], [], 5.0)[0]
+    channel.take_pushed()
+    channel.take_pushed()  # nothing more: it does not wait
+    assert told == [5, 6, 7, 9]
+
+
+def test_views_that_nobody_wants_are_passed_over(peer_for: Callable[..., Peer]) -> None:
+    def script(peer: Peer) -> None:
+        greet(peer)
+        peer.request()
+        peer.send(View(0, 5, []), m.Done(1))
+        peer.hold()
+
+    channel = ControlChannel.connect(peer_for(script).address, HELLO, soon())
+    assert channel.call(m.Ping(1), soon()) == m.Done(1)
+
+
+@pytest.mark.parametrize("code", ["upgrading", "stopping"])
+def test_a_node_that_hangs_up_for_a_moment_says_so_on_every_use(
+    peer_for: Callable[..., Peer], code: str
+) -> None:
+    def script(peer: Peer) -> None:
+        greet(peer)
+        peer.send(m.Fault(0, code, "wait"))
+
+    for use in (
+        lambda channel: channel.call(m.Ping(1), soon()),
+        lambda channel: channel.take_pushed(),
+        lambda channel: [channel.send(m.Ping(n), soon()) for n in range(1, 100)],
+    ):
+        peer = peer_for(script)
+        channel = ControlChannel.connect(peer.address, HELLO, soon())
+        peer.joined()
+        with pytest.raises(PoolRestarting, match="wait"):
+            use(channel)
+        peer.stop()
+        if peer.address.startswith("unix"):
+            Path(peer.address.removeprefix("unix:")).unlink()
+
+
+def test_a_node_that_restarts_says_so_to_a_hello(peer_for: Callable[..., Peer]) -> None:
+    def script(peer: Peer) -> None:
+        peer.request()
+        peer.send(m.Fault(0, "upgrading", "wait"))
+
+    with pytest.raises(PoolRestarting):
+        ControlChannel.connect(peer_for(script).address, HELLO, soon())
+
+
+def test_a_node_that_lets_its_memory_go_before_it_is_mapped_says_so(peer_for: Callable[..., Peer]) -> None:
+    arena = m.ArenaInfo("/nowhere/arena", 1, "/nowhere/table", 1)
+
+    def script(peer: Peer) -> None:
+        peer.request()
+        peer.send(replace(WELCOME, arena=arena), m.Fault(0, "upgrading", "wait"))
+
+    peer = peer_for(script)
+    with pytest.raises(PoolRestarting):
+        ShmConnector("test").connect(peer.address, soon())
+
+
+def test_nobody_there_is_unavailable(tmp_path: Path) -> None:
+    with pytest.raises(PoolUnavailable, match="cannot be reached"):
+        ControlChannel.connect(f"unix:{tmp_path}/none", HELLO, soon())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(PoolUnavailable, match="cannot be reached"):
+        ControlChannel.connect(f"tcp:127.0.0.1:{port}", HELLO, soon())
+
+
+def test_a_full_queue_of_new_connections_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/s"
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as first:
+        listener.bind(f"{tmp_path}/s")
+        listener.listen(0)
+        first.connect(f"{tmp_path}/s")  # fills it
+        with pytest.raises(PoolTimeout, match="does not accept"):
+            ControlChannel.connect(address, HELLO, soon(0.1))
+
+        def answer() -> None:
+            listener.accept()[0].close()
+            sock, _ = listener.accept()
+            sock.recv(4096)
+            sock.sendall(encode_frame(WELCOME))
+            sock.close()
+
+        node = threading.Timer(0.05, answer)
+        node.start()
+        assert ControlChannel.connect(address, HELLO, soon()).welcome == WELCOME
+        node.join(5)
+
+
+def test_close_twice_then_use_is_unavailable(peer_for: Callable[..., Peer]) -> None:
+    channel = ControlChannel.connect(peer_for(greet).address, HELLO, soon())
+    channel.close()
+    channel.close()
+    with pytest.raises(PoolUnavailable, match="closed"):
+        channel.post(m.Release([], []))

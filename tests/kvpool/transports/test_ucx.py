@@ -1,0 +1,739 @@
+"""The UCX data path against a tiny node in another process, which is stopped and killed at bad moments."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+from pdserve.errors import PoolTimeout, PoolUnavailable, StartupError
+from pdserve.kvpool.core.events import CancelTransfers, StartSend
+from pdserve.kvpool.node.ucx import server
+from pdserve.kvpool.node.ucx.server import SHARED_WINDOW_BYTES, TURN_S, WINDOW_BYTES, UcxServer
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.page_bytes import PageBuffers, checksum_page
+from pdserve.kvpool.transports import ucx_client
+from pdserve.kvpool.transports.base import CORRUPT, OK
+from pdserve.kvpool.transports.ucx import CLOSE_WAIT_S, UcxLibrary, UcxLink, ucx_options
+from pdserve.kvpool.transports.ucx_client import UcxConnection, UcxConnector, gathers
+
+MIB = 1 << 20
+BIG_BYTES = 192 * MIB  # long enough under way to be interrupted
+NODE = Path(__file__).parents[2] / "support" / "kvpool" / "ucx_node.py"
+
+
+def soon(seconds: float = 20.0) -> float:
+    return time.monotonic() + seconds
+
+
+def key(n: int) -> bytes:
+    return n.to_bytes(m.KEY_BYTES, "little")
+
+
+class Node:
+    """The tiny node's process."""
+
+    def __init__(self, path: Path, environment: dict[str, str]) -> None:
+        self.address = f"unix:{path}"
+        command = [sys.executable, str(NODE), str(path), str(2 * BIG_BYTES)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, **environment})
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == b"ready\n"
+
+    def connect(self, checksum: bool = True) -> UcxConnection:
+        return UcxConnector("test", "host", checksum=checksum).connect(self.address, soon())
+
+    def counters(self) -> dict[str, int]:
+        connection = self.connect()
+        report = connection.call(m.Status(1), soon())
+        connection.close()
+        assert isinstance(report, m.StatusReport)
+        return report.counters
+
+    def wait_for(self, name: str, count: int) -> None:
+        deadline = soon()
+        while self.counters()[name] < count:
+            assert time.monotonic() < deadline, f"{name} never reached {count}"
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def start_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    nodes: list[Node] = []
+
+    def start(**environment: str) -> Node:
+        nodes.append(Node(tmp_path / f"{len(nodes)}.sock", environment))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        node.stop()
+
+
+@pytest.fixture
+def node(start_node: Callable[..., Node]) -> Node:
+    return start_node()
+
+
+def random_page(segment_bytes: list[int], seed: int) -> PageBuffers:
+    generator = np.random.default_rng(seed)
+    return tuple(generator.integers(0, 256, length, np.uint8) for length in segment_bytes)
+
+
+def empty_page(segment_bytes: list[int]) -> PageBuffers:
+    return tuple(np.zeros(length, np.uint8) for length in segment_bytes)
+
+
+def reserve(connection: UcxConnection, keys: list[bytes], segment_bytes: list[int]) -> list[m.Grant]:
+    reply = connection.call(m.Reserve(1, 1, keys, segment_bytes), soon())
+    assert isinstance(reply, m.Reserved)
+    return reply.grants
+
+
+def commit(connection: UcxConnection, grants: list[m.Grant], checksums: list[int]) -> bytes:
+    slots, sequences = [g.slot for g in grants], [g.sequence for g in grants]
+    reply = connection.call(m.Commit(2, slots, sequences, checksums), soon())
+    assert isinstance(reply, m.Committed)
+    return reply.mask
+
+
+def put(connection: UcxConnection, keys: list[bytes], pages: list[PageBuffers]) -> bytes:
+    grants = reserve(connection, keys, [segment.nbytes for segment in pages[0]])
+    return commit(connection, grants, connection.write_pages(grants, pages, soon()))
+
+
+def pin(connection: UcxConnection, keys: list[bytes], segment_bytes: list[int]) -> list[m.Pin]:
+    reply = connection.call(m.Get(3, 1, keys, segment_bytes), soon())
+    assert isinstance(reply, m.Got)
+    return reply.pins
+
+
+LAYOUTS = {
+    "one segment": [MIB],
+    "tiny": [1],
+    "odd": [65537],
+    "two large segments": [MIB, 2 * MIB],
+    "layer_first, gathered": [4096] * 56,
+}
+
+
+@pytest.mark.parametrize("segment_bytes", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_pages_come_back_as_written(node: Node, segment_bytes: list[int]) -> None:
+    connection = node.connect()
+    keys = [key(i) for i in range(20)]
+    pages = [random_page(segment_bytes, i) for i in range(20)]
+    assert put(connection, keys, pages) == bytes([1] * 20)
+    copies = [empty_page(segment_bytes) for _ in keys]
+    other = node.connect()
+    assert other.read_pages(pin(other, keys, segment_bytes), copies, soon()) == [OK] * 20
+    for page, copy in zip(pages, copies, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(page, copy, strict=True))
+    connection.close()
+    other.close()
+
+
+def test_small_segments_are_gathered_large_ones_are_not() -> None:
+    assert gathers([4096] * 56)
+    assert not gathers([4096])
+    assert not gathers([MIB, MIB])
+
+
+def test_writer_returns_the_checksum_of_the_page_or_none(node: Node) -> None:
+    page = random_page([4096] * 3, 1)
+    for checksum, expected in ((True, checksum_page(page)), (False, 0)):
+        connection = node.connect(checksum)
+        grants = reserve(connection, [key(1)], [4096] * 3)
+        assert connection.write_pages(grants, [page], soon()) == [expected]
+        connection.close()
+
+
+def test_bytes_that_do_not_match_are_corrupt(node: Node) -> None:
+    connection = node.connect()
+    put(connection, [key(1), key(2)], [random_page([MIB], 1), random_page([MIB], 2)])
+    pins = pin(connection, [key(1), key(2)], [MIB])
+    pins[0] = msgspec.structs.replace(pins[0], checksum=pins[0].checksum ^ 1)
+    copies = [empty_page([MIB]), empty_page([MIB])]
+    assert connection.read_pages(pins, copies, soon()) == [CORRUPT, OK]
+    connection.close()
+
+
+def test_connections_work_in_background_threads_at_once(node: Node) -> None:
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            connection = node.connect()
+            for i in range(10):
+                page = random_page([MIB], seed + i)
+                assert put(connection, [key(seed + i)], [page]) == b"\1"
+                copy = empty_page([MIB])
+                assert connection.read_pages(pin(connection, [key(seed + i)], [MIB]), [copy], soon()) == [OK]
+                assert np.array_equal(copy[0], page[0])
+            connection.close()
+        except BaseException as error:  # reported in the main thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed * 100,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+
+
+# UCX may move bytes by eager messages, by pipelined rendezvous, or by writing into the receiver's memory
+PROTOCOLS = {
+    "eager": {},
+    "rendezvous": {"UCX_RNDV_THRESH": "8k"},
+    "rendezvous put": {"UCX_RNDV_THRESH": "8k", "UCX_RNDV_SCHEME": "put_zcopy"},
+}
+
+
+@pytest.mark.parametrize("environment", PROTOCOLS.values(), ids=PROTOCOLS.keys())
+def test_nothing_lands_in_the_buffers_after_a_read_timed_out(
+    start_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    node = start_node(**environment)
+    connection = node.connect()
+    page = np.full(BIG_BYTES, 7, np.uint8)
+    assert put(connection, [key(1)], [(page,)]) == b"\1"
+    buffer = np.zeros(BIG_BYTES, np.uint8)
+    link, give_up = connection._link, soon()
+    progress, began, stopped = link.progress, time.monotonic(), list[float]()
+
+    def stop_when_bytes_arrive() -> bool:
+        happened = progress()
+        if buffer[0] and not stopped:
+            node.process.send_signal(signal.SIGSTOP)
+            stopped.append(time.monotonic())
+        return happened
+
+    def clock() -> float:
+        """Stands still until the node is stopped."""
+        now = time.monotonic()
+        return began + (now - stopped[0] if stopped else max(0.0, now - give_up))
+
+    monkeypatch.setattr(link, "progress", stop_when_bytes_arrive)
+    monkeypatch.setattr(ucx_client, "time", SimpleNamespace(monotonic=clock))
+    pins = pin(connection, [key(1)], [BIG_BYTES])
+    worker_descriptor = connection._link.epoll_fd
+    with pytest.raises(PoolTimeout) as caught:
+        connection.read_pages(pins, [(buffer,)], began + 1.0)
+    assert time.monotonic() - stopped[0] < 10.0
+    with pytest.raises(OSError):
+        os.fstat(worker_descriptor)  # UCX's worker is gone, whoever still holds the exception
+    assert caught.traceback
+    arrived = np.count_nonzero(buffer)
+    assert 0 < arrived < BIG_BYTES, "the node was to be stopped in mid-transfer"
+    node.process.send_signal(signal.SIGCONT)
+    node.wait_for("send_failed", 1)  # the node has run on and given up
+    assert np.count_nonzero(buffer) == arrived
+
+
+def test_write_to_a_stopped_node_ends_at_its_deadline(node: Node) -> None:
+    connection = node.connect()
+    grants = reserve(connection, [key(1)], [BIG_BYTES])
+    page = np.ones(BIG_BYTES, np.uint8)
+    node.process.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(PoolTimeout):
+        connection.write_pages(grants, [(page,)], began + 0.3)
+    assert time.monotonic() - began < 1.3
+    with pytest.raises(PoolUnavailable):
+        connection.call(m.Status(9), soon())
+    node.process.send_signal(signal.SIGCONT)
+    node.wait_for("receive_failed", 1)
+
+
+def test_killed_node_is_noticed_at_once(node: Node) -> None:
+    connection = node.connect()
+    grants = reserve(connection, [key(1)], [BIG_BYTES])
+    page = np.ones(BIG_BYTES, np.uint8)
+    threading.Timer(0.01, node.process.kill).start()
+    began = time.monotonic()
+    with pytest.raises(PoolUnavailable):
+        commit(connection, grants, connection.write_pages(grants, [(page,)], began + 20))
+    assert time.monotonic() - began < 5
+
+
+CLIENT = """
+import sys, time, numpy as np
+from pdserve.kvpool import messages as m
+from pdserve.kvpool.transports.ucx_client import UcxConnector
+connection = UcxConnector("victim", "host").connect(sys.argv[1], time.monotonic() + 20)
+length = int(sys.argv[2])
+request = m.Reserve(1, 1, [bytes(32), bytes([1] * 32)], [length])
+grants = connection.call(request, time.monotonic() + 20).grants
+print("reserved", flush=True)
+connection.write_pages(grants[:1], [(np.ones(length, np.uint8),)], time.monotonic() + 60)
+print("written", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("line", [b"reserved\n", b"written\n"])
+def test_killed_client_fails_its_transfers(node: Node, line: bytes) -> None:
+    client = subprocess.Popen(
+        [sys.executable, "-c", CLIENT, node.address, str(BIG_BYTES)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert client.stdout is not None
+    while client.stdout.readline() != line:
+        assert client.poll() is None
+    client.kill()
+    client.wait()
+    node.wait_for("receive_failed", 1)
+    counters = node.counters()
+    assert counters["received"] + counters["receive_failed"] == 2
+
+
+# `connect` of the node, loaded before libc's. It stops the client, so that it cannot accept, kills it as soon
+# as its kernel has answered, and returns when the reset is there.
+KILL_ON_CONNECT = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+int connect(int fd, const struct sockaddr *address, socklen_t length) {
+    int (*next)(int, const struct sockaddr *, socklen_t) = dlsym(RTLD_NEXT, "connect");
+    FILE *file = address->sa_family == AF_INET ? fopen(getenv("VICTIM_FILE"), "r") : NULL;
+    int pid = 0, result, error;
+    char stat[32] = "/proc/self/stat", state = 0;
+    if (file != NULL) {
+        if (fscanf(file, "%d", &pid) != 1) abort();
+        fclose(file);
+        unlink(getenv("VICTIM_FILE"));
+        snprintf(stat, sizeof stat, "/proc/%d/stat", pid);
+        kill(pid, SIGSTOP);
+        while (state != 'T') {
+            file = fopen(stat, "r");
+            if (file == NULL || fscanf(file, "%*d %*s %c", &state) != 1) abort();
+            fclose(file);
+        }
+    }
+    result = next(fd, address, length);
+    error = errno;
+    if (pid != 0) {
+        struct pollfd reset = {fd, POLLRDHUP, 0};
+        kill(pid, SIGKILL);
+        poll(&reset, 1, 5000);
+    }
+    errno = error;
+    return result;
+}
+"""
+GREETER = """
+import sys, time
+from pdserve.kvpool.transports.ucx_client import UcxConnector
+sys.stdin.readline()
+UcxConnector("victim", "host").connect(sys.argv[1], time.monotonic() + 20)
+"""
+
+
+def test_client_killed_while_the_node_connects_to_it_leaves_the_node_alive(
+    start_node: Callable[..., Node], tmp_path: Path
+) -> None:
+    library, victim_file = tmp_path / "connect.so", tmp_path / "victim"
+    compile_it = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library), "-ldl"]
+    subprocess.run(compile_it, input=KILL_ON_CONNECT, text=True, check=True)
+    node = start_node(
+        LD_PRELOAD=str(library),
+        VICTIM_FILE=str(victim_file),
+        UCX_TCP_PORT_RANGE="10000-20000",  # lower than any client's: then it is the node that connects
+    )
+    for _ in range(3):
+        command = [sys.executable, "-c", GREETER, node.address]
+        client = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+        victim_file.write_text(str(client.pid))
+        client.communicate("go\n", timeout=120)
+        assert client.returncode == -signal.SIGKILL, "the node was to connect to the client"
+        connection = node.connect()
+        assert put(connection, [key(client.pid)], [random_page([MIB], 1)]) == b"\1"
+        connection.close()
+    assert node.process.poll() is None
+
+
+def test_aborted_reservations_end_and_the_connection_goes_on(node: Node) -> None:
+    connection = node.connect()
+    grants = reserve(connection, [key(i) for i in range(50)], [MIB, MIB])
+    connection.post(m.Abort([g.slot for g in grants], [g.sequence for g in grants]))
+    page = random_page([MIB, MIB], 3)
+    assert put(connection, [key(100)], [page]) == b"\1"
+    copy = empty_page([MIB, MIB])
+    assert connection.read_pages(pin(connection, [key(100)], [MIB, MIB]), [copy], soon()) == [OK]
+    assert all(np.array_equal(a, b) for a, b in zip(page, copy, strict=True))
+    report = connection.call(m.Status(1), soon())
+    assert isinstance(report, m.StatusReport)
+    assert report.counters["receive_failed"] == 50
+    assert report.counters["lost"] == 0
+    connection.close()
+
+
+def test_a_page_that_comes_after_it_was_aborted_leaves_the_connection_and_no_memory_behind(
+    node: Node,
+) -> None:
+    connection = node.connect()
+    process = psutil.Process(node.process.pid)
+    page = random_page([8 * MIB], 1)
+    for n in range(12):
+        [grant] = reserve(connection, [key(n)], [8 * MIB])
+        connection.post(m.Abort([grant.slot], [grant.sequence]))
+        assert connection.call(m.Status(1), soon())  # the node has read it
+        connection.write_pages([grant], [page], soon())
+        if n == 2:
+            before = process.memory_info().data
+    assert put(connection, [key(99)], [page]) == b"\1"
+    assert process.memory_info().data - before < 40 * MIB
+    connection.close()
+
+
+def test_messages_that_nobody_asked_for_end_their_connection(node: Node) -> None:
+    hostile, other = node.connect(), node.connect()
+    message = random_page([MIB], 1)[0]
+    sent = [hostile._link.send(message, (1 << 40) + n) for n in range(4)]
+    deadline = soon()
+    while hostile._link.alive:
+        hostile._link.progress()
+        assert time.monotonic() < deadline, "the node keeps them"
+    assert node.counters()["lost"] == 1
+    assert put(other, [key(1)], [random_page([MIB], 2)]) == b"\1"
+    hostile._link.destroy(sent)
+    hostile.close()
+    other.close()
+
+
+def test_giving_up_a_page_that_is_being_sent_leaves_the_connection_alone(node: Node) -> None:
+    connection = node.connect()
+    [grant] = reserve(connection, [key(1)], [BIG_BYTES])
+    link = connection._link
+    sending = link.send(np.zeros(BIG_BYTES, np.uint8), grant.tag)
+    for _ in range(20):  # some of it, so that the node cannot cancel its receive any more
+        link.progress()
+    connection.post(m.Abort([grant.slot], [grant.sequence]))
+    with pytest.raises(subprocess.TimeoutExpired):
+        node.process.wait(2.5)  # the client has no time to go on; the node looks at it every second
+    while not sending.completed:
+        link.progress()
+    page = random_page([MIB], 3)
+    assert put(connection, [key(100)], [page]) == b"\1"
+    report = connection.call(m.Status(1), soon())
+    assert isinstance(report, m.StatusReport)
+    assert (report.counters["receive_failed"], report.counters["lost"]) == (1, 0)
+    connection.close()
+
+
+def test_page_longer_than_its_slot_ends_the_connection_not_the_node(node: Node) -> None:
+    connection = node.connect()
+    grants = reserve(connection, [key(1), key(2)], [MIB])
+    page = random_page([2 * MIB], 1)
+    with pytest.raises(PoolUnavailable):
+        commit(connection, grants[:1], connection.write_pages(grants[:1], [page], soon()))
+    node.wait_for("receive_failed", 2)
+    connection.close()
+
+
+def test_stranger_at_the_listener_is_turned_away(node: Node) -> None:
+    connection = node.connect()
+    info = connection.welcome.ucx
+    assert info is not None
+    library = UcxLibrary()
+    stranger = UcxLink(library, library.context({}))
+    stranger.connect("127.0.0.1", info.port)
+    operations = [stranger.send(np.zeros(8, np.uint8), 1)]
+    deadline = soon()
+    while stranger.alive:
+        stranger.progress()
+        assert time.monotonic() < deadline
+    assert put(connection, [key(1)], [random_page([4096], 1)]) == b"\1"
+    stranger.destroy(operations)
+    connection.close()
+
+
+def test_idle_node_and_client_use_no_cpu(node: Node) -> None:
+    connection = node.connect()
+    put(connection, [key(1)], [random_page([MIB], 1)])
+    process = psutil.Process(node.process.pid)
+    before = process.cpu_times()
+    with pytest.raises(subprocess.TimeoutExpired):
+        node.process.wait(1.0)
+    after = process.cpu_times()
+    assert after.user + after.system - before.user - before.system < 0.05
+    connection.close()
+
+
+def test_clients_that_never_greeted_cost_the_node_no_time_when_they_go() -> None:
+    """Those that ran out of time while they connected, of a node that was busy: it must not get busier."""
+    clients = range(10)
+
+    async def leave() -> float:
+        server = UcxServer(np.zeros(4096, np.uint8), lambda event: None, lambda *lost: None)
+        await server.start()
+        for number in clients:
+            await server.open(number)
+        began_s = time.process_time()
+        for number in clients:
+            server.close(number)
+        took_s = time.process_time() - began_s
+        server.stop()
+        return took_s
+
+    assert asyncio.run(leave()) < len(clients) * CLOSE_WAIT_S / 2
+
+
+class SlowLink:
+    """A link whose every send takes a turn's time, and is completed at once."""
+
+    epoll_fd = -1
+    alive = True
+
+    def __init__(self, clock_s: list[float]) -> None:
+        self.clock_s = clock_s
+        self.sent: list[int] = []
+
+    def send(self, buffer: np.ndarray, tag: int) -> SimpleNamespace:
+        self.clock_s[0] += TURN_S
+        self.sent.append(tag)
+        return SimpleNamespace(completed=True, ok=True)
+
+    def receive_greeting(self, buffer: np.ndarray) -> SimpleNamespace:
+        return SimpleNamespace(completed=True, ok=True)
+
+    def progress(self) -> bool:
+        return False
+
+    def accept(self) -> bool:
+        return True
+
+    def unexpected(self) -> None:
+        return None
+
+    def arm(self) -> bool:
+        return True
+
+
+def test_a_small_read_is_sent_between_the_pages_of_a_big_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = [100.0]
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
+
+    async def read() -> None:
+        done: list[int] = []
+        server = UcxServer(np.zeros(4096, np.uint8), lambda event: done.append(event.tag), lambda *lost: None)
+        server._loop = asyncio.get_running_loop()
+        links = [SlowLink(clock_s), SlowLink(clock_s)]
+        for number, link in enumerate(links):
+            peer = server._peers[number] = server._Peer(number, link, clock_s[0])  # type: ignore[arg-type]
+            peer.greeted = True
+        for tag in range(100, 150):
+            server.perform(StartSend(0, tag, 0, (4096,)))
+        for tag in range(200, 203):
+            server.perform(StartSend(1, tag, 0, (4096,)))
+            before = len(links[0].sent)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert links[1].sent[-1] == tag
+            assert len(links[0].sent) <= before + 3
+        server.perform(CancelTransfers(0, (149,)))
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert links[0].sent == list(range(100, 149))
+        assert sorted(done) == [*range(100, 150), *range(200, 203)]
+
+    asyncio.run(asyncio.wait_for(read(), 30))
+
+
+class HeldLink(SlowLink):
+    """A link whose sends are completed when told."""
+
+    def __init__(self) -> None:
+        super().__init__([0.0])
+        self.held: list[SimpleNamespace] = []
+
+    def send(self, buffer: np.ndarray, tag: int) -> SimpleNamespace:
+        self.held.append(SimpleNamespace(completed=False, ok=True))
+        return self.held[-1]
+
+    def complete(self) -> None:
+        for operation in self.held:
+            operation.completed = True
+        self.held.clear()
+
+
+def test_a_connection_sends_less_at_a_time_while_others_move_pages() -> None:
+    page_bytes = 256 * 1024
+
+    async def read() -> None:
+        server = UcxServer(np.zeros(page_bytes, np.uint8), lambda event: None, lambda *lost: None)
+        server._loop = asyncio.get_running_loop()
+        links = [HeldLink(), HeldLink()]
+        for number, link in enumerate(links):
+            peer = server._peers[number] = server._Peer(number, link, 0.0)  # type: ignore[arg-type]
+            peer.greeted = True
+
+        async def at_once(also: bool) -> int:
+            """Pages that UCX has of the first connection, a second later."""
+            if also:
+                server.perform(StartSend(1, next(tags), 0, (page_bytes,)))
+            for link in links:
+                link.complete()
+            server._sweep()
+            assert server._sweeper is not None
+            server._sweeper.cancel()
+            for _ in range(200):
+                await asyncio.sleep(0)
+            return len(links[0].held)
+
+        tags = count(1000)
+        for tag in range(200):
+            server.perform(StartSend(0, tag, 0, (page_bytes,)))
+        alone, shared = WINDOW_BYTES // page_bytes, SHARED_WINDOW_BYTES // page_bytes
+        seen = [await at_once(also) for also in (False, True, True, False, False)]
+        assert seen == [alone, shared, shared, alone, alone]
+
+    asyncio.run(asyncio.wait_for(read(), 30))
+
+
+class BrokenLink(SlowLink):
+    """A link that fails as soon as something is sent; ended, it may not be used any more."""
+
+    def __init__(self, clock_s: list[float], epoll_fd: int) -> None:
+        super().__init__(clock_s)
+        self.epoll_fd = epoll_fd
+        self.ended = False
+
+    def send(self, buffer: np.ndarray, tag: int) -> SimpleNamespace:
+        raise PoolUnavailable("the endpoint failed")
+
+    def arm(self) -> bool:
+        assert not self.ended
+        return True
+
+    def destroy(self, operations: list[object]) -> None:
+        self.ended = True
+
+
+def test_a_connection_that_ends_as_a_send_begins_is_left_alone_from_then_on() -> None:
+    async def send() -> None:
+        done: list[bool] = []
+        lost: list[int] = []
+        server = UcxServer(
+            np.zeros(4096, np.uint8),
+            lambda event: done.append(event.ok),
+            lambda connection, reason: lost.append(connection),
+        )
+        server._loop = asyncio.get_running_loop()
+        with socket.socket() as sock:
+            peer = server._Peer(0, BrokenLink([0.0], sock.fileno()), 0.0)  # type: ignore[arg-type]
+            peer.greeted = True
+            server._peers[0] = peer
+            peer.waiting = {tag: StartSend(0, tag, 0, (4096,)) for tag in (100, 101)}
+            server._pump(peer)
+            await asyncio.sleep(0)
+        assert (done, lost) == ([False, False], [0])
+
+    asyncio.run(asyncio.wait_for(send(), 30))
+
+
+def test_destroy_ends_the_worker_itself() -> None:
+    library = UcxLibrary()
+    link = UcxLink(library, library.context({}))
+    link.listen(0)
+    descriptor = link.epoll_fd
+    select.select([descriptor], [], [], 0)
+    link.destroy([link.receive_greeting(np.zeros(8, np.uint8))])
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+    link.destroy([])
+
+
+def test_options_reach_ucx() -> None:
+    """Several rails, say; of both ends: each makes its contexts here."""
+    options = {"MAX_EAGER_RAILS": "2", "MAX_RNDV_RAILS": "3", "NET_DEVICES": "lo"}
+    config = UcxLibrary().context(options).config
+    assert {name: config[name] for name in options} == options
+
+
+@pytest.mark.parametrize("wrong", [{"NO_SUCH": "1"}, {"MAX_RNDV_RAILS": "many"}], ids=str)
+def test_an_option_that_ucx_does_not_take_is_named_in_one_line(wrong: dict[str, str]) -> None:
+    with pytest.raises(StartupError) as caught:
+        UcxLibrary().context({"NET_DEVICES": "lo", **wrong})
+    text, (name, value) = str(caught.value), *wrong.items()
+    assert f"{name} = '{value}'" in text
+    assert "NET_DEVICES" not in text
+    assert len(text.splitlines()) == 1
+
+
+def test_options_prefer_configuration_then_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    assert "tcp" in ucx_options({})["TLS"].split(",")
+    monkeypatch.setenv("UCX_TLS", "rc,self")
+    assert "TLS" not in ucx_options({})
+    assert ucx_options({"TLS": "tcp"})["TLS"] == "tcp"
+
+
+def test_importing_the_transport_loads_no_ucx() -> None:
+    code = "import sys, pdserve.kvpool.transports.ucx_client, pdserve.kvpool.node.ucx.server as s; "
+    code += "sys.exit('ucxx' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_node_of_its_own_host_alone_has_the_library_before_a_client_asks_for_it() -> None:
+    code = """
+import asyncio, sys, numpy as np
+from pdserve.kvpool import ucx_path
+from pdserve.kvpool.node.config.node import PoolNodeConfig
+ucx_path.LIBRARY_AFTER_S = 0.0
+async def run():
+    path = ucx_path.UcxPath(PoolNodeConfig(), np.zeros(4096, np.uint8), print, print)
+    path.prepare(remote=False)
+    assert "ucxx" not in sys.modules
+    async with asyncio.timeout(60):
+        while "ucxx._lib.arr" not in sys.modules:
+            await asyncio.sleep(0.01)
+    assert path.server is None
+    path.stop()
+asyncio.run(run())
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_client_loads_ucx_when_it_is_made_and_only_if_a_node_may_be_elsewhere() -> None:
+    code = """
+import sys
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
+for address in ("unix:/run/pool.sock", "tcp:127.0.0.1:7700", "tcp:pool-a:7700"):
+    config = PoolClientConfig(nodes=[PoolNodeRef(node="node", address=address)])
+    PoolClient(config, "ns", {}).close()
+    print("ucxx._lib.libucxx" in sys.modules)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["False", "False", "True"]

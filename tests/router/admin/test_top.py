@@ -1,0 +1,122 @@
+"""`pdserve top` before a live router."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sys
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from pdserve.kvpool.admin.tables import make_console
+from pdserve.router.admin.live_frames import Frame, NodeView, Point, Problem, SpaceView, WorkerView
+from pdserve.router.admin.top_cli import decode, view
+from pdserve.router.config.router import Admin
+from tests.router.admin.test_live_page import CACHED, KEY, shown
+from tests.router.request.test_timing import TOLD, telling
+from tests.support.router.harness import disagg, run
+
+CHAT = "/v1/chat/completions"
+FRAME = Frame(
+    Point(0.0, 12.0, 1.5, 3, 0.01, 0.02, {"prefill": 0.03, "pull": 0.01}, {"pool": 75.0, "computed": 25.0}),
+    2.0,
+    4,
+    5,
+    [
+        WorkerView("a:1", "decode", "ready", 2, 1, 100, None),
+        WorkerView("c:1", "decode", "ready", None, 0, 0, None),
+        WorkerView("b:1", "prefill", "refused", 0, 0, 0, 5, "no [fit]"),
+    ],
+    [NodeView("n0", "", 50, 100, 7, 2, 3.0, 1024.0, 2048.0, 0.5), NodeView("n1", "refused")],
+    [SpaceView("[bold]x", 7, 700, 800, 1600, 9, 0.5, None)],
+    [Problem(0.0, "error", "it [broke]", 3)],
+)
+
+
+def printed(frame: Frame) -> str:
+    out = io.StringIO()
+    Console(file=out, width=120, highlight=False, emoji=False, markup=False).print(view(frame))
+    return out.getvalue()
+
+
+def test_a_frame_is_shown_whole_and_names_are_no_markup() -> None:
+    said = printed(FRAME)
+    for word in (
+        "12 requests/s",
+        "1.5 failed/s",
+        "3 in flight",
+        "4 waiting",
+        "5 sessions",
+        "p50 10.0 ms, p90 20.0 ms",
+    ):
+        assert word in said
+    for word in (
+        "prefill 30.0 ms",
+        "pull 10.0 ms",
+        "pool DRAM 75.0 %",
+        "computed 25.0 %",
+        "2 + 1",
+        "?",
+        "refused",
+    ):
+        assert word in said
+    for word in (
+        "50.0 %",
+        "n1: refused",
+        "[bold]x",
+        "it [broke] (3 times)",
+        "b:1: no [fit]",
+        "1 KiB",
+        "2 KiB",
+    ):
+        assert word in said
+    assert "first token" not in printed(msgspec.structs.replace(FRAME, point=Point(0.0)))
+    assert make_console().width >= 80
+
+
+def test_frames_are_found_among_events() -> None:
+    data = msgspec.json.encode(FRAME).decode()
+    lines = ["event: history", "data: []", "", "event: frame", f"data: {data}", "", ": a comment", "data"]
+    assert list(decode(lines)) == [FRAME]
+
+
+async def top(*words: str) -> tuple[int, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "pdserve", "top", *words),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await asyncio.wait_for(process.communicate(), 120)
+    return process.returncode or 0, out.decode(), err.decode()
+
+
+def test_the_command_shows_a_live_router_once_and_says_what_is_wrong() -> None:
+    async def main() -> None:
+        async with disagg(admin=Admin(key=KEY)) as (harness, _, [decode]), shown(harness) as url:
+            frame: dict[str, Any] = {"point": {"parts_s": {}}}
+            while not {"prefill", "decode"} <= set(frame["point"]["parts_s"]):  # a request in its time, whole
+                asked = asyncio.create_task(top(url, "--once", "--json", "--key", KEY))
+                while not asked.done():
+                    decode.script(CHAT, telling(TOLD + CACHED))
+                    await harness.chat(stream=True)
+                    await asyncio.wait([asked], timeout=0.05)
+                status, said, _ = await asked
+                assert status == 0
+                frame = json.loads(said)
+            assert frame["point"]["requests_s"] > 0
+            assert {worker["id"] for worker in frame["workers"]} >= {decode.id}
+            for words, reason in (
+                ((url, "--key", "wrong-key-wrong-key"), "the admin key is not right"),
+                ((harness.url, "--key", KEY), "it is no admin port"),
+                (("http://127.0.0.1:1", "--key", KEY), "does not answer"),
+                ((url,), "the admin key is needed"),
+            ):
+                status, _, error = await top(*words)
+                assert status in (1, 2)
+                assert reason in error
+                assert error.count("\n") == 1
+
+    run(main(), timeout_s=280)

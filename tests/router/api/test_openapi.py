@@ -1,0 +1,144 @@
+"""The published document is right: schemathesis makes requests from it, valid ones and others, and holds
+the router's answers to it. Its phase of coverage takes some minutes and is run by hand. Workers are scripted;
+they check bodies as SGLang does, by the same schemas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from pdserve.router.api.openapi import HOT_ROUTES, complete
+from tests.support.router.harness import Harness, disagg, run
+from tests.support.router.mock_worker import ANSWER, EVENTS, REPORT, MockWorker, Received, Wire, stream
+
+SEED = 20261121
+PHASES = "examples,fuzzing,stateful"
+HOOKS = '''
+import schemathesis
+
+@schemathesis.hook
+def map_body(context, body):
+    """Mostly the model that is there; any other is answered 404."""
+    if isinstance(body, dict) and isinstance(body.get("model"), str) and len(body["model"]) % 4:
+        body["model"] = "m"
+    return body
+'''
+USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+SAID: dict[str, Any] = {
+    "ChatCompletionResponse": json.loads(ANSWER),
+    "CompletionResponse": {
+        "id": "1",
+        "object": "text_completion",
+        "created": 1,
+        "model": "m",
+        "usage": USAGE,
+        "choices": [{"index": 0, "text": "a", "logprobs": None, "finish_reason": "stop"}],
+    },
+    "EmbeddingResponse": {
+        "object": "list",
+        "model": "m",
+        "usage": USAGE,
+        "data": [{"object": "embedding", "index": 0, "embedding": [0.5]}],
+    },
+    "Generated": {"text": "a", "output_ids": [1], "meta_info": {"prompt_tokens": 1, "completion_tokens": 1}},
+    "TokenizeResponse": {"tokens": [1], "count": 1, "max_model_len": 9},
+    "DetokenizeResponse": {"text": "a"},
+}
+
+
+class CheckingWorker(MockWorker):
+    """Answers what the document says, or 400 to a body that does not fit it."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(role, tasks=["generate", "embed"])
+        self.answered = 0
+        self.validators: dict[str, jsonschema_rs.Validator] = {}
+
+    def learn(self, document: dict[str, Any]) -> None:
+        components = {"components": document["components"]}
+        for path in HOT_ROUTES:
+            schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+            self.validators[path] = jsonschema_rs.validator_for({**components, **schema})
+
+    async def _default(self, wire: Wire, request: Received) -> None:
+        endpoint = request.target.partition("endpoint=")[2] or request.path
+        validator = self.validators.get(endpoint)
+        if validator is None or request.method != "POST":
+            await super()._default(wire, request)
+            return
+        kind = request.headers["content-type"].partition(";")[0].strip().lower()
+        if kind != "application/json" or not validator.is_valid(request.json()):
+            await wire.json(400, {"object": "error", "message": "the body does not fit", "code": 400})
+        elif request.path == "/pd/prefill":
+            await wire.json(200, REPORT)
+        else:
+            self.answered += 1
+            _, _, said, streams = HOT_ROUTES[endpoint]
+            if streams and request.json().get("stream"):
+                await stream(EVENTS)(wire, request)
+            else:
+                await wire.json(200, SAID[said])
+
+
+async def checked(harness: Harness, hooks: Path, *words: str) -> tuple[int, str]:
+    """schemathesis' exit status and report."""
+    command = [
+        *(sys.executable, "-m", "schemathesis.cli", "run", f"{harness.url}/openapi.json"),
+        *("--checks", "all", "--seed", str(SEED), "--no-color", "--suppress-health-check", "all"),
+        *("--generation-database", "none", "--request-timeout", "20", *words),
+    ]
+    running = await asyncio.create_subprocess_exec(
+        *command,
+        cwd=hooks.parent,
+        env={**os.environ, "SCHEMATHESIS_HOOKS": hooks.stem, "PYTHONPATH": str(hooks.parent)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    said, _ = await running.communicate()
+    return running.returncode or 0, said.decode()
+
+
+def test_schemathesis_finds_nothing_wrong_with_the_document(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with disagg(make=CheckingWorker) as (harness, prefills, decodes):
+            document = (await harness.get("/openapi.json")).json()
+            for worker in (*prefills, *decodes):
+                assert isinstance(worker, CheckingWorker)
+                worker.learn(document)
+            status, report = await checked(harness, hooks, "--phases", PHASES, "--max-examples", "3")
+            assert status == 0, report
+            assert decodes[0].answered > 10, report  # type: ignore[attr-defined]
+
+    hooks = tmp_path / "api_hooks.py"
+    hooks.write_text(HOOKS)
+    run(main(), timeout_s=280)
+
+
+def test_a_document_that_is_wrong_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check above can fail: here the document forgets that a model may be unknown."""
+
+    async def main() -> None:
+        async with disagg(make=CheckingWorker) as (harness, _, _):
+            words = ("--phases", "fuzzing", "--max-examples", "1", "--include-path", "/v1/models/{model}")
+            status, report = await checked(harness, hooks, *words)
+            assert status == 1, report
+            assert "404" in report
+
+    def forgetful(document: dict[str, Any]) -> dict[str, Any]:
+        made = complete(document)
+        del made["paths"]["/v1/models/{model}"]["get"]["responses"]["404"]
+        return made
+
+    monkeypatch.setattr("pdserve.router.app.router.complete", forgetful)
+    hooks = tmp_path / "api_hooks.py"
+    hooks.write_text(HOOKS)
+    run(main(), timeout_s=120)

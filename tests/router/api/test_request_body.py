@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.errors import RequestError
+from pdserve.router.api.request_body import (
+    PROMPT_FIELDS,
+    RequestView,
+    estimate_prompt_tokens,
+    has_several_prompts,
+    parse_request,
+)
+from pdserve.router.fleet.models import TASK_OF
+
+KNOWN = set(RequestView.__struct_fields__)
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.text().filter(lambda k: k not in KNOWN), JSON_VALUES))
+def test_any_other_parameter_passes(body: dict[str, object]) -> None:
+    view = parse_request(json.dumps(body).encode())
+    assert view.model is None
+
+
+@given(st.binary())
+def test_any_bytes_are_understood_or_refused_as_bad_request(body: bytes) -> None:
+    status = 200
+    try:
+        parse_request(body)
+    except RequestError as error:
+        status = error.status
+    assert status in (200, 400)
+
+
+def test_only_what_planning_needs_is_decoded() -> None:
+    view = parse_request(b'{"model":"m","stream":true,"user":"u","messages":[{"a":1}],"prompt":[1,2],"n":3}')
+    assert (view.model, view.stream, view.user) == ("m", True, "u")
+    assert bytes(view.messages) == b'[{"a":1}]'
+    assert bytes(view.prompt) == b"[1,2]"
+
+
+@pytest.mark.parametrize(
+    ("body", "said", "param"),
+    [
+        (b'{"model": "m"', "not valid JSON", None),
+        (b"", "not valid JSON", None),
+        (b"[1]", "must be a JSON object", None),
+        (b'{"model": 3}', "'model'", "model"),
+        (b'{"stream": "yes"}', "'stream'", "stream"),
+        (b'{"model": "\xff"}', "not valid JSON", None),
+        (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply", None),
+    ],
+)
+def test_bad_bodies_are_named(body: bytes, said: str, param: str | None) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_request(body)
+    assert caught.value.status == 400
+    assert said in str(caught.value)
+    assert caught.value.param == param
+
+
+def test_the_estimate_grows_with_the_prompt() -> None:
+    short = parse_request(b'{"prompt": "a"}')
+    long = parse_request(json.dumps({"prompt": "word " * 1000}).encode())
+    assert estimate_prompt_tokens(short.prompt) == 0
+    assert 1000 <= estimate_prompt_tokens(long.prompt) <= 1500
+
+
+def test_every_route_that_computes_a_prompt_has_its_field() -> None:
+    assert set(PROMPT_FIELDS) == set(TASK_OF)
+    assert bytes(parse_request(b'{"prompt":"a"}').prompt_json("/tokenize")) == b""
+
+
+@pytest.mark.parametrize("nothing", ["null", "[]", '""', "[ ]"])
+def test_a_field_with_nothing_in_it_does_not_hide_a_batch(nothing: str) -> None:
+    view = parse_request(b'{"text": %b ,"input_ids":[[1],[2,3]]}' % nothing.encode())
+    assert bytes(prompt := view.prompt_json("/generate")) == b"[[1],[2,3]]"
+    assert has_several_prompts(prompt)
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/chat/completions", b'[{"a":1}]'),
+        ("/v1/completions", b'["a","b"]'),
+        ("/v1/embeddings", b'["c","d","e"]'),
+        ("/generate", b'["f","g"]'),
+    ],
+)
+def test_a_field_of_another_route_is_not_taken_for_the_prompt(path: str, prompt: bytes) -> None:
+    body = b'{"messages":[{"a":1}],"prompt":["a","b"],"input":["c","d","e"],"text":["f","g"]}'
+    assert bytes(parse_request(body).prompt_json(path)) == prompt
+
+
+def test_token_ids_of_a_chat_stand_for_its_messages() -> None:
+    view = parse_request(b'{"messages":[{"a":1}],"input_ids":[1,2]}')
+    assert bytes(view.prompt_json("/v1/chat/completions")) == b"[1,2]"

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.router.config.router import RouterConfig, parse_base_url
+from pdserve.settings.config_file import load_config, options
+
+EXAMPLE = Path(__file__).parents[3] / "launch" / "router.toml"
+
+
+def test_the_example_shows_every_option_with_its_default() -> None:
+    config = load_config(RouterConfig, EXAMPLE, {})
+    assert msgspec.structs.replace(config, prefill=(), decode=()) == RouterConfig()
+    text = EXAMPLE.read_text()
+    for option in options(RouterConfig):
+        assert option.key.rpartition(".")[2] + " = " in text, option.key
+
+
+def test_every_option_is_described() -> None:
+    assert all(option.description for option in options(RouterConfig))
+
+
+def test_mode_follows_from_the_worker_lists() -> None:
+    assert RouterConfig(decode=("http://a:1",)).mode == "disagg"
+    assert RouterConfig(agg=("http://a:1",)).mode == "agg"
+    assert RouterConfig(agg=("http://a:1",), decode=("http://b:1",)).mode == "disagg"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"prefill": ["http://a:1"]}, "'decode' is empty"),
+        ({"decode": ["http://a:1"], "agg": ["http://a:1/"]}, "listed twice"),
+        ({"decode": ["http://a:1"], "prefill_endpoints": ["/v1/chat"]}, "must be '/v1/chat/completions' or "),
+        ({"decode": ["a:1"]}, "http://HOST:PORT"),
+        ({"decode": ["https://a:1"]}, "http://HOST:PORT"),
+        ({"decode": ["http://a:99999"]}, "http://a:99999"),
+        ({"decode": ["http://10.0.0.256:1"]}, "http://10.0.0.256:1"),
+        ({"decode": ["http://a..b:1"]}, "http://a..b:1"),
+        ({"decode": ["http://[::g]:1"]}, "http://[::g]:1"),
+        ({"admin.pool": ["127.0.0.1:7700"]}, "admin.pool: pool address"),
+        ({"deadlines.prefil_s": 1.0}, "deadlines.prefill_s"),
+        ({"deadlines.total_s": 0.0}, "total_s"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_line(overrides: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(RouterConfig, None, overrides)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_base_urls() -> None:
+    assert parse_base_url("http://h:8") == ("h", 8)
+    assert parse_base_url("http://[::1]:8/") == ("::1", 8)

@@ -1,0 +1,139 @@
+"""A whole router process at its most talkative: TLS, keys, faults; it logs no secret and no prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.router.harness import Connection, chat_body, disagg, run
+from tests.support.router.mock_worker import MockWorker, answer, close, raw_answer, workers
+
+CHAT = "/v1/chat/completions"
+KEY, WRONG = "canary-api-key-1234567890", "canary-wrong-key-1234567890"
+ADMIN, TOKEN = "canary-admin-key-1234567890", "canary-cluster-token-1234567890"
+
+
+def certificate(directory: Path) -> tuple[Path, Path]:
+    """A self-signed certificate of 127.0.0.1, and its key."""
+    cert, key = directory / "cert.pem", directory / "key.pem"
+    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=127.0.0.1"
+    command = ["openssl", *words.split(), "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return cert, key
+
+
+def test_tls_is_spoken_and_nothing_secret_is_logged(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+
+    async def main() -> str:
+        prefill, decode = MockWorker("prefill"), MockWorker("decode")
+        prefill.token = decode.token = TOKEN
+        async with workers(prefill, decode):
+            config = tmp_path / "router.toml"
+            config.write_text(
+                f'port = 0\nlog_level = "debug"\nprefill = ["{prefill.url}"]\ndecode = ["{decode.url}"]\n'
+                f'[access]\ntls_cert_file = "{cert}"\ntls_key_file = "{key}"\n[admin]\nport = 0\n'
+            )
+            environment = {
+                **os.environ,
+                "PDSERVE_API_KEYS": f"alice={KEY}",
+                "PDSERVE_ADMIN_KEY": ADMIN,
+                "PDSERVE_CLUSTER_TOKEN": TOKEN,
+            }
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "pdserve", "router", "--config", str(config)),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=environment,
+            )
+            assert process.stdout is not None
+            said, ports = "", dict[str, int]()
+            while len(ports) < 2:
+                line = (await process.stdout.readline()).decode()
+                assert line, said
+                said += line
+                if found := re.search(r"listening on https://[^:]+:(\d+)|admin API on port (\d+)", line):
+                    ports["public" if found[1] else "admin"] = int(found[1] or found[2])
+            try:
+                await ask_everything(ports, cert, prefill, decode)
+            finally:
+                process.terminate()
+                said += (await process.communicate())[0].decode()
+            assert process.returncode == 0
+            return said
+
+    said: list[str] = []
+
+    async def kept() -> None:
+        said.append(await main())
+
+    run(kept(), timeout_s=90)
+    assert "DEBUG" in said[0]
+    assert "a request was refused" in said[0]
+    assert "request failed" in said[0]
+    assert "canary" not in said[0]
+    assert "Traceback" not in said[0]
+
+
+async def ask_everything(ports: dict[str, int], cert: Path, prefill: MockWorker, decode: MockWorker) -> None:
+    """Good and bad requests, each with canaries wherever a client can put one."""
+    tls = ssl.create_default_context(cafile=str(cert))
+    prompt = [{"role": "user", "content": "canary-prompt"}]
+    body = chat_body(messages=prompt, user="canary-user", cache_salt="canary-salt")
+
+    async def ask(
+        path: str, data: bytes, key: str, port: int, secure: bool = True, method: str = "POST"
+    ) -> int:
+        opened = await asyncio.open_connection("127.0.0.1", port, ssl=tls if secure else None)
+        connection = Connection(*opened)
+        headers = {"authorization": f"Bearer {key}", "x-session-id": "canary-session", "cookie": "canary=1"}
+        await connection.send(path, data, headers, method)
+        response = await connection.response()
+        connection.leave()
+        return response.status if response.is_whole else -response.status
+
+    public, plain = ports["public"], json.dumps(body).encode()
+    streamed = json.dumps({**body, "stream": True}).encode()
+    assert await ask(CHAT, plain, KEY, public) == 200
+    assert await ask(CHAT, streamed, KEY, public) == 200
+    assert await ask(CHAT, plain, WRONG, public) == 401
+    assert await ask(CHAT, b'{"model": "canary-model"}', KEY, public) == 404
+    assert await ask(CHAT, b'{"messages": "canary-prompt', KEY, public) == 400
+    assert await ask(CHAT, b'{"user": ["canary-user"]}', KEY, public) == 400
+    assert await ask("/v1/canary-path?canary-query", b"", KEY, public, method="GET") == 404
+    prefill.script(
+        "/pd/prefill", answer(200, {"prompt_tokens": "canary-report"}), close(), answer(503, "canary")
+    )
+    for _ in range(3):
+        assert await ask(CHAT, plain, KEY, public) == 200
+    decode.script(CHAT, answer(400, {"message": "canary-echo"}), raw_answer(b"canary garbage\r\n\r\n"))
+    assert await ask(CHAT, plain, KEY, public) == 400
+    assert await ask(CHAT, plain, KEY, public) == 502
+    decode.script(CHAT, close(b"HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\ncanary"))
+    await ask(CHAT, streamed, KEY, public)
+    assert await ask("/workers", b'{"url": "canary-url"}', ADMIN, ports["admin"], secure=False) == 400
+    assert await ask("/tenants", b"", WRONG, ports["admin"], secure=False, method="GET") == 401
+    assert await ask("/reload", b"", ADMIN, ports["admin"], secure=False) == 200
+
+
+def test_a_head_without_end_is_cut_off() -> None:
+    async def main() -> None:
+        async with disagg() as (harness, _, _):
+            connection = await harness.connect()
+            connection.writer.write(b"POST / HTTP/1.1\r\n" + b"x: y\r\n" * 100_000)
+            assert (await connection.head()).status == 431
+            connection.leave()
+            big = await harness.connect()
+            await big.send(CHAT, json.dumps(chat_body(filler="x" * 500_000)).encode(), {"x": "y" * 30_000})
+            assert (await big.response()).status == 200
+            await big.send(CHAT, json.dumps(chat_body()).encode())
+            assert (await big.response()).status == 200
+            big.leave()
+
+    run(main())

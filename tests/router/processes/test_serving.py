@@ -1,0 +1,225 @@
+"""The process: `pdserve router`, its start, its refusals, its graceful stop."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import re
+import signal
+import socket
+import sys
+
+import pytest
+
+from pdserve.errors import StartupError
+from pdserve.router.processes.serving import bind
+from tests.support.router.harness import Connection, chat_body, run
+from tests.support.router.mock_worker import ANSWER, EVENTS, Gate, MockWorker, stream, workers
+
+CHAT = "/v1/chat/completions"
+PR_SET_PDEATHSIG = 1
+PRCTL = ctypes.CDLL(None).prctl
+
+
+def lingering(seconds: float) -> str:
+    """A program, `pdserve`, that keeps idle connections for so long while it stops: a test that is given no
+    time by its machine has its requests there before.
+    """
+    patched = f"from pdserve.router import client_protocol; client_protocol.LINGER_S = {seconds}"
+    return f"{patched}; from pdserve.cli import main; main()"
+
+
+class RouterProcess:
+    """`pdserve router` as a child, on a free port."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.port = 0
+
+    @classmethod
+    async def start(cls, *arguments: str, program: str | None = None) -> RouterProcess:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *(("-m", "pdserve") if program is None else ("-c", program)),
+            "router",
+            "--port",
+            "0",
+            *arguments,
+            stderr=asyncio.subprocess.PIPE,
+            preexec_fn=lambda: PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL),  # what a failed test leaves behind
+        )
+        return cls(process)
+
+    async def listening(self) -> None:
+        assert self.process.stderr is not None
+        while match := await self.process.stderr.readline():
+            if found := re.search(rb"listening on http://[^:]+:(\d+)", match):
+                self.port = int(found[1])
+                return
+        raise AssertionError("the router ended before it listened")
+
+    async def connect(self) -> Connection:
+        return Connection(*await asyncio.open_connection("127.0.0.1", self.port))
+
+    async def refuses(self) -> None:
+        """Until the listener is closed."""
+        with pytest.raises(OSError):  # noqa: PT012
+            while True:
+                (await self.connect()).leave()
+                await asyncio.sleep(0.01)
+
+    async def ended(self) -> tuple[int, str]:
+        _, said = await self.process.communicate()
+        return self.process.returncode or 0, said.decode()
+
+
+async def start_streaming(router: RouterProcess) -> Connection:
+    client = await router.connect()
+    await client.send(CHAT, json.dumps(chat_body(stream=True)).encode())
+    assert (await client.head()).status == 200
+    assert await client.chunk() == EVENTS[0]
+    return client
+
+
+def test_running_streams_are_finished_before_the_router_stops() -> None:
+    async def main() -> None:
+        decode = MockWorker("decode")
+        async with workers(decode):
+            gate = Gate()
+            decode.script(CHAT, stream(EVENTS, gate, gate_after=1))
+            router = await RouterProcess.start("--decode", decode.url)
+            await router.listening()
+            client = await start_streaming(router)
+            router.process.send_signal(signal.SIGTERM)
+            await router.refuses()
+            gate.open.set()
+            rest = b""
+            while data := await client.chunk():
+                rest += data
+            assert rest == b"".join(EVENTS[1:])
+            assert (await router.ended())[0] == 0
+
+    run(main(), timeout_s=60)
+
+
+def test_what_comes_on_an_idle_connection_while_the_router_stops_is_answered_and_is_the_last() -> None:
+    async def main() -> None:
+        decode = MockWorker("decode")
+        async with workers(decode):
+            router = await RouterProcess.start("--decode", decode.url, program=lingering(5.0))
+            await router.listening()
+            gate = Gate()
+            decode.script(CHAT, stream(EVENTS, gate, gate_after=1))
+            streaming = await start_streaming(router)
+            idle, new, busy = [await router.connect() for _ in range(3)]
+            body = json.dumps(chat_body()).encode()
+            for client in (idle, busy):
+                await client.send(CHAT, body)
+                assert "connection" not in (await client.response()).headers
+            router.process.send_signal(signal.SIGTERM)
+            await router.refuses()
+            for client in (busy, new):
+                await client.send(CHAT, body)
+            gate.open.set()
+            while await streaming.chunk():
+                pass
+            await streaming.send(CHAT, body)
+            for client in (busy, new, streaming):
+                last = await client.response()
+                assert (last.body, last.headers["connection"]) == (ANSWER, "close")
+                assert await client.reader.read() == b""
+            assert await idle.reader.read() == b""
+            assert (await router.ended())[0] == 0
+
+    run(main(), timeout_s=60)
+
+
+def test_keep_alive_clients_lose_no_request_when_the_router_stops() -> None:
+    async def main() -> None:
+        decode = MockWorker("decode")
+        async with workers(decode):
+            router = await RouterProcess.start("--decode", decode.url, program=lingering(20.0))
+            await router.listening()
+            body = json.dumps(chat_body()).encode()
+            answered = 0
+
+            async def client() -> None:
+                nonlocal answered
+                connection = await router.connect()
+                while True:
+                    await connection.send(CHAT, body)
+                    answer = await connection.response()
+                    assert (answer.status, answer.body) == (200, ANSWER)
+                    answered += 1
+                    if answer.headers.get("connection") == "close":
+                        return
+
+            clients = asyncio.gather(*(client() for _ in range(16)))
+            while answered < 200:  # noqa: ASYNC110 - a counter
+                await asyncio.sleep(0.01)
+            router.process.send_signal(signal.SIGTERM)
+            await clients
+            assert (await router.ended())[0] == 0
+
+    run(main(), timeout_s=60)
+
+
+def test_a_stream_that_outlasts_the_grace_ends_in_an_error_event() -> None:
+    async def main() -> None:
+        decode = MockWorker("decode")
+        async with workers(decode):
+            decode.script(CHAT, stream(EVENTS, Gate(), gate_after=1))
+            router = await RouterProcess.start("--decode", decode.url, "--stop-grace-s", "0.2")
+            await router.listening()
+            client = await start_streaming(router)
+            router.process.send_signal(signal.SIGTERM)
+            last = await client.chunk()
+            assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "router_stopping"
+            assert await client.chunk() == b""
+            assert (await router.ended())[0] == 0
+
+    run(main(), timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        ([], 2, "no workers"),
+        (["--decode", "nonsense"], 2, "http://HOST:PORT"),
+        (["--decode", "http://127.0.0.1:1", "--session.sources", "kooky:x"], 2, "kooky:x"),
+        (["--config", "missing.toml"], 2, "missing.toml"),
+    ],
+)
+def test_what_cannot_be_started_says_so_in_one_line(arguments: list[str], status: int, said: str) -> None:
+    async def main() -> None:
+        router = await RouterProcess.start(*arguments)
+        code, text = await router.ended()
+        lines = [line for line in text.splitlines() if "error" in line]
+        assert code == status
+        assert len(lines) == 1
+        assert said in lines[0]
+        assert "Traceback" not in text
+
+    run(main())
+
+
+def test_workers_that_do_not_fit_end_the_process() -> None:
+    async def main() -> None:
+        prefill, decode = MockWorker("prefill"), MockWorker("decode", page_size=64)
+        async with workers(prefill, decode):
+            router = await RouterProcess.start("--prefill", prefill.url, "--decode", decode.url)
+            code, text = await router.ended()
+            assert code == 1
+            # named in the order in which their probes were answered
+            assert "page_size (64 and 16)" in text or "page_size (16 and 64)" in text
+            assert "Traceback" not in text
+
+    run(main())
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match=f"127.0.0.1:{port}.*--port"):
+            bind("127.0.0.1", port)

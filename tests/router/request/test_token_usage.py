@@ -1,0 +1,144 @@
+"""Tokens counted off an answer."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.router.request.token_usage import Meter
+from tests.support.router.mock_worker import DONE
+
+USAGE = b'"usage":{"prompt_tokens":30,"total_tokens":42,"completion_tokens":12,"prompt_tokens_details":null}'
+
+
+def test_an_answer_in_one_piece_says_its_usage() -> None:
+    meter = Meter(5)
+    meter.count(b'{"id":"1","choices":[{"text":"data: "}],' + USAGE + b"}")
+    assert meter.total(streamed=False) == (30, 12)
+
+
+def test_a_stream_that_says_its_usage_is_believed() -> None:
+    meter = Meter(5)
+    meter.count(b'data: {"choices":[],"usage":null}\n\n')
+    meter.count(b"data: {" + USAGE + b"}\n\ndata: [DONE]\n\n")
+    assert meter.total(streamed=True) == (30, 12)
+
+
+def test_a_stream_that_does_not_is_counted_by_its_events() -> None:
+    meter = Meter(5)
+    meter.prompt_tokens = 7
+    meter.count(b"data: {}\n\ndata: {}\n\n")
+    meter.count(b"data: {}\n\n")
+    assert meter.total(streamed=True) == (7, 3)
+
+
+def test_an_answer_that_speaks_of_data_is_not_charged_for_that() -> None:
+    meter = Meter(5)
+    meter.count(b'data: {"text":"data: data: \\ndata: "}\n\ndata: [DONE]\n\n')
+    assert meter.events == 2
+
+
+@given(st.lists(st.integers(0, 60)))
+def test_events_count_the_same_wherever_the_answer_is_cut(cuts: list[int]) -> None:
+    answer = b'data: {"text":"data: "}\n\ndata: {}\r\n\r\ndata: [DONE]\n\n'
+    meter = Meter(5)
+    for begin, end in itertools.pairwise([0, *sorted(cuts), len(answer)]):
+        meter.count(answer[begin:end])
+    assert meter.events == 3
+
+
+def test_sglangs_own_answers_are_understood() -> None:
+    one = b'{"text":"","meta_info":{"id":"a","prompt_tokens":9,"completion_tokens":%d,"cached_tokens":0}}'
+    meter = Meter(0)
+    meter.count(b"[" + one % 4 + b"," + one % 5 + b"]")
+    assert meter.total(streamed=False) == (18, 9)
+    meter = Meter(0)
+    for tokens in (1, 2, 3):
+        meter.count(b"data: " + one % tokens + b"\n\n")
+    assert meter.total(streamed=True) == (9, 3)
+
+
+def test_no_text_of_an_answer_passes_for_its_usage() -> None:
+    meter = Meter(0)
+    meter.count(b'{"choices":[{"text":"{\\"prompt_tokens\\":1,\\"completion_tokens\\":1}"}],' + USAGE + b"}")
+    assert meter.total(streamed=False) == (30, 12)
+
+
+def test_nothing_answered_is_no_output() -> None:
+    assert Meter(100).total(streamed=False) == (100, 0)
+
+
+def of_choice(choice: int, tokens: int, prompt_tokens: int = 9) -> bytes:
+    """An event of a stream of SGLang's own, as it is where there are several choices."""
+    meta = b'"meta_info":{"id":"c","finish_reason":null,"prompt_tokens":%d,"completion_tokens":%d},"index":%d'
+    return b'data: {"text":"",%b}\n\n' % (meta % (prompt_tokens, tokens, choice))
+
+
+def test_every_choice_of_a_stream_of_sglangs_own_counts_once_and_whole() -> None:
+    """The choices' events come mixed, some in one piece; each has its own growing count."""
+    meter = Meter(0)
+    meter.prompt_tokens = 9
+    for choice, tokens in ((0, 1), (1, 2), (0, 1), (1, 2), (0, 4)):
+        meter.count(of_choice(choice, tokens))
+    meter.count(of_choice(1, 5) + of_choice(2, 6) + of_choice(1, 7))
+    meter.count(DONE)
+    assert meter.total(streamed=True) == (9, 17)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_every_prompt_of_a_streamed_batch_is_charged_with_what_was_delivered(is_whole: bool) -> None:
+    meter = Meter(10)
+    for tokens in range(1, 10):
+        for choice in range(100):
+            meter.count(of_choice(choice, tokens, prompt_tokens=1000))
+    if is_whole:
+        meter.count(DONE)
+    assert meter.total(streamed=True) == (100_000, 900)
+
+
+@pytest.mark.parametrize("reported", [None, 5000])
+def test_leaving_a_batch_early_does_not_make_its_prompts_cheap(reported: int | None) -> None:
+    meter = Meter(4000)
+    meter.prompt_tokens = reported
+    meter.count(of_choice(0, 1))
+    assert meter.total(streamed=True) == (reported or 4000, 1)
+
+
+def of_openai(choices: bytes, completion_tokens: int) -> bytes:
+    usage = b'{"prompt_tokens":9,"total_tokens":0,"completion_tokens":%d}' % completion_tokens
+    return b'data: {"id":"a","choices":[%b],"usage":%b}\n\n' % (choices, usage)
+
+
+def test_a_stream_that_says_its_usage_all_along_is_counted_by_choice() -> None:
+    """OpenAI's `continuous_usage_stats`. What is said of all choices in the end is the last word."""
+    meter = Meter(9)
+    calls = b'"delta":{"tool_calls":[{"index":7}]}'
+    for choice, tokens in ((0, 1), (1, 1), (0, 2), (1, 3)):
+        meter.count(of_openai(b'{"index":%d,%b}' % (choice, calls), tokens))
+    assert meter.total(streamed=True) == (18, 5)
+    meter.count(of_openai(b'{"index":1,"delta":{}}', 4) + of_openai(b"", 7) + DONE)
+    assert meter.total(streamed=True) == (9, 7)
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+def test_numbers_are_read_with_and_without_blanks(separators: tuple[str, str]) -> None:
+    meter = Meter(0)
+    usage = {"usage": {"prompt_tokens": 3, "completion_tokens": 4}}
+    meter.count(json.dumps(usage, separators=separators).encode())
+    assert meter.total(streamed=False) == (3, 4)
+
+
+@given(
+    st.lists(st.binary() | st.just(b'"completion_tokens":') | st.just(b'data: {"index":1,')), st.booleans()
+)
+def test_any_bytes_can_be_an_answer(pieces: list[bytes], streamed: bool) -> None:
+    meter = Meter(1)
+    for piece in pieces:
+        meter.count(piece)
+    prompt, output = meter.total(streamed)
+    assert prompt >= 0
+    assert output >= 0

@@ -1,0 +1,219 @@
+"""Clients that send drop by drop, or nothing: each wait for them has an end, and nobody else suffers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from pdserve.router.server import connection
+from tests.support.router.harness import FAST, Connection, Harness, chat_body, disagg, run
+from tests.support.router.mock_worker import ANSWER, EVENTS, Gate, MockWorker, Received, Wire, stream
+
+CHAT = "/v1/chat/completions"
+BODY = json.dumps(chat_body()).encode()
+HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: test\r\ncontent-length: {len(BODY)}\r\n\r\n".encode()
+DROP_S = 0.02
+
+
+@asynccontextmanager
+async def strict(head_s: float = 0.3, body_s: float = 0.3) -> AsyncIterator[tuple[Harness, MockWorker]]:
+    """A router that gives its clients little time, and its worker."""
+    deadlines = msgspec.structs.replace(FAST, head_s=head_s, body_s=body_s, total_s=120.0)
+    async with disagg(prefill=0, deadlines=deadlines, client_keepalive_s=1.0) as (harness, _, [worker]):
+        yield harness, worker
+
+
+async def drop_by_drop(client: Connection, data: bytes) -> None:
+    """Until all is sent, or the router has had enough."""
+    for byte in data:
+        client.writer.write(bytes([byte]))
+        try:
+            await client.writer.drain()
+        except ConnectionError:
+            return
+        await asyncio.sleep(DROP_S)
+
+
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_a_head_drop_by_drop_is_answered_408_on_a_new_and_on_a_used_connection(earlier: int) -> None:
+    async def main() -> None:
+        async with strict() as (harness, worker):
+            client = await harness.connect()
+            for _ in range(earlier):
+                await client.send(CHAT, BODY)
+                assert (await client.response()).body == ANSWER
+            dropping = asyncio.create_task(drop_by_drop(client, HEAD[:-2] + b"x: " + b"y" * 5000))
+            answer = await client.response()
+            assert answer.status == 408
+            assert answer.headers["connection"] == "close"
+            assert await client.reader.read() == b""
+            dropping.cancel()
+            assert len(worker.got(CHAT)) == earlier
+            assert (await harness.chat()).body == ANSWER
+
+    run(main())
+
+
+@pytest.mark.parametrize("sent", [BODY, b""])
+def test_a_body_drop_by_drop_or_not_at_all_is_answered_408(sent: bytes) -> None:
+    async def main() -> None:
+        async with strict() as (harness, worker):
+            client = await harness.connect()
+            client.writer.write(HEAD)
+            dropping = asyncio.create_task(drop_by_drop(client, sent))
+            answer = await client.response()
+            assert answer.status == 408
+            assert answer.error["code"] == "body_too_slow"
+            assert await client.reader.read() == b""
+            dropping.cancel()
+            assert worker.got(CHAT) == []
+
+    run(main())
+
+
+def answered_while_sending(port: int, sent: bytes) -> bytes:
+    """What a client reads that has sent this, and sends more when the answer has come, before it reads."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        client.sendall(sent)
+        client.recv(1, socket.MSG_PEEK)
+        for _ in range(20):
+            client.sendall(b"y")
+        received = b""
+        while data := client.recv(65536):
+            received += data
+        return received
+
+
+@pytest.mark.parametrize("sent", [HEAD[:-2], HEAD + BODY[:-5]])
+def test_an_early_answer_is_not_overtaken_by_a_reset(sent: bytes) -> None:
+    async def main() -> None:
+        async with strict() as (harness, _):
+            received = await asyncio.to_thread(answered_while_sending, harness.port, sent)
+            assert received.startswith(b"HTTP/1.1 408 ")
+
+    run(main())
+
+
+def test_a_client_that_never_stops_sending_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "CLOSING_S", 0.2)
+
+    async def main() -> None:
+        async with strict() as (harness, _):
+            client = await harness.connect()
+            dropping = asyncio.create_task(drop_by_drop(client, HEAD[:-2] + b"y" * 10000))
+            assert (await client.head()).status == 408
+            await dropping  # far from all: the router has had enough
+
+    run(main())
+
+
+def test_a_head_that_is_too_long_is_answered_once_however_long_its_client_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "CLOSING_S", 0.6)
+
+    async def main() -> None:
+        async with strict(head_s=0.2) as (harness, _):
+            failed: list[object] = []
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+            client = await harness.connect()
+            await drop_by_drop(client, HEAD[:5])
+            client.writer.write(b"y" * connection.MAX_HEAD_BYTES)
+            assert (await client.head()).status == 431
+            await drop_by_drop(client, b"y" * 10000)
+            assert failed == []
+
+    run(main())
+
+
+def test_a_large_body_has_longer() -> None:
+    """Longer than `body_s` in all, but at a rate that is not too slow."""
+
+    async def main() -> None:
+        async with strict(body_s=0.5) as (harness, _):
+            padded = json.dumps(chat_body(user="x" * 100_000)).encode()
+            client = await harness.connect()
+            client.writer.write(HEAD.replace(b"%d" % len(BODY), b"%d" % len(padded)))
+            step = len(padded) // 10
+            for at in range(0, len(padded), step):
+                client.writer.write(padded[at : at + step])
+                await asyncio.sleep(0.1)
+            assert (await client.response()).body == ANSWER
+            client.leave()
+
+    run(main())
+
+
+def test_a_body_that_nobody_waits_for_does_not_hold_the_connection() -> None:
+    async def main() -> None:
+        async with strict() as (harness, _):
+            client = await harness.connect()
+            client.writer.write(HEAD.replace(CHAT.encode(), b"/no/such/route"))
+            dropping = asyncio.create_task(drop_by_drop(client, BODY))
+            assert (await client.response()).status == 404
+            assert await client.reader.read() == b""
+            dropping.cancel()
+
+    run(main())
+
+
+def test_a_connection_that_never_asks_is_closed_as_an_idle_one() -> None:
+    async def main() -> None:
+        async with strict() as (harness, _):
+            client = await harness.connect()
+            assert await client.reader.read() == b""
+
+    run(main())
+
+
+def test_the_next_head_in_pieces_does_not_cut_the_answer_under_way() -> None:
+    async def main() -> None:
+        async with strict() as (harness, worker):
+            gate = Gate()
+            worker.script(CHAT, stream(EVENTS, gate, gate_after=1))
+            client = await harness.connect()
+            await client.send(CHAT, json.dumps(chat_body(stream=True)).encode())
+            assert (await client.head()).status == 200
+            assert await client.chunk() == EVENTS[0]
+            client.writer.write(HEAD[:20])  # too early, and late in the end
+            await asyncio.sleep(1.0)
+            gate.open.set()
+            rest = b""
+            while data := await client.chunk():
+                rest += data
+            assert rest == b"".join(EVENTS[1:])
+            assert (await client.response()).status == 408
+
+    run(main())
+
+
+def test_a_head_without_end_during_an_answer_ends_the_connection_and_is_no_fault_of_the_worker() -> None:
+    async def main() -> None:
+        async with strict() as (harness, worker):
+
+            async def endless(wire: Wire, request: Received) -> None:
+                await wire.head(200, "text/event-stream")
+                while True:
+                    await wire.chunk(EVENTS[0])
+                    await asyncio.sleep(0.01)
+
+            worker.script(CHAT, endless)
+            client = await harness.connect()
+            await client.send(CHAT, json.dumps(chat_body(stream=True)).encode())
+            assert (await client.head()).status == 200
+            client.writer.write(HEAD[:-2] + b"x: " + b"y" * connection.MAX_HEAD_BYTES)
+            await worker.wait_until(lambda: worker.disconnected == 1)
+            await harness.settle()
+            assert harness.stats.client_aborts == {"stream": 1}
+            assert harness.stats.stream_errors == {}
+            [known] = harness.router.fleet.workers
+            assert known.circuit_failures == 0
+            client.leave()
+
+    run(main())

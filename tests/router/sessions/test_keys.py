@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from pdserve.errors import ConfigError
+from pdserve.router.api.request_body import parse_request
+from pdserve.router.config.placement import Session
+from pdserve.router.sessions.keys import (
+    MAX_LINKS,
+    MAX_SESSION_KEY_CHARS,
+    SessionKey,
+    find_session_key,
+    message_links,
+    parse_sources,
+)
+
+
+def find_key(body: dict[str, object], *sources: str, **headers: str) -> SessionKey | None:
+    data = json.dumps(body).encode()
+    return find_session_key(parse_sources(sources), headers.get, parse_request(data), data)
+
+
+def find(body: dict[str, object], *sources: str, **headers: str) -> str | None:
+    key = find_key(body, *sources, **headers)
+    return None if key is None else key.name
+
+
+def test_session_key_sources_are_tried_in_order() -> None:
+    body: dict[str, object] = {"user": "u", "metadata": {"session": {"id": 7}}}
+    sources = ("header:Sid", "body:metadata.session.id", "user")
+    assert find(body, *sources, sid="s") == "s"
+    assert find(body, *sources) == "7"
+    assert find({"user": "u"}, *sources) == "u"
+    assert find({}, *sources) is None
+    assert find({"metadata": ["x"], "user": ""}, *sources) is None
+
+
+def test_without_configuration_a_session_wins_over_its_user() -> None:
+    sources, user = Session().sources, {"x-user-id": "ada"}
+    assert find({"user": "u"}, *sources, **user, **{"x-session-id": "s"}) == "s"
+    assert find({"user": "u"}, *sources, **user) == "ada"
+    assert find({"user": "u"}, *sources) == "u"
+
+
+def test_a_long_session_key_is_digested_and_still_exact() -> None:
+    long = "k" * (MAX_SESSION_KEY_CHARS + 1)
+    first, second = find({"user": long}, "user"), find({"user": long + "x"}, "user")
+    assert first is not None
+    assert second is not None
+    assert first != second
+    assert len(first) <= MAX_SESSION_KEY_CHARS
+
+
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [
+        ("sid=a", "a"),
+        ("x=1; sid=a; y=2", "a"),
+        ('sid="a b"', "a b"),
+        ("xsid=1", None),
+        ("sid", None),
+        ("", None),
+    ],
+)
+def test_a_cookie_is_found_by_its_exact_name(header: str, value: str | None) -> None:
+    assert find({}, "cookie:sid", cookie=header) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["header:", "cookie:", "cookie:a b", "user:x", "body:", "body:a..b", "header:a b", "messages:1", ""],
+)
+def test_unknown_session_sources_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"session\.sources"):
+        parse_sources([text])
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def links(*messages: Any) -> tuple[str, ...]:
+    key = find_key({"messages": list(messages)}, "messages")
+    return () if key is None else key.links
+
+
+SYSTEM, HI = said("system", "be kind"), said("user", "hi")
+
+
+def test_a_conversation_keeps_its_name_and_its_links_as_it_grows() -> None:
+    first = links(SYSTEM, HI)
+    second = links(SYSTEM, HI, said("assistant", "hello"), said("user", "more"))
+    assert len(first) == 1
+    assert len(second) == 3
+    assert second[0] == first[0]
+
+
+def test_system_prompts_do_not_make_a_session() -> None:
+    other = said("developer", "be short")
+    assert links(SYSTEM, HI) == links(other, HI) == links(HI)
+    assert links(SYSTEM) == ()
+    assert links(SYSTEM, HI) != links(SYSTEM, said("user", "ho"))
+    assert links(HI, SYSTEM)[1] != links(HI)[0]  # one that comes later belongs to the conversation
+
+
+def test_a_long_conversation_is_known_by_its_first_messages() -> None:
+    many = [said("user", str(i)) for i in range(MAX_LINKS + 9)]
+    assert links(*many) == links(*many[:MAX_LINKS])
+
+
+@given(st.binary())
+@example(b'[{"role":"\xff"}]')
+@example(b'[{"role":' + b"[" * 100_000)
+def test_whatever_the_messages_are_no_key_is_the_worst(data: bytes) -> None:
+    assert isinstance(message_links(data), tuple)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("metadata", [b'{"s":"\xff"}', b'{"\xff":"s"}', b'{"s":[[]]}'])
+def test_a_field_that_cannot_be_read_gives_no_key(metadata: bytes) -> None:
+    body = b'{"metadata":%b}' % metadata
+    sources = parse_sources(["body:metadata.s"])
+    assert find_session_key(sources, {}.get, parse_request(body), body) is None
+
+
+@pytest.mark.parametrize("messages", ["hi", 3, None, {"role": "user"}, ["hi"], [{"role": 3}]])
+def test_messages_of_another_form_give_no_key(messages: object) -> None:
+    assert find_key({"messages": messages}, "messages") is None
+
+
+def test_a_key_that_is_sent_wins_over_the_messages() -> None:
+    body: dict[str, object] = {"user": "u", "messages": [HI]}
+    assert find(body, "user", "messages") == "u"
+    assert (find({"messages": [HI]}, "user", "messages") or "").startswith("messages:")

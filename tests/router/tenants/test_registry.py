@@ -1,0 +1,139 @@
+"""Tenants and their rates: pure, the time is an argument."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.errors import ConfigError
+from pdserve.router.config.tenants import Tenant, TenantLimits
+from pdserve.router.tenants.registry import ANONYMOUS, Bucket, Tenants, TenantState, TooManyError
+from pdserve.tokens import digest
+
+
+def state(**limits: float) -> TenantState:
+    return TenantState("t", TenantLimits(**limits), 0.0)  # type: ignore[arg-type]
+
+
+@given(
+    rate=st.floats(0.01, 1000),
+    capacity=st.floats(1, 1000),
+    asks=st.lists(st.tuples(st.floats(0, 100), st.floats(0, 2000)), max_size=50),
+)
+def test_a_bucket_never_lets_in_more_than_its_capacity_and_rate(
+    rate: float, capacity: float, asks: list[tuple[float, float]]
+) -> None:
+    bucket, now_s, let_in = Bucket(rate, capacity, 0.0), 0.0, 0.0
+    for pause_s, amount in asks:
+        now_s += pause_s
+        if bucket.wait_s(amount, now_s) == 0.0:
+            # one larger than the bucket goes into debt, which later ones wait for
+            assert let_in <= capacity + rate * now_s + 1e-3
+            bucket.charge(amount, now_s)
+            let_in += amount
+        assert bucket.level <= capacity
+
+
+@given(
+    rate=st.floats(0.01, 1000),
+    capacity=st.floats(1, 1000),
+    amount=st.floats(0, 2000),
+    debt=st.floats(0, 5000),
+)
+def test_after_the_time_that_a_bucket_says_it_lets_in(
+    rate: float, capacity: float, amount: float, debt: float
+) -> None:
+    bucket = Bucket(rate, capacity, 0.0)
+    bucket.charge(debt, 0.0)
+    wait_s = bucket.wait_s(amount, 0.0)
+    assert bucket.wait_s(amount, wait_s * (1 + 1e-6)) == 0.0
+
+
+def test_requests_over_the_rate_are_told_when_to_come_back() -> None:
+    tenant = state(requests_s=2.0)
+    tenant.take(0, 0.0)
+    tenant.take(0, 0.0)
+    with pytest.raises(TooManyError, match="2 requests per second") as caught:
+        tenant.take(0, 0.0)
+    assert caught.value.status == 429
+    assert caught.value.retry_after_s == 1
+    tenant.take(0, 0.5)
+    assert tenant.use.refused == 1
+
+
+def test_tokens_are_charged_by_estimate_and_then_by_what_was_used() -> None:
+    tenant = state(tokens_min=600)
+    tenant.take(100, 0.0)
+    tenant.settle(100, prompt_tokens=120, output_tokens=700, now_s=0.0)  # 220 more than there were
+    with pytest.raises(TooManyError, match="600 tokens per minute") as caught:
+        tenant.take(80, 0.0)
+    assert caught.value.retry_after_s == 30  # (220 + 80) / 10 per second
+    tenant.take(80, 30.0)
+    assert (tenant.use.prompt_tokens, tenant.use.output_tokens) == (120, 700)
+
+
+def test_a_request_that_came_to_nothing_gives_its_tokens_back() -> None:
+    tenant = state(tokens_min=600)
+    for _ in range(10):
+        tenant.take(600, 0.0)
+        tenant.settle(600, 0, 0, 0.0)
+
+
+def test_a_request_larger_than_a_minutes_worth_is_let_in_when_the_bucket_is_full() -> None:
+    tenant = state(tokens_min=60)
+    tenant.take(1000, 0.0)
+    with pytest.raises(TooManyError):
+        tenant.take(1, 900.0)
+    tenant.take(1, 1000.0)
+
+
+def test_new_limits_keep_the_debt_and_the_use() -> None:
+    tenants = Tenants()
+    keys = {digest("k" * 20): "a"}
+    tenants.configure(keys, [Tenant(name="a", tokens_min=60)], TenantLimits(), 0.0)
+    [a] = tenants.all
+    a.take(60, 0.0)
+    a.settle(60, 660, 0, 0.0)
+    tenants.configure(keys, [Tenant(name="a", tokens_min=6000)], TenantLimits(), 0.0)
+    assert tenants.all == (a,)
+    with pytest.raises(TooManyError):
+        a.take(1, 5.0)  # 600 of debt at 100 per second
+    a.take(1, 6.1)
+    tenants.configure(keys, [], TenantLimits(), 6.1)
+    a.take(10**6, 6.1)
+    assert a.use.prompt_tokens == 660
+
+
+def test_keys_find_their_tenant_and_nothing_else_does() -> None:
+    tenants = Tenants()
+    one, two = digest("one" * 8), digest("two" * 8)
+    tenants.configure({one: "a", two: "b"}, [Tenant(name="b", weight=3.0)], TenantLimits(concurrency=2), 0.0)
+    a, b = tenants.all
+    assert tenants.find(one) is a
+    assert tenants.find(two) is b
+    assert (a.limits.concurrency, b.limits.weight) == (2, 3.0)
+    assert tenants.find(one[:16] + two[16:]) is None
+    assert tenants.find("") is None
+    assert tenants.has_keys
+
+
+def test_without_keys_there_is_one_tenant() -> None:
+    tenants = Tenants()
+    tenants.configure({}, [], TenantLimits(), 0.0)
+    assert tenants.anonymous.name == ANONYMOUS
+    assert not tenants.has_keys
+
+
+@pytest.mark.parametrize(
+    ("names", "said"), [(["a", "a"], "listed twice"), (["a", "ghost"], "tenant ghost .* has no API key")]
+)
+def test_a_configuration_that_fits_no_keys_changes_nothing(names: list[str], said: str) -> None:
+    tenants = Tenants()
+    keys = {digest("k" * 20): "a"}
+    tenants.configure(keys, [], TenantLimits(), 0.0)
+    before = tenants.all
+    with pytest.raises(ConfigError, match=said):
+        tenants.configure(keys, [Tenant(name=name, requests_s=1.0) for name in names], TenantLimits(), 0.0)
+    assert tenants.all == before
+    assert before[0].limits == TenantLimits()

@@ -1,0 +1,299 @@
+"""Real processes for the end-to-end tests: pool nodes, SGLang workers, routers, each started by its own
+command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from pdserve.up.sessions import session_members
+from tests.support.left_behind import warden
+
+START_TIMEOUT_S = 600.0  # four at a time on a machine that has more to do
+STOP_TIMEOUT_S = 20.0
+
+# One for all: a new client reads the certificates of the web's authorities, 50 ms of a core, and tests ask
+# often. No connection is kept, since a server may end meanwhile.
+http = httpx.Client(
+    timeout=30.0, verify=False, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
+)
+
+
+def free_port() -> int:
+    """A TCP port that is free, below the range that the kernel gives to outgoing connections: a worker takes
+    half a minute until it listens, and one of those would be taken meanwhile.
+    """
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
+
+
+def eventually(condition: Callable[[], bool], what: str, timeout_s: float, poll_s: float = 0.05) -> None:
+    """Poll until the condition holds. Raises AssertionError naming `what` when it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what}")
+        time.sleep(poll_s)
+
+
+def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
+    """TOML of nested dicts with scalar, list and list-of-dict values."""
+    import json
+
+    def value(v: Any) -> str:
+        if isinstance(v, dict):
+            return "{" + ", ".join(f"{k} = {value(x)}" for k, x in v.items()) + "}"
+        if isinstance(v, list):
+            return "[" + ", ".join(value(x) for x in v) + "]"
+        return json.dumps(str(v) if isinstance(v, Path) else v)
+
+    lines = [f"{k} = {value(v)}" for k, v in table.items() if not isinstance(v, dict)]
+    for k, v in table.items():
+        if isinstance(v, dict):
+            lines += [f"[{prefix}{k}]", to_toml(v, f"{prefix}{k}.")]
+    return "\n".join(lines) + "\n"
+
+
+@dataclass
+class Process:
+    """A running command, its log file, and how to tell that it is ready."""
+
+    name: str
+    argv: list[str]
+    log: Path
+    env: dict[str, str] = field(default_factory=dict)
+    popen: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Process:
+        with self.log.open("ab") as log:
+            self.popen = subprocess.Popen(
+                self.argv,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **self.env},
+                start_new_session=True,
+            )
+        warden().watch(self.popen.pid)
+        return self
+
+    def wait_ready(self, ready: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
+        assert self.popen is not None
+
+        def check() -> bool:
+            assert self.popen is not None
+            if self.popen.poll() is not None:
+                raise AssertionError(f"{self.name} exited with {self.popen.returncode}:\n{self.tail()}")
+            return ready()
+
+        try:
+            eventually(check, f"{self.name} ready", timeout_s, 0.1)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.tail()}") from error
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Signal the process itself (not its children) and wait for its end."""
+        assert self.popen is not None
+        self.popen.send_signal(number)
+        self.popen.wait(STOP_TIMEOUT_S)
+        if not session_members(self.popen.pid):
+            warden().forget(self.popen.pid)
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL to the whole group; idempotent."""
+        if self.popen is None:
+            return
+        if self.popen.poll() is None:
+            self.popen.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(STOP_TIMEOUT_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait(STOP_TIMEOUT_S)
+        warden().forget(self.popen.pid)
+
+    def tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def pdserve(*words: str) -> list[str]:
+    return [sys.executable, "-m", "pdserve", *words]
+
+
+def http_ok(url: str) -> bool:
+    try:
+        return http.get(url, timeout=2.0).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@dataclass
+class PoolNode:
+    """A pool node on a Unix socket in `directory`, restartable on the same arena."""
+
+    directory: Path
+    name: str = "pool0"
+    capacity: str = "512MiB"
+    extra: dict[str, Any] = field(default_factory=dict)
+    process: Process | None = None
+
+    @property
+    def address(self) -> str:
+        return f"unix:{self.directory}/{self.name}.sock"
+
+    @property
+    def ref(self) -> dict[str, Any]:
+        return {"node": self.name, "address": self.address}
+
+    def start(self) -> PoolNode:
+        config = {
+            "name": self.name,
+            "listen": [self.address],
+            "capacity_bytes": self.capacity,
+            "arena_dir": self.directory / "arena",
+            "slab_bytes": "4MiB",
+            **self.extra,
+        }
+        path = self.directory / f"{self.name}.toml"
+        path.write_text(to_toml(config))
+        self.process = Process(
+            self.name, pdserve("pool", "serve", "--config", str(path)), self.directory / f"{self.name}.log"
+        ).start()
+        self.process.wait_ready(lambda: self._answers(), 120.0)
+        return self
+
+    def _answers(self) -> bool:
+        return self.status() is not None
+
+    def status(self) -> Any:
+        """The node's StatusReport, or None when it does not answer."""
+        from pdserve.errors import PoolError
+        from pdserve.kvpool.protocol import messages as m
+        from pdserve.kvpool.transports.control import ControlChannel, make_hello
+
+        deadline = time.monotonic() + 5.0
+        try:
+            channel = ControlChannel.connect(self.address, make_hello("test", "", "none"), deadline)
+        except PoolError:
+            return None
+        try:
+            report = channel.call(m.Status(1), deadline)
+        finally:
+            channel.close()
+        assert isinstance(report, m.StatusReport), report
+        return report
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.stop()
+
+
+@dataclass
+class Worker:
+    """A `pdserve prefill|decode|agg` process, or plain SGLang through `role="plain"`."""
+
+    role: str
+    name: str
+    directory: Path
+    engine: dict[str, Any]
+    pool: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    port: int = field(default_factory=free_port)
+    process: Process | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> Worker:
+        """Start without waiting; see `wait_ready`."""
+        config = {**self.settings, "engine": {**self.engine, "port": self.port}, "pool": self.pool}
+        path = self.directory / f"{self.name}.toml"
+        path.write_text(to_toml(config))
+        argv = pdserve(self.role, "--config", str(path))
+        self.process = Process(
+            self.name, argv, self.directory / f"{self.name}.log", {"OMP_NUM_THREADS": "1", **self.env}
+        ).start()
+        return self
+
+    def wait_ready(self) -> Worker:
+        assert self.process is not None
+        self.process.wait_ready(lambda: http_ok(f"{self.url}/pd/ready"))
+        return self
+
+    def generate(self, input_ids: list[int], max_new_tokens: int, **more: Any) -> dict[str, Any]:
+        """SGLang's own /generate, greedy, with the log-probability of each output token."""
+        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+        body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, **more}
+        answer = http.post(f"{self.url}/generate", json=body, timeout=120.0)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def flush(self) -> None:
+        """Empty SGLang's own caches, device and host; the pool keeps its pages."""
+
+        def flushed() -> bool:
+            return http.post(f"{self.url}/flush_cache", timeout=10.0).status_code == 200
+
+        eventually(flushed, f"{self.name} idle and flushed", 15.0, 0.1)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.stop()
+
+
+@dataclass
+class Router:
+    """A `pdserve router` process."""
+
+    directory: Path
+    prefill: list[Worker] = field(default_factory=list)
+    decode: list[Worker] = field(default_factory=list)
+    agg: list[Worker] = field(default_factory=list)
+    name: str = "router"
+    extra: dict[str, Any] = field(default_factory=dict)
+    port: int = field(default_factory=free_port)
+    process: Process | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> Router:
+        config: dict[str, Any] = {"host": "127.0.0.1", "port": self.port, **self.extra}
+        for role in ("prefill", "decode", "agg"):
+            urls = [worker.url for worker in getattr(self, role)]
+            if urls:
+                config[role] = urls
+        path = self.directory / f"{self.name}.toml"
+        path.write_text(to_toml(config))
+        self.process = Process(
+            self.name, pdserve("router", "--config", str(path)), self.directory / f"{self.name}.log"
+        ).start()
+        self.process.wait_ready(lambda: http_ok(f"{self.url}/ready"), 120.0)
+        return self
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.stop()

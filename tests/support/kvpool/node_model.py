@@ -1,0 +1,145 @@
+"""A node's state without any I/O, and shorthands to drive it. Used by the tests of the pure modules."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from pdserve.kvpool.core.events import Action, Answer, Connected, Disconnected, Received, Tick
+from pdserve.kvpool.core.namespace_admin import Rules
+from pdserve.kvpool.core.sessions import Limits
+from pdserve.kvpool.core.state import NO_RULES, NodeState
+from pdserve.kvpool.core.store.page_store import PageStore
+from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
+from pdserve.kvpool.core.tiering.tier_index import TieringLimits, TierSpec
+from pdserve.kvpool.namespaces.catalog import Namespaces
+from pdserve.kvpool.protocol import messages as m
+from pdserve.tokens import digest
+
+KIB = 1024
+R = TypeVar("R")
+
+
+def key(n: int) -> bytes:
+    return hashlib.sha256(n.to_bytes(8, "little")).digest()
+
+
+class Node:
+    """A NodeState with a clock that stands still unless moved. Every step checks conservation."""
+
+    def __init__(
+        self,
+        slabs: int = 4,
+        slab_bytes: int = 64 * KIB,
+        min_slot_bytes: int = 4 * KIB,
+        *,
+        rules: Rules = NO_RULES,
+        namespaces: Namespaces | None = None,
+        tiers: Sequence[TierSpec] = (),
+        tiering: TieringLimits | None = None,
+        **limits: Any,
+    ) -> None:
+        self.now_s = 100.0
+        slots = SlotAllocator(slabs * slab_bytes, slab_bytes, min_slot_bytes)
+        self.state = NodeState(
+            "n0",
+            1,
+            PageStore(slots, first_sequence=1),
+            Limits(**limits),  # type: ignore[arg-type]
+            self.now_s,
+            namespaces,
+            rules,
+            tiers,
+            tiering,
+        )
+        self.actions: list[Action] = []
+        self._connections = 0
+        self._ids = 0
+
+    def connect(self, data_path: m.DataPathName = "shm", token: str = "", peer: bool = False) -> int:
+        self._connections += 1
+        self.do(Connected(self._connections, data_path, "test", 1, peer, digest(token)))
+        return self._connections
+
+    def disconnect(self, connection: int, by_peer: bool = True) -> list[Action]:
+        return self.do(Disconnected(connection, by_peer))
+
+    def do(self, event: object) -> list[Action]:
+        self.actions = self.state.handle(event, self.now_s)  # type: ignore[arg-type]
+        self.state.check()
+        return self.actions
+
+    def send(self, connection: int, message: m.Request) -> list[Action]:
+        return self.do(Received(connection, message))
+
+    def pass_time(self, seconds: float) -> list[Action]:
+        self.now_s += seconds
+        return self.do(Tick())
+
+    def next_id(self) -> int:
+        self._ids += 1
+        return self._ids
+
+    def ask(self, connection: int, message: m.Request, kind: type[R]) -> R:
+        replies = answers(self.send(connection, message), connection)
+        assert len(replies) == 1, replies
+        assert isinstance(replies[0], kind), replies[0]
+        return replies[0]
+
+    # --- shorthands
+
+    def open(self, connection: int, name: str = "ns", **geometry: str) -> int:
+        return self.ask(connection, m.OpenNamespace(self.next_id(), name, geometry), m.Opened).namespace
+
+    def reserve(self, connection: int, namespace: int, *keys: int, length: int = 4 * KIB) -> list[m.Grant]:
+        request = m.Reserve(self.next_id(), namespace, [key(k) for k in keys], [length])
+        return self.ask(connection, request, m.Reserved).grants
+
+    def commit(self, connection: int, *grants: m.Grant, checksum: int = 7) -> list[int]:
+        request = commit(self.next_id(), *grants, checksum=checksum)
+        return list(self.ask(connection, request, m.Committed).mask)
+
+    def put(self, connection: int, namespace: int, *keys: int, length: int = 4 * KIB) -> list[m.Grant]:
+        grants = self.reserve(connection, namespace, *keys, length=length)
+        granted = [grant for grant in grants if grant.status == m.GRANTED]
+        assert self.commit(connection, *granted) == [1] * len(granted)
+        return grants
+
+    def get(self, connection: int, namespace: int, *keys: int, length: int = 4 * KIB) -> list[m.Pin]:
+        request = m.Get(self.next_id(), namespace, [key(k) for k in keys], [length])
+        return self.ask(connection, request, m.Got).pins
+
+    def release(self, connection: int, *pins: m.Pin) -> list[Action]:
+        return self.send(connection, m.Release([pin.slot for pin in pins], [pin.sequence for pin in pins]))
+
+    def abort(self, connection: int, *grants: m.Grant) -> list[Action]:
+        return self.send(
+            connection, m.Abort([grant.slot for grant in grants], [grant.sequence for grant in grants])
+        )
+
+    def exists(self, connection: int, namespace: int, *keys: int) -> list[int]:
+        request = m.Exists(self.next_id(), namespace, [key(k) for k in keys])
+        return list(self.ask(connection, request, m.Present).mask)
+
+    def status(self) -> m.StatusReport:
+        return self.state.status(0, self.now_s)
+
+
+def commit(request_id: int, *grants: m.Grant, checksum: int = 7) -> m.Commit:
+    return m.Commit(
+        request_id,
+        [grant.slot for grant in grants],
+        [grant.sequence for grant in grants],
+        [checksum] * len(grants),
+    )
+
+
+def answers(actions: list[Action], connection: int) -> list[m.Reply]:
+    return [
+        action.message for action in actions if isinstance(action, Answer) and action.connection == connection
+    ]
+
+
+def statuses(grants: list[m.Grant]) -> list[int]:
+    return [grant.status for grant in grants]

@@ -1,0 +1,204 @@
+"""Nodes to run the transport contract against: in this process, or as real `pdserve pool serve` processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from pdserve.errors import PoolError
+from pdserve.kvpool.core.sessions import Limits
+from pdserve.kvpool.node.config.cluster import ClusterConfig
+from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.protocol.slot_table import TableLayout
+from pdserve.kvpool.testing.inproc import InprocConnector, InprocNode
+from pdserve.kvpool.transports.base import Connection
+from pdserve.kvpool.transports.shm import ShmConnector, host_id
+from pdserve.up.toml import to_toml
+
+KIB = 1024
+START_TIMEOUT_S = 120.0
+
+
+class Pool(Protocol):
+    """One node under test."""
+
+    def connect(self, *, checksum: bool = True, timeout_s: float = 5.0) -> Connection: ...
+
+    def flip_bit(self, offset: int) -> None:
+        """Damage the arena behind everybody's back."""
+        ...
+
+    def pause(self) -> None:
+        """Let the node do nothing until `resume`."""
+        ...
+
+    def resume(self) -> None: ...
+
+    def kill(self) -> None:
+        """Let the node die without notice."""
+        ...
+
+    def restart(self) -> None:
+        """After `kill`: the next incarnation on the same memory."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class InprocPool:
+    """The node is an object."""
+
+    def __init__(self, config: PoolNodeConfig) -> None:
+        limits = Limits(
+            lease_s=config.lease_s,
+            reservation_lease_s=config.reservation_lease_s,
+            quarantine_s=config.quarantine_s,
+            max_waiters=config.max_waiters,
+        )
+        layout = TableLayout(config.capacity, config.slab, config.min_slot)
+        self.node = InprocNode(config.name, layout, limits, config)
+
+    def connect(self, *, checksum: bool = True, timeout_s: float = 5.0) -> Connection:
+        connector = InprocConnector([self.node], checksum=checksum)
+        return connector.connect(f"inproc:{self.node.name}", time.monotonic() + timeout_s)
+
+    def flip_bit(self, offset: int) -> None:
+        self.node.memory[offset] ^= 1
+
+    def pause(self) -> None:
+        self.node.paused = True
+
+    def resume(self) -> None:
+        self.node.paused = False
+
+    def kill(self) -> None:
+        self.node.stop()
+
+    def restart(self) -> None:
+        self.node.restart()
+
+    def close(self) -> None:
+        self.node.close()
+        self.node.state.check()
+
+
+class ProcessPool:
+    """The node is a process; `data_path` is how its clients move pages."""
+
+    code = "import sys; from pdserve.cli import main; main(sys.argv[1:])"
+
+    def __init__(self, config: PoolNodeConfig, directory: Path, data_path: str, extra: str = "") -> None:
+        """`extra`: further lines for the node's configuration."""
+        self.config = config
+        self.data_path = data_path
+        self.address = f"unix:{directory}/{config.name}.sock"
+        self.log = directory / f"{config.name}.log"
+        self._file = directory / f"{config.name}.toml"
+        self._file.write_text(
+            f'name = "{config.name}"\nlisten = ["{self.address}"]\narena_dir = "{config.arena_dir}"\n'
+            f"capacity_bytes = {config.capacity}\nslab_bytes = {config.slab}\nkeep = false\n"
+            f"min_slot_bytes = {config.min_slot}\nlease_s = {config.lease_s}\n"
+            f"reservation_lease_s = {config.reservation_lease_s}\nquarantine_s = {config.quarantine_s}\n"
+            f"max_waiters = {config.max_waiters}\nmax_reserved_share = {config.max_reserved_share}\n"
+            f"max_pinned_share = {config.max_pinned_share}\n"
+            f'admin_token = "{config.admin_token}"\n'
+            f"promotion_timeout_s = {config.promotion_timeout_s}\n"
+            f"tier_watermark = {config.tier_watermark}\n{extra}{_tier_tables(config)}"
+        )
+        if config.cluster != ClusterConfig():
+            with self._file.open("a") as file:
+                file.write(to_toml({"cluster": msgspec.to_builtins(config.cluster)}))
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        arguments = ["pool", "serve", "--config", str(self._file)]
+        with self.log.open("ab") as log:
+            process = subprocess.Popen([sys.executable, "-c", self.code, *arguments], stderr=log, stdout=log)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                ShmConnector("probe").connect(self.address, time.monotonic() + 1).close()
+                return process
+            except PoolError as error:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    process.kill()
+                    raise AssertionError(
+                        f"the node did not start: {error}\n{self.log.read_text()}"
+                    ) from error
+            time.sleep(0.02)  # between attempts to connect
+
+    def connect(self, *, checksum: bool = True, timeout_s: float = 5.0) -> Connection:
+        deadline = time.monotonic() + timeout_s
+        if self.data_path == "ucx":
+            from pdserve.kvpool.transports.ucx_client import UcxConnector
+
+            return UcxConnector("test", host_id(), checksum=checksum).connect(self.address, deadline)
+        return ShmConnector("test", checksum=checksum).connect(self.address, deadline)
+
+    @property
+    def arena_path(self) -> Path:
+        return self.config.arena_dir / self.config.name / "arena"
+
+    def flip_bit(self, offset: int) -> None:
+        arena = np.memmap(self.arena_path, dtype=np.uint8, mode="r+")
+        arena[offset] ^= 1
+
+    def pause(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(10)
+
+    def restart(self) -> None:
+        assert self._process.poll() is not None
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def close(self) -> None:
+        """Stop it as an operator would; a node that is not dead must end cleanly and leave nothing."""
+        if self._process.poll() is None:
+            self.resume()
+            self._process.terminate()
+            assert self._process.wait(15) == 0, self.log.read_text()
+            assert not self.arena_path.parent.exists()
+        assert "Traceback" not in self.log.read_text(), self.log.read_text()
+
+
+def _tier_tables(config: PoolNodeConfig) -> str:
+    lines = []
+    for tier in config.tiers:
+        plain = {**msgspec.structs.asdict(tier), "path": str(tier.path)}
+        options = plain.pop("options")
+        lines += ["[[tiers]]", *(f"{name} = {json.dumps(value)}" for name, value in plain.items())]
+        lines += ["[tiers.options]", *(f"{name} = {json.dumps(value)}" for name, value in options.items())]
+    return "\n".join([*lines, ""])
+
+
+def remove_arena(config: PoolNodeConfig) -> None:
+    """What a killed node left."""
+    directory = config.arena_dir / config.name
+    if directory.exists():
+        for path in directory.iterdir():
+            path.unlink()
+        directory.rmdir()
+
+
+def arena_dir() -> Path:
+    """Of this test process alone."""
+    return Path(f"/dev/shm/pdserve-test-{os.getpid()}")

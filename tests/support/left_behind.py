@@ -1,0 +1,16 @@
+"""Ends the servers of a test run that is itself ended (`timeout`, `kill -9`) before it could stop them."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+
+from pdserve.up.orphan_reaper import Warden
+
+
+@functools.cache
+def warden() -> Warden:
+    """Of this process. Tell it each session that a test starts, and each that has ended."""
+    warden = Warden()
+    atexit.register(warden.close)
+    return warden

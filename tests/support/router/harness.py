@@ -1,0 +1,206 @@
+"""A router in this process on a real port before mock workers, and a client that sees every byte."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import uvloop
+
+from pdserve.router.app.router import Router, open_router
+from pdserve.router.config.router import Deadlines, RouterConfig
+from pdserve.router.processes.serving import bind, make_server, serve_until_stopped
+from pdserve.tracing import Tracer
+from tests.support.router.mock_worker import MockWorker, workers
+
+FAST = Deadlines(
+    connect_s=2.0,
+    settle_s=1.0,
+    prefill_s=5.0,
+    publish_s=0.0,
+    first_byte_s=5.0,
+    between_chunks_s=5.0,
+    total_s=20.0,
+)
+
+
+def run(main: Coroutine[Any, Any, None], timeout_s: float = 30.0) -> None:
+    """Run an async test on the router's own kind of event loop; one that hangs fails here."""
+    uvloop.run(asyncio.wait_for(main, timeout_s))
+
+
+@dataclass
+class Response:
+    """An answer as it came."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    is_whole: bool = True
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error in OpenAI's form, its shape checked."""
+        error = self.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert isinstance(error["message"], str)
+        assert isinstance(error["type"], str)
+        return error
+
+
+class Connection:
+    """A client's connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    def leave(self) -> None:
+        """Go away without a word."""
+        self.writer.transport.abort()
+
+    async def send(
+        self, path: str, body: bytes, headers: dict[str, str] | None = None, method: str = "POST"
+    ) -> None:
+        given = {"content-type": "application/json", "content-length": str(len(body))} | (headers or {})
+        lines = "".join(f"{name}: {value}\r\n" for name, value in given.items())
+        self.writer.write(f"{method} {path} HTTP/1.1\r\nhost: test\r\n{lines}\r\n".encode("latin-1") + body)
+        await self.writer.drain()
+
+    async def head(self) -> Response:
+        text = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        first, *lines = text.split("\r\n")
+        headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in lines if line)}
+        return Response(int(first.split(" ")[1]), headers, b"")
+
+    async def chunk(self) -> bytes:
+        """One chunk of a chunked body; b"" at its end. Raises IncompleteReadError when it is cut short."""
+        size = int(await self.reader.readuntil(b"\r\n"), 16)
+        return (await self.reader.readexactly(size + 2))[:-2]
+
+    async def response(self) -> Response:
+        response = await self.head()
+        try:
+            if "content-length" in response.headers:
+                response.body = await self.reader.readexactly(int(response.headers["content-length"]))
+            else:
+                while data := await self.chunk():
+                    response.body += data
+        except asyncio.IncompleteReadError:
+            response.is_whole = False
+        return response
+
+
+class Harness:
+    """A router under test."""
+
+    def __init__(self, router: Router, port: int) -> None:
+        self.router = router
+        self.port = port
+        self.stats = router.stats
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def connect(self) -> Connection:
+        return Connection(*await asyncio.open_connection("127.0.0.1", self.port))
+
+    async def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Response:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection = await self.connect()
+        try:
+            await connection.send(path, data, headers)
+            return await connection.response()
+        finally:
+            connection.leave()
+
+    async def get(self, path: str) -> Response:
+        connection = await self.connect()
+        try:
+            await connection.send(path, b"", method="GET")
+            return await connection.response()
+        finally:
+            connection.leave()
+
+    async def chat(self, headers: dict[str, str] | None = None, **more: Any) -> Response:
+        return await self.post("/v1/chat/completions", chat_body(**more), headers)
+
+    async def settle(self) -> None:
+        """Let the router's own callbacks run until it has nothing in flight."""
+        while self.stats.in_flight:  # noqa: ASYNC110 - the router has no event for this, and needs none
+            await asyncio.sleep(0)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Let the router's own callbacks run until `condition` holds."""
+        while not condition():  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.001)
+
+    async def until_in_flight(self) -> None:
+        """Let the router's own callbacks run until it has seen a request."""
+        while not self.stats.in_flight:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0)
+
+    async def assert_nothing_leaked(self) -> None:
+        """No load counted, no deadline watched, no connection in use, no task but the server's and the
+        probes'.
+        """
+        await self.settle()
+        upstream = self.router.upstream
+        assert [worker.in_flight for worker in self.router.fleet.workers] == [0] * len(
+            self.router.fleet.workers
+        )
+        assert len(upstream.deadlines) == 0
+        assert upstream.open_count == upstream.idle_count
+        for _ in range(3):
+            await asyncio.sleep(0)
+        of_requests = ("run_asgi", "DirectClient", "AsgiClient")
+        tasks = [repr(task.get_coro()) for task in asyncio.all_tasks()]
+        assert [task for task in tasks if any(name in task for name in of_requests)] == []
+
+
+def chat_body(**more: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | more
+
+
+@asynccontextmanager
+async def routed(config: RouterConfig, tracer: Tracer | None = None) -> AsyncIterator[Harness]:
+    """A router with this configuration on a free port."""
+    with bind("127.0.0.1", 0) as listening:
+        async with open_router(config, tracer) as router:
+            server = make_server(router, config)
+            serving = asyncio.create_task(serve_until_stopped(server, listening))
+            harness = Harness(router, listening.getsockname()[1])
+            try:
+                yield harness
+                await harness.assert_nothing_leaked()
+            finally:
+                server.should_exit = server.force_exit = True
+                await serving
+
+
+@asynccontextmanager
+async def disagg(
+    prefill: int = 1,
+    decode: int = 1,
+    make: Callable[[str], MockWorker] = MockWorker,
+    tracer: Tracer | None = None,
+    **config: Any,
+) -> AsyncIterator[tuple[Harness, list[MockWorker], list[MockWorker]]]:
+    """A router before so many mock workers."""
+    prefills = [make("prefill") for _ in range(prefill)]
+    decodes = [make("decode") for _ in range(decode)]
+    async with workers(*prefills, *decodes):
+        settings = RouterConfig(
+            prefill=tuple(w.url for w in prefills), decode=tuple(w.url for w in decodes), deadlines=FAST
+        )
+        async with routed(msgspec.structs.replace(settings, **config), tracer) as harness:
+            yield harness, prefills, decodes
