@@ -1,10 +1,11 @@
 """A process that asks a pool node for pages at a steady rate, answers or not: a neighbour beyond its limit.
 
 Run as `python -m pdserve.bench.pool.neighbour_process CONFIG.json`. A client that waits for its answers
-(load_process.py) asks for no more than it gets. This process sends each request when it is due, on connections of
-its own. It releases the pages that it is given and moves no bytes. When the node stops reading a connection
-(back-pressure), requests due there are not sent, and the board does not count them. The process rests while the
-board says so, with its connections closed: then no request of it waits in the node. It ends at SIGTERM.
+(load_process.py) asks for no more than it gets. This process sends each request when it is due, on
+connections of its own. It releases the pages that it is given and moves no bytes. When the node stops
+reading a connection (back-pressure), requests due there are not sent, and the board does not count them.
+The process rests while the board says so, with its connections closed: then no request of it waits in the
+node. It ends at SIGTERM.
 """
 
 from __future__ import annotations

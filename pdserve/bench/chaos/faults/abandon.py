@@ -1,7 +1,8 @@
 """A client that reserves pages on a node, never writes them, and waits to be killed.
 
-Run as `python -m pdserve.bench.chaos.faults.abandon ADDRESS DATA_PATH COUNT`. It prints "ready" once it holds
-pages, or "left out: " and the reason when its node is down or grants none. Any other end is an error, on stderr.
+Run as `python -m pdserve.bench.chaos.faults.abandon ADDRESS DATA_PATH COUNT`. It prints "ready" once it
+holds pages, or "left out: " and the reason when its node is down or grants none. Any other end is an error,
+on stderr.
 """
 
 from __future__ import annotations
