@@ -32,7 +32,8 @@ from pdserve.router.admin.live_page import BASIC, add_live_page, is_of_live_page
 from pdserve.router.api.errors import error_of
 from pdserve.router.api.request_body import UNREADABLE
 from pdserve.router.app.router import Router, add_error_handlers
-from pdserve.router.fleet.registry import FleetError, Role, Worker
+from pdserve.router.fleet.registry import FleetError
+from pdserve.router.fleet.worker import Role, Worker
 from pdserve.router.metrics.totals import Totals
 from pdserve.router.request.call import JSON
 from pdserve.router.server.client import Receive, Scope, Send

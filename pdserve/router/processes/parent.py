@@ -30,7 +30,8 @@ from pdserve.errors import ConfigError, PdserveError, StartupError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.changes import Changes, FleetChange
 from pdserve.router.fleet.health_check import FirstRound
-from pdserve.router.fleet.registry import Worker, listed_workers
+from pdserve.router.fleet.registry import listed_workers
+from pdserve.router.fleet.worker import Worker
 from pdserve.router.metrics.merge import GROWING, add_up
 from pdserve.router.metrics.names import PREFIX
 from pdserve.router.processes.channel import (

@@ -12,9 +12,9 @@ from collections import deque
 
 import msgspec
 
-from pdserve.router.config.router import Limits
+from pdserve.router.config.limits import Limits
 from pdserve.router.deadlines import Deadlines
-from pdserve.router.fleet.registry import Worker
+from pdserve.router.fleet.worker import Worker
 from pdserve.router.upstream.connection import Connection, ConnectionOwner
 from pdserve.router.upstream.response import Exchange, UpstreamError
 

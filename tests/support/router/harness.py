@@ -13,7 +13,8 @@ import msgspec
 import uvloop
 
 from pdserve.router.app.router import Router, open_router
-from pdserve.router.config.router import Deadlines, RouterConfig
+from pdserve.router.config.limits import Deadlines
+from pdserve.router.config.router import RouterConfig
 from pdserve.router.processes.serving import bind, make_server, serve_until_stopped
 from pdserve.tracing import Tracer
 from tests.support.router.mock_worker import MockWorker, workers
