@@ -48,7 +48,7 @@ from pdserve.router.request.timing import cached_tokens, own_memory_tokens
 from pdserve.router.sessions.redis_table import SharedSessions
 from pdserve.router.sessions.table import SessionEntry
 from pdserve.router.upstream.client import Upstream
-from pdserve.router.upstream.response import Exchange, UpstreamError
+from pdserve.router.upstream.response import Response, UpstreamError
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ class Dispatcher:
             call.meter.prompt_tokens = sum(tokens.values())
 
     def _answered(
-        self, call: Call, plan: Plan, worker: Worker, turn: SessionEntry | None, exchange: Exchange
+        self, call: Call, plan: Plan, worker: Worker, turn: SessionEntry | None, exchange: Response
     ) -> SessionEntry | None:
         tokens, found = 0, None
         if plan.places is not None:
@@ -220,7 +220,7 @@ class Dispatcher:
             found = own_memory_tokens(exchange.headers)
         return self.placer.on_answered(call.facts, plan, worker, turn, tokens, found, self._loop.time())
 
-    async def _ask(self, call: Call, worker: Worker, trail: Trail, head_s: float) -> Exchange:
+    async def _ask(self, call: Call, worker: Worker, trail: Trail, head_s: float) -> Response:
         """Send the call to `worker`, or what it needs to go on with the call."""
         target, headers, body = call.path, call.upstream_headers + call.prefilled, call.body
         if self._continue != "never" and call.path in CONTINUED_PATHS:
