@@ -35,9 +35,8 @@ from pdserve.errors import (
     PoolUnavailable,
 )
 from pdserve.kvpool.client.deadline import Deadline
-from pdserve.kvpool.namespaces.access import ALL, WRITE
 from pdserve.kvpool.protocol.frames import expected
-from pdserve.kvpool.protocol.messages import Opened, OpenNamespace, Reply, Request
+from pdserve.kvpool.protocol.messages import ALL, WRITE, Opened, OpenNamespace, Reply, Request
 from pdserve.kvpool.transports.base import Connection
 
 logger = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ def report(state: NodeState, request_id: int, now_s: float, session: Session | N
         connections=len(state.sessions.keys() - {LOCAL}),
         namespaces=[_namespace(state, number) for number in shown],
         counters=_counters(state),
-        epoch=state.sharing.ownership.epoch,
+        epoch=state.sharding.ownership.epoch,
         tiers=state.below.status(),
     )
 
@@ -58,7 +58,7 @@ def _namespace(state: NodeState, number: int) -> m.NamespaceStatus:
         settings=access.redacted(state.namespaces.settings(number)),
         generation=namespace.generation,
         slot_bytes=pages.slot_bytes,
-        replicas=state.sharing.replicas.count(number),
+        replicas=state.sharding.replicas.count(number),
         counters={
             "operations": pages.operations,
             "hits_below": pages.hits_below,
@@ -86,6 +86,6 @@ def _counters(state: NodeState) -> dict[str, int]:
         "tail_bytes": state.store.slots.tail_bytes,
         "sweeping_bytes": state.store.bytes_in_state[SWEEPING],
         **state.recovered,
-        **state.sharing.counters(),
+        **state.sharding.counters(),
         **state.below.counters(),
     }

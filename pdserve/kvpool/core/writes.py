@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from pdserve.kvpool.core.events import Action, Answer, CancelTransfers, StartReceive
-from pdserve.kvpool.core.reads import Tags
-from pdserve.kvpool.core.sessions import NO_TRANSFER, Limits, PendingCommit, Reservation, Session
+from pdserve.kvpool.core.sessions import NO_TRANSFER, Limits, PendingCommit, Reservation, Session, Tags
 from pdserve.kvpool.core.store.page_store import QUARANTINED, PageStore
 from pdserve.kvpool.protocol.messages import (
     BUSY,

@@ -20,7 +20,7 @@ name. tests/kvpool/protocol/test_messages.py pins the bytes of every message.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from pdserve.kvpool.protocol.base import Message
 from pdserve.kvpool.protocol.base import NodeAddress as NodeAddress
@@ -356,3 +356,18 @@ Request: TypeAlias = (
 Reply: TypeAlias = (
     Welcome | Fault | Done | Opened | Present | Reserved | Committed | Got | StatusReport | ClusterReply
 )
+
+
+READ: Final = 1
+
+
+WRITE: Final = 2
+
+
+ADMIN: Final = 4
+
+
+ALL: Final = READ | WRITE | ADMIN
+
+
+STAND_IN: Final = "stand_in"  # counter in the status that a stand-in reports

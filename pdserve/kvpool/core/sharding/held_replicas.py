@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdserve.kvpool.core.events import Action
-from pdserve.kvpool.core.sharding.ownership import PagesBelow
+from pdserve.kvpool.core.sharding.ownership import TierPages
 from pdserve.kvpool.core.store.index import NONE
 from pdserve.kvpool.core.store.page_store import COMMITTED, RESERVED, PageStore
 from pdserve.kvpool.protocol.messages import FULL, GRANTED, PRESENT, Grant
@@ -40,7 +40,7 @@ class Replicas:
         max_bytes: int,
         lease_s: float,
         is_ours: Callable[[Sequence[bytes]], Sequence[bool]],
-        below: PagesBelow,
+        below: TierPages,
     ) -> None:
         self._store = store
         self._max_bytes = max_bytes

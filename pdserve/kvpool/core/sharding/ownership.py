@@ -37,7 +37,7 @@ AGAIN_S: Final = 1.0  # until pinned pages are looked at again
 MAX_KEY_LISTS: Final = 8  # of keys below memory, kept for people who look
 
 
-class PagesBelow(Protocol):
+class TierPages(Protocol):
     """The tiers below memory, as far as ownership is concerned."""
 
     @property
@@ -62,8 +62,8 @@ class PagesBelow(Protocol):
         ...
 
 
-class NothingBelow:
-    """A node without tiers. Implements PagesBelow."""
+class NoTiers:
+    """A node without tiers. Implements TierPages."""
 
     ready = True
 
@@ -83,7 +83,7 @@ class NothingBelow:
 class Ownership:
     """`ring` None: there is no view, everything is this node's."""
 
-    def __init__(self, name: str, store: PageStore, below: PagesBelow) -> None:
+    def __init__(self, name: str, store: PageStore, below: TierPages) -> None:
         self.ring: Ring | None = None
         self.number = -1  # ours in the ring; -1: we own nothing
         self.stable = True

@@ -44,7 +44,7 @@ from pdserve.errors import ConfigError
 from pdserve.kvpool.core.events import Action, AssignSlab, CommitRows, ReserveRows, free_row
 from pdserve.kvpool.core.store.index import NONE, Facts, Index, NamespacePages
 from pdserve.kvpool.core.store.lazy_free import CHUNK_SLOTS, Sweep
-from pdserve.kvpool.core.store.residue import Remains
+from pdserve.kvpool.core.store.residue import Residue
 from pdserve.kvpool.core.store.slab_recency import SlabUse
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 from pdserve.kvpool.core.store.victims import best_victims, reorder
@@ -78,7 +78,7 @@ class PageStore:
         self.bytes_in_state = [slots.capacity_bytes, 0, 0, 0, 0, 0]
         self.held: dict[int, int] = {}
         self.slab_use = SlabUse(slots)
-        self.remains = Remains(slots)
+        self.residue = Residue(slots)
         self.sweeps: list[Sweep] = []
         self.links = Links(slots.slots)
         self.next_sequence = first_sequence
@@ -161,7 +161,7 @@ class PageStore:
         in_state[RESERVED] += slot_bytes * len(slots)
         pages.slot_bytes += slot_bytes * len(slots)
         if slots:
-            out.append(ReserveRows(slots, pages.space, self.remains.take(slots, number)))
+            out.append(ReserveRows(slots, pages.space, self.residue.take(slots, number)))
         return slots
 
     def commit(self, slots: list[int], checksums: list[int], now_s: float, out: list[Action]) -> None:
@@ -347,7 +347,7 @@ class PageStore:
             elif self.slots.has_unassigned:
                 slab = self.slots.assign(slot_bytes)
                 self.slab_use.add(slot_bytes, slab, self.uses)
-                self.remains.assigned(slab)
+                self.residue.assigned(slab)
                 out.append(AssignSlab(slab, slot_bytes))
             else:
                 evicted = self._evict(slot_bytes, count - len(slots), out)

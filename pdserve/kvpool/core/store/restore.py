@@ -18,7 +18,7 @@ def restore(store: PageStore, contents: TableContents, now_s: float) -> None:
     """Take over what recovery kept, into an empty store; quarantined slots have no key any more."""
     taken = np.sort(np.concatenate([contents.slots, np.array(contents.quarantined, dtype=np.int64)]))
     store.slots.restore(contents.slab_class, taken)
-    store.remains.restore(contents.slots, contents.namespaces)
+    store.residue.restore(contents.slots, contents.namespaces)
     facts, slots = store.facts, contents.slots
     by_age = sorted_by(contents.sequences, slots)
     np.frombuffer(facts.namespace, np.uint32)[slots] = contents.namespaces

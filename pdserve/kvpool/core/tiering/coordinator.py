@@ -86,7 +86,7 @@ class Below:
         """Load what a tier has of the pages at the places `missing`; whether the Get waits for any."""
         return self.any and self._promotions.begin(session, request, pins, missing, now_s, out)
 
-    # what other nodes may own: see ownership.PagesBelow
+    # what other nodes may own: see ownership.TierPages
 
     @property
     def ready(self) -> bool:

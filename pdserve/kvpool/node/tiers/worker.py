@@ -25,7 +25,7 @@ from pdserve.kvpool.core.events import (
     ForgetNamespace,
     ForgetPages,
     LoadPages,
-    NamespaceForgotten,
+    TierForgotNamespace,
     PagesFound,
     PagesGone,
     PagesLoaded,
@@ -227,7 +227,7 @@ class TierWorker:
             logger.exception("%s: forget_namespace", self._where)
             problem = repr(error)
         self._say(problem)
-        self._post(NamespaceForgotten(self._number, namespace, before_sequence, problem))
+        self._post(TierForgotNamespace(self._number, namespace, before_sequence, problem))
 
     def _say(self, problem: str) -> None:
         if problem:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pdserve.kvpool.core.events import ReserveRows
 from pdserve.kvpool.core.sessions import Limits
-from pdserve.kvpool.core.store.residue import Remains
+from pdserve.kvpool.core.store.residue import Residue
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.slot_table import TableLayout
@@ -130,12 +130,12 @@ def test_a_slot_that_changes_hands_is_wiped_whole_and_once(length: int) -> None:
 
 def test_what_lies_in_a_slabs_tail_is_remembered_until_another_class_has_it_in_a_slot() -> None:
     slots = SlotAllocator(SLAB_BYTES, SLAB_BYTES, 8 * KIB)
-    remains = Remains(slots)
+    residue = Residue(slots)
 
     def wiped_for(namespace: int, slot_bytes: int) -> int:
-        remains.assigned(slots.assign(slot_bytes))
+        residue.assigned(slots.assign(slot_bytes))
         taken = slots.allocate(slot_bytes, 100)
-        ranges = remains.take(taken, namespace)
+        ranges = residue.take(taken, namespace)
         for slot in taken:
             slots.free(slot)
         return sum(end - start for start, end in ranges)

@@ -16,7 +16,7 @@ from pdserve.kvpool.core.events import (
     ForgetNamespace,
     ForgetPages,
     LoadPages,
-    NamespaceForgotten,
+    TierForgotNamespace,
     PagesFound,
     PagesGone,
     PagesLoaded,
@@ -115,7 +115,7 @@ class Rig:
             for where in [where for where in disk if where[0] == action.namespace]:
                 assert disk.pop(where).sequence < action.before_sequence
             problem = "" if status == STORED else "the disk is full"
-            self.node.do(NamespaceForgotten(tier, action.namespace, action.before_sequence, problem))
+            self.node.do(TierForgotNamespace(tier, action.namespace, action.before_sequence, problem))
 
     def load(self, at: int = 0, status: int | None = None) -> list[Action]:
         """Carry out one of the loads."""
