@@ -53,6 +53,14 @@ MOVED = 5  # another node owns it under this node's newer view: ask again there
 HIT = 0
 MISS = 1
 
+# What a client may do in a namespace: a sum of these
+READ: Final = 1
+WRITE: Final = 2
+ADMIN: Final = 4
+ALL: Final = READ | WRITE | ADMIN
+
+STAND_IN: Final = "stand_in"  # counter in the StatusReport of a process that only waits for an upgrade
+
 
 class Hello(Message, tag=1, frozen=True):
     """First frame of a client. `host_id` names the machine (boot id), so both sides know whether mapping can
@@ -356,18 +364,3 @@ Request: TypeAlias = (
 Reply: TypeAlias = (
     Welcome | Fault | Done | Opened | Present | Reserved | Committed | Got | StatusReport | ClusterReply
 )
-
-
-READ: Final = 1
-
-
-WRITE: Final = 2
-
-
-ADMIN: Final = 4
-
-
-ALL: Final = READ | WRITE | ADMIN
-
-
-STAND_IN: Final = "stand_in"  # counter in the status that a stand-in reports

@@ -13,7 +13,7 @@ from pdserve.errors import FrameError
 from pdserve.kvpool.cluster.membership import MAX_NAMESPACE_BYTES, Cluster
 from pdserve.kvpool.cluster.ring import MAX_WEIGHT_SUM, Ring
 from pdserve.kvpool.cluster.state import encoded
-from pdserve.kvpool.core.events import RecordsForgotten, NamespacesLearned, PublishNamespace
+from pdserve.kvpool.core.events import NamespacesLearned, PublishNamespace, RecordsForgotten
 from pdserve.kvpool.namespaces.registry import MAX_GEOMETRY_CHARS, bucket_of
 from pdserve.kvpool.node.serving.fair_queue import FairQueue
 from pdserve.kvpool.protocol import messages as m

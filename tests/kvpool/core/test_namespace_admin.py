@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from pdserve.kvpool.core.events import (
     Answer,
-    RecordsForgotten,
     NamespacesLearned,
     PublishNamespace,
+    RecordsForgotten,
     SaveNamespaces,
 )
 from pdserve.kvpool.core.namespace_admin import Rules

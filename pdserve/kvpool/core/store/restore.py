@@ -7,9 +7,10 @@ from itertools import compress, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.kvpool.core.store.page_store import COMMITTED, QUARANTINED, PageStore
+from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.table_scan import TableContents
 from pdserve.kvpool.core.store.victims import distinct, sorted_by
+from pdserve.kvpool.protocol.slot_table import COMMITTED, QUARANTINED
 
 _NOBODY = 0  # the namespace of a quarantined slot that says none
 

@@ -25,13 +25,13 @@ from pdserve.kvpool.core.events import (
     ForgetNamespace,
     ForgetPages,
     LoadPages,
-    TierForgotNamespace,
     PagesFound,
     PagesGone,
     PagesLoaded,
     PagesStored,
     SlotPage,
     StorePages,
+    TierForgotNamespace,
 )
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.tiers.backoff import Backoff

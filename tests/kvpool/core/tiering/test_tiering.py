@@ -16,19 +16,19 @@ from pdserve.kvpool.core.events import (
     ForgetNamespace,
     ForgetPages,
     LoadPages,
-    TierForgotNamespace,
     PagesFound,
     PagesGone,
     PagesLoaded,
     PagesStored,
     SlotPage,
     StorePages,
+    TierForgotNamespace,
 )
 from pdserve.kvpool.core.startup_hold import MAX_HELD
-from pdserve.kvpool.core.store.page_store import QUARANTINED, RESERVED
 from pdserve.kvpool.core.tiering.tier_index import TieringLimits, TierSpec
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings, ReplaceNamespace
+from pdserve.kvpool.protocol.slot_table import QUARANTINED, RESERVED
 from pdserve.kvpool.tiers.base import (
     CORRUPT,
     GONE,
