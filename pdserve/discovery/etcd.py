@@ -1,9 +1,9 @@
-"""Nodes find each other, clients find nodes, and routers find workers (worker_etcd.py), in etcd.
+"""Discovery through etcd: nodes find each other, clients find nodes, routers find workers (workers.py).
 
-Each node keeps a key `<prefix>/<cluster>/nodes/<name>` with its address, under a lease that it renews, and
-watches the keys of the others. What etcd says only helps to find nodes and to doubt them: who is in the pool
-is decided by the nodes themselves (membership.py, detector.py). So when etcd is away, or comes back empty,
-the pool goes on with what it knows, and the nodes write their keys anew.
+Each member keeps a key `<prefix>/<cluster>/<kind>/<name>` with its address, under a lease that it renews. It
+watches the keys of the others. etcd only helps to find members and to doubt them. The pool's nodes decide
+among themselves which of them are alive (kvpool/cluster). So while etcd is down, or after it lost its data,
+the pool goes on with what it knows, and the members write their keys again.
 
 This speaks etcd's JSON gateway (https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/): keys and values in
 base64, 64-bit numbers as strings, a watch as one line of JSON per answer.
@@ -24,7 +24,6 @@ import msgspec
 
 from pdserve.discovery.config import EtcdConfig
 from pdserve.errors import ConfigError, PoolError, PoolRefused, PoolUnavailable
-from pdserve.kvpool.protocol.base import NodeAddress
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -36,8 +35,19 @@ STALE_TOKEN: Final = ("revision of auth store is old", "user name is empty")  # 
 NODES: Final = "nodes"
 
 
+class EtcdMember(msgspec.Struct, frozen=True):
+    """A member of a cluster that has a key in etcd: a pool node or a worker."""
+
+    node: str
+    """The key's last part: the node's name, or `role/host:port` of a worker."""
+    address: str
+    """Where it is reached: `unix:/path`, `tcp:host:port`, or a worker's URL."""
+    weight: int = 1
+    """Share of the hash ring. Workers have 1."""
+
+
 class _Entry(msgspec.Struct, frozen=True):
-    """The value of a node's key, in JSON."""
+    """The value of a member's key, in JSON."""
 
     address: str
     weight: int = 1
@@ -85,7 +95,7 @@ class _Token(msgspec.Struct, frozen=True):
     token: str
 
 
-def discover(config: EtcdConfig, cluster: str) -> list[NodeAddress]:
+def discover(config: EtcdConfig, cluster: str) -> list[EtcdMember]:
     """The nodes of a pool that etcd knows of now, by name. For clients; blocks for at most `timeout_s` per
     endpoint.
 
@@ -117,8 +127,8 @@ class EtcdMembership:
         self,
         config: EtcdConfig,
         cluster: str,
-        node: NodeAddress | None,
-        found: Callable[[list[NodeAddress]], None],
+        node: EtcdMember | None,
+        found: Callable[[list[EtcdMember]], None],
         gone: Callable[[str], None],
         *,
         kind: str = NODES,
@@ -142,9 +152,9 @@ class EtcdMembership:
         self._token = ""
         self._lease = 0
         self._said = ""  # of what is wrong, until it is right again
-        self._nodes: dict[str, NodeAddress] = {}
+        self._nodes: dict[str, EtcdMember] = {}
 
-    async def nodes(self) -> list[NodeAddress]:
+    async def nodes(self) -> list[EtcdMember]:
         """The nodes that have a key now. Raises PoolError."""
         answer = await self._ask("kv/range", _range_body(self._prefix), _Range)
         return _nodes(answer.kvs, self._prefix)
@@ -184,7 +194,7 @@ class EtcdMembership:
             tasks.create_task(self._renew(lease, self._endpoint))
             tasks.create_task(self._watch(known.header.revision + 1))
 
-    async def _register(self, node: NodeAddress) -> _Lease:
+    async def _register(self, node: EtcdMember) -> _Lease:
         lease = await self._ask("lease/grant", {"TTL": str(self._config.lease_s)}, _Lease)
         self._lease = lease.ID
         value = msgspec.json.encode(_Entry(node.address, node.weight))
@@ -299,7 +309,7 @@ def _range(prefix: str) -> dict[str, str]:
     return {"key": _b64(prefix), "range_end": _b64(end)}
 
 
-def _nodes(kvs: Iterable[_KeyValue], prefix: str) -> list[NodeAddress]:
+def _nodes(kvs: Iterable[_KeyValue], prefix: str) -> list[EtcdMember]:
     """What others wrote under the prefix and is no node is passed over."""
     found = []
     for kv in kvs:
@@ -309,7 +319,7 @@ def _nodes(kvs: Iterable[_KeyValue], prefix: str) -> list[NodeAddress]:
         except (msgspec.MsgspecError, ValueError) as error:
             logger.warning("etcd: %s%s is no node of a pool: %s", prefix, name, error)
             continue
-        found.append(NodeAddress(name, entry.address, max(1, entry.weight)))
+        found.append(EtcdMember(name, entry.address, max(1, entry.weight)))
     return sorted(found, key=lambda node: node.node)
 
 

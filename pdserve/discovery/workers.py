@@ -13,9 +13,8 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from pdserve.discovery.config import EtcdConfig
-from pdserve.discovery.etcd import EtcdMembership
+from pdserve.discovery.etcd import EtcdMember, EtcdMembership
 from pdserve.errors import ConfigError
-from pdserve.kvpool.protocol.base import NodeAddress
 
 WORKERS = "workers"
 
@@ -32,14 +31,14 @@ class WorkerEtcdConfig(EtcdConfig, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "pool"
 
 
-def worker_key(role: str, url: str) -> NodeAddress:
+def worker_key(role: str, url: str) -> EtcdMember:
     """What a worker writes. Raises ConfigError for a URL that no router could use."""
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
         raise ConfigError(f"advertise: {url!r} is not of the form http://HOST:PORT")
     if parts.hostname in ("0.0.0.0", "::"):
         raise ConfigError(f"advertise is needed: {url} is no address that a router can connect to")
-    return NodeAddress(f"{role}/{parts.netloc}", url, 1)
+    return EtcdMember(f"{role}/{parts.netloc}", url, 1)
 
 
 class Registration:

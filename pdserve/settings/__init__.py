@@ -1,1 +1,4 @@
-"""."""
+"""Configuration files and command lines, made from configuration structs.
+
+Each part of pdserve declares its own structs; none of them belongs here. May import: errors.
+"""

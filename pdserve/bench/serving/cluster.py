@@ -17,7 +17,7 @@ from typing import Final
 import httpx
 import psutil
 
-from pdserve.bench.cluster import memory_dir
+from pdserve.bench.node_processes import memory_dir
 from pdserve.bench.peers.mooncake import mooncake_servers
 from pdserve.bench.serving.contenders import DEAD, Contender, Setting, contender
 from pdserve.bench.stores import BenchError

@@ -10,7 +10,7 @@ from pdserve.kvpool.core.reads import Reads
 from pdserve.kvpool.core.sessions import Session
 from pdserve.kvpool.core.sharding.coordinator import Sharding
 from pdserve.kvpool.core.store.page_store import PageStore
-from pdserve.kvpool.core.tiering.coordinator import Below
+from pdserve.kvpool.core.tiering.coordinator import Tiers
 from pdserve.kvpool.core.waits import Waits
 from pdserve.kvpool.core.writes import Writes
 from pdserve.kvpool.namespaces import access
@@ -29,7 +29,7 @@ class Reported(Protocol):
     sessions: dict[int, Session]
     namespaces: Namespaces
     administration: Administration
-    below: Below
+    tiers: Tiers
     waits: Waits
     reads: Reads
     writes: Writes
@@ -64,7 +64,7 @@ def report(state: Reported, request_id: int, now_s: float, session: Session | No
         namespaces=[_namespace(state, number) for number in shown],
         counters=_counters(state),
         epoch=state.sharding.ownership.epoch,
-        tiers=state.below.status(),
+        tiers=state.tiers.status(),
     )
 
 
@@ -85,7 +85,7 @@ def _namespace(state: Reported, number: int) -> m.NamespaceStatus:
         replicas=state.sharding.replicas.count(number),
         counters={
             "operations": pages.operations,
-            "hits_below": pages.hits_below,
+            "hits_below": pages.tier_hits,
             "read_bytes": pages.read_bytes,
             "written_pages": pages.written,
             "written_bytes": pages.written_bytes,
@@ -111,5 +111,5 @@ def _counters(state: Reported) -> dict[str, int]:
         "sweeping_bytes": state.store.bytes_in_state[SWEEPING],
         **state.recovered,
         **state.sharding.counters(),
-        **state.below.counters(),
+        **state.tiers.counters(),
     }

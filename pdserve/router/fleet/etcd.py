@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from pdserve.discovery.etcd import EtcdMembership
+from pdserve.discovery.etcd import EtcdMember, EtcdMembership
 from pdserve.discovery.workers import WORKERS, WorkerEtcdConfig
 from pdserve.errors import PoolError
-from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.router.fleet.registry import Fleet, FleetError, Worker
 from pdserve.router.fleet.worker import ROLES, Role
 
@@ -51,7 +50,7 @@ class Discovery:
                 timer.cancel()
             await self._membership.close()
 
-    def _found(self, nodes: list[NodeAddress]) -> None:
+    def _found(self, nodes: list[EtcdMember]) -> None:
         for node in nodes:
             role = node.node.partition("/")[0]
             if timer := self._missing.pop(node.node, None):

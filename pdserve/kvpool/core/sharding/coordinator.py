@@ -28,10 +28,10 @@ class Sharding:
     """`heat` is None while the node is alone."""
 
     def __init__(
-        self, name: str, store: PageStore, limits: ReplicationLimits, below: TierPages | None = None
+        self, name: str, store: PageStore, limits: ReplicationLimits, pages: TierPages | None = None
     ) -> None:
         self.heat: Heat | None = None
-        tiers = below or NoTiers()
+        tiers = pages or NoTiers()
         self.ownership = Ownership(name, store, tiers)
         self.replication = Replication(store, limits)
         max_bytes = int(store.slots.capacity_bytes * limits.max_share)

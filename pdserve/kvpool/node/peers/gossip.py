@@ -52,7 +52,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
 from pdserve.kvpool.transports.control import make_hello
 
 if TYPE_CHECKING:
-    from pdserve.discovery.etcd import EtcdMembership
+    from pdserve.discovery.etcd import EtcdMember, EtcdMembership
 
 logger = logging.getLogger(__name__)
 
@@ -192,16 +192,19 @@ class Gossiper:
         config = self.config.cluster
         if config.membership != "etcd":
             return
-        from pdserve.discovery.etcd import EtcdMembership  # and with it an HTTP client, which few nodes need
+        from pdserve.discovery.etcd import (  # and with it an HTTP client, which few nodes need
+            EtcdMembership,
+        )
 
-        self._etcd = EtcdMembership(config.etcd, config.name, self.address, self.found, self.doubt)
+        own = EtcdMember(self.address.node, self.address.address, self.address.weight)
+        self._etcd = EtcdMembership(config.etcd, config.name, own, self.found, self.doubt)
         try:
             async with asyncio.timeout(config.join_timeout_s):
                 self.found(await self._etcd.nodes())
         except (PoolError, TimeoutError) as error:
             logger.warning("node %s: etcd does not tell of other nodes yet: %s", self.name, error)
 
-    def found(self, nodes: list[NodeAddress]) -> None:
+    def found(self, nodes: list[EtcdMember]) -> None:
         """These nodes should be there; those that are not known are asked at once."""
         here = {self.config.address, *self.config.listen}
         named = {node.address: node.node for node in nodes if node.address not in here}

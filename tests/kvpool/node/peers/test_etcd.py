@@ -16,9 +16,8 @@ import msgspec
 import pytest
 
 from pdserve.discovery.config import EtcdConfig
-from pdserve.discovery.etcd import EtcdMembership, discover
+from pdserve.discovery.etcd import EtcdMember, EtcdMembership, discover
 from pdserve.errors import ConfigError, PoolError, PoolUnavailable
-from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import DEAD
 from tests.kvpool.node.peers.test_gossip import ring, running, status_of, until
 from tests.support.kvpool.etcd_server import EtcdServer
@@ -80,7 +79,7 @@ def test_nodes_find_each_other_and_clients_find_them_and_who_stops_is_gone(
                 await until(lambda: ring(a) == ring(b) == ring(c) == "abc")
                 await until(lambda: names(etcd) == ["a", "b", "c"])
                 [found, *_] = discover(settings(etcd), "pool")
-                assert found == NodeAddress("a", a.config.address, 1)
+                assert found == EtcdMember("a", a.config.address, 1)
                 assert discover(settings(etcd), "other") == []
             await until(lambda: names(etcd) == ["a"])
 
@@ -291,7 +290,7 @@ def test_the_watch_leaves_an_endpoint_that_hangs(tmp_path: Path, etcd: EtcdServe
         member = EtcdMembership(
             two,
             "pool",
-            NodeAddress("a", "tcp:127.0.0.1:1"),
+            EtcdMember("a", "tcp:127.0.0.1:1"),
             lambda nodes: found.append([node.node for node in nodes]),
             lambda name: None,
         )
