@@ -14,9 +14,9 @@ import numpy as np
 
 from pdserve.kvpool.core.sharding.coordinator import Sharding
 from pdserve.kvpool.core.store.page_store import PageStore
-from pdserve.kvpool.protocol.slot_table import COMMITTED
 from pdserve.kvpool.core.tiering.coordinator import Tiers
 from pdserve.kvpool.protocol.cluster_messages import PageEntry
+from pdserve.kvpool.protocol.slot_table import COMMITTED
 
 SCAN_SLOTS: Final = 1 << 20  # 2 ms
 

@@ -29,13 +29,13 @@ from pdserve.kvpool.core.events import (
     Connected,
     Disconnected,
     Event,
-    TierForgotNamespace,
-    RecordsForgotten,
     NamespacesLearned,
     Received,
+    RecordsForgotten,
     ReplicasMade,
     SaveNamespaces,
     Tick,
+    TierForgotNamespace,
     TransferDone,
     ViewChanged,
 )
@@ -49,7 +49,6 @@ from pdserve.kvpool.core.status_report import report
 from pdserve.kvpool.core.store.index import NONE
 from pdserve.kvpool.core.store.invariants import check
 from pdserve.kvpool.core.store.page_store import PageStore
-from pdserve.kvpool.protocol.slot_table import RESERVED
 from pdserve.kvpool.core.store.restore import restore
 from pdserve.kvpool.core.store.table_scan import TableContents
 from pdserve.kvpool.core.tiering.coordinator import Tiers
@@ -68,6 +67,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
     PutNamespace,
     ReplaceNamespace,
 )
+from pdserve.kvpool.protocol.slot_table import RESERVED
 
 Handler: TypeAlias = Callable[[Session, Any, float, list[Action]], None]
 MAX_U64 = (1 << 64) - 1

@@ -18,8 +18,8 @@ from pdserve.kvpool.core.events import Action
 from pdserve.kvpool.core.sharding.ownership import TierPages
 from pdserve.kvpool.core.store.index import NONE
 from pdserve.kvpool.core.store.page_store import PageStore
-from pdserve.kvpool.protocol.slot_table import COMMITTED, RESERVED
 from pdserve.kvpool.protocol.messages import FULL, GRANTED, PRESENT, Grant
+from pdserve.kvpool.protocol.slot_table import COMMITTED, RESERVED
 
 _FULL = Grant(FULL)
 

@@ -148,9 +148,13 @@ def test_what_lies_in_a_slabs_tail_is_remembered_until_another_class_has_it_in_a
 
 def test_the_first_pages_of_a_node_load_no_further_module() -> None:
     script = (
-        "import sys; from pdserve.bench import index; index.np.random.default_rng()\n"
-        "store = index.PageStore(index.SlotAllocator(4 << 20, 4 << 20, 4096), 1)\n"
-        "before = set(sys.modules); index._write(store, [bytes(32)])\n"
+        "import sys\n"
+        "from pdserve.kvpool.core.store.page_store import PageStore\n"
+        "from pdserve.kvpool.core.store.slot_allocator import SlotAllocator\n"
+        "store = PageStore(SlotAllocator(4 << 20, 4 << 20, 4096), 1)\n"
+        "before, out = set(sys.modules), []\n"
+        "slots = store.take(store.index.namespace(1), [bytes(32)], 4096, 4096, out)\n"
+        "store.commit(slots, [1], 0.0, out)\n"
         "print(sorted(set(sys.modules) - before))"
     )
     done = subprocess.run(
