@@ -17,7 +17,7 @@ from pdserve.kvpool.core.sessions import NO_TRANSFER, Limits, Session
 from pdserve.kvpool.core.sessions import Pin as PinLease
 from pdserve.kvpool.core.sharding.heat import Heat
 from pdserve.kvpool.core.store.page_store import PageStore
-from pdserve.kvpool.core.tiering.coordinator import Below
+from pdserve.kvpool.core.tiering.coordinator import Tiers
 from pdserve.kvpool.protocol.messages import HIT, MISS, Get, Got, Pin, Release
 
 _MISS = Pin(MISS)
@@ -42,7 +42,7 @@ class Reads:
         request: Get,
         now_s: float,
         out: list[Action],
-        below: Below,
+        tiers: Tiers,
         heat: Heat | None = None,
         replicas: Mapping[int, int] = NO_REPLICAS,
     ) -> None:
@@ -64,7 +64,7 @@ class Reads:
             found, absent = iter(pins), set(missing)
             pins = [_MISS if place in absent else next(found) for place in range(len(request.keys))]
         # after the hits are pinned: a page that comes up takes another's place
-        if missing and below.get(session, request, pins, missing, now_s, out):
+        if missing and tiers.get(session, request, pins, missing, now_s, out):
             return
         if not session.peer:
             pages.misses += sum(pin.status == MISS for pin in pins)  # refused ones too
@@ -91,7 +91,7 @@ class Reads:
         pins = self._pin(session, [slot], slot_bytes, request, now_s, out, replicas)
         self._note(session, request, slot_bytes, [slot], pins, now_s, heat)
         if not session.peer and pins[0].status == HIT:
-            self._store.index.namespace(request.namespace).hits_below += 1
+            self._store.index.namespace(request.namespace).tier_hits += 1
         return pins[0]
 
     def _pin(

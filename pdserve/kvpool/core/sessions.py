@@ -88,8 +88,8 @@ class Waiter:
 
 @dataclass(slots=True, eq=False)
 class PendingGet:
-    """A Get that waits for `missing` pages to come up from a tier; `pins` is its answer so far, `below` the
-    places in it of those that have come.
+    """A Get that waits for `missing` pages to come up from a tier. `pins` is its answer so far, `promoted`
+    the places in it of the pages that have come up.
     """
 
     session: Session
@@ -97,7 +97,7 @@ class PendingGet:
     pins: list[PinReply]
     missing: int
     deadline_s: float
-    below: list[int] = field(default_factory=list)
+    promoted: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -51,7 +51,7 @@ from pdserve.kvpool.core.store.invariants import check
 from pdserve.kvpool.core.store.page_store import RESERVED, PageStore
 from pdserve.kvpool.core.store.restore import restore
 from pdserve.kvpool.core.store.table_scan import TableContents
-from pdserve.kvpool.core.tiering.coordinator import Below
+from pdserve.kvpool.core.tiering.coordinator import Tiers
 from pdserve.kvpool.core.tiering.tier_index import TieringLimits, TierSpec
 from pdserve.kvpool.core.waits import Waits
 from pdserve.kvpool.core.writes import Writes, no_tier
@@ -100,14 +100,14 @@ class NodeState:
             store.index.namespace(number).space = space
         tags = Tags(incarnation, FIRST_TAG)
         bounds = tiering or TieringLimits()
-        self.below = Below(store, tiers, bounds, self._settings, self._pin, self._readable, self._found)
+        self.tiers = Tiers(store, tiers, bounds, self._settings, self._pin, self._readable, self._found)
         self._early = Early(started_s, bounds.promotion_timeout_s, tiers=bool(tiers))
         self._durable = DurableAnswers(name, len(tiers))
-        self.waits = Waits(store, limits.max_waiters, self.below.has)
+        self.waits = Waits(store, limits.max_waiters, self.tiers.has)
         self.reads = Reads(store, limits, tags)
-        in_tier = self.below.has if tiers else no_tier
+        in_tier = self.tiers.has if tiers else no_tier
         self.writes = Writes(store, limits, tags, self._on_commit, in_tier)
-        self.sharing = Sharing(name, store, limits.replication, self.below)
+        self.sharing = Sharing(name, store, limits.replication, self.tiers)
         self.administration = Administration(
             name,
             store.slots.capacity_bytes,
@@ -177,15 +177,15 @@ class NodeState:
         elif isinstance(event, Disconnected):
             self._disconnected(event, now_s, out)
         else:
-            was_ready = self.below.ready
-            self.below.handle(event, now_s, out)
-            if self.below.ready and not was_ready:
+            was_ready = self.tiers.ready
+            self.tiers.handle(event, now_s, out)
+            if self.tiers.ready and not was_ready:
                 self._answer_early(self._early.end(), now_s, out)
-                self.sharing.ownership.below_ready(now_s)
+                self.sharing.ownership.tiers_ready(now_s)
                 self._expect(self.sharing.next_deadline_s)
             self._expect(now_s + self._limits.lease_s)
-        self.below.pump(now_s, out)
-        self._expect(min(self.store.next_work_s, self.below.next_deadline_s))
+        self.tiers.pump(now_s, out)
+        self._expect(min(self.store.next_work_s, self.tiers.next_deadline_s))
         return out
 
     # --- events
@@ -224,7 +224,7 @@ class NodeState:
         request = event.message
         if session.peer or not isinstance(request, m.Exists | m.Get):
             return False
-        find, has = self.store.index.namespace(request.namespace).lookup(now_s), self.below.has
+        find, has = self.store.index.namespace(request.namespace).lookup(now_s), self.tiers.has
         known = all(find(key) is not None or has(request.namespace, key) for key in request.keys)
         if known or not self._early.hold(event, now_s):
             return False
@@ -248,14 +248,14 @@ class NodeState:
         self._answer_early(self._early.due(now_s), now_s, out)
         for session in self.sessions.values():
             self.waits.expire(session, now_s, out)
-            self.below.expire(session, now_s, out)
+            self.tiers.expire(session, now_s, out)
             self.reads.expire(session, now_s, out)
             self.writes.expire(session, now_s, out)
         self.writes.end_quarantine(now_s, out)
         self._durable.expire(now_s, out)
         self.sharing.tick(now_s, out)
         self.store.tick(now_s, out)
-        self.below.pump(now_s, out)
+        self.tiers.pump(now_s, out)
         self._find_next_deadline()
 
     def _disconnected(self, event: Disconnected, now_s: float, out: list[Action]) -> None:
@@ -264,7 +264,7 @@ class NodeState:
             return
         self._early.gone(event.connection)
         self.waits.disconnected(session)
-        self.below.disconnected(session)
+        self.tiers.disconnected(session)
         self.reads.disconnected(session, out)
         self.writes.disconnected(session, event.by_peer, now_s, out)
         out[:] = [action for action in out if not isinstance(action, CancelTransfers)]
@@ -281,7 +281,7 @@ class NodeState:
     def _clear(self, session: Session, request: m.Clear, now_s: float, out: list[Action]) -> None:
         for other in self.sessions.values():  # what is in these slots may be of before
             self.writes.drop_namespace(other, request.namespace, out)
-        count = self.below.clear(request.namespace, dropped=False, out=out)
+        count = self.tiers.clear(request.namespace, dropped=False, out=out)
         count += self.store.clear(request.namespace, self.namespaces.clear(request.namespace), out)
         out.append(SaveNamespaces(self.namespaces.dump()))
         out.append(Answer(session.connection, m.Done(request.id, count)))
@@ -297,7 +297,7 @@ class NodeState:
         for session in self.sessions.values():
             self.writes.drop_namespace(session, number, out)
             self.waits.drop_namespace(session, number, out)
-        count = self.below.clear(number, dropped=True, out=out)
+        count = self.tiers.clear(number, dropped=True, out=out)
         count += self.store.clear(number, number, out)
         self.store.forget(number)
         return count
@@ -308,7 +308,7 @@ class NodeState:
 
     def _namespace_changed(self, number: int, settings: NamespaceSettings) -> None:
         """It was opened, or has other settings now."""
-        self.below.configured(number)
+        self.tiers.configured(number)
         ttl_s, quota_bytes = settings.ttl_s or None, settings.quota_bytes or None
         try:
             self.store.configure_namespace(
@@ -322,7 +322,7 @@ class NodeState:
 
     def _exists(self, session: Session, request: m.Exists, now_s: float, out: list[Action]) -> None:
         find = self.store.index.namespace(request.namespace).lookup(now_s)
-        has, namespace = self.below.has, request.namespace
+        has, namespace = self.tiers.has, request.namespace
         mask = bytes([find(key) is not None or has(namespace, key) for key in request.keys])
         out.append(Answer(session.connection, m.Present(request.id, mask)))
 
@@ -345,9 +345,9 @@ class NodeState:
 
     def _on_commit(self, slots: list[int], now_s: float, out: list[Action]) -> None:
         """Clients wrote these."""
-        if self.below.any:
+        if self.tiers.any:
             for slot in slots:
-                self.below.committed(slot)
+                self.tiers.committed(slot)
         self._readable(slots, now_s, out)
 
     def _readable(self, slots: list[int], now_s: float, out: list[Action]) -> None:
@@ -364,7 +364,7 @@ class NodeState:
     def _get(self, session: Session, request: m.Get, now_s: float, out: list[Action]) -> None:
         sharing = self.sharing
         heat, replicas = sharing.heat, sharing.replication.counts
-        self.reads.get(session, request, now_s, out, self.below, heat, replicas)
+        self.reads.get(session, request, now_s, out, self.tiers, heat, replicas)
         self._expect(session.next_deadline_s())
 
     def _pin(self, session: Session, slot: int, request: m.Get, now_s: float, out: list[Action]) -> m.Pin:
@@ -384,7 +384,7 @@ class NodeState:
             slot = self.store.find(request.namespace, key)
             if slot != NONE and self.store.facts.sequence[slot] == sequence:
                 self.store.drop(slot, out)
-                self.below.forget(request.namespace, [key], out)
+                self.tiers.forget(request.namespace, [key], out)
                 count += 1
         self.discarded += count
         out.append(Answer(session.connection, m.Done(request.id, count)))
@@ -413,7 +413,7 @@ class NodeState:
             return
         asker = f"client {session.connection}"
         pages, cursor = list_pages(
-            self.store, self.sharing, self.below, namespace.number, request.cursor, request.limit, asker
+            self.store, self.sharing, self.tiers, namespace.number, request.cursor, request.limit, asker
         )
         out.append(Answer(session.connection, PageList(request.id, pages, cursor)))
 
@@ -433,7 +433,7 @@ class NodeState:
             self._durable.next_deadline_s,
             self.sharing.next_deadline_s,
             self.store.next_work_s,
-            self.below.next_deadline_s,
+            self.tiers.next_deadline_s,
             self._early.next_deadline_s,
         )
         self.next_deadline_s = min([*deadlines, *more])
@@ -442,10 +442,10 @@ class NodeState:
         """Assert that everything is conserved and nothing is owned by nobody. Slow: for tests."""
         check(self.store)
         self.waits.check()
-        self.below.check()
+        self.tiers.check()
         self.sharing.replicas.check()
         reserved = [slot for session in self.sessions.values() for slot in session.reservations]
-        reserved += self.below.reserved_slots()
+        reserved += self.tiers.reserved_slots()
         assert sorted(reserved) == self.store.slots_in_state(RESERVED)
         for session in self.sessions.values():
             held = [*session.reservations.values(), *session.quarantined.values()]

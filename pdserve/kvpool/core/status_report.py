@@ -40,7 +40,7 @@ def report(state: NodeState, request_id: int, now_s: float, session: Session | N
         namespaces=[_namespace(state, number) for number in shown],
         counters=_counters(state),
         epoch=state.sharing.ownership.epoch,
-        tiers=state.below.status(),
+        tiers=state.tiers.status(),
     )
 
 
@@ -61,7 +61,7 @@ def _namespace(state: NodeState, number: int) -> m.NamespaceStatus:
         replicas=state.sharing.replicas.count(number),
         counters={
             "operations": pages.operations,
-            "hits_below": pages.hits_below,
+            "hits_below": pages.tier_hits,
             "read_bytes": pages.read_bytes,
             "written_pages": pages.written,
             "written_bytes": pages.written_bytes,
@@ -87,5 +87,5 @@ def _counters(state: NodeState) -> dict[str, int]:
         "sweeping_bytes": state.store.bytes_in_state[SWEEPING],
         **state.recovered,
         **state.sharing.counters(),
-        **state.below.counters(),
+        **state.tiers.counters(),
     }

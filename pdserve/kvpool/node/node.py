@@ -288,8 +288,8 @@ class PoolNode:
             self.arena.memory,
             self.local,
             self.arena.namespaces,
-            lambda: store.free_bytes + self.state.below.free_bytes,
-            lambda: self.state.below.behind,
+            lambda: store.free_bytes + self.state.tiers.free_bytes,
+            lambda: self.state.tiers.behind,
             self.feed,
             self.stop,
         )

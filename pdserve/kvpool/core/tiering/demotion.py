@@ -90,9 +90,9 @@ class Tiering:
 
     # --- looking
 
-    def find(self, namespace: int, key: bytes, below: int = -1) -> tuple[int, int]:
-        """The first tier after `below` that has the page, and its length; (NONE, 0) when none has."""
-        for number in range(below + 1, len(self.tiers)):
+    def find(self, namespace: int, key: bytes, above: int = -1) -> tuple[int, int]:
+        """The first tier under number `above` that has the page, and its length; (NONE, 0) when none has."""
+        for number in range(above + 1, len(self.tiers)):
             pages = self.tiers[number].pages.get(namespace)
             if pages is not None and key in pages:
                 return number, pages[key]

@@ -182,7 +182,7 @@ class Promotions:
             for place in places if slot != NONE else ():
                 pin = get.pins[place] = self._pin(get.session, slot, get.request, now_s, out)
                 if pin.status == HIT:
-                    get.below.append(place)
+                    get.promoted.append(place)
             get.missing -= len(places)
             if not get.missing:
                 self._answer(get, out)
@@ -193,7 +193,7 @@ class Promotions:
         if not get.session.peer:
             pages = self._store.index.namespace(get.request.namespace)
             pages.misses += sum(pin.status == MISS for pin in get.pins)
-        out.append(Answer(get.session.connection, Got(get.request.id, get.pins, below=get.below)))
+        out.append(Answer(get.session.connection, Got(get.request.id, get.pins, below=get.promoted)))
 
     # --- what happens meanwhile
 

@@ -213,7 +213,7 @@ def test_a_node_that_leaves_refuses_everything_and_drops_it_in_the_end() -> None
 # --- tiers below memory
 
 
-class Below:
+class FakeTiers:
     """Tiers, as far as ownership is concerned: a dictionary of lengths by namespace and key."""
 
     def __init__(self) -> None:
@@ -234,18 +234,18 @@ class Below:
             self.pages.get(namespace, {}).pop(gone, None)
 
 
-def node_with_tiers(*, stable: bool = False) -> tuple[Node, Below]:
-    """n0 with ALL in memory, 40 to 60 of them and 60 to 160 below."""
-    node, below = node_of_three(), Below()
-    below.pages = {1: {key(n): 100 + n for n in range(40, 160)}}
-    node.state.sharing = Sharing("n0", node.state.store, ReplicationLimits(), below)
+def node_with_tiers(*, stable: bool = False) -> tuple[Node, FakeTiers]:
+    """n0 with ALL in memory, 40 to 60 of them and 60 to 160 in a tier."""
+    node, tiers = node_of_three(), FakeTiers()
+    tiers.pages = {1: {key(n): 100 + n for n in range(40, 160)}}
+    node.state.sharing = Sharing("n0", node.state.store, ReplicationLimits(), tiers)
     node.do(ViewChanged(ring_of(3, 5), stable))
-    return node, below
+    return node, tiers
 
 
 @pytest.mark.parametrize("limit", [1, 7, 4096])
 @pytest.mark.parametrize("looked_at", [5, 8192])
-def test_a_new_owner_is_told_of_pages_below_memory_too(
+def test_a_new_owner_is_told_of_pages_in_tiers_too(
     limit: int, looked_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", looked_at)
@@ -259,16 +259,16 @@ def test_a_new_owner_is_told_of_pages_below_memory_too(
     assert not node.state.sharing.ownership._lists
 
 
-def test_however_many_ask_at_once_each_is_told_of_all_that_is_still_below(
+def test_however_many_ask_at_once_each_is_told_of_all_that_tiers_still_have(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 7)
-    node, below = node_with_tiers()
+    node, tiers = node_with_tiers()
     names = [f"n{n}" for n in range(1, 31)]
     ring = Ring([m.NodeAddress(name, f"unix:/{name}") for name in ("n0", *names)], 6)
     node.do(ViewChanged(ring, False))
     asker = peer(node)
-    cursors, told, going = dict.fromkeys(names, 0), set[bytes](), list(below.pages[1])
+    cursors, told, going = dict.fromkeys(names, 0), set[bytes](), list(tiers.pages[1])
     while cursors:
         for name in list(cursors):
             request = ListOwned(node.next_id(), 1, name, 6, cursors[name], 4096)
@@ -277,8 +277,8 @@ def test_however_many_ask_at_once_each_is_told_of_all_that_is_still_below(
             cursors[name] = owned.cursor
             if not owned.cursor:
                 del cursors[name]
-        del below.pages[1][going.pop(0)]  # a full tier drops its oldest
-    assert {k for k in below.pages[1] if ring.owner(k).node != "n0"} <= told
+        del tiers.pages[1][going.pop(0)]  # a full tier drops its oldest
+    assert {k for k in tiers.pages[1] if ring.owner(k).node != "n0"} <= told
 
 
 def test_who_comes_with_a_place_in_a_list_that_is_not_there_is_told_to_go_through_it_again(
@@ -296,7 +296,7 @@ def test_who_comes_with_a_place_in_a_list_that_is_not_there_is_told_to_go_throug
 
 def test_a_page_that_rises_into_memory_meanwhile_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 20)
-    node, below = node_with_tiers()
+    node, tiers = node_with_tiers()
     asker, slots = peer(node), node.state.store.slots.slots
     theirs = [n for n in range(60, 160) if ring_of(3, 5).owner(key(n)).node == "n1"]
     told, cursor = set[bytes](), 0
@@ -309,43 +309,43 @@ def test_a_page_that_rises_into_memory_meanwhile_is_told_too(monkeypatch: pytest
         if not cursor:
             break
     assert {key(n) for n in theirs} <= told
-    assert set(below.pages[1]) >= {key(n) for n in theirs}
+    assert set(tiers.pages[1]) >= {key(n) for n in theirs}
 
 
 def test_while_a_tier_is_still_being_read_the_asker_comes_again() -> None:
-    node, below = node_with_tiers()
-    below.ready = False
+    node, tiers = node_with_tiers()
+    tiers.ready = False
     assert list_owned(node, peer(node), "n1")[0].writing == 1
-    below.ready = True
+    tiers.ready = True
     assert list_owned(node, 99, "n1")[0].writing == 0
 
 
 def test_foreign_pages_are_dropped_from_the_tiers_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 7)
-    node, below = node_with_tiers(stable=True)
+    node, tiers = node_with_tiers(stable=True)
     steps = 0
     while node.state.sharing.ownership.next_step_s < float("inf"):
         node.pass_time(0.01)
         steps += 1
     ring = ring_of(3, 5)
-    assert set(below.pages[1]) == {key(n) for n in range(40, 160) if ring.owner(key(n)).node == "n0"}
+    assert set(tiers.pages[1]) == {key(n) for n in range(40, 160) if ring.owner(key(n)).node == "n0"}
     assert steps > 120 // 7
-    below.pages[1][key(9999)] = 5
+    tiers.pages[1][key(9999)] = 5
     foreign = ring.owner(key(9999)).node != "n0"
-    node.state.sharing.ownership.below_ready(node.now_s)
+    node.state.sharing.ownership.tiers_ready(node.now_s)
     for _ in range(60):
         node.pass_time(0.01)
-    assert (key(9999) not in below.pages[1]) == foreign
+    assert (key(9999) not in tiers.pages[1]) == foreign
 
 
-def test_a_replica_that_sank_ends_below_too() -> None:
-    node, below = node_with_tiers(stable=True)
+def test_a_replica_that_sank_ends_in_its_tier_too() -> None:
+    node, tiers = node_with_tiers(stable=True)
     for _ in range(20):
         node.pass_time(0.01)
     replica(node, FOREIGN[0])
-    below.pages[1][key(FOREIGN[0])] = 4 * KIB
+    tiers.pages[1][key(FOREIGN[0])] = 4 * KIB
     node.send(peer(node), EndReplicas(5, 1, [key(FOREIGN[0])]))
-    assert key(FOREIGN[0]) not in below.pages[1]
+    assert key(FOREIGN[0]) not in tiers.pages[1]
 
 
 # --- replicas held here
