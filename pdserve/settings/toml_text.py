@@ -10,8 +10,9 @@ import tomli_w
 
 
 def to_toml(tables: Mapping[str, Any]) -> str:
-    """TOML text that `tomllib` reads back as `tables`. Paths become strings. Keys with the value None are left
-    out. Raises TypeError for a value that TOML has no form for.
+    """TOML text that `tomllib` reads back as `tables`. Paths become strings, None is left out.
+
+    Raises TypeError for a value that TOML has no form for.
     """
     return tomli_w.dumps(_plain(tables))
 
