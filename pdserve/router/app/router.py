@@ -22,8 +22,9 @@ from pdserve.errors import RequestError
 from pdserve.logs import served_request
 from pdserve.router.admission.gate import Entrance
 from pdserve.router.admission.metrics import EntranceCollector
+from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.errors import error_body, error_of, error_type
-from pdserve.router.api.openapi import HOT_ROUTES, complete
+from pdserve.router.api.openapi import complete
 from pdserve.router.app.generation import HotRoutes
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.dispatcher import Dispatcher
@@ -65,7 +66,7 @@ class Router:
         self.stats = stats
         self.created_s = int(time.time())
         self.hot = HotRoutes(config, entrance, dispatcher, upstream.deadlines, stats, tracer)
-        self._hot_paths = frozenset(HOT_ROUTES)
+        self._hot_paths = frozenset(ENDPOINTS)
         collector = RouterCollector(stats, fleet, upstream, lambda: len(dispatcher.placer.sessions))
         self.registry = make_registry(collector, EntranceCollector(entrance))
         self.exposition: Callable[[], Awaitable[bytes]] = self.own_exposition
@@ -291,7 +292,7 @@ def _add_hot_routes(app: fastapi.FastAPI, hot: HotRoutes) -> None:
     async def relay() -> Response:
         return _HotResponse(hot)
 
-    for path in HOT_ROUTES:
+    for path in ENDPOINTS:
         app.add_api_route(
             path, relay, methods=["POST"], name=path, response_class=Response, include_in_schema=False
         )
