@@ -26,6 +26,13 @@ MAX_MESSAGE_CHARS = 4000
 """A validation error of SGLang repeats the input; a client needs no more of it than this."""
 
 
+class NoWorkerError(RequestError):
+    """No worker can be given the request now (503, `Retry-After`)."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(503, message, type_="service_unavailable_error", code="no_healthy_worker")
+
+
 def error_type(status: int) -> str:
     """OpenAI's error type for an HTTP status."""
     return _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")

@@ -13,8 +13,8 @@ from pdserve.errors import RequestError
 from pdserve.logs import served_request
 from pdserve.router.admission.gate import Entrance
 from pdserve.router.admission.metrics import EntranceCollector
+from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.errors import error_of
-from pdserve.router.api.openapi import HOT_ROUTES
 from pdserve.router.app.collector import RouterCollector
 from pdserve.router.app.generation import GenerationHandler
 from pdserve.router.config.router import RouterConfig
@@ -54,7 +54,7 @@ class Router:
         self.stats = stats
         self.created_s = int(time.time())
         self.generation = GenerationHandler(config, entrance, dispatcher, upstream.deadlines, stats, tracer)
-        self._generation_paths = frozenset(HOT_ROUTES)
+        self._generation_paths = frozenset(ENDPOINTS)
         collector = RouterCollector(stats, fleet, upstream, lambda: len(dispatcher.placer.sessions))
         self.registry = make_registry(collector, EntranceCollector(entrance))
         self.exposition: Callable[[], Awaitable[bytes]] = self.own_exposition

@@ -16,7 +16,7 @@ from pdserve.router.app.router import Router
 
 
 def make_app(router: Router) -> fastapi.FastAPI:
-    """The FastAPI application of everything but `api.openapi.HOT_ROUTES`."""
+    """The FastAPI application of everything but `api.endpoints.ENDPOINTS`."""
     app = fastapi.FastAPI(
         title="pdserve", version=__version__, summary="One OpenAI endpoint before many SGLang workers."
     )

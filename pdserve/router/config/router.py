@@ -12,6 +12,7 @@ from msgspec import Meta
 from pdserve.discovery.workers import WorkerEtcdConfig
 from pdserve.errors import ConfigError
 from pdserve.kvpool.protocol.address import parse_address
+from pdserve.router.api.endpoints import PREFILLABLE, PrefillPath
 from pdserve.router.config.placement import PlacementSettings, Session
 from pdserve.router.config.tenants import SHARED, Access, Admin, Admission, Tenant, TenantLimits
 from pdserve.tracing import Tracing
@@ -145,9 +146,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str, Meta(description="Picks the decode or aggregated worker; the same policies.")
     ] = "affinity"
     prefill_endpoints: Annotated[
-        tuple[Literal["/v1/chat/completions", "/v1/completions", "/generate"], ...],
+        tuple[PrefillPath, ...],
         Meta(description="Endpoints whose requests go through the prefill stage."),
-    ] = ("/v1/chat/completions", "/v1/completions", "/generate")
+    ] = PREFILLABLE
     min_prefill_tokens: Annotated[
         int,
         Meta(

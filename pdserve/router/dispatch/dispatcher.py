@@ -35,7 +35,7 @@ from pdserve.router.dispatch.prefill import (
     prefilled_header,
 )
 from pdserve.router.dispatch.relay import is_event_stream, relay_events, relay_whole
-from pdserve.router.dispatch.resume import ASK, CONTINUED_PATHS, HEADER, Trail, may_continue
+from pdserve.router.dispatch.resume import ASK, HEADER, Trail, may_continue
 from pdserve.router.dispatch.retry_budget import RetryBudget
 from pdserve.router.fleet.registry import Fleet, Worker
 from pdserve.router.log_throttle import ThrottledLog
@@ -222,11 +222,11 @@ class Dispatcher:
 
     async def _ask(self, call: Call, worker: Worker, trail: Trail, head_s: float) -> Response:
         """Send the call to `worker`, or what it needs to go on with the call."""
-        target, headers, body = call.path, call.upstream_headers + call.prefilled, call.body
-        if self._continue != "never" and call.path in CONTINUED_PATHS:
+        target, headers, body = call.endpoint.path, call.upstream_headers + call.prefilled, call.body
+        if self._continue != "never" and call.endpoint.is_resumable:
             headers += ASK
         if call.is_started:
-            target, body = f"/pd/continue?endpoint={call.path}", trail.continue_body(body)
+            target, body = f"/pd/continue?endpoint={call.endpoint.path}", trail.continue_body(body)
         return await self._upstream.post(
             worker, target, headers, body, connect_s=self._deadlines.connect_s, head_s=head_s
         )
@@ -275,9 +275,9 @@ class Dispatcher:
         """Those of the candidates that can go on with the stream of `failed`."""
         if not trail.is_marked:
             return ()
-        if may_continue(call.path, call.body, self._continue, seeds_count=False):
+        if may_continue(call.endpoint, call.body, self._continue, seeds_count=False):
             return candidates
-        if may_continue(call.path, call.body, self._continue, seeds_count=_samples_by_seed(failed)):
+        if may_continue(call.endpoint, call.body, self._continue, seeds_count=_samples_by_seed(failed)):
             return tuple(worker for worker in candidates if _samples_by_seed(worker))
         return ()
 

@@ -170,7 +170,7 @@ class Stages:
         limit_s = self._deadlines.prefill_s + self._deadlines.publish_s
         outcome = "ok"  # when prefill is over first, too
         try:
-            await self._post_json(call, decode, f"/pd/pull?endpoint={call.path}", call.body, limit_s)
+            await self._post_json(call, decode, f"/pd/pull?endpoint={call.endpoint.path}", call.body, limit_s)
         except UpstreamError as error:
             outcome = error.kind
         except WorkerAnswerError as error:
@@ -217,7 +217,7 @@ class Stages:
         is_unfit = True
         try:
             answer = await self._post_json(
-                call, worker, f"/pd/prefill?endpoint={call.path}", call.body, limit_s
+                call, worker, f"/pd/prefill?endpoint={call.endpoint.path}", call.body, limit_s
             )
             report = _report_decoder.decode(answer)
         except UpstreamError as error:
