@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from pdserve.kvpool.core.events import Action, Answer, CancelTransfers, StartSend
-from pdserve.kvpool.core.sessions import NO_TRANSFER, Limits, Session
+from pdserve.kvpool.core.sessions import NO_TRANSFER, Limits, Session, Tags
 from pdserve.kvpool.core.sessions import Pin as PinLease
 from pdserve.kvpool.core.sharding.heat import Heat
 from pdserve.kvpool.core.store.page_store import PageStore
@@ -208,18 +208,3 @@ def _due(session: Session, now_s: float) -> Iterator[PinLease]:
         if pin.deadline_s > now_s:
             return
         yield pin
-
-
-class Tags:
-    """UCX tags, unique in an incarnation: a page of n segments takes n consecutive ones.
-
-    The incarnation's low bits lead, so that a client of several nodes has no two pages with one tag.
-    """
-
-    def __init__(self, incarnation: int, first: int) -> None:
-        self._next = ((incarnation & 0x7FFF) << 48) + first
-
-    def take(self, segments: int) -> int:
-        tag = self._next
-        self._next += segments
-        return tag

@@ -29,26 +29,26 @@ from pdserve.kvpool.core.events import (
     Connected,
     Disconnected,
     Event,
-    NamespaceForgotten,
-    NamespacesForgotten,
     NamespacesLearned,
     Received,
+    RecordsForgotten,
     ReplicasMade,
     SaveNamespaces,
     Tick,
+    TierForgotNamespace,
     TransferDone,
     ViewChanged,
 )
 from pdserve.kvpool.core.namespace_admin import Administration, Rules, dropped_by
 from pdserve.kvpool.core.page_listing import list_pages
-from pdserve.kvpool.core.reads import Reads, Tags
-from pdserve.kvpool.core.sessions import Limits, Session
-from pdserve.kvpool.core.sharding.coordinator import Sharing
-from pdserve.kvpool.core.startup_hold import Early
+from pdserve.kvpool.core.reads import Reads
+from pdserve.kvpool.core.sessions import Limits, Session, Tags
+from pdserve.kvpool.core.sharding.coordinator import Sharding
+from pdserve.kvpool.core.startup_hold import StartupHold
 from pdserve.kvpool.core.status_report import report
 from pdserve.kvpool.core.store.index import NONE
 from pdserve.kvpool.core.store.invariants import check
-from pdserve.kvpool.core.store.page_store import RESERVED, PageStore
+from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.restore import restore
 from pdserve.kvpool.core.store.table_scan import TableContents
 from pdserve.kvpool.core.tiering.coordinator import Tiers
@@ -67,6 +67,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
     PutNamespace,
     ReplaceNamespace,
 )
+from pdserve.kvpool.protocol.slot_table import RESERVED
 
 Handler: TypeAlias = Callable[[Session, Any, float, list[Action]], None]
 MAX_U64 = (1 << 64) - 1
@@ -101,13 +102,13 @@ class NodeState:
         tags = Tags(incarnation, FIRST_TAG)
         bounds = tiering or TieringLimits()
         self.tiers = Tiers(store, tiers, bounds, self._settings, self._pin, self._readable, self._found)
-        self._early = Early(started_s, bounds.promotion_timeout_s, tiers=bool(tiers))
+        self._startup_hold = StartupHold(started_s, bounds.promotion_timeout_s, tiers=bool(tiers))
         self._durable = DurableAnswers(name, len(tiers))
         self.waits = Waits(store, limits.max_waiters, self.tiers.has)
         self.reads = Reads(store, limits, tags)
         in_tier = self.tiers.has if tiers else no_tier
         self.writes = Writes(store, limits, tags, self._on_commit, in_tier)
-        self.sharing = Sharing(name, store, limits.replication, self.tiers)
+        self.sharding = Sharding(name, store, limits.replication, self.tiers)
         self.administration = Administration(
             name,
             store.slots.capacity_bytes,
@@ -164,15 +165,15 @@ class NodeState:
                 event.connection, event.data_path, event.client, event.peer, event.token
             )
         elif isinstance(event, ViewChanged):
-            self.sharing.view_changed(event, now_s)
-            self._expect(self.sharing.next_deadline_s)
+            self.sharding.view_changed(event, now_s)
+            self._expect(self.sharding.next_deadline_s)
         elif isinstance(event, ReplicasMade):
-            self.sharing.replicas_made(event, now_s)
+            self.sharding.replicas_made(event, now_s)
         elif isinstance(event, NamespacesLearned):
             self.administration.learn(event.records, out)
-        elif isinstance(event, NamespacesForgotten):
+        elif isinstance(event, RecordsForgotten):
             self.administration.forget(event.names, event.floors, out)
-        elif isinstance(event, NamespaceForgotten):
+        elif isinstance(event, TierForgotNamespace):
             self._durable.forgotten(event, out)
         elif isinstance(event, Disconnected):
             self._disconnected(event, now_s, out)
@@ -180,9 +181,9 @@ class NodeState:
             was_ready = self.tiers.ready
             self.tiers.handle(event, now_s, out)
             if self.tiers.ready and not was_ready:
-                self._answer_early(self._early.end(), now_s, out)
-                self.sharing.ownership.tiers_ready(now_s)
-                self._expect(self.sharing.next_deadline_s)
+                self._answer_early(self._startup_hold.end(), now_s, out)
+                self.sharding.ownership.tiers_ready(now_s)
+                self._expect(self.sharding.next_deadline_s)
             self._expect(now_s + self._limits.lease_s)
         self.tiers.pump(now_s, out)
         self._expect(min(self.store.next_work_s, self.tiers.next_deadline_s))
@@ -209,7 +210,7 @@ class NodeState:
             request_id: int = getattr(event.message, "id", 0)
             out.append(Answer(event.connection, m.Fault(request_id, "unknown_namespace", message)))
             return
-        if self._early.open and not late and self._waits_for_tiers(event, session, now_s):
+        if self._startup_hold.open and not late and self._waits_for_tiers(event, session, now_s):
             return
         if namespace is not None:
             self.store.index.namespace(namespace).operations += 1
@@ -226,9 +227,9 @@ class NodeState:
             return False
         find, has = self.store.index.namespace(request.namespace).lookup(now_s), self.tiers.has
         known = all(find(key) is not None or has(request.namespace, key) for key in request.keys)
-        if known or not self._early.hold(event, now_s):
+        if known or not self._startup_hold.hold(event, now_s):
             return False
-        self._expect(self._early.next_deadline_s)
+        self._expect(self._startup_hold.next_deadline_s)
         return True
 
     def _answer_early(self, events: list[Received], now_s: float, out: list[Action]) -> None:
@@ -245,7 +246,7 @@ class NodeState:
         return self.administration.lacks_right(session, message)
 
     def _tick(self, now_s: float, out: list[Action]) -> None:
-        self._answer_early(self._early.due(now_s), now_s, out)
+        self._answer_early(self._startup_hold.due(now_s), now_s, out)
         for session in self.sessions.values():
             self.waits.expire(session, now_s, out)
             self.tiers.expire(session, now_s, out)
@@ -253,7 +254,7 @@ class NodeState:
             self.writes.expire(session, now_s, out)
         self.writes.end_quarantine(now_s, out)
         self._durable.expire(now_s, out)
-        self.sharing.tick(now_s, out)
+        self.sharding.tick(now_s, out)
         self.store.tick(now_s, out)
         self.tiers.pump(now_s, out)
         self._find_next_deadline()
@@ -262,7 +263,7 @@ class NodeState:
         session = self.sessions.pop(event.connection, None)
         if session is None:
             return
-        self._early.gone(event.connection)
+        self._startup_hold.gone(event.connection)
         self.waits.disconnected(session)
         self.tiers.disconnected(session)
         self.reads.disconnected(session, out)
@@ -328,10 +329,10 @@ class NodeState:
 
     def _reserve(self, session: Session, request: m.Reserve, now_s: float, out: list[Action]) -> None:
         slot_bytes = self.store.slots.class_of(sum(request.segment_bytes))
-        refused = self.sharing.refusals(session, request, slot_bytes)
+        refused = self.sharding.refusals(session, request, slot_bytes)
         reserved = self.writes.reserve(session, request, now_s, out, refused)
-        self.sharing.reserved(session, request, reserved, slot_bytes, now_s)
-        self._expect(min(now_s + self._limits.reservation_lease_s, self.sharing.next_deadline_s))
+        self.sharding.reserved(session, request, reserved, slot_bytes, now_s)
+        self._expect(min(now_s + self._limits.reservation_lease_s, self.sharding.next_deadline_s))
 
     def _commit(self, session: Session, request: m.Commit, now_s: float, out: list[Action]) -> None:
         same_length = len(request.slots) == len(request.sequences) == len(request.checksums)
@@ -356,20 +357,20 @@ class NodeState:
             key = facts.key[slot]
             assert key is not None
             self._found(facts.namespace[slot], key, now_s, out)
-        self.sharing.filled(slots)
+        self.sharding.filled(slots)
 
     def _found(self, namespace: int, key: bytes, now_s: float, out: list[Action]) -> None:
         self.waits.committed(namespace, key, self.sessions, now_s, out)
 
     def _get(self, session: Session, request: m.Get, now_s: float, out: list[Action]) -> None:
-        sharing = self.sharing
-        heat, replicas = sharing.heat, sharing.replication.counts
+        sharding = self.sharding
+        heat, replicas = sharding.heat, sharding.replication.counts
         self.reads.get(session, request, now_s, out, self.tiers, heat, replicas)
         self._expect(session.next_deadline_s())
 
     def _pin(self, session: Session, slot: int, request: m.Get, now_s: float, out: list[Action]) -> m.Pin:
         """For a page that came up from a tier."""
-        heat, replicas = self.sharing.heat, self.sharing.replication.counts
+        heat, replicas = self.sharding.heat, self.sharding.replication.counts
         return self.reads.hit(session, slot, request, now_s, out, heat, replicas)
 
     def _wait(self, session: Session, request: m.Wait, now_s: float, out: list[Action]) -> None:
@@ -392,10 +393,10 @@ class NodeState:
     # --- other nodes
 
     def _list_owned(self, session: Session, request: ListOwned, now_s: float, out: list[Action]) -> None:
-        out.append(Answer(session.connection, self.sharing.list_owned(request)))
+        out.append(Answer(session.connection, self.sharding.list_owned(request)))
 
     def _end_replicas(self, session: Session, request: EndReplicas, now_s: float, out: list[Action]) -> None:
-        out.append(Answer(session.connection, self.sharing.end_replicas(request, out)))
+        out.append(Answer(session.connection, self.sharding.end_replicas(request, out)))
 
     # --- the node
 
@@ -413,7 +414,7 @@ class NodeState:
             return
         asker = f"client {session.connection}"
         pages, cursor = list_pages(
-            self.store, self.sharing, self.tiers, namespace.number, request.cursor, request.limit, asker
+            self.store, self.sharding, self.tiers, namespace.number, request.cursor, request.limit, asker
         )
         out.append(Answer(session.connection, PageList(request.id, pages, cursor)))
 
@@ -431,10 +432,10 @@ class NodeState:
         more = (
             self.writes.next_quarantine_end_s(),
             self._durable.next_deadline_s,
-            self.sharing.next_deadline_s,
+            self.sharding.next_deadline_s,
             self.store.next_work_s,
             self.tiers.next_deadline_s,
-            self._early.next_deadline_s,
+            self._startup_hold.next_deadline_s,
         )
         self.next_deadline_s = min([*deadlines, *more])
 
@@ -443,7 +444,7 @@ class NodeState:
         check(self.store)
         self.waits.check()
         self.tiers.check()
-        self.sharing.replicas.check()
+        self.sharding.replicas.check()
         reserved = [slot for session in self.sessions.values() for slot in session.reservations]
         reserved += self.tiers.reserved_slots()
         assert sorted(reserved) == self.store.slots_in_state(RESERVED)

@@ -24,7 +24,7 @@ _MOVED: Final = Grant(MOVED)
 _NONE: Final[dict[bytes, Grant]] = {}
 
 
-class Sharing:
+class Sharding:
     """`heat` is None while the node is alone."""
 
     def __init__(

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pdserve.kvpool.core.events import Action
 from pdserve.kvpool.core.sharding.ownership import TierPages
 from pdserve.kvpool.core.store.index import NONE
-from pdserve.kvpool.core.store.page_store import COMMITTED, RESERVED, PageStore
+from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.protocol.messages import FULL, GRANTED, PRESENT, Grant
+from pdserve.kvpool.protocol.slot_table import COMMITTED, RESERVED
 
 _FULL = Grant(FULL)
 

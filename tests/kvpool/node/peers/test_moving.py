@@ -252,7 +252,7 @@ def test_a_draining_node_that_takes_the_others_for_dead_keeps_its_pages(tmp_path
         mine = [key for key in keys if nodes.holders(key) == ["n0"]]
         nodes.run(leaver.gossip.leave)
         nodes.tell()
-        gossip, ownership = leaver.gossip, leaver.state.sharing.ownership
+        gossip, ownership = leaver.gossip, leaver.state.sharding.ownership
 
         def lose_sight() -> None:
             gossip.apply(gossip.cluster.declare_dead("n1", gossip.cluster.members["n1"].version))
