@@ -21,7 +21,7 @@ from pdserve.errors import PoolError
 from pdserve.kvpool.admin.node_client import NodeClient
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE
 from pdserve.kvpool.protocol.messages import StatusReport
-from pdserve.up.toml import to_toml
+from pdserve.settings.toml_text import to_toml
 
 START_TIMEOUT_S: Final = 60.0  # allocating many GiB takes a while
 STOP_TIMEOUT_S: Final = 20.0

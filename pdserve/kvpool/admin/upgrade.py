@@ -19,9 +19,8 @@ from pdserve.kvpool.admin.node_client import (
     chosen_token,
 )
 from pdserve.kvpool.admin.tables import as_json, make_console
-from pdserve.kvpool.node.upgrade.handover import STAND_IN
 from pdserve.kvpool.protocol.cluster_messages import Upgrade
-from pdserve.kvpool.protocol.messages import Done, StatusReport
+from pdserve.kvpool.protocol.messages import STAND_IN, Done, StatusReport
 
 LOAD_S: Final = 65.0  # a node gives its new version 60
 POLL_S: Final = 0.05

@@ -31,10 +31,10 @@ from pdserve.kvpool.core.events import (
     EndReplicasAt,
     Event,
     FreeRows,
-    NamespacesForgotten,
     NamespacesLearned,
     PublishNamespace,
     Received,
+    RecordsForgotten,
     ReserveRows,
     SaveNamespaces,
     StartReceive,
@@ -57,12 +57,13 @@ from pdserve.kvpool.node.serving.scheduler import Serving
 from pdserve.kvpool.node.tiers.node_tiers import NodeTiers
 from pdserve.kvpool.node.timers import call_at
 from pdserve.kvpool.node.ucx.data_path import UcxPath
-from pdserve.kvpool.node.upgrade.handover import STAND_IN, Handover, Succession
+from pdserve.kvpool.node.upgrade.handover import Handover, Succession
 from pdserve.kvpool.node.upgrade.upgrader import Upgrader
 from pdserve.kvpool.protocol.address import is_remote
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, Upgrade
 from pdserve.kvpool.protocol.messages import (
     PROTOCOL_VERSION,
+    STAND_IN,
     DataPathName,
     Fault,
     Hello,
@@ -274,7 +275,7 @@ class PoolNode:
         self.gossip.on_namespaces.append(self._learned)
 
     def _forgot(self, names: list[str], floors: Floors) -> None:
-        self.feed(NamespacesForgotten(names, floors))
+        self.feed(RecordsForgotten(names, floors))
 
     def _learned(self, records: list[NamespaceRecord]) -> None:
         self.feed(NamespacesLearned(records))
@@ -288,8 +289,8 @@ class PoolNode:
             self.arena.memory,
             self.local,
             self.arena.namespaces,
-            lambda: store.free_bytes + self.state.below.free_bytes,
-            lambda: self.state.below.behind,
+            lambda: store.free_bytes + self.state.tiers.free_bytes,
+            lambda: self.state.tiers.behind,
             self.feed,
             self.stop,
         )

@@ -21,11 +21,11 @@ from pdserve.bench.chaos.report import table
 from pdserve.bench.chaos.run import Outcome, Replay
 from pdserve.bench.stores import BenchError
 from pdserve.errors import PoolRefused, PoolUnavailable
-from pdserve.kvpool.node.upgrade.handover import STAND_IN
 from pdserve.kvpool.protocol.messages import (
     FULL,
     GRANTED,
     MOVED,
+    STAND_IN,
     Grant,
     Opened,
     Reply,

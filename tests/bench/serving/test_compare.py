@@ -23,10 +23,10 @@ from pdserve.bench.serving.report.tables import summaries_table
 from pdserve.bench.serving.summary import Measured, of, ratio, summaries
 from pdserve.bench.stores import BenchError
 from pdserve.errors import ConfigError
+from pdserve.settings.toml_text import to_toml
 from pdserve.up.cli import SCHEMAS, check_tables
 from pdserve.up.config import read_cluster_file
 from pdserve.up.plan import make_plan
-from pdserve.up.toml import to_toml
 from tests.bench.serving.test_multiturn import serving
 from tests.support import readme
 from tests.support.bench.scripted import ScriptedServer

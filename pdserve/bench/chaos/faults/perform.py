@@ -30,9 +30,9 @@ from pdserve.bench.dice import Dice
 from pdserve.bench.node_processes import NodeProcess, await_settled
 from pdserve.bench.stores import BenchError
 from pdserve.errors import PoolError, PoolTimeout, PoolUnavailable
-from pdserve.kvpool.node.upgrade.handover import STAND_IN
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE, LEFT, Drain, Upgrade
+from pdserve.kvpool.protocol.messages import STAND_IN
 
 logger = logging.getLogger(__name__)
 

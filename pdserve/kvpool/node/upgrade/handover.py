@@ -52,7 +52,6 @@ GO: Final = "go"
 SERVING: Final = "serving"
 TURN_S: Final = 60.0  # for the other to let go: it has a few seconds' work at most
 WORD_BYTES: Final = 8192
-STAND_IN: Final = "stand_in"  # counter in the status that a stand-in reports
 ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 
 
