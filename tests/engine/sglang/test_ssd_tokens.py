@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.sglang.ssd_tokens import MAX_REQUESTS, SsdTokens
+from pdserve.engine.sglang.children.ssd_tokens import MAX_REQUESTS, SsdTokens
 
 
 class Sglang:

@@ -12,9 +12,28 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final
 
-from pdserve.engine.http.cache_report import SSD_DETAIL
+from pdserve.engine.sglang.answers import SSD_DETAIL
+from pdserve.sglang_places import Place
 
 MAX_REQUESTS: Final = 4096
+
+_CONTROLLER = "sglang.srt.managers.cache_controller"
+_STREAMER = "sglang.srt.managers.scheduler_components.output_streamer"
+PLACES: Final = (
+    Place(
+        _CONTROLLER,
+        "HiCacheController._page_get_zero_copy",
+        parameters=("operation", "hash_values", "host_indices", "extra_info"),
+        calls=("batch_get_v1",),
+    ),
+    Place(_CONTROLLER, "PrefetchOperation.__init__", attributes=("request_id",)),
+    Place(
+        _STREAMER,
+        "SchedulerOutputStreamer.get_cached_tokens_details",
+        parameters=("req",),
+        texts=("storage",),
+    ),
+)
 
 
 class SsdTokens:
