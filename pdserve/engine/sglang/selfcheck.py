@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 TESTED_SGLANG = "0.5.23"
 
 
-_MODULES = (
+MODULES: Final = (
     *("answers", "children.entry", "children.pulls", "children.ssd_tokens", "continuation", "engine"),
     *("geometry", "prompt", "server", "server_args", "storage", "tokenizer_manager"),
 )
@@ -40,7 +40,7 @@ def check(device: Device) -> None:
     Raises StartupError naming everything that does not fit. Imports SGLang: call it after `prepare.choose`.
     """
     _check_version()
-    problems = list(_missing())
+    problems = list(missing())
     if device == "cpu":
         from pdserve.engine.sglang.cpu import hooks
 
@@ -73,9 +73,10 @@ def _check_version() -> None:
         logger.warning("SGLang %s is installed; pdserve is tested with %s", found, TESTED_SGLANG)
 
 
-def _missing() -> Iterator[str]:
+def missing() -> Iterator[str]:
+    """What the installed SGLang lacks, one phrase each."""
     yield from missing_places(HASHES)
-    for name in _MODULES:
+    for name in MODULES:
         try:
             module = importlib.import_module(f"{__package__}.{name}")
         except (ImportError, AttributeError) as error:  # it imports from SGLang what is not there
@@ -97,16 +98,17 @@ def _wrong_results(device: Device) -> Iterator[str]:
     for name, agrees in checks:
         if not agrees():
             yield f"{name} give wrong results"
-    if wrong := _attachment():
+    if wrong := wrong_attachment():
         yield f"the pool as storage backend: {wrong}"
 
 
-def _attachment() -> str:
-    from pdserve.engine.sglang.storage import wrong_attachment
+def wrong_attachment() -> str:
+    """What SGLang does with the pool as its storage backend that it should not; empty where all is well."""
+    from pdserve.engine.sglang import storage
 
     try:
-        return wrong_attachment()
-    except (AttributeError, TypeError, ValueError, KeyError, RuntimeError) as error:  # SGLang's own code
+        return storage.wrong_attachment()
+    except (AttributeError, TypeError, ValueError, KeyError, RuntimeError) as error:  # SGLang is another
         return f"{type(error).__name__}: {error}"
 
 

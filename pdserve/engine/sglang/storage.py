@@ -7,6 +7,7 @@ backend that notes its calls to a fake host pool, and moves one batch of pages e
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from queue import Queue
@@ -21,7 +22,9 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.runtime_context import get_parallel
 
+from pdserve.engine.sglang.children.ssd_tokens import SsdTokens
 from pdserve.kvpool.client.config import PoolClientConfig
+from pdserve.kvpool.hicache.ssd_pages import came_from_ssd
 from pdserve.pages import KvGeometry
 from pdserve.sglang_places import Place
 
@@ -83,13 +86,14 @@ def pool_storage(pool: PoolClientConfig, namespace: str, geometry: KvGeometry) -
 
 
 class TrialBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no types
-    """Notes what SGLang calls."""
+    """Notes what SGLang calls; one page of each read comes from an SSD."""
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         self.calls: list[tuple[str, list[str], list[int]]] = []
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         self.calls.append(("get", list(keys), host_indices.tolist()))
+        came_from_ssd(1)
         return [True] * len(keys)
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
@@ -117,26 +121,32 @@ def wrong_attachment(page_size: int = 4) -> str:
         "class_name": TrialBackend.__name__,
     }
     controller = _controller(page_size)
+    counted = SsdTokens()
+    # as `ssd_tokens.install` puts it into the class, before SGLang attaches
+    controller._page_get_zero_copy = functools.partial(
+        counted.counting(HiCacheController._page_get_zero_copy), controller
+    )
     extra, threshold, *_ = controller.parse_storage_backend_extra_config(json.dumps(settings))
     with get_parallel().override(attn_dcp_size=1):
         controller.attach_storage_backend(
             "dynamic", prefetch_threshold=threshold, storage_backend_extra_config=extra
         )
+    chosen = controller.page_get_func, controller.page_set_func
+    if chosen != (controller._page_get_zero_copy, controller._page_set_zero_copy):
+        return f"SGLang moves pages by {' and '.join(one.__name__ for one in chosen)}"
     if controller.prefetch_threshold != page_size:
-        return f"the prefetch threshold is {controller.prefetch_threshold} tokens, not a page"
-    backend = controller.storage_backend
-    if not isinstance(backend, TrialBackend):
-        return f"the storage backend is {type(backend).__name__}"
+        return f"SGLang fetches from {controller.prefetch_threshold} tokens on, not from one page"
     keys = ["a", "b"]
     indices = torch.arange(len(keys) * page_size)
     fetched = PrefetchOperation("rid", [])
     fetched.hash_value, fetched.host_indices = keys, indices
     moved = HiCacheController._page_transfer(controller, fetched)
-    stored = StorageOperation(indices, [], None, keys)
-    HiCacheController._page_backup(controller, stored)
-    wanted = [(way, keys, indices.tolist()) for way in ("get", "set")]
-    if moved != len(keys) or backend.calls != wanted:
-        return f"pages are not moved by interface v1: {backend.calls}"
+    HiCacheController._page_backup(controller, StorageOperation(indices, [], None, keys))
+    calls = controller.storage_backend.calls
+    if moved != len(keys) or calls != [(way, keys, indices.tolist()) for way in ("get", "set")]:
+        return f"SGLang moves pages not by interface v1: {calls}"
+    if counted.of("rid") != page_size:
+        return "SGLang does not read pages by _page_get_zero_copy"
     return ""
 
 

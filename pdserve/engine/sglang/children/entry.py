@@ -14,7 +14,6 @@ import signal
 from typing import Any, Final
 
 from pdserve.engine.sglang import prepare
-from pdserve.engine.sglang.children import pulls, ssd_tokens
 from pdserve.sglang_places import Place
 
 PLACES: Final = (
@@ -50,6 +49,8 @@ def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
 
 
 def _change_scheduler() -> None:
+    from pdserve.engine.sglang.children import pulls, ssd_tokens
+
     pulls.install()
     ssd_tokens.install()
     if prepare.is_on_cpu():

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from pdserve.engine.sglang.answers import SSD_DETAIL
+from pdserve.kvpool.hicache import ssd_pages
 from pdserve.sglang_places import Place
 
 MAX_REQUESTS: Final = 4096
@@ -42,14 +43,18 @@ class SsdTokens:
     def __init__(self) -> None:
         self._of: dict[str, int] = {}
 
+    def of(self, rid: str) -> int:
+        """Tokens of this request that came from below the pool's memory."""
+        return self._of.get(rid, 0)
+
     def counting(self, page_get: Callable[..., int]) -> Callable[..., int]:
         """For `HiCacheController._page_get_zero_copy`, which reads a batch: how many pages from its start."""
 
         @functools.wraps(page_get)
         def counted(controller: Any, operation: Any, *args: Any, **kwargs: Any) -> int:
-            pages = page_get(controller, operation, *args, **kwargs)
-            from_ssd = min(pages, getattr(controller.storage_backend, "ssd_pages_read", 0))
-            if from_ssd:
+            with ssd_pages.counting() as read:
+                pages = page_get(controller, operation, *args, **kwargs)
+            if from_ssd := min(pages, read.pages):
                 rid = operation.request_id
                 self._of[rid] = self._of.pop(rid, 0) + from_ssd * controller.page_size
                 if len(self._of) > MAX_REQUESTS:
@@ -66,7 +71,7 @@ class SsdTokens:
         @functools.wraps(details_of)
         def told(streamer: Any, req: Any) -> dict[str, Any] | None:
             details = details_of(streamer, req)
-            tokens = self._of.get(req.rid)
+            tokens = self.of(req.rid)
             if details and tokens:
                 details[SSD_DETAIL] = min(tokens, details.get("storage", 0))
             return details
