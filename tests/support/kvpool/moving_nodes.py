@@ -146,7 +146,7 @@ class Nodes:
         return self.run(
             lambda: {
                 **self.nodes[name].state.status(0, 0.0).counters,
-                **self.nodes[name].mover.counters(),
+                **self.nodes[name].rebalancer.counters(),
             }
         )
 
