@@ -176,6 +176,7 @@ class PoolNode:
         """Join the pool, and listen."""
         ending.push_async_callback(self._dismiss)
         ending.push_async_callback(self._leave_pool)
+        ending.callback(self._upgrader.close)
         await self.gossip.join()
         await self._listeners.open(self.config.listen, self._accept)
         self._served = True

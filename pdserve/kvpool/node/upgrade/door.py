@@ -45,8 +45,8 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
     parent_fd: int
 
     def keep(self, start: Start) -> None:
-        """Tell the parent what would start, and be the door keeper until the parent ends it."""
-        with socket.socket(fileno=self.parent_fd) as parent:
+        """Tell the parent what would start, and be the door keeper until the parent ends it, or has ended."""
+        with socket.socket(fileno=self.parent_fd) as parent, contextlib.suppress(BrokenPipeError):
             parent.send(msgspec.json.encode(start))
             frame = parent.recv(WORD_BYTES)
             if frame:

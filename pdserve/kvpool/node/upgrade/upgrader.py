@@ -173,6 +173,11 @@ class Upgrader:
         )
         inherited.end_door()
 
+    def close(self) -> None:
+        """The node ends: an upgrade that has not come so far is given up."""
+        if self._task is not None:
+            self._task.cancel()
+
     def hand_over(self) -> Handover:
         """What this process's next program gets. From now on the door keeper answers new clients."""
         assert self._next is not None
