@@ -28,7 +28,7 @@ POLL_S: Final = 0.05
 
 def upgrade(
     address: Address,
-    deadline: Annotated[
+    deadline_s: Annotated[
         float, typer.Option("--deadline", metavar="SECONDS", min=0.1, help="Time for the node to be back.")
     ] = 30.0,
     as_json_: Json = False,
@@ -45,7 +45,7 @@ def upgrade(
     with NodeClient(address, secret, timeout) as node:
         before = node.status()
         node.ask(Upgrade, Done, timeout_s=LOAD_S)
-    after = _until_back(before, address, secret, timeout, time.monotonic() + deadline)
+    after = _until_back(before, address, secret, timeout, time.monotonic() + deadline_s)
     seconds = time.monotonic() - started_s
     recovered = after.counters.get("recovered_pages", 0)
     if as_json_:

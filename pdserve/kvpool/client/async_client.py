@@ -404,12 +404,12 @@ class AsyncPoolClient:
             excused = restarts or time.monotonic() > until_s + OVERSLEPT_S  # the loop was busy: our own doing
             if not (excused and isinstance(error, TimeoutError)):
                 self._retry_at_s[node] = time.monotonic() + self.config.retry_after_s
-                self._views.forget(node)
+                self._views.on_unreachable(node)
             if isinstance(error, TimeoutError):
                 raise PoolTimeout(f"pool node {node} does not answer") from None
             raise
-        control.on_view = self._views.hear
-        self._views.hear(control.welcome, control.welcome)
+        control.on_view = self._views.on_view
+        self._views.on_view(control.welcome, control.welcome)
         self._restarting_until_s.pop(node, None)
         self._open[node] = control
         return control
@@ -428,7 +428,7 @@ class AsyncPoolClient:
                 del self._open[node]
         if leave_alone:
             self._retry_at_s[node] = time.monotonic() + self.config.retry_after_s
-            self._views.forget(node)
+            self._views.on_unreachable(node)
 
 
 async def _to_the_end(moving: asyncio.Future[T]) -> T:

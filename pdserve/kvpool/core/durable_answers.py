@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from pdserve.kvpool.core.events import Action, Answer, ForgetNamespace, NamespaceForgotten
+from pdserve.kvpool.core.events import Action, Answer, ForgetNamespace, TierForgotNamespace
 from pdserve.kvpool.protocol.messages import Done, Fault
 
 FORGET_TIMEOUT_S: Final = 4.0
@@ -72,7 +72,7 @@ class DurableAnswers:
             while len(self._undone) > MAX_NAMES:
                 del self._undone[next(iter(self._undone))]
 
-    def forgotten(self, event: NamespaceForgotten, out: list[Action]) -> None:
+    def forgotten(self, event: TierForgotNamespace, out: list[Action]) -> None:
         """A tier has done it, or could not."""
         one = (event.tier, event.namespace, event.before_sequence)
         if not event.problem:

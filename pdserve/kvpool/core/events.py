@@ -97,7 +97,7 @@ class NamespacesLearned(msgspec.Struct, frozen=True):
     records: list[NamespaceRecord]
 
 
-class NamespacesForgotten(msgspec.Struct, frozen=True):
+class RecordsForgotten(msgspec.Struct, frozen=True):
     """These namespaces are remembered no more, and the floors (registry.py) are others."""
 
     names: list[str]
@@ -143,7 +143,7 @@ class PagesLoaded(msgspec.Struct, frozen=True):
     checksums: tuple[int, ...]
 
 
-class NamespaceForgotten(msgspec.Struct, frozen=True):
+class TierForgotNamespace(msgspec.Struct, frozen=True):
     """A tier has carried out ForgetNamespace. `problem`: why it may not last through a restart; or empty."""
 
     tier: int
@@ -161,12 +161,12 @@ Event: TypeAlias = (
     | ViewChanged
     | ReplicasMade
     | NamespacesLearned
-    | NamespacesForgotten
+    | RecordsForgotten
     | PagesFound
     | PagesStored
     | PagesGone
     | PagesLoaded
-    | NamespaceForgotten
+    | TierForgotNamespace
 )
 
 # --- actions (`gc=False`: they hold no cycles, and there may be several per page)
@@ -308,7 +308,7 @@ class ForgetPages(msgspec.Struct, frozen=True):
 
 class ForgetNamespace(msgspec.Struct, frozen=True):
     """All tiers: forget the namespace's pages that were put so far, all of smaller sequences than this. Each
-    reports one NamespaceForgotten.
+    reports one TierForgotNamespace.
     """
 
     namespace: int

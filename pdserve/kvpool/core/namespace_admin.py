@@ -96,7 +96,7 @@ class Administration:
     def rights(self, session: Session, number: int) -> int:
         """What the client may do in a namespace of this node."""
         if number not in self.guarded or self._is_super(session):
-            return access.ALL
+            return m.ALL
         revision, found = session.rights.get(number, (-1, 0))
         if revision != self.revision:
             found = access.rights_of(session.token, self.namespaces.settings(number))
@@ -177,7 +177,7 @@ class Administration:
         if known is None and generation > record.generation:
             record = msgspec.structs.replace(record, generation=generation)
         is_new = known is None or record.dropped
-        self._require(session, record, access.WRITE if is_new else access.READ, request.id)
+        self._require(session, record, m.WRITE if is_new else m.READ, request.id)
         if record.replaced_by:
             raise NamespaceError(
                 "namespace_replaced",
@@ -208,7 +208,7 @@ class Administration:
             self._require_operator(session, "a new namespace", request.id)
             known = self.namespaces.registry.fresh(request.name, NamespaceSettings())
         else:
-            self._require(session, known, access.ADMIN, request.id)
+            self._require(session, known, m.ADMIN, request.id)
         settings = _with_kept_tokens(request.settings, known.settings)
         check_settings(settings, self._capacity_bytes, tokens_allowed=bool(self._rules.admin_token))
         self._change(_changed(known, settings=settings, dropped=False, replaced_by=""), out)
@@ -216,14 +216,14 @@ class Administration:
 
     def _replace(self, session: Session, request: ReplaceNamespace, out: list[Action]) -> m.Done:
         old, new = self._known(request.old), self.namespaces.registry.get(request.new)
-        self._require(session, old, access.ADMIN, request.id)
+        self._require(session, old, m.ADMIN, request.id)
         if request.old == request.new:
             raise NamespaceError("bad_request", f"namespace '{request.old}' cannot replace itself")
         is_new = new is None
         if new is None:
             new = self.namespaces.registry.fresh(request.new, old.settings)
         else:
-            self._require(session, new, access.ADMIN, request.id)
+            self._require(session, new, m.ADMIN, request.id)
         has_own = not is_new and new.settings not in (self._rules.defaults, NamespaceSettings())
         settings = new.settings if has_own else old.settings
         # first `new`: it may be refused, and then `old` must stay
@@ -235,7 +235,7 @@ class Administration:
         known = self.namespaces.registry.get(request.name)
         if known is None or known.dropped:
             return m.Done(request.id)
-        self._require(session, known, access.ADMIN, request.id)
+        self._require(session, known, m.ADMIN, request.id)
         return m.Done(request.id, self._change(_dropped(known), out))
 
     def _list(self, session: Session, request: ListNamespaces) -> NamespaceList:
@@ -344,7 +344,7 @@ def dropped_by(request: m.Request) -> str:
 def _administers(session: Session, record: NamespaceRecord) -> bool:
     """By a token, not because the namespace is open to all."""
     return access.is_guarded(record.settings) and bool(
-        access.rights_of(session.token, record.settings) & access.ADMIN
+        access.rights_of(session.token, record.settings) & m.ADMIN
     )
 
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from pdserve.kvpool.core.events import Action, Answer, CancelTransfers, StartSend
-from pdserve.kvpool.core.sessions import NO_TRANSFER, Limits, Session
+from pdserve.kvpool.core.sessions import NO_TRANSFER, Limits, Session, Tags
 from pdserve.kvpool.core.sessions import Pin as PinLease
 from pdserve.kvpool.core.sharding.heat import Heat
 from pdserve.kvpool.core.store.page_store import PageStore
-from pdserve.kvpool.core.tiering.coordinator import Below
+from pdserve.kvpool.core.tiering.coordinator import Tiers
 from pdserve.kvpool.protocol.messages import HIT, MISS, Get, Got, Pin, Release
 
 _MISS = Pin(MISS)
@@ -42,7 +42,7 @@ class Reads:
         request: Get,
         now_s: float,
         out: list[Action],
-        below: Below,
+        tiers: Tiers,
         heat: Heat | None = None,
         replicas: Mapping[int, int] = NO_REPLICAS,
     ) -> None:
@@ -64,7 +64,7 @@ class Reads:
             found, absent = iter(pins), set(missing)
             pins = [_MISS if place in absent else next(found) for place in range(len(request.keys))]
         # after the hits are pinned: a page that comes up takes another's place
-        if missing and below.get(session, request, pins, missing, now_s, out):
+        if missing and tiers.get(session, request, pins, missing, now_s, out):
             return
         if not session.peer:
             pages.misses += sum(pin.status == MISS for pin in pins)  # refused ones too
@@ -91,7 +91,7 @@ class Reads:
         pins = self._pin(session, [slot], slot_bytes, request, now_s, out, replicas)
         self._note(session, request, slot_bytes, [slot], pins, now_s, heat)
         if not session.peer and pins[0].status == HIT:
-            self._store.index.namespace(request.namespace).hits_below += 1
+            self._store.index.namespace(request.namespace).tier_hits += 1
         return pins[0]
 
     def _pin(
@@ -208,18 +208,3 @@ def _due(session: Session, now_s: float) -> Iterator[PinLease]:
         if pin.deadline_s > now_s:
             return
         yield pin
-
-
-class Tags:
-    """UCX tags, unique in an incarnation: a page of n segments takes n consecutive ones.
-
-    The incarnation's low bits lead, so that a client of several nodes has no two pages with one tag.
-    """
-
-    def __init__(self, incarnation: int, first: int) -> None:
-        self._next = ((incarnation & 0x7FFF) << 48) + first
-
-    def take(self, segments: int) -> int:
-        tag = self._next
-        self._next += segments
-        return tag

@@ -29,29 +29,29 @@ from pdserve.kvpool.core.events import (
     Connected,
     Disconnected,
     Event,
-    NamespaceForgotten,
-    NamespacesForgotten,
     NamespacesLearned,
     Received,
+    RecordsForgotten,
     ReplicasMade,
     SaveNamespaces,
     Tick,
+    TierForgotNamespace,
     TransferDone,
     ViewChanged,
 )
 from pdserve.kvpool.core.namespace_admin import Administration, Rules, dropped_by
 from pdserve.kvpool.core.page_listing import list_pages
-from pdserve.kvpool.core.reads import Reads, Tags
-from pdserve.kvpool.core.sessions import Limits, Session
-from pdserve.kvpool.core.sharding.coordinator import Sharing
-from pdserve.kvpool.core.startup_hold import Early
+from pdserve.kvpool.core.reads import Reads
+from pdserve.kvpool.core.sessions import Limits, Session, Tags
+from pdserve.kvpool.core.sharding.coordinator import Sharding
+from pdserve.kvpool.core.startup_hold import StartupHold
 from pdserve.kvpool.core.status_report import report
 from pdserve.kvpool.core.store.index import NONE
 from pdserve.kvpool.core.store.invariants import check
-from pdserve.kvpool.core.store.page_store import RESERVED, PageStore
+from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.restore import restore
 from pdserve.kvpool.core.store.table_scan import TableContents
-from pdserve.kvpool.core.tiering.coordinator import Below
+from pdserve.kvpool.core.tiering.coordinator import Tiers
 from pdserve.kvpool.core.tiering.tier_index import TieringLimits, TierSpec
 from pdserve.kvpool.core.waits import Waits
 from pdserve.kvpool.core.writes import Writes, no_tier
@@ -67,6 +67,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
     PutNamespace,
     ReplaceNamespace,
 )
+from pdserve.kvpool.protocol.slot_table import RESERVED
 
 Handler: TypeAlias = Callable[[Session, Any, float, list[Action]], None]
 MAX_U64 = (1 << 64) - 1
@@ -100,14 +101,14 @@ class NodeState:
             store.index.namespace(number).space = space
         tags = Tags(incarnation, FIRST_TAG)
         bounds = tiering or TieringLimits()
-        self.below = Below(store, tiers, bounds, self._settings, self._pin, self._readable, self._found)
-        self._early = Early(started_s, bounds.promotion_timeout_s, tiers=bool(tiers))
+        self.tiers = Tiers(store, tiers, bounds, self._settings, self._pin, self._readable, self._found)
+        self._startup_hold = StartupHold(started_s, bounds.promotion_timeout_s, tiers=bool(tiers))
         self._durable = DurableAnswers(name, len(tiers))
-        self.waits = Waits(store, limits.max_waiters, self.below.has)
+        self.waits = Waits(store, limits.max_waiters, self.tiers.has)
         self.reads = Reads(store, limits, tags)
-        in_tier = self.below.has if tiers else no_tier
+        in_tier = self.tiers.has if tiers else no_tier
         self.writes = Writes(store, limits, tags, self._on_commit, in_tier)
-        self.sharing = Sharing(name, store, limits.replication, self.below)
+        self.sharding = Sharding(name, store, limits.replication, self.tiers)
         self.administration = Administration(
             name,
             store.slots.capacity_bytes,
@@ -164,28 +165,28 @@ class NodeState:
                 event.connection, event.data_path, event.client, event.peer, event.token
             )
         elif isinstance(event, ViewChanged):
-            self.sharing.view_changed(event, now_s)
-            self._expect(self.sharing.next_deadline_s)
+            self.sharding.view_changed(event, now_s)
+            self._expect(self.sharding.next_deadline_s)
         elif isinstance(event, ReplicasMade):
-            self.sharing.replicas_made(event, now_s)
+            self.sharding.replicas_made(event, now_s)
         elif isinstance(event, NamespacesLearned):
             self.administration.learn(event.records, out)
-        elif isinstance(event, NamespacesForgotten):
+        elif isinstance(event, RecordsForgotten):
             self.administration.forget(event.names, event.floors, out)
-        elif isinstance(event, NamespaceForgotten):
+        elif isinstance(event, TierForgotNamespace):
             self._durable.forgotten(event, out)
         elif isinstance(event, Disconnected):
             self._disconnected(event, now_s, out)
         else:
-            was_ready = self.below.ready
-            self.below.handle(event, now_s, out)
-            if self.below.ready and not was_ready:
-                self._answer_early(self._early.end(), now_s, out)
-                self.sharing.ownership.below_ready(now_s)
-                self._expect(self.sharing.next_deadline_s)
+            was_ready = self.tiers.ready
+            self.tiers.handle(event, now_s, out)
+            if self.tiers.ready and not was_ready:
+                self._answer_early(self._startup_hold.end(), now_s, out)
+                self.sharding.ownership.tiers_ready(now_s)
+                self._expect(self.sharding.next_deadline_s)
             self._expect(now_s + self._limits.lease_s)
-        self.below.pump(now_s, out)
-        self._expect(min(self.store.next_work_s, self.below.next_deadline_s))
+        self.tiers.pump(now_s, out)
+        self._expect(min(self.store.next_work_s, self.tiers.next_deadline_s))
         return out
 
     # --- events
@@ -209,7 +210,7 @@ class NodeState:
             request_id: int = getattr(event.message, "id", 0)
             out.append(Answer(event.connection, m.Fault(request_id, "unknown_namespace", message)))
             return
-        if self._early.open and not late and self._waits_for_tiers(event, session, now_s):
+        if self._startup_hold.open and not late and self._waits_for_tiers(event, session, now_s):
             return
         if namespace is not None:
             self.store.index.namespace(namespace).operations += 1
@@ -224,11 +225,11 @@ class NodeState:
         request = event.message
         if session.peer or not isinstance(request, m.Exists | m.Get):
             return False
-        find, has = self.store.index.namespace(request.namespace).lookup(now_s), self.below.has
+        find, has = self.store.index.namespace(request.namespace).lookup(now_s), self.tiers.has
         known = all(find(key) is not None or has(request.namespace, key) for key in request.keys)
-        if known or not self._early.hold(event, now_s):
+        if known or not self._startup_hold.hold(event, now_s):
             return False
-        self._expect(self._early.next_deadline_s)
+        self._expect(self._startup_hold.next_deadline_s)
         return True
 
     def _answer_early(self, events: list[Received], now_s: float, out: list[Action]) -> None:
@@ -245,26 +246,26 @@ class NodeState:
         return self.administration.lacks_right(session, message)
 
     def _tick(self, now_s: float, out: list[Action]) -> None:
-        self._answer_early(self._early.due(now_s), now_s, out)
+        self._answer_early(self._startup_hold.due(now_s), now_s, out)
         for session in self.sessions.values():
             self.waits.expire(session, now_s, out)
-            self.below.expire(session, now_s, out)
+            self.tiers.expire(session, now_s, out)
             self.reads.expire(session, now_s, out)
             self.writes.expire(session, now_s, out)
         self.writes.end_quarantine(now_s, out)
         self._durable.expire(now_s, out)
-        self.sharing.tick(now_s, out)
+        self.sharding.tick(now_s, out)
         self.store.tick(now_s, out)
-        self.below.pump(now_s, out)
+        self.tiers.pump(now_s, out)
         self._find_next_deadline()
 
     def _disconnected(self, event: Disconnected, now_s: float, out: list[Action]) -> None:
         session = self.sessions.pop(event.connection, None)
         if session is None:
             return
-        self._early.gone(event.connection)
+        self._startup_hold.gone(event.connection)
         self.waits.disconnected(session)
-        self.below.disconnected(session)
+        self.tiers.disconnected(session)
         self.reads.disconnected(session, out)
         self.writes.disconnected(session, event.by_peer, now_s, out)
         out[:] = [action for action in out if not isinstance(action, CancelTransfers)]
@@ -281,7 +282,7 @@ class NodeState:
     def _clear(self, session: Session, request: m.Clear, now_s: float, out: list[Action]) -> None:
         for other in self.sessions.values():  # what is in these slots may be of before
             self.writes.drop_namespace(other, request.namespace, out)
-        count = self.below.clear(request.namespace, dropped=False, out=out)
+        count = self.tiers.clear(request.namespace, dropped=False, out=out)
         count += self.store.clear(request.namespace, self.namespaces.clear(request.namespace), out)
         out.append(SaveNamespaces(self.namespaces.dump()))
         out.append(Answer(session.connection, m.Done(request.id, count)))
@@ -297,7 +298,7 @@ class NodeState:
         for session in self.sessions.values():
             self.writes.drop_namespace(session, number, out)
             self.waits.drop_namespace(session, number, out)
-        count = self.below.clear(number, dropped=True, out=out)
+        count = self.tiers.clear(number, dropped=True, out=out)
         count += self.store.clear(number, number, out)
         self.store.forget(number)
         return count
@@ -308,7 +309,7 @@ class NodeState:
 
     def _namespace_changed(self, number: int, settings: NamespaceSettings) -> None:
         """It was opened, or has other settings now."""
-        self.below.configured(number)
+        self.tiers.configured(number)
         ttl_s, quota_bytes = settings.ttl_s or None, settings.quota_bytes or None
         try:
             self.store.configure_namespace(
@@ -322,16 +323,16 @@ class NodeState:
 
     def _exists(self, session: Session, request: m.Exists, now_s: float, out: list[Action]) -> None:
         find = self.store.index.namespace(request.namespace).lookup(now_s)
-        has, namespace = self.below.has, request.namespace
+        has, namespace = self.tiers.has, request.namespace
         mask = bytes([find(key) is not None or has(namespace, key) for key in request.keys])
         out.append(Answer(session.connection, m.Present(request.id, mask)))
 
     def _reserve(self, session: Session, request: m.Reserve, now_s: float, out: list[Action]) -> None:
         slot_bytes = self.store.slots.class_of(sum(request.segment_bytes))
-        refused = self.sharing.refusals(session, request, slot_bytes)
+        refused = self.sharding.refusals(session, request, slot_bytes)
         reserved = self.writes.reserve(session, request, now_s, out, refused)
-        self.sharing.reserved(session, request, reserved, slot_bytes, now_s)
-        self._expect(min(now_s + self._limits.reservation_lease_s, self.sharing.next_deadline_s))
+        self.sharding.reserved(session, request, reserved, slot_bytes, now_s)
+        self._expect(min(now_s + self._limits.reservation_lease_s, self.sharding.next_deadline_s))
 
     def _commit(self, session: Session, request: m.Commit, now_s: float, out: list[Action]) -> None:
         same_length = len(request.slots) == len(request.sequences) == len(request.checksums)
@@ -345,9 +346,9 @@ class NodeState:
 
     def _on_commit(self, slots: list[int], now_s: float, out: list[Action]) -> None:
         """Clients wrote these."""
-        if self.below.any:
+        if self.tiers.any:
             for slot in slots:
-                self.below.committed(slot)
+                self.tiers.committed(slot)
         self._readable(slots, now_s, out)
 
     def _readable(self, slots: list[int], now_s: float, out: list[Action]) -> None:
@@ -356,20 +357,20 @@ class NodeState:
             key = facts.key[slot]
             assert key is not None
             self._found(facts.namespace[slot], key, now_s, out)
-        self.sharing.filled(slots)
+        self.sharding.filled(slots)
 
     def _found(self, namespace: int, key: bytes, now_s: float, out: list[Action]) -> None:
         self.waits.committed(namespace, key, self.sessions, now_s, out)
 
     def _get(self, session: Session, request: m.Get, now_s: float, out: list[Action]) -> None:
-        sharing = self.sharing
-        heat, replicas = sharing.heat, sharing.replication.counts
-        self.reads.get(session, request, now_s, out, self.below, heat, replicas)
+        sharding = self.sharding
+        heat, replicas = sharding.heat, sharding.replication.counts
+        self.reads.get(session, request, now_s, out, self.tiers, heat, replicas)
         self._expect(session.next_deadline_s())
 
     def _pin(self, session: Session, slot: int, request: m.Get, now_s: float, out: list[Action]) -> m.Pin:
         """For a page that came up from a tier."""
-        heat, replicas = self.sharing.heat, self.sharing.replication.counts
+        heat, replicas = self.sharding.heat, self.sharding.replication.counts
         return self.reads.hit(session, slot, request, now_s, out, heat, replicas)
 
     def _wait(self, session: Session, request: m.Wait, now_s: float, out: list[Action]) -> None:
@@ -384,7 +385,7 @@ class NodeState:
             slot = self.store.find(request.namespace, key)
             if slot != NONE and self.store.facts.sequence[slot] == sequence:
                 self.store.drop(slot, out)
-                self.below.forget(request.namespace, [key], out)
+                self.tiers.forget(request.namespace, [key], out)
                 count += 1
         self.discarded += count
         out.append(Answer(session.connection, m.Done(request.id, count)))
@@ -392,10 +393,10 @@ class NodeState:
     # --- other nodes
 
     def _list_owned(self, session: Session, request: ListOwned, now_s: float, out: list[Action]) -> None:
-        out.append(Answer(session.connection, self.sharing.list_owned(request)))
+        out.append(Answer(session.connection, self.sharding.list_owned(request)))
 
     def _end_replicas(self, session: Session, request: EndReplicas, now_s: float, out: list[Action]) -> None:
-        out.append(Answer(session.connection, self.sharing.end_replicas(request, out)))
+        out.append(Answer(session.connection, self.sharding.end_replicas(request, out)))
 
     # --- the node
 
@@ -413,7 +414,7 @@ class NodeState:
             return
         asker = f"client {session.connection}"
         pages, cursor = list_pages(
-            self.store, self.sharing, self.below, namespace.number, request.cursor, request.limit, asker
+            self.store, self.sharding, self.tiers, namespace.number, request.cursor, request.limit, asker
         )
         out.append(Answer(session.connection, PageList(request.id, pages, cursor)))
 
@@ -431,10 +432,10 @@ class NodeState:
         more = (
             self.writes.next_quarantine_end_s(),
             self._durable.next_deadline_s,
-            self.sharing.next_deadline_s,
+            self.sharding.next_deadline_s,
             self.store.next_work_s,
-            self.below.next_deadline_s,
-            self._early.next_deadline_s,
+            self.tiers.next_deadline_s,
+            self._startup_hold.next_deadline_s,
         )
         self.next_deadline_s = min([*deadlines, *more])
 
@@ -442,10 +443,10 @@ class NodeState:
         """Assert that everything is conserved and nothing is owned by nobody. Slow: for tests."""
         check(self.store)
         self.waits.check()
-        self.below.check()
-        self.sharing.replicas.check()
+        self.tiers.check()
+        self.sharding.replicas.check()
         reserved = [slot for session in self.sessions.values() for slot in session.reservations]
-        reserved += self.below.reserved_slots()
+        reserved += self.tiers.reserved_slots()
         assert sorted(reserved) == self.store.slots_in_state(RESERVED)
         for session in self.sessions.values():
             held = [*session.reservations.values(), *session.quarantined.values()]

@@ -16,9 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from pdserve.kvpool.core.events import Action, Answer, CancelTransfers, StartReceive
-from pdserve.kvpool.core.reads import Tags
-from pdserve.kvpool.core.sessions import NO_TRANSFER, Limits, PendingCommit, Reservation, Session
-from pdserve.kvpool.core.store.page_store import QUARANTINED, PageStore
+from pdserve.kvpool.core.sessions import NO_TRANSFER, Limits, PendingCommit, Reservation, Session, Tags
+from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.protocol.messages import (
     BUSY,
     FULL,
@@ -32,6 +31,7 @@ from pdserve.kvpool.protocol.messages import (
     Reserve,
     Reserved,
 )
+from pdserve.kvpool.protocol.slot_table import QUARANTINED
 
 _PRESENT, _BUSY, _FULL, _TOO_LARGE = Grant(PRESENT), Grant(BUSY), Grant(FULL), Grant(TOO_LARGE)
 MAX_AGE_S: Final = 1e9
@@ -134,7 +134,6 @@ class Writes:
         store, segments = self._store, tuple(request.segment_bytes)
         pages = store.index.namespace(request.namespace)
         keys = list(wanted)[: self._may_reserve(session, slot_bytes, len(segments))]
-        store.start_request()
         slots = store.take(pages, keys, sum(segments), slot_bytes, out)
         if len(slots) < len(wanted):
             self.full += len(wanted) - len(slots)

@@ -31,10 +31,10 @@ from pdserve.kvpool.core.events import (
     EndReplicasAt,
     Event,
     FreeRows,
-    NamespacesForgotten,
     NamespacesLearned,
     PublishNamespace,
     Received,
+    RecordsForgotten,
     ReserveRows,
     SaveNamespaces,
     StartReceive,
@@ -301,7 +301,7 @@ class PoolNode:
         self.gossip.on_namespaces.append(self._learned)
 
     def _forgot(self, names: list[str], floors: Floors) -> None:
-        self.feed(NamespacesForgotten(names, floors))
+        self.feed(RecordsForgotten(names, floors))
 
     def _learned(self, records: list[NamespaceRecord]) -> None:
         self.feed(NamespacesLearned(records))
@@ -315,8 +315,8 @@ class PoolNode:
             self.arena.memory,
             self.local,
             self.arena.namespaces,
-            lambda: store.free_bytes + self.state.below.free_bytes,
-            lambda: self.state.below.behind,
+            lambda: store.free_bytes + self.state.tiers.free_bytes,
+            lambda: self.state.tiers.behind,
             self.feed,
             self.stop,
         )

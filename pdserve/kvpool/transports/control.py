@@ -35,7 +35,7 @@ from pdserve.kvpool.protocol.messages import (
     Welcome,
 )
 from pdserve.kvpool.transports.base import OnView
-from pdserve.kvpool.transports.dial import _open_socket
+from pdserve.kvpool.transports.dial import open_socket
 
 RESTARTING: Final = frozenset({"upgrading", "stopping"})  # codes of a hang-up that is soon over
 RECEIVE_BYTES: Final = 256 * 1024  # one call takes the answer to a batch of 4,096 keys
@@ -80,17 +80,17 @@ class ControlChannel:
 
     @classmethod
     def connect(
-        cls, address: str, hello: Hello, deadline: float, on_view: OnView | None = None
+        cls, address: str, hello: Hello, deadline_s: float, on_view: OnView | None = None
     ) -> ControlChannel:
         """Connect and shake hands. `on_view` is told the views that the node pushes, whenever we read.
 
         Raises PoolUnavailable (nobody there), PoolRestarting, PoolTimeout, PoolRefused (the node said no),
         FrameError (it is no pool node), ConfigError (malformed address).
         """
-        channel = cls(_open_socket(address, deadline), address, on_view)
+        channel = cls(open_socket(address, deadline_s), address, on_view)
         try:
-            channel._send(encode_frame(hello), deadline)
-            answer = channel._next_reply(deadline)
+            channel._send(encode_frame(hello), deadline_s)
+            answer = channel._next_reply(deadline_s)
             if isinstance(answer, Fault) and answer.code in RESTARTING:
                 raise hung_up(address, answer)
             if isinstance(answer, Fault):
@@ -103,22 +103,22 @@ class ControlChannel:
         channel.welcome = answer
         return channel
 
-    def call(self, request: Request, deadline: float) -> Reply:
+    def call(self, request: Request, deadline_s: float) -> Reply:
         """Send the request, return its reply (a Fault is returned). Raises PoolTimeout, PoolUnavailable,
         FrameError; then the channel is broken.
         """
-        self.send(request, deadline)
-        return self.receive(_request_id(request), deadline)
+        self.send(request, deadline_s)
+        return self.receive(_request_id(request), deadline_s)
 
-    def send(self, request: Request, deadline: float) -> None:
+    def send(self, request: Request, deadline_s: float) -> None:
         """Send without waiting: collect the reply with `receive`. Errors as `call`."""
         self._awaited.add(_request_id(request))
-        self._send(encode_frame(request), deadline)
+        self._send(encode_frame(request), deadline_s)
 
-    def receive(self, request_id: int, deadline: float) -> Reply:
+    def receive(self, request_id: int, deadline_s: float) -> Reply:
         """Wait for the reply to a request that was sent. Errors as `call`."""
         while request_id not in self._replies:
-            self._file(self._next_reply(deadline))
+            self._file(self._next_reply(deadline_s))
         self._awaited.discard(request_id)
         return self._replies.pop(request_id)
 
@@ -168,10 +168,10 @@ class ControlChannel:
         self._broken = self._broken or "it was closed"
         self._socket.close()
 
-    def _send(self, frame: bytes, deadline: float) -> None:
+    def _send(self, frame: bytes, deadline_s: float) -> None:
         self._check_usable()
         try:
-            self._socket.settimeout(self._remaining_s(deadline))
+            self._socket.settimeout(self._remaining_s(deadline_s))
             self._socket.sendall(frame)
         except TimeoutError as error:
             raise self._break(PoolTimeout(f"pool node {self._address} takes no requests")) from error
@@ -210,13 +210,13 @@ class ControlChannel:
         else:
             self._replies[reply_id] = reply
 
-    def _next_reply(self, deadline: float) -> Reply:
+    def _next_reply(self, deadline_s: float) -> Reply:
         self._check_usable()
         try:
             for body in self._frames.feed(b""):
                 return decode_reply(body)
             while True:
-                self._socket.settimeout(self._remaining_s(deadline))
+                self._socket.settimeout(self._remaining_s(deadline_s))
                 data = self._socket.recv(RECEIVE_BYTES)
                 if not data:
                     raise PoolUnavailable(f"pool node {self._address} closed the connection")
@@ -230,8 +230,8 @@ class ControlChannel:
         except PoolError as error:
             raise self._break(error) from None
 
-    def _remaining_s(self, deadline: float) -> float:
-        remaining_s = deadline - time.monotonic()
+    def _remaining_s(self, deadline_s: float) -> float:
+        remaining_s = deadline_s - time.monotonic()
         if remaining_s <= 0:
             raise TimeoutError
         return remaining_s

@@ -12,16 +12,17 @@ from collections.abc import Iterable
 
 from pdserve.errors import RequestError
 from pdserve.router.admission.queue import Admission, State, Ticket
+from pdserve.router.api.errors import NoWorkerError, TooManyError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.models import Models
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.log_throttle import ThrottledLog
 from pdserve.router.metrics.stats import Histogram
-from pdserve.router.placement.planner import NoWorkerError
 from pdserve.router.request.call import Call
 from pdserve.router.request.token_usage import Meter
 from pdserve.router.tenants.api_keys import admin_key_digest, load_keys
-from pdserve.router.tenants.registry import Tenants, TenantState, TooManyError
+from pdserve.router.tenants.registry import Tenants
+from pdserve.router.tenants.tenant import TenantState
 from pdserve.tokens import bearer, digest, same
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class Entrance:
 
     def model_of(self, call: Call, requested: str | None) -> str:
         """The served model that a call means. Raises RequestError, NoWorkerError as `Models.resolve`."""
-        return self._models.resolve(requested, call.path, self._fleet.tasks)
+        return self._models.resolve(requested, call.endpoint, self._fleet.tasks)
 
     async def enter(self, call: Call) -> Ticket:
         """Wait until the call may be served; who entered must `leave`. Raises RequestError: 429 for who is
@@ -117,7 +118,7 @@ class Entrance:
             self._wake(self.admission.leave(ticket, now_s))
             raise
         tenant.use.requests += 1
-        call.meter = Meter(estimate)
+        call.meter = Meter(estimate, call.endpoint.usage_names)
         return ticket
 
     def leave(self, call: Call, ticket: Ticket) -> None:

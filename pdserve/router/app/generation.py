@@ -1,4 +1,4 @@
-"""The streaming routes: read the body, plan, dispatch, and account for every way it can end."""
+"""Generation endpoints: read the body, plan, dispatch, and account for every way it can end."""
 
 from __future__ import annotations
 
@@ -6,44 +6,38 @@ import asyncio
 import logging
 import random
 from collections import defaultdict
-from types import MappingProxyType
 from typing import Final
 
 from pdserve.errors import RequestError
 from pdserve.logs import served_request
 from pdserve.router.admission.gate import Entrance
+from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.errors import error_of
-from pdserve.router.api.openapi import HOT_ROUTES
 from pdserve.router.api.request_body import estimate_prompt_tokens, has_several_prompts, parse_request
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.deadlines import Deadlines
 from pdserve.router.dispatch.dispatcher import Dispatcher
-from pdserve.router.fleet.models import TASK_OF
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.prefix_index import prefix_of
-from pdserve.router.placement.request_facts import Facts
+from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.request import spans
 from pdserve.router.request.call import JSON, Call
-from pdserve.router.server.client import AsgiClient, Client, Receive, Scope, Send
+from pdserve.router.server.client import Client
+from pdserve.router.server.uvicorn_server import LAST_WORD_S
 from pdserve.router.sessions.keys import find_session_key, parse_sources
-from pdserve.router.tenants.cache_salt import SALTED_PATHS, isolated
+from pdserve.router.tenants.cache_salt import isolated
 from pdserve.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
-LAST_WORD_S = 1.0
-"""How long a client that must be cut off is given to take the error."""
 BODY_BYTES_S = 4096
 """A body that comes at this rate and faster is not too slow."""
 DRAIN_S = 5.0
 """How long the rest of a refused body is read, so that the client, still sending, gets to see the answer."""
 
 
-class HotRoutes:
-    """Serves the hot paths; past ASGI where it can be (see `direct_client`), and as an ASGI application."""
-
-    targets: Final = MappingProxyType({path.encode("ascii"): path for path in HOT_ROUTES})
-    """Path by request target."""
+class GenerationHandler:
+    """Serves `ENDPOINTS`, over any kind of client connection."""
 
     def __init__(
         self,
@@ -54,6 +48,8 @@ class HotRoutes:
         stats: Stats,
         tracer: Tracer | None = None,
     ) -> None:
+        self.targets: Final = {path.encode("ascii"): path for path in ENDPOINTS}
+        """Path by request target."""
         self._tracer = tracer
         self._entrance = entrance
         self._dispatcher = dispatcher
@@ -67,10 +63,6 @@ class HotRoutes:
         self._body_s = min(config.deadlines.body_s, self._total_s)
         self._loop = asyncio.get_running_loop()
         self._turns: defaultdict[str, int] = defaultdict(int)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, by ASGI."""
-        await self.serve(AsgiClient(scope, receive, send))
 
     async def serve(self, client: Client) -> None:
         """One request. Never raises: whatever happens is answered, or ends with the connection."""
@@ -137,15 +129,17 @@ class HotRoutes:
             session = session.of_model(scope)
         if self._entrance.tenants.has_keys:  # tenants share neither caches nor sessions, nor see others' load
             call.shows_figures = self._shows_load
-            if call.path in SALTED_PATHS:
+            if call.endpoint.is_salted:
                 call.body = isolated(body, view.cache_salt, call.tenant.cache)
             if session is not None:
                 session = session.within(call.tenant.name)
             scope = f"{call.tenant.cache}/{scope}"
-        prompt = view.prompt_json(call.path)
-        computes = call.path in TASK_OF  # tokenizing does not: it is no load, and leaves no pages behind
-        call.facts = Facts(
-            endpoint=call.path,
+        prompt = view.prompt_json(call.endpoint.prompt_fields)
+        computes = (
+            call.endpoint.task is not None
+        )  # tokenizing does not: it is no load, and leaves no pages behind
+        call.facts = RequestFacts(
+            endpoint=call.endpoint,
             model=view.model,
             session=session,
             prompt_tokens_estimate=estimate_prompt_tokens(prompt),
@@ -220,13 +214,13 @@ class HotRoutes:
         stats = self._stats
         stats.in_flight -= 1
         if call.is_started:
-            stats.requests[call.path, str(call.status)] += 1
-            stats.first_byte[call.path].observe(call.first_byte_s - call.started_s)
+            stats.requests[call.endpoint.path, str(call.status)] += 1
+            stats.first_byte[call.endpoint.path].observe(call.first_byte_s - call.started_s)
             if call.is_sse:
                 for part, spent_s in call.parts_s.items():
                     stats.first_token[part].observe(spent_s)
         else:
-            stats.requests[call.path, "aborted"] += 1
+            stats.requests[call.endpoint.path, "aborted"] += 1
 
 
 def _too_large(limit_bytes: int) -> RequestError:

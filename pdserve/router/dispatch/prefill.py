@@ -21,14 +21,15 @@ from pdserve.errors import PdserveError
 from pdserve.router.api.request_body import UNREADABLE
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.retry_budget import RetryBudget
-from pdserve.router.fleet.registry import Fleet, Worker
+from pdserve.router.fleet.registry import Fleet
+from pdserve.router.fleet.worker import Worker
 from pdserve.router.log_throttle import ThrottledLog
 from pdserve.router.metrics.names import CACHES, TIERS, turn_label
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.placer import Placer
 from pdserve.router.placement.planner import Plan, Settle, choose_alternate
+from pdserve.router.request.cache_report import PREFILL_CACHED_HEADER, cached_words
 from pdserve.router.request.call import Call
-from pdserve.router.request.timing import PREFILL_CACHED_HEADER, cached_words
 from pdserve.router.upstream.client import Upstream
 from pdserve.router.upstream.response import UpstreamError
 
@@ -170,7 +171,7 @@ class Stages:
         limit_s = self._deadlines.prefill_s + self._deadlines.publish_s
         outcome = "ok"  # when prefill is over first, too
         try:
-            await self._post_json(call, decode, f"/pd/pull?endpoint={call.path}", call.body, limit_s)
+            await self._post_json(call, decode, f"/pd/pull?endpoint={call.endpoint.path}", call.body, limit_s)
         except UpstreamError as error:
             outcome = error.kind
         except WorkerAnswerError as error:
@@ -217,7 +218,7 @@ class Stages:
         is_unfit = True
         try:
             answer = await self._post_json(
-                call, worker, f"/pd/prefill?endpoint={call.path}", call.body, limit_s
+                call, worker, f"/pd/prefill?endpoint={call.endpoint.path}", call.body, limit_s
             )
             report = _report_decoder.decode(answer)
         except UpstreamError as error:

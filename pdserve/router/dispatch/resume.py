@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from pdserve.router.api.endpoints import Endpoint
 from pdserve.router.api.request_body import UNREADABLE
 
 Continue = Literal["deterministic", "always", "never"]
@@ -37,7 +38,6 @@ _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _OPENING_BYTES = 512
 _ID = re.compile(rb'"id":"[^"]*"')
 _CREATED = re.compile(rb'"created":\d+')
-CONTINUED_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/generate"))
 
 _GRAMMAR = ("regex", "ebnf", "json_schema", "structural_tag")
 _UNLIKE = (
@@ -129,7 +129,7 @@ def _find_mark(data: bytes, begin: int) -> tuple[int, int] | None:
     return None if at < begin or end < 0 else (at, end)
 
 
-def may_continue(path: str, body: bytes, which: Continue, *, seeds_count: bool) -> bool:
+def may_continue(endpoint: Endpoint, body: bytes, which: Continue, *, seeds_count: bool) -> bool:
     """Whether another worker, given the tokens so far, goes on as the first one would have done.
     `seeds_count`: what both of them sample depends on the request's seed.
 
@@ -137,22 +137,23 @@ def may_continue(path: str, body: bytes, which: Continue, *, seeds_count: bool) 
     the rest is then another draw from the same distribution. Never under a grammar, with tools, several
     choices, penalties, stop strings or log-probabilities, which look back at more than the tokens.
     """
-    if which == "never" or path not in CONTINUED_PATHS:
+    if which == "never" or not endpoint.is_resumable:
         return False
     try:
         asked: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
     except UNREADABLE:
         return False
-    sampling = asked.get("sampling_params") if path == "/generate" else asked
-    if not isinstance(sampling, dict) or (path == "/generate" and isinstance(asked.get("text"), list)):
+    sampling = asked.get(endpoint.sampling_field) if endpoint.sampling_field else asked
+    if not isinstance(sampling, dict) or isinstance(asked.get("text"), list):
         return False
     formatted = asked.get("response_format") or {}
     is_free = not any(sampling.get(name) for name in _GRAMMAR) and (
         isinstance(formatted, dict) and formatted.get("type", "text") == "text"
     )
     is_plain = not any(asked.get(name) or sampling.get(name) for name in _UNLIKE)
-    if path == "/v1/completions" and asked.get("logprobs") is not None:
-        is_plain = False  # a number there: 0 is of the chosen token alone
+    logprobs = asked.get("logprobs")
+    if logprobs is not None and logprobs is not False:
+        is_plain = False  # 0, in a completion, asks for the chosen token's alone
     is_one = sampling.get("n") in (None, 1) and asked.get("best_of") in (None, 1)
     unpenalized = all(sampling.get(name) in (None, off) for name, off in _PENALTIES.items())
     if not (is_free and is_plain and is_one and unpenalized):

@@ -14,11 +14,12 @@ import re
 from typing import Literal
 
 from pdserve.errors import RequestError
+from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.errors import convert_error, error_event, error_of, error_type
-from pdserve.router.placement.request_facts import Facts
+from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.request.token_usage import Meter
 from pdserve.router.server.client import Client, Headers
-from pdserve.router.tenants.registry import TenantState
+from pdserve.router.tenants.tenant import TenantState
 from pdserve.tracing import PASSED_ON, Trace
 
 Phase = Literal["body", "plan", "queue", "settle", "prefill", "decode", "stream"]
@@ -43,6 +44,7 @@ class Call:
         "client",
         "deadline_s",
         "end",
+        "endpoint",
         "facts",
         "first_byte_s",
         "headers",
@@ -53,7 +55,6 @@ class Call:
         "meter",
         "model",
         "parts_s",
-        "path",
         "phase",
         "plan_words",
         "planned_s",
@@ -74,7 +75,7 @@ class Call:
 
     def __init__(self, client: Client, now_s: float, deadline_s: float) -> None:
         self.client = client
-        self.path = client.path
+        self.endpoint = ENDPOINTS[client.path]
         self.headers = dict(client.headers)
         self.started_s = now_s
         self.deadline_s = deadline_s
@@ -84,7 +85,7 @@ class Call:
         self.request_id = request_id(self.headers.get(b"x-request-id", b""))
         self.upstream_headers = self._headers_for_workers()
         self.body = b""
-        self.facts = Facts(self.path)
+        self.facts = RequestFacts(self.endpoint)
         self.tenant: TenantState
         self.model: str
         """The served model that it means."""

@@ -18,10 +18,10 @@ STAGES = ("settle", "prefill", "publish")
 def begin(tracer: Tracer, call: Call) -> None:
     """The call has come."""
     call.trace = tracer.begin(
-        f"POST {call.path}",
+        f"POST {call.endpoint.path}",
         call.headers,
         call.started_s,
-        **{"url.path": call.path, "pdserve.request_id": call.request_id.decode("ascii")},
+        **{"url.path": call.endpoint.path, "pdserve.request_id": call.request_id.decode("ascii")},
     )
     call.pass_on(call.trace.headers)
 

@@ -138,7 +138,7 @@ class NameService:
 def name_service(monkeypatch: pytest.MonkeyPatch) -> Iterator[NameService]:
     service = NameService("pool-a")
     monkeypatch.setattr(socket, "getaddrinfo", service.look_up)
-    monkeypatch.setattr("pdserve.kvpool.transports.control._resolver", Resolver())
+    monkeypatch.setattr("pdserve.kvpool.transports.dial._resolver", Resolver())
     yield service
     service.answers.set()
 

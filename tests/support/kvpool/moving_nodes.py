@@ -114,7 +114,7 @@ class Nodes:
         def done() -> bool:
             self.tell()
             return all(
-                node.gossip.cluster.settled and node.state.sharing.ownership.next_step_s == float("inf")
+                node.gossip.cluster.settled and node.state.sharding.ownership.next_step_s == float("inf")
                 for node in self.nodes.values()
             )
 

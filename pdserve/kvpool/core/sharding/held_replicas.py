@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdserve.kvpool.core.events import Action
-from pdserve.kvpool.core.sharding.ownership import PagesBelow
+from pdserve.kvpool.core.sharding.ownership import TierPages
 from pdserve.kvpool.core.store.index import NONE
-from pdserve.kvpool.core.store.page_store import COMMITTED, RESERVED, PageStore
+from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.protocol.messages import FULL, GRANTED, PRESENT, Grant
+from pdserve.kvpool.protocol.slot_table import COMMITTED, RESERVED
 
 _FULL = Grant(FULL)
 
@@ -40,13 +41,13 @@ class Replicas:
         max_bytes: int,
         lease_s: float,
         is_ours: Callable[[Sequence[bytes]], Sequence[bool]],
-        below: PagesBelow,
+        tiers: TierPages,
     ) -> None:
         self._store = store
         self._max_bytes = max_bytes
         self._lease_s = lease_s
         self._is_ours = is_ours
-        self._below = below
+        self._tiers = tiers
         self._slots: dict[int, _Replica] = {}
         self._by_namespace: Counter[int] = Counter()
         self.slot_bytes = 0  # of all entries; those whose page is gone count until `expire`
@@ -112,7 +113,7 @@ class Replicas:
             self._forget(slot)
             if not ours and self._store.state(slot) == COMMITTED:
                 namespace = self._store.facts.namespace[slot]
-                self._below.forget(namespace, self._keys([slot]), out)
+                self._tiers.forget(namespace, self._keys([slot]), out)
                 self._store.drop(slot, out)
         return len(slots)
 

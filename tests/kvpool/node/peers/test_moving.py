@@ -126,9 +126,9 @@ def test_pages_that_are_on_ssd_only_move_to_a_node_that_joins_and_from_one_that_
         sizes = {"capacity_bytes": "4MiB", "slab_bytes": "256KiB", "promotion_timeout_s": 10.0}
         return nodes.start(name, tiers=[tier], moving=moving, **sizes)
 
-    def only_below(node: PoolNode) -> list[bytes]:
+    def only_in_tiers(node: PoolNode) -> list[bytes]:
         state = node.state
-        return nodes.run(lambda: [k for k in keys if state.below.has(1, k) and state.store.find(1, k) < 0])
+        return nodes.run(lambda: [k for k in keys if state.tiers.has(1, k) and state.store.find(1, k) < 0])
 
     def check_all_there(count_at: dict[PoolNode, int]) -> None:
         """Each page at its owner, byte for byte, and nowhere else, in memory or below."""
@@ -140,7 +140,7 @@ def test_pages_that_are_on_ssd_only_move_to_a_node_that_joins_and_from_one_that_
             node = nodes.nodes[name]
             assert len(mine) == count_at[node]
             held = nodes.run(
-                lambda state=node.state: {*state.store.index.namespace(1).committed, *state.below.keys(1)}
+                lambda state=node.state: {*state.store.index.namespace(1).committed, *state.tiers.keys(1)}
             )
             assert held == set(mine)
 
@@ -149,14 +149,14 @@ def test_pages_that_are_on_ssd_only_move_to_a_node_that_joins_and_from_one_that_
     for begin in range(0, len(keys), 16):
         with nodes.client("n0") as client:
             client.put(keys[begin : begin + 16])
-        wait_for(lambda end=begin + 16: first.state.below.status()[0].counters["stored"] >= end, "stored")
-    assert len(only_below(first)) > 200
+        wait_for(lambda end=begin + 16: first.state.tiers.status()[0].counters["stored"] >= end, "stored")
+    assert len(only_in_tiers(first)) > 200
     second = start("n1")
     nodes.settle()
     moved = nodes.counters("n1")["pages_pulled"]
     assert 100 < moved < 300
     check_all_there({first: len(keys) - moved, second: moved})
-    assert len(only_below(first)) > 10
+    assert len(only_in_tiers(first)) > 10
     with nodes.client("n0") as client:
         assert client.connection.call(Drain(9), time.monotonic() + 5) == m.Done(9)
     nodes.settle()
@@ -183,7 +183,7 @@ def test_a_node_with_little_memory_pulls_no_faster_than_its_tier_writes(
     second = nodes.start("n1", tiers=[tier], capacity_bytes="2MiB", slab_bytes="256KiB")
     nodes.settle()
     assert nodes.counters("n1")["pages_pulled"] > 300
-    assert nodes.run(lambda: second.state.below.counters()["evicted_unwritten"]) == 0
+    assert nodes.run(lambda: second.state.tiers.counters()["evicted_unwritten"]) == 0
 
 
 def test_a_page_that_moves_has_the_rest_of_its_time_to_live(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_a_draining_node_that_takes_the_others_for_dead_keeps_its_pages(tmp_path
         mine = [key for key in keys if nodes.holders(key) == ["n0"]]
         nodes.run(leaver.gossip.leave)
         nodes.tell()
-        gossip, ownership = leaver.gossip, leaver.state.sharing.ownership
+        gossip, ownership = leaver.gossip, leaver.state.sharding.ownership
 
         def lose_sight() -> None:
             gossip.apply(gossip.cluster.declare_dead("n1", gossip.cluster.members["n1"].version))

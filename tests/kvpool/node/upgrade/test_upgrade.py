@@ -171,7 +171,7 @@ def test_upgrades_under_load_fail_no_operation_and_lose_no_page(
     try:
         for _ in range(2):
             load.progress()
-            upgrade(node.address, deadline=SOON_S)
+            upgrade(node.address, deadline_s=SOON_S)
             report = client.status()["node"]
             incarnations.add(report.incarnation)
             assert report.counters["recovered_pages"] > 0
@@ -237,7 +237,7 @@ def test_a_node_with_a_tier_that_hangs_is_upgraded_all_the_same(
     node = make_node(tiers=[tier])
     client = client_of(node)
     assert client.put([key(1)], [page_of(1)]) == [True]
-    upgrade(node.address, deadline=SOON_S)
+    upgrade(node.address, deadline_s=SOON_S)
     assert "it was upgraded" in node.log.read_text()
     assert len(client.status()["node"].tiers) == 1
     page = empty()
@@ -260,7 +260,7 @@ def test_pages_that_are_only_on_ssd_are_found_throughout_an_upgrade(
         while client.status()["node"].tiers[0].pages < first + 20:
             assert time.monotonic() < deadline
             time.sleep(0.005)  # nothing leaves memory before it is below
-    upgrading = threading.Thread(target=upgrade, args=(node.address,), kwargs={"deadline": SOON_S})
+    upgrading = threading.Thread(target=upgrade, args=(node.address,), kwargs={"deadline_s": SOON_S})
     upgrading.start()
     missed, dice = [], random.Random(5)
     while upgrading.is_alive():
@@ -353,7 +353,7 @@ def test_upgrading_the_nodes_of_a_pool_in_turn_costs_clients_with_the_default_co
     try:
         for node in nodes:
             load.progress()
-            upgrade(node.address, deadline=SOON_S)
+            upgrade(node.address, deadline_s=SOON_S)
         load.progress()
     finally:
         strangers.end()
