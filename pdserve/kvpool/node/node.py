@@ -31,10 +31,10 @@ from pdserve.kvpool.core.events import (
     EndReplicasAt,
     Event,
     FreeRows,
-    NamespacesLearned,
     PublishNamespace,
     Received,
     RecordsForgotten,
+    RecordsLearned,
     ReserveRows,
     SaveNamespaces,
     StartReceive,
@@ -304,7 +304,7 @@ class PoolNode:
         self.feed(RecordsForgotten(names, floors))
 
     def _learned(self, records: list[NamespaceRecord]) -> None:
-        self.feed(NamespacesLearned(records))
+        self.feed(RecordsLearned(records))
 
     def _make_rebalancer(self) -> Rebalancer:
         self.gossip.moves_pages = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import select
 import socket
 import threading
 import time
@@ -115,18 +116,18 @@ class Watcher:
 
     def __init__(self, address: str) -> None:
         hello = replace(make_hello("watcher", "", "none"), views=True)
-        self._channel = ControlChannel.connect(address, hello, soon())
         self.views: list[tuple[float, View]] = []
+        self._channel = ControlChannel.connect(address, hello, soon(), self._on_view)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
         with contextlib.suppress(PoolError):
-            while True:
-                view = self._channel._next_reply(soon(60))
-                assert isinstance(view, View)
-                assert view.id == 0
-                self.views.append((time.monotonic(), view))
+            while select.select([self._channel], [], [], 60)[0]:
+                self._channel.take_pushed()
+
+    def _on_view(self, _: object, view: View) -> None:
+        self.views.append((time.monotonic(), view))
 
     def told(self, ring: str) -> float:
         """When it was first told of this ring; it may be a moment away yet."""
