@@ -32,7 +32,8 @@ from pdserve.router.api.errors import error_of
 from pdserve.router.api.request_body import UNREADABLE
 from pdserve.router.app.error_handlers import add_error_handlers
 from pdserve.router.app.router import Router
-from pdserve.router.fleet.registry import FleetError, Role, Worker
+from pdserve.router.fleet.registry import FleetError
+from pdserve.router.fleet.worker import Role, Worker
 from pdserve.router.metrics.exposition import exposition
 from pdserve.router.metrics.snapshot import Snapshot
 from pdserve.router.request.call import JSON

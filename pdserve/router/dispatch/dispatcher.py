@@ -37,14 +37,15 @@ from pdserve.router.dispatch.prefill import (
 from pdserve.router.dispatch.relay import is_event_stream, relay_events, relay_whole
 from pdserve.router.dispatch.resume import ASK, HEADER, Trail, may_continue
 from pdserve.router.dispatch.retry_budget import RetryBudget
-from pdserve.router.fleet.registry import Fleet, Worker
+from pdserve.router.fleet.registry import Fleet
+from pdserve.router.fleet.worker import Worker
 from pdserve.router.log_throttle import ThrottledLog
 from pdserve.router.metrics.names import CACHES
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.placer import Placer
 from pdserve.router.placement.planner import Plan, choose_alternate
+from pdserve.router.request.cache_report import cached_tokens, own_memory_tokens
 from pdserve.router.request.call import Call
-from pdserve.router.request.timing import cached_tokens, own_memory_tokens
 from pdserve.router.sessions.redis_table import SharedSessions
 from pdserve.router.sessions.table import SessionEntry
 from pdserve.router.upstream.client import Upstream

@@ -30,7 +30,8 @@ from pdserve.errors import ConfigError, PdserveError, StartupError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.changes import Changes, FleetChange
 from pdserve.router.fleet.health_check import FirstRound
-from pdserve.router.fleet.registry import Worker, listed_workers
+from pdserve.router.fleet.registry import listed_workers
+from pdserve.router.fleet.worker import Worker
 from pdserve.router.metrics.snapshot import Snapshot, add_up, left_behind
 from pdserve.router.processes.child import Child, Setup
 from pdserve.router.processes.messages import (
