@@ -118,7 +118,7 @@ class Entrance:
             self._wake(self.admission.leave(ticket, now_s))
             raise
         tenant.use.requests += 1
-        call.answer.meter = Meter(estimate, call.endpoint.usage_names)
+        call.answer.meter = Meter(estimate, call.endpoint.usage)
         return ticket
 
     def leave(self, call: Call, ticket: Ticket) -> None:
