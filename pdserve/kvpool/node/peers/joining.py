@@ -186,7 +186,7 @@ class Joining:
         return (welcome.node, welcome.incarnation) == (self._name, rival.incarnation)
 
     async def settle_rivalry(self, rival: Member) -> None:
-        """Two nodes of one name started at once, or in two parts of a network: the larger incarnation ends."""
+        """Two nodes of one name started at once, or in two parts of a network: one ends."""
         self.rivalry = True
         try:
             if await self._lives(rival):
