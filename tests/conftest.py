@@ -1,8 +1,10 @@
-"""What concerns the whole suite."""
+"""The whole suite: examples of property tests, order of the tests, time of each folder."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -22,3 +24,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return "cluster" in getattr(item, "fixturenames", ()), item.get_closest_marker("long") is not None
 
     items.sort(key=place)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How long the tests of each folder took, set-up and teardown included. A folder's time holds that of the
+    folders within it.
+    """
+    seconds: Counter[Path] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds.update(
+                    dict.fromkeys(list(Path(report.nodeid.partition("::")[0]).parents)[:-1], report.duration)
+                )
+    if seconds:
+        terminalreporter.section("seconds of each folder")
+        for folder, taken_s in sorted(seconds.items()):
+            terminalreporter.line(f"{taken_s:8.1f} {folder}")

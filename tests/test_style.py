@@ -14,6 +14,9 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "pdserve").rglob("*.py"))
 MAX_MODULE_LINES = 500
 MAX_FUNCTION_LINES = 70
+MAX_MODULES_IN_A_FOLDER = 15
+TESTS_OF_NO_PACKAGE = {"contracts", "docs", "e2e", "netns", "support"}
+"""Folders of tests/ that mirror no package: contracts of several implementations, whole clusters, helpers."""
 
 BOUNDARY = re.compile(r"#.*\bboundary\b.*: \w+")
 LEFTOVER = re.compile(r"\b(TODO|FIXME|XXX)\b")
@@ -68,6 +71,64 @@ def test_functions_are_at_most_70_lines() -> None:
 
 def test_broad_excepts_say_why() -> None:
     assert findings(broad_excepts) == []
+
+
+def packages() -> Iterator[Path]:
+    return (path.parent for path in SOURCES if path.name == "__init__.py")
+
+
+def test_a_folder_has_at_most_15_modules() -> None:
+    counts = {str(folder.relative_to(ROOT)): len(list(folder.glob("[!_]*.py"))) for folder in packages()}
+    assert {name: n for name, n in counts.items() if n > MAX_MODULES_IN_A_FOLDER} == {}
+
+
+def test_each_package_says_what_belongs_there() -> None:
+    said = {
+        folder: ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) for folder in packages()
+    }
+    silent = [str(folder.relative_to(ROOT)) for folder, text in said.items() if len((text or "").split()) < 4]
+    assert silent == []
+
+
+def test_tests_mirror_the_packages() -> None:
+    folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
+    strange = [
+        str(folder)
+        for folder in folders
+        if folder.parts
+        and folder.parts[0] not in TESTS_OF_NO_PACKAGE
+        and not (ROOT / "pdserve" / folder).is_dir()
+    ]
+    assert strange == []
+
+
+def imports_of_tests(source: str) -> Iterator[str]:
+    """Test modules and conftests that a module imports, relative imports too."""
+    for node in ast.walk(ast.parse(source)):
+        named = []
+        if isinstance(node, ast.ImportFrom):
+            named = [node.module or "", *(f"{node.module or ''}.{name.name}" for name in node.names)]
+        elif isinstance(node, ast.Import):
+            named = [name.name for name in node.names]
+        if found := [name for name in named if re.search(r"(^|\.)(test_\w+|conftest)$", name)]:
+            yield f"{node.lineno}: {found[0]}"
+
+
+def test_no_test_module_imports_another() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for line in imports_of_tests(path.read_text())
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["from tests.router.test_app import x", "from .test_app import x", "from tests.e2e import conftest"],
+)
+def test_an_import_of_a_test_module_is_found(source: str) -> None:
+    assert list(imports_of_tests(source))
 
 
 def test_no_module_is_named_utils() -> None:

@@ -1,1 +1,4 @@
-"""Benchmarks that tell the truth."""
+"""`pdserve bench`: measurements of serving, router and pool, and the pool under faults.
+
+Here stand the parts that several benchmarks share. May import every part of pdserve but doctor.
+"""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from pdserve.bench import offline
+from pdserve.bench.commands import offline
 from pdserve.bench.commands.chaos import chaos
 from pdserve.bench.commands.compare import compare
 from pdserve.bench.commands.hot import hot

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pdserve.bench.stores import BenchError
 
 if TYPE_CHECKING:
-    from pdserve.bench.pool import PoolFigures
+    from pdserve.bench.pool.speed import PoolFigures
     from pdserve.bench.router.measure import Row
     from pdserve.bench.soak.run import Sample
 

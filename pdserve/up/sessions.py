@@ -1,8 +1,8 @@
-"""Process sessions on Linux: who belongs to one, and how one is ended whole.
+"""Process sessions on Linux: the members of a session, and the end of a whole session.
 
-Every process that the supervisor starts leads a session of its own. What that process starts in turn
-(SGLang's scheduler, compilers) stays in the session, so a session is the unit that is ended: nothing of it is
-left behind even where the leader died without telling its children.
+Every process that the supervisor starts leads a session of its own. Its children (SGLang's scheduler,
+compilers) stay in the session. So the supervisor ends whole sessions: no child is left behind, even when the
+leader died without stopping its children.
 """
 
 from __future__ import annotations
@@ -12,25 +12,21 @@ import signal
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Final
 
+import psutil
+
 POLL_S: Final = 0.02
+DEAD: Final = frozenset({psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD})
 
 
 def session_members(session: int) -> list[int]:
     """The ids of the live processes of a session, zombies left out."""
     members = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with suppress(OSError):  # it ended while we were looking
-            # the second field, the name in brackets, may hold spaces, brackets and any byte
-            state, _parent, _group, its_session = (
-                (entry / "stat").read_bytes().rpartition(b")")[2].split(maxsplit=4)[:4]
-            )
-            if int(its_session) == session and state not in b"ZX":
-                members.append(int(entry.name))
+    for pid in psutil.pids():
+        with suppress(OSError, psutil.Error):  # it ended while we were looking
+            if os.getsid(pid) == session and psutil.Process(pid).status() not in DEAD:
+                members.append(pid)
     return members
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdserve.errors import PdserveError, StartupError
+from pdserve.settings.toml_text import to_toml
 from pdserve.up.console import Console
 from pdserve.up.orphan_reaper import Warden
 from pdserve.up.plan import STOP_SLACK_S, Plan, ProcessSpec
@@ -27,7 +28,6 @@ from pdserve.up.process import Child, describe_status, write_private
 from pdserve.up.readiness import is_ready, served_model
 from pdserve.up.restart import restart_delay_s
 from pdserve.up.scraping import TARGETS_FILE, targets
-from pdserve.up.toml import to_toml
 
 API_KEYS: Final = "PDSERVE_API_KEYS"
 PROBE_INTERVAL_S: Final = 0.2

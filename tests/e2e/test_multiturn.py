@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from pdserve.bench.serving.figures import outcome_of
-from pdserve.bench.serving.load import Shape, make_load
-from pdserve.bench.serving.run import Server, run_load
+from pdserve.bench.serving.load.plan import Shape, make_load
+from pdserve.bench.serving.load.run import Server, run_load
 from tests.e2e.conftest import Alone
 from tests.support.e2e.cluster import Worker, eventually, http
 from tests.support.e2e.prompts import PAGE

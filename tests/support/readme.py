@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from pdserve.bench.serving.goals import Row, goal_rows, times
 from pdserve.bench.serving.parts import Weights
+from pdserve.bench.serving.report.goals import Row, goal_rows, times
+from pdserve.bench.serving.report.weights_report import text
 from pdserve.bench.serving.summary import Measured, summaries
 from pdserve.bench.serving.sweep import Tried, best
-from pdserve.bench.serving.weights_report import text
 from pdserve.engine.metric_names import METRICS as WORKER_METRICS
 from pdserve.engine.worker import WorkerConfig
 from pdserve.kvpool.client.metric_names import CLIENT_METRICS

@@ -1,4 +1,4 @@
-"""The supervisor's small parts: TOML text, restarts, line splitting, ports, the console, sessions."""
+"""The supervisor's small parts: restarts, line splitting, ports, the console, sessions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import socket
 import subprocess
 import sys
 import threading
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pdserve.up.config import ClusterSettings
 from pdserve.up.console import MAX_WAITING_BYTES, Console
@@ -22,35 +19,6 @@ from pdserve.up.ports import free_ports, is_free
 from pdserve.up.process import LineSplitter, describe_status, write_private
 from pdserve.up.restart import restart_delay_s
 from pdserve.up.sessions import session_members
-from pdserve.up.toml import to_toml
-
-scalars = st.one_of(
-    st.booleans(),
-    st.integers(-(2**63), 2**63 - 1),
-    st.floats(allow_nan=False),
-    st.text(st.characters(exclude_categories=["Cs"])),
-)
-keys = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-values = st.recursive(
-    scalars,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(st.dictionaries(keys, values, max_size=4))
-def test_toml_text_reads_back_as_what_was_written(tables: dict[str, Any]) -> None:
-    assert tomllib.loads(to_toml(tables)) == tables
-
-
-def test_toml_leaves_out_none_and_refuses_what_it_cannot_say() -> None:
-    assert tomllib.loads(to_toml({"a": None, "b": Path("/x"), "c": [{"d": None, "e": 1}]})) == {
-        "b": "/x",
-        "c": [{"e": 1}],
-    }
-    with pytest.raises(TypeError):
-        to_toml({"a": object()})
-
 
 SETTINGS = ClusterSettings(max_restarts=3, restart_window_s=100, restart_backoff_s=2.0)
 

@@ -22,7 +22,7 @@ from pdserve.bench.chaos.disk import Disk, small_disk
 from pdserve.bench.chaos.proxy import Relay, relays
 from pdserve.bench.chaos.records import Ended, Record, to_line
 from pdserve.bench.chaos.worker import NAMESPACE, READ_TOKEN, WRITE_TOKEN, WorkerConfig
-from pdserve.bench.cluster import NodeProcess, await_settled, pool_of
+from pdserve.bench.node_processes import NodeProcess, await_settled, pool_of
 from pdserve.bench.peers.process import free_ports
 from pdserve.bench.stores import BenchError
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef

@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from pdserve.bench.chaos.dice import Dice
+from pdserve.bench.dice import Dice
 from pdserve.kvpool.protocol.base import KEY_BYTES
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 

@@ -13,7 +13,7 @@ from typing import Final, Literal, TypeAlias, get_args
 
 import msgspec
 
-from pdserve.bench.chaos.dice import Dice
+from pdserve.bench.dice import Dice
 
 Kind: TypeAlias = Literal[
     "kill",  # kill -9 a node, start it again after `for_s`

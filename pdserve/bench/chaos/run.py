@@ -11,15 +11,15 @@ from typing import Final
 
 import msgspec
 
-from pdserve.bench.chaos.acting import LeftOut, recorded
-from pdserve.bench.chaos.faults import abandon_on, perform, until_free
+from pdserve.bench.chaos.faults.outcome import LeftOut, recorded
+from pdserve.bench.chaos.faults.perform import abandon_on, perform, until_free
 from pdserve.bench.chaos.field import RESTART_WAIT_S, TIMEOUTS, Field, Settings, save, set_up
-from pdserve.bench.chaos.judge import Row, judge, starved_s
-from pdserve.bench.chaos.kept import of
+from pdserve.bench.chaos.judge.expectations import of
+from pdserve.bench.chaos.judge.judge import Row, judge, starved_s
 from pdserve.bench.chaos.plan import CALM_S, DISTURBING, Fault, Plan
 from pdserve.bench.chaos.records import Acted, Ended, Record, read_lines
-from pdserve.bench.chaos.starving import watching
-from pdserve.bench.cluster import NodeProcess
+from pdserve.bench.chaos.starvation import watching
+from pdserve.bench.node_processes import NodeProcess
 from pdserve.bench.stores import BenchError
 from pdserve.errors import ConfigError, PoolError
 

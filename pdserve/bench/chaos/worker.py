@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 
 from pdserve.bench.chaos import pages as p
-from pdserve.bench.chaos.dice import Dice
 from pdserve.bench.chaos.records import Asked, Starved, to_line
+from pdserve.bench.dice import Dice
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
 

@@ -33,7 +33,7 @@ def chaos(
     from pdserve.bench.chaos.plan import KINDS, make_plan
     from pdserve.bench.chaos.report import plain, table
     from pdserve.bench.chaos.run import Replay, load_replay, run
-    from pdserve.bench.cluster import stopped_cleanly
+    from pdserve.bench.node_processes import stopped_cleanly
     from pdserve.sizes import parse_bytes
 
     if replay is not None:

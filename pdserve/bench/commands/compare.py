@@ -17,8 +17,8 @@ from pdserve.bench.commands.options import choices, failed_with
 
 if TYPE_CHECKING:
     from pdserve.bench.serving.compare import Launch
-    from pdserve.bench.serving.load import Shape
-    from pdserve.bench.serving.run import Say
+    from pdserve.bench.serving.load.plan import Shape
+    from pdserve.bench.serving.load.run import Say
     from pdserve.bench.serving.summary import Measured, Summary
 
 PAGE_SIZE: Final = 64
@@ -76,12 +76,12 @@ def compare(
     All are started on this machine, one after the other, and take turns. Fails when one of them could not be
     measured or any ask failed; what was measured is shown all the same.
     """
-    from pdserve.bench.cluster import stopped_cleanly
+    from pdserve.bench.node_processes import stopped_cleanly
+    from pdserve.bench.origin import provenance
     from pdserve.bench.plot import pyplot
-    from pdserve.bench.provenance import provenance
     from pdserve.bench.serving.compare import compare as run
     from pdserve.bench.serving.contenders import cache_tokens
-    from pdserve.bench.serving.report import plot_summaries
+    from pdserve.bench.serving.report.tables import plot_summaries
     from pdserve.bench.serving.summary import summaries
 
     names, chosen = _contenders(against), choices("sizes", sizes, tuple(SHARES))
@@ -123,7 +123,7 @@ def _contenders(against: str) -> list[str]:
 def _keep(measured: list[Measured], as_json: bool, say: Say, one: Measured) -> None:
     import msgspec
 
-    from pdserve.bench.serving.report import remarks
+    from pdserve.bench.serving.report.tables import remarks
 
     measured.append(one)
     if as_json:
@@ -136,7 +136,7 @@ def _print(found: list[Summary], model: str, as_json: bool) -> None:
     """As JSON lines, or a table for each load."""
     import msgspec
 
-    from pdserve.bench.serving.report import summaries_table
+    from pdserve.bench.serving.report.tables import summaries_table
 
     for summary in found if as_json else ():
         typer.echo(msgspec.json.encode(summary).decode())
@@ -147,7 +147,7 @@ def _print(found: list[Summary], model: str, as_json: bool) -> None:
 
 def _unfit(loads: dict[str, Shape], tokens: dict[str, int]) -> Iterator[str]:
     """Loads that the small cache holds after all."""
-    from pdserve.bench.serving.load import first_turn_tokens, make_load
+    from pdserve.bench.serving.load.plan import first_turn_tokens, make_load
 
     for title, shape in loads.items():
         held = first_turn_tokens(make_load(shape, 0))

@@ -32,8 +32,8 @@ def hot(
     """Many readers of one hot prefix: the busiest node's share of reads, and throughput, by replicas."""
     import msgspec
 
-    from pdserve.bench.cluster import stopped_cleanly
-    from pdserve.bench.hot import hot as run
+    from pdserve.bench.node_processes import stopped_cleanly
+    from pdserve.bench.pool.hot_pages import hot as run
     from pdserve.sizes import parse_bytes
 
     (chosen,) = choices("path", path, ("shm", "ucx"))

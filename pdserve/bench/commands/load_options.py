@@ -10,7 +10,7 @@ import typer
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pdserve.bench.serving.load import Load, Shape
+    from pdserve.bench.serving.load.plan import Load, Shape
 
 DEMO_MODEL: Final = "models/demo-small"
 
@@ -67,7 +67,7 @@ def shape_of(preset: str, scale: float, given: dict[str, Any]) -> Shape:
     """A preset, scaled, with what was given in place of its own (not scaled). Raises ConfigError."""
     from msgspec.structs import replace
 
-    from pdserve.bench.serving.load import PRESETS
+    from pdserve.bench.serving.load.plan import PRESETS
 
     if preset not in PRESETS:
         raise ConfigError(f"--preset: '{preset}' is not one of {', '.join(PRESETS)}")
@@ -108,8 +108,8 @@ def trace_load(path: Path, requests: int, scale: float, speed: float, max_tokens
     """The first requests of a trace; those longer than `max_tokens` (0: none) once scaled are left out.
     Raises ConfigError.
     """
-    from pdserve.bench.serving.load import replay_load
-    from pdserve.bench.traces import trace_lines
+    from pdserve.bench.pool.traces import trace_lines
+    from pdserve.bench.serving.load.plan import replay_load
 
     lines = [
         line

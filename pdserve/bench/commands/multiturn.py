@@ -15,9 +15,9 @@ from pdserve.bench.commands.options import choices
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pdserve.bench.serving.load import Load, Shape
-    from pdserve.bench.serving.run import Server
-    from pdserve.bench.serving.words import Api
+    from pdserve.bench.serving.load.plan import Load, Shape
+    from pdserve.bench.serving.load.run import Server
+    from pdserve.bench.serving.load.words import Api
 
 
 def multiturn(
@@ -54,8 +54,8 @@ def multiturn(
     In the open loop latency counts from the planned time. Fails when every ask failed.
     """
     from pdserve.bench.plot import pyplot
-    from pdserve.bench.serving.load import make_load
-    from pdserve.bench.serving.run import Server
+    from pdserve.bench.serving.load.plan import make_load
+    from pdserve.bench.serving.load.run import Server
 
     if lockstep and (rate is not None or trace is not None):
         raise ConfigError("--lockstep is for the closed loop: leave out --rate and --trace")
@@ -100,10 +100,10 @@ def _run(
     """Send it, show what came of it. Raises typer.Exit where nothing did."""
     import msgspec
 
-    from pdserve.bench.provenance import provenance
+    from pdserve.bench.origin import provenance
     from pdserve.bench.serving.figures import outcome_of
-    from pdserve.bench.serving.report import plot_turns, remarks, turns_table
-    from pdserve.bench.serving.run import run_load
+    from pdserve.bench.serving.load.run import run_load
+    from pdserve.bench.serving.report.tables import plot_turns, remarks, turns_table
 
     if records is not None:
         _write(records, "ab", b"")  # before the work: can it be written?

@@ -16,7 +16,7 @@ from pdserve.bench.commands.options import choices, page_sizes
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pdserve.bench.pool import PoolFigures
+    from pdserve.bench.pool.speed import PoolFigures
 
 
 BANDWIDTH_PEERS = ("ucx_perftest", "ucx_perftest_tuned")  # with UCX's own settings for TCP, and with ours
@@ -41,10 +41,10 @@ def pool(
     against other stores where they are asked for.
     """
     # imported here: `pdserve bench --help` needs none of it
-    from pdserve.bench.node import bench_node
     from pdserve.bench.peers.registry import perftest_gbps, stores
     from pdserve.bench.plot import plot_pool, pyplot
-    from pdserve.bench.pool import Workload, measure
+    from pdserve.bench.pool.own_node import bench_node
+    from pdserve.bench.pool.speed import Workload, measure
     from pdserve.bench.stores import PoolStore
     from pdserve.sizes import parse_bytes
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from pdserve.bench.commands.options import choices, conclude
 
 if TYPE_CHECKING:
-    from pdserve.bench.quiet import Quiet
+    from pdserve.bench.pool.quiet import Quiet
     from pdserve.kvpool.protocol.messages import DataPathChoice
 
 
@@ -30,8 +30,8 @@ def quiet(
     as_json: Annotated[bool, typer.Option("--json", help="The outcome as one JSON object.")] = False,
 ) -> None:
     """A quiet namespace beside one at 10 times its limit: p99 over p99 alone (R7). Fails beyond 1.3."""
-    from pdserve.bench.cluster import stopped_cleanly
-    from pdserve.bench.quiet import quiet as run
+    from pdserve.bench.node_processes import stopped_cleanly
+    from pdserve.bench.pool.quiet import quiet as run
     from pdserve.sizes import parse_bytes
 
     (chosen,) = choices("path", path, ("shm", "ucx"))

@@ -11,7 +11,7 @@ import typer
 from pdserve.bench.commands.options import conclude
 
 if TYPE_CHECKING:
-    from pdserve.bench.restart import Restarts
+    from pdserve.bench.pool.restart import Restarts
 
 
 def restart(
@@ -23,8 +23,8 @@ def restart(
     """Kill -9 and restart of a node full of pages: time to the first hit, pages kept (R8). Fails beyond 1 s,
     or below 99.9 % kept, or read of a sample.
     """
-    from pdserve.bench.cluster import stopped_cleanly
-    from pdserve.bench.restart import restart as run
+    from pdserve.bench.node_processes import stopped_cleanly
+    from pdserve.bench.pool.restart import restart as run
 
     with stopped_cleanly(), tempfile.TemporaryDirectory(prefix="pdserve-restart-") as directory:
         outcome = run(pages, rounds, seed, Path(directory), lambda line: typer.echo(line, err=True))

@@ -44,7 +44,7 @@ def router(
     """
     import msgspec
 
-    from pdserve.bench.cluster import stopped_cleanly
+    from pdserve.bench.node_processes import stopped_cleanly
     from pdserve.bench.plot import plot_router, pyplot
     from pdserve.bench.router.contenders import installed
     from pdserve.bench.router.measure import Settings, measure

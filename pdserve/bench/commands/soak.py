@@ -36,7 +36,7 @@ def soak(
     """
     import msgspec
 
-    from pdserve.bench.cluster import stopped_cleanly
+    from pdserve.bench.node_processes import stopped_cleanly
     from pdserve.bench.plot import plot_soak, pyplot
     from pdserve.bench.soak.run import soak as run
     from pdserve.sizes import parse_bytes

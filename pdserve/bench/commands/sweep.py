@@ -17,10 +17,10 @@ from pdserve.bench.commands.compare import ExtraArgs
 from pdserve.bench.commands.options import choices, failed_with
 
 if TYPE_CHECKING:
-    from pdserve.bench.serving.load import Shape
-    from pdserve.bench.serving.run import Server
+    from pdserve.bench.serving.load.plan import Shape
+    from pdserve.bench.serving.load.run import Server
+    from pdserve.bench.serving.load.words import Api
     from pdserve.bench.serving.sweep import Tried
-    from pdserve.bench.serving.words import Api
 
 
 def sweep(
@@ -61,10 +61,10 @@ def sweep(
     Fails when no rate was met, every ask of one failed, or the server was lost; what was measured before is
     shown.
     """
+    from pdserve.bench.origin import provenance
     from pdserve.bench.plot import pyplot
-    from pdserve.bench.provenance import provenance
-    from pdserve.bench.serving.report import plot_sweep, sweep_table
-    from pdserve.bench.serving.run import Server
+    from pdserve.bench.serving.load.run import Server
+    from pdserve.bench.serving.report.tables import plot_sweep, sweep_table
     from pdserve.bench.serving.sweep import best as best_of
 
     if plot is not None:
@@ -115,7 +115,7 @@ def _search(
 @contextmanager
 def _served(url: str, model: str, device_tokens: int, extra: list[str]) -> Iterator[tuple[str, str]]:
     """(where to ask, for which model); a contender of `pdserve bench compare` runs until the block ends."""
-    from pdserve.bench.cluster import stopped_cleanly
+    from pdserve.bench.node_processes import stopped_cleanly
     from pdserve.bench.serving.cluster import launched, workplace
     from pdserve.bench.serving.contenders import NAMES, Setting
 

@@ -27,7 +27,7 @@ def tier(
     import msgspec
 
     from pdserve.bench.plot import size_name
-    from pdserve.bench.tier import measure_tier
+    from pdserve.bench.pool.tier import measure_tier
     from pdserve.sizes import parse_bytes
 
     table = Table(title="SSD tier: GB/s", box=box.SIMPLE_HEAD)

@@ -44,15 +44,15 @@ def weights(
     """
     import msgspec
 
-    from pdserve.bench.cluster import stopped_cleanly
+    from pdserve.bench.node_processes import stopped_cleanly
+    from pdserve.bench.origin import provenance
     from pdserve.bench.plot import pyplot
-    from pdserve.bench.provenance import provenance
     from pdserve.bench.serving.cluster import workplace
     from pdserve.bench.serving.contenders import Setting
-    from pdserve.bench.serving.load import Shape
+    from pdserve.bench.serving.load.plan import Shape
     from pdserve.bench.serving.parts import weigh
+    from pdserve.bench.serving.report.weights_report import plot_weights, text
     from pdserve.bench.serving.weights import weights as run
-    from pdserve.bench.serving.weights_report import plot_weights, text
 
     options.check_model(model)
     if plot is not None:

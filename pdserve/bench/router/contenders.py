@@ -17,7 +17,7 @@ import psutil
 from pdserve.bench.peers.process import free_ports, server
 from pdserve.bench.router.load import PATH
 from pdserve.bench.router.mock import MODEL
-from pdserve.up.toml import to_toml
+from pdserve.settings.toml_text import to_toml
 
 OURS: Final = "pdserve"
 ASK_TIMEOUT_S: Final = 5.0

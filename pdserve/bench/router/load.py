@@ -20,7 +20,7 @@ from typing import Final, TypeVar, cast
 import httptools
 import msgspec
 
-from pdserve.bench.chaos.dice import Dice
+from pdserve.bench.dice import Dice
 from pdserve.bench.router.mock import MODEL
 from pdserve.bench.stores import BenchError
 

@@ -28,7 +28,7 @@ import msgspec
 import psutil
 import uvloop
 
-from pdserve.bench.chaos.dice import Dice
+from pdserve.bench.dice import Dice
 from pdserve.bench.router.contenders import OURS, Server, Workers, contender, mock_worker, on_cores
 from pdserve.bench.router.load import Load, Loaded, run_load
 from pdserve.bench.stores import BenchError

@@ -17,14 +17,14 @@ from typing import Final
 import httpx
 import psutil
 
-from pdserve.bench.cluster import memory_dir
+from pdserve.bench.node_processes import memory_dir
 from pdserve.bench.peers.mooncake import mooncake_servers
 from pdserve.bench.serving.contenders import DEAD, Contender, Setting, contender
 from pdserve.bench.stores import BenchError
+from pdserve.settings.toml_text import to_toml
 from pdserve.sizes import parse_bytes
 from pdserve.up.orphan_reaper import Warden
 from pdserve.up.ports import free_ports
-from pdserve.up.toml import to_toml
 
 START_TIMEOUT_S: Final = 300.0
 STOP_TIMEOUT_S: Final = 60.0

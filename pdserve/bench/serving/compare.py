@@ -14,8 +14,8 @@ from typing import Final
 from msgspec.structs import replace
 
 from pdserve.bench.serving.figures import outcome_of
-from pdserve.bench.serving.load import Load, Shape, make_load
-from pdserve.bench.serving.run import Say, Server, run_load
+from pdserve.bench.serving.load.plan import Load, Shape, make_load
+from pdserve.bench.serving.load.run import Say, Server, run_load
 from pdserve.bench.serving.summary import Measured
 from pdserve.bench.stores import BenchError
 

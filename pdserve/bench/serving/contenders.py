@@ -22,7 +22,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from pdserve.bench.serving.load import Shape, make_load, total_tokens
+from pdserve.bench.serving.load.plan import Shape, make_load, total_tokens
 
 PAGE_TRACE: Final = "PDSERVE_PAGE_TRACE"  # kvpool/page_trace.py
 NAMES: Final = ("plain", "file", "mooncake", "agg", "disagg", "dead")

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from pdserve.bench.serving.records import Cached, Record, Run
+from pdserve.bench.serving.load.records import Cached, Record, Run
 
 CPU_BOUND: Final = 0.8  # of a core: beyond, the client measures itself
 DELAY_SHARE: Final = 0.05  # of the median first-token time that the client itself may add, at p99

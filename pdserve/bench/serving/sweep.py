@@ -16,9 +16,9 @@ from typing import Final
 import msgspec
 
 from pdserve.bench.serving.figures import Outcome, outcome_of
-from pdserve.bench.serving.load import Shape, make_load
-from pdserve.bench.serving.records import Record
-from pdserve.bench.serving.run import Say, Server, check_answers, run_load
+from pdserve.bench.serving.load.plan import Shape, make_load
+from pdserve.bench.serving.load.records import Record
+from pdserve.bench.serving.load.run import Say, Server, check_answers, run_load
 from pdserve.bench.stores import BenchError
 
 MAX_DOUBLINGS: Final = 12

@@ -15,10 +15,10 @@ import msgspec
 from pdserve.bench.serving.cluster import launched
 from pdserve.bench.serving.compare import warm_up
 from pdserve.bench.serving.contenders import Setting, trace_path
-from pdserve.bench.serving.load import Shape, make_load
+from pdserve.bench.serving.load.plan import Shape, make_load
+from pdserve.bench.serving.load.records import Record
+from pdserve.bench.serving.load.run import Say, Server, run_load
 from pdserve.bench.serving.parts import WORKER_PARTS, Interval, Sample, part_sums
-from pdserve.bench.serving.records import Record
-from pdserve.bench.serving.run import Say, Server, run_load
 from pdserve.bench.stores import BenchError
 from pdserve.kvpool.hicache.page_trace import PageSpan
 from pdserve.router.request.timing import parse_timing

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.bench.chaos import pages as p
-from pdserve.bench.chaos.dice import Dice
+from pdserve.bench.dice import Dice
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
 

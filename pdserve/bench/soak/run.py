@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.bench.cluster import NodeProcess, pool_of
+from pdserve.bench.node_processes import NodeProcess, pool_of
 from pdserve.bench.soak import client as c
 from pdserve.bench.soak.drift import Drift, drift
 from pdserve.bench.stores import BenchError

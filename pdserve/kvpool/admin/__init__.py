@@ -1,1 +1,4 @@
-"""The words of `pdserve pool`: each module has one, and `kvpool/cli.py` names them."""
+"""The commands of `pdserve pool`: one module each, `cli.py` collects them.
+
+May import: protocol, namespaces, transports, and `node/cli.py` for `pdserve pool serve`.
+"""

@@ -28,7 +28,7 @@ POLL_S: Final = 0.5
 
 def drain(
     address: Address,
-    deadline: Annotated[
+    deadline_s: Annotated[
         float, typer.Option("--deadline", metavar="SECONDS", min=0.1, help="Time for the node to have left.")
     ] = 600.0,
     as_json_: Json = False,
@@ -44,7 +44,7 @@ def drain(
     with NodeClient(address, secret, timeout) as node:
         name = node.status().node
         node.ask(Drain, Done)
-        others = follow(node, secret, timeout, started_s + deadline, show)
+        others = follow(node, secret, timeout, started_s + deadline_s, show)
     seconds = time.monotonic() - started_s
     if as_json_:
         typer.echo(as_json({"node": name, "left": True, "seconds": round(seconds, 3), "others": others}))

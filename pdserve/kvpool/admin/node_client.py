@@ -67,8 +67,8 @@ class NodeClient:
     def ask(self, make: Callable[[int], Request], kind: type[R], timeout_s: float | None = None) -> R:
         """The answer to `make(id)`. Raises PoolRefused for a Fault, PoolUnavailable, PoolTimeout."""
         self._last_id += 1
-        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        return expected(self._channel.call(make(self._last_id), deadline), kind, self.address)
+        deadline_s = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        return expected(self._channel.call(make(self._last_id), deadline_s), kind, self.address)
 
     def status(self) -> StatusReport:
         """How the node is."""
@@ -92,9 +92,9 @@ def ask(
         return node.ask(make, kind)
 
 
-def fetch_status(address: str, deadline: float) -> StatusReport:
+def fetch_status(address: str, deadline_s: float) -> StatusReport:
     """How the node is. Raises PoolUnavailable, PoolTimeout, PoolRefused, ConfigError."""
-    return ask(address, Status, StatusReport, timeout_s=deadline - time.monotonic())
+    return ask(address, Status, StatusReport, timeout_s=deadline_s - time.monotonic())
 
 
 def all_nodes(address: str, token: str, timeout_s: float) -> list[NodeAddress]:

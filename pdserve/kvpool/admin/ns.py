@@ -235,21 +235,21 @@ def _tell(
 
 def _behind(address: str, token: str, timeout_s: float, before: NamespaceRecord) -> dict[str, str]:
     """The nodes that have not heard of a newer record within the time, and why."""
-    deadline = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + timeout_s
     late = {
         node.node: (node.address, "it has not been told") for node in all_nodes(address, token, timeout_s)
     }
     while late:
         for name, (where, _) in list(late.items()):
             try:
-                with NodeClient(where, token, max(0.1, deadline - time.monotonic())) as node:
+                with NodeClient(where, token, max(0.1, deadline_s - time.monotonic())) as node:
                     found = _find(node, before.name)
             except PoolError as error:
                 late[name] = (where, str(error))
                 continue
             if found is None or found.version > before.version:
                 del late[name]
-        if not late or time.monotonic() >= deadline:
+        if not late or time.monotonic() >= deadline_s:
             break
         time.sleep(POLL_S)
     return {name: reason for name, (_, reason) in late.items()}

@@ -19,7 +19,6 @@ from pdserve.kvpool.admin.node_client import (
     chosen_token,
 )
 from pdserve.kvpool.admin.tables import as_json, make_console
-from pdserve.kvpool.node.upgrade.handover import STAND_IN
 from pdserve.kvpool.protocol.cluster_messages import Upgrade
 from pdserve.kvpool.protocol.messages import Done, StatusReport
 
@@ -29,7 +28,7 @@ POLL_S: Final = 0.05
 
 def upgrade(
     address: Address,
-    deadline: Annotated[
+    deadline_s: Annotated[
         float, typer.Option("--deadline", metavar="SECONDS", min=0.1, help="Time for the node to be back.")
     ] = 30.0,
     as_json_: Json = False,
@@ -46,7 +45,7 @@ def upgrade(
     with NodeClient(address, secret, timeout) as node:
         before = node.status()
         node.ask(Upgrade, Done, timeout_s=LOAD_S)
-    after = _until_back(before, address, secret, timeout, time.monotonic() + deadline)
+    after = _until_back(before, address, secret, timeout, time.monotonic() + deadline_s)
     seconds = time.monotonic() - started_s
     recovered = after.counters.get("recovered_pages", 0)
     if as_json_:
@@ -63,7 +62,7 @@ def _until_back(
         try:
             with NodeClient(address, token, timeout_s) as node:
                 report = node.status()
-            if report.incarnation != before.incarnation and STAND_IN not in report.counters:
+            if report.incarnation != before.incarnation:
                 return report
         except (PoolRestarting, PoolUnavailable, PoolTimeout):
             pass

@@ -157,7 +157,7 @@ class PoolClient:
             chosen = [keys[i] for i in places], [pages[i] for i in places]
             stored = operations.write(opened, *chosen, deadline.at_s, self._tally)
             if MOVED in stored:
-                with opened.afterwards():
+                with opened.best_effort():
                     self._links.ask_view(opened, deadline.at_s)
             return stored
 

@@ -35,9 +35,8 @@ from pdserve.errors import (
     PoolUnavailable,
 )
 from pdserve.kvpool.client.deadline import Deadline
-from pdserve.kvpool.namespaces.access import ALL, WRITE
 from pdserve.kvpool.protocol.frames import expected
-from pdserve.kvpool.protocol.messages import Opened, OpenNamespace, Reply, Request
+from pdserve.kvpool.protocol.messages import ALL, WRITE, Opened, OpenNamespace, Reply, Request
 from pdserve.kvpool.transports.base import Connection
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ class OpenConnection:
     def __init__(self, connection: Connection, namespace: int, generation: int, rights: int = ALL) -> None:
         self.connection = connection
         self.namespace = namespace
-        self.rights = rights  # of our token in the namespace: access.READ and so on
+        self.rights = rights  # of our token in the namespace: READ and so on
         self.generation = generation  # of the link when it was opened; an older one is closed, not reused
         self.reused = False  # it was idle before this operation: the node may have gone meanwhile
         self.answered = False  # the node has answered in this operation
@@ -78,7 +77,7 @@ class OpenConnection:
         return self._next_id
 
     @contextmanager
-    def afterwards(self) -> Iterator[None]:
+    def best_effort(self) -> Iterator[None]:
         """What is said here, once an operation has all that it wanted, may fail: it costs the connection."""
         try:
             yield
@@ -150,12 +149,12 @@ class NodeLink:
         and again after an announced restart, which puts the deadline off.
 
         `repeatable`: it may be repeated after the node has answered part of it. A restarting node has let go
-        of all that was unfinished, so then it is repeated in any case. Raises what `borrow` raises.
+        of all that was unfinished, so then it is repeated in any case. Raises what `acquire` raises.
         """
         last = False
         while True:
             try:
-                with self.borrow(deadline, last=last, repeatable=repeatable) as opened:
+                with self.acquire(deadline, last=last, repeatable=repeatable) as opened:
                     return operation(opened)
             except StaleConnection:
                 last = True
@@ -165,7 +164,7 @@ class NodeLink:
                     raise
 
     @contextmanager
-    def borrow(
+    def acquire(
         self, deadline: Deadline, *, last: bool = True, repeatable: bool = True
     ) -> Iterator[OpenConnection]:
         """A connection for one operation. A PoolUnavailable or PoolTimeout inside closes it and opens the
@@ -183,13 +182,13 @@ class NodeLink:
             if time.monotonic() >= deadline.at_s:
                 # our own doing: must not count against the node
                 raise PoolTimeout(f"pool node {self.name}: no time was left to ask it")
-            with self._lend(deadline.at_s, last, repeatable) as opened:
+            with self._checked_out(deadline.at_s, last, repeatable) as opened:
                 yield opened
         finally:
             self._free.release()
 
     @contextmanager
-    def _lend(self, deadline: float, last: bool, repeatable: bool) -> Iterator[OpenConnection]:
+    def _checked_out(self, deadline: float, last: bool, repeatable: bool) -> Iterator[OpenConnection]:
         generation = self._generation
         opened: OpenConnection | None = None
         try:
@@ -236,7 +235,7 @@ class NodeLink:
         """Connect and open the namespace now. Raises PoolUnavailable, PoolTimeout or PoolRefused (geometry
         mismatch).
         """
-        with self.borrow(deadline):
+        with self.acquire(deadline):
             pass
 
     def close(self) -> None:
@@ -302,20 +301,20 @@ class NodeLink:
 
     def _drop_idle(self, generation: int) -> None:
         """One of these connections was found closed: so are the others, most likely."""
-        self._turn(generation, LinkState.UP)
+        self._enter(generation, LinkState.UP)
 
     def _await_restart(self, error: PdserveError, generation: int) -> None:
-        if self._turn(generation, LinkState.RESTARTING):
+        if self._enter(generation, LinkState.RESTARTING):
             logger.info("pool node %s: %s", self.name, error)
             self._start(self._probe_restarting)
 
     def _fail(self, error: PdserveError, generation: int, *, gone: bool) -> None:
         """`gone`: nobody could be connected to."""
-        if self._turn(generation, LinkState.DOWN):
+        if self._enter(generation, LinkState.DOWN):
             logger.warning("pool node %s is down, its pages are recomputed: %s", self.name, error)
             self._start(lambda: self._probe(gone=gone))
 
-    def _turn(self, generation: int, state: LinkState) -> bool:
+    def _enter(self, generation: int, state: LinkState) -> bool:
         """Close the idle connections and enter `state`; whether that is news. Nothing happens for a
         connection of before a failure that is known already, and perhaps over.
         """

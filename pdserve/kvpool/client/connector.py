@@ -26,17 +26,17 @@ class ConfiguredConnector:
         if _takes_ucx(config):  # now, because an operation's time-out may be shorter than loading takes
             _load_ucx()
 
-    def connect(self, address: str, deadline: float, on_view: OnView | None = None) -> Connection:
+    def connect(self, address: str, deadline_s: float, on_view: OnView | None = None) -> Connection:
         """Raises PoolUnavailable, PoolTimeout or PoolRefused."""
         config = self._config
         views = on_view is not None
         hello = make_hello(self._name, self._host_id, config.data_path, config.token, views=views)
-        channel = ControlChannel.connect(address, hello, deadline, on_view)
+        channel = ControlChannel.connect(address, hello, deadline_s, on_view)
         if channel.welcome.data_path == "shm":
-            return ShmConnection.open(channel, self._config.checksum, deadline)
+            return ShmConnection.open(channel, self._config.checksum, deadline_s)
         from pdserve.kvpool.transports.ucx_client import UcxConnection
 
-        return UcxConnection.open(channel, self._config.ucx, self._config.checksum, deadline)
+        return UcxConnection.open(channel, self._config.ucx, self._config.checksum, deadline_s)
 
 
 def _takes_ucx(config: PoolClientConfig) -> bool:

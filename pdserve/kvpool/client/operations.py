@@ -15,9 +15,9 @@ from typing import Final, TypeVar
 
 from pdserve.errors import PoolRefused
 from pdserve.kvpool.client.connection_pool import OpenConnection
-from pdserve.kvpool.namespaces.access import ADMIN, WRITE
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import expected
+from pdserve.kvpool.protocol.messages import ADMIN, WRITE
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
 from pdserve.kvpool.transports.base import CORRUPT, OK
 
@@ -64,25 +64,25 @@ class Tally:
                 setattr(self.counters, name, getattr(self.counters, name) + amount)
 
 
-def expect(opened: OpenConnection, request: m.Request, kind: type[R], deadline: float) -> R:
+def expect(opened: OpenConnection, request: m.Request, kind: type[R], deadline_s: float) -> R:
     """The reply of the wanted kind. Raises PoolRefused for a Fault, and what `Connection.call` raises."""
-    return expected(opened.call(request, deadline), kind, opened.node)
+    return expected(opened.call(request, deadline_s), kind, opened.node)
 
 
-def exists(opened: OpenConnection, keys: list[bytes], deadline: float) -> list[bool]:
+def exists(opened: OpenConnection, keys: list[bytes], deadline_s: float) -> list[bool]:
     """Which keys are committed there. Raises PoolError."""
     request = m.Exists(opened.next_id(), opened.namespace, keys)
-    return _mask(opened, expect(opened, request, m.Present, deadline), keys)
+    return _mask(opened, expect(opened, request, m.Present, deadline_s), keys)
 
 
-def wait(opened: OpenConnection, keys: list[bytes], timeout_s: float, deadline: float) -> list[bool]:
+def wait(opened: OpenConnection, keys: list[bytes], timeout_s: float, deadline_s: float) -> list[bool]:
     """Which keys are committed there, after at most `timeout_s` or once all are. Raises PoolError."""
     request = m.Wait(opened.next_id(), opened.namespace, keys, timeout_s)
-    return _mask(opened, expect(opened, request, m.Present, deadline), keys)
+    return _mask(opened, expect(opened, request, m.Present, deadline_s), keys)
 
 
 def read(
-    opened: OpenConnection, keys: list[bytes], pages: list[PageBuffers], deadline: float, tally: Tally
+    opened: OpenConnection, keys: list[bytes], pages: list[PageBuffers], deadline_s: float, tally: Tally
 ) -> tuple[list[bool], list[int]]:
     """Read pages into their buffers: which were, and how many replicas the node knows of each.
 
@@ -90,13 +90,13 @@ def read(
     """
     segment_bytes = [segment.nbytes for segment in pages[0]]
     request = m.Get(opened.next_id(), opened.namespace, keys, segment_bytes)
-    got = expect(opened, request, m.Got, deadline)
+    got = expect(opened, request, m.Got, deadline_s)
     pins = got.pins
     _check_length(opened, pins, keys)
     held = [i for i, pin in enumerate(pins) if pin.status == m.HIT]
     result = [False] * len(keys)
     if held:
-        outcomes = opened.connection.read_pages([pins[i] for i in held], [pages[i] for i in held], deadline)
+        outcomes = opened.connection.read_pages([pins[i] for i in held], [pages[i] for i in held], deadline_s)
         for i, outcome in zip(held, outcomes, strict=True):
             result[i] = outcome == OK
         corrupt = [i for i, outcome in zip(held, outcomes, strict=True) if outcome == CORRUPT]
@@ -106,17 +106,17 @@ def read(
         if corrupt:
             text = "pool node %s: %d of %d pages did not match their checksum; they are recomputed"
             logger.error(text, opened.node, len(corrupt), len(held))
-        with opened.afterwards():
+        with opened.best_effort():
             opened.connection.post(m.Release([pins[i].slot for i in held], [pins[i].sequence for i in held]))
             if corrupt and opened.rights & WRITE:  # else a client that may will find it out
                 bad, sequences = [keys[i] for i in corrupt], [pins[i].sequence for i in corrupt]
                 discard = m.Discard(opened.next_id(), opened.namespace, bad, sequences)
-                expect(opened, discard, m.Done, deadline)
+                expect(opened, discard, m.Done, deadline_s)
     return result, [pin.replicas for pin in pins]
 
 
 def write(
-    opened: OpenConnection, keys: list[bytes], pages: list[PageBuffers], deadline: float, tally: Tally
+    opened: OpenConnection, keys: list[bytes], pages: list[PageBuffers], deadline_s: float, tally: Tally
 ) -> list[int]:
     """Write pages; UNSTORED, STORED or MOVED for each. Raises PoolError."""
     if not opened.rights & WRITE:
@@ -124,7 +124,7 @@ def write(
         return [UNSTORED] * len(keys)
     segment_bytes = [segment.nbytes for segment in pages[0]]
     request = m.Reserve(opened.next_id(), opened.namespace, keys, segment_bytes)
-    grants = expect(opened, request, m.Reserved, deadline).grants
+    grants = expect(opened, request, m.Reserved, deadline_s).grants
     _check_length(opened, grants, keys)
     result = [UNSTORED] * len(keys)
     for i, grant in enumerate(grants):
@@ -138,10 +138,10 @@ def write(
     mine = [i for i, grant in enumerate(grants) if grant.status == m.GRANTED]
     if mine:
         granted = [grants[i] for i in mine]
-        checksums = opened.connection.write_pages(granted, [pages[i] for i in mine], deadline)
+        checksums = opened.connection.write_pages(granted, [pages[i] for i in mine], deadline_s)
         slots, sequences = [grant.slot for grant in granted], [grant.sequence for grant in granted]
         commit = m.Commit(opened.next_id(), slots, sequences, checksums)
-        done = _mask(opened, expect(opened, commit, m.Committed, deadline), mine)
+        done = _mask(opened, expect(opened, commit, m.Committed, deadline_s), mine)
         for i, committed in zip(mine, done, strict=True):
             result[i] = STORED if committed else UNSTORED
         written = sum(done)
@@ -155,31 +155,31 @@ def write(
     return result
 
 
-def ping(opened: OpenConnection, deadline: float) -> None:
+def ping(opened: OpenConnection, deadline_s: float) -> None:
     """The node answers. Raises PoolError."""
-    expect(opened, m.Ping(opened.next_id()), m.Done, deadline)
+    expect(opened, m.Ping(opened.next_id()), m.Done, deadline_s)
 
 
-def status(opened: OpenConnection, deadline: float) -> m.StatusReport:
+def status(opened: OpenConnection, deadline_s: float) -> m.StatusReport:
     """How the node is. Raises PoolError."""
-    return expect(opened, m.Status(opened.next_id()), m.StatusReport, deadline)
+    return expect(opened, m.Status(opened.next_id()), m.StatusReport, deadline_s)
 
 
-def clear(opened: OpenConnection, deadline: float) -> int:
+def clear(opened: OpenConnection, deadline_s: float) -> int:
     """Drop the namespace's pages there; how many went. Raises PoolError."""
     if not opened.rights & ADMIN:
         logger.warning("pool node %s: our token may not clear the namespace", opened.node)
         return 0
     try:
-        return expect(opened, m.Clear(opened.next_id(), opened.namespace), m.Done, deadline).count
+        return expect(opened, m.Clear(opened.next_id(), opened.namespace), m.Done, deadline_s).count
     except PoolRefused as error:
         logger.warning("pool node %s: clearing the namespace: %s", opened.node, error)
         raise
 
 
-def remaining_s(deadline: float) -> float:
+def remaining_s(deadline_s: float) -> float:
     """Time left, at least 0."""
-    return max(0.0, deadline - time.monotonic())
+    return max(0.0, deadline_s - time.monotonic())
 
 
 def _check_length(opened: OpenConnection, answers: Sequence[object], asked: Sequence[object]) -> None:

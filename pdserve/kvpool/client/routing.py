@@ -7,7 +7,7 @@ a pool that was started anew, with small epochs, is believed as soon as nobody s
 
 Until a node has spoken (epoch 0: it knows of no membership) the configured list is the ring. It is, too,
 where several nodes speak of themselves alone: they were not told of each other, and it is the clients that
-make a pool of them. One that speaks so may also be the last of a pool; `_outlived` tells when it is.
+make a pool of them. One that speaks so may also be the last of a pool; `_is_last_survivor` tells when it is.
 
     read     the owner, then the owner on the ring before (`Search`)
     write    the owner; who answers MOVED has told a newer view before
@@ -115,15 +115,15 @@ class ViewBook:
         self.rings = self._static = Rings(0, Ring(seeds))
         self._seeds = frozenset(node.node for node in seeds)
         self._lost: set[str] = set()  # cannot be reached
-        self._words: dict[str, tuple[int, Rings]] = {}  # by node: its incarnation, what it said
+        self._latest_views: dict[str, tuple[int, Rings]] = {}  # by node: its incarnation, what it said
         self._retired: dict[str, int] = {}  # by node: the incarnation before, whose words may still arrive
 
-    def hear(self, node: str, incarnation: int, view: View | Welcome) -> bool:
+    def on_view(self, node: str, incarnation: int, view: View | Welcome) -> bool:
         """A node told its view; whether another ring counts now. Nonsense is passed over."""
         if view.epoch <= 0 or not view.nodes or self._retired.get(node) == incarnation:
             return False
         self._lost.discard(node)
-        before = self._words.get(node)
+        before = self._latest_views.get(node)
         if before is not None and before[0] != incarnation:
             self._retired[node] = before[0]
         elif before is not None and not _newer(view, before[1]):
@@ -132,40 +132,40 @@ class ViewBook:
             rings = self._known(view)
         except ConfigError:
             return False
-        self._words[node] = (incarnation, rings)
+        self._latest_views[node] = (incarnation, rings)
         return self._choose()
 
-    def forget(self, node: str) -> bool:
+    def on_unreachable(self, node: str) -> bool:
         """The node cannot be reached: its word does not count; whether another ring counts now."""
         self._lost.add(node)
-        self._words.pop(node, None)
+        self._latest_views.pop(node, None)
         return self._choose()
 
     def _choose(self) -> bool:
-        if not self._words:
+        if not self._latest_views:
             return False
         node, (_, best) = max(
-            self._words.items(), key=lambda word: (word[1][1].epoch, word[1][1].previous is None)
+            self._latest_views.items(), key=lambda word: (word[1][1].epoch, word[1][1].previous is None)
         )
-        if _is_alone(node, best) and not self._outlived(best):
-            best = self._static if len(self._words) > 1 else self.rings
+        if _is_alone(node, best) and not self._is_last_survivor(best):
+            best = self._static if len(self._latest_views) > 1 else self.rings
         changed = best is not self.rings
         self.rings = best
         return changed
 
-    def _outlived(self, alone: Rings) -> bool:
+    def _is_last_survivor(self, alone: Rings) -> bool:
         """Whether a node that speaks of itself alone is what is left of a pool: it knows more than those who
         speak of several, or nobody else can be reached.
         """
-        several = [rings for node, (_, rings) in self._words.items() if not _is_alone(node, rings)]
+        several = [rings for node, (_, rings) in self._latest_views.items() if not _is_alone(node, rings)]
         if several or (len(self.rings.ring.nodes) > 1 and 0 < self.rings.epoch < alone.epoch):
             return True
-        return len(self._words) == 1 and self._seeds <= self._lost | self._words.keys()
+        return len(self._latest_views) == 1 and self._seeds <= self._lost | self._latest_views.keys()
 
     def _known(self, view: View | Welcome) -> Rings:
         """The view's rings; the very same object for the same view, since a ring takes a while to build."""
         nodes, previous = _ordered(view.nodes), _ordered(view.previous)
-        candidates = [self.rings, *(rings for _, rings in self._words.values())]
+        candidates = [self.rings, *(rings for _, rings in self._latest_views.values())]
         built = {rings.ring.nodes: rings.ring for rings in candidates}
         built |= {rings.previous.nodes: rings.previous for rings in candidates if rings.previous is not None}
         ring = built.get(nodes) or Ring(nodes)

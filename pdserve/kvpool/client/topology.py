@@ -43,16 +43,16 @@ class SharedViews:
         """Call it after every change, on whichever thread brought it."""
         self._listeners.append(listener)
 
-    def hear(self, welcome: Welcome, view: View | Welcome) -> None:
+    def on_view(self, welcome: Welcome, view: View | Welcome) -> None:
         """The node of `welcome` told its view."""
         with self._lock:
-            changed = self._book.hear(welcome.node, welcome.incarnation, view)
+            changed = self._book.on_view(welcome.node, welcome.incarnation, view)
         self._tell(changed)
 
-    def forget(self, node: str) -> None:
+    def on_unreachable(self, node: str) -> None:
         """The node cannot be reached."""
         with self._lock:
-            changed = self._book.forget(node)
+            changed = self._book.on_unreachable(node)
         self._tell(changed)
 
     def _tell(self, changed: bool) -> None:
@@ -117,7 +117,7 @@ class PoolLinks:
         """Ask one node for its view. Raises PoolError."""
         reply = opened.call(GetView(opened.next_id()), deadline)
         if isinstance(reply, View):
-            self._views.hear(opened.connection.welcome, reply)
+            self._views.on_view(opened.connection.welcome, reply)
 
     # --- following the view
 
@@ -162,17 +162,17 @@ class PoolLinks:
         return self._greeted(node, addresses[-1], deadline)
 
     def _greeted(self, node: str, address: str, deadline: float) -> Connection:
-        connection = self._connector.connect(address, deadline, self._views.hear)
+        connection = self._connector.connect(address, deadline, self._views.on_view)
         welcome = connection.welcome
         if welcome.epoch > 0 and welcome.node != node:
             connection.close()
             raise PoolUnavailable(f"pool node {node}: {welcome.node} is at {address} now")
-        self._views.hear(welcome, welcome)
+        self._views.on_view(welcome, welcome)
         return connection
 
     def _lost(self, node: str) -> None:
         """Called again and again while a node is down, by its link's thread."""
-        self._views.forget(node)
+        self._views.on_unreachable(node)
         if self.rings.epoch > 0 and self._asking.acquire(blocking=False):
             try:
                 self._ask_around(node)
@@ -196,7 +196,7 @@ class PoolLinks:
                     connection = self._connector.connect(address, time.monotonic() + timeout_s)
                 except PoolError as error:
                     logger.debug("pool node %s: %s", node, error)
-                    self._views.forget(node)
+                    self._views.on_unreachable(node)
                 else:
-                    self._views.hear(connection.welcome, connection.welcome)
+                    self._views.on_view(connection.welcome, connection.welcome)
                     connection.close()

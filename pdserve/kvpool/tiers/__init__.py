@@ -1,1 +1,4 @@
-"""Storage below the pool's memory: SSD, mounted directories, and whatever else is installed."""
+"""Storage for pages beside memory: the `Tier` contract, the kinds of tiers, and how they are found.
+
+Belongs here: what knows files and devices, and no node. May import: pdserve.kvpool.protocol, pdserve.sizes.
+"""

@@ -31,7 +31,7 @@ class Connection(Protocol):
 
     welcome: Welcome
 
-    def call(self, request: Request, deadline: float) -> Reply:
+    def call(self, request: Request, deadline_s: float) -> Reply:
         """Send the request, return its reply (a Fault is returned, not raised).
 
         Raises PoolTimeout when the deadline passes and PoolUnavailable when the node is gone; after either
@@ -44,7 +44,7 @@ class Connection(Protocol):
         ...
 
     def write_pages(
-        self, grants: Sequence[Grant], pages: Sequence[PageBuffers], deadline: float
+        self, grants: Sequence[Grant], pages: Sequence[PageBuffers], deadline_s: float
     ) -> list[int]:
         """Move each page into its granted slot; return its checksum, or 0s where checksums are off.
 
@@ -54,7 +54,7 @@ class Connection(Protocol):
         ...
 
     def read_pages(
-        self, pins: Sequence[Pin], pages: Sequence[PageBuffers], deadline: float
+        self, pins: Sequence[Pin], pages: Sequence[PageBuffers], deadline_s: float
     ) -> list[PageOutcome]:
         """Copy each pinned page into its buffers and check it.
 
@@ -77,7 +77,7 @@ CORRUPT: PageOutcome = 2  # the bytes do not match the checksum: a miss, counted
 class Connector(Protocol):
     """Opens connections to nodes over one kind of transport."""
 
-    def connect(self, address: str, deadline: float, on_view: OnView | None = None) -> Connection:
+    def connect(self, address: str, deadline_s: float, on_view: OnView | None = None) -> Connection:
         """Connect and shake hands. `on_view` is told the views that the node pushes later, by the thread that
         uses the connection. Raises PoolUnavailable, PoolTimeout or PoolRefused.
         """

@@ -33,13 +33,13 @@ class Resolver:
         self._known: dict[Name, list[Address]] = {}
         self._asking: dict[Name, Future[list[Address]]] = {}
 
-    def find(self, host: str, port: int, deadline: float) -> list[Address]:
+    def find(self, host: str, port: int, deadline_s: float) -> list[Address]:
         """Raises OSError: there is none; TimeoutError: it is not known in time."""
         name = (host, port)
         if _is_numeric(host):
             return _look_up(name)
         known = self._known.get(name)
-        until = deadline if known is None else min(deadline, time.monotonic() + PATIENCE_S)
+        until = deadline_s if known is None else min(deadline_s, time.monotonic() + PATIENCE_S)
         try:
             return self._ask(name).result(max(0.0, until - time.monotonic()))
         except OSError:
@@ -98,18 +98,18 @@ RETRY_CONNECT_S: Final = 0.002
 _resolver: Final = Resolver()
 
 
-def _open_socket(address: str, deadline: float) -> socket.socket:
+def open_socket(address: str, deadline_s: float) -> socket.socket:
     parsed = parse_address(address)
-    timeout_s = deadline - time.monotonic()
+    timeout_s = deadline_s - time.monotonic()
     if timeout_s <= 0:
         raise PoolTimeout(f"no time left to connect to pool node {address}")
     try:
         if isinstance(parsed, TcpAddress):
-            return _connect_tcp(parsed, deadline)
+            return _connect_tcp(parsed, deadline_s)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(timeout_s)
-            _connect_unix(sock, parsed.path, deadline)
+            _connect_unix(sock, parsed.path, deadline_s)
         except OSError:
             sock.close()
             raise
@@ -120,13 +120,13 @@ def _open_socket(address: str, deadline: float) -> socket.socket:
         raise PoolUnavailable(f"pool node {address} cannot be reached: {error.strerror or error}") from error
 
 
-def _connect_tcp(where: TcpAddress, deadline: float) -> socket.socket:
+def _connect_tcp(where: TcpAddress, deadline_s: float) -> socket.socket:
     """Try each of its addresses, the first for its share of the time. Raises OSError, TimeoutError."""
-    addresses = _resolver.find(where.host, where.port, deadline)
+    addresses = _resolver.find(where.host, where.port, deadline_s)
     for tried, (family, address) in enumerate(addresses, 1):
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            left_s = (deadline - time.monotonic()) / (len(addresses) - tried + 1)
+            left_s = (deadline_s - time.monotonic()) / (len(addresses) - tried + 1)
             if left_s <= 0:
                 raise TimeoutError
             sock.settimeout(left_s)
@@ -140,7 +140,7 @@ def _connect_tcp(where: TcpAddress, deadline: float) -> socket.socket:
     raise OSError("it has no address")
 
 
-def _connect_unix(sock: socket.socket, path: str, deadline: float) -> None:
+def _connect_unix(sock: socket.socket, path: str, deadline_s: float) -> None:
     """Connect, waiting until the node's queue of new connections has room: a Unix socket does not wait
     itself. Raises OSError; TimeoutError at the deadline.
     """
@@ -149,6 +149,6 @@ def _connect_unix(sock: socket.socket, path: str, deadline: float) -> None:
             sock.connect(path)
             return
         except BlockingIOError:
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline_s:
                 raise TimeoutError from None
             time.sleep(RETRY_CONNECT_S)

@@ -31,19 +31,19 @@ class MappedPages:
         self._rows = rows
         self._checksum = checksum
 
-    def write(self, grants: Sequence[Grant], pages: Sequence[PageBuffers], deadline: float) -> list[int]:
+    def write(self, grants: Sequence[Grant], pages: Sequence[PageBuffers], deadline_s: float) -> list[int]:
         """`Connection.write_pages`. Raises PoolTimeout."""
         checksums = []
         for grant, page in zip(grants, pages, strict=True):
-            _check_time(deadline)
+            _check_time(deadline_s)
             checksums.append(self._write_page(grant.offset, page))
         return checksums
 
-    def read(self, pins: Sequence[Pin], pages: Sequence[PageBuffers], deadline: float) -> list[PageOutcome]:
+    def read(self, pins: Sequence[Pin], pages: Sequence[PageBuffers], deadline_s: float) -> list[PageOutcome]:
         """`Connection.read_pages`. Raises PoolTimeout."""
         outcomes = []
         for pin, page in zip(pins, pages, strict=True):
-            _check_time(deadline)
+            _check_time(deadline_s)
             checksum = self._read_page(pin, page)
             if not self._rows.still_holds(pin.slot, pin.sequence):
                 outcomes.append(LOST)
@@ -89,6 +89,6 @@ class MappedPages:
         return finish(digest)
 
 
-def _check_time(deadline: float) -> None:
-    if time.monotonic() >= deadline:
+def _check_time(deadline_s: float) -> None:
+    if time.monotonic() >= deadline_s:
         raise PoolTimeout("the deadline passed while pages were copied")

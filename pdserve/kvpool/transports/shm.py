@@ -37,11 +37,11 @@ class ShmConnector:
         self._checksum = checksum
         self._token = token
 
-    def connect(self, address: str, deadline: float, on_view: OnView | None = None) -> ShmConnection:
+    def connect(self, address: str, deadline_s: float, on_view: OnView | None = None) -> ShmConnection:
         """Raises PoolUnavailable, PoolTimeout or PoolRefused."""
         hello = make_hello(self._client, host_id(), "shm", self._token, views=on_view is not None)
-        channel = ControlChannel.connect(address, hello, deadline, on_view)
-        return ShmConnection.open(channel, self._checksum, deadline)
+        channel = ControlChannel.connect(address, hello, deadline_s, on_view)
+        return ShmConnection.open(channel, self._checksum, deadline_s)
 
 
 class ShmConnection:
@@ -54,7 +54,7 @@ class ShmConnection:
         self._pages = MappedPages(mapping.memory, mapping.rows, checksum)
 
     @classmethod
-    def open(cls, channel: ControlChannel, checksum: bool, deadline: float) -> ShmConnection:
+    def open(cls, channel: ControlChannel, checksum: bool, deadline_s: float) -> ShmConnection:
         """Take over a greeted channel. Raises PoolRefused when the node's memory cannot be mapped here, or
         PoolUnavailable when the node has let it go since; then the channel is closed.
         """
@@ -67,25 +67,25 @@ class ShmConnection:
                 channel.close()
             raise
 
-    def call(self, request: Request, deadline: float) -> Reply:
+    def call(self, request: Request, deadline_s: float) -> Reply:
         """See `Connection`."""
-        return self._channel.call(request, deadline)
+        return self._channel.call(request, deadline_s)
 
     def post(self, message: Abort | Release) -> None:
         """See `Connection`."""
         self._channel.post(message)
 
     def write_pages(
-        self, grants: Sequence[Grant], pages: Sequence[PageBuffers], deadline: float
+        self, grants: Sequence[Grant], pages: Sequence[PageBuffers], deadline_s: float
     ) -> list[int]:
         """See `Connection`."""
-        return self._pages.write(grants, pages, deadline)
+        return self._pages.write(grants, pages, deadline_s)
 
     def read_pages(
-        self, pins: Sequence[Pin], pages: Sequence[PageBuffers], deadline: float
+        self, pins: Sequence[Pin], pages: Sequence[PageBuffers], deadline_s: float
     ) -> list[PageOutcome]:
         """See `Connection`."""
-        return self._pages.read(pins, pages, deadline)
+        return self._pages.read(pins, pages, deadline_s)
 
     def close(self) -> None:
         """See `Connection`."""

@@ -284,9 +284,9 @@ class UcxLink:
             for endpoint in (self._endpoint, self._loop_endpoint, *self._arrived):
                 if endpoint is not None:
                     self._close(endpoint)
-            deadline = time.monotonic() + CLOSE_WAIT_S
+            deadline_s = time.monotonic() + CLOSE_WAIT_S
             ending = [operation for operation in operations if operation is not self._greeting]
-            while not all(operation.completed for operation in ending) and time.monotonic() < deadline:
+            while not all(operation.completed for operation in ending) and time.monotonic() < deadline_s:
                 self._worker.progress()
             ending.clear()
             self._worker.progress()  # lets go of what completed in the last step

@@ -72,12 +72,12 @@ class UcxConnector:
         self._token = token
         self._data_path = data_path
 
-    def connect(self, address: str, deadline: float, on_view: OnView | None = None) -> UcxConnection:
+    def connect(self, address: str, deadline_s: float, on_view: OnView | None = None) -> UcxConnection:
         """Raises PoolUnavailable, PoolTimeout, PoolRefused."""
         views = on_view is not None
         hello = make_hello(self._client, self._host_id, self._data_path, self._token, views=views)
-        channel = ControlChannel.connect(address, hello, deadline, on_view)
-        return UcxConnection.open(channel, self._options, self._checksum, deadline)
+        channel = ControlChannel.connect(address, hello, deadline_s, on_view)
+        return UcxConnection.open(channel, self._options, self._checksum, deadline_s)
 
 
 class UcxConnection:
@@ -98,7 +98,7 @@ class UcxConnection:
         channel: ControlChannel,
         options: Mapping[str, str],
         checksum: bool,
-        deadline: float,
+        deadline_s: float,
     ) -> UcxConnection:
         """Connect UCX beside a greeted control channel, which this owns from now on (also when it raises).
 
@@ -119,7 +119,7 @@ class UcxConnection:
             raise
         connection = cls(channel, link, checksum)
         try:
-            connection._greet(info, info.host or channel.peer_host, deadline)
+            connection._greet(info, info.host or channel.peer_host, deadline_s)
         except BaseException:
             connection.close()
             raise
@@ -127,11 +127,11 @@ class UcxConnection:
 
     # -- control
 
-    def call(self, request: Request, deadline: float) -> Reply:
+    def call(self, request: Request, deadline_s: float) -> Reply:
         """See `base.Connection.call`."""
         if isinstance(request, Reserve | Get) and gathers(request.segment_bytes):
             request = msgspec.structs.replace(request, segment_bytes=[sum(request.segment_bytes)])
-        return self._channel.call(request, deadline)
+        return self._channel.call(request, deadline_s)
 
     def post(self, message: Abort | Release) -> None:
         """See `base.Connection.post`."""
@@ -140,7 +140,7 @@ class UcxConnection:
     # -- pages
 
     def write_pages(
-        self, grants: Sequence[Grant], pages: Sequence[PageBuffers], deadline: float
+        self, grants: Sequence[Grant], pages: Sequence[PageBuffers], deadline_s: float
     ) -> list[int]:
         """See `base.Connection.write_pages`."""
         with _EndOnError(self):
@@ -156,12 +156,12 @@ class UcxConnection:
                 checksums.append(checksum_page(page) if self._checksum else NO_CHECKSUM)
                 self._link.progress()
             for operation in self._operations:
-                self._finish(operation, deadline)
+                self._finish(operation, deadline_s)
             self._operations.clear()
             return checksums
 
     def read_pages(
-        self, pins: Sequence[Pin], pages: Sequence[PageBuffers], deadline: float
+        self, pins: Sequence[Pin], pages: Sequence[PageBuffers], deadline_s: float
     ) -> list[PageOutcome]:
         """See `base.Connection.read_pages`."""
         with _EndOnError(self):
@@ -176,7 +176,7 @@ class UcxConnection:
             for i, (pin, page) in enumerate(zip(pins, pages, strict=True)):
                 targets = page if staged is None else (staged[i],)
                 for _ in targets:
-                    self._finish(next(operations), deadline)
+                    self._finish(next(operations), deadline_s)
                 if staged is not None:
                     _scatter(staged[i], page)
                 outcomes.append(self._check(pin, targets))
@@ -204,7 +204,7 @@ class UcxConnection:
             self._staging = np.empty(page_bytes * len(pages), np.uint8)
         return [self._staging[i * page_bytes : (i + 1) * page_bytes] for i in range(len(pages))]
 
-    def _greet(self, info: UcxInfo, host: str, deadline: float) -> None:
+    def _greet(self, info: UcxInfo, host: str, deadline_s: float) -> None:
         number = np.frombuffer(info.connection.to_bytes(GREETING_BYTES, "little"), np.uint8).copy()
         answer = np.zeros(GREETING_BYTES, np.uint8)
         self._link.connect(host, info.port)
@@ -212,29 +212,29 @@ class UcxConnection:
             self._operations.append(self._link.receive(answer, GREETED_TAG))
             self._operations.append(self._link.send(number, GREETING_TAG))
             for operation in self._operations:
-                self._finish(operation, deadline)
+                self._finish(operation, deadline_s)
             self._operations.clear()
         if not np.array_equal(answer, number):
             raise PoolUnavailable(f"UCX at {host} port {info.port} is not the pool node we spoke to")
 
-    def _finish(self, operation: Operation, deadline: float) -> None:
+    def _finish(self, operation: Operation, deadline_s: float) -> None:
         """Progress until the operation has completed. Raises PoolTimeout, PoolUnavailable."""
         while not operation.completed:
             if not self._link.progress() and not operation.completed:
-                self._idle(lambda: operation.completed, deadline)
+                self._idle(lambda: operation.completed, deadline_s)
         if not operation.ok:
             raise PoolUnavailable(f"pool node {self.welcome.node} went away during a transfer")
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline_s:
             raise PoolTimeout(f"pool node {self.welcome.node}: transfer not finished in time")
 
-    def _idle(self, done: Callable[[], bool], deadline: float) -> None:
+    def _idle(self, done: Callable[[], bool], deadline_s: float) -> None:
         """Nothing to progress: poll a moment, then sleep until something happens."""
         spin_until = time.monotonic() + SPIN_S
         while not self._link.progress():
             now = time.monotonic()
             if not self._link.alive:
                 raise PoolUnavailable(f"pool node {self.welcome.node} went away during a transfer")
-            if now > deadline:
+            if now > deadline_s:
                 raise PoolTimeout(f"pool node {self.welcome.node}: transfer not finished in time")
             if now < spin_until or not self._link.arm():
                 continue
@@ -243,7 +243,7 @@ class UcxConnection:
             poller = select.poll()
             poller.register(self._link.epoll_fd, select.POLLIN)
             poller.register(self._channel.fileno(), select.POLLIN)
-            ready = dict(poller.poll(max(1.0, (deadline - now) * 1000)))
+            ready = dict(poller.poll(max(1.0, (deadline_s - now) * 1000)))
             if self._channel.fileno() in ready:
                 # no request is open while pages move: the node hung up, or pushes its view
                 self._channel.take_pushed()

@@ -11,6 +11,8 @@ import json
 from importlib.resources import files
 from typing import Any
 
+from pdserve.router.api.endpoints import ENDPOINTS, Endpoint
+
 _REF = "#/components/schemas/"
 _ERROR = {
     "type": "object",
@@ -56,22 +58,6 @@ _ERRORS = {
     503: "No worker is ready; see `Retry-After`.",
     504: "A deadline has passed.",
 }
-HOT_ROUTES: dict[str, tuple[str, str, str, bool]] = {
-    "/v1/chat/completions": ("Chat", "ChatCompletionRequest", "ChatCompletionResponse", True),
-    "/v1/completions": ("Completion", "CompletionRequest", "CompletionResponse", True),
-    "/v1/embeddings": (
-        "Embeddings, of models that make them",
-        "EmbeddingRequest",
-        "EmbeddingResponse",
-        False,
-    ),
-    "/generate": ("SGLang's own completion", "GenerateReqInput", "Generated", True),
-    "/tokenize": ("Text to token ids", "TokenizeRequest", "TokenizeResponse", False),
-    "/v1/tokenize": ("Text to token ids", "TokenizeRequest", "TokenizeResponse", False),
-    "/detokenize": ("Token ids to text", "DetokenizeRequest", "DetokenizeResponse", False),
-    "/v1/detokenize": ("Token ids to text", "DetokenizeRequest", "DetokenizeResponse", False),
-}
-"""Route → (summary, schema of its body, schema of its answer, whether it streams)."""
 _HEADERS = {
     "x-request-id": "The request's id: the client's own, or a new one.",
     "x-pdserve-plan": "Who was chosen, and why.",
@@ -101,27 +87,27 @@ def complete(document: dict[str, Any]) -> dict[str, Any]:
             operation["responses"].pop("422", None)  # FastAPI's own: here it would be 400
             for status in (401, 500, 404) if "{" in path else (401, 500):
                 operation["responses"].setdefault(str(status), _error(status))
-    document["paths"] |= {path: {"post": _operation(path)} for path in HOT_ROUTES}
+    document["paths"] |= {row.path: {"post": _operation(row)} for row in ENDPOINTS.values()}
     for operations in document["paths"].values():
         for operation in operations.values():
             operation["security"] = [{}, {"key": []}]  # a key where the router was given keys
     return document
 
 
-def _operation(path: str) -> dict[str, Any]:
-    summary, asked, said, streams = HOT_ROUTES[path]
-    content: dict[str, Any] = {"application/json": {"schema": {"$ref": _REF + said}}}
-    if streams:
+def _operation(row: Endpoint) -> dict[str, Any]:
+    path = row.path
+    content: dict[str, Any] = {"application/json": {"schema": {"$ref": _REF + row.response_schema}}}
+    if row.streams:
         content["text/event-stream"] = {"schema": _EVENT}
     headers = {name: {"description": text, "schema": {"type": "string"}} for name, text in _HEADERS.items()}
-    answered = {"description": f"As SGLang answers{', a stream too' if streams else ''}."}
+    answered = {"description": f"As SGLang answers{', a stream too' if row.streams else ''}."}
     return {
         "tags": ["OpenAI" if path.startswith("/v1/") and "token" not in path else "SGLang"],
-        "summary": f"{summary}.",
+        "summary": f"{row.summary}.",
         "operationId": path.strip("/").replace("/", "_"),
         "requestBody": {
             "required": True,
-            "content": {"application/json": {"schema": {"$ref": _REF + asked}}},
+            "content": {"application/json": {"schema": {"$ref": _REF + row.request_schema}}},
         },
         "responses": {"200": answered | {"headers": headers, "content": content}}
         | {str(status): _error(status) for status in _ERRORS},

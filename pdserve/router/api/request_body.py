@@ -8,6 +8,7 @@ byte, so a parameter that the router has never heard of works.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import msgspec
 
@@ -18,13 +19,6 @@ BYTES_PER_TOKEN = 4
 BYTES_PER_TOKEN_ID = 6
 """A token id of a vocabulary of some 100,000, its comma and perhaps a blank."""
 _EMPTY = msgspec.Raw(b"")
-PROMPT_FIELDS = {
-    "/v1/chat/completions": ("input_ids", "messages"),
-    "/v1/completions": ("prompt",),
-    "/v1/embeddings": ("input",),
-    "/generate": ("text", "input_ids"),
-}
-"""What SGLang (0.5.23) reads a prompt from, the first that is given; it ignores what another route would."""
 
 
 class RequestView(msgspec.Struct, gc=False):
@@ -41,11 +35,11 @@ class RequestView(msgspec.Struct, gc=False):
     tools: msgspec.Raw = _EMPTY
     cache_salt: msgspec.Raw = _EMPTY
 
-    def prompt_json(self, path: str) -> msgspec.Raw:
-        """The prompt of a request to `path` as it stands in the body: messages, text, token ids, or a list of
-        prompts. Empty where the route computes none.
+    def prompt_json(self, fields: Iterable[str]) -> msgspec.Raw:
+        """The prompt as it stands in the body: messages, text, token ids, or a list of prompts. The first of
+        `fields` that is given counts (see `Endpoint.prompt_fields`); empty where none is.
         """
-        for name in PROMPT_FIELDS.get(path, ()):
+        for name in fields:
             said: msgspec.Raw = getattr(self, name)
             if said and not _NOTHING.fullmatch(said):
                 return said

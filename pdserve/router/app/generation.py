@@ -1,4 +1,4 @@
-"""The streaming routes: read the body, plan, dispatch, and account for every way it can end."""
+"""Generation endpoints: read the body, plan, dispatch, and account for every way it can end."""
 
 from __future__ import annotations
 
@@ -6,44 +6,39 @@ import asyncio
 import logging
 import random
 from collections import defaultdict
-from types import MappingProxyType
 from typing import Final
 
 from pdserve.errors import RequestError
 from pdserve.logs import served_request
 from pdserve.router.admission.gate import Entrance
+from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.errors import error_of
-from pdserve.router.api.openapi import HOT_ROUTES
 from pdserve.router.api.request_body import estimate_prompt_tokens, has_several_prompts, parse_request
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.deadlines import Deadlines
 from pdserve.router.dispatch.dispatcher import Dispatcher
-from pdserve.router.fleet.models import TASK_OF
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.prefix_index import prefix_of
-from pdserve.router.placement.request_facts import Facts
+from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.request import spans
-from pdserve.router.request.call import JSON, Call
-from pdserve.router.server.client import AsgiClient, Client, Receive, Scope, Send
+from pdserve.router.request.answer import JSON
+from pdserve.router.request.call import Call
+from pdserve.router.server.client import Client
+from pdserve.router.server.uvicorn_server import LAST_WORD_S
 from pdserve.router.sessions.keys import find_session_key, parse_sources
-from pdserve.router.tenants.cache_salt import SALTED_PATHS, isolated
+from pdserve.router.tenants.cache_salt import isolated
 from pdserve.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
-LAST_WORD_S = 1.0
-"""How long a client that must be cut off is given to take the error."""
 BODY_BYTES_S = 4096
 """A body that comes at this rate and faster is not too slow."""
 DRAIN_S = 5.0
 """How long the rest of a refused body is read, so that the client, still sending, gets to see the answer."""
 
 
-class HotRoutes:
-    """Serves the hot paths; past ASGI where it can be (see `direct_client`), and as an ASGI application."""
-
-    targets: Final = MappingProxyType({path.encode("ascii"): path for path in HOT_ROUTES})
-    """Path by request target."""
+class GenerationHandler:
+    """Serves `ENDPOINTS`, over any kind of client connection."""
 
     def __init__(
         self,
@@ -54,6 +49,8 @@ class HotRoutes:
         stats: Stats,
         tracer: Tracer | None = None,
     ) -> None:
+        self.targets: Final = {path.encode("ascii"): path for path in ENDPOINTS}
+        """Path by request target."""
         self._tracer = tracer
         self._entrance = entrance
         self._dispatcher = dispatcher
@@ -67,10 +64,6 @@ class HotRoutes:
         self._body_s = min(config.deadlines.body_s, self._total_s)
         self._loop = asyncio.get_running_loop()
         self._turns: defaultdict[str, int] = defaultdict(int)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, by ASGI."""
-        await self.serve(AsgiClient(scope, receive, send))
 
     async def serve(self, client: Client) -> None:
         """One request. Never raises: whatever happens is answered, or ends with the connection."""
@@ -86,13 +79,13 @@ class HotRoutes:
                 await self._serve(call, client)
             else:
                 error = RequestError(405, "Only POST is allowed here.")
-                await call.answer(405, error_of(error), (b"allow", b"POST"))
+                await call.answer.send(405, error_of(error), (b"allow", b"POST"))
         except asyncio.CancelledError:
             call.task.uncancel()
             await self._on_cancelled(call)
         except Exception:  # the boundary of a request: a bug in the router must not leave the client hanging
             logger.exception("a request failed inside the router")
-            await call.break_off(500, "Internal error in the router.", "internal_error")
+            await call.answer.break_off(500, "Internal error in the router.", "internal_error")
         finally:
             self._deadlines.discard(call)
             self._account(call)
@@ -122,7 +115,7 @@ class HotRoutes:
             finally:
                 self._entrance.leave(call, ticket)
         except RequestError as error:
-            await call.answer_error(error)
+            await call.answer.send_error(error)
         finally:
             client.unwatch()
 
@@ -136,16 +129,18 @@ class HotRoutes:
         if session is not None:
             session = session.of_model(scope)
         if self._entrance.tenants.has_keys:  # tenants share neither caches nor sessions, nor see others' load
-            call.shows_figures = self._shows_load
-            if call.path in SALTED_PATHS:
+            call.answer.shows_figures = self._shows_load
+            if call.endpoint.is_salted:
                 call.body = isolated(body, view.cache_salt, call.tenant.cache)
             if session is not None:
                 session = session.within(call.tenant.name)
             scope = f"{call.tenant.cache}/{scope}"
-        prompt = view.prompt_json(call.path)
-        computes = call.path in TASK_OF  # tokenizing does not: it is no load, and leaves no pages behind
-        call.facts = Facts(
-            endpoint=call.path,
+        prompt = view.prompt_json(call.endpoint.prompt_fields)
+        computes = (
+            call.endpoint.task is not None
+        )  # tokenizing does not: it is no load, and leaves no pages behind
+        call.facts = RequestFacts(
+            endpoint=call.endpoint,
             model=view.model,
             session=session,
             prompt_tokens_estimate=estimate_prompt_tokens(prompt),
@@ -182,8 +177,8 @@ class HotRoutes:
         headers = [(b"content-type", JSON)]
         if error.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
-        call.start(error.status, headers, len(body), closes=True)
-        await call.write(body, more=True)
+        call.answer.start(error.status, headers, len(body), closes=True)
+        await call.answer.write(body, more=True)
         left = self._body_limit_bytes
         try:
             async with asyncio.timeout(DRAIN_S):
@@ -192,7 +187,7 @@ class HotRoutes:
                     left = left - len(part) if more else 0
         except TimeoutError:
             pass
-        await call.write(b"", more=False)
+        await call.answer.write(b"", more=False)
 
     async def _on_cancelled(self, call: Call) -> None:
         """The call was ended from outside: by its client, by its deadline, or by the server that stops."""
@@ -200,33 +195,33 @@ class HotRoutes:
             self._stats.client_aborts[call.phase] += 1
             logger.debug("client left (%s)", call.phase)
             return
-        if call.phase == "body" and call.end == "deadline" and not call.is_started:
+        if call.phase == "body" and call.end == "deadline" and not call.answer.is_started:
             error = RequestError(408, "The request's body did not come in time.", code="body_too_slow")
-            await call.answer(408, error_of(error), closes=True)
+            await call.answer.send(408, error_of(error), closes=True)
             return
         if call.end == "deadline":
             status, message, code = 504, "The request took longer than it may in all.", "deadline_exceeded"
         else:
             status, message, code = 503, "The router is stopping.", "router_stopping"
-        if call.is_started:
+        if call.answer.is_started:
             self._stats.stream_errors[code] += 1
         try:
             async with asyncio.timeout(LAST_WORD_S):
-                await call.break_off(status, message, code)
+                await call.answer.break_off(status, message, code)
         except TimeoutError:
             logger.warning("client does not read, cut off")
 
     def _account(self, call: Call) -> None:
         stats = self._stats
         stats.in_flight -= 1
-        if call.is_started:
-            stats.requests[call.path, str(call.status)] += 1
-            stats.first_byte[call.path].observe(call.first_byte_s - call.started_s)
-            if call.is_sse:
+        if call.answer.is_started:
+            stats.requests[call.endpoint.path, str(call.answer.status)] += 1
+            stats.first_byte[call.endpoint.path].observe(call.answer.started_s - call.started_s)
+            if call.answer.is_stream:
                 for part, spent_s in call.parts_s.items():
                     stats.first_token[part].observe(spent_s)
         else:
-            stats.requests[call.path, "aborted"] += 1
+            stats.requests[call.endpoint.path, "aborted"] += 1
 
 
 def _too_large(limit_bytes: int) -> RequestError:

@@ -10,17 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pdserve.errors import RequestError
-from pdserve.router.placement.policies.base import NoWorkerError
+from pdserve.router.api.endpoints import Endpoint
+from pdserve.router.api.errors import NoWorkerError
 
 DEFAULT_MODEL = "default"
 """SGLang's own name for whatever it serves; its documentation's examples send it."""
-TASK_OF = {
-    "/v1/chat/completions": "generate",
-    "/v1/completions": "generate",
-    "/generate": "generate",
-    "/v1/embeddings": "embed",
-}
-"""What a model must be able to do for a route; others, like tokenizing, every model can."""
 MAX_ADAPTER_CHARS = 256
 """Any name behind a served model's leads to it, and session keys begin with what the client wrote: so what
 clients can make the router remember is bounded.
@@ -43,19 +37,21 @@ class Models:
             return None
         return f"serves {model!r}, which is none of the configured models ({_names(self._wanted)})"
 
-    def resolve(self, requested: str | None, path: str, served: Mapping[str, frozenset[str]]) -> str:
-        """The served model that a request to `path` means; `BASE:ADAPTER` names a LoRA adapter of BASE, as in
-        SGLang. `served`: what each model's workers can do.
+    def resolve(self, requested: str | None, endpoint: Endpoint, served: Mapping[str, frozenset[str]]) -> str:
+        """The served model that a request to `endpoint` means. `BASE:ADAPTER` names a LoRA adapter of BASE,
+        as in SGLang. `served`: what each model's workers can do.
 
         Raises NoWorkerError for a model that no worker serves yet; RequestError 404 for one that there is
         not, and 400 when none is named and the choice is not unique, when the model cannot do it, and for an
         adapter's name that is too long.
         """
         model = requested if requested and requested in served else self._named(requested, served)
-        task = TASK_OF.get(path)
-        if task is not None and task not in served[model]:
+        if endpoint.task is not None and endpoint.task not in served[model]:
             raise RequestError(
-                400, f"The model {model!r} cannot do {path}.", code="unsupported_endpoint", param="model"
+                400,
+                f"The model {model!r} cannot do {endpoint.path}.",
+                code="unsupported_endpoint",
+                param="model",
             )
         return model
 

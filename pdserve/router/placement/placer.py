@@ -13,11 +13,12 @@ from collections.abc import Mapping
 import msgspec
 
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.fleet.registry import Fleet, Snapshot, Worker
+from pdserve.router.fleet.registry import Fleet, Snapshot
+from pdserve.router.fleet.worker import Worker
 from pdserve.router.placement.planner import Plan, Planner
 from pdserve.router.placement.policies import PolicySettings, make_policy
 from pdserve.router.placement.prefix_index import PrefixTable
-from pdserve.router.placement.request_facts import Facts
+from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.sessions.table import SessionEntry, SessionTable
 
 
@@ -40,13 +41,13 @@ class Placer:
             weights=config.placement,
         )
         self.needs_prefix = self._planner.needs_places
-        """Whether `Facts.prefix` is looked at."""
+        """Whether `RequestFacts.prefix` is looked at."""
 
-    def last_turn(self, facts: Facts, now_s: float) -> SessionEntry | None:
+    def last_turn(self, facts: RequestFacts, now_s: float) -> SessionEntry | None:
         """The session's last turn, as far as this router knows."""
         return None if facts.session is None else self.sessions.get(facts.session, now_s)
 
-    def plan(self, facts: Facts, snapshot: Snapshot, last: SessionEntry | None, now_s: float) -> Plan:
+    def plan(self, facts: RequestFacts, snapshot: Snapshot, last: SessionEntry | None, now_s: float) -> Plan:
         """The plan of one request. Raises NoWorkerError."""
         places = None
         if facts.prefix is not None:
@@ -58,7 +59,7 @@ class Placer:
 
     def on_prefilled(
         self,
-        facts: Facts,
+        facts: RequestFacts,
         plan: Plan,
         worker: Worker,
         cached: Mapping[str, int],
@@ -77,7 +78,7 @@ class Placer:
                 self.prefixes.learn(worker, plan.places.believed(worker), found)
 
     def on_answering(
-        self, facts: Facts, plan: Plan, worker: Worker, request_id: str, now_s: float
+        self, facts: RequestFacts, plan: Plan, worker: Worker, request_id: str, now_s: float
     ) -> SessionEntry | None:
         """`worker` has begun to answer. Returns the session's new last turn, if the request is one."""
         if facts.prefix is not None:
@@ -100,7 +101,7 @@ class Placer:
 
     def on_answered(
         self,
-        facts: Facts,
+        facts: RequestFacts,
         plan: Plan,
         worker: Worker,
         turn: SessionEntry | None,

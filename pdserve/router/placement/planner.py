@@ -13,7 +13,7 @@ Rules, in order:
 6. If the session had a turn before and its pages are needed by someone other than the worker that has them
    (a prefill stage, another decode worker), that worker is asked first whether they are settled in the pool.
    Not while that turn is still being answered: a request that comes then is another one beside it. Nor for
-   what is no turn itself (`Facts.is_turn`).
+   what is no turn itself (`RequestFacts.is_turn`).
 """
 
 from __future__ import annotations
@@ -22,21 +22,14 @@ from collections.abc import Iterable
 
 import msgspec
 
+from pdserve.router.api.errors import NoWorkerError
 from pdserve.router.config.placement import PlacementSettings
-from pdserve.router.fleet.registry import Snapshot, Worker
-from pdserve.router.placement.policies.base import Ask, NoWorkerError, Policy
+from pdserve.router.fleet.registry import Snapshot
+from pdserve.router.fleet.worker import Worker
+from pdserve.router.placement.policies.base import Ask, Policy
 from pdserve.router.placement.prefix_index import Places
-from pdserve.router.placement.request_facts import Facts
+from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.sessions.table import SessionEntry
-
-__all__ = [
-    "NoWorkerError",
-    "Plan",
-    "Planner",
-    "Settle",
-    "choose_alternate",
-    "direct_threshold",
-]
 
 RETRY_AFTER_S = 1
 """Said to clients with a 503: workers are probed every second or so."""
@@ -84,7 +77,7 @@ class Planner(msgspec.Struct, frozen=True):
         )
 
     def plan(
-        self, facts: Facts, snapshot: Snapshot, last: SessionEntry | None, places: Places | None = None
+        self, facts: RequestFacts, snapshot: Snapshot, last: SessionEntry | None, places: Places | None = None
     ) -> Plan:
         """The plan of one request. Raises NoWorkerError."""
         if not snapshot.decode:
@@ -113,7 +106,7 @@ class Planner(msgspec.Struct, frozen=True):
 
     def _choose_prefill(
         self,
-        facts: Facts,
+        facts: RequestFacts,
         snapshot: Snapshot,
         decode: Worker,
         last: SessionEntry | None,
@@ -122,7 +115,7 @@ class Planner(msgspec.Struct, frozen=True):
         """The worker, why in words with figures, and why in a word."""
         if decode.role == "agg":
             return None, "agg", "agg"
-        if facts.endpoint not in self.prefill_endpoints:
+        if facts.endpoint.path not in self.prefill_endpoints:
             return None, "no-stage", "no-stage"
         if not snapshot.prefill:
             return None, "none-ready", "none-ready"
@@ -149,12 +142,12 @@ def direct_threshold(least: int, weights: PlacementSettings, prefill: Worker, de
     return max(0, min(int(least + weights.queue_share * longer), max(least, weights.max_direct_tokens)))
 
 
-def _ask(facts: Facts, last_id: str | None, places: Places | None) -> Ask:
+def _ask(facts: RequestFacts, last_id: str | None, places: Places | None) -> Ask:
     session = None if facts.session is None else facts.session.name
     return Ask(facts.prompt_tokens_estimate, session, last_id, facts.turn, facts.draw, places)
 
 
-def _uncached(facts: Facts, worker: Worker, places: Places | None) -> int:
+def _uncached(facts: RequestFacts, worker: Worker, places: Places | None) -> int:
     cached = 0.0 if places is None else places.cached(worker).total
     return max(0, int(facts.prompt_tokens_estimate - cached))
 

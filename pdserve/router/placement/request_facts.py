@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from pdserve.router.fleet.models import TASK_OF
+from pdserve.router.api.endpoints import Endpoint
 from pdserve.router.placement.prefix_index import Prefix
 from pdserve.router.sessions.keys import SessionKey
 
 
-class Facts(msgspec.Struct, frozen=True, gc=False):
+class RequestFacts(msgspec.Struct, frozen=True, gc=False):
     """One request as planning sees it."""
 
-    endpoint: str
+    endpoint: Endpoint
     model: str | None = None
     session: SessionKey | None = None
     prompt_tokens_estimate: int = 0
@@ -30,4 +30,4 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
         """It is a turn of its session. What is not, like tokenizing, goes where the session is, and that is
         all: workers know nothing of it afterwards.
         """
-        return self.session is not None and TASK_OF.get(self.endpoint) == "generate"
+        return self.session is not None and self.endpoint.task == "generate"

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import re
 
+from pdserve.router.api.endpoints import OPENAI_USAGE, Usage
+
 _EVENT = b"\ndata: "
 """An event, at the start of a line: an answer's text has no line of its own, but may well have `data: `."""
 _DONE = b"]\n\n"
 """Ends a whole stream, `data: [DONE]`; other events end with an object."""
-_MARK = b'"completion_tokens":'
-_PROMPT = re.compile(rb'"prompt_tokens":\s*(\d{1,15})\b')
-_OUTPUT = re.compile(rb'"completion_tokens":\s*(\d{1,15})\b')
 _INDEX_MARK = b'"index":'
 _INDEX = re.compile(rb'"index":\s*(\d{1,15})\b')
 """The choice that an event is of: OpenAI's say it first, SGLang's own say no other, and only where there are
@@ -33,9 +32,19 @@ _NO_CHOICE = re.compile(rb'"choices":\s*\[\]')
 class Meter:
     """The usage of one request."""
 
-    __slots__ = ("_outputs", "_prompts", "_said", "_tail", "charged_tokens", "events", "prompt_tokens")
+    __slots__ = (
+        "_outputs",
+        "_prompts",
+        "_said",
+        "_tail",
+        "_usage",
+        "charged_tokens",
+        "events",
+        "prompt_tokens",
+    )
 
-    def __init__(self, charged_tokens: int) -> None:
+    def __init__(self, charged_tokens: int, usage: Usage = OPENAI_USAGE) -> None:
+        self._usage = usage
         self.charged_tokens = charged_tokens
         """Taken from the tenant's bucket when the request was let in."""
         self.prompt_tokens: int | None = None
@@ -52,7 +61,7 @@ class Meter:
         text = self._tail + data
         self.events += text.count(_EVENT)
         self._tail = text[1 - len(_EVENT) :]
-        if _MARK in data:
+        if self._usage.mark in data:
             self._said = data
             if self.events and _INDEX_MARK in data:  # else the next piece says all that this one does
                 self._read(data)
@@ -63,8 +72,8 @@ class Meter:
         """
         if not streamed:
             known = self.charged_tokens if self.prompt_tokens is None else self.prompt_tokens
-            prompt = sum(map(int, _PROMPT.findall(self._said))) or known
-            return prompt, sum(map(int, _OUTPUT.findall(self._said)))
+            prompt = sum(map(int, self._usage.prompt.findall(self._said))) or known
+            return prompt, sum(map(int, self._usage.output.findall(self._said)))
         self._read(self._said)
         output = sum(self._outputs.values()) if self._outputs else self.events
         if self.prompt_tokens is not None:
@@ -76,12 +85,12 @@ class Meter:
 
     def _read(self, events: bytes) -> None:
         for event in events.split(b"\n"):
-            if _MARK not in event:
+            if self._usage.mark not in event:
                 continue
             choice = _INDEX.search(event)
             if _NO_CHOICE.search(event):
                 self._prompts.clear()
                 self._outputs.clear()
-            for name, said in ((_PROMPT, self._prompts), (_OUTPUT, self._outputs)):
+            for name, said in ((self._usage.prompt, self._prompts), (self._usage.output, self._outputs)):
                 if number := name.search(event):
                     said[choice[1] if choice else b""] = int(number[1])

@@ -21,7 +21,6 @@ import msgspec
 from pdserve.errors import RequestError
 from pdserve.router.config.tenants import SHARED
 
-SALTED_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/generate"))
 _salts = msgspec.json.Decoder(str | list[str] | None)
 
 

@@ -100,7 +100,7 @@ def test_connections_are_reused() -> None:
     node = Node()
     link = make(node)
     for _ in range(3):
-        with link.borrow(soon()) as opened:
+        with link.acquire(soon()) as opened:
             assert opened.namespace == 7
     assert node.attempts == 1
 
@@ -108,12 +108,12 @@ def test_connections_are_reused() -> None:
 def test_a_failure_closes_the_connection_and_refuses_at_once_without_the_network() -> None:
     node = Node()
     link = make(node, retry_after_s=60.0)
-    with pytest.raises(PoolTimeout), link.borrow(soon()):
+    with pytest.raises(PoolTimeout), link.acquire(soon()):
         raise PoolTimeout("late")
     assert node.made[0].closed
     assert not link.up
     for _ in range(5):
-        with pytest.raises(PoolUnavailable), link.borrow(soon()):
+        with pytest.raises(PoolUnavailable), link.acquire(soon()):
             raise AssertionError("not reached")
     assert node.attempts == 1
     link.close()
@@ -123,12 +123,12 @@ def test_a_node_that_came_back_is_found_by_the_probe() -> None:
     node = Node()
     link = make(node)
     node.alive = False
-    with pytest.raises(PoolUnavailable), link.borrow(soon()):
+    with pytest.raises(PoolUnavailable), link.acquire(soon()):
         raise AssertionError("not reached")
     wait_for(lambda: node.attempts >= 3, [node.attempted])  # it is being probed
     node.alive = True
     wait_for(lambda: link.up, [node.attempted])
-    with link.borrow(soon()):
+    with link.acquire(soon()):
         pass
     link.close()
 
@@ -137,7 +137,7 @@ def test_a_node_that_nobody_could_connect_to_is_tried_more_often() -> None:
     node = Node()
     link = make(node, retry_after_s=60.0)
     node.alive = False
-    with pytest.raises(PoolUnavailable), link.borrow(soon()):
+    with pytest.raises(PoolUnavailable), link.acquire(soon()):
         raise AssertionError("not reached")
     wait_for(lambda: node.attempts >= 3, [node.attempted])
     node.alive = True
@@ -148,7 +148,7 @@ def test_a_node_that_nobody_could_connect_to_is_tried_more_often() -> None:
 def test_idle_connections_of_before_a_failure_are_not_used_after_it() -> None:
     node = Node()
     link = make(node, limit=2)
-    with link.borrow(soon()), pytest.raises(PoolUnavailable), link.borrow(soon()):
+    with link.acquire(soon()), pytest.raises(PoolUnavailable), link.acquire(soon()):
         raise PoolUnavailable("gone")
     wait_for(lambda: link.up, [node.attempted])
     assert [connection.closed for connection in node.made[:2]] == [True, True]
@@ -158,13 +158,13 @@ def test_idle_connections_of_before_a_failure_are_not_used_after_it() -> None:
 def test_at_most_limit_operations_run_and_others_wait_for_their_deadline_only() -> None:
     node = Node()
     link = make(node, limit=1)
-    with link.borrow(soon()):
+    with link.acquire(soon()):
         started_s = time.monotonic()
-        with pytest.raises(PoolTimeout), link.borrow(within(0.05)):
+        with pytest.raises(PoolTimeout), link.acquire(within(0.05)):
             raise AssertionError("not reached")
         assert time.monotonic() - started_s < SOON_S
     assert link.up  # a full link is no failed node
-    with link.borrow(soon()):
+    with link.acquire(soon()):
         pass
 
 
@@ -179,7 +179,7 @@ def test_a_node_is_tried_again_though_no_thread_could_be_had_when_it_failed(
     link = make(node)
     with monkeypatch.context() as without_threads:
         without_threads.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(failure), link.borrow(soon()):
+        with pytest.raises(failure), link.acquire(soon()):
             raise failure("gone")
         for _ in range(2):
             with pytest.raises(PoolUnavailable, match="is down"):
@@ -196,7 +196,7 @@ def test_a_refused_namespace_is_a_refusal_and_closes_the_connection() -> None:
     node = Node()
     node.opens = False
     link = make(node, retry_after_s=60.0)
-    with pytest.raises(PoolRefused, match="page_size is 32"), link.borrow(soon()):
+    with pytest.raises(PoolRefused, match="page_size is 32"), link.acquire(soon()):
         raise AssertionError("not reached")
     assert node.made[0].closed
     link.close()
@@ -205,17 +205,17 @@ def test_a_refused_namespace_is_a_refusal_and_closes_the_connection() -> None:
 def test_a_closed_link_refuses_and_closes_what_is_given_back() -> None:
     node = Node()
     link = make(node)
-    with link.borrow(soon()):
+    with link.acquire(soon()):
         link.close()
     assert node.made[0].closed
-    with pytest.raises(PoolUnavailable), link.borrow(soon()):
+    with pytest.raises(PoolUnavailable), link.acquire(soon()):
         raise AssertionError("not reached")
 
 
 def test_any_exception_inside_an_operation_closes_its_connection() -> None:
     node = Node()
     link = make(node)
-    with pytest.raises(ValueError, match="bug"), link.borrow(soon()):
+    with pytest.raises(ValueError, match="bug"), link.acquire(soon()):
         raise ValueError("bug")
     assert node.made[0].closed
     assert link.up
@@ -226,8 +226,8 @@ def test_a_late_failure_of_an_old_connection_does_not_end_a_node_that_is_up_agai
     link = make(node, limit=2)
 
     def slow() -> None:
-        with link.borrow(soon()):
-            with pytest.raises(PoolUnavailable), link.borrow(soon()):
+        with link.acquire(soon()):
+            with pytest.raises(PoolUnavailable), link.acquire(soon()):
                 raise PoolUnavailable("gone")
             wait_for(lambda: link.up, [node.attempted])
             raise PoolTimeout("late")
@@ -245,7 +245,7 @@ def test_who_waited_for_a_connection_of_a_node_that_failed_does_not_try_it() -> 
 
     def wait() -> None:
         try:
-            with link.borrow(soon()):
+            with link.acquire(soon()):
                 pass
         except PoolUnavailable as error:
             outcome.append(str(error))
@@ -253,7 +253,7 @@ def test_who_waited_for_a_connection_of_a_node_that_failed_does_not_try_it() -> 
     waiter = threading.Thread(target=wait)
 
     def fail() -> None:
-        with link.borrow(soon()):
+        with link.acquire(soon()):
             waiter.start()
             raise PoolTimeout("late")
 
@@ -268,7 +268,7 @@ def test_who_waited_for_a_connection_of_a_node_that_failed_does_not_try_it() -> 
 def test_a_deadline_that_is_over_is_not_held_against_the_node() -> None:
     node = Node()
     link = make(node)
-    with pytest.raises(PoolTimeout), link.borrow(within(-1.0)):
+    with pytest.raises(PoolTimeout), link.acquire(within(-1.0)):
         raise AssertionError("not reached")
     assert link.up
     assert node.attempts == 0
@@ -277,7 +277,7 @@ def test_a_deadline_that_is_over_is_not_held_against_the_node() -> None:
 def test_the_probe_survives_what_it_does_not_expect() -> None:
     node = Node()
     link = make(node)
-    with pytest.raises(PoolTimeout), link.borrow(soon()):
+    with pytest.raises(PoolTimeout), link.acquire(soon()):
         raise PoolTimeout("late")
     fine, tries = node.connect, []
 
@@ -302,7 +302,7 @@ def test_a_connection_opened_while_the_link_closes_is_closed() -> None:
         return fine(deadline)
 
     link._connect = closing
-    with link.borrow(soon()):
+    with link.acquire(soon()):
         pass
     assert node.made[0].closed
 
@@ -339,7 +339,7 @@ def test_a_connection_found_closed_is_replaced_without_a_failure() -> None:
 def test_idle_connections_beside_one_found_closed_are_not_tried_one_after_the_other() -> None:
     node = Node()
     link = make(node, limit=4, retry_after_s=60.0)
-    with link.borrow(soon()), link.borrow(soon()), link.borrow(soon()):
+    with link.acquire(soon()), link.acquire(soon()), link.acquire(soon()):
         pass
     operation, tried = fails_first(1, PoolUnavailable("closed"))
     assert link.use(soon(), operation) == 7

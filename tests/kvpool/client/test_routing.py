@@ -32,111 +32,111 @@ KEYS = [hashlib.sha256(bytes([n])).digest() for n in range(200)]
 
 def test_the_configured_list_holds_until_a_node_has_spoken() -> None:
     book = ViewBook(nodes("a", "b"))
-    assert not book.hear("a", 1, View(0, 0, nodes("a", "b", "c")))
-    assert not book.hear("a", 1, View(0, 5, []))
+    assert not book.on_view("a", 1, View(0, 0, nodes("a", "b", "c")))
+    assert not book.on_view("a", 1, View(0, 5, []))
     assert names(book) == ["a", "b"]
-    assert book.hear("a", 1, view(5, "a", "b", "c"))
+    assert book.on_view("a", 1, view(5, "a", "b", "c"))
     assert (names(book), book.rings.epoch) == (["a", "b", "c"], 5)
 
 
 def test_the_largest_epoch_counts_whoever_tells_it() -> None:
     book = ViewBook(nodes("a"))
-    book.hear("a", 1, view(5, "a", "b"))
-    assert not book.hear("b", 1, view(4, "a"))
+    book.on_view("a", 1, view(5, "a", "b"))
+    assert not book.on_view("b", 1, view(4, "a"))
     assert names(book) == ["a", "b"]
-    assert book.hear("b", 1, view(6, "b"))
+    assert book.on_view("b", 1, view(6, "b"))
     assert names(book) == ["b"]
 
 
 def test_within_an_epoch_the_earlier_ring_only_goes() -> None:
     book = ViewBook(nodes("a"))
-    book.hear("a", 1, view(5, "a", "b", previous=("a",)))
+    book.on_view("a", 1, view(5, "a", "b", previous=("a",)))
     assert book.rings.previous is not None
-    assert book.hear("b", 1, view(5, "a", "b"))
+    assert book.on_view("b", 1, view(5, "a", "b"))
     assert book.rings.previous is None
-    assert not book.hear("a", 1, view(5, "a", "b", previous=("a",)))
+    assert not book.on_view("a", 1, view(5, "a", "b", previous=("a",)))
     assert book.rings.previous is None
 
 
 def test_a_view_read_late_does_not_undo_a_later_one_of_the_same_node() -> None:
     book = ViewBook(nodes("a"))
-    book.hear("a", 1, view(7, "a", "b"))
-    assert not book.hear("a", 1, view(6, "a"))
+    book.on_view("a", 1, view(7, "a", "b"))
+    assert not book.on_view("a", 1, view(6, "a"))
     assert book.rings.epoch == 7
 
 
 def test_a_pool_started_anew_is_believed_once_nobody_speaks_for_the_old_one() -> None:
     book = ViewBook(nodes("a", "b"))
-    book.hear("a", 1, view(90, "a", "b", "c"))
-    book.hear("b", 2, view(90, "a", "b", "c"))
-    assert not book.hear("a", 3, view(2, "a", "b"))  # b may be right
-    assert book.forget("b")
+    book.on_view("a", 1, view(90, "a", "b", "c"))
+    book.on_view("b", 2, view(90, "a", "b", "c"))
+    assert not book.on_view("a", 3, view(2, "a", "b"))  # b may be right
+    assert book.on_unreachable("b")
     assert (names(book), book.rings.epoch) == (["a", "b"], 2)
-    assert not book.hear("a", 1, view(91, "a"))  # of its earlier life, read late
-    assert book.hear("b", 4, view(3, "a", "b"))
+    assert not book.on_view("a", 1, view(91, "a"))  # of its earlier life, read late
+    assert book.on_view("b", 4, view(3, "a", "b"))
 
 
 def test_when_nobody_can_be_reached_the_last_ring_stays() -> None:
     book = ViewBook(nodes("a"))
-    book.hear("a", 1, view(3, "a", "b"))
-    assert not book.forget("a")
+    book.on_view("a", 1, view(3, "a", "b"))
+    assert not book.on_unreachable("a")
     assert names(book) == ["a", "b"]
 
 
 def test_one_view_told_by_many_is_one_ring() -> None:
     book = ViewBook(nodes("a"))
-    book.hear("a", 1, view(3, "a", "b", previous=("a",)))
+    book.on_view("a", 1, view(3, "a", "b", previous=("a",)))
     rings = book.rings
-    assert not book.hear("b", 1, view(3, "b", "a", previous=("a",)))
+    assert not book.on_view("b", 1, view(3, "b", "a", previous=("a",)))
     assert book.rings is rings
-    book.hear("b", 1, view(4, "a", "b", "c", previous=("a", "b")))
+    book.on_view("b", 1, view(4, "a", "b", "c", previous=("a", "b")))
     assert book.rings.previous is rings.ring
 
 
 def test_nodes_that_do_not_know_of_each_other_are_the_pool_of_the_configured_list() -> None:
     book = ViewBook(nodes("a", "b", "c"))
-    assert not book.hear("a", 1, view(7, "a"))
-    assert not book.hear("b", 1, view(8, "b"))
+    assert not book.on_view("a", 1, view(7, "a"))
+    assert not book.on_view("b", 1, view(8, "b"))
     assert names(book) == ["a", "b", "c"]
-    assert not book.forget("a")
+    assert not book.on_unreachable("a")
     assert names(book) == ["a", "b", "c"]  # c may be there
-    assert book.hear("c", 1, view(9, "a", "b", "c"))
+    assert book.on_view("c", 1, view(9, "a", "b", "c"))
     assert book.rings.epoch == 9
 
 
 def test_the_last_node_of_a_pool_is_believed_once_the_others_are_gone() -> None:
     book = ViewBook(nodes("a", "b"))
-    book.hear("a", 1, view(5, "a", "b"))
-    assert book.hear("a", 1, view(6, "a"))  # it knew b, and knows more now
+    book.on_view("a", 1, view(5, "a", "b"))
+    assert book.on_view("a", 1, view(6, "a"))  # it knew b, and knows more now
     assert names(book) == ["a"]
-    assert book.hear("b", 2, view(8, "a", "b"))
+    assert book.on_view("b", 2, view(8, "a", "b"))
     book = ViewBook(nodes("a", "b"))
-    assert not book.hear("a", 1, view(6, "a"))  # b may be there
+    assert not book.on_view("a", 1, view(6, "a"))  # b may be there
     assert names(book) == ["a", "b"]
-    assert book.forget("b")
+    assert book.on_unreachable("b")
     assert (names(book), book.rings.epoch) == (["a"], 6)
 
 
 def test_a_node_that_starts_anew_and_knows_nobody_yet_changes_nothing() -> None:
     book = ViewBook(nodes("a", "b"))
-    book.hear("a", 1, view(50, "a", "b"))
-    assert not book.hear("a", 2, view(9, "a"))
+    book.on_view("a", 1, view(50, "a", "b"))
+    assert not book.on_view("a", 2, view(9, "a"))
     assert names(book) == ["a", "b"]
-    book.hear("b", 1, view(50, "a", "b"))
-    assert not book.hear("a", 3, view(9, "a"))
+    book.on_view("b", 1, view(50, "a", "b"))
+    assert not book.on_view("a", 3, view(9, "a"))
     assert book.rings.epoch == 50
 
 
 def test_one_seed_alone_is_a_pool_of_one() -> None:
     book = ViewBook(nodes("a"))
-    assert book.hear("a", 1, View(0, 6, [NodeAddress("a", "tcp:elsewhere:1", 4)]))
+    assert book.on_view("a", 1, View(0, 6, [NodeAddress("a", "tcp:elsewhere:1", 4)]))
     assert book.rings.ring.nodes == (NodeAddress("a", "tcp:elsewhere:1", 4),)
 
 
 def test_nonsense_is_passed_over() -> None:
     book = ViewBook(nodes("a"))
-    assert not book.hear("a", 1, view(3, "b", "b"))
-    assert not book.hear("a", 1, View(0, 4, [NodeAddress("b", "", 0)]))
+    assert not book.on_view("a", 1, view(3, "b", "b"))
+    assert not book.on_view("a", 1, View(0, 4, [NodeAddress("b", "", 0)]))
     assert names(book) == ["a"]
 
 
@@ -144,7 +144,7 @@ def test_nonsense_is_passed_over() -> None:
 def test_the_view_that_counts_is_the_largest_of_the_last_words(words: list[tuple[str, int]]) -> None:
     book, last = ViewBook(nodes("a")), dict[str, int]()
     for node, epoch in words:
-        book.hear(node, 1, view(epoch, *"abc"[: 1 + epoch % 3]))
+        book.on_view(node, 1, view(epoch, *"abc"[: 1 + epoch % 3]))
         last[node] = max(epoch, last.get(node, 0))
         assert book.rings.epoch == max(last.values())
 

@@ -16,7 +16,8 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from pdserve.router.api.openapi import HOT_ROUTES, complete
+from pdserve.router.api.endpoints import ENDPOINTS
+from pdserve.router.api.openapi import complete
 from tests.support.router.harness import Harness, disagg, run
 from tests.support.router.mock_worker import ANSWER, EVENTS, REPORT, MockWorker, Received, Wire, stream
 
@@ -65,7 +66,7 @@ class CheckingWorker(MockWorker):
 
     def learn(self, document: dict[str, Any]) -> None:
         components = {"components": document["components"]}
-        for path in HOT_ROUTES:
+        for path in ENDPOINTS:
             schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
             self.validators[path] = jsonschema_rs.validator_for({**components, **schema})
 
@@ -82,11 +83,11 @@ class CheckingWorker(MockWorker):
             await wire.json(200, REPORT)
         else:
             self.answered += 1
-            _, _, said, streams = HOT_ROUTES[endpoint]
-            if streams and request.json().get("stream"):
+            row = ENDPOINTS[endpoint]
+            if row.streams and request.json().get("stream"):
                 await stream(EVENTS)(wire, request)
             else:
-                await wire.json(200, SAID[said])
+                await wire.json(200, SAID[row.response_schema])
 
 
 async def checked(harness: Harness, hooks: Path, *words: str) -> tuple[int, str]:
@@ -138,7 +139,7 @@ def test_a_document_that_is_wrong_is_found_out(tmp_path: Path, monkeypatch: pyte
         del made["paths"]["/v1/models/{model}"]["get"]["responses"]["404"]
         return made
 
-    monkeypatch.setattr("pdserve.router.app.router.complete", forgetful)
+    monkeypatch.setattr("pdserve.router.app.routes.complete", forgetful)
     hooks = tmp_path / "api_hooks.py"
     hooks.write_text(HOOKS)
     run(main(), timeout_s=120)

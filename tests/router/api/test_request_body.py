@@ -7,14 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import RequestError
+from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.request_body import (
-    PROMPT_FIELDS,
     RequestView,
     estimate_prompt_tokens,
     has_several_prompts,
     parse_request,
 )
-from pdserve.router.fleet.models import TASK_OF
 
 KNOWN = set(RequestView.__struct_fields__)
 JSON_VALUES = st.recursive(
@@ -78,15 +77,14 @@ def test_the_estimate_grows_with_the_prompt() -> None:
     assert 1000 <= estimate_prompt_tokens(long.prompt) <= 1500
 
 
-def test_every_route_that_computes_a_prompt_has_its_field() -> None:
-    assert set(PROMPT_FIELDS) == set(TASK_OF)
-    assert bytes(parse_request(b'{"prompt":"a"}').prompt_json("/tokenize")) == b""
+def test_an_endpoint_without_prompt_fields_has_no_prompt() -> None:
+    assert bytes(parse_request(b'{"prompt":"a"}').prompt_json(())) == b""
 
 
 @pytest.mark.parametrize("nothing", ["null", "[]", '""', "[ ]"])
 def test_a_field_with_nothing_in_it_does_not_hide_a_batch(nothing: str) -> None:
     view = parse_request(b'{"text": %b ,"input_ids":[[1],[2,3]]}' % nothing.encode())
-    assert bytes(prompt := view.prompt_json("/generate")) == b"[[1],[2,3]]"
+    assert bytes(prompt := view.prompt_json(ENDPOINTS["/generate"].prompt_fields)) == b"[[1],[2,3]]"
     assert has_several_prompts(prompt)
 
 
@@ -101,9 +99,9 @@ def test_a_field_with_nothing_in_it_does_not_hide_a_batch(nothing: str) -> None:
 )
 def test_a_field_of_another_route_is_not_taken_for_the_prompt(path: str, prompt: bytes) -> None:
     body = b'{"messages":[{"a":1}],"prompt":["a","b"],"input":["c","d","e"],"text":["f","g"]}'
-    assert bytes(parse_request(body).prompt_json(path)) == prompt
+    assert bytes(parse_request(body).prompt_json(ENDPOINTS[path].prompt_fields)) == prompt
 
 
 def test_token_ids_of_a_chat_stand_for_its_messages() -> None:
     view = parse_request(b'{"messages":[{"a":1}],"input_ids":[1,2]}')
-    assert bytes(view.prompt_json("/v1/chat/completions")) == b"[1,2]"
+    assert bytes(view.prompt_json(ENDPOINTS["/v1/chat/completions"].prompt_fields)) == b"[1,2]"

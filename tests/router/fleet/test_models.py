@@ -9,8 +9,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from pdserve.errors import RequestError
+from pdserve.router.api.endpoints import ENDPOINTS
+from pdserve.router.config.limits import Probe
 from pdserve.router.config.placement import Stickiness
-from pdserve.router.config.router import Probe, RouterConfig, Session
+from pdserve.router.config.router import RouterConfig, Session
 from pdserve.router.config.tenants import Admission
 from pdserve.router.fleet.models import MAX_ADAPTER_CHARS, Models
 from tests.support.router.harness import FAST, Harness, chat_body, routed, run
@@ -32,7 +34,7 @@ GENERATES = frozenset({"generate"})
     ],
 )
 def test_model_names(requested: str | None, served: list[str], model: str) -> None:
-    assert Models().resolve(requested, CHAT, dict.fromkeys(served, GENERATES)) == model
+    assert Models().resolve(requested, ENDPOINTS[CHAT], dict.fromkeys(served, GENERATES)) == model
 
 
 @pytest.mark.parametrize(
@@ -41,7 +43,7 @@ def test_model_names(requested: str | None, served: list[str], model: str) -> No
 )
 def test_models_that_are_not_served(requested: str | None, served: list[str], status: int) -> None:
     with pytest.raises(RequestError) as caught:
-        Models().resolve(requested, CHAT, dict.fromkeys(served, GENERATES))
+        Models().resolve(requested, ENDPOINTS[CHAT], dict.fromkeys(served, GENERATES))
     assert caught.value.status == status
     assert all(repr(name) in str(caught.value) for name in served)
     assert caught.value.code == {404: "model_not_found", 400: None, 503: "no_healthy_worker"}[status]
@@ -50,9 +52,14 @@ def test_models_that_are_not_served(requested: str | None, served: list[str], st
 def test_a_default_model_is_meant_where_none_is_named() -> None:
     models = Models(default="b")
     both = dict.fromkeys("ab", GENERATES)
-    assert [models.resolve(name, CHAT, both) for name in (None, "", "default", "a")] == ["b", "b", "b", "a"]
+    assert [models.resolve(name, ENDPOINTS[CHAT], both) for name in (None, "", "default", "a")] == [
+        "b",
+        "b",
+        "b",
+        "a",
+    ]
     with pytest.raises(RequestError) as caught:
-        models.resolve(None, CHAT, {"a": GENERATES})  # not another model in its place
+        models.resolve(None, ENDPOINTS[CHAT], {"a": GENERATES})  # not another model in its place
     assert caught.value.status == 503
 
 
@@ -60,17 +67,17 @@ def test_a_configured_model_that_is_not_there_yet_is_no_unknown_one() -> None:
     models = Models(["a", "b"])
     for name, status in (("b", 503), ("b:adapter", 503), ("c", 404)):
         with pytest.raises(RequestError) as caught:
-            models.resolve(name, CHAT, {"a": GENERATES})
+            models.resolve(name, ENDPOINTS[CHAT], {"a": GENERATES})
         assert caught.value.status == status
 
 
 def test_what_a_model_cannot_do_is_refused() -> None:
     served = {"writer": GENERATES, "vectors": frozenset({"embed"})}
-    assert Models().resolve("vectors", "/v1/embeddings", served) == "vectors"
-    assert Models().resolve("vectors", "/tokenize", served) == "vectors"
+    assert Models().resolve("vectors", ENDPOINTS["/v1/embeddings"], served) == "vectors"
+    assert Models().resolve("vectors", ENDPOINTS["/tokenize"], served) == "vectors"
     for name, path in (("writer", "/v1/embeddings"), ("vectors", CHAT), ("vectors", "/generate")):
         with pytest.raises(RequestError) as caught:
-            Models().resolve(name, path, served)
+            Models().resolve(name, ENDPOINTS[path], served)
         assert (caught.value.status, caught.value.code) == (400, "unsupported_endpoint")
         assert name in str(caught.value)
         assert path in str(caught.value)
@@ -79,9 +86,9 @@ def test_what_a_model_cannot_do_is_refused() -> None:
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])
 def test_an_adapters_name_of_any_length_is_not_remembered(path: str) -> None:
     served = {"a": GENERATES}
-    assert Models().resolve("a:" + "x" * MAX_ADAPTER_CHARS, path, served) == "a"
+    assert Models().resolve("a:" + "x" * MAX_ADAPTER_CHARS, ENDPOINTS[path], served) == "a"
     with pytest.raises(RequestError, match="at most 256 characters") as caught:
-        Models().resolve("a:" + "x" * (MAX_ADAPTER_CHARS + 1), path, served)
+        Models().resolve("a:" + "x" * (MAX_ADAPTER_CHARS + 1), ENDPOINTS[path], served)
     assert (caught.value.status, caught.value.param) == (400, "model")
 
 

@@ -4,10 +4,13 @@ from typing import Any
 
 import pytest
 
-from pdserve.router.fleet.registry import Snapshot, Worker
-from pdserve.router.placement.planner import NoWorkerError, Plan, Planner, Settle, choose_alternate
+from pdserve.router.api.endpoints import ENDPOINTS
+from pdserve.router.api.errors import NoWorkerError
+from pdserve.router.fleet.registry import Snapshot
+from pdserve.router.fleet.worker import Worker
+from pdserve.router.placement.planner import Plan, Planner, Settle, choose_alternate
 from pdserve.router.placement.policies import PolicySettings, make_policy
-from pdserve.router.placement.request_facts import Facts
+from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.sessions.keys import named
 from pdserve.router.sessions.table import SessionEntry
 
@@ -18,7 +21,10 @@ CHAT = "/v1/chat/completions"
 
 
 def plan(
-    facts: Facts, prefill: tuple[Worker, ...] = (PREFILL,), decode: tuple[Worker, ...] = (D1, D2), **more: Any
+    facts: RequestFacts,
+    prefill: tuple[Worker, ...] = (PREFILL,),
+    decode: tuple[Worker, ...] = (D1, D2),
+    **more: Any,
 ) -> Plan:
     last = more.pop("last", None)
     planner = Planner(
@@ -40,7 +46,7 @@ def plan(
 
 
 def test_a_prompt_is_prefilled_by_one_worker_and_decoded_by_another() -> None:
-    assert plan(Facts(CHAT)) == Plan(
+    assert plan(RequestFacts(ENDPOINTS[CHAT])) == Plan(
         decode=D1,
         prefill=PREFILL,
         reasons=("decode=least-loaded", "prefill=least-loaded"),
@@ -51,13 +57,17 @@ def test_a_prompt_is_prefilled_by_one_worker_and_decoded_by_another() -> None:
 @pytest.mark.parametrize(
     ("facts", "more", "why"),
     [
-        (Facts(CHAT), {"prefill": ()}, "prefill=none-ready"),
-        (Facts("/generate"), {}, "prefill=no-stage"),
-        (Facts(CHAT, prompt_tokens_estimate=9), {"min_prefill_tokens": 10}, "prefill=direct(uncached=9<10)"),
-        (Facts(CHAT), {"decode": (AGG,)}, "prefill=agg"),
+        (RequestFacts(ENDPOINTS[CHAT]), {"prefill": ()}, "prefill=none-ready"),
+        (RequestFacts(ENDPOINTS["/generate"]), {}, "prefill=no-stage"),
+        (
+            RequestFacts(ENDPOINTS[CHAT], prompt_tokens_estimate=9),
+            {"min_prefill_tokens": 10},
+            "prefill=direct(uncached=9<10)",
+        ),
+        (RequestFacts(ENDPOINTS[CHAT]), {"decode": (AGG,)}, "prefill=agg"),
     ],
 )
-def test_the_decode_worker_does_it_alone(facts: Facts, more: dict[str, Any], why: str) -> None:
+def test_the_decode_worker_does_it_alone(facts: RequestFacts, more: dict[str, Any], why: str) -> None:
     made = plan(facts, **more)
     assert made.prefill is None
     assert why in made.reasons
@@ -65,12 +75,12 @@ def test_the_decode_worker_does_it_alone(facts: Facts, more: dict[str, Any], why
 
 def test_no_worker_is_a_503() -> None:
     with pytest.raises(NoWorkerError) as caught:
-        plan(Facts(CHAT), decode=())
+        plan(RequestFacts(ENDPOINTS[CHAT]), decode=())
     assert caught.value.status == 503
 
 
 LAST = SessionEntry("r1", D2.id, 0.0, answered=True)
-TURN = Facts(CHAT, session=named("s"))
+TURN = RequestFacts(ENDPOINTS[CHAT], session=named("s"))
 
 
 def test_a_sessions_next_turn_goes_back_and_waits_for_its_pages_before_prefill() -> None:
@@ -93,7 +103,7 @@ def test_no_wait_for_a_turn_that_is_still_being_answered() -> None:
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/embeddings"])
 def test_what_generates_nothing_goes_where_the_session_is_and_is_no_turn_of_it(path: str) -> None:
-    facts = Facts(path, session=named("s"))
+    facts = RequestFacts(ENDPOINTS[path], session=named("s"))
     made = plan(facts, last=LAST)
     assert (made.decode, made.turn) == (D2, 0)
     D2.in_flight = 50

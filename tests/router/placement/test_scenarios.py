@@ -24,13 +24,15 @@ from typing import Any
 import pytest
 import xxhash
 
+from pdserve.router.api.endpoints import ENDPOINTS
+from pdserve.router.api.errors import NoWorkerError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Role, WorkerInfo, WorkerLoad
 from pdserve.router.placement.placer import Placer
-from pdserve.router.placement.planner import NoWorkerError, Plan
+from pdserve.router.placement.planner import Plan
 from pdserve.router.placement.prefix_index import Prefix
-from pdserve.router.placement.request_facts import Facts
+from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.sessions.keys import named
 from pdserve.settings.config_file import build_config
 
@@ -100,8 +102,8 @@ class Scenario:
         self.turns += 1
         session = next((word for word in words if word not in ("held", "unpublished")), None)
         digests = [xxhash.xxh3_64_intdigest(prompt[: i + 1].encode()) for i in range(len(prompt))]
-        facts = Facts(
-            "/v1/completions",
+        facts = RequestFacts(
+            ENDPOINTS["/v1/completions"],
             session=named(session) if session else None,
             prompt_tokens_estimate=len(prompt) * TOKENS_PER_LETTER,
             turn=self.turns,
@@ -116,7 +118,9 @@ class Scenario:
         self._carry_out(facts, plan, int(answer), found, words)
         return describe(plan)
 
-    def _carry_out(self, facts: Facts, plan: Plan, answer: int, found: str, words: tuple[str, ...]) -> None:
+    def _carry_out(
+        self, facts: RequestFacts, plan: Plan, answer: int, found: str, words: tuple[str, ...]
+    ) -> None:
         if plan.prefill is not None:
             cached = {"device": int(found)} if found else {}
             missing = 1 if "unpublished" in words else 0

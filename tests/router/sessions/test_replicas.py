@@ -7,12 +7,13 @@ from collections import deque
 
 import pytest
 
+from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.config.placement import Session
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.fleet.registry import Fleet, Worker
-from pdserve.router.fleet.worker import WorkerInfo
+from pdserve.router.fleet.registry import Fleet
+from pdserve.router.fleet.worker import Worker, WorkerInfo
 from pdserve.router.placement.placer import Placer
-from pdserve.router.placement.request_facts import Facts
+from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.sessions.keys import named
 from tests.support.router.harness import FAST, routed, run
 from tests.support.router.mock_worker import MockWorker, workers
@@ -37,7 +38,9 @@ class Replica:
 
     def place(self, session: str, tokens: int, now_s: float) -> tuple[str, str | None]:
         """One turn: (decode worker, prefill worker)."""
-        facts = Facts("/v1/completions", session=named(session), prompt_tokens_estimate=tokens)
+        facts = RequestFacts(
+            ENDPOINTS["/v1/completions"], session=named(session), prompt_tokens_estimate=tokens
+        )
         last = self.placer.last_turn(facts, now_s)
         plan = self.placer.plan(facts, self.fleet.snapshot("m", now_s), last, now_s)
         self.placer.on_answering(facts, plan, plan.decode, "r", now_s)

@@ -22,7 +22,7 @@ from pdserve.kvpool.protocol.slot_table import TableLayout
 from pdserve.kvpool.testing.inproc import InprocConnector, InprocNode
 from pdserve.kvpool.transports.base import Connection
 from pdserve.kvpool.transports.shm import ShmConnector, host_id
-from pdserve.up.toml import to_toml
+from pdserve.settings.toml_text import to_toml
 
 KIB = 1024
 START_TIMEOUT_S = 120.0

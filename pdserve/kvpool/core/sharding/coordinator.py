@@ -6,7 +6,7 @@ nothing is refused, there is no deadline.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from pdserve.kvpool.core.events import Action, ReplicasMade, ViewChanged
@@ -14,7 +14,7 @@ from pdserve.kvpool.core.sessions import ReplicationLimits, Session
 from pdserve.kvpool.core.sharding.heat import Heat
 from pdserve.kvpool.core.sharding.held_replicas import Replicas
 from pdserve.kvpool.core.sharding.hot_pages import Replication
-from pdserve.kvpool.core.sharding.ownership import NothingBelow, Ownership, PagesBelow
+from pdserve.kvpool.core.sharding.ownership import NoTiers, Ownership, TierPages
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.protocol.cluster_messages import EndReplicas, ListOwned, Owned
 from pdserve.kvpool.protocol.messages import MOVED, Done, Fault, Grant, Reserve, Reserved
@@ -24,14 +24,14 @@ _MOVED: Final = Grant(MOVED)
 _NONE: Final[dict[bytes, Grant]] = {}
 
 
-class Sharing:
+class Sharding:
     """`heat` is None while the node is alone."""
 
     def __init__(
-        self, name: str, store: PageStore, limits: ReplicationLimits, below: PagesBelow | None = None
+        self, name: str, store: PageStore, limits: ReplicationLimits, pages: TierPages | None = None
     ) -> None:
         self.heat: Heat | None = None
-        tiers = below or NothingBelow()
+        tiers = pages or NoTiers()
         self.ownership = Ownership(name, store, tiers)
         self.replication = Replication(store, limits)
         max_bytes = int(store.slots.capacity_bytes * limits.max_share)
@@ -74,6 +74,18 @@ class Sharing:
             self.heat = None
 
     # --- pages
+
+    @property
+    def replica_counts(self) -> Mapping[int, int]:
+        """For slots of hot pages, how many nodes after this one on the ring hold the page too."""
+        return self.replication.counts
+
+    def read(self, slots: Sequence[int]) -> None:
+        """Clients read these pages."""
+        heat = self.heat
+        if heat is not None:
+            for slot in slots:
+                heat.read(slot)
 
     def refusals(self, session: Session, request: Reserve, slot_bytes: int | None) -> dict[bytes, Grant]:
         """Keys that may not be reserved here, and the answer for each."""

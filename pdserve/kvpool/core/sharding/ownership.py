@@ -8,7 +8,7 @@ at `MAX_LOOKED_AT` keys per call at most, so a call costs a few milliseconds wha
 A page that is committed into a slot behind the cursor comes from a reservation that was open when the listing
 began, or after it under the new view, and then it is the node's own: see migration.py.
 
-Pages in the tiers below memory follow after the slots, in the order of a list of their keys that is made when
+Pages in the tiers follow after the slots, in the order of a list of their keys that is made when
 that part begins: cursors from `slots` on are places in it. What is in memory by then is left out only if it
 was there when the asker began: a page that sinks or rises meanwhile is listed once or twice. Each new owner
 has a list of its own, and one only, since it goes through one namespace at a time; who comes with a place in
@@ -34,11 +34,11 @@ MAX_LOOKED_AT: Final = 8192  # slots whose keys are looked at in one step
 MAX_DROPPED: Final = 1024  # pages dropped in one step
 STEP_S: Final = 0.005  # between steps: others get their turn
 AGAIN_S: Final = 1.0  # until pinned pages are looked at again
-MAX_KEY_LISTS: Final = 8  # of keys below memory, kept for people who look
+MAX_KEY_LISTS: Final = 8  # of keys in tiers, kept for people who look
 
 
-class PagesBelow(Protocol):
-    """The tiers below memory, as far as ownership is concerned."""
+class TierPages(Protocol):
+    """The pages that the tiers hold, as far as ownership is concerned."""
 
     @property
     def ready(self) -> bool:
@@ -62,8 +62,8 @@ class PagesBelow(Protocol):
         ...
 
 
-class NothingBelow:
-    """A node without tiers. Implements PagesBelow."""
+class NoTiers:
+    """A node without tiers. Implements TierPages."""
 
     ready = True
 
@@ -83,7 +83,7 @@ class NothingBelow:
 class Ownership:
     """`ring` None: there is no view, everything is this node's."""
 
-    def __init__(self, name: str, store: PageStore, below: PagesBelow) -> None:
+    def __init__(self, name: str, store: PageStore, tiers: TierPages) -> None:
         self.ring: Ring | None = None
         self.number = -1  # ours in the ring; -1: we own nothing
         self.stable = True
@@ -91,12 +91,12 @@ class Ownership:
         self.next_step_s = float("inf")
         self._name = name
         self._store = store
-        self._below = below
+        self._tiers = tiers
         self._cursor = 0
         self._skipped = False
-        self._in_slots = True  # where dropping is: in the slots, then below
-        self._to_drop_below: list[tuple[int, list[bytes]]] = []
-        self._lists: dict[str, tuple[int, list[bytes]]] = {}  # by new owner: namespace, keys below memory
+        self._in_slots = True  # where dropping is: in the slots, then in the tiers
+        self._to_drop_from_tiers: list[tuple[int, list[bytes]]] = []
+        self._lists: dict[str, tuple[int, list[bytes]]] = {}  # by new owner: namespace, keys in tiers
         self._begun: dict[str, int] = {}  # by new owner: the next sequence when it began
         self._looked_through: OrderedDict[tuple[int, str], list[bytes]] = OrderedDict()
 
@@ -116,7 +116,7 @@ class Ownership:
         self._begun.clear()
         self._begin_dropping(now_s if stable and not self.alone else float("inf"))
 
-    def below_ready(self, now_s: float) -> None:
+    def tiers_ready(self, now_s: float) -> None:
         """The tiers have told all that they hold: there may be foreign pages among it."""
         if self.stable and not self.alone:
             self._begin_dropping(now_s)
@@ -124,7 +124,7 @@ class Ownership:
     def _begin_dropping(self, at_s: float) -> None:
         self.next_step_s = at_s
         self._cursor, self._skipped, self._in_slots = 0, False, True
-        self._to_drop_below.clear()
+        self._to_drop_from_tiers.clear()
 
     def ours(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Which of the keys are ours, shape [len(keys)]."""
@@ -144,11 +144,11 @@ class Ownership:
         if number < 0:
             return Owned(request.id, [], [], 0, 0)
         if request.cursor >= self._store.slots.slots:
-            return self._list_below(request, ring, number)
+            return self._list_tiers(request, ring, number)
         writing = 0
         if request.cursor == 0:
             self._begun[request.node] = self._store.next_sequence
-            writing = int(not self._below.ready)  # what a tier has yet to tell is asked for again, too
+            writing = int(not self._tiers.ready)  # what a tier has yet to tell is asked for again, too
             keys = list(self._store.index.namespace(request.namespace).writing)
             if keys:
                 writing += int(np.count_nonzero(ring.owners_at(positions_of(keys)) == number))
@@ -161,7 +161,7 @@ class Ownership:
         elif len(slots) == MAX_LOOKED_AT:
             cursor = int(slots[-1]) + 1
         if cursor >= self._store.slots.slots:
-            every = self._below.keys(request.namespace)
+            every = self._tiers.keys(request.namespace)
             if every:
                 self._lists[request.node] = request.namespace, every
             else:
@@ -170,7 +170,7 @@ class Ownership:
         lengths = [facts.length_bytes[slot] for slot in found]
         return Owned(request.id, [facts.key[slot] or b"" for slot in found], lengths, cursor, writing)
 
-    def _list_below(self, request: ListOwned, ring: Ring, number: int) -> Owned:
+    def _list_tiers(self, request: ListOwned, ring: Ring, number: int) -> Owned:
         """The part of the answers that concerns the tiers."""
         start = request.cursor - self._store.slots.slots
         namespace, every = self._lists.get(request.node, (request.namespace, []))
@@ -189,7 +189,7 @@ class Ownership:
                 break
             slot = committed.get(keys[place])
             if slot is None:
-                length = self._below.length(request.namespace, keys[place])
+                length = self._tiers.length(request.namespace, keys[place])
             else:  # one that rose meanwhile may be in a slot that was passed already
                 length = facts.length_bytes[slot] if facts.sequence[slot] >= begun else 0
             if length:
@@ -200,12 +200,12 @@ class Ownership:
             del self._lists[request.node]
         return Owned(request.id, found, lengths, cursor, 0)
 
-    def keys_below(self, namespace: int, asker: str, *, at: int) -> list[bytes]:
+    def tier_keys(self, namespace: int, asker: str, *, at: int) -> list[bytes]:
         """The list that a client looks through; made anew when it begins, or was forgotten."""
         name = (namespace, asker)
         known = self._looked_through.pop(name, None)
         if known is None or at == 0:
-            known = self._below.keys(namespace)
+            known = self._tiers.keys(namespace)
         if known:
             self._looked_through[name] = known
             while len(self._looked_through) > MAX_KEY_LISTS:
@@ -220,10 +220,10 @@ class Ownership:
         if self._in_slots:
             self._in_slots = not self._drop_slots(replicas, out)
             if not self._in_slots:
-                self._to_drop_below = [(n, self._below.keys(n)) for n in self._below.namespaces()]
-        elif self._to_drop_below:
-            self._drop_below(out)
-        if not self._in_slots and not self._to_drop_below:
+                self._to_drop_from_tiers = [(n, self._tiers.keys(n)) for n in self._tiers.namespaces()]
+        elif self._to_drop_from_tiers:
+            self._drop_from_tiers(out)
+        if not self._in_slots and not self._to_drop_from_tiers:
             # pages that were pinned, or written for who did not know the view yet, go in the next round
             again = self._skipped or self._writes_foreign()
             self._begin_dropping(now_s + AGAIN_S if again else float("inf"))
@@ -239,29 +239,26 @@ class Ownership:
             self._cursor = foreign[-1] + 1
         elif not at_end:
             self._cursor = int(slots[-1]) + 1
-        for slot in foreign:
-            if slot in replicas:
-                continue
-            if store.holds(slot):
-                self._skipped = True
-                continue
-            store.drop(slot, out)
-            self.foreign_dropped += 1
+        foreign = [slot for slot in foreign if slot not in replicas]
+        free = [slot for slot in foreign if not store.holds(slot)]
+        self._skipped = self._skipped or len(free) < len(foreign)
+        store.drop(free, out)
+        self.foreign_dropped += len(free)
         return at_end
 
-    def _drop_below(self, out: list[Action]) -> None:
+    def _drop_from_tiers(self, out: list[Action]) -> None:
         """One step through the tiers."""
-        namespace, keys = self._to_drop_below[-1]
+        namespace, keys = self._to_drop_from_tiers[-1]
         some = keys[-MAX_LOOKED_AT:]
         del keys[-MAX_LOOKED_AT:]
         if not keys:
-            self._to_drop_below.pop()
+            self._to_drop_from_tiers.pop()
         if some:
             ours = self.ours(some).tolist()
             committed = self._store.index.namespace(namespace).committed
-            # what is still in memory is pinned there, or a replica: its copy below goes when it does
+            # what is still in memory is pinned there, or a replica: its copy in a tier goes when it does
             foreign = [k for k, mine in zip(some, ours, strict=True) if not mine and k not in committed]
-            self._below.forget(namespace, foreign, out)
+            self._tiers.forget(namespace, foreign, out)
             self.foreign_dropped += len(foreign)
 
     def _writes_foreign(self) -> bool:

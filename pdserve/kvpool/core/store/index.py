@@ -44,7 +44,6 @@ class NamespacePages:
         "expiry",
         "gone",
         "hits",
-        "hits_below",
         "misses",
         "number",
         "operations",
@@ -55,6 +54,7 @@ class NamespacePages:
         "read_bytes",
         "slot_bytes",
         "space",
+        "tier_hits",
         "writing",
         "written",
         "written_bytes",
@@ -68,7 +68,7 @@ class NamespacePages:
         self.page_bytes = 0  # lengths of the committed ones, added up
         self.slot_bytes = 0
         self.hits = 0
-        self.hits_below = 0  # of the hits: pages that came up from a tier for it
+        self.tier_hits = 0  # of the hits: pages that came up from a tier for it
         self.misses = 0
         self.gone = dict.fromkeys(REASONS, 0)  # pages, by why they went
         self.operations = 0  # requests that name it, refused ones included

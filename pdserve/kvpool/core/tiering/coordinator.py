@@ -21,7 +21,7 @@ Found: TypeAlias = Callable[[int, bytes, float, list[Action]], None]
 OnCommit: TypeAlias = Callable[[list[int], float, list[Action]], None]
 
 
-class Below:
+class Tiers:
     """`settings(namespace)`: what it wants, None when it is gone. `pin` gives a page to a
     client; `on_commit(slots, now_s, out)` and `found(namespace, key, now_s, out)` are called for pages that
     can be read from now on: those that came up, those that a tier turned out to have.
@@ -86,7 +86,7 @@ class Below:
         """Load what a tier has of the pages at the places `missing`; whether the Get waits for any."""
         return self.any and self._promotions.begin(session, request, pins, missing, now_s, out)
 
-    # what other nodes may own: see ownership.PagesBelow
+    # what other nodes may own: see ownership.TierPages
 
     @property
     def ready(self) -> bool:

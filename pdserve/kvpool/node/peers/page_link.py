@@ -39,17 +39,22 @@ class PeerLink:
         self._numbers: dict[tuple[str, int], int] = {}  # of the namespaces that are open
         self._last_id = 0
 
-    def survey(self, deadline: float) -> m.StatusReport:
+    def survey(self, deadline_s: float) -> m.StatusReport:
         """How the peer is: its namespaces."""
-        return self._ask(m.Status(self._id()), m.StatusReport, deadline)
+        return self._ask(m.Status(self._id()), m.StatusReport, deadline_s)
 
     def list_owned(
-        self, space: tuple[str, Mapping[str, str], int], epoch: int, cursor: int, limit: int, deadline: float
+        self,
+        space: tuple[str, Mapping[str, str], int],
+        epoch: int,
+        cursor: int,
+        limit: int,
+        deadline_s: float,
     ) -> Owned:
         """Pages of the peer that are this node's under the ring of `epoch`. Raises StaleView."""
-        number = self._open(space, deadline)
+        number = self._open(space, deadline_s)
         request = ListOwned(self._id(), number, self._config.name, epoch, cursor, limit)
-        owned = self._ask(request, Owned, deadline)
+        owned = self._ask(request, Owned, deadline_s)
         good = len(owned.keys) == len(owned.lengths) and min(owned.lengths, default=1) > 0
         if not good or not all(len(key) == KEY_BYTES for key in owned.keys):
             raise PoolRefused(f"pool node {self.peer}: its list of pages is none")
@@ -60,22 +65,22 @@ class PeerLink:
         space: tuple[str, Mapping[str, str], int],
         keys: Sequence[bytes],
         slots: Sequence[Bytes1D],
-        deadline: float,
+        deadline_s: float,
     ) -> tuple[list[int | None], list[float]]:
         """Copy pages, all of one length, into `slots`; the checksum of each, None where it could not be had,
         and for how long each has been in the pool, where that matters.
 
         When this returns or raises, nothing writes into the slots any more.
         """
-        number = self._open(space, deadline)
-        got = self._ask(m.Get(self._id(), number, list(keys), [slots[0].nbytes]), m.Got, deadline)
+        number = self._open(space, deadline_s)
+        got = self._ask(m.Get(self._id(), number, list(keys), [slots[0].nbytes]), m.Got, deadline_s)
         if len(got.pins) != len(keys):
             raise PoolRefused(f"pool node {self.peer} answered {len(got.pins)} of {len(keys)} keys")
         hits = [i for i, pin in enumerate(got.pins) if pin.status == m.HIT]
         pins = [got.pins[i] for i in hits]
         connection = self._connection
         assert connection is not None
-        outcomes = connection.read_pages(pins, [[slots[i]] for i in hits], deadline)
+        outcomes = connection.read_pages(pins, [[slots[i]] for i in hits], deadline_s)
         connection.post(m.Release([pin.slot for pin in pins], [pin.sequence for pin in pins]))
         checksums: list[int | None] = [None] * len(keys)
         corrupt = []
@@ -86,7 +91,7 @@ class PeerLink:
                 corrupt.append((keys[i], pin.sequence))
         if corrupt:
             bad = m.Discard(self._id(), number, [key for key, _ in corrupt], [s for _, s in corrupt])
-            self._ask(bad, m.Done, deadline)
+            self._ask(bad, m.Done, deadline_s)
         return checksums, got.ages_s if len(got.ages_s) == len(keys) else []
 
     def ask_replicas(
@@ -94,22 +99,22 @@ class PeerLink:
         space: tuple[str, Mapping[str, str], int],
         keys: Sequence[bytes],
         lengths: Sequence[int],
-        deadline: float,
+        deadline_s: float,
     ) -> list[bool]:
         """Have the peer make, or renew, replicas of this node's pages; which it has now."""
-        number = self._open(space, deadline)
+        number = self._open(space, deadline_s)
         request = PullPages(self._id(), number, list(keys), list(lengths))
-        if self._ask(request, m.Done, deadline).count == len(keys):
+        if self._ask(request, m.Done, deadline_s).count == len(keys):
             return [True] * len(keys)
-        mask = self._ask(m.Exists(self._id(), number, list(keys)), m.Present, deadline).mask
+        mask = self._ask(m.Exists(self._id(), number, list(keys)), m.Present, deadline_s).mask
         return [byte == 1 for byte in mask]
 
     def end_replicas(
-        self, space: tuple[str, Mapping[str, str], int], keys: Sequence[bytes], deadline: float
+        self, space: tuple[str, Mapping[str, str], int], keys: Sequence[bytes], deadline_s: float
     ) -> None:
         """Tell the peer that these replicas are not wanted any more."""
-        number = self._open(space, deadline)
-        self._ask(EndReplicas(self._id(), number, list(keys)), m.Done, deadline)
+        number = self._open(space, deadline_s)
+        self._ask(EndReplicas(self._id(), number, list(keys)), m.Done, deadline_s)
 
     def close(self) -> None:
         """Idempotent. Not while a thread uses it."""
@@ -118,37 +123,37 @@ class PeerLink:
             self._connection = None
         self._numbers.clear()  # the peer's next incarnation may give them to others
 
-    def _open(self, space: tuple[str, Mapping[str, str], int], deadline: float) -> int:
+    def _open(self, space: tuple[str, Mapping[str, str], int], deadline_s: float) -> int:
         """The peer's number of a namespace."""
         name, geometry, generation = space
         number = self._numbers.get((name, generation))
         if number is None:
             request = m.OpenNamespace(self._id(), name, dict(geometry), generation)
-            number = self._numbers[name, generation] = self._ask(request, m.Opened, deadline).namespace
+            number = self._numbers[name, generation] = self._ask(request, m.Opened, deadline_s).namespace
         return number
 
-    def _ask(self, request: m.Request, kind: type[R], deadline: float) -> R:
+    def _ask(self, request: m.Request, kind: type[R], deadline_s: float) -> R:
         if self._connection is None:
-            self._connection = self._connect(deadline)
-        reply = self._connection.call(request, deadline)
+            self._connection = self._connect(deadline_s)
+        reply = self._connection.call(request, deadline_s)
         if isinstance(reply, m.Fault) and reply.code == "stale_view":
             raise StaleView(f"pool node {self.peer}: {reply.message}")
         return expected(reply, kind, self.peer)
 
-    def _connect(self, deadline: float) -> Connection:
+    def _connect(self, deadline_s: float) -> Connection:
         config = self._config
         hello = make_hello(f"node {config.name}", host_id(), "auto", config.cluster.token)
         hello = msgspec.structs.replace(hello, node=config.name)
-        channel = ControlChannel.connect(self.address, hello, deadline)
+        channel = ControlChannel.connect(self.address, hello, deadline_s)
         if channel.welcome.node != self.peer:
             channel.close()
             raise PoolRefused(f"at {self.address} is pool node {channel.welcome.node}, not {self.peer}")
         if channel.welcome.data_path == "shm":
-            return ShmConnection.open(channel, True, deadline)
+            return ShmConnection.open(channel, True, deadline_s)
         # imported only where it is used: loading UCX costs a second and 170 MB
         from pdserve.kvpool.transports.ucx_client import UcxConnection
 
-        return UcxConnection.open(channel, config.ucx.options, True, deadline)
+        return UcxConnection.open(channel, config.ucx.options, True, deadline_s)
 
     def _id(self) -> int:
         self._last_id += 1

@@ -77,7 +77,7 @@ class Serving:
         self._state = state
         self._feed = feed
         self._clients = clients
-        self._wiping: tuple[type, ...] = (m.Reserve, m.Get) if state.below.any else (m.Reserve,)
+        self._wiping: tuple[type, ...] = (m.Reserve, m.Get) if state.tiers.any else (m.Reserve,)
         self._queue: FairQueue[Item] = FairQueue()
         self._revision = -1
         self._watched: Item | None = None  # the request being served: what it is not given does not count

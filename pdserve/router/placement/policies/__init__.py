@@ -9,12 +9,12 @@ from typing import Any, Final
 
 from pdserve.errors import ConfigError
 from pdserve.router.placement.policies.affinity import Affinity
-from pdserve.router.placement.policies.base import Ask, Choice, NoWorkerError, Policy, PolicySettings
+from pdserve.router.placement.policies.base import Ask, Choice, Policy, PolicySettings
 from pdserve.router.placement.policies.cost_aware import CacheAware, LoadAware, PowerOfTwo
 from pdserve.router.placement.policies.least_loaded import LeastLoaded
 from pdserve.router.placement.policies.round_robin import RoundRobin
 
-__all__ = ["POLICY_NAMES", "Ask", "Choice", "NoWorkerError", "Policy", "PolicySettings", "make_policy"]
+__all__ = ["POLICY_NAMES", "Ask", "Choice", "Policy", "PolicySettings", "make_policy"]
 
 GROUP: Final = "pdserve.router.policies"
 AFFINITY: Final = "affinity"

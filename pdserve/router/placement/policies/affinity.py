@@ -15,9 +15,10 @@ from collections.abc import Sequence
 
 import xxhash
 
+from pdserve.router.api.errors import NoWorkerError
 from pdserve.router.config.placement import Stickiness
 from pdserve.router.fleet.worker import Worker
-from pdserve.router.placement.policies.base import Ask, Choice, NoWorkerError, Policy
+from pdserve.router.placement.policies.base import Ask, Choice, Policy
 
 
 class Affinity:

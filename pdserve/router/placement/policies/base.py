@@ -18,17 +18,9 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from pdserve.errors import RequestError
 from pdserve.router.config.placement import PlacementSettings, Stickiness
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.placement.prefix_index import Places
-
-
-class NoWorkerError(RequestError):
-    """No worker may be given the request now (503, `Retry-After`)."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(503, message, type_="service_unavailable_error", code="no_healthy_worker")
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False):

@@ -19,7 +19,7 @@ from pdserve.kvpool.core.events import (
     ViewChanged,
 )
 from pdserve.kvpool.core.sessions import ReplicationLimits
-from pdserve.kvpool.core.sharding.coordinator import Sharing
+from pdserve.kvpool.core.sharding.coordinator import Sharding
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import EndReplicas, ListOwned, Owned
 from tests.support.kvpool.node_model import KIB, Node, answers, key, statuses
@@ -95,8 +95,8 @@ def test_alone_there_is_neither_refusal_nor_heat_nor_deadline() -> None:
     client = node.connect()
     node.do(ViewChanged(ring_of(1, 3), True))
     assert set(statuses(node.reserve(client, node.open(client), *range(9)))) == {m.GRANTED}
-    assert node.state.sharing.heat is None
-    assert node.state.sharing.next_deadline_s == float("inf")
+    assert node.state.sharding.heat is None
+    assert node.state.sharding.next_deadline_s == float("inf")
 
 
 # --- what a new owner is told
@@ -154,7 +154,7 @@ def test_foreign_pages_are_dropped_once_nothing_moves_any_more() -> None:
     node.pass_time(0.01)
     assert [n for n in ALL if node.exists(client, 1, n) == [1]] == mine
     assert node.status().counters["foreign_dropped"] == len(ALL) - len(mine)
-    assert node.state.sharing.ownership.next_step_s == float("inf")
+    assert node.state.sharding.ownership.next_step_s == float("inf")
 
 
 def test_a_pinned_foreign_page_goes_when_its_reader_has_finished() -> None:
@@ -188,7 +188,7 @@ def test_dropping_goes_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_DROPPED", 3)
     node = node_of_three(stable=True)
     steps = 0
-    while node.state.sharing.ownership.next_step_s < float("inf"):
+    while node.state.sharding.ownership.next_step_s < float("inf"):
         before = node.status().counters["foreign_dropped"]
         node.pass_time(0.01)
         assert node.status().counters["foreign_dropped"] - before <= 3
@@ -213,7 +213,7 @@ def test_a_node_that_leaves_refuses_everything_and_drops_it_in_the_end() -> None
 # --- tiers below memory
 
 
-class Below:
+class FakeTiers:
     """Tiers, as far as ownership is concerned: a dictionary of lengths by namespace and key."""
 
     def __init__(self) -> None:
@@ -234,18 +234,18 @@ class Below:
             self.pages.get(namespace, {}).pop(gone, None)
 
 
-def node_with_tiers(*, stable: bool = False) -> tuple[Node, Below]:
-    """n0 with ALL in memory, 40 to 60 of them and 60 to 160 below."""
-    node, below = node_of_three(), Below()
-    below.pages = {1: {key(n): 100 + n for n in range(40, 160)}}
-    node.state.sharing = Sharing("n0", node.state.store, ReplicationLimits(), below)
+def node_with_tiers(*, stable: bool = False) -> tuple[Node, FakeTiers]:
+    """n0 with ALL in memory, 40 to 60 of them and 60 to 160 in a tier."""
+    node, tiers = node_of_three(), FakeTiers()
+    tiers.pages = {1: {key(n): 100 + n for n in range(40, 160)}}
+    node.state.sharding = Sharding("n0", node.state.store, ReplicationLimits(), tiers)
     node.do(ViewChanged(ring_of(3, 5), stable))
-    return node, below
+    return node, tiers
 
 
 @pytest.mark.parametrize("limit", [1, 7, 4096])
 @pytest.mark.parametrize("looked_at", [5, 8192])
-def test_a_new_owner_is_told_of_pages_below_memory_too(
+def test_a_new_owner_is_told_of_pages_in_tiers_too(
     limit: int, looked_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", looked_at)
@@ -256,19 +256,19 @@ def test_a_new_owner_is_told_of_pages_below_memory_too(
     theirs = [n for n in range(160) if ring.owner(key(n)).node == "n1"]
     assert told == {key(n): 4 * KIB if n in ALL else 100 + n for n in theirs}
     assert sum(len(part.keys) for part in parts) == len(theirs)
-    assert not node.state.sharing.ownership._lists
+    assert not node.state.sharding.ownership._lists
 
 
-def test_however_many_ask_at_once_each_is_told_of_all_that_is_still_below(
+def test_however_many_ask_at_once_each_is_told_of_all_that_tiers_still_have(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 7)
-    node, below = node_with_tiers()
+    node, tiers = node_with_tiers()
     names = [f"n{n}" for n in range(1, 31)]
     ring = Ring([m.NodeAddress(name, f"unix:/{name}") for name in ("n0", *names)], 6)
     node.do(ViewChanged(ring, False))
     asker = peer(node)
-    cursors, told, going = dict.fromkeys(names, 0), set[bytes](), list(below.pages[1])
+    cursors, told, going = dict.fromkeys(names, 0), set[bytes](), list(tiers.pages[1])
     while cursors:
         for name in list(cursors):
             request = ListOwned(node.next_id(), 1, name, 6, cursors[name], 4096)
@@ -277,8 +277,8 @@ def test_however_many_ask_at_once_each_is_told_of_all_that_is_still_below(
             cursors[name] = owned.cursor
             if not owned.cursor:
                 del cursors[name]
-        del below.pages[1][going.pop(0)]  # a full tier drops its oldest
-    assert {k for k in below.pages[1] if ring.owner(k).node != "n0"} <= told
+        del tiers.pages[1][going.pop(0)]  # a full tier drops its oldest
+    assert {k for k in tiers.pages[1] if ring.owner(k).node != "n0"} <= told
 
 
 def test_who_comes_with_a_place_in_a_list_that_is_not_there_is_told_to_go_through_it_again(
@@ -296,7 +296,7 @@ def test_who_comes_with_a_place_in_a_list_that_is_not_there_is_told_to_go_throug
 
 def test_a_page_that_rises_into_memory_meanwhile_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 20)
-    node, below = node_with_tiers()
+    node, tiers = node_with_tiers()
     asker, slots = peer(node), node.state.store.slots.slots
     theirs = [n for n in range(60, 160) if ring_of(3, 5).owner(key(n)).node == "n1"]
     told, cursor = set[bytes](), 0
@@ -309,43 +309,43 @@ def test_a_page_that_rises_into_memory_meanwhile_is_told_too(monkeypatch: pytest
         if not cursor:
             break
     assert {key(n) for n in theirs} <= told
-    assert set(below.pages[1]) >= {key(n) for n in theirs}
+    assert set(tiers.pages[1]) >= {key(n) for n in theirs}
 
 
 def test_while_a_tier_is_still_being_read_the_asker_comes_again() -> None:
-    node, below = node_with_tiers()
-    below.ready = False
+    node, tiers = node_with_tiers()
+    tiers.ready = False
     assert list_owned(node, peer(node), "n1")[0].writing == 1
-    below.ready = True
+    tiers.ready = True
     assert list_owned(node, 99, "n1")[0].writing == 0
 
 
 def test_foreign_pages_are_dropped_from_the_tiers_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 7)
-    node, below = node_with_tiers(stable=True)
+    node, tiers = node_with_tiers(stable=True)
     steps = 0
-    while node.state.sharing.ownership.next_step_s < float("inf"):
+    while node.state.sharding.ownership.next_step_s < float("inf"):
         node.pass_time(0.01)
         steps += 1
     ring = ring_of(3, 5)
-    assert set(below.pages[1]) == {key(n) for n in range(40, 160) if ring.owner(key(n)).node == "n0"}
+    assert set(tiers.pages[1]) == {key(n) for n in range(40, 160) if ring.owner(key(n)).node == "n0"}
     assert steps > 120 // 7
-    below.pages[1][key(9999)] = 5
+    tiers.pages[1][key(9999)] = 5
     foreign = ring.owner(key(9999)).node != "n0"
-    node.state.sharing.ownership.below_ready(node.now_s)
+    node.state.sharding.ownership.tiers_ready(node.now_s)
     for _ in range(60):
         node.pass_time(0.01)
-    assert (key(9999) not in below.pages[1]) == foreign
+    assert (key(9999) not in tiers.pages[1]) == foreign
 
 
-def test_a_replica_that_sank_ends_below_too() -> None:
-    node, below = node_with_tiers(stable=True)
+def test_a_replica_that_sank_ends_in_its_tier_too() -> None:
+    node, tiers = node_with_tiers(stable=True)
     for _ in range(20):
         node.pass_time(0.01)
     replica(node, FOREIGN[0])
-    below.pages[1][key(FOREIGN[0])] = 4 * KIB
+    tiers.pages[1][key(FOREIGN[0])] = 4 * KIB
     node.send(peer(node), EndReplicas(5, 1, [key(FOREIGN[0])]))
-    assert key(FOREIGN[0]) not in below.pages[1]
+    assert key(FOREIGN[0]) not in tiers.pages[1]
 
 
 # --- replicas held here

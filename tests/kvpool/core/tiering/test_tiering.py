@@ -16,19 +16,19 @@ from pdserve.kvpool.core.events import (
     ForgetNamespace,
     ForgetPages,
     LoadPages,
-    NamespaceForgotten,
     PagesFound,
     PagesGone,
     PagesLoaded,
     PagesStored,
     SlotPage,
     StorePages,
+    TierForgotNamespace,
 )
 from pdserve.kvpool.core.startup_hold import MAX_HELD
-from pdserve.kvpool.core.store.page_store import QUARANTINED, RESERVED
 from pdserve.kvpool.core.tiering.tier_index import TieringLimits, TierSpec
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings, ReplaceNamespace
+from pdserve.kvpool.protocol.slot_table import QUARANTINED, RESERVED
 from pdserve.kvpool.tiers.base import (
     CORRUPT,
     GONE,
@@ -115,7 +115,7 @@ class Rig:
             for where in [where for where in disk if where[0] == action.namespace]:
                 assert disk.pop(where).sequence < action.before_sequence
             problem = "" if status == STORED else "the disk is full"
-            self.node.do(NamespaceForgotten(tier, action.namespace, action.before_sequence, problem))
+            self.node.do(TierForgotNamespace(tier, action.namespace, action.before_sequence, problem))
 
     def load(self, at: int = 0, status: int | None = None) -> list[Action]:
         """Carry out one of the loads."""
@@ -175,7 +175,7 @@ class Rig:
 
     def commits(self) -> None:
         """Enough for a pass over the coldest pages."""
-        self.node.state.below._tiering._scan = True
+        self.node.state.tiers._tiering._scan = True
         self.node.pass_time(0.0)
 
     def counter(self, name: str) -> int:
@@ -258,7 +258,7 @@ def test_a_page_that_one_read_waited_for_in_vain_delays_no_other() -> None:
     assert rig.ask(1) == [[m.MISS]]
     assert rig.ask(2) == []  # that one may be in time
     rig.node.disconnect(other)
-    waiting = [load.waiting for load in rig.node.state.below._promotions._loads.values()]
+    waiting = [load.waiting for load in rig.node.state.tiers._promotions._loads.values()]
     assert [len(gets) for gets in waiting] == [0, 1]
     rig.load()
     assert rig.replies(rig.load()) == [[m.HIT]]
@@ -532,7 +532,7 @@ def test_with_write_all_every_page_is_stored_at_once() -> None:
 def test_media_decide_where_a_page_goes() -> None:
     rig = Rig()
     wanted = NamespaceSettings()
-    tiering = rig.node.state.below._tiering
+    tiering = rig.node.state.tiers._tiering
     tiering._settings = lambda namespace: wanted
     wanted = NamespaceSettings(media="dram")
     rig.put(1)
@@ -551,7 +551,7 @@ def test_media_decide_where_a_page_goes() -> None:
 
 def test_stores_under_way_count_for_a_namespaces_quota() -> None:
     rig = Rig(TierSpec("ssd", "ssd", 1 << 30, write="all"))
-    rig.node.state.below._tiering._settings = lambda namespace: NamespaceSettings(tier_quota_bytes=4 * KIB)
+    rig.node.state.tiers._tiering._settings = lambda namespace: NamespaceSettings(tier_quota_bytes=4 * KIB)
     rig.put(1, 2)
     [[store]] = rig.writes
     assert isinstance(store, StorePages)
@@ -575,17 +575,17 @@ def test_pages_found_at_a_start_come_up_and_end_waits() -> None:
 
 def test_other_nodes_can_ask_for_pages_in_tiers() -> None:
     rig = Rig(SSD, DIRECTORY)
-    below = rig.node.state.below
+    tiers = rig.node.state.tiers
     rig.sink(1, 2)
     page = rig.disks[0][rig.ns, key(1)]
     rig.node.do(PagesFound(1, (page,), 0))
-    assert below.ready
-    assert below.namespaces() == [rig.ns]
-    assert {key(1), key(2)} <= set(below.keys(rig.ns))
-    assert len(below.keys(rig.ns)) == len(set(below.keys(rig.ns)))
-    assert (below.length(rig.ns, key(1)), below.length(rig.ns, key(99))) == (4 * KIB, 0)
+    assert tiers.ready
+    assert tiers.namespaces() == [rig.ns]
+    assert {key(1), key(2)} <= set(tiers.keys(rig.ns))
+    assert len(tiers.keys(rig.ns)) == len(set(tiers.keys(rig.ns)))
+    assert (tiers.length(rig.ns, key(1)), tiers.length(rig.ns, key(99))) == (4 * KIB, 0)
     out: list[Action] = []
-    below.forget(rig.ns, [key(1)], out)
+    tiers.forget(rig.ns, [key(1)], out)
     rig.follow(out)
     rig.drain()
     assert rig.node.exists(rig.c, rig.ns, 1, 2) == [0, 1]
@@ -727,7 +727,7 @@ class Clients(RuleBasedStateMachine):
             self.rig.drain()
         assert self.gets == {} or self.node.pass_time(2.0)
         assert self.gets == {}, "a Get was not answered"
-        for page_tier, disk in zip(self.node.state.below._tiering.tiers, self.rig.disks, strict=True):
+        for page_tier, disk in zip(self.node.state.tiers._tiering.tiers, self.rig.disks, strict=True):
             known = {(ns, k) for ns, pages in page_tier.pages.items() for k in pages}
             assert known <= disk.keys(), "a page is thought to be in a tier where it is not"
         for connection in self.connections:
@@ -776,7 +776,7 @@ def found(rig: Rig, *keys: int, last: bool = False) -> list[Action]:
     return rig.node.do(PagesFound(0, pages, 0, last=last))
 
 
-def test_a_lookup_of_what_may_be_below_waits_until_the_tiers_have_told_what_they_hold() -> None:
+def test_a_lookup_of_what_a_tier_may_have_waits_until_the_tiers_have_told_what_they_hold() -> None:
     rig = Rig(ready=False)
     rig.put(1)
     assert answers(exists(rig, 1, 1), rig.c) == [m.Present(1, b"\1")]  # what is in memory is known

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -18,7 +19,7 @@ from pdserve.kvpool.node.config.namespaces import NamespaceConfig
 from pdserve.kvpool.node.config.node import TierConfig
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.peers.page_link import PeerLink
-from pdserve.kvpool.node.peers.rebalancer import Mover
+from pdserve.kvpool.node.peers.rebalancer import Rebalancer
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE, LEFT, Drain
@@ -43,9 +44,9 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def test_what_was_to_be_had_from_a_node_that_was_lost_meanwhile_is_asked_for_again() -> None:
-    mover = object.__new__(Mover)
+    mover = object.__new__(Rebalancer)
     mover._spaces = {}  # as after a view without the node
-    mover._closed, mover._behind = False, lambda: False
+    mover._pages, mover._behind = SimpleNamespace(closed=False), lambda: False
     for action, work in (
         (List(1, 7, "b", "ns", 0, 10), mover._list),
         (Pull(1, 7, "b", "ns", [], []), mover._pull),
@@ -126,9 +127,9 @@ def test_pages_that_are_on_ssd_only_move_to_a_node_that_joins_and_from_one_that_
         sizes = {"capacity_bytes": "4MiB", "slab_bytes": "256KiB", "promotion_timeout_s": 10.0}
         return nodes.start(name, tiers=[tier], moving=moving, **sizes)
 
-    def only_below(node: PoolNode) -> list[bytes]:
+    def only_in_tiers(node: PoolNode) -> list[bytes]:
         state = node.state
-        return nodes.run(lambda: [k for k in keys if state.below.has(1, k) and state.store.find(1, k) < 0])
+        return nodes.run(lambda: [k for k in keys if state.tiers.has(1, k) and state.store.find(1, k) < 0])
 
     def check_all_there(count_at: dict[PoolNode, int]) -> None:
         """Each page at its owner, byte for byte, and nowhere else, in memory or below."""
@@ -140,7 +141,7 @@ def test_pages_that_are_on_ssd_only_move_to_a_node_that_joins_and_from_one_that_
             node = nodes.nodes[name]
             assert len(mine) == count_at[node]
             held = nodes.run(
-                lambda state=node.state: {*state.store.index.namespace(1).committed, *state.below.keys(1)}
+                lambda state=node.state: {*state.store.index.namespace(1).committed, *state.tiers.keys(1)}
             )
             assert held == set(mine)
 
@@ -149,14 +150,14 @@ def test_pages_that_are_on_ssd_only_move_to_a_node_that_joins_and_from_one_that_
     for begin in range(0, len(keys), 16):
         with nodes.client("n0") as client:
             client.put(keys[begin : begin + 16])
-        wait_for(lambda end=begin + 16: first.state.below.status()[0].counters["stored"] >= end, "stored")
-    assert len(only_below(first)) > 200
+        wait_for(lambda end=begin + 16: first.state.tiers.status()[0].counters["stored"] >= end, "stored")
+    assert len(only_in_tiers(first)) > 200
     second = start("n1")
     nodes.settle()
     moved = nodes.counters("n1")["pages_pulled"]
     assert 100 < moved < 300
     check_all_there({first: len(keys) - moved, second: moved})
-    assert len(only_below(first)) > 10
+    assert len(only_in_tiers(first)) > 10
     with nodes.client("n0") as client:
         assert client.connection.call(Drain(9), time.monotonic() + 5) == m.Done(9)
     nodes.settle()
@@ -183,7 +184,7 @@ def test_a_node_with_little_memory_pulls_no_faster_than_its_tier_writes(
     second = nodes.start("n1", tiers=[tier], capacity_bytes="2MiB", slab_bytes="256KiB")
     nodes.settle()
     assert nodes.counters("n1")["pages_pulled"] > 300
-    assert nodes.run(lambda: second.state.below.counters()["evicted_unwritten"]) == 0
+    assert nodes.run(lambda: second.state.tiers.counters()["evicted_unwritten"]) == 0
 
 
 def test_a_page_that_moves_has_the_rest_of_its_time_to_live(tmp_path: Path) -> None:
@@ -221,7 +222,7 @@ def test_a_request_that_waited_behind_one_that_failed_takes_nothing_over_from_it
     nodes.start("n1")
     nodes.settle()
     space = ("ns", {"a": "b"}, 1)
-    mover = nodes.nodes["n0"].mover
+    pages = nodes.nodes["n0"].replicator._pages
 
     def breaks(link: PeerLink, deadline: float) -> None:
         link._open(space, deadline)
@@ -232,7 +233,7 @@ def test_a_request_that_waited_behind_one_that_failed_takes_nothing_over_from_it
         return link._open(space, deadline)
 
     async def ask() -> list[object]:
-        asked = [mover._ask("n1", "move", work) for work in (breaks, opens, PeerLink.survey)]
+        asked = [pages.ask("n1", "move", work) for work in (breaks, opens, PeerLink.survey)]
         return await asyncio.gather(*asked, return_exceptions=True)
 
     failed, number, report = nodes.run(ask)
@@ -252,7 +253,7 @@ def test_a_draining_node_that_takes_the_others_for_dead_keeps_its_pages(tmp_path
         mine = [key for key in keys if nodes.holders(key) == ["n0"]]
         nodes.run(leaver.gossip.leave)
         nodes.tell()
-        gossip, ownership = leaver.gossip, leaver.state.sharing.ownership
+        gossip, ownership = leaver.gossip, leaver.state.sharding.ownership
 
         def lose_sight() -> None:
             gossip.apply(gossip.cluster.declare_dead("n1", gossip.cluster.members["n1"].version))
@@ -314,7 +315,7 @@ def test_a_source_that_hangs_in_the_middle_costs_only_time(nodes: Nodes) -> None
 
     def settled() -> bool:
         nodes.tell()
-        return nodes.nodes["n2"].mover.counters()["moving"] == 0
+        return nodes.nodes["n2"].rebalancer.counters()["moving"] == 0
 
     wait_for(settled, "n2 gives up on n0")
     counters = nodes.counters("n2")

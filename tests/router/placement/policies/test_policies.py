@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import ConfigError
+from pdserve.router.api.errors import NoWorkerError
 from pdserve.router.config.placement import Stickiness
-from pdserve.router.fleet.registry import Worker
+from pdserve.router.fleet.worker import Worker
 from pdserve.router.placement.policies import (
     POLICY_NAMES,
     Ask,
     Choice,
-    NoWorkerError,
     Policy,
     PolicySettings,
     make_policy,
@@ -160,7 +160,7 @@ def test_a_policy_of_another_package_is_found_by_its_entry_point(monkeypatch: py
     broken = EntryPoint(
         "broken", "pdserve.router.placement.policies.round_robin:Nothing", "pdserve.router.placement.policies"
     )
-    monkeypatch.setattr("pdserve.router.policies.entry_points", lambda group: [point, broken])
+    monkeypatch.setattr("pdserve.router.placement.policies.entry_points", lambda group: [point, broken])
     assert policy("mine").choose(ask(), fleet([0])).reason == "round-robin"
     with pytest.raises(ConfigError, match="cannot be loaded"):
         policy("broken")

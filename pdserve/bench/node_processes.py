@@ -1,0 +1,218 @@
+"""Pool nodes as processes of the benchmark's own: real ones, started by the command line, to be measured,
+killed and paused.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from pdserve.bench.peers.process import free_ports
+from pdserve.bench.stores import BenchError
+from pdserve.errors import PoolError
+from pdserve.kvpool.admin.node_client import NodeClient
+from pdserve.kvpool.protocol.cluster_messages import ACTIVE
+from pdserve.kvpool.protocol.messages import StatusReport
+from pdserve.settings.toml_text import to_toml
+
+START_TIMEOUT_S: Final = 60.0  # allocating many GiB takes a while
+STOP_TIMEOUT_S: Final = 20.0
+ASK_TIMEOUT_S: Final = 2.0
+SETTLE_TIMEOUT_S: Final = 30.0
+
+
+class NodeProcess:
+    """One node. It listens on a Unix socket in `directory` and wherever `settings` say."""
+
+    def __init__(self, name: str, directory: Path, settings: Mapping[str, Any]) -> None:
+        """`settings` as in the node's configuration file, but for its name and arena."""
+        self.name = name
+        self.address = f"unix:{directory}/{name}.sock"
+        self.log_path = directory / f"{name}.log"
+        self._file = directory / f"{name}.toml"
+        self._arena = Path(tempfile.mkdtemp(prefix="pdserve-bench-", dir=memory_dir()))
+        whole = {**settings, "name": name, "arena_dir": self._arena}
+        whole["listen"] = [*settings.get("listen", ()), self.address]
+        self._file.write_text(to_toml(whole))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._killed = False
+
+    @property
+    def pid(self) -> int:
+        return self._running().pid
+
+    @property
+    def arena_path(self) -> Path:
+        return self._arena / self.name / "arena"
+
+    def start(self) -> float:
+        """Start it and wait until it answers; how long that took, in s. Raises BenchError."""
+        began = time.monotonic()
+        self.spawn()
+        return self.await_ready() - began
+
+    def spawn(self) -> None:
+        """Start it."""
+        command = [sys.executable, "-m", "pdserve", "pool", "serve", "--config", str(self._file)]
+        self._killed = False
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+    def await_ready(self) -> float:
+        """Wait until it answers; when that was. Raises BenchError."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                self.status()
+                return time.monotonic()
+            except PoolError as error:
+                problem = error
+            if self._running().poll() is not None or time.monotonic() > deadline:
+                last = self.log().strip().splitlines()[-1:] or [str(problem)]
+                raise BenchError(f"the benchmark's pool node {self.name} did not start: {last[0]}")
+            time.sleep(0.02)
+
+    def forget_memory(self) -> None:
+        """What a reboot does to the arena. The node must not run."""
+        shutil.rmtree(self._arena / self.name, ignore_errors=True)
+
+    def status(self) -> StatusReport:
+        """Raises PoolUnavailable, PoolTimeout, PoolRefused."""
+        node = NodeClient(self.address, timeout_s=ASK_TIMEOUT_S)
+        try:
+            return node.status()
+        finally:
+            node.close()
+
+    def kill(self) -> None:
+        """kill -9."""
+        self._killed = self._running().poll() is None
+        self._running().kill()
+        self._running().wait()
+
+    def pause(self) -> None:
+        self._running().send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._running().send_signal(signal.SIGCONT)
+
+    def stop(self) -> bool:
+        """As an operator would; whether it ended cleanly and in time."""
+        process = self._running()
+        if process.poll() is not None:
+            return process.returncode == 0
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        try:
+            return process.wait(STOP_TIMEOUT_S) == 0
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return False
+
+    @property
+    def died(self) -> str:
+        """How it ended if nobody made it, else nothing."""
+        code = None if self._process is None or self._killed else self._process.poll()
+        return f"it died of {signal.Signals(-code).name}" if code is not None and code < 0 else ""
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    def close(self) -> None:
+        """Whatever state it is in: no process and no memory are left."""
+        if self._process is not None and self._process.poll() is None:
+            self.kill()
+        shutil.rmtree(self._arena, ignore_errors=True)
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "the node was never started"
+        return self._process
+
+
+@contextmanager
+def pool_of(
+    count: int,
+    directory: Path,
+    settings: Mapping[str, Any],
+    ports: Sequence[int] = (),
+    advertised: Sequence[str] = (),
+    own_settings: Callable[[str], Mapping[str, Any]] = lambda name: {},
+) -> Iterator[list[NodeProcess]]:
+    """`count` nodes that are one pool, named node0 and so on, each listening on a TCP port of the loopback
+    address (`ports`, else free ones). `advertised`: addresses that others reach them by, where not those.
+    `own_settings(name)`: of one node. Raises BenchError.
+    """
+    chosen = list(ports) or free_ports(count)
+    listening = [f"tcp:127.0.0.1:{port}" for port in chosen]
+    reached = list(advertised) or listening
+    with ExitStack() as stack:
+        nodes = []
+        for index in range(count):
+            name = f"node{index}"
+            cluster = {**settings.get("cluster", {}), "peers": reached, "advertise": reached[index]}
+            own = {**own_settings(name), "listen": [listening[index]], "cluster": cluster}
+            nodes.append(NodeProcess(name, directory, {**settings, **own}))
+            stack.callback(nodes[-1].close)
+            nodes[-1].spawn()
+        for node in nodes:
+            node.await_ready()
+        await_settled(nodes)
+        yield nodes
+
+
+def await_settled(nodes: Sequence[NodeProcess], within_s: float = SETTLE_TIMEOUT_S) -> float:
+    """Wait until the nodes know each other and nothing moves between them; how long that took, in s. Raises
+    BenchError.
+    """
+    began = time.monotonic()
+    while (problem := _unsettled(nodes)) is not None:
+        if time.monotonic() > began + within_s:
+            raise BenchError(f"the nodes did not become one pool within {within_s:.0f} s: {problem}")
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+def _unsettled(nodes: Sequence[NodeProcess]) -> str | None:
+    names = {node.name for node in nodes}
+    seen = set()
+    for node in nodes:
+        try:
+            report = node.status()
+        except PoolError as error:
+            return str(error)
+        active = {member.node for member in report.members if member.status == ACTIVE}
+        if not names <= active:
+            return f"{node.name} knows {', '.join(sorted(active)) or 'nobody'}"
+        if any(member.settled < report.epoch for member in report.members if member.status == ACTIVE):
+            return f"{node.name} sees pages move"
+        seen.add((report.epoch, *sorted(active)))
+    return None if len(seen) == 1 else f"they see {sorted(seen)}"
+
+
+def memory_dir() -> Path | None:
+    """Where arenas go: memory, where there is such a directory."""
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() else None
+
+
+@contextmanager
+def stopped_cleanly() -> Iterator[None]:
+    """SIGTERM ends the block like Ctrl-C does, so that no process is left behind."""
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):
+            signal.signal(signal.SIGTERM, before)

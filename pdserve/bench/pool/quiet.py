@@ -1,0 +1,284 @@
+"""R7: how a quiet namespace fares beside a loud one.
+
+The quiet namespace's client gets one page at a time, at a steady rate; a get takes from the moment at which
+it is due. The loud namespace has a limit in bytes per second. A process asks for ten times that, whether it
+is answered or not (asker.py), for pages that are nowhere: they wait for the rate as others do, and a miss
+then costs nothing of it. So all that the namespace may have goes to clients that read and write over the data
+path, who, as clients do, wait for their answers.
+
+What is measured is what the node does, not how one machine's processors are shared. So the node has one that
+the quiet client leaves alone, as on a machine of its own, and the neighbour's processes run only where nobody
+else wants to (SCHED_IDLE). What that does not keep apart (caches, the kernel's network) is seen by a control:
+the same load on another node, which runs as the neighbours do.
+
+Phases alone, beside the load on the other node, and beside the load on this one take turns, so whatever else
+the machine does hits all alike. The figure is the median of the phases' p99 over that alone. It is none where
+less was asked for than was meant.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+
+from pdserve.bench.node_processes import NodeProcess, pool_of
+from pdserve.bench.pool.load_process import (
+    CONNECT_TIMEOUT_S,
+    Board,
+    DriverConfig,
+    driving,
+    fill,
+    make_keys,
+    run_when_idle,
+)
+from pdserve.bench.pool.neighbour_process import AskerConfig
+from pdserve.bench.stores import BenchError
+from pdserve.kvpool.admin.node_client import NodeClient
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
+from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings, PutNamespace
+from pdserve.kvpool.protocol.messages import DataPathChoice, Done
+
+Neighbour: TypeAlias = Literal["none", "elsewhere", "here"]
+
+GOAL: Final = 1.3
+OVERLOAD: Final = 10.0
+ENOUGH: Final = 0.95  # of what the neighbour is to ask for
+QUIET_PAGE_BYTES: Final = 64 * 1024
+QUIET_PAGES: Final = 512
+QUIET_S: Final = 200.0  # gets a second
+LOUD_PAGE_BYTES: Final = 256 * 1024
+LOUD_PAGES: Final = 512
+LOUD_BATCH: Final = 8
+LOUD_PROCESSES: Final = 2
+LOUD_THREADS: Final = 4
+SETTLE_S: Final = 0.5  # at the start of a phase, not measured
+REST_TIMEOUT_S: Final = 30.0
+GEOMETRY: Final = {"quiet": "1"}
+NODE_SETTINGS: Final = {"capacity_bytes": 512 << 20, "slab_bytes": 4 << 20, "keep": False}
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """One stretch of the quiet client's gets, in µs; the neighbour's bytes per second, asked for and had.
+    `neighbour`: none, on the other node, or on this one.
+    """
+
+    neighbour: Neighbour
+    gets: int
+    missed: int
+    p50_us: float
+    p99_us: float
+    asked_bytes_s: float
+    loud_bytes_s: float
+
+
+class Quiet(msgspec.Struct, frozen=True):
+    """What was seen. p99 are medians over phases; `ratio` is beside over alone, `control` elsewhere over
+    alone.
+    """
+
+    path: str
+    limit_bytes_s: float
+    alone_p99_us: float
+    elsewhere_p99_us: float
+    beside_p99_us: float
+    ratio: float
+    control: float
+    phases: list[Phase]
+
+    @property
+    def loud_enough(self) -> bool:
+        """Whether the neighbour asked for what it should."""
+        enough_bytes_s = ENOUGH * OVERLOAD * self.limit_bytes_s
+        return all(
+            phase.asked_bytes_s >= enough_bytes_s for phase in self.phases if phase.neighbour != "none"
+        )
+
+    @property
+    def passed(self) -> bool:
+        return self.ratio <= GOAL and self.loud_enough and not any(phase.missed for phase in self.phases)
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """A node, and a board that says whether the neighbour works on it."""
+
+    node: NodeProcess
+    board: Board
+
+
+def quiet(path: DataPathChoice, limit_bytes_s: float, phases: int, phase_s: float, directory: Path) -> Quiet:
+    """Run it in `directory`. Raises BenchError."""
+    with ExitStack() as stack:
+        here, elsewhere = (
+            stack.enter_context(_place(name, path, limit_bytes_s, directory))
+            for name in ("here", "elsewhere")
+        )
+        _each_thread(elsewhere.node.pid, run_when_idle)
+        stack.enter_context(_processors(here.node))
+        client = PoolClient(_client_of(here.node, path), "quiet", GEOMETRY, name="quiet")
+        stack.enter_context(closing(client))
+        keys = make_keys("quiet", QUIET_PAGES)
+        fill(client, keys, QUIET_PAGE_BYTES)
+        kinds: list[tuple[Neighbour, _Place | None]] = [
+            ("none", None),
+            ("elsewhere", elsewhere),
+            ("here", here),
+        ]
+        boards = [here.board, elsewhere.board]
+        found = [_phase(client, keys, *kind, boards, phase_s) for _ in range(phases) for kind in kinds]
+    alone, control, beside = (
+        statistics.median(phase.p99_us for phase in found if phase.neighbour == kind) for kind, _ in kinds
+    )
+    ratio, control_ratio = (round(p99 / alone, 3) for p99 in (beside, control))
+    return Quiet(path, limit_bytes_s, alone, control, beside, ratio, control_ratio, found)
+
+
+@contextmanager
+def _place(name: str, path: DataPathChoice, limit_bytes_s: float, directory: Path) -> Iterator[_Place]:
+    """A node of its own, and a neighbour for it, who rests."""
+    within = directory / name
+    within.mkdir()
+    with pool_of(1, within, NODE_SETTINGS) as (node,):
+        _limit(node, limit_bytes_s)
+        rows = LOUD_PROCESSES * LOUD_THREADS
+        board = Board(within / "board", rows + 1)
+        operations_s = limit_bytes_s * OVERLOAD / (LOUD_PAGE_BYTES * LOUD_BATCH)
+        asker = AskerConfig(
+            name="asker",
+            address=node.address,
+            namespace="loud",
+            geometry=GEOMETRY,
+            board=board.path,
+            row=1 + rows,
+            keys=make_keys("nowhere", LOUD_PAGES),
+            page_bytes=LOUD_PAGE_BYTES,
+            batch=LOUD_BATCH,
+            operations_s=operations_s,
+        )
+        loud = [
+            DriverConfig(
+                name=f"loud{index}",
+                client=_client_of(node, path),
+                namespace="loud",
+                geometry=GEOMETRY,
+                board=board.path,
+                row=1 + index * LOUD_THREADS,
+                threads=LOUD_THREADS,
+                keys=make_keys("loud", LOUD_PAGES),
+                page_bytes=LOUD_PAGE_BYTES,
+                batch=LOUD_BATCH,
+                put_share=0.3,
+                operations_s=operations_s / rows,
+                yields=True,
+            )
+            for index in range(LOUD_PROCESSES)
+        ]
+        with driving(loud, within), driving([asker], within, "pdserve.bench.pool.neighbour_process"):
+            yield _Place(node, board)
+            board.go(False)
+
+
+def _client_of(node: NodeProcess, path: DataPathChoice) -> PoolClientConfig:
+    refs = [PoolNodeRef(node=node.name, address=node.address)]
+    return PoolClientConfig(nodes=refs, data_path=path, connect_timeout_s=CONNECT_TIMEOUT_S)
+
+
+@contextmanager
+def _processors(node: NodeProcess) -> Iterator[None]:
+    """One for the node, the others for this process, where there are two and more."""
+    mine = os.sched_getaffinity(0)
+    first, *others = sorted(mine)
+    if not others:
+        yield
+        return
+    try:
+        _confine(node.pid, {first})
+        _confine(os.getpid(), set(others))
+        yield
+    finally:
+        _confine(os.getpid(), mine)
+
+
+def _confine(pid: int, processors: set[int]) -> None:
+    _each_thread(pid, lambda thread: os.sched_setaffinity(thread, processors))
+
+
+def _each_thread(pid: int, place: Callable[[int], None]) -> None:
+    """What they start is placed as they are. Raises BenchError."""
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(ProcessLookupError):  # it ended meanwhile
+                place(int(task.name))
+    except OSError as error:
+        raise BenchError(f"process {pid} cannot be kept apart from the others: {error}") from error
+
+
+def _limit(node: NodeProcess, limit_bytes_s: float) -> None:
+    asked = NodeClient(node.address)
+    try:
+        settings = NamespaceSettings(bytes_s=limit_bytes_s)
+        asked.ask(lambda request_id: PutNamespace(request_id, "loud", settings), Done)
+    finally:
+        asked.close()
+
+
+def _phase(
+    client: PoolClient,
+    keys: list[bytes],
+    neighbour: Neighbour,
+    place: _Place | None,
+    boards: Sequence[Board],
+    phase_s: float,
+) -> Phase:
+    if place is not None:
+        place.board.go(True)
+    time.sleep(SETTLE_S)
+    before, began = _totals(boards), time.monotonic()
+    page = np.empty(QUIET_PAGE_BYTES, np.uint8)
+    times_s: list[float] = []
+    missed = turn = 0
+    next_s = began
+    while next_s < began + phase_s:
+        next_s += 1 / QUIET_S
+        time.sleep(max(0.0, next_s - time.monotonic()))
+        (ok,) = client.get([keys[turn % len(keys)]], [(page,)])
+        times_s.append(time.monotonic() - next_s)
+        missed += not ok
+        turn += 1
+    if not times_s:
+        raise BenchError("a phase was too short for one get")
+    took_s = time.monotonic() - began
+    after = _totals(boards)
+    if place is not None:
+        place.board.go(False)
+        _await_rest(boards)
+    moved, asked = after["pages"] - before["pages"], after["operations"] - before["operations"]
+    p50, p99 = (round(float(np.percentile(times_s, share)) * 1e6, 1) for share in (50, 99))
+    asked_bytes_s, had_bytes_s = (
+        round(count * LOUD_PAGE_BYTES / took_s) for count in (asked * LOUD_BATCH, moved)
+    )
+    return Phase(neighbour, len(times_s), missed, p50, p99, asked_bytes_s, had_bytes_s)
+
+
+def _await_rest(boards: Sequence[Board]) -> None:
+    """Until the neighbours have had what they still waited for. Raises BenchError."""
+    deadline_s = time.monotonic() + REST_TIMEOUT_S
+    seen, before = _totals(boards), None
+    while seen != before:
+        if time.monotonic() > deadline_s:
+            raise BenchError(f"the neighbour did not come to rest within {REST_TIMEOUT_S:.0f} s")
+        time.sleep(SETTLE_S)
+        seen, before = _totals(boards), seen
+
+
+def _totals(boards: Sequence[Board]) -> Counter[str]:
+    return sum((Counter(board.totals()) for board in boards), Counter())

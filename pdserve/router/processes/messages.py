@@ -1,0 +1,58 @@
+"""The messages between a router's parent process and its children."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdserve.router.fleet.changes import FleetChange
+from pdserve.router.metrics.snapshot import Snapshot
+from pdserve.router.processes.shared_limits import Report, Share
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    """The child serves."""
+
+
+class Collect(msgspec.Struct, tag="collect", frozen=True):
+    """Asks a child for its metrics, or the parent for those of all children."""
+
+    number: int
+
+
+class Collected(msgspec.Struct, tag="collected", frozen=True):
+    """The answer to `Collect`."""
+
+    number: int
+    metrics: Snapshot
+
+
+class Last(msgspec.Struct, tag="last", frozen=True):
+    """The child's metrics as it ends."""
+
+    metrics: Snapshot
+
+
+class Reload(msgspec.Struct, tag="reload", frozen=True):
+    """Read the API keys again: the admin API of one child was asked to."""
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """Ids of all workers that the child refuses. A child that starts refuses the same."""
+
+    workers: frozenset[str]
+
+
+class Reports(msgspec.Struct, tag="reports", frozen=True):
+    """Tenants whose use has changed in the child."""
+
+    tenants: dict[str, Report]
+
+
+class NewShares(msgspec.Struct, tag="shares", frozen=True):
+    """Tenants whose share of the child has changed."""
+
+    tenants: dict[str, Share]
+
+
+FromChild = Ready | Collect | Last | FleetChange | Refused | Reload | Reports
+FromParent = Collect | FleetChange | Reload | NewShares

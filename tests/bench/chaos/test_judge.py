@@ -1,0 +1,296 @@
+"""The judge of a chaos run, on records made by hand: each figure passes, and each can be missed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pdserve.bench.chaos import pages as p
+from pdserve.bench.chaos.judge.judge import Row, judge, starved_s
+from pdserve.bench.chaos.records import (
+    Abandoned,
+    Acted,
+    Asked,
+    Disturbed,
+    Dropped,
+    Ended,
+    Filled,
+    Flipped,
+    Intruded,
+    KeptHot,
+    Lost,
+    Moved,
+    Noticed,
+    Overshot,
+    Record,
+    Restarted,
+    Starved,
+    Stopped,
+    Upgraded,
+    read_lines,
+    to_line,
+)
+
+PAGE = p.number(p.OWNED, 0, 1)
+DAMAGED = p.number(p.DAMAGED, 0, 1)
+
+
+def asked(kind: Any, start_s: float, pages: list[int], ok: list[bool], **more: Any) -> Asked:
+    return Asked(kind, more.pop("worker", "client-shm.0"), start_s, start_s + 0.1, 2.0, pages, ok, **more)
+
+
+PUT = asked("put", 1.0, [PAGE], [True])
+GET = asked("get", 20.0, [PAGE], [True])
+MISS = asked("get", 20.0, [PAGE], [False])
+KILL = Disturbed(5.0, 6.0, "kill", "node0")
+REBOOT = Disturbed(5.0, 6.0, "reboot", "node0")
+UPGRADE = Upgraded(24.0, 26.0, "node0", 100, 0)
+GOOD: list[Record] = [
+    PUT,
+    GET,
+    asked("get", 25.0, [PAGE], [True]),
+    asked("confirmed", 30.0, [PAGE], [True]),
+    Disturbed(10.0, 11.0, "pause", "node1"),
+    Flipped(5.0, "node0", DAMAGED, "detected"),
+    Flipped(5.0, "node0", DAMAGED, "detected", "ssd"),
+    Dropped(6.0, 100, 0),
+    Stopped(6.0, 7.0, "client-shm", killed=True),
+    Abandoned(7.0, 4096, 0, 0.2),
+    Moved(6.0, 8.0, "node3", 3, 250, 1000),
+    Noticed(6.0, "node0", 1.5),
+    KeptHot(6.0, 8.0, "node0", 12, 0),
+    Overshot(6.0, 0, 10, 4096),
+    UPGRADE,
+    Filled(6.0, 8.0, "node0", 16, 1.0, 100, 0),
+    Intruded(6.0, "node0", 40, [], 3),
+    Acted(6.0, "pause", "node1", "done"),
+    Ended("node0", True),
+]
+RESTART = [KILL, Restarted(6.0, "node0", 0.5, 100, 0.8, 16)]
+
+
+def rows(records: list[Record], owner: str = "node0") -> dict[str, Row]:
+    """By number; the second of a number is R1/2, the third R1/3."""
+    lines = b"".join(map(to_line, records))
+    found: dict[str, Row] = {}
+    for row in judge(read_lines(lines), lambda page: owner, 3.0):
+        ordinal = sum(name.partition("/")[0] == row.number for name in found)
+        found[f"{row.number}/{ordinal + 1}" if ordinal else row.number] = row
+    return found
+
+
+def verdict(number: str, *records: Record, owner: str = "node0") -> str:
+    return rows(list(records), owner)[number].verdict
+
+
+def test_a_good_run_passes() -> None:
+    more = [Moved(34.0, 36.0, "node3", 3), asked("get", 35.0, [PAGE], [True])]
+    again = [Disturbed(40.0, 41.0, "kill", "node0"), Restarted(41.0, "node0", 0.5, 100, 0.8, 16)]
+    dead = [asked("get", 50.0, [PAGE], [True]), Disturbed(55.0, 56.0, "reboot", "node0")]
+    found = rows([*GOOD, *more, *again, *dead, asked("get", 60.0, [PAGE], [True])])
+    assert {name for name, row in found.items() if row.verdict != "pass"} == {"R7", "R13"}
+    assert {found[name].verdict for name in ("R7", "R13")} == {"not exercised"}
+
+
+def test_nothing_done_is_not_a_pass() -> None:
+    assert {row.verdict for row in rows([]).values()} == {"not exercised"}
+
+
+def test_work_without_faults_is_evidence_for_reads_alone() -> None:
+    found = rows([PUT, GET, asked("confirmed", 30.0, [PAGE], [True]), Ended("node0", True)])
+    assert {name for name, row in found.items() if row.verdict != "not exercised"} == {"R3", "R4", "/2"}
+
+
+@pytest.mark.parametrize(
+    ("row", "idle"),
+    [
+        ("R1/2", Flipped(5.0, "node0", DAMAGED, "replaced")),
+        ("R2", Abandoned(50.0, 4096, 0, 0.2)),
+        ("R5", Dropped(6.0, 0, 0)),
+        ("R6", Overshot(6.0, 0, 10, 0)),
+        ("R6", Overshot(6.0, 0, 0, 4096)),
+        ("R8/2", Restarted(6.0, "node0", 0.5, 0)),
+        ("R9", UPGRADE),
+        ("R10/2", KeptHot(6.0, 8.0, "node0", 0, 0)),
+        ("R11", Moved(6.0, 8.0, "node3", 3)),
+        ("R14", Abandoned(7.0, 0, 0, 0.0)),
+        ("-/2", Filled(6.0, 8.0, "node0", 0, None, 100, 0)),
+        ("-/3", Intruded(6.0, "node0", 0, [], 0)),
+        ("", Acted(6.0, "flip", "node0", "left out", "no page")),
+        ("R12", Acted(6.0, "flip", "node0", "left out", "no page")),
+    ],
+)
+def test_a_fault_that_showed_nothing_is_no_evidence(row: str, idle: Record) -> None:
+    assert rows([PUT, GET, idle])[row].verdict == "not exercised"
+
+
+@pytest.mark.parametrize(
+    ("number", "bad"),
+    [
+        ("R1", asked("get", 20.0, [DAMAGED], [True], wrong=[DAMAGED])),
+        ("R1", Flipped(5.0, "node0", DAMAGED, "delivered")),
+        ("R1/2", Flipped(5.0, "node0", DAMAGED, "delivered")),
+        ("R1/2", Flipped(5.0, "node0", DAMAGED, "delivered", "ssd")),
+        ("R2", asked("get", 20.0, [PAGE], [True], wrong=[PAGE])),
+        ("R2", asked("get", 20.0, [PAGE], [False], corrupt=1)),
+        ("R3", asked("confirmed", 20.0, [PAGE], [False])),
+        ("R4", MISS),
+        ("R5", Dropped(6.0, 100, 1)),
+        ("R6", Overshot(6.0, 4096, 10)),
+        ("R6", Overshot(6.0, 4096, 10, 4096)),
+        ("R8/2", Restarted(6.0, "node0", 0.5, 100, 1.1, 16)),
+        ("R8/2", Restarted(6.0, "node0", 0.5, 100, None, 1)),
+        ("R9", asked("get", 25.0, [PAGE], [False])),
+        ("R9", asked("get", 25.0, [PAGE], [False], up=False)),
+        ("R9", asked("put", 25.0, [PAGE], [False])),
+        ("R9", asked("confirmed", 25.0, [PAGE], [False])),
+        ("R9", Upgraded(24.0, 26.0, "node0", 100, 1)),
+        ("R9", Upgraded(24.0, 26.0, "node0", 100, 0, "it did not come back")),
+        ("R10", Noticed(6.0, "node0", 2.1)),
+        ("R10/2", KeptHot(6.0, 8.0, "node0", 12, 1)),
+        ("R11", Moved(60.0, 61.0, "node3", 3, 350, 1000)),
+        ("R11", Moved(60.0, 91.0, "node3", 3, error="it did not join")),
+        ("R12", Asked("get", "client-shm.0", 20.0, 23.1, 2.0, [], [])),
+        ("R12", Ended("client-shm", False)),
+        ("R14", Abandoned(7.0, 4096, 4096, 30.0)),
+        ("-/2", Filled(6.0, 8.0, "node0", 16, None, 100, 0)),
+        ("-/2", Filled(6.0, 8.0, "node0", 16, 1.0, 100, 1)),
+        ("-/3", Intruded(6.0, "node0", 39, ["Get with no token"], 3)),
+        ("", Acted(6.0, "kill", "node0", "failed", "it did not start")),
+        ("/2", Ended("node0", False)),
+        ("/2", Ended("node0", True, "Traceback ... ValueError")),
+    ],
+)
+def test_each_figure_can_be_missed(number: str, bad: Record) -> None:
+    good = [*GOOD, *RESTART[1:]]
+    assert verdict(number, *good) == "pass"
+    assert verdict(number, *good, bad) == "MISS"
+
+
+def test_an_upgrade_that_fails_is_missed_though_nothing_was_read_meanwhile() -> None:
+    refused = Upgraded(24.0, 26.0, "node0", 0, 0, "it refused")
+    row = rows([refused])["R9"]
+    assert (row.verdict, row.figure) == ("MISS", "0 of 0; 0 of 0; 1 upgrades, 1 failed; it refused")
+
+
+def test_restarts_without_a_hit_are_counted_though_others_had_one() -> None:
+    silent = Restarted(6.0, "node0", 0.5, 3251, None, 16)
+    row = rows([*RESTART, silent, silent])["R8/2"]
+    assert (row.verdict, row.figure) == ("MISS", "2 without a hit; 3 restarts, 3,251 pages")
+
+
+def test_the_first_token_under_a_dead_pool_is_said_to_be_measured_nowhere_here() -> None:
+    assert rows([])["R13"].figure == "not here: bench compare, tests/e2e"
+
+
+def test_faults_that_failed_are_named() -> None:
+    became = [("done", ""), ("failed", "it did not start"), ("left out", "no time was left")]
+    row = rows([Acted(6.0, "kill", "node0", *one) for one in became])[""]
+    assert row.figure == "1 of 2, 1 more left out; kill node0: it did not start"
+
+
+def test_damage_that_was_done_on_purpose_is_no_torn_page() -> None:
+    killed = Stopped(6.0, 7.0, "client-shm", killed=True)
+    assert verdict("R2", PUT, killed, asked("get", 20.0, [DAMAGED], [False], corrupt=1)) == "pass"
+
+
+@pytest.mark.parametrize("start_s", [10.0, 19.0, 20.05])
+def test_a_miss_while_a_node_is_disturbed_is_no_failure(start_s: float) -> None:
+    assert verdict("R4", PUT, MISS, Disturbed(start_s, start_s + 9.5, "pause", "node1")) == "not exercised"
+
+
+def test_a_miss_long_after_a_disturbance_is_one() -> None:
+    assert verdict("R4", PUT, MISS, Disturbed(10.0, 17.0, "pause", "node1")) == "MISS"
+
+
+def test_a_client_that_was_stopped_is_excused_and_no_other() -> None:
+    stopped = Stopped(15.0, 19.5, "client-shm")
+    late = Asked("get", "client-shm.0", 14.0, 19.6, 2.0, [], [])
+    assert verdict("R4", PUT, MISS, stopped) == "not exercised"
+    assert verdict("R12", PUT, late, stopped) == "pass"
+    assert verdict("R4", PUT, asked("get", 20.0, [PAGE], [False], worker="client-ucx.2"), stopped) == "MISS"
+
+
+def test_a_client_that_does_not_know_a_node_well_again_has_a_row_of_its_own() -> None:
+    pause = Disturbed(10.0, 12.0, "pause", "node1")
+    lost = [asked("get", at_s, [PAGE], [False], up=False) for at_s in (13.0, 19.0, 21.0, 23.0)]
+    assert verdict("R4", PUT, pause, *lost) == "not exercised"
+    soon, late = asked("get", 21.5, [PAGE], [True]), asked("get", 24.0, [PAGE], [True])
+    assert verdict("-/4", PUT, pause, *lost[:3], soon) == "pass"
+    assert verdict("-/4", PUT, pause, *lost, late) == "MISS"
+    assert verdict("-/4", PUT, pause, *lost) == "MISS"
+    again = Disturbed(14.0, 15.0, "pause", "node1")
+    assert verdict("-/4", PUT, pause, *lost[:1], again, soon) == "pass"
+
+
+def test_a_page_lost_by_a_killed_node_counts_for_its_restart() -> None:
+    found = rows([PUT, KILL, Restarted(6.0, "node0", 1.0, 1), MISS])
+    assert (found["R4"].verdict, found["R8"].verdict) == ("not exercised", "MISS")
+    other = rows([PUT, KILL, MISS], owner="node1")
+    assert (other["R4"].verdict, other["R8"].verdict) == ("MISS", "not exercised")
+
+
+def test_a_page_that_a_reboot_lost_has_a_row_of_its_own_unless_it_was_just_written() -> None:
+    found = rows([PUT, REBOOT, MISS])
+    assert [found[name].verdict for name in ("R4", "R8", "-")] == ["not exercised", "not exercised", "MISS"]
+    just = asked("put", 4.0, [PAGE], [True])
+    assert rows([just, REBOOT, MISS])["-"].verdict == "not exercised"
+    assert rows([just, REBOOT, MISS], "node1")["R4"].verdict == "MISS"
+
+
+def test_an_upgrade_puts_deadlines_off() -> None:
+    late = Asked("get", "client-ucx.0", 24.5, 30.0, 2.0, [], [])
+    assert verdict("R12", PUT, UPGRADE, late) == "pass"
+    assert verdict("R12", PUT, Disturbed(24.0, 26.0, "pause", "node0"), late) == "MISS"
+
+
+def test_where_the_machine_gives_no_processor_nothing_is_judged() -> None:
+    late = Asked("get", "client-shm.0", 20.0, 23.1, 2.0, [], [])
+    other = asked("get", 30.0, [PAGE], [True])
+    assert verdict("R12", *GOOD, other, Starved(21.0, 22.0, "client-shm"), late) == "pass"
+    assert verdict("R12", *GOOD, other, Starved(21.0, 22.0, "client-ucx"), late) == "MISS"
+    starved = Disturbed(19.0, 21.0, "starved", "node1")
+    assert verdict("R4", PUT, MISS, starved) == "not exercised"
+    assert verdict("R10", Noticed(18.0, "node0", 2.5), starved) == "not exercised"
+    assert verdict("R10", Noticed(16.0, "node0", 2.5), starved) == "MISS"
+    assert starved_s([starved, Disturbed(20.0, 23.0, "starved", "node0")]) == 4.0
+
+
+def test_hot_pages_of_two_nodes_lost_at_once_are_not_judged() -> None:
+    lost = KeptHot(6.0, 8.0, "node0", 12, 1)
+    assert verdict("R10/2", lost, Disturbed(5.0, 9.0, "kill", "node0")) == "MISS"
+    assert verdict("R10/2", lost, Disturbed(7.0, 9.0, "kill", "node1")) == "not exercised"
+
+
+@pytest.mark.parametrize(
+    "excuse",
+    [
+        lambda: [PUT, Lost(10.0), MISS],
+        lambda: [PUT, Lost(10.0, [PAGE]), MISS],
+        lambda: [asked("put", 1.0, [PAGE], [False]), MISS],
+        lambda: [asked("put", 25.0, [PAGE], [True]), MISS],
+    ],
+)
+def test_a_page_that_need_not_be_there_is_not_missed(excuse: Callable[[], list[Record]]) -> None:
+    assert verdict("R4", *excuse()) == "not exercised"
+
+
+def test_a_miss_while_pages_move_counts_for_that() -> None:
+    found = rows([PUT, Moved(19.0, 21.0, "node3", 3, 250, 1000), MISS])
+    assert (found["R4"].verdict, found["R11/2"].verdict) == ("not exercised", "MISS")
+
+
+def test_a_namespace_dropped_while_a_node_is_away_is_not_judged() -> None:
+    late = Dropped(6.0, 100, 1)
+    row = rows([late, Disturbed(6.5, 7.0, "pause", "node1")])["R5"]
+    assert (row.verdict, row.figure) == ("not exercised", "none in calm; 1 in 1 drops else")
+
+
+def test_a_page_written_again_after_a_loss_must_be_there() -> None:
+    assert verdict("R4", PUT, Lost(10.0), asked("put", 11.0, [PAGE], [True]), MISS) == "MISS"
+
+
+def test_a_line_cut_short_is_left_out() -> None:
+    assert read_lines(to_line(PUT) + to_line(GET)[:-5]) == [PUT]

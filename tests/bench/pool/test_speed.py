@@ -1,0 +1,150 @@
+"""`pdserve bench pool`, end to end and in parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdserve.bench.peers.ucx_perftest import read_perftest
+from pdserve.bench.plot import pool_bars
+from pdserve.bench.pool.speed import PeerFigures, PoolFigures, Workload, _Contender, _figures
+from pdserve.bench.stores import BenchError, PoolStore
+
+PERFTEST_OUTPUT = """
++--------------+--------------+------------------------------+---------------------+-----------------------+
+|              |              |       overhead (usec)        |   bandwidth (MB/s)  |  message rate (msg/s) |
++--------------+--------------+----------+---------+---------+----------+----------+-----------+-----------+
+Final:                   953      4.366   601.937   601.937     1661.30    1600.00        1661        1661
+"""
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pdserve", "bench", "pool", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+
+
+def test_json_has_one_line_per_size_path_and_checksum() -> None:
+    done = bench("--json", "--pages", "64KiB,256KiB", "--seconds", "0", "--batch", "4", "--capacity", "64MiB")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["path"], row["checksum"], row["page_bytes"]) for row in rows] == [
+        (path, checksum, size)
+        for path in ("shm", "ucx")
+        for checksum in ("on", "off")
+        for size in (65536, 262144)
+    ]
+    for row in rows:
+        assert row["get_gbps"] > 0
+        assert row["get_over_memcpy"] == pytest.approx(
+            row["get_gbps"] / row["memcpy_gbps"], rel=0.02, abs=1e-3
+        )
+        assert row["single_get_p50_us"] <= row["single_get_p99_us"]
+
+
+def test_peers_are_measured_in_the_same_rounds_and_drawn(tmp_path: Path) -> None:
+    picture = tmp_path / "pool.png"
+    sizes = ("--pages", "64KiB", "--path", "shm", "--checksum", "on", "--batch", "4", "--capacity", "64MiB")
+    peers = ("--peer", "mooncake", "--peer", "redis", "--plot", str(picture))
+    done = bench("--json", "--seconds", "0", *sizes, *peers)
+    assert done.returncode == 0, done.stderr
+    (row,) = [json.loads(line) for line in done.stdout.splitlines()]
+    assert row["rounds"] >= 5
+    assert set(row["peers"]) == {"mooncake", "redis"}
+    assert all(peer["get_gbps"] > 0 and peer["put_gbps"] > 0 for peer in row["peers"].values())
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("missing", ["mooncake", "redis", "matplotlib"])
+def test_what_is_not_installed_is_named_with_how_to_install_it(missing: str, tmp_path: Path) -> None:
+    (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError('no {missing}', name='{missing}')\n")
+    asked = ("--plot", "x.png") if missing == "matplotlib" else ("--peer", missing)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "pdserve", "bench", "pool", *asked]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert f"{missing} is not installed" in line
+    assert "pip install '.[bench]' in the checkout" in line
+
+
+def test_a_library_that_mooncake_misses_is_named_with_its_package(tmp_path: Path) -> None:
+    master = tmp_path / "mooncake" / "mooncake_master"
+    master.parent.mkdir()
+    (tmp_path / "mooncake" / "__init__.py").touch()
+    says = "mooncake_master: error while loading shared libraries: libibverbs.so.1: cannot open shared object"
+    master.write_text(f"#!/bin/sh\necho '{says}' >&2\nexit 127\n")
+    master.chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "pdserve", "bench", "pool", "--peer", "mooncake"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert "libibverbs.so.1" in line
+    assert "apt-get install libibverbs1" in line
+
+
+def test_table_names_what_it_shows() -> None:
+    done = bench("--pages", "64KiB", "--path", "shm", "--checksum", "on", "--seconds", "0", "--batch", "4")
+    assert done.returncode == 0, done.stderr
+    assert "get/copy" in done.stdout
+    assert "64 KiB" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--path", "rdma"), "'rdma' is not one of shm, ucx"),
+        (("--checksum", "maybe"), "'maybe' is not one of on, off"),
+        (("--pages", "big"), "--pages:"),
+        (("--capacity", "1MiB"), "holds no 4 batches"),
+        (("--peer", "memcached"), "'memcached' is not one of"),
+    ],
+)
+def test_bad_options_end_with_one_line(arguments: tuple[str, ...], complaint: str) -> None:
+    done = bench(*arguments)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_medians_leave_the_warm_up_out() -> None:
+    workload = Workload("shm", False, 10**6, 1, 0.0, 10**9)
+    slow_start = [9.0, 9.0, 9.0]
+    store = PoolStore(None)  # type: ignore[arg-type]  # never called
+    figures = _figures(
+        workload,
+        [*slow_start, 1e-3],
+        _Contender(store, put_s=[*slow_start, 4e-3], get_s=[*slow_start, 2e-3]),
+        {"redis": _Contender(store, put_s=[*slow_start, 10e-3], get_s=[*slow_start, 20e-3])},
+        [n * 1e-6 for n in range(100)],
+    )
+    assert figures == PoolFigures(
+        path="shm",
+        checksum=False,
+        page_bytes=10**6,
+        batch_pages=1,
+        rounds=1,
+        memcpy_gbps=1.0,
+        get_gbps=0.5,
+        put_gbps=0.25,
+        get_over_memcpy=0.5,
+        put_over_memcpy=0.25,
+        single_get_p50_us=50.0,
+        single_get_p99_us=99.0,
+        peers={"redis": PeerFigures(get_gbps=0.05, put_gbps=0.1)},
+    )
+    bars = pool_bars([figures, figures], "put", {("ucx_perftest", 10**6): 3.0})
+    assert {name: by_size[10**6] for name, by_size in bars.items()} == pytest.approx(
+        {"memcpy": 1.0, "pdserve, same host": 0.25, "ucx_perftest": 3.0, "redis": 0.1}
+    )
+
+
+def test_perftest_bandwidth_is_read_and_converted() -> None:
+    assert read_perftest(PERFTEST_OUTPUT) == pytest.approx(1600 * 2**20 / 1e9, rel=1e-3)
+    with pytest.raises(BenchError, match="Connection refused"):
+        read_perftest("ucx_perftest: Connection refused")
