@@ -15,8 +15,9 @@ import pytest
 
 from pdserve.up.config import ClusterSettings
 from pdserve.up.console import MAX_WAITING_BYTES, Console
+from pdserve.up.lifecycle import describe_status
 from pdserve.up.ports import free_ports, is_free
-from pdserve.up.process import LineSplitter, describe_status, write_private
+from pdserve.up.process import LineSplitter, write_private
 from pdserve.up.restart import restart_delay_s
 from pdserve.up.sessions import session_members
 

@@ -150,7 +150,7 @@ def test_kill_9_of_the_supervisor_leaves_no_process(tmp_path: Path) -> None:
         cluster.wait_for(r"stand-in is ready at")
         cluster.process.kill()
         cluster.process.wait()
-        wait_until(lambda: not alive_sessions(cluster), "the warden ends every session")
+        wait_until(lambda: not alive_sessions(cluster), "the reaper ends every session")
         wait_until(lambda: not processes_that_mention(str(tmp_path)), "nothing is left")
 
 
