@@ -392,7 +392,6 @@ class Lifecycle:
 
     def _stop(self, status: int, now_s: float) -> None:
         self._exit_status = status
-        self._queue.clear()
         for process in self._processes.values():
             process.until_s = None
             if process.phase not in RUNNING:

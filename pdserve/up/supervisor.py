@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shlex
 import signal
 import time
 from collections.abc import Coroutine
@@ -19,6 +18,7 @@ from typing import Final, assert_never
 from pdserve.errors import StartupError
 from pdserve.settings.toml_text import to_toml
 from pdserve.up import lifecycle as lc
+from pdserve.up.announcement import announcement
 from pdserve.up.console import Console
 from pdserve.up.orphan_reaper import OrphanReaper
 from pdserve.up.plan import Plan
@@ -26,7 +26,6 @@ from pdserve.up.process import Child, write_private
 from pdserve.up.readiness import is_ready, served_model
 from pdserve.up.scraping import TARGETS_FILE, targets
 
-API_KEYS: Final = "PDSERVE_API_KEYS"
 PROBE_INTERVAL_S: Final = 0.2
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -147,25 +146,6 @@ class Supervisor:
         self._events.put_nowait(lc.Ended(name, status, child.last_lines()))
 
     async def _announce(self) -> None:
-        url = self._plan.router_url
-        model = await served_model(url) or "MODEL"
-        body = (
-            f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 32}}'
-        )
-        self._console.say(f"{self._plan.settings.name} is ready at {url} (Ctrl-C stops it). Try:")
-        self._console.say(
-            f"  curl {self._curl_words()}{url}/v1/chat/completions -H 'Content-Type: application/json' "
-            f"-d {shlex.quote(body)}"
-        )
-        if self._plan.live_page:
-            keeps = self._plan.processes[-1].config_path
-            self._console.say(f"live page: {self._plan.live_page}, its password is [admin] key in {keeps}")
-
-    def _curl_words(self) -> str:
-        """What curl needs on this host where the router speaks TLS or asks for keys."""
-        router = self._plan.processes[-1]
-        asks = router.config.get("access", {}).get("keys_file") or (os.environ | dict(router.env)).get(
-            API_KEYS
-        )
-        unchecked = "-k " if self._plan.router_url.startswith("https:") else ""  # it is named otherwise
-        return unchecked + ("-H 'Authorization: Bearer YOUR_KEY' " if asks else "")
+        model = await served_model(self._plan.router_url)
+        for line in announcement(self._plan, model or "MODEL", os.environ):
+            self._console.say(line)
