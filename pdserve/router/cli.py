@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+import os
+
+from pdserve.errors import ConfigError
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.processes.serving import run
-from pdserve.settings.command_line import config_command
+from pdserve.router.fleet.health_check import FirstRound
+from pdserve.router.processes.parent import run_processes
+from pdserve.router.processes.serving import configure_logging, serve_alone
+from pdserve.settings.command_line import RESTARTED, ConfigSource, config_command
+
+
+def run(config: RouterConfig, source: ConfigSource[RouterConfig] | None = None) -> int:
+    """Serve until SIGINT or SIGTERM. Returns the exit status; raises ConfigError, StartupError."""
+    configure_logging(config)
+    if not (config.decode or config.agg or config.etcd.endpoints) and config.admin.port is None:
+        raise ConfigError(
+            "no workers: list 'decode' (and 'prefill') workers, or 'agg' workers, or set etcd.endpoints"
+        )
+    first = FirstRound(strict=RESTARTED not in os.environ)
+    if config.processes > 1:
+        run_processes(config, source, first)
+    else:
+        serve_alone(config, source, first)
+    return 0
+
 
 command = config_command(
     RouterConfig, run, help="Run the router: one OpenAI endpoint before the workers.", reloadable=True

@@ -19,7 +19,6 @@ from pdserve.kvpool.admin.node_client import (
     chosen_token,
 )
 from pdserve.kvpool.admin.tables import as_json, make_console
-from pdserve.kvpool.node.upgrade.handover import STAND_IN
 from pdserve.kvpool.protocol.cluster_messages import Upgrade
 from pdserve.kvpool.protocol.messages import Done, StatusReport
 
@@ -63,7 +62,7 @@ def _until_back(
         try:
             with NodeClient(address, token, timeout_s) as node:
                 report = node.status()
-            if report.incarnation != before.incarnation and STAND_IN not in report.counters:
+            if report.incarnation != before.incarnation:
                 return report
         except (PoolRestarting, PoolUnavailable, PoolTimeout):
             pass

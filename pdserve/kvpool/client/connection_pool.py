@@ -35,9 +35,8 @@ from pdserve.errors import (
     PoolUnavailable,
 )
 from pdserve.kvpool.client.deadline import Deadline
-from pdserve.kvpool.namespaces.access import ALL, WRITE
 from pdserve.kvpool.protocol.frames import expected
-from pdserve.kvpool.protocol.messages import Opened, OpenNamespace, Reply, Request
+from pdserve.kvpool.protocol.messages import ALL, WRITE, Opened, OpenNamespace, Reply, Request
 from pdserve.kvpool.transports.base import Connection
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ class OpenConnection:
     def __init__(self, connection: Connection, namespace: int, generation: int, rights: int = ALL) -> None:
         self.connection = connection
         self.namespace = namespace
-        self.rights = rights  # of our token in the namespace: access.READ and so on
+        self.rights = rights  # of our token in the namespace: READ and so on
         self.generation = generation  # of the link when it was opened; an older one is closed, not reused
         self.reused = False  # it was idle before this operation: the node may have gone meanwhile
         self.answered = False  # the node has answered in this operation

@@ -15,9 +15,9 @@ from typing import Final, TypeVar
 
 from pdserve.errors import PoolRefused
 from pdserve.kvpool.client.connection_pool import OpenConnection
-from pdserve.kvpool.namespaces.access import ADMIN, WRITE
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import expected
+from pdserve.kvpool.protocol.messages import ADMIN, WRITE
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
 from pdserve.kvpool.transports.base import CORRUPT, OK
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from pdserve.kvpool.core.events import Action, Answer, ForgetNamespace, NamespaceForgotten
-from pdserve.kvpool.protocol.messages import Done, Fault
+from pdserve.kvpool.core.events import Action, Answer, ForgetNamespace, TierForgotNamespace
+from pdserve.kvpool.protocol.messages import Done, Fault, Reply
 
 FORGET_TIMEOUT_S: Final = 4.0
 MAX_NAMES: Final = 1024  # of namespaces that a tier has yet to forget
@@ -27,7 +27,7 @@ Forgetting: TypeAlias = tuple[int, int, int]  # tier, namespace, before_sequence
 class _Pending:
     """An answer that waits for these; `problem` is what went wrong with one."""
 
-    answer: Answer
+    connection: int
     done: Done
     waiting: set[Forgetting]
     deadline_s: float
@@ -47,16 +47,19 @@ class DurableAnswers:
     def next_deadline_s(self) -> float:
         return self._pending[0].deadline_s if self._pending else float("inf")
 
-    def hold(self, now_s: float, out: list[Action], dropped: str = "") -> None:
-        """`out` ends with an answer. If it says that something is done for which the tiers have to forget
-        pages, keep it until they have. `dropped`: the namespace that this was about; what the tiers have not
-        forgotten of it since it was dropped before is asked of them again.
+    def answer(
+        self, connection: int, reply: Reply, now_s: float, out: list[Action], dropped: str = ""
+    ) -> None:
+        """Answer the client. Where the actions so far let the tiers forget pages, a Done waits for the tiers.
+
+        `dropped` is the namespace that the request dropped. What the tiers have not forgotten since an
+        earlier drop of that name, they are asked to forget again.
         """
-        answer = out[-1]
-        if not isinstance(answer, Answer) or not isinstance(answer.message, Done):
+        if not isinstance(reply, Done):
+            out.append(Answer(connection, reply))
             return
         before = {(namespace, sequence) for _, namespace, sequence in self._undone.get(dropped, ())}
-        out[-1:-1] = [ForgetNamespace(*one) for one in sorted(before)]
+        out += [ForgetNamespace(*one) for one in sorted(before)]
         waiting = {
             (tier, action.namespace, action.before_sequence)
             for action in out
@@ -64,15 +67,16 @@ class DurableAnswers:
             for tier in range(self._tiers)
         }
         if not waiting:
+            out.append(Answer(connection, reply))
             return
-        out.pop()
-        self._pending.append(_Pending(answer, answer.message, waiting.copy(), now_s + FORGET_TIMEOUT_S))
+        deadline_s = now_s + FORGET_TIMEOUT_S
+        self._pending.append(_Pending(connection, reply, waiting.copy(), deadline_s))
         if dropped:
             self._undone.setdefault(dropped, set()).update(waiting)
             while len(self._undone) > MAX_NAMES:
                 del self._undone[next(iter(self._undone))]
 
-    def forgotten(self, event: NamespaceForgotten, out: list[Action]) -> None:
+    def forgotten(self, event: TierForgotNamespace, out: list[Action]) -> None:
         """A tier has done it, or could not."""
         one = (event.tier, event.namespace, event.before_sequence)
         if not event.problem:
@@ -96,9 +100,9 @@ class DurableAnswers:
 
     def _answer(self, pending: _Pending) -> Answer:
         if not pending.problem:
-            return pending.answer
+            return Answer(pending.connection, pending.done)
         message = (
             f"node {self._node}: the pages are gone, but a tier could not write that down, so that they may "
             f"come back at a restart ({pending.problem}): see to that tier, then ask again"
         )
-        return Answer(pending.answer.connection, Fault(pending.done.id, "not_durable", message))
+        return Answer(pending.connection, Fault(pending.done.id, "not_durable", message))

@@ -91,13 +91,13 @@ class ReplicasMade(msgspec.Struct, frozen=True):
     mask: Sequence[bool]
 
 
-class NamespacesLearned(msgspec.Struct, frozen=True):
+class RecordsLearned(msgspec.Struct, frozen=True):
     """Another node told what it knows of namespaces."""
 
     records: list[NamespaceRecord]
 
 
-class NamespacesForgotten(msgspec.Struct, frozen=True):
+class RecordsForgotten(msgspec.Struct, frozen=True):
     """These namespaces are remembered no more, and the floors (registry.py) are others."""
 
     names: list[str]
@@ -143,7 +143,7 @@ class PagesLoaded(msgspec.Struct, frozen=True):
     checksums: tuple[int, ...]
 
 
-class NamespaceForgotten(msgspec.Struct, frozen=True):
+class TierForgotNamespace(msgspec.Struct, frozen=True):
     """A tier has carried out ForgetNamespace. `problem`: why it may not last through a restart; or empty."""
 
     tier: int
@@ -160,13 +160,13 @@ Event: TypeAlias = (
     | Tick
     | ViewChanged
     | ReplicasMade
-    | NamespacesLearned
-    | NamespacesForgotten
+    | RecordsLearned
+    | RecordsForgotten
     | PagesFound
     | PagesStored
     | PagesGone
     | PagesLoaded
-    | NamespaceForgotten
+    | TierForgotNamespace
 )
 
 # --- actions (`gc=False`: they hold no cycles, and there may be several per page)
@@ -308,7 +308,7 @@ class ForgetPages(msgspec.Struct, frozen=True):
 
 class ForgetNamespace(msgspec.Struct, frozen=True):
     """All tiers: forget the namespace's pages that were put so far, all of smaller sequences than this. Each
-    reports one NamespaceForgotten.
+    reports one TierForgotNamespace.
     """
 
     namespace: int
@@ -334,11 +334,3 @@ Action: TypeAlias = (
     | ForgetPages
     | ForgetNamespace
 )
-
-
-def free_row(slot: int, out: list[Action]) -> None:
-    """Mark one more row free: in the action before, if that does the same."""
-    if out and isinstance(out[-1], FreeRows):
-        out[-1].slots.append(slot)
-    else:
-        out.append(FreeRows([slot]))

@@ -17,11 +17,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, assert_never
 
 import msgspec
 
-from pdserve.kvpool.core.events import Action, Answer, PublishNamespace, SaveNamespaces
+from pdserve.kvpool.core.events import Action, PublishNamespace, SaveNamespaces
 from pdserve.kvpool.core.sessions import Session
 from pdserve.kvpool.namespaces import access
 from pdserve.kvpool.namespaces.catalog import Namespace, Namespaces
@@ -40,6 +40,7 @@ from pdserve.tokens import same
 
 OnGone: TypeAlias = Callable[[int, list[Action]], int]
 OnSettings: TypeAlias = Callable[[int, NamespaceSettings], None]
+AdminRequest: TypeAlias = m.OpenNamespace | m.DropNamespace | PutNamespace | ReplaceNamespace | ListNamespaces
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Administration:
     def rights(self, session: Session, number: int) -> int:
         """What the client may do in a namespace of this node."""
         if number not in self.guarded or self._is_super(session):
-            return access.ALL
+            return m.ALL
         revision, found = session.rights.get(number, (-1, 0))
         if revision != self.revision:
             found = access.rights_of(session.token, self.namespaces.settings(number))
@@ -145,29 +146,27 @@ class Administration:
 
     # --- requests
 
-    def handle(self, session: Session, request: m.Request, out: list[Action]) -> None:
-        """Answer OpenNamespace, PutNamespace, ReplaceNamespace, ListNamespaces or DropNamespace."""
-        request_id: int = getattr(request, "id", 0)
+    def handle(self, session: Session, request: AdminRequest, out: list[Action]) -> m.Reply:
+        """Carry out the request; the answer."""
         try:
-            answer = self._answer(session, request, out)
+            match request:
+                case m.OpenNamespace():
+                    return self._open(session, request, out)
+                case PutNamespace():
+                    return self._put(session, request, out)
+                case ReplaceNamespace():
+                    return self._replace(session, request, out)
+                case m.DropNamespace():
+                    return self._drop(session, request, out)
+                case ListNamespaces():
+                    return self._list(session, request)
+                case _:
+                    assert_never(request)
         except Denied as error:
             self.denials += 1
-            answer = error.fault
+            return error.fault
         except NamespaceError as error:
-            answer = m.Fault(request_id, error.code, str(error))
-        out.append(Answer(session.connection, answer))
-
-    def _answer(self, session: Session, request: m.Request, out: list[Action]) -> m.Reply:
-        if isinstance(request, m.OpenNamespace):
-            return self._open(session, request, out)
-        if isinstance(request, PutNamespace):
-            return self._put(session, request, out)
-        if isinstance(request, ReplaceNamespace):
-            return self._replace(session, request, out)
-        if isinstance(request, m.DropNamespace):
-            return self._drop(session, request, out)
-        assert isinstance(request, ListNamespaces)
-        return self._list(session, request)
+            return m.Fault(request.id, error.code, str(error))
 
     def _open(self, session: Session, request: m.OpenNamespace, out: list[Action]) -> m.Opened:
         registry = self.namespaces.registry
@@ -177,7 +176,7 @@ class Administration:
         if known is None and generation > record.generation:
             record = msgspec.structs.replace(record, generation=generation)
         is_new = known is None or record.dropped
-        self._require(session, record, access.WRITE if is_new else access.READ, request.id)
+        self._require(session, record, m.WRITE if is_new else m.READ, request.id)
         if record.replaced_by:
             raise NamespaceError(
                 "namespace_replaced",
@@ -208,7 +207,7 @@ class Administration:
             self._require_operator(session, "a new namespace", request.id)
             known = self.namespaces.registry.fresh(request.name, NamespaceSettings())
         else:
-            self._require(session, known, access.ADMIN, request.id)
+            self._require(session, known, m.ADMIN, request.id)
         settings = _with_kept_tokens(request.settings, known.settings)
         check_settings(settings, self._capacity_bytes, tokens_allowed=bool(self._rules.admin_token))
         self._change(_changed(known, settings=settings, dropped=False, replaced_by=""), out)
@@ -216,14 +215,14 @@ class Administration:
 
     def _replace(self, session: Session, request: ReplaceNamespace, out: list[Action]) -> m.Done:
         old, new = self._known(request.old), self.namespaces.registry.get(request.new)
-        self._require(session, old, access.ADMIN, request.id)
+        self._require(session, old, m.ADMIN, request.id)
         if request.old == request.new:
             raise NamespaceError("bad_request", f"namespace '{request.old}' cannot replace itself")
         is_new = new is None
         if new is None:
             new = self.namespaces.registry.fresh(request.new, old.settings)
         else:
-            self._require(session, new, access.ADMIN, request.id)
+            self._require(session, new, m.ADMIN, request.id)
         has_own = not is_new and new.settings not in (self._rules.defaults, NamespaceSettings())
         settings = new.settings if has_own else old.settings
         # first `new`: it may be refused, and then `old` must stay
@@ -235,7 +234,7 @@ class Administration:
         known = self.namespaces.registry.get(request.name)
         if known is None or known.dropped:
             return m.Done(request.id)
-        self._require(session, known, access.ADMIN, request.id)
+        self._require(session, known, m.ADMIN, request.id)
         return m.Done(request.id, self._change(_dropped(known), out))
 
     def _list(self, session: Session, request: ListNamespaces) -> NamespaceList:
@@ -344,7 +343,7 @@ def dropped_by(request: m.Request) -> str:
 def _administers(session: Session, record: NamespaceRecord) -> bool:
     """By a token, not because the namespace is open to all."""
     return access.is_guarded(record.settings) and bool(
-        access.rights_of(session.token, record.settings) & access.ADMIN
+        access.rights_of(session.token, record.settings) & m.ADMIN
     )
 
 

@@ -142,3 +142,18 @@ class Session:
         if self.gets:
             deadlines.append(next(iter(self.gets.values())).deadline_s)
         return min(deadlines, default=float("inf"))
+
+
+class Tags:
+    """UCX tags, unique in an incarnation: a page of n segments takes n consecutive ones.
+
+    The incarnation's low bits lead, so that a client of several nodes has no two pages with one tag.
+    """
+
+    def __init__(self, incarnation: int, first: int) -> None:
+        self._next = ((incarnation & 0x7FFF) << 48) + first
+
+    def take(self, segments: int) -> int:
+        tag = self._next
+        self._next += segments
+        return tag

@@ -20,7 +20,7 @@ WINDOW_SHARE: Final = 3.0  # of the same: from the start on
 MAX_HELD: Final = 256  # more are answered at once
 
 
-class Early:
+class StartupHold:
     """Requests that wait, oldest first."""
 
     def __init__(self, started_s: float, promotion_timeout_s: float, *, tiers: bool) -> None:

@@ -1,26 +1,50 @@
-"""What a node says of itself: `Status`. Pure; reads NodeState and changes nothing."""
+"""How a node is: the answer to `Status`. Pure; changes nothing."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from pdserve.kvpool.core.events import LOCAL
+from pdserve.kvpool.core.namespace_admin import Administration
+from pdserve.kvpool.core.reads import Reads
 from pdserve.kvpool.core.sessions import Session
-from pdserve.kvpool.core.store.page_store import COMMITTED, DOOMED, QUARANTINED, RESERVED, SWEEPING
+from pdserve.kvpool.core.sharding.coordinator import Sharding
+from pdserve.kvpool.core.store.page_store import PageStore
+from pdserve.kvpool.core.tiering.coordinator import Tiers
+from pdserve.kvpool.core.waits import Waits
+from pdserve.kvpool.core.writes import Writes
 from pdserve.kvpool.namespaces import access
+from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.protocol import messages as m
-
-if TYPE_CHECKING:
-    from pdserve.kvpool.core.state import NodeState
+from pdserve.kvpool.protocol.slot_table import COMMITTED, DOOMED, QUARANTINED, RESERVED, SWEEPING
 
 
-def report(state: NodeState, request_id: int, now_s: float, session: Session | None = None) -> m.StatusReport:
-    """For a client without the namespaces that it may not read."""
+class Reported(Protocol):
+    """What a report reads; a NodeState has it."""
+
+    name: str
+    incarnation: int
+    started_s: float
+    store: PageStore
+    sessions: dict[int, Session]
+    namespaces: Namespaces
+    administration: Administration
+    tiers: Tiers
+    waits: Waits
+    reads: Reads
+    writes: Writes
+    sharding: Sharding
+    recovered: dict[str, int]
+    discarded: int
+
+
+def report(state: Reported, request_id: int, now_s: float, session: Session | None = None) -> m.StatusReport:
+    """Without the namespaces that the session may not read; all of them when there is no session."""
     store = state.store
     shown = [
         number
         for number in state.namespaces.numbers
-        if session is None or state.administration.rights(session, number) & access.READ
+        if session is None or state.administration.rights(session, number) & m.READ
     ]
     in_state = store.bytes_in_state
     return m.StatusReport(
@@ -39,12 +63,12 @@ def report(state: NodeState, request_id: int, now_s: float, session: Session | N
         connections=len(state.sessions.keys() - {LOCAL}),
         namespaces=[_namespace(state, number) for number in shown],
         counters=_counters(state),
-        epoch=state.sharing.ownership.epoch,
+        epoch=state.sharding.ownership.epoch,
         tiers=state.tiers.status(),
     )
 
 
-def _namespace(state: NodeState, number: int) -> m.NamespaceStatus:
+def _namespace(state: Reported, number: int) -> m.NamespaceStatus:
     namespace = state.namespaces[number]
     pages = state.store.index.namespace(number)
     return m.NamespaceStatus(
@@ -58,7 +82,7 @@ def _namespace(state: NodeState, number: int) -> m.NamespaceStatus:
         settings=access.redacted(state.namespaces.settings(number)),
         generation=namespace.generation,
         slot_bytes=pages.slot_bytes,
-        replicas=state.sharing.replicas.count(number),
+        replicas=state.sharding.replicas.count(number),
         counters={
             "operations": pages.operations,
             "hits_below": pages.tier_hits,
@@ -70,7 +94,7 @@ def _namespace(state: NodeState, number: int) -> m.NamespaceStatus:
     )
 
 
-def _counters(state: NodeState) -> dict[str, int]:
+def _counters(state: Reported) -> dict[str, int]:
     return {
         "commits": state.writes.commits,
         "commits_refused": state.writes.commits_refused,
@@ -86,6 +110,6 @@ def _counters(state: NodeState) -> dict[str, int]:
         "tail_bytes": state.store.slots.tail_bytes,
         "sweeping_bytes": state.store.bytes_in_state[SWEEPING],
         **state.recovered,
-        **state.sharing.counters(),
+        **state.sharding.counters(),
         **state.tiers.counters(),
     }

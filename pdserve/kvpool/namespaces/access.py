@@ -28,12 +28,9 @@ from pdserve.kvpool.protocol.cluster_messages import (
     PullPages,
     Upgrade,
 )
+from pdserve.kvpool.protocol.messages import ADMIN, READ, WRITE
 from pdserve.tokens import same
 
-READ: Final = 1
-WRITE: Final = 2
-ADMIN: Final = 4
-ALL: Final = READ | WRITE | ADMIN
 RIGHTS: Final = {READ: "read", WRITE: "write", ADMIN: "admin"}
 
 TOKENS: Final = ("read_token", "write_token", "admin_token")

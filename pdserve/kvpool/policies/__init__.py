@@ -1,4 +1,7 @@
-"""Eviction policies: pure, suggest only. `make_policy` knows them by name."""
+"""Orders of eviction. A policy suggests a victim, the store decides. `make_policy` makes one by name.
+
+Pure. May import: nothing of the pool.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ name. tests/kvpool/protocol/test_messages.py pins the bytes of every message.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from pdserve.kvpool.protocol.base import Message
 from pdserve.kvpool.protocol.base import NodeAddress as NodeAddress
@@ -52,6 +52,12 @@ MOVED = 5  # another node owns it under this node's newer view: ask again there
 # Status of one key in `Got`
 HIT = 0
 MISS = 1
+
+# What a client may do in a namespace: a sum of these
+READ: Final = 1
+WRITE: Final = 2
+ADMIN: Final = 4
+ALL: Final = READ | WRITE | ADMIN
 
 
 class Hello(Message, tag=1, frozen=True):

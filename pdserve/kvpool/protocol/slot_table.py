@@ -18,6 +18,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TypeAlias
 
 import numpy as np
@@ -30,9 +31,20 @@ Buffer: TypeAlias = memoryview | bytearray
 TABLE_MAGIC = 0x3162_6154_5644_4B50  # "PKDVTab1", little-endian
 TABLE_VERSION = 2
 
-FREE = 0
-RESERVED = 1
-COMMITTED = 2
+
+class SlotState(IntEnum):
+    """The states of a slot. Rows of the table have the first three; the node alone knows the others."""
+
+    FREE = 0
+    RESERVED = 1
+    COMMITTED = 2
+    DOOMED = 3
+    QUARANTINED = 4
+    SWEEPING = 5
+
+
+# The same as plain integers, for arrays and inner loops.
+FREE, RESERVED, COMMITTED, DOOMED, QUARANTINED, SWEEPING = (state.value for state in SlotState)
 
 # One header, at the start of the table file. `slab_class[i]` follows it: slot size of slab i in bytes, 0 when
 # unassigned.

@@ -31,11 +31,13 @@ from pdserve.router.admin.live_feed import LiveFeed
 from pdserve.router.admin.live_page import BASIC, add_live_page, is_of_live_page, password_as_bearer
 from pdserve.router.api.errors import error_of
 from pdserve.router.api.request_body import UNREADABLE
-from pdserve.router.app.router import Router, add_error_handlers
-from pdserve.router.fleet.registry import FleetError, Role, Worker
+from pdserve.router.app.error_handlers import add_error_handlers
+from pdserve.router.app.router import Router
+from pdserve.router.fleet.registry import FleetError
+from pdserve.router.fleet.worker import Role, Worker
 from pdserve.router.metrics.totals import Totals
 from pdserve.router.request.call import JSON
-from pdserve.router.server.client import Receive, Scope, Send
+from pdserve.router.server.asgi import Receive, Scope, Send
 
 MAX_BODY_BYTES = 64 * 1024
 _STATUS = {"unknown_worker": 404, "bad_url": 400, "other_role": 409}
@@ -147,14 +149,14 @@ def _add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
 
     async def in_flight(worker: Worker) -> int | None:
         totals = await _totals(router)
-        return None if totals is None else totals.in_flight(worker)
+        return None if totals is None else totals.in_flight(worker.id, worker.role)
 
     @app.get("/workers")
     async def workers() -> dict[str, Any]:
         """Who is there. `in_flight` null: not every process of the router says what it has at the worker."""
         totals = await _totals(router)
         listed = [
-            {**said, "in_flight": None if totals is None else totals.in_flight(fleet.by_id[said["id"]])}
+            {**said, "in_flight": None if totals is None else totals.in_flight(said["id"], said["role"])}
             for said in router.readiness()["workers"]
         ]
         return {"workers": listed}

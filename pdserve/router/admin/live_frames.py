@@ -176,7 +176,10 @@ def frame_of(
         seconds,
         int(_total(now, "tenant_waiting")),
         int(_total(now, "sessions")),
-        [_worker(worker, None if totals is None else totals.in_flight(worker)) for worker in workers],
+        [
+            _worker(worker, None if totals is None else totals.in_flight(worker.id, worker.role))
+            for worker in workers
+        ],
         [_node(row) for row in rows],
         _namespaces(rows),
         list(problems),

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from pdserve.errors import RequestError
 from pdserve.router.admission.queue import Admission, State, Ticket
-from pdserve.router.api.errors import NoWorkerError
+from pdserve.router.api.errors import NoWorkerError, TooManyError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.models import Models
 from pdserve.router.fleet.registry import Fleet
@@ -21,7 +21,8 @@ from pdserve.router.metrics.stats import Histogram
 from pdserve.router.request.call import Call
 from pdserve.router.request.token_usage import Meter
 from pdserve.router.tenants.api_keys import admin_key_digest, load_keys
-from pdserve.router.tenants.registry import Tenants, TenantState, TooManyError
+from pdserve.router.tenants.registry import Tenants
+from pdserve.router.tenants.tenant import TenantState
 from pdserve.tokens import bearer, digest, same
 
 logger = logging.getLogger(__name__)

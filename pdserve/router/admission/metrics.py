@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from pdserve.metric import Labels
 from pdserve.router.admission.gate import Entrance
-from pdserve.router.metrics.stats import histograms, samples
+from pdserve.router.metrics.exposition import histograms, samples
 
 
 class EntranceCollector(Collector):

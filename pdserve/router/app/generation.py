@@ -1,4 +1,4 @@
-"""The streaming routes: read the body, plan, dispatch, and account for every way it can end."""
+"""Generation endpoints: read the body, plan, dispatch, and account for every way it can end."""
 
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ from pdserve.router.placement.prefix_index import prefix_of
 from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.request import spans
 from pdserve.router.request.call import JSON, Call
-from pdserve.router.server.client import AsgiClient, Client, Receive, Scope, Send
+from pdserve.router.server.client import Client
+from pdserve.router.server.uvicorn_server import LAST_WORD_S
 from pdserve.router.sessions.keys import find_session_key, parse_sources
 from pdserve.router.tenants.cache_salt import isolated
 from pdserve.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
-LAST_WORD_S = 1.0
-"""How long a client that must be cut off is given to take the error."""
 BODY_BYTES_S = 4096
 """A body that comes at this rate and faster is not too slow."""
 DRAIN_S = 5.0
 """How long the rest of a refused body is read, so that the client, still sending, gets to see the answer."""
 
 
-class HotRoutes:
-    """Serves the hot paths; past ASGI where it can be (see `direct_client`), and as an ASGI application."""
+class GenerationHandler:
+    """Serves `ENDPOINTS`, over any kind of client connection."""
 
     def __init__(
         self,
@@ -64,10 +63,6 @@ class HotRoutes:
         self._body_s = min(config.deadlines.body_s, self._total_s)
         self._loop = asyncio.get_running_loop()
         self._turns: defaultdict[str, int] = defaultdict(int)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, by ASGI."""
-        await self.serve(AsgiClient(scope, receive, send))
 
     async def serve(self, client: Client) -> None:
         """One request. Never raises: whatever happens is answered, or ends with the connection."""

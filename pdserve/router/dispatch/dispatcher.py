@@ -37,18 +37,19 @@ from pdserve.router.dispatch.prefill import (
 from pdserve.router.dispatch.relay import is_event_stream, relay_events, relay_whole
 from pdserve.router.dispatch.resume import ASK, HEADER, Trail, may_continue
 from pdserve.router.dispatch.retry_budget import RetryBudget
-from pdserve.router.fleet.registry import Fleet, Worker
+from pdserve.router.fleet.registry import Fleet
+from pdserve.router.fleet.worker import Worker
 from pdserve.router.log_throttle import ThrottledLog
 from pdserve.router.metrics.names import CACHES
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.placer import Placer
 from pdserve.router.placement.planner import Plan, choose_alternate
+from pdserve.router.request.cache_report import cached_tokens, own_memory_tokens
 from pdserve.router.request.call import Call
-from pdserve.router.request.timing import cached_tokens, own_memory_tokens
 from pdserve.router.sessions.redis_table import SharedSessions
 from pdserve.router.sessions.table import SessionEntry
 from pdserve.router.upstream.client import Upstream
-from pdserve.router.upstream.response import Exchange, UpstreamError
+from pdserve.router.upstream.response import Response, UpstreamError
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +213,7 @@ class Dispatcher:
             call.meter.prompt_tokens = sum(tokens.values())
 
     def _answered(
-        self, call: Call, plan: Plan, worker: Worker, turn: SessionEntry | None, exchange: Exchange
+        self, call: Call, plan: Plan, worker: Worker, turn: SessionEntry | None, exchange: Response
     ) -> SessionEntry | None:
         tokens, found = 0, None
         if plan.places is not None:
@@ -220,7 +221,7 @@ class Dispatcher:
             found = own_memory_tokens(exchange.headers)
         return self.placer.on_answered(call.facts, plan, worker, turn, tokens, found, self._loop.time())
 
-    async def _ask(self, call: Call, worker: Worker, trail: Trail, head_s: float) -> Exchange:
+    async def _ask(self, call: Call, worker: Worker, trail: Trail, head_s: float) -> Response:
         """Send the call to `worker`, or what it needs to go on with the call."""
         target, headers, body = call.endpoint.path, call.upstream_headers + call.prefilled, call.body
         if self._continue != "never" and call.endpoint.is_resumable:

@@ -21,14 +21,15 @@ from pdserve.errors import PdserveError
 from pdserve.router.api.request_body import UNREADABLE
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.retry_budget import RetryBudget
-from pdserve.router.fleet.registry import Fleet, Worker
+from pdserve.router.fleet.registry import Fleet
+from pdserve.router.fleet.worker import Worker
 from pdserve.router.log_throttle import ThrottledLog
 from pdserve.router.metrics.names import CACHES, TIERS, turn_label
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.placer import Placer
 from pdserve.router.placement.planner import Plan, Settle, choose_alternate
+from pdserve.router.request.cache_report import PREFILL_CACHED_HEADER, cached_words
 from pdserve.router.request.call import Call
-from pdserve.router.request.timing import PREFILL_CACHED_HEADER, cached_words
 from pdserve.router.upstream.client import Upstream
 from pdserve.router.upstream.response import UpstreamError
 

@@ -15,7 +15,7 @@ import asyncio
 from pdserve.router.dispatch.resume import Trail
 from pdserve.router.request import timing
 from pdserve.router.request.call import Call
-from pdserve.router.upstream.response import Exchange
+from pdserve.router.upstream.response import Response
 
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
 _OWN_HEADERS = frozenset(
@@ -37,7 +37,7 @@ _OWN_HEADERS = frozenset(
 """Headers that belong to one connection or that the router sets itself."""
 
 
-def is_event_stream(exchange: Exchange) -> bool:
+def is_event_stream(exchange: Response) -> bool:
     """Whether the answer is a stream of server-sent events."""
     for name, value in exchange.headers:
         if name == b"content-type":
@@ -45,12 +45,12 @@ def is_event_stream(exchange: Exchange) -> bool:
     return False
 
 
-def passed_headers(exchange: Exchange) -> list[tuple[bytes, bytes]]:
+def passed_headers(exchange: Response) -> list[tuple[bytes, bytes]]:
     """The worker's headers that go to the client."""
     return [pair for pair in exchange.headers if pair[0] not in _OWN_HEADERS]
 
 
-async def relay_whole(call: Call, exchange: Exchange, first_byte_s: float, between_s: float) -> None:
+async def relay_whole(call: Call, exchange: Response, first_byte_s: float, between_s: float) -> None:
     """Pass on an answer that is not a stream, once it is there. Raises UpstreamError with nothing sent."""
     if exchange.complete:
         body = exchange.take()
@@ -62,7 +62,7 @@ async def relay_whole(call: Call, exchange: Exchange, first_byte_s: float, betwe
     await call.write(body, more=False)
 
 
-async def relay_events(call: Call, exchange: Exchange, trail: Trail, data: bytes, between_s: float) -> None:
+async def relay_events(call: Call, exchange: Response, trail: Trail, data: bytes, between_s: float) -> None:
     """Pass on a stream, of which `data` has been read. Raises UpstreamError when the worker breaks off;
     `call.is_started` says if anything was sent.
     """

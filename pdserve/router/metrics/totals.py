@@ -9,7 +9,6 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.router.fleet.worker import Worker
 from pdserve.router.metrics.names import PREFIX
 
 Samples = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -42,9 +41,9 @@ class Totals:
         """None where a process has not said what it has: that may be just what is asked for."""
         return None if samples["processes_silent", ()] else cls(samples)
 
-    def in_flight(self, worker: Worker) -> int:
+    def in_flight(self, worker_id: str, role: str) -> int:
         """Requests at the worker."""
-        return self._count("worker_requests_in_flight", worker=worker.id, role=worker.role)
+        return self._count("worker_requests_in_flight", worker=worker_id, role=role)
 
     def tenant(self, name: str) -> dict[str, Any]:
         """What the tenant has and has used, of which the latter since the router's start."""

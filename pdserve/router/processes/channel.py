@@ -1,4 +1,4 @@
-"""What the processes of a router tell each other: lines of JSON between parent and child."""
+"""Lines of JSON over a socket pair between parent and child."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from pdserve.errors import PdserveError
-from pdserve.router.fleet.changes import FleetChange
-from pdserve.router.processes.shared_limits import Share, Want
+from pdserve.router.processes.messages import Collect, Collected, Message
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 COLLECT_TIMEOUT_S = 1.0
@@ -20,54 +19,6 @@ COLLECT_TIMEOUT_S = 1.0
 SUM_TIMEOUT_S = 5.0
 """For the parent's answer to a child: it has all children's by then, and has added them up."""
 CLOSE_TIMEOUT_S = 1.0
-
-
-class Ready(msgspec.Struct, tag="ready", frozen=True):
-    """Child to parent: it serves."""
-
-
-class Collect(msgspec.Struct, tag="collect", frozen=True):
-    """To a child: its metrics, please. To the parent: everybody's."""
-
-    number: int
-
-
-class Collected(msgspec.Struct, tag="collected", frozen=True):
-    """The answer."""
-
-    number: int
-    text: str
-
-
-class Last(msgspec.Struct, tag="last", frozen=True):
-    """Child to parent: its metrics, as it ends."""
-
-    text: str
-
-
-class Reload(msgspec.Struct, tag="reload", frozen=True):
-    """The API keys are to be read anew: one process was told so."""
-
-
-class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """Child to parent: ids of the workers that it refuses; a process that starts is to refuse the same."""
-
-    workers: frozenset[str]
-
-
-class Wants(msgspec.Struct, tag="wants", frozen=True):
-    """Child to parent: what changed of its tenants."""
-
-    tenants: dict[str, Want]
-
-
-class Shared(msgspec.Struct, tag="shared", frozen=True):
-    """To a child: what changed of its tenants' shares."""
-
-    tenants: dict[str, Share]
-
-
-Message = Ready | Collect | Collected | Last | FleetChange | Refused | Reload | Wants | Shared
 _decoder = msgspec.json.Decoder(Message)
 _encoder = msgspec.json.Encoder()
 

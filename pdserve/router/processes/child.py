@@ -1,4 +1,4 @@
-"""One of a router's processes, as its parent has it (see `processes`)."""
+"""One of a router's processes, as its parent has it (see `parent`)."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import asyncio
 import itertools
 import logging
 import multiprocessing
-import signal
 import socket
-import sys
 from collections.abc import Callable
 from multiprocessing.context import SpawnProcess
 from typing import NamedTuple
 
-from pdserve.errors import ConfigError, PdserveError, StartupError
-from pdserve.router.app.generation import LAST_WORD_S
+from pdserve.errors import StartupError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.changes import Changes
 from pdserve.router.fleet.health_check import FirstRound
-from pdserve.router.processes.channel import COLLECT_TIMEOUT_S, Channel, ChannelClosed, Message
-from pdserve.router.processes.serving import configure_logging, serve_child
+from pdserve.router.processes.channel import COLLECT_TIMEOUT_S, Channel, ChannelClosed
+from pdserve.router.processes.messages import Message
+from pdserve.router.processes.serving import run_child
+from pdserve.router.server.uvicorn_server import LAST_WORD_S
 
 logger = logging.getLogger(__name__)
 
@@ -125,20 +124,3 @@ def _started(
         raise StartupError(f"no router process can be started: {error}") from None
     ours.setblocking(False)
     return process, ours
-
-
-def run_child(
-    config: RouterConfig,
-    listening: socket.socket,
-    channel: socket.socket,
-    admin: socket.socket | None,
-    first: FirstRound,
-) -> None:
-    """A child's whole life."""
-    configure_logging(config)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal's goes to all; the parent's is what counts
-    try:
-        serve_child(config, listening, channel, admin, first)
-    except PdserveError as error:
-        sys.stderr.write(f"pdserve router: error: {error}\n")
-        sys.exit(2 if isinstance(error, ConfigError) else 1)

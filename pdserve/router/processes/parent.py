@@ -30,10 +30,12 @@ from pdserve.errors import ConfigError, PdserveError, StartupError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.changes import Changes, FleetChange
 from pdserve.router.fleet.health_check import FirstRound
-from pdserve.router.fleet.registry import Worker, listed_workers
+from pdserve.router.fleet.registry import listed_workers
+from pdserve.router.fleet.worker import Worker
 from pdserve.router.metrics.merge import GROWING, add_up
 from pdserve.router.metrics.names import PREFIX
-from pdserve.router.processes.channel import (
+from pdserve.router.processes.child import Child, Setup
+from pdserve.router.processes.messages import (
     Collect,
     Collected,
     Last,
@@ -44,10 +46,9 @@ from pdserve.router.processes.channel import (
     Shared,
     Wants,
 )
-from pdserve.router.processes.child import Child, Setup
 from pdserve.router.processes.reload import stamp, watch_file
-from pdserve.router.processes.serving import bind
 from pdserve.router.processes.shared_limits import Divider, Shares
+from pdserve.router.server.listening import bind
 from pdserve.settings.command_line import ConfigSource
 
 logger = logging.getLogger(__name__)

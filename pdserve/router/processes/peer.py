@@ -1,4 +1,4 @@
-"""A router process among several: what it tells its parent, and what it hears from it (see `processes`)."""
+"""A router process among several: what it tells its parent, and what it hears from it (see `parent`)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from prometheus_client import generate_latest
 from pdserve.errors import ConfigError, RequestError
 from pdserve.router.app.router import Router
 from pdserve.router.fleet.changes import FleetChange
-from pdserve.router.processes.channel import (
-    SUM_TIMEOUT_S,
-    Channel,
-    ChannelClosed,
+from pdserve.router.processes.channel import SUM_TIMEOUT_S, Channel, ChannelClosed
+from pdserve.router.processes.messages import (
     Collect,
     Collected,
     Last,

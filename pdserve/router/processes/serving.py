@@ -1,4 +1,4 @@
-"""The router's process: listening socket, event loop, uvicorn, graceful stop."""
+"""The life of a serving process: alone, or as one of several."""
 
 from __future__ import annotations
 
@@ -6,52 +6,33 @@ import asyncio
 import contextlib
 import gc
 import logging
-import math
-import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
-from functools import partial
+import sys
+from collections.abc import AsyncIterator
 
 import uvicorn
 import uvloop
 
-from pdserve.errors import ConfigError, StartupError
+from pdserve.errors import ConfigError, PdserveError
 from pdserve.logs import configure_logs
 from pdserve.router.admin.app import AdminApp
 from pdserve.router.admin.live_feed import LiveFeed
-from pdserve.router.app.generation import LAST_WORD_S
-from pdserve.router.app.router import Router, open_router
+from pdserve.router.app.lifespan import open_router
+from pdserve.router.app.router import Router
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.config.tenants import Access
 from pdserve.router.fleet.health_check import FirstRound
+from pdserve.router.processes.peer import Peers
 from pdserve.router.processes.reload import stamp, take_over, watch_file
-from pdserve.router.server.connection import ClientProtocol, Connections
-from pdserve.settings.command_line import RESTARTED, ConfigSource
+from pdserve.router.server.listening import bind
+from pdserve.router.server.uvicorn_server import make_server, serve_until_stopped
+from pdserve.settings.command_line import ConfigSource
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 4096
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 GC_THRESHOLD = (10_000, 20, 50)
 """A request makes some 200 objects and hardly a cycle: Python's own 700 would look for garbage every few."""
-
-
-def run(config: RouterConfig, source: ConfigSource[RouterConfig] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM. Returns the exit status; raises ConfigError, StartupError."""
-    configure_logging(config)
-    if not (config.decode or config.agg or config.etcd.endpoints) and config.admin.port is None:
-        raise ConfigError(
-            "no workers: list 'decode' (and 'prefill') workers, or 'agg' workers, or set etcd.endpoints"
-        )
-    first = FirstRound(strict=RESTARTED not in os.environ)
-    if config.processes > 1:
-        from pdserve.router.processes.parent import run_processes
-
-        run_processes(config, source, first)
-    else:
-        uvloop.run(_serve_alone(config, source, first))
-    return 0
 
 
 def configure_logging(config: RouterConfig) -> None:
@@ -59,6 +40,11 @@ def configure_logging(config: RouterConfig) -> None:
     configure_logs(config.log_format, config.log_level, text_format=LOG_FORMAT)
     for noisy in ("httpx", "httpcore", "uvicorn.error", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def serve_alone(config: RouterConfig, source: ConfigSource[RouterConfig] | None, first: FirstRound) -> None:
+    """Serve in this process until SIGINT or SIGTERM. Raises ConfigError, StartupError."""
+    uvloop.run(_serve_alone(config, source, first))
 
 
 async def _serve_alone(
@@ -109,7 +95,6 @@ def serve_child(
     first: FirstRound,
 ) -> None:
     """Serve as one of several processes, until SIGTERM or until the parent is gone. Raises StartupError."""
-    from pdserve.router.processes.peer import Peers
 
     async def main() -> None:
         async with _server(config, first) as (router, server):
@@ -128,30 +113,12 @@ async def _server(config: RouterConfig, first: FirstRound) -> AsyncIterator[tupl
     """A router and its server, to be stopped by SIGTERM or SIGINT."""
     loop = asyncio.get_running_loop()
     async with open_router(config, first=first) as router:
-        server = make_server(router, config, config.access)
+        server = make_server(router, config, config.access, router.generation)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, server.handle_exit, number, None)
         gc.freeze()  # what was made until now stays: the collector need not look at it again
         gc.set_threshold(*GC_THRESHOLD)
         yield router, server
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handling, which ends the process by the signal after a graceful stop."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.server_state: Connections = Connections()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Finish what runs."""
-        self.server_state.is_stopping = True
-        await super().shutdown(sockets)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leaves the signals to whoever runs the server."""
-        yield
 
 
 @contextlib.asynccontextmanager
@@ -178,69 +145,18 @@ async def administered(
             await serving
 
 
-def make_server(application: object, config: RouterConfig, access: Access | None = None) -> uvicorn.Server:
-    """uvicorn for this router: httptools, no access log, headers of our own only; TLS as `access` says.
-    Raises ConfigError for a certificate that cannot be used.
-    """
-    access = access or Access()
-    settings = uvicorn.Config(
-        application,  # type: ignore[arg-type]  # our own, looser ASGI types
-        http=partial(  # type: ignore[arg-type]  # a factory will do
-            ClientProtocol,
-            head_s=config.deadlines.head_s,
-            hot=application.hot if isinstance(application, Router) else None,
-        ),
-        ws="none",
-        lifespan="off",
-        interface="asgi3",
-        access_log=False,
-        log_config=None,
-        server_header=False,
-        proxy_headers=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=math.ceil(config.client_keepalive_s),
-        timeout_graceful_shutdown=math.ceil(config.stop_grace_s),
-        ssl_certfile=access.tls_cert_file,
-        ssl_keyfile=access.tls_key_file,
-    )
+def run_child(
+    config: RouterConfig,
+    listening: socket.socket,
+    channel: socket.socket,
+    admin: socket.socket | None,
+    first: FirstRound,
+) -> None:
+    """A child's whole life."""
+    configure_logging(config)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal's goes to all; the parent's is what counts
     try:
-        settings.load()
-    except OSError as error:  # ssl.SSLError too
-        files = f"{access.tls_cert_file} and {access.tls_key_file}"
-        raise ConfigError(f"access: no certificate and key can be had from {files}: {error}") from None
-    return _Server(settings)
-
-
-async def serve_until_stopped(server: uvicorn.Server, listening: socket.socket) -> None:
-    """Serve until `server.should_exit`; then running requests have `stop_grace_s`, and a
-    moment more for a last word."""
-    await server.serve(sockets=[listening])
-    if server.server_state.tasks:
-        await asyncio.wait(server.server_state.tasks, timeout=LAST_WORD_S + 1.0)
-
-
-def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A listening socket; `shared`: one of several on the port. Raises StartupError when the address cannot
-    be had.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listening = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise StartupError(f"cannot listen on {host}:{port}: {error}") from None
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listening.bind(address)
-        listening.listen(BACKLOG)
-    except OSError as error:
-        listening.close()
-        raise StartupError(
-            f"cannot listen on {host}:{port}: {error.strerror}; stop what uses the port, or choose another "
-            "with --port"
-        ) from None
-    listening.setblocking(False)
-    return listening
+        serve_child(config, listening, channel, admin, first)
+    except PdserveError as error:
+        sys.stderr.write(f"pdserve router: error: {error}\n")
+        sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -21,7 +21,8 @@ from typing import Final
 
 import msgspec
 
-from pdserve.router.tenants.registry import Tenants, TenantState
+from pdserve.router.tenants.registry import Tenants
+from pdserve.router.tenants.tenant import TenantState
 
 TELL_S: Final = 0.1
 """A process tells what changed so often."""

@@ -19,7 +19,7 @@ from pdserve.router.api.errors import convert_error, error_event, error_of, erro
 from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.request.token_usage import Meter
 from pdserve.router.server.client import Client, Headers
-from pdserve.router.tenants.registry import TenantState
+from pdserve.router.tenants.tenant import TenantState
 from pdserve.tracing import PASSED_ON, Trace
 
 Phase = Literal["body", "plan", "queue", "settle", "prefill", "decode", "stream"]

@@ -1,15 +1,14 @@
-"""Who sent a request on a hot route, and the way back there."""
+"""What a handler needs of a request and its client, and what a request needs of its connection."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.server import ServerState
+
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -63,55 +62,33 @@ class Client(Protocol):
         ...
 
 
-class AsgiClient:
-    """As any ASGI server has it."""
+class Wire(Protocol):
+    """The connection that carries a request, as `RequestCycle` uses it."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
-        self.headers: Headers = scope["headers"]
-        self._receive = receive
-        self._send = send
-        self._head: Message | None = None
-        self._watching: asyncio.Task[None] | None = None
+    loop: asyncio.AbstractEventLoop
+    flow: FlowControl
+    transport: asyncio.Transport
+    tasks: set[asyncio.Task[Any]]
+    """Of the whole server: a graceful stop waits for them."""
+    server_state: ServerState
 
-    async def read(self) -> tuple[bytes, bool] | None:
-        """The next piece of the request's body."""
-        message = await self._receive()
-        if message["type"] == "http.disconnect":
-            return None
-        return message.get("body", b""), message.get("more_body", False)
-
-    def start(self, status: int, headers: Headers, length: int | None, *, closes: bool = False) -> None:
-        """Begin the answer."""
-        more = [(b"content-length", b"%d" % length)] if length is not None else []
-        if closes:
-            more.append((b"connection", b"close"))
-        self._head = {"type": "http.response.start", "status": status, "headers": [*headers, *more]}
-
-    async def write(self, body: bytes, more: bool) -> None:
-        """Send a piece of the answer's body."""
-        if self._head is not None:
-            head, self._head = self._head, None
-            await self._send(head)
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
-
-    takes_now = False
-
-    def write_now(self, body: bytes) -> None:
-        """ASGI has no such thing."""
-        raise NotImplementedError
+    @property
+    def is_closing(self) -> bool:
+        """Nothing is sent any more."""
+        ...
 
     def watch(self, on_gone: Callable[[], None]) -> None:
-        """Wait for the client's going beside the request."""
-        self._watching = asyncio.get_running_loop().create_task(self._wait_gone(on_gone))
+        """Call `on_gone` when the client goes away, now if it has, until `unwatch`."""
+        ...
 
     def unwatch(self) -> None:
-        """Wait no more."""
-        if self._watching is not None:
-            self._watching.cancel()
+        """The request is over."""
+        ...
 
-    async def _wait_gone(self, on_gone: Callable[[], None]) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        on_gone()
+    def close_in_order(self) -> None:
+        """Close after what was written was sent; the client may still send."""
+        ...
+
+    def on_response_complete(self) -> None:
+        """The answer is sent: the next request's turn."""
+        ...

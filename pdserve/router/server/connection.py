@@ -2,7 +2,8 @@
 
 uvicorn bounds how long a connection may be idle after an answer. Here are bounds on the rest of what a client
 may do instead of asking: send nothing, send its head (or a body that nobody waits for) drop by drop, send a
-head without an end. Who reads a body bounds that one (hot.py).
+head without an end. Who reads a body
+bounds that one (`app/generation.py`).
 
 When the router stops, uvicorn closes connections as soon as they are idle, and a request that is on its way
 there is lost. So an idle connection lives on for `LINGER_S`, and what comes is answered, with `Connection:
@@ -23,7 +24,7 @@ from typing import Any, Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from pdserve.router.server.request_cycle import DirectClient
+from pdserve.router.server.request_cycle import RequestCycle
 
 MAX_HEAD_BYTES = 64 * 1024
 """Longest request line and headers; httptools has no bound of its own."""
@@ -44,28 +45,28 @@ class Connections(ServerState):
     is_stopping = False
 
 
-class HotTargets(Protocol):
-    """Whoever serves hot routes past ASGI."""
+class DirectHandler(Protocol):
+    """Serves some paths past ASGI."""
 
     @property
     def targets(self) -> Mapping[bytes, str]:
         """Path by request target."""
         ...
 
-    async def serve(self, client: DirectClient) -> None:
+    async def serve(self, client: RequestCycle) -> None:
         """Answer one request."""
         ...
 
 
-class ClientProtocol(HttpToolsProtocol):
-    """One connection. A head must be whole within `head_s` of its first byte; what is for `hot` goes there,
-    and the rest to uvicorn's application.
+class ClientConnection(HttpToolsProtocol):
+    """One connection. A head must be whole within `head_s` of its first byte. `direct` gets the requests for
+    its targets, and the rest goes to uvicorn's application.
     """
 
-    def __init__(self, *, head_s: float, hot: HotTargets | None = None, **given: Any) -> None:
+    def __init__(self, *, head_s: float, direct: DirectHandler | None = None, **given: Any) -> None:
         super().__init__(**given)
         self._head_s = head_s
-        self._hot = hot
+        self._direct = direct
         self._head_bytes = 0
         self._in_head = True
         self._has_ended = False
@@ -95,7 +96,7 @@ class ClientProtocol(HttpToolsProtocol):
         if self._idle is not None:
             self._idle.cancel()
         super().connection_lost(exc)
-        # request and connection hold each other, and the garbage collector runs seldom (serve.py)
+        # request and connection hold each other, and the garbage collector runs seldom
         self.cycle = self.scope = None  # type: ignore[assignment]
         self._is_gone = self.is_closing = True
         if self._on_gone is not None:
@@ -152,9 +153,9 @@ class ClientProtocol(HttpToolsProtocol):
         self._in_head = False
         if self._late is not None:
             self._unset_late()
-        path = None if self._hot is None else self._hot.targets.get(self.url)
+        path = None if self._direct is None else self._direct.targets.get(self.url)
         if path is not None and self.parser.get_method() == b"POST" and self._is_plain:
-            self._begin_hot(path)
+            self._begin_direct(path)
         else:
             self._begin_ordinary()
         if self._is_last:
@@ -164,9 +165,9 @@ class ClientProtocol(HttpToolsProtocol):
     def _is_plain(self) -> bool:
         return self.parser.get_http_version() == "1.1" and not self.parser.should_upgrade()
 
-    def _begin_hot(self, path: str) -> None:
+    def _begin_direct(self, path: str) -> None:
         before = self.cycle
-        client = DirectClient(
+        client = RequestCycle(
             self,
             path,
             self.headers,
@@ -195,9 +196,9 @@ class ClientProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         """A pipelined request's turn has come."""
-        if isinstance(cycle, DirectClient):
-            assert self._hot is not None
-            cycle.begin(self._hot.serve)
+        if isinstance(cycle, RequestCycle):
+            assert self._direct is not None
+            cycle.begin(self._direct.serve)
         else:
             super()._start_asgi_task(cycle, app)
 

@@ -2,7 +2,7 @@
 
 uvicorn's way from a parsed head to the application and back (a scope, messages in dictionaries, an event, a
 check of every header by pattern, a system call for the head alone) was a fifth of what a request costs here.
-`DirectClient` stands where uvicorn's protocol has a `RequestResponseCycle`, under the names that it uses
+`RequestCycle` stands where uvicorn's protocol has a `RequestResponseCycle`, under the names that it uses
 there, so pipelining, back-pressure, keep-alive and the stop stay uvicorn's; the body's framing and the answer
 are written here. It serves what the hot routes are made for, a POST by HTTP/1.1 to exactly their path;
 anything else goes uvicorn's way.
@@ -14,28 +14,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from pdserve.router.server.client import Headers
-
-if TYPE_CHECKING:
-    from pdserve.router.server.connection import ClientProtocol
+from pdserve.router.server.client import Headers, Wire
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
 
 
-class DirectClient:
+class RequestCycle:
     """One POST on a connection of uvicorn's; see `client.Client` for what has no comment here."""
 
     __slots__ = (
         "_head",
         "_is_chunked",
-        "_protocol",
         "_task",
         "_waiter",
+        "_wire",
         "body",
         "disconnected",
         "expects_continue",
@@ -50,14 +47,14 @@ class DirectClient:
 
     def __init__(
         self,
-        protocol: ClientProtocol,
+        wire: Wire,
         path: str,
         headers: Headers,
         *,
         keep_alive: bool,
         expects_continue: bool,
     ) -> None:
-        self._protocol = protocol
+        self._wire = wire
         self._head = b""
         self._is_chunked = False
         self._task: asyncio.Task[None] | None = None
@@ -73,24 +70,24 @@ class DirectClient:
         self.response_started = False
         self.response_complete = False
 
-    def begin(self, serve: Callable[[DirectClient], Coroutine[Any, Any, None]]) -> None:
+    def begin(self, serve: Callable[[RequestCycle], Coroutine[Any, Any, None]]) -> None:
         """Have the request served, in a task of its own."""
-        self._task = self._protocol.loop.create_task(self._run(serve))
-        self._protocol.tasks.add(self._task)
+        self._task = self._wire.loop.create_task(self._run(serve))
+        self._wire.tasks.add(self._task)
 
-    async def _run(self, serve: Callable[[DirectClient], Coroutine[Any, Any, None]]) -> None:
+    async def _run(self, serve: Callable[[RequestCycle], Coroutine[Any, Any, None]]) -> None:
         try:
             await serve(self)
         finally:
             assert self._task is not None
-            self._protocol.tasks.discard(self._task)
+            self._wire.tasks.discard(self._task)
             if not (self.response_complete or self.disconnected):
-                self._protocol.transport.close()
+                self._wire.transport.close()
 
     # --- for uvicorn's protocol
 
     @property
-    def message_event(self) -> DirectClient:
+    def message_event(self) -> RequestCycle:
         """What uvicorn sets when there is something new."""
         return self
 
@@ -103,13 +100,13 @@ class DirectClient:
 
     async def read(self) -> tuple[bytes, bool] | None:
         """The next piece of the request's body."""
-        protocol = self._protocol
-        if self.expects_continue and not protocol.transport.is_closing():
+        wire = self._wire
+        if self.expects_continue and not wire.transport.is_closing():
             self.expects_continue = False
-            protocol.transport.write(_CONTINUE)
+            wire.transport.write(_CONTINUE)
         while not self.body and self.more_body and not self.disconnected:
-            protocol.flow.resume_reading()
-            self._waiter = protocol.loop.create_future()
+            wire.flow.resume_reading()
+            self._waiter = wire.loop.create_future()
             await self._waiter
         if self.disconnected:
             return None
@@ -122,7 +119,7 @@ class DirectClient:
         self.expects_continue = False
         if closes:
             self.keep_alive = False
-        lines = [b"%b: %b\r\n" % pair for pair in self._protocol.server_state.default_headers]
+        lines = [b"%b: %b\r\n" % pair for pair in self._wire.server_state.default_headers]
         lines += [b"%b: %b\r\n" % pair for pair in headers]
         self._is_chunked = length is None
         if length is None:
@@ -138,34 +135,34 @@ class DirectClient:
 
     async def write(self, body: bytes, more: bool) -> None:
         """Send a piece of the answer's body."""
-        protocol = self._protocol
-        if protocol.flow.write_paused and not self.disconnected:
-            await protocol.flow.drain()
-        if self.disconnected or self.response_complete or protocol.is_closing:
+        wire = self._wire
+        if wire.flow.write_paused and not self.disconnected:
+            await wire.flow.drain()
+        if self.disconnected or self.response_complete or wire.is_closing:
             return
         data = self._framed(body)
         if self._is_chunked and not more:
             data += _LAST_CHUNK
-        protocol.transport.write(data)
+        wire.transport.write(data)
         if not more:
             self.response_complete = True
             if not self.keep_alive:
                 if self.more_body:
-                    protocol.close_in_order()
+                    wire.close_in_order()
                 else:
-                    protocol.transport.close()
-            protocol.on_response_complete()
+                    wire.transport.close()
+            wire.on_response_complete()
 
     @property
     def takes_now(self) -> bool:
         """Nothing is to be waited for."""
-        protocol = self._protocol
-        is_closing = protocol.is_closing or protocol.transport.is_closing()
-        return not (protocol.flow.write_paused or self.disconnected or is_closing)
+        wire = self._wire
+        is_closing = wire.is_closing or wire.transport.is_closing()
+        return not (wire.flow.write_paused or self.disconnected or is_closing)
 
     def write_now(self, body: bytes) -> None:
         """Send a piece of the answer's body, not the last and not empty."""
-        self._protocol.transport.write(self._framed(body))
+        self._wire.transport.write(self._framed(body))
 
     def _framed(self, body: bytes) -> bytes:
         """What stands before it, with it."""
@@ -176,8 +173,8 @@ class DirectClient:
 
     def watch(self, on_gone: Callable[[], None]) -> None:
         """The connection knows when its client goes."""
-        self._protocol.watch(on_gone)
+        self._wire.watch(on_gone)
 
     def unwatch(self) -> None:
         """The request is over."""
-        self._protocol.unwatch()
+        self._wire.unwatch()

@@ -1,7 +1,7 @@
 """A keep-alive connection to a worker: HTTP/1.1 on an asyncio protocol, parsed by httptools.
 
 Rules:
-- A `Connection` carries one `Exchange` at a time.
+- A `Connection` carries one `Response` at a time.
 - Body bytes are handed on as they came (transfer coding removed); they are never looked at.
 - A body without length that ends with the connection is whole, unless that was reset; one with a length or
   chunked coding that does so is cut short, which is an error, as are bytes that are not HTTP, a head without
@@ -18,7 +18,7 @@ from typing import cast
 import httptools
 
 from pdserve.router.deadlines import Deadlines
-from pdserve.router.upstream.response import ErrorKind, Exchange, UpstreamError
+from pdserve.router.upstream.response import ErrorKind, Response, UpstreamError
 
 MAX_HEAD_BYTES = 64 * 1024
 """Longest response head (status line and headers); uvicorn's own bound for requests is the same."""
@@ -45,7 +45,7 @@ class Connection(asyncio.Protocol):
         self._pool = pool
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
-        self._exchange: Exchange | None = None
+        self._response: Response | None = None
         self._has_length = False
         self._interim = False
         self._keep_alive = True
@@ -59,21 +59,21 @@ class Connection(asyncio.Protocol):
     @property
     def is_usable(self) -> bool:
         """Open, idle and clean."""
-        return not self._closed and self._exchange is None and self._keep_alive
+        return not self._closed and self._response is None and self._keep_alive
 
-    def start(self, head: bytes, body: bytes, deadlines: Deadlines) -> Exchange:
-        """Send a request; the caller owns the exchange. Raises UpstreamError if the connection is gone
+    def start(self, head: bytes, body: bytes, deadlines: Deadlines) -> Response:
+        """Send a request; the caller owns the response. Raises UpstreamError if the connection is gone
         already.
         """
         transport = self._transport
         if transport is None or self._closed:
             raise UpstreamError("closed", "the connection was closed")
-        exchange = self._exchange = Exchange(self, deadlines)
+        response = self._response = Response(self, deadlines)
         if len(body) <= JOIN_BYTES:
             transport.write(head + body)
         else:
             transport.writelines([head, body])
-        return exchange
+        return response
 
     def cut(self) -> None:
         """Close at once; what was not sent yet is dropped."""
@@ -83,12 +83,12 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def fail(self, error: UpstreamError) -> None:
-        """Close at once; the exchange on it, if any, fails with `error`."""
-        if self._exchange is not None:
-            self._exchange.fail(error)
+        """Close at once; the response on it, if any, fails with `error`."""
+        if self._response is not None:
+            self._response.fail(error)
         self.cut()
 
-    # --- for the exchange
+    # --- for the response
 
     def pause_reading(self) -> None:
         """Take no more bytes from the worker."""
@@ -100,9 +100,9 @@ class Connection(asyncio.Protocol):
         if self._transport is not None and not self._closed:
             self._transport.resume_reading()
 
-    def end_exchange(self, whole: bool) -> None:
-        """The exchange's owner is done with it."""
-        self._exchange = None
+    def end_response(self, whole: bool) -> None:
+        """The response's owner is done with it."""
+        self._response = None
         self.used = True
         if whole and self._keep_alive and not self._closed:
             self._pool.keep(self)
@@ -120,34 +120,36 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the worker."""
-        exchange = self._exchange
-        if exchange is None:  # bytes nobody asked for: whatever they are, the connection is out of step
+        response = self._response
+        if response is None:  # bytes nobody asked for: whatever they are, the connection is out of step
             self._drop()
             return
-        exchange.received_bytes += len(data)
+        response.received_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._keep_alive = False
-            exchange.fail(UpstreamError("protocol", f"answer is not HTTP: {error}"))
+            response.fail(UpstreamError("protocol", f"answer is not HTTP: {error}"))
             return
-        exchange.received()
-        if not exchange.status and exchange.received_bytes > MAX_HEAD_BYTES:
+        response.received()
+        if not response.status and response.received_bytes > MAX_HEAD_BYTES:
             self._keep_alive = False
-            exchange.fail(UpstreamError("protocol", f"answer's head is longer than {MAX_HEAD_BYTES} bytes"))
+            response.fail(UpstreamError("protocol", f"answer's head is longer than {MAX_HEAD_BYTES} bytes"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone, by us or by the worker."""
         self._closed = True
-        del self._parser  # they hold each other, and the garbage collector runs seldom (serve.py)
-        exchange = self._exchange
-        if exchange is not None and not exchange.complete:
-            if exchange.status and not self._has_length and exchange.error is None and exc is None:
-                exchange.complete = True  # no length: the end of the connection is the end of the body
-                exchange.wake()
+        del (
+            self._parser
+        )  # they hold each other, and the garbage collector runs seldom (`processes/serving.py`)
+        response = self._response
+        if response is not None and not response.complete:
+            if response.status and not self._has_length and response.error is None and exc is None:
+                response.complete = True  # no length: the end of the connection is the end of the body
+                response.wake()
             else:
-                kind: ErrorKind = "cut" if exchange.status else "closed"
-                exchange.fail(UpstreamError(kind, "the worker closed the connection"))
+                kind: ErrorKind = "cut" if response.status else "closed"
+                response.fail(UpstreamError(kind, "the worker closed the connection"))
         self._pool.forget(self)
 
     def _drop(self) -> None:
@@ -158,48 +160,48 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         """A head begins."""
-        if self._exchange is None or self._exchange.complete:
+        if self._response is None or self._response.complete:
             self._keep_alive = False  # a second answer to one request: out of step
         self._has_length = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header line."""
-        exchange = self._exchange
-        if exchange is None or exchange.complete:
+        response = self._response
+        if response is None or response.complete:
             return
         name = name.lower()
         if name in (b"content-length", b"transfer-encoding"):
             self._has_length = True
-        exchange.headers.append((name, value))
+        response.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """The head is whole; a 1xx head is dropped, the real one follows."""
-        exchange = self._exchange
-        if exchange is None or exchange.complete:
+        response = self._response
+        if response is None or response.complete:
             return
         status: int = self._parser.get_status_code()
         self._interim = status < 200
         if self._interim:
-            exchange.headers.clear()
+            response.headers.clear()
             return
-        exchange.status = status
-        exchange.wake()
+        response.status = status
+        response.wake()
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body, transfer coding removed."""
-        exchange = self._exchange
-        if exchange is not None and not exchange.complete:
-            exchange.push(body)
+        response = self._response
+        if response is not None and not response.complete:
+            response.push(body)
 
     def on_message_complete(self) -> None:
         """The response is whole."""
         if self._interim:
             self._interim = False
             return
-        exchange = self._exchange
-        if exchange is None or exchange.complete:
+        response = self._response
+        if response is None or response.complete:
             return
         if not self._parser.should_keep_alive():
             self._keep_alive = False
-        exchange.complete = True
-        exchange.wake()
+        response.complete = True
+        response.wake()

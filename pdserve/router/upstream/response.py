@@ -1,6 +1,6 @@
 """One response of a worker as it comes in: what is there, what is awaited, how it ended.
 
-- Whoever asked owns the `Exchange` and must `release()` it on every path. Released whole and clean, the
+- Whoever asked owns the `Response` and must `release()` it on every path. Released whole and clean, the
   connection is kept alive; otherwise it is cut at once, and that is what aborts the request in the worker.
 - Back-pressure: beyond `HIGH_WATER_BYTES` unread, reading from the worker pauses until they were read.
 - Every wait has a deadline (see `deadlines`), counted only while somebody waits for the worker, not while the
@@ -37,7 +37,7 @@ class UpstreamError(PdserveError):
 
 
 class Carrier(Protocol):
-    """What an exchange asks of the connection that carries it."""
+    """What a response asks of the connection that carries it."""
 
     def pause_reading(self) -> None:
         """Take no more bytes from the worker."""
@@ -47,12 +47,12 @@ class Carrier(Protocol):
         """Take bytes from the worker again."""
         ...
 
-    def end_exchange(self, whole: bool) -> None:
-        """The exchange's owner is done with it; `whole`: the response came to its end."""
+    def end_response(self, whole: bool) -> None:
+        """The response's owner is done with it; `whole`: the response came to its end."""
         ...
 
 
-class Exchange:
+class Response:
     """The response to one request. Chunks are kept until read, bounded by back-pressure."""
 
     __slots__ = (
@@ -161,7 +161,7 @@ class Exchange:
             self._resume()
         connection, self._connection = self._connection, None
         if connection is not None:
-            connection.end_exchange(self.complete and self.error is None)
+            connection.end_response(self.complete and self.error is None)
         self.error = None  # it holds what it was raised through, which holds this
 
     # --- for the deadline sweep

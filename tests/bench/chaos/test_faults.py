@@ -21,7 +21,6 @@ from pdserve.bench.chaos.report import table
 from pdserve.bench.chaos.run import Outcome, Replay
 from pdserve.bench.stores import BenchError
 from pdserve.errors import PoolRefused, PoolUnavailable
-from pdserve.kvpool.node.upgrade.handover import STAND_IN
 from pdserve.kvpool.protocol.messages import (
     FULL,
     GRANTED,
@@ -132,11 +131,10 @@ def test_a_round_of_upgrades_is_done_when_its_last_node_is(
     assert acted.became == became
 
 
-def test_an_upgrade_lasts_until_the_node_itself_serves_and_not_its_stand_in(
+def test_an_upgrade_lasts_until_another_incarnation_serves(
     field: Field, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = [(1, {}), (2, {STAND_IN: 1}), (3, {}), (3, {})]
-    reports = [SimpleNamespace(incarnation=number, counters=counters) for number, counters in served]
+    reports = [SimpleNamespace(incarnation=number, counters={}) for number in (1, 1, 3, 3)]
     monkeypatch.setattr(field.nodes[0], "status", lambda: reports.pop(0))
     monkeypatch.setattr(field, "nodes", field.nodes[:1])
     monkeypatch.setattr(perform, "ask", lambda *_: None)

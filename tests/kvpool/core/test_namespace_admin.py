@@ -8,18 +8,19 @@ from hypothesis import strategies as st
 
 from pdserve.kvpool.core.events import (
     Answer,
-    NamespacesForgotten,
-    NamespacesLearned,
     PublishNamespace,
+    RecordsForgotten,
+    RecordsLearned,
     SaveNamespaces,
 )
 from pdserve.kvpool.core.namespace_admin import Rules
-from pdserve.kvpool.namespaces.access import ADMIN, ALL, KEPT, READ, WRITE
+from pdserve.kvpool.namespaces.access import KEPT
 from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.namespaces.registry import bucket_of
 from pdserve.kvpool.protocol import cluster_messages as c
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceSettings
+from pdserve.kvpool.protocol.messages import ADMIN, ALL, READ, WRITE
 from pdserve.tokens import digest
 from tests.support.kvpool.node_model import KIB, Node, key
 
@@ -53,7 +54,7 @@ def drop(node: Node, connection: int, name: str) -> int:
 
 
 def learn(node: Node, *records: NamespaceRecord) -> None:
-    node.do(NamespacesLearned(list(records)))
+    node.do(RecordsLearned(list(records)))
 
 
 def test_a_forgotten_namespace_that_this_node_held_for_living_goes_with_its_pages() -> None:
@@ -64,7 +65,7 @@ def test_a_forgotten_namespace_that_this_node_held_for_living_goes_with_its_page
     for number in numbers:
         node.put(a, number, 1)
     floors = sorted((bucket_of(name), 7) for name in ("ns", "configured"))
-    actions = node.do(NamespacesForgotten(["ns", "configured", "unknown"], floors))
+    actions = node.do(RecordsForgotten(["ns", "configured", "unknown"], floors))
     assert node.status().pages == 0
     again = NamespaceRecord("configured", 8, 8, {}, NamespaceSettings(weight=3.0))
     assert PublishNamespace(again) in actions
@@ -264,7 +265,7 @@ def test_news_of_settings_keeps_pages_and_old_news_changes_nothing() -> None:
     learn(node, newer, NamespaceRecord("elsewhere", 1, 1, {}))
     assert node.exists(a, ns, 1) == [1]
     assert node.status().namespaces[0].settings.weight == 9.0
-    assert node.do(NamespacesLearned([newer, NamespaceRecord("ns", 4, 1, {})])) == []
+    assert node.do(RecordsLearned([newer, NamespaceRecord("ns", 4, 1, {})])) == []
 
 
 def test_nodes_exchange_no_pages_of_different_generations_and_bring_nothing_back() -> None:

@@ -21,7 +21,8 @@ from pdserve.router.admin.app import AdminApp
 from pdserve.router.admin.live_feed import LiveFeed
 from pdserve.router.admin.live_page import password_as_bearer
 from pdserve.router.config.router import Admin
-from pdserve.router.processes.serving import bind, make_server
+from pdserve.router.server.listening import bind
+from pdserve.router.server.uvicorn_server import make_server
 from tests.router.request.test_timing import TOLD, telling
 from tests.support.e2e.cluster import PoolNode
 from tests.support.router.harness import Harness, disagg, run

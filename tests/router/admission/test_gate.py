@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.router.app.router import open_router
+from pdserve.router.app.lifespan import open_router
 from pdserve.router.config.router import Admin, RouterConfig
 from pdserve.router.config.tenants import Access, Admission, Tenant
 from pdserve.router.tenants.api_keys import key_line

@@ -139,7 +139,7 @@ def test_a_document_that_is_wrong_is_found_out(tmp_path: Path, monkeypatch: pyte
         del made["paths"]["/v1/models/{model}"]["get"]["responses"]["404"]
         return made
 
-    monkeypatch.setattr("pdserve.router.app.router.complete", forgetful)
+    monkeypatch.setattr("pdserve.router.app.routes.complete", forgetful)
     hooks = tmp_path / "api_hooks.py"
     hooks.write_text(HOOKS)
     run(main(), timeout_s=120)

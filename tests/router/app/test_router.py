@@ -11,8 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.errors import ConfigError, StartupError
 from pdserve.logs import configure_logs
-from pdserve.router.app.router import open_router
-from pdserve.router.config.router import Probe, RouterConfig
+from pdserve.router.app.lifespan import open_router
+from pdserve.router.config.limits import Probe
+from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.health_check import FirstRound
 from tests.support.router.harness import FAST, Harness, chat_body, disagg, routed, run
 from tests.support.router.mock_worker import (

@@ -9,7 +9,8 @@ import logging
 import msgspec
 import pytest
 
-from pdserve.router.config.router import Deadlines, Limits, RouterConfig, Session
+from pdserve.router.config.limits import Deadlines, Limits
+from pdserve.router.config.router import RouterConfig, Session
 from tests.support.router.harness import FAST, chat_body, disagg, routed, run
 from tests.support.router.mock_worker import (
     ANSWER,

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pdserve.router.api.endpoints import ENDPOINTS
-from pdserve.router.config.router import Limits, Probe
+from pdserve.router.config.limits import Limits, Probe
 from pdserve.router.dispatch.resume import Continue, may_continue
 from tests.support.router.harness import FAST, Harness, Response, chat_body, disagg, run
 from tests.support.router.mock_worker import (

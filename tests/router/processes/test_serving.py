@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from pdserve.errors import StartupError
-from pdserve.router.processes.serving import bind
+from pdserve.router.server.listening import bind
 from tests.support.router.harness import Connection, chat_body, run
 from tests.support.router.mock_worker import ANSWER, EVENTS, Gate, MockWorker, stream, workers
 
@@ -26,7 +26,7 @@ def lingering(seconds: float) -> str:
     """A program, `pdserve`, that keeps idle connections for so long while it stops: a test that is given no
     time by its machine has its requests there before.
     """
-    patched = f"from pdserve.router import client_protocol; client_protocol.LINGER_S = {seconds}"
+    patched = f"from pdserve.router.server import connection; connection.LINGER_S = {seconds}"
     return f"{patched}; from pdserve.cli import main; main()"
 
 

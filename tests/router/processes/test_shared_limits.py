@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.router.api.errors import TooManyError
 from pdserve.router.config.tenants import Tenant, TenantLimits
 from pdserve.router.processes.shared_limits import Divider, Share, SharedLimits, Shares, Want, split
-from pdserve.router.tenants.registry import Tenants, TooManyError
+from pdserve.router.tenants.registry import Tenants
 
 NAME = "t"
 

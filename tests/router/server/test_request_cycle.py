@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.router.server.request_cycle import DirectClient
+from pdserve.router.server.request_cycle import RequestCycle
 from tests.support.router.harness import chat_body, disagg, run
 from tests.support.router.mock_worker import ANSWER, EVENTS, Gate, stream
 
@@ -130,7 +130,7 @@ def test_a_connection_is_closed_when_it_was_idle_for_long_and_not_while_it_is_us
 def test_a_header_with_a_line_end_in_it_is_not_sent() -> None:
     state: Any = SimpleNamespace(default_headers=[(b"date", b"today")])
     protocol: Any = SimpleNamespace(server_state=state)
-    client = DirectClient(protocol, CHAT, [], keep_alive=True, expects_continue=False)
+    client = RequestCycle(protocol, CHAT, [], keep_alive=True, expects_continue=False)
     client.start(200, [(b"x-pdserve-plan", b"fine")], 0)
     with pytest.raises(ValueError, match="end of a line"):
         client.start(200, [(b"x-pdserve-plan", b"a\r\nset-cookie: b")], 0)

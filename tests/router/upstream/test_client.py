@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pdserve.router.config.router import Limits
-from pdserve.router.fleet.registry import Worker
-from pdserve.router.upstream import client as upstream_module
+from pdserve.router.config.limits import Limits
+from pdserve.router.fleet.worker import Worker
+from pdserve.router.upstream import pool as pool_module
 from pdserve.router.upstream.client import Upstream
 from pdserve.router.upstream.connection import MAX_HEAD_BYTES
-from pdserve.router.upstream.response import HIGH_WATER_BYTES, Exchange, UpstreamError
+from pdserve.router.upstream.response import HIGH_WATER_BYTES, Response, UpstreamError
 from tests.support.router.harness import run
 from tests.support.router.mock_worker import (
     CloseConnection,
@@ -39,15 +39,15 @@ class Client:
         self.worker = worker
         self.upstream = upstream
 
-    async def post(self, body: bytes = b"{}", head_s: float = 5.0) -> Exchange:
+    async def post(self, body: bytes = b"{}", head_s: float = 5.0) -> Response:
         return await self.upstream.post(self.worker, "/x", b"x-a: b\r\n", body, connect_s=2.0, head_s=head_s)
 
     async def read(self, body: bytes = b"{}") -> bytes:
-        exchange = await self.post(body)
+        response = await self.post(body)
         try:
-            return await exchange.read_all(5.0, 1 << 30)
+            return await response.read_all(5.0, 1 << 30)
         finally:
-            exchange.release()
+            response.release()
 
 
 @asynccontextmanager
@@ -121,13 +121,13 @@ def test_chunks_are_handed_on_as_they_come() -> None:
         mock = MockWorker("decode")
         mock.script("/x", stream([b"one", b"two"], gate, gate_after=1))
         async with client_of(mock) as client:
-            exchange = await client.post()
-            assert await exchange.read_some(5) == b"one"
-            assert not exchange.complete
+            response = await client.post()
+            assert await response.read_some(5) == b"one"
+            assert not response.complete
             gate.open.set()
-            assert await exchange.read_some(5) == b"two"
-            assert await exchange.read_some(5) == b""
-            exchange.release()
+            assert await response.read_some(5) == b"two"
+            assert await response.read_some(5) == b""
+            response.release()
 
     run(main())
 
@@ -149,7 +149,7 @@ def test_what_is_given_as_it_comes_and_what_is_declined_make_up_the_body_in_orde
         mock = MockWorker("decode")
         mock.script("/x", script)
         async with client_of(mock) as client:
-            exchange = await client.post()
+            response = await client.post()
             got, given = b"", 0
 
             def take(data: bytes) -> bool:
@@ -160,10 +160,10 @@ def test_what_is_given_as_it_comes_and_what_is_declined_make_up_the_body_in_orde
                 given += 1
                 return True
 
-            while not exchange.at_end:
-                data = await exchange.give(take, 5)
+            while not response.at_end:
+                data = await response.give(take, 5)
                 got += data
-            exchange.release()
+            response.release()
             assert got == b"".join(pieces)
             assert given
 
@@ -187,18 +187,18 @@ def test_what_is_given_starts_the_wait_anew_and_an_end_is_told(breaks: bool) -> 
         mock = MockWorker("decode")
         mock.script("/x", script)
         async with client_of(mock) as client:
-            exchange = await client.post()
+            response = await client.post()
             got: list[bytes] = []
             deadlines_s: list[float] = []
 
             def take(data: bytes) -> bool:
                 got.append(data)
-                deadlines_s.append(exchange.deadline_s)
+                deadlines_s.append(response.deadline_s)
                 return True
 
             async def to_the_end() -> None:
                 while True:
-                    got.append(await exchange.give(take, 0.5))
+                    got.append(await response.give(take, 0.5))
 
             with pytest.raises(UpstreamError) as caught:
                 await to_the_end()
@@ -206,7 +206,7 @@ def test_what_is_given_starts_the_wait_anew_and_an_end_is_told(breaks: bool) -> 
             assert deadlines_s == sorted(deadlines_s)
             assert deadlines_s[0] < deadlines_s[-1]
             assert caught.value.kind == ("cut" if breaks else "timeout")
-            exchange.release()
+            response.release()
             gate.open.set()
 
     run(main())
@@ -242,11 +242,11 @@ def test_what_came_before_the_break_can_still_be_read() -> None:
         mock = MockWorker("decode")
         mock.script("/x", close(after=b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort"))
         async with client_of(mock) as client:
-            exchange = await client.post()
-            assert await exchange.read_some(5) == b"short"
+            response = await client.post()
+            assert await response.read_some(5) == b"short"
             with pytest.raises(UpstreamError):
-                await exchange.read_some(5)
-            exchange.release()
+                await response.read_some(5)
+            response.release()
 
     run(main())
 
@@ -276,13 +276,13 @@ def test_a_body_without_length_is_cut_short_by_a_reset() -> None:
         mock = MockWorker("decode")
         mock.script("/x", reset)
         async with client_of(mock) as client:
-            exchange = await client.post()
-            assert await exchange.read_some(5.0) == b"hel"
+            response = await client.post()
+            assert await response.read_some(5.0) == b"hel"
             gate.open.set()
             with pytest.raises(UpstreamError) as caught:
-                await exchange.read_some(5.0)
+                await response.read_some(5.0)
             assert caught.value.kind == "cut"
-            exchange.release()
+            response.release()
 
     run(main())
 
@@ -305,11 +305,11 @@ def test_an_interim_answer_is_passed_over() -> None:
         mock = MockWorker("decode")
         mock.script("/x", raw_answer(b"HTTP/1.1 100 Continue\r\nx: y\r\n\r\n" + OK), raw_answer(OK))
         async with client_of(mock) as client:
-            exchange = await client.post()
-            assert exchange.status == 200
-            assert exchange.headers == [(b"content-length", b"2")]
-            assert await exchange.read_all(5, 100) == b"ok"
-            exchange.release()
+            response = await client.post()
+            assert response.status == 200
+            assert response.headers == [(b"content-length", b"2")]
+            assert await response.read_all(5, 100) == b"ok"
+            response.release()
             assert await client.read() == b"ok"
 
     run(main())
@@ -361,11 +361,11 @@ def test_an_idle_connection_is_dropped_before_the_worker_would(monkeypatch: pyte
         mock.script("/x", raw_answer(OK), raw_answer(OK))
         async with client_of(mock) as client:
             await client.read()
-            monkeypatch.setattr(upstream_module, "IDLE_S", 0.0)
+            monkeypatch.setattr(pool_module, "IDLE_S", 0.0)
             assert client.upstream.pool(client.worker).take_idle(asyncio.get_running_loop().time()) is None
             assert client.upstream.open_count == 0
 
-    assert upstream_module.IDLE_S < 5.0
+    assert pool_module.IDLE_S < 5.0
     run(main())
 
 
@@ -388,12 +388,12 @@ def test_a_gap_in_the_body_times_out() -> None:
         mock = MockWorker("decode")
         mock.script("/x", stream([b"one", b"two"], Gate(), gate_after=1))
         async with client_of(mock) as client:
-            exchange = await client.post()
-            assert await exchange.read_some(5) == b"one"
+            response = await client.post()
+            assert await response.read_some(5) == b"one"
             with pytest.raises(UpstreamError) as caught:
-                await exchange.read_some(0.05)
+                await response.read_some(0.05)
             assert caught.value.kind == "timeout"
-            exchange.release()
+            response.release()
             await mock.wait_until(lambda: mock.disconnected == 1)
 
     run(main())
@@ -463,15 +463,15 @@ def test_a_slow_reader_stops_the_worker_from_sending() -> None:
         mock = MockWorker("decode")
         mock.script("/x", flood)
         async with client_of(mock) as client:
-            exchange = await client.post()
+            response = await client.post()
             before = -1
             while sent != before:  # until the sender is stuck
                 before = sent
                 for _ in range(100):
                     await asyncio.sleep(0)
             assert sent < total
-            assert len(await exchange.read_all(5, total)) == total
-            exchange.release()
+            assert len(await response.read_all(5, total)) == total
+            response.release()
 
     run(main())
 

@@ -12,9 +12,12 @@ from typing import Any
 import msgspec
 import uvloop
 
-from pdserve.router.app.router import Router, open_router
-from pdserve.router.config.router import Deadlines, RouterConfig
-from pdserve.router.processes.serving import bind, make_server, serve_until_stopped
+from pdserve.router.app.lifespan import open_router
+from pdserve.router.app.router import Router
+from pdserve.router.config.limits import Deadlines
+from pdserve.router.config.router import RouterConfig
+from pdserve.router.server.listening import bind
+from pdserve.router.server.uvicorn_server import make_server, serve_until_stopped
 from pdserve.tracing import Tracer
 from tests.support.router.mock_worker import MockWorker, workers
 
@@ -162,7 +165,7 @@ class Harness:
         assert upstream.open_count == upstream.idle_count
         for _ in range(3):
             await asyncio.sleep(0)
-        of_requests = ("run_asgi", "DirectClient", "AsgiClient")
+        of_requests = ("run_asgi", "RequestCycle", "AsgiClient")
         tasks = [repr(task.get_coro()) for task in asyncio.all_tasks()]
         assert [task for task in tasks if any(name in task for name in of_requests)] == []
 
@@ -176,7 +179,7 @@ async def routed(config: RouterConfig, tracer: Tracer | None = None) -> AsyncIte
     """A router with this configuration on a free port."""
     with bind("127.0.0.1", 0) as listening:
         async with open_router(config, tracer) as router:
-            server = make_server(router, config)
+            server = make_server(router, config, direct=router.generation)
             serving = asyncio.create_task(serve_until_stopped(server, listening))
             harness = Harness(router, listening.getsockname()[1])
             try:

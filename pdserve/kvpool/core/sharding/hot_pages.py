@@ -21,7 +21,8 @@ from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.core.events import Action, AskReplicas, EndReplicasAt, ReplicasMade
 from pdserve.kvpool.core.sessions import ReplicationLimits
 from pdserve.kvpool.core.sharding.heat import Heat
-from pdserve.kvpool.core.store.page_store import COMMITTED, PageStore
+from pdserve.kvpool.core.store.page_store import PageStore
+from pdserve.kvpool.protocol.slot_table import COMMITTED
 
 COOL_SHARE = 0.5  # of `hot_reads_s`: below it a page is hot no more
 MAX_HOT_PAGES = 1024  # per node; at most one message per successor and renewal

@@ -1,1 +1,4 @@
-"""."""
+"""The pages in memory: states of slots, index, order of eviction, room, what a restart finds.
+
+Pure. May import: core/events.py, policies, protocol.
+"""

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from pdserve.kvpool.core.store.index import Facts, NamespacePages
-from pdserve.kvpool.core.store.page_store import COMMITTED, DOOMED, FREE, RESERVED, SWEEPING, PageStore
+from pdserve.kvpool.core.store.page_store import PageStore
+from pdserve.kvpool.protocol.slot_table import COMMITTED, DOOMED, FREE, RESERVED, SWEEPING
 
 
 def check(store: PageStore) -> None:

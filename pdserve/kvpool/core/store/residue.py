@@ -23,7 +23,7 @@ NOBODY: Final = 0  # zeros
 UNKNOWN: Final = (1 << 32) - 1
 
 
-class Remains:
+class Residue:
     """Of every slot of an allocator: the number of a namespace, NOBODY or UNKNOWN."""
 
     def __init__(self, slots: SlotAllocator) -> None:

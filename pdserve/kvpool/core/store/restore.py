@@ -7,9 +7,10 @@ from itertools import compress, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.kvpool.core.store.page_store import COMMITTED, QUARANTINED, PageStore
+from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.table_scan import TableContents
 from pdserve.kvpool.core.store.victims import distinct, sorted_by
+from pdserve.kvpool.protocol.slot_table import COMMITTED, QUARANTINED
 
 _NOBODY = 0  # the namespace of a quarantined slot that says none
 
@@ -18,7 +19,7 @@ def restore(store: PageStore, contents: TableContents, now_s: float) -> None:
     """Take over what recovery kept, into an empty store; quarantined slots have no key any more."""
     taken = np.sort(np.concatenate([contents.slots, np.array(contents.quarantined, dtype=np.int64)]))
     store.slots.restore(contents.slab_class, taken)
-    store.remains.restore(contents.slots, contents.namespaces)
+    store.residue.restore(contents.slots, contents.namespaces)
     facts, slots = store.facts, contents.slots
     by_age = sorted_by(contents.sequences, slots)
     np.frombuffer(facts.namespace, np.uint32)[slots] = contents.namespaces

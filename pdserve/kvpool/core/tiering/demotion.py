@@ -36,10 +36,11 @@ from pdserve.kvpool.core.events import (
     StorePages,
 )
 from pdserve.kvpool.core.store.index import NONE
-from pdserve.kvpool.core.store.page_store import COMMITTED, PageStore
+from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.victims import coldest
 from pdserve.kvpool.core.tiering.tier_index import TierIndex, TieringLimits, TierSpec
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings, TierStatus
+from pdserve.kvpool.protocol.slot_table import COMMITTED
 from pdserve.kvpool.tiers.base import REFUSED, STORED, PageName, TierPage
 
 SCAN_PAGES: Final = 1024  # coldest pages looked at per pass, of all namespaces together
@@ -267,7 +268,7 @@ class Tiering:
         if settings is None or settings.media != "ssd" or not self._above_watermark():
             return
         if not self._store.holds(slot):
-            self._store.drop(slot, out)
+            self._store.drop([slot], out)
 
     def found(self, event: PagesFound, now_s: float, out: list[Action]) -> None:
         """Pages that survived in the tier, or that came down from the one above it."""

@@ -20,10 +20,12 @@ from typing import TypeAlias
 from pdserve.kvpool.core.events import Action, Answer, LoadPages, PagesLoaded, SlotPage
 from pdserve.kvpool.core.sessions import PendingGet, Session
 from pdserve.kvpool.core.store.index import NONE
-from pdserve.kvpool.core.store.page_store import QUARANTINED, RESERVED, PageStore
+from pdserve.kvpool.core.store.page_store import PageStore
+from pdserve.kvpool.core.store.room import DropBudget
 from pdserve.kvpool.core.tiering.demotion import Tiering
 from pdserve.kvpool.core.tiering.tier_index import TieringLimits
 from pdserve.kvpool.protocol.messages import HIT, MISS, Get, Got, Pin
+from pdserve.kvpool.protocol.slot_table import QUARANTINED, RESERVED
 from pdserve.kvpool.tiers.base import GONE, LOADED, PageName, TierPage
 
 PinPage: TypeAlias = Callable[[Session, int, Get, float, list[Action]], Pin]
@@ -85,9 +87,9 @@ class Promotions:
         if request.id in session.gets:
             return False  # the answers could not be told apart
         batches: dict[int, list[SlotPage]] = {}
-        self._store.start_request()
+        budget = self._store.drop_budget()
         for place in missing:
-            load = self._load(request.namespace, request.keys[place], length_bytes, batches, out)
+            load = self._load(request.namespace, request.keys[place], length_bytes, batches, budget, out)
             if load is not None:
                 load.waiting.setdefault(get, []).append(place)
                 get.missing += 1
@@ -102,6 +104,7 @@ class Promotions:
         key: bytes,
         length_bytes: int,
         batches: dict[int, list[SlotPage]],
+        budget: DropBudget,
         out: list[Action],
     ) -> Load | None:
         load = self._by_name.get((namespace, key))
@@ -117,7 +120,7 @@ class Promotions:
         if self._load_bytes and self._load_bytes + slot_bytes > self._limits.load_bytes:
             self.refused += 1
             return None
-        slots = self._store.take(pages, [key], length_bytes, slot_bytes, out)
+        slots = self._store.take(pages, [key], length_bytes, slot_bytes, out, budget)
         if not slots:
             self.refused += 1
             return None
@@ -146,7 +149,7 @@ class Promotions:
             load = self._loads[slot]
             if load.void:
                 self._end(load)
-                self._store.give_back(slot, out)
+                self._store.give_back([slot], out)
             elif status == LOADED:
                 self._end(load)
                 self._store.commit([slot], [checksum], now_s, out)
@@ -167,7 +170,7 @@ class Promotions:
             out.append(LoadPages(tier, (self._slot_page(load),)))
             return
         self._end(load)
-        self._store.give_back(load.slot, out)
+        self._store.give_back([load.slot], out)
         self._resolve(load, NONE, now_s, out)
 
     def _end(self, load: Load) -> None:

@@ -18,7 +18,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from msgspec.structs import replace
@@ -28,12 +29,10 @@ from pdserve.kvpool.cluster import failure_detector as d
 from pdserve.kvpool.cluster.membership import Cluster, Update
 from pdserve.kvpool.cluster.state import parts
 from pdserve.kvpool.namespaces.registry import Floors
-from pdserve.kvpool.node.admission import shows_token
 from pdserve.kvpool.node.config.node import PoolNodeConfig
-from pdserve.kvpool.node.peers.anti_entropy import PART_BYTES, Exchanges
+from pdserve.kvpool.node.peers.anti_entropy import PART_BYTES, AntiEntropy
 from pdserve.kvpool.node.peers.channels import PeerControls
 from pdserve.kvpool.node.serving.connection import ClientConnection
-from pdserve.kvpool.node.upgrade.handover import Handover
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import (
@@ -64,6 +63,14 @@ MAX_PROBES: Final = 64  # for others, at a time
 STOP_TIMEOUT_S: Final = 0.5  # to tell the others that this node leaves
 
 
+@dataclass(frozen=True)
+class Before:
+    """What this node was in the pool before it was upgraded: its status, and the other nodes' addresses."""
+
+    status: int
+    peers: Sequence[str]
+
+
 class Gossiper:
     """This node among the others.
 
@@ -78,9 +85,9 @@ class Gossiper:
         incarnation: int,
         connections: Mapping[int, ClientConnection],
         fail: Callable[[PdserveError], None],
-        inherited: Handover | None = None,
+        before: Before | None = None,
     ) -> None:
-        """`connections`: the node's clients. `fail` ends the node. `inherited`: it is upgraded."""
+        """`connections`: the node's clients. `fail` ends the node. `before`: set after an upgrade."""
         self.config = config
         self.timing = d.Timing(
             config.cluster.ping_interval_s,
@@ -95,7 +102,7 @@ class Gossiper:
             self.address,
             incarnation,
             time.time_ns() // 1_000_000,
-            ACTIVE if inherited is None else inherited.status,
+            ACTIVE if before is None else before.status,
         )
         self.moves_pages = False
         self.on_view: list[Callable[[View], None]] = []
@@ -105,7 +112,7 @@ class Gossiper:
         hello = make_hello(f"node {config.name}", "", "none", config.cluster.token)
         self.links = PeerControls(replace(hello, node=config.name))
         self.links.on_upgrading = lambda node: self._feed(d.Upgrading(node))
-        self._inherited = inherited
+        self._before = before
         here = {config.address, *config.listen}
         self._peers = [address for address in config.cluster.peers if address not in here]
         self.seeds: dict[str, str] = dict.fromkeys(self._peers, "")  # address -> name, once known
@@ -113,7 +120,7 @@ class Gossiper:
         self._connections = connections
         self._fail = fail
         self._unaware: set[int] = set()  # connections that have yet to be told the newest view
-        self.exchanges = Exchanges(
+        self.anti_entropy = AntiEntropy(
             self.cluster, self.links, self.timing.ping_timeout_s, self.apply, self._spawn
         )
         self._configured = {namespace.name for namespace in config.namespaces}
@@ -133,14 +140,6 @@ class Gossiper:
     def routes(self) -> dict[type, Handler]:
         """Who answers which request."""
         return {GetView: self._get_view, Gossip: self._gossip, ProbePeer: self._probe_peer}
-
-    def refuse(self, hello: m.Hello) -> m.Fault | None:
-        """Why a client that says it is a node is none of ours."""
-        if not hello.node or shows_token(hello, self.config):
-            return None
-        return m.Fault(
-            0, "bad_token", f"node {self.name} has another cluster.token than node {hello.node}: give all one"
-        )
 
     # --- what the node's other parts use
 
@@ -179,8 +178,8 @@ class Gossiper:
         name lives.
         """
         await self._look_up()
-        before = [] if self._inherited is None else self._inherited.peers
-        addresses = {*self.seeds, *before}
+        known = () if self._before is None else self._before.peers
+        addresses = {*self.seeds, *known}
         if addresses and not await self._ask_seeds(addresses):
             logger.warning("node %s: no peer answers, it starts alone and goes on trying", self.name)
         self._joined = True
@@ -244,7 +243,7 @@ class Gossiper:
         self._members_changed()
         for address in list(self.seeds):
             self._spawn(self._sync(address))
-        self.exchanges.tell_all({})
+        self.anti_entropy.tell_all({})
         self._spawn(self._run())
         if self._etcd is not None:
             self._spawn(self._etcd.run())
@@ -256,7 +255,7 @@ class Gossiper:
             self._detector = None
             self.apply(self.cluster.quit())
             telling = [
-                self.exchanges.exchange(o.address, STOP_TIMEOUT_S, node=o.node, push={}) for o in others
+                self.anti_entropy.exchange(o.address, STOP_TIMEOUT_S, node=o.node, push={}) for o in others
             ]
             await asyncio.gather(*telling, return_exceptions=True)
         self._detector = None
@@ -289,7 +288,7 @@ class Gossiper:
 
     async def _check_name(self, state: ClusterState) -> None:
         """Raises StartupError if a node of this one's name lives."""
-        if self._inherited is not None:
+        if self._before is not None:
             return  # that is this one
         for member in state.members:
             if member.node == self.name and member.status in (ACTIVE, LEAVING) and await self._lives(member):
@@ -335,7 +334,7 @@ class Gossiper:
             for changed in self.on_change:
                 changed()
         if update.own and self._detector is not None:
-            self.exchanges.tell_all({record.name: record for record in update.namespaces})
+            self.anti_entropy.tell_all({record.name: record for record in update.namespaces})
         if update.rival is not None and not self._rivalry:
             self._spawn(self._settle_rivalry(update.rival))
         if self._joined and not self.moves_pages and self.cluster.me.settled < self.cluster.epoch:
@@ -393,12 +392,14 @@ class Gossiper:
             return
         known, digest = self.cluster.state, self.cluster.digest
         if request.digest == digest:
-            connection.send(Gossiped(request.id, self.exchanges.nothing(), digest))
+            connection.send(Gossiped(request.id, self.anti_entropy.nothing(), digest))
             return
         first, *more = parts(known, PART_BYTES)
         connection.send(Gossiped(request.id, first, digest))
         if more:
-            self.exchanges.tell(sender, {record.name: record for part in more for record in part.namespaces})
+            self.anti_entropy.tell(
+                sender, {record.name: record for part in more for record in part.namespaces}
+            )
 
     def _probe_peer(self, connection: ClientConnection, request: ProbePeer) -> None:
         if self._probes >= MAX_PROBES or request.node not in self.cluster.members:
@@ -409,7 +410,7 @@ class Gossiper:
 
     async def _probe(self, connection: ClientConnection, request: ProbePeer) -> None:
         try:
-            outcome = await self.exchanges.ping(request.node, 0.8 * self.timing.indirect_timeout_s)
+            outcome = await self.anti_entropy.ping(request.node, 0.8 * self.timing.indirect_timeout_s)
             connection.send(m.Done(request.id, int(outcome == "answered")))
         finally:
             self._probes -= 1
@@ -426,7 +427,7 @@ class Gossiper:
                 case d.Ask(helper, node):
                     self._spawn(self._ask(helper, node))
                 case d.Sync(node):
-                    self.exchanges.tell(node, {})
+                    self.anti_entropy.tell(node, {})
                 case d.Dead(node, version):
                     logger.warning(
                         "node %s: node %s cannot be reached: it is taken for dead", self.name, node
@@ -460,13 +461,13 @@ class Gossiper:
 
     async def _sync(self, address: str) -> None:
         try:
-            welcome = await self.exchanges.exchange(address, self.timing.ping_timeout_s)
+            welcome = await self.anti_entropy.exchange(address, self.timing.ping_timeout_s)
             self._name_seed(address, welcome.node)
         except PdserveError as error:
             logger.debug("node %s: peer %s: %s", self.name, address, error)
 
     async def _ping(self, node: str) -> None:
-        outcome = await self.exchanges.ping(node, self.timing.ping_timeout_s)
+        outcome = await self.anti_entropy.ping(node, self.timing.ping_timeout_s)
         self._feed(d.PingEnded(node, outcome))
 
     async def _ask(self, helper: str, node: str) -> None:

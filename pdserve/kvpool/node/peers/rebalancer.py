@@ -67,7 +67,7 @@ Space: TypeAlias = tuple[str, Mapping[str, str], int]  # a namespace's name, geo
 T = TypeVar("T")
 
 
-class Mover:
+class Rebalancer:
     """What a node has to do with the pages of others. `memory`: its arena, shape [capacity]. `free_bytes`
     tells how much of it holds nothing, `behind` whether a tier below it cannot keep up; `feed` and `stop` are
     the node's.

@@ -25,13 +25,13 @@ from pdserve.kvpool.core.events import (
     ForgetNamespace,
     ForgetPages,
     LoadPages,
-    NamespaceForgotten,
     PagesFound,
     PagesGone,
     PagesLoaded,
     PagesStored,
     SlotPage,
     StorePages,
+    TierForgotNamespace,
 )
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.tiers.backoff import Backoff
@@ -227,7 +227,7 @@ class TierWorker:
             logger.exception("%s: forget_namespace", self._where)
             problem = repr(error)
         self._say(problem)
-        self._post(NamespaceForgotten(self._number, namespace, before_sequence, problem))
+        self._post(TierForgotNamespace(self._number, namespace, before_sequence, problem))
 
     def _say(self, problem: str) -> None:
         if problem:

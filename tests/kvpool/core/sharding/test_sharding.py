@@ -19,7 +19,7 @@ from pdserve.kvpool.core.events import (
     ViewChanged,
 )
 from pdserve.kvpool.core.sessions import ReplicationLimits
-from pdserve.kvpool.core.sharding.coordinator import Sharing
+from pdserve.kvpool.core.sharding.coordinator import Sharding
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import EndReplicas, ListOwned, Owned
 from tests.support.kvpool.node_model import KIB, Node, answers, key, statuses
@@ -95,8 +95,8 @@ def test_alone_there_is_neither_refusal_nor_heat_nor_deadline() -> None:
     client = node.connect()
     node.do(ViewChanged(ring_of(1, 3), True))
     assert set(statuses(node.reserve(client, node.open(client), *range(9)))) == {m.GRANTED}
-    assert node.state.sharing.heat is None
-    assert node.state.sharing.next_deadline_s == float("inf")
+    assert node.state.sharding.heat is None
+    assert node.state.sharding.next_deadline_s == float("inf")
 
 
 # --- what a new owner is told
@@ -154,7 +154,7 @@ def test_foreign_pages_are_dropped_once_nothing_moves_any_more() -> None:
     node.pass_time(0.01)
     assert [n for n in ALL if node.exists(client, 1, n) == [1]] == mine
     assert node.status().counters["foreign_dropped"] == len(ALL) - len(mine)
-    assert node.state.sharing.ownership.next_step_s == float("inf")
+    assert node.state.sharding.ownership.next_step_s == float("inf")
 
 
 def test_a_pinned_foreign_page_goes_when_its_reader_has_finished() -> None:
@@ -188,7 +188,7 @@ def test_dropping_goes_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_DROPPED", 3)
     node = node_of_three(stable=True)
     steps = 0
-    while node.state.sharing.ownership.next_step_s < float("inf"):
+    while node.state.sharding.ownership.next_step_s < float("inf"):
         before = node.status().counters["foreign_dropped"]
         node.pass_time(0.01)
         assert node.status().counters["foreign_dropped"] - before <= 3
@@ -238,7 +238,7 @@ def node_with_tiers(*, stable: bool = False) -> tuple[Node, FakeTiers]:
     """n0 with ALL in memory, 40 to 60 of them and 60 to 160 in a tier."""
     node, tiers = node_of_three(), FakeTiers()
     tiers.pages = {1: {key(n): 100 + n for n in range(40, 160)}}
-    node.state.sharing = Sharing("n0", node.state.store, ReplicationLimits(), tiers)
+    node.state.sharding = Sharding("n0", node.state.store, ReplicationLimits(), tiers)
     node.do(ViewChanged(ring_of(3, 5), stable))
     return node, tiers
 
@@ -256,7 +256,7 @@ def test_a_new_owner_is_told_of_pages_in_tiers_too(
     theirs = [n for n in range(160) if ring.owner(key(n)).node == "n1"]
     assert told == {key(n): 4 * KIB if n in ALL else 100 + n for n in theirs}
     assert sum(len(part.keys) for part in parts) == len(theirs)
-    assert not node.state.sharing.ownership._lists
+    assert not node.state.sharding.ownership._lists
 
 
 def test_however_many_ask_at_once_each_is_told_of_all_that_tiers_still_have(
@@ -324,7 +324,7 @@ def test_foreign_pages_are_dropped_from_the_tiers_too(monkeypatch: pytest.Monkey
     monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 7)
     node, tiers = node_with_tiers(stable=True)
     steps = 0
-    while node.state.sharing.ownership.next_step_s < float("inf"):
+    while node.state.sharding.ownership.next_step_s < float("inf"):
         node.pass_time(0.01)
         steps += 1
     ring = ring_of(3, 5)
@@ -332,7 +332,7 @@ def test_foreign_pages_are_dropped_from_the_tiers_too(monkeypatch: pytest.Monkey
     assert steps > 120 // 7
     tiers.pages[1][key(9999)] = 5
     foreign = ring.owner(key(9999)).node != "n0"
-    node.state.sharing.ownership.tiers_ready(node.now_s)
+    node.state.sharding.ownership.tiers_ready(node.now_s)
     for _ in range(60):
         node.pass_time(0.01)
     assert (key(9999) not in tiers.pages[1]) == foreign

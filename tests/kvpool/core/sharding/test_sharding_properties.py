@@ -93,7 +93,7 @@ class ClientsOfMany(Clients):
         store = self.node.state.store
         left = [store.facts.key[slot] for slot in store.committed_slots(0, 1000).tolist()]
         assert all(k is not None and self.ring.owner(k).node == "n0" for k in left)
-        assert len(self.node.state.sharing.replicas) == 0
+        assert len(self.node.state.sharding.replicas) == 0
 
 
 TestClientsOfMany = ClientsOfMany.TestCase

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.kvpool.core.events import Received
-from pdserve.kvpool.core.store import lazy_free
+from pdserve.kvpool.core.store import lazy_free, room
 from pdserve.kvpool.core.store import page_store as store_module
 from pdserve.kvpool.core.store.lazy_free import CHUNK_SLOTS
 from pdserve.kvpool.core.store.table_scan import scan
@@ -25,7 +25,7 @@ PAGES = 3 * CHUNK_SLOTS
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
-    for module in (lazy_free, store_module):
+    for module in (lazy_free, room, store_module):
         monkeypatch.setattr(module, "CHUNK_SLOTS", 3)
     return 3
 
@@ -112,7 +112,7 @@ def test_after_a_crash_in_the_middle_no_cleared_page_comes_back_and_new_ones_do(
     node.put(c, a, *range(20))
     node.put(c, b, *range(5))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (lazy_free, store_module):
+        for module in (lazy_free, room, store_module):
             patch.setattr(module, "CHUNK_SLOTS", 3)
         clear(node, c, a)
         node.pass_time(0.01)
@@ -151,7 +151,7 @@ def test_bytes_are_conserved_whatever_happens_during_a_sweep(
     steps: list[tuple[str, int, list[int], int]],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (lazy_free, store_module):
+        for module in (lazy_free, room, store_module):
             patch.setattr(module, "CHUNK_SLOTS", 2)
         node = Node(slabs=4, slab_bytes=16 * KIB)  # every step checks
         c = node.connect()

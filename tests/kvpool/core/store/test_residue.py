@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pdserve.kvpool.core.events import ReserveRows
 from pdserve.kvpool.core.sessions import Limits
-from pdserve.kvpool.core.store.residue import Remains
+from pdserve.kvpool.core.store.residue import Residue
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.slot_table import TableLayout
@@ -130,12 +130,12 @@ def test_a_slot_that_changes_hands_is_wiped_whole_and_once(length: int) -> None:
 
 def test_what_lies_in_a_slabs_tail_is_remembered_until_another_class_has_it_in_a_slot() -> None:
     slots = SlotAllocator(SLAB_BYTES, SLAB_BYTES, 8 * KIB)
-    remains = Remains(slots)
+    residue = Residue(slots)
 
     def wiped_for(namespace: int, slot_bytes: int) -> int:
-        remains.assigned(slots.assign(slot_bytes))
+        residue.assigned(slots.assign(slot_bytes))
         taken = slots.allocate(slot_bytes, 100)
-        ranges = remains.take(taken, namespace)
+        ranges = residue.take(taken, namespace)
         for slot in taken:
             slots.free(slot)
         return sum(end - start for start, end in ranges)
@@ -148,9 +148,13 @@ def test_what_lies_in_a_slabs_tail_is_remembered_until_another_class_has_it_in_a
 
 def test_the_first_pages_of_a_node_load_no_further_module() -> None:
     script = (
-        "import sys; from pdserve.bench import index; index.np.random.default_rng()\n"
-        "store = index.PageStore(index.SlotAllocator(4 << 20, 4 << 20, 4096), 1)\n"
-        "before = set(sys.modules); index._write(store, [bytes(32)])\n"
+        "import sys\n"
+        "from pdserve.kvpool.core.store.page_store import PageStore\n"
+        "from pdserve.kvpool.core.store.slot_allocator import SlotAllocator\n"
+        "store = PageStore(SlotAllocator(4 << 20, 4 << 20, 4096), 1)\n"
+        "before, out = set(sys.modules), []\n"
+        "slots = store.take(store.index.namespace(1), [bytes(32)], 4096, 4096, out)\n"
+        "store.commit(slots, [1], 0.0, out)\n"
         "print(sorted(set(sys.modules) - before))"
     )
     done = subprocess.run(

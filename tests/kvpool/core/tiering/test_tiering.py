@@ -16,19 +16,19 @@ from pdserve.kvpool.core.events import (
     ForgetNamespace,
     ForgetPages,
     LoadPages,
-    NamespaceForgotten,
     PagesFound,
     PagesGone,
     PagesLoaded,
     PagesStored,
     SlotPage,
     StorePages,
+    TierForgotNamespace,
 )
 from pdserve.kvpool.core.startup_hold import MAX_HELD
-from pdserve.kvpool.core.store.page_store import QUARANTINED, RESERVED
 from pdserve.kvpool.core.tiering.tier_index import TieringLimits, TierSpec
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings, ReplaceNamespace
+from pdserve.kvpool.protocol.slot_table import QUARANTINED, RESERVED
 from pdserve.kvpool.tiers.base import (
     CORRUPT,
     GONE,
@@ -115,7 +115,7 @@ class Rig:
             for where in [where for where in disk if where[0] == action.namespace]:
                 assert disk.pop(where).sequence < action.before_sequence
             problem = "" if status == STORED else "the disk is full"
-            self.node.do(NamespaceForgotten(tier, action.namespace, action.before_sequence, problem))
+            self.node.do(TierForgotNamespace(tier, action.namespace, action.before_sequence, problem))
 
     def load(self, at: int = 0, status: int | None = None) -> list[Action]:
         """Carry out one of the loads."""

@@ -18,7 +18,7 @@ from pdserve.kvpool.node.config.namespaces import NamespaceConfig
 from pdserve.kvpool.node.config.node import TierConfig
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.peers.page_link import PeerLink
-from pdserve.kvpool.node.peers.rebalancer import Mover
+from pdserve.kvpool.node.peers.rebalancer import Rebalancer
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE, LEFT, Drain
@@ -43,7 +43,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def test_what_was_to_be_had_from_a_node_that_was_lost_meanwhile_is_asked_for_again() -> None:
-    mover = object.__new__(Mover)
+    mover = object.__new__(Rebalancer)
     mover._spaces = {}  # as after a view without the node
     mover._closed, mover._behind = False, lambda: False
     for action, work in (
@@ -221,7 +221,7 @@ def test_a_request_that_waited_behind_one_that_failed_takes_nothing_over_from_it
     nodes.start("n1")
     nodes.settle()
     space = ("ns", {"a": "b"}, 1)
-    mover = nodes.nodes["n0"].mover
+    mover = nodes.nodes["n0"].rebalancer
 
     def breaks(link: PeerLink, deadline: float) -> None:
         link._open(space, deadline)
@@ -252,7 +252,7 @@ def test_a_draining_node_that_takes_the_others_for_dead_keeps_its_pages(tmp_path
         mine = [key for key in keys if nodes.holders(key) == ["n0"]]
         nodes.run(leaver.gossip.leave)
         nodes.tell()
-        gossip, ownership = leaver.gossip, leaver.state.sharing.ownership
+        gossip, ownership = leaver.gossip, leaver.state.sharding.ownership
 
         def lose_sight() -> None:
             gossip.apply(gossip.cluster.declare_dead("n1", gossip.cluster.members["n1"].version))
@@ -314,7 +314,7 @@ def test_a_source_that_hangs_in_the_middle_costs_only_time(nodes: Nodes) -> None
 
     def settled() -> bool:
         nodes.tell()
-        return nodes.nodes["n2"].mover.counters()["moving"] == 0
+        return nodes.nodes["n2"].rebalancer.counters()["moving"] == 0
 
     wait_for(settled, "n2 gives up on n0")
     counters = nodes.counters("n2")

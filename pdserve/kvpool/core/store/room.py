@@ -1,0 +1,143 @@
+"""Where a reservation finds room. Pure.
+
+Room is taken in this order:
+
+1. a free slot of the size class;
+2. an unassigned slab;
+3. SWEEPING slots (their bytes count as free);
+4. the coldest slab of another class, if it was not used for longer than our own best victim: so classes share
+   the arena by recency;
+5. our own best victim.
+
+A namespace at its quota evicts its own pages first, and gets no slot beyond the quota.
+
+A request may harm others only so far: it drops `MAX_DROPS` pages and a slab at most (its `DropBudget`). After
+that it finds no more room, and the client is told that the node is full.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Final
+
+from pdserve.kvpool.core.events import Action, AssignSlab
+from pdserve.kvpool.core.store.index import NONE, NamespacePages
+from pdserve.kvpool.core.store.lazy_free import CHUNK_SLOTS
+from pdserve.kvpool.core.store.slot_states import SlotStates
+from pdserve.kvpool.core.store.victims import best_victims
+from pdserve.kvpool.protocol.slot_table import COMMITTED, FREE, QUARANTINED, RESERVED, SWEEPING
+
+MAX_DROPS: Final = 4096
+
+
+@dataclass(slots=True)
+class DropBudget:
+    """How many more pages one request may drop to make room."""
+
+    left: int
+
+
+class Room:
+    """Finds slots in an arena."""
+
+    def __init__(self, states: SlotStates) -> None:
+        self._states = states
+        self._slots = states.slots
+
+    def find(self, slot_bytes: int, count: int, budget: DropBudget, out: list[Action]) -> list[int]:
+        """Up to `count` slots of a class. Some are as their evicted pages left them: in their rows RESERVED
+        follows COMMITTED.
+        """
+        states, slots = self._states, self._slots
+        found = slots.allocate(slot_bytes, count)
+        while len(found) < count:
+            if states.sweeps and not slots.has_unassigned and self._sweep(slot_bytes, budget, out):
+                pass
+            elif slots.has_unassigned:
+                slab = slots.assign(slot_bytes)
+                states.slab_use.add(slot_bytes, slab, states.uses)
+                states.residue.assigned(slab)
+                out.append(AssignSlab(slab, slot_bytes))
+            else:
+                evicted = self._evict(slot_bytes, count - len(found), budget, out)
+                found += evicted
+                if not evicted and not slots.has_unassigned:
+                    break
+            found += slots.allocate(slot_bytes, count - len(found))
+        return found
+
+    def within_quota(
+        self, pages: NamespacePages, slot_bytes: int, count: int, budget: DropBudget, out: list[Action]
+    ) -> int:
+        """How many more slots, up to `count`, the namespace may have. It evicts its own pages for them."""
+        if pages.quota_bytes is None:
+            return count
+        count = min(count, pages.quota_bytes // slot_bytes)
+        if count:
+            self.fit_quota(pages, pages.quota_bytes - count * slot_bytes, budget, out)
+        return max(0, min(count, (pages.quota_bytes - pages.slot_bytes) // slot_bytes))
+
+    def fit_quota(
+        self, pages: NamespacePages, quota_bytes: int, budget: DropBudget, out: list[Action]
+    ) -> bool:
+        """Evict the namespace's own pages until it has `quota_bytes` at most. False where it has more."""
+        states = self._states
+        while pages.slot_bytes > quota_bytes and budget.left > 0:
+            # never more than needed, should all be of the largest class
+            count = -(-(pages.slot_bytes - quota_bytes) // max(pages.orders, default=1))
+            victims = best_victims(pages.orders.values(), states.facts, states.held, min(count, budget.left))
+            if not victims:
+                return False
+            budget.left -= len(victims)
+            states.drop(victims, out, "quota")
+        return pages.slot_bytes <= quota_bytes
+
+    def _evict(self, slot_bytes: int, count: int, budget: DropBudget, out: list[Action]) -> list[int]:
+        """Evict up to `count` pages of the class and return their slots. Returns none where nothing can go,
+        or where it emptied a colder slab of another class instead.
+        """
+        states = self._states
+        victims = best_victims(states.index.orders(slot_bytes), states.facts, states.held, count)
+        if states.slab_use.other_classes(slot_bytes) and budget.left >= self._slots.slots_per_slab:
+            slab, use = states.slab_use.coldest(slot_bytes, self._is_idle)
+            if slab != NONE:
+                last_use = states.facts.last_use
+                victims = list(takewhile(lambda victim: last_use[victim] <= use, victims))
+                if not victims:
+                    self._empty(slab, budget, out)
+        for victim in victims:
+            states.unlink(victim, "capacity").slot_bytes -= slot_bytes
+        return victims
+
+    def _empty(self, slab: int, budget: DropBudget, out: list[Action]) -> None:
+        """Free all slots of an idle slab. The slab is unassigned then."""
+        state_of, start = self._states.states, slab * self._slots.slots_per_slab
+        taken = [slot for slot in range(start, start + self._slots.slots_per_slab) if state_of[slot] != FREE]
+        budget.left -= len(taken)
+        committed = [slot for slot in taken if state_of[slot] == COMMITTED]
+        swept = [slot for slot in taken if state_of[slot] == SWEEPING]
+        self._states.drop(committed, out, "slab")
+        self._states.sweep_slots(swept, out)
+
+    def _is_idle(self, slab: int) -> bool:
+        """Whether nobody reads or writes in the slab."""
+        start = slab * self._slots.slots_per_slab
+        end = start + self._slots.slots_per_slab
+        states = self._states.states[start:end]
+        if RESERVED in states or QUARANTINED in states:
+            return False
+        return self._states.held.keys().isdisjoint(range(start, end))
+
+    def _sweep(self, slot_bytes: int, budget: DropBudget, out: list[Action]) -> bool:
+        """Free SWEEPING slots of the class. Where there are none, sweep others until a slab is unassigned,
+        and return False.
+        """
+        states = self._states
+        for sweep in list(states.sweeps):
+            if states.sweep(sweep, slot_bytes, out):
+                return True
+        while states.sweeps and not self._slots.has_unassigned and budget.left > 0:
+            budget.left -= CHUNK_SLOTS
+            states.sweep(states.sweeps[0], None, out)
+        return False

@@ -1,0 +1,203 @@
+"""The states of an arena's slots, and every step that one slot takes. Pure; appends table updates to `out`.
+
+    from          to            by
+    FREE          RESERVED      take
+    COMMITTED     RESERVED      take: the page was evicted, its slot is filled anew
+    RESERVED      COMMITTED     commit
+    RESERVED      FREE          give_back: aborted, failed, or the client is gone and nothing writes any more
+    RESERVED      QUARANTINED   quarantine: the page can never be committed, but a writer may still be writing
+    QUARANTINED   FREE          give_back: the writer has stopped
+    COMMITTED     FREE          drop: dropped, expired or evicted while nobody held it
+    COMMITTED     SWEEPING      clear: dropped with its whole namespace (lazy_free.py)
+    SWEEPING      FREE          sweep: by `tick`, or by a reservation that needs the room
+    COMMITTED     DOOMED        drop: a reader holds it; no lookup finds it, its bytes stay for that reader
+    DOOMED        FREE          let_go: the last reader has finished
+
+Only COMMITTED pages are found by key. `held` counts the readers of a slot. A held slot is neither evicted nor
+freed. In bytes of slots, free + used + reserved + quarantined = capacity. "Used" is COMMITTED and DOOMED;
+"free" includes SWEEPING, unassigned slabs and slab tails. `invariants.check` recounts all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pdserve.kvpool.core.events import Action, AssignSlab, FreeRows
+from pdserve.kvpool.core.store.index import Facts, Index, NamespacePages
+from pdserve.kvpool.core.store.lazy_free import Sweep
+from pdserve.kvpool.core.store.residue import Residue
+from pdserve.kvpool.core.store.slab_recency import SlabUse
+from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
+from pdserve.kvpool.policies.base import Links
+from pdserve.kvpool.protocol.slot_table import COMMITTED, DOOMED, FREE, SWEEPING, SlotState
+
+
+class SlotStates:
+    """All slots of one arena: their states, their pages, and the sums of both."""
+
+    def __init__(self, slots: SlotAllocator) -> None:
+        self.slots = slots
+        self.index = Index()
+        self.facts = Facts(slots.slots)
+        self.states = bytearray(slots.slots)
+        self.bytes_in_state = [slots.capacity_bytes] + [0] * (len(SlotState) - 1)
+        self.held: dict[int, int] = {}  # slot -> readers
+        self.slab_use = SlabUse(slots)
+        self.residue = Residue(slots)
+        self.sweeps: list[Sweep] = []
+        self.links = Links(slots.slots)
+        self.uses = 0  # insertions and hits so far: the time scale of `last_use`
+        self.evictions = 0
+        self.on_evict: Callable[[int], None] | None = None  # called with the slot of an evicted page
+
+    # --- looking
+
+    def find(self, namespace: int, key: bytes) -> int:
+        """The slot of a committed page, or NONE. It may have expired: see `NamespacePages.lookup`."""
+        return self.index.find(namespace, key)
+
+    def state(self, slot: int) -> int:
+        return self.states[slot]
+
+    def holds(self, slot: int) -> int:
+        """The number of readers of the slot."""
+        return self.held.get(slot, 0)
+
+    def slots_in_state(self, state: int) -> list[int]:
+        """Ascending. Slow: for tests."""
+        return [slot for slot, found in enumerate(self.states) if found == state]
+
+    def committed_slots(self, start: int, limit: int, namespace: int | None = None) -> npt.NDArray[np.int64]:
+        """The first `limit` slots of committed pages from `start` on, of one namespace or of all."""
+        found = np.frombuffer(self.states, np.uint8)[start:] == COMMITTED
+        if namespace is not None:
+            found &= np.frombuffer(self.facts.namespace, np.uint32)[start:] == namespace
+        return np.flatnonzero(found)[:limit] + start
+
+    @property
+    def free_bytes(self) -> int:
+        """The bytes that reservations may take without evicting a page."""
+        return self.bytes_in_state[FREE] + self.bytes_in_state[SWEEPING]
+
+    def key_of(self, slot: int) -> bytes:
+        """The key of a slot that is not free."""
+        key = self.facts.key[slot]
+        assert key is not None
+        return key
+
+    # --- readers
+
+    def hold(self, slot: int) -> None:
+        self.held[slot] = self.held.get(slot, 0) + 1
+
+    def let_go(self, slot: int, out: list[Action]) -> None:
+        """Undo one `hold`."""
+        left = self.held[slot] - 1
+        if left:
+            self.held[slot] = left
+            return
+        del self.held[slot]
+        if self.states[slot] == DOOMED:
+            self.free([slot], out)
+
+    # --- steps
+
+    def move(self, slot: int, slot_bytes: int, state: int) -> None:
+        in_state, states = self.bytes_in_state, self.states
+        in_state[states[slot]] -= slot_bytes
+        in_state[state] += slot_bytes
+        states[slot] = state
+
+    def drop(self, slots: Sequence[int], out: list[Action], reason: str = "dropped") -> None:
+        """No lookup finds these COMMITTED pages from now on. A slot is freed when nobody holds it.
+
+        The row of a held slot is freed at once: a restart does not recover the page, and mapped readers see
+        that their copy is void.
+        """
+        unassigned: list[int] = []
+        for slot in slots:
+            self.unlink(slot, reason)
+            if slot in self.held:
+                self.move(slot, self.slots.slot_bytes(slot), DOOMED)
+            else:
+                self._free(slot, unassigned)
+        _tell(slots, unassigned, out)
+
+    def unlink(self, slot: int, reason: str) -> NamespacePages:
+        """Take a COMMITTED page out of the index and the orders of eviction."""
+        pages, key = self.index.namespace(self.facts.namespace[slot]), self.key_of(slot)
+        del pages.committed[key]
+        pages.page_bytes -= self.facts.length_bytes[slot]
+        pages.gone[reason] += 1
+        order = pages.orders[self.slots.slot_bytes(slot)]
+        if reason in ("ttl", "dropped"):
+            order.on_remove(slot)
+        else:
+            order.on_evict(slot, key)
+            self.evictions += 1
+            if self.on_evict is not None:
+                self.on_evict(slot)
+        if pages.expiry is not None:
+            pages.expiry.on_remove(slot)
+        return pages
+
+    def free(self, slots: Sequence[int], out: list[Action]) -> None:
+        """Free slots that count for their namespaces and hold no page."""
+        unassigned: list[int] = []
+        for slot in slots:
+            self._free(slot, unassigned)
+        _tell(slots, unassigned, out)
+
+    def _free(self, slot: int, unassigned: list[int]) -> None:
+        slot_bytes = self.slots.slot_bytes(slot)
+        pages = self.index.get(self.facts.namespace[slot])
+        if pages is not None:
+            pages.slot_bytes -= slot_bytes
+        self._release(slot, slot_bytes, unassigned)
+
+    def _release(self, slot: int, slot_bytes: int, unassigned: list[int]) -> None:
+        self.move(slot, slot_bytes, FREE)
+        self.facts.key[slot] = None
+        if self.slots.free(slot):
+            slab = self.slots.slab_of(slot)
+            self.slab_use.remove(slot_bytes, slab)
+            unassigned.append(slab)
+
+    # --- sweeping: slots of a cleared namespace
+
+    def sweep(self, sweep: Sweep, slot_bytes: int | None, out: list[Action]) -> bool:
+        """Free some slots of a class, or of any class. False when the sweep has none."""
+        size, slots = sweep.take(slot_bytes)
+        unassigned: list[int] = []
+        for slot in slots:
+            del sweep.slot_of[self.key_of(slot)]
+            self._release(slot, size, unassigned)
+        self._end_if_done(sweep)
+        _tell(slots, unassigned, out)
+        return bool(slots)
+
+    def sweep_slots(self, slots: Sequence[int], out: list[Action]) -> None:
+        """Free these SWEEPING slots."""
+        unassigned: list[int] = []
+        for slot in slots:
+            key, slot_bytes = self.key_of(slot), self.slots.slot_bytes(slot)
+            sweep = next(sweep for sweep in self.sweeps if sweep.slot_of.get(key) == slot)
+            del sweep.slot_of[key]
+            sweep.orders[slot_bytes].on_remove(slot)
+            self._end_if_done(sweep)
+            self._release(slot, slot_bytes, unassigned)
+        _tell(slots, unassigned, out)
+
+    def _end_if_done(self, sweep: Sweep) -> None:
+        if not sweep.slot_of:
+            self.sweeps.remove(sweep)
+
+
+def _tell(slots: Sequence[int], unassigned: Sequence[int], out: list[Action]) -> None:
+    """The rows of these slots are free, then these slabs unassigned."""
+    if slots:
+        out.append(FreeRows(list(slots)))
+    out.extend(AssignSlab(slab, 0) for slab in unassigned)

@@ -1,0 +1,71 @@
+"""The parts of a router, opened and closed in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from pdserve.router.admission.gate import Entrance
+from pdserve.router.app.router import Router
+from pdserve.router.app.routes import make_app
+from pdserve.router.config.router import RouterConfig
+from pdserve.router.dispatch.dispatcher import Dispatcher
+from pdserve.router.fleet.etcd import Discovery
+from pdserve.router.fleet.health_check import STRICT, FirstRound, Prober
+from pdserve.router.fleet.registry import Fleet
+from pdserve.router.metrics.stats import Stats
+from pdserve.router.sessions.redis_table import SharedSessions
+from pdserve.router.tenants.api_keys import cluster_token
+from pdserve.router.upstream.client import Upstream
+from pdserve.tracing import Tracer, open_tracer
+
+logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def open_router(
+    config: RouterConfig, tracer: Tracer | None = None, first: FirstRound = STRICT
+) -> AsyncIterator[Router]:
+    """A running router: connections, probes, application. `tracer` replaces the configured one. Raises
+    ConfigError, StartupError; `first` says whether for workers that do not fit together.
+    """
+    tracer = tracer or open_tracer(config.tracing, "pdserve-router")
+    fleet, stats = Fleet.from_config(config), Stats()
+    token = cluster_token(config.access)
+    entrance = Entrance(config, fleet)
+    upstream = Upstream(config.limits, token)
+    prober = Prober(config.probe, fleet, upstream, stats, token=token)
+    shared = SharedSessions(config.session) if config.session.redis.url else None
+    discovery = Discovery(config.etcd, fleet) if config.etcd.endpoints else None
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        dispatcher = Dispatcher(config, fleet, upstream, stats, shared)
+        router = Router(config, fleet, entrance, upstream, dispatcher, stats, make_app, tracer)
+        if discovery is not None:
+            await discovery.first()
+            tasks.append(asyncio.create_task(discovery.run(), name="router-discovery"))
+        await prober.first_round(first)
+        tasks.append(asyncio.create_task(prober.run(), name="router-probes"))
+        for task in tasks:
+            task.add_done_callback(_report_end)
+        yield router
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await prober.close()
+        entrance.close()
+        upstream.close()
+        if shared is not None:
+            await shared.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
+
+
+def _report_end(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.critical(
+            "%s has ended: what it would find is no longer known", task.get_name(), exc_info=error
+        )

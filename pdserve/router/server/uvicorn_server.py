@@ -1,0 +1,85 @@
+"""uvicorn as the router configures it, and its graceful stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import socket
+from collections.abc import Iterator
+from functools import partial
+
+import uvicorn
+
+from pdserve.errors import ConfigError
+from pdserve.router.config.router import RouterConfig
+from pdserve.router.config.tenants import Access
+from pdserve.router.server.connection import ClientConnection, Connections, DirectHandler
+from pdserve.router.server.listening import BACKLOG
+
+LAST_WORD_S = 1.0
+"""How long a client that must be cut off is given to take the error."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling, which ends the process by the signal after a graceful stop."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.server_state: Connections = Connections()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Finish what runs."""
+        self.server_state.is_stopping = True
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves the signals to whoever runs the server."""
+        yield
+
+
+def make_server(
+    application: object,
+    config: RouterConfig,
+    access: Access | None = None,
+    direct: DirectHandler | None = None,
+) -> uvicorn.Server:
+    """uvicorn for this router: httptools, no access log, headers of our own only; TLS as `access` says.
+    `direct` gets its requests past ASGI. Raises ConfigError for a certificate that cannot be used.
+    """
+    access = access or Access()
+    settings = uvicorn.Config(
+        application,  # type: ignore[arg-type]  # our own, looser ASGI types
+        http=partial(  # type: ignore[arg-type]  # a factory will do
+            ClientConnection,
+            head_s=config.deadlines.head_s,
+            direct=direct,
+        ),
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=math.ceil(config.client_keepalive_s),
+        timeout_graceful_shutdown=math.ceil(config.stop_grace_s),
+        ssl_certfile=access.tls_cert_file,
+        ssl_keyfile=access.tls_key_file,
+    )
+    try:
+        settings.load()
+    except OSError as error:  # ssl.SSLError too
+        files = f"{access.tls_cert_file} and {access.tls_key_file}"
+        raise ConfigError(f"access: no certificate and key can be had from {files}: {error}") from None
+    return _Server(settings)
+
+
+async def serve_until_stopped(server: uvicorn.Server, listening: socket.socket) -> None:
+    """Serve until `server.should_exit`; then running requests have `stop_grace_s`, and a
+    moment more for a last word."""
+    await server.serve(sockets=[listening])
+    if server.server_state.tasks:
+        await asyncio.wait(server.server_state.tasks, timeout=LAST_WORD_S + 1.0)
