@@ -9,7 +9,7 @@ from typing import Final
 from docs.generate.benchmarks import policies, pool, reliability, router, serving, summary
 from docs.generate.markdown import with_block
 from docs.generate.product import ROOT
-from docs.generate.reference import api, cli, metrics, options
+from docs.generate.reference import api, cli, formats, metrics, options
 
 NOTE: Final = "<!-- Written by `launch/docs.sh --write`: do not edit. -->\n\n"
 WHOLE: Final[Mapping[str, Callable[[], str]]] = {
@@ -20,6 +20,9 @@ WHOLE: Final[Mapping[str, Callable[[], str]]] = {
 }
 BLOCKS: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
     "README.md": {"results": summary.eight_results},
+    "docs/internals/pool-protocol.md": {"messages": formats.messages},
+    "docs/internals/slot-table.md": {"rows": formats.slot_rows},
+    "docs/internals/tier-format.md": {"entries": formats.segment_entries},
     "docs/benchmarks/index.md": {"results": summary.eight_results, "kept": summary.kept_runs},
     "docs/benchmarks/pool.md": {"pool": pool.speed, "pool-goals": pool.goals},
     "docs/benchmarks/serving.md": {

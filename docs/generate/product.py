@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast, get_args
 
 import typer
 
@@ -21,10 +21,11 @@ from pdserve.config import Option, options
 from pdserve.engine.metric_names import METRICS as WORKER_METRICS
 from pdserve.engine.worker import WorkerConfig
 from pdserve.kvpool.config import PoolNodeConfig
-from pdserve.kvpool.messages import PROTOCOL_VERSION
+from pdserve.kvpool.messages import PROTOCOL_VERSION, Reply, Request
 from pdserve.kvpool.metric_names import CLIENT_METRICS
 from pdserve.kvpool.metric_names import METRICS as POOL_METRICS
 from pdserve.kvpool.table import ROW_DTYPE, TABLE_VERSION
+from pdserve.kvpool.tiers.segment_format import ENTRY_DTYPE as SEGMENT_ENTRY_DTYPE
 from pdserve.kvpool.tiers.segment_format import FORMAT_VERSION as SEGMENT_VERSION
 from pdserve.metric import Definition
 from pdserve.router.app import make_app
@@ -36,12 +37,14 @@ __all__ = [
     "CONFIGURED",
     "LISTED",
     "METRICS",
-    "OPTIONS",
     "PROTOCOL_VERSION",
     "QUIET_GOAL",
+    "REPLIES",
+    "REQUESTS",
     "RESULTS",
     "ROOT",
     "ROW_DTYPE",
+    "SEGMENT_ENTRY_DTYPE",
     "SEGMENT_VERSION",
     "TABLE_VERSION",
     "Configured",
@@ -95,7 +98,8 @@ METRICS: Final[dict[str, tuple[Definition, ...]]] = {
 LISTED: Final = [one for definitions in METRICS.values() for one in definitions]
 """All metrics of pdserve. Tests compare them with what the processes show."""
 
-OPTIONS: Final = {one.title: one.struct for one in CONFIGURED}
+REQUESTS: Final[tuple[Any, ...]] = get_args(Request)
+REPLIES: Final[tuple[Any, ...]] = get_args(Reply)
 
 
 def options_of(struct: type[Any]) -> list[Option]:
