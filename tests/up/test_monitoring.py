@@ -17,6 +17,7 @@ import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.registry import Collector
 
+from docs.generate.product import LISTED
 from pdserve.engine.first_token import FirstToken, WorkerMetrics
 from pdserve.kvpool.client_metrics import ClientMetrics
 from pdserve.kvpool.exchange import ClientCounters
@@ -24,7 +25,6 @@ from pdserve.up.config import ClusterFile
 from pdserve.up.plan import make_plan
 from pdserve.up.scraping import TARGETS_FILE, targets
 from tests.e2e.cluster import PoolNode, free_port
-from tests.readme import LISTED
 from tests.router.harness import disagg, run
 from tests.router.test_secrets import certificate
 
