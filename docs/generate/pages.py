@@ -11,7 +11,7 @@ from docs.generate.markdown import with_block
 from docs.generate.product import ROOT
 from docs.generate.reference import api, cli, formats, metrics, options
 
-NOTE: Final = "<!-- Written by `launch/docs.sh --write`: do not edit. -->\n\n"
+NOTE: Final = "\n<!-- Written by `launch/docs.sh --write`: do not edit. -->\n"
 WHOLE: Final[Mapping[str, Callable[[], str]]] = {
     "docs/reference/options.md": options.page,
     "docs/reference/metrics.md": metrics.page,
@@ -40,7 +40,7 @@ BLOCKS: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
 
 def generated() -> dict[Path, str]:
     """Every page that has generated parts, as it should be. Raises ValueError where a marker is missing."""
-    found = {ROOT / name: NOTE + make().rstrip("\n") + "\n" for name, make in WHOLE.items()}
+    found = {ROOT / name: make().rstrip("\n") + "\n" + NOTE for name, make in WHOLE.items()}
     for name, blocks in BLOCKS.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         for block, make in blocks.items():

@@ -32,12 +32,16 @@ class Goal(NamedTuple):
 def goal_table(goals: Sequence[Goal], kept: Sequence[Run]) -> str:
     """The runs, newest first, with their machines; then the goals."""
     names = [f"{run.origin['date'][:16].replace('T', ' ')}, {run.origin['commit']}" for run in kept]
-    machines = ["machine", *(run.origin["machine"].partition(" of ")[2] for run in kept), ""]
-    return table(("goal", *names, "met in all"), [machines, *(_row(goal, kept) for goal in goals)])
+    machines = ["machine", *(run.origin["machine"].partition(" of ")[2] for run in kept), "", ""]
+    return table(
+        ("goal", *names, "met by the newest", "met by all"), [machines, *(_row(goal, kept) for goal in goals)]
+    )
 
 
 def _row(goal: Goal, kept: Sequence[Run]) -> Iterator[str]:
     yield goal.words
     all_found = [goal.found(run) for run in kept]
     yield from (spread(found, goal.places) if found else "-" for found in all_found)
-    yield met(all(goal.holds(value) for found in all_found for value in found))
+    judged = [all(map(goal.holds, found)) for found in all_found if found]
+    yield met(judged[0] if all_found[0] else None)
+    yield met(all(judged) if judged else None)

@@ -50,7 +50,7 @@ def _operation(method: str, path: str, operation: Mapping[str, Any]) -> Iterator
     if body:
         [(_, content)] = body["content"].items()
         yield f"Body: {_type(content['schema'])}\n"
-    yield table(("status", "meaning", "body"), map(_response, operation["responses"].items()))
+    yield table(("status", "meaning", "body"), map(_response, sorted(operation["responses"].items())))
     headers = operation["responses"].get("200", {}).get("headers", {})
     if headers:
         yield table(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-
 from docs.generate.markdown import table
 from docs.generate.product import CONFIGURED, Option, options_of
 
@@ -27,15 +25,14 @@ def page() -> str:
     for one in CONFIGURED:
         read_by = ", ".join(f"`{command}`" for command in one.commands)
         parts.append(f"## {one.title} {{ #{one.anchor} }}\n\nRead by {read_by}.\n")
-        for prefix, found in groupby(options_of(one.struct), key=_table_of):
+        by_table: dict[str, list[Option]] = {}
+        for option in options_of(one.struct):
+            by_table.setdefault(option.key.rpartition(".")[0], []).append(option)
+        for prefix, found in by_table.items():
             if prefix:
                 parts.append(f"### `{prefix}` {{ #{one.anchor}-{_slug(prefix)} }}\n")
             parts.append(table(("key", "type", "default", "what it does"), map(_cells, found)))
     return "\n".join(parts)
-
-
-def _table_of(option: Option) -> str:
-    return option.key.rpartition(".")[0]
 
 
 def _slug(prefix: str) -> str:
