@@ -16,8 +16,7 @@ import pytest
 from docs.generate.markdown import with_block
 from docs.generate.pages import stale
 from docs.generate.product import ROOT
-
-from .prose import headings, links, sentences, without_code, without_generated
+from tests.support.prose import headings, links, sentences, without_code, without_generated
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"

@@ -20,7 +20,7 @@ def quiet() -> str:
     if not kept:
         return NO_RUN
     rows = [_cells(run, line) for run in kept for line in run.lines]
-    origins = "\n".join(origin(run) for run in kept)
+    origins = "\n".join(f"Run of {run.origin['commit']}:\n\n{origin(run)}" for run in kept)
     return f"{origins}\n{table(COLUMNS, rows)}"
 
 

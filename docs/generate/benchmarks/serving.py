@@ -57,7 +57,7 @@ def compared(results: Path = RESULTS) -> str:
     """Every comparison: its origin, and a table for each load."""
     parts: list[str] = []
     for run, found in comparisons(results):
-        parts.append(origin(run))
+        parts.append(f"### {run.files[0].rpartition('-20')[0]}\n\n{origin(run)}")
         for load in dict.fromkeys(one.load for one in found):
             rows = (_cells(one) for one in found if one.load == load)
             parts.append(f"Load: {load}.\n\n{table(COLUMNS, rows)}")
