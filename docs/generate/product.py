@@ -70,16 +70,19 @@ RESULTS: Final = Path(pdserve.bench.__file__).parent / "results"
 
 
 class Configured(NamedTuple):
-    """One configuration struct: the title and anchor of its section, and the commands that read it."""
+    """One configuration struct: the title and anchor of its section, and the commands that read it.
+    `has_flags`: each of its options is also a flag of these commands.
+    """
 
     title: str
     anchor: str
     struct: type[Any]
     commands: Sequence[str]
+    has_flags: bool = True
 
 
 CONFIGURED: Final = (
-    Configured("Cluster: `[cluster]`", "cluster", ClusterSettings, ("pdserve up",)),
+    Configured("Cluster: `[cluster]`", "cluster", ClusterSettings, ("pdserve up",), False),
     Configured("Router: `[router]`", "router", RouterConfig, ("pdserve router",)),
     Configured(
         "Workers: `[worker]`, `[[prefill]]`, `[[decode]]`, `[[agg]]`",

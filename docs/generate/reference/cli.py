@@ -15,7 +15,7 @@ HEAD = """# Command line
 """
 OWN = ("config", "extra")
 """Parameters of a configured command that are not options of its configuration."""
-PAGE_OF = {command: one for one in CONFIGURED for command in one.commands}
+PAGE_OF = {command: one for one in CONFIGURED if one.has_flags for command in one.commands}
 
 
 def page() -> str:

@@ -24,7 +24,8 @@ def page() -> str:
     parts = [HEAD]
     for one in CONFIGURED:
         read_by = ", ".join(f"`{command}`" for command in one.commands)
-        parts.append(f"## {one.title} {{ #{one.anchor} }}\n\nRead by {read_by}.\n")
+        flags = "" if one.has_flags else " These options have no flags."
+        parts.append(f"## {one.title} {{ #{one.anchor} }}\n\nRead by {read_by}.{flags}\n")
         by_table: dict[str, list[Option]] = {}
         for option in options_of(one.struct):
             by_table.setdefault(option.key.rpartition(".")[0], []).append(option)
