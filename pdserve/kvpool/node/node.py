@@ -49,8 +49,11 @@ from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.loopback import LocalSession
 from pdserve.kvpool.node.memory.arena import Arena
 from pdserve.kvpool.node.metrics.meter import LoopLag, Meter
-from pdserve.kvpool.node.peers.gossip import Before, Gossiper, Handler
+from pdserve.kvpool.node.peers.gossip import Gossiper, Handler
+from pdserve.kvpool.node.peers.joining import Before
+from pdserve.kvpool.node.peers.page_fetch import PageFetch
 from pdserve.kvpool.node.peers.rebalancer import Rebalancer
+from pdserve.kvpool.node.peers.replicator import Replicator
 from pdserve.kvpool.node.serving.connection import ClientConnection, Connections
 from pdserve.kvpool.node.serving.listeners import Listeners, close_all
 from pdserve.kvpool.node.serving.scheduler import Serving
@@ -60,7 +63,7 @@ from pdserve.kvpool.node.ucx.data_path import UcxPath
 from pdserve.kvpool.node.upgrade.handover import Handover
 from pdserve.kvpool.node.upgrade.upgrader import Upgrader
 from pdserve.kvpool.protocol.address import is_remote
-from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, Upgrade
+from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, PullPages, Upgrade
 from pdserve.kvpool.protocol.messages import (
     DataPathName,
     Fault,
@@ -165,7 +168,7 @@ class PoolNode:
         self._tell_namespaces()
         self.meter = Meter(self.state.store.facts.namespace, self.arena.namespaces)
         self.local = LocalSession(self.feed)
-        self.rebalancer = self._make_rebalancer()
+        self._make_movers()
         self.serving = Serving(self._loop, self.state, self.feed, self.connections)
         ending.callback(self.serving.close)
         ending.push_async_callback(self.rebalancer.close)
@@ -306,24 +309,28 @@ class PoolNode:
     def _learned(self, records: list[NamespaceRecord]) -> None:
         self.feed(RecordsLearned(records))
 
-    def _make_rebalancer(self) -> Rebalancer:
+    def _make_movers(self) -> None:
+        """What moves pages between this node and the others."""
         self.gossip.moves_pages = True
-        store = self.state.store
-        rebalancer = Rebalancer(
+        store, tiers = self.state.store, self.state.tiers
+        pages = PageFetch(self.config, self.gossip.cluster, self.arena.memory, self.local)
+        self.replicator = Replicator(self.name, pages, self.local, self.arena.namespaces, self.feed)
+        self.rebalancer = Rebalancer(
             self.config,
             self.gossip,
-            self.arena.memory,
+            pages,
             self.local,
-            self.arena.namespaces,
-            lambda: store.free_bytes + self.state.tiers.free_bytes,
-            lambda: self.state.tiers.behind,
+            lambda: store.free_bytes + tiers.free_bytes,
+            lambda: tiers.behind,
             self.feed,
             self.stop,
         )
-        self._routes |= rebalancer.routes()
-        self._acts |= {AskReplicas: rebalancer.ask_replicas, EndReplicasAt: rebalancer.end_replicas}
-        rebalancer.start()
-        return rebalancer
+        self._routes |= {**self.rebalancer.routes(), PullPages: self.replicator.pull}
+        self._acts |= {
+            AskReplicas: self.replicator.ask_replicas,
+            EndReplicasAt: self.replicator.end_replicas,
+        }
+        self.rebalancer.start()
 
     def _answer(self, action: Answer) -> None:
         if action.connection == LOCAL:
@@ -419,9 +426,12 @@ class PoolNode:
 
     def _report(self, request_id: int, asker: Session | None = None) -> StatusReport:
         report = self.state.status(request_id, self._loop.time(), asker)
-        counters = {**report.counters, **self.rebalancer.counters(), **self.serving.counters()}
+        counters = {**report.counters, **self._moved(), **self.serving.counters()}
         report = replace(report, counters=counters)
         return self.gossip.with_members(report)
+
+    def _moved(self) -> dict[str, int]:
+        return {**self.rebalancer.counters(), "replica_pages_pulled": self.replicator.pages_pulled}
 
     def _accept(self) -> ClientConnection:
         self._last_connection += 1

@@ -150,7 +150,7 @@ class Nodes:
         return self.run(
             lambda: {
                 **self.nodes[name].state.status(0, 0.0).counters,
-                **self.nodes[name].rebalancer.counters(),
+                **self.nodes[name]._moved(),
             }
         )
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -45,7 +46,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 def test_what_was_to_be_had_from_a_node_that_was_lost_meanwhile_is_asked_for_again() -> None:
     mover = object.__new__(Rebalancer)
     mover._spaces = {}  # as after a view without the node
-    mover._closed, mover._behind = False, lambda: False
+    mover._pages, mover._behind = SimpleNamespace(closed=False), lambda: False
     for action, work in (
         (List(1, 7, "b", "ns", 0, 10), mover._list),
         (Pull(1, 7, "b", "ns", [], []), mover._pull),
@@ -221,7 +222,7 @@ def test_a_request_that_waited_behind_one_that_failed_takes_nothing_over_from_it
     nodes.start("n1")
     nodes.settle()
     space = ("ns", {"a": "b"}, 1)
-    mover = nodes.nodes["n0"].rebalancer
+    pages = nodes.nodes["n0"].replicator._pages
 
     def breaks(link: PeerLink, deadline: float) -> None:
         link._open(space, deadline)
@@ -232,7 +233,7 @@ def test_a_request_that_waited_behind_one_that_failed_takes_nothing_over_from_it
         return link._open(space, deadline)
 
     async def ask() -> list[object]:
-        asked = [mover._ask("n1", "move", work) for work in (breaks, opens, PeerLink.survey)]
+        asked = [pages.ask("n1", "move", work) for work in (breaks, opens, PeerLink.survey)]
         return await asyncio.gather(*asked, return_exceptions=True)
 
     failed, number, report = nodes.run(ask)
