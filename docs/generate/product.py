@@ -10,27 +10,27 @@ import typer
 
 import pdserve.bench
 from pdserve.bench.pool.quiet import GOAL as QUIET_GOAL
+from pdserve.bench.serving.parts import Weights
 from pdserve.bench.serving.report.goals import Row as GoalRow
 from pdserve.bench.serving.report.goals import goal_rows, times
-from pdserve.bench.serving.parts import Weights
+from pdserve.bench.serving.report.weights_report import text as weights_text
 from pdserve.bench.serving.summary import Measured, Summary, summaries
 from pdserve.bench.serving.sweep import Tried, best
-from pdserve.bench.serving.report.weights_report import text as weights_text
 from pdserve.cli import SUB_COMMANDS, load
-from pdserve.settings.config_file import Option, options
 from pdserve.engine.metric_names import METRICS as WORKER_METRICS
 from pdserve.engine.worker import WorkerConfig
-from pdserve.kvpool.node.config.node import PoolNodeConfig
-from pdserve.kvpool.protocol.messages import PROTOCOL_VERSION, Reply, Request
 from pdserve.kvpool.client.metric_names import CLIENT_METRICS
+from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.metrics.names import METRICS as POOL_METRICS
+from pdserve.kvpool.protocol.messages import PROTOCOL_VERSION, Reply, Request
 from pdserve.kvpool.protocol.slot_table import ROW_DTYPE, TABLE_VERSION
 from pdserve.kvpool.tiers.ssd.segment_format import ENTRY_DTYPE as SEGMENT_ENTRY_DTYPE
 from pdserve.kvpool.tiers.ssd.segment_format import FORMAT_VERSION as SEGMENT_VERSION
 from pdserve.metric import Definition
-from pdserve.router.app.router import make_app
+from pdserve.router.app.routes import make_app
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.metrics.names import METRICS as ROUTER_METRICS
+from pdserve.settings.config_file import Option, options
 from pdserve.up.config import ClusterSettings
 
 __all__ = [
@@ -119,5 +119,5 @@ def commands() -> Iterator[tuple[str, Any]]:
 def openapi_document() -> dict[str, Any]:
     """The document that the router publishes as `/openapi.json`."""
     nobody = cast(Any, None)  # the routes ask the router only when they are called
-    document: dict[str, Any] = make_app(nobody, nobody).openapi()
+    document: dict[str, Any] = make_app(nobody).openapi()
     return document

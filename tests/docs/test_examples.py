@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from docs.examples.endpoint import CLASSIFY
 from docs.examples.placement import MORE_REQUESTS, OwnHostFirst
 from docs.generate.product import ROOT
-from pdserve.router.placement.policies import Ask, PolicySettings, make_policy
+from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.fleet.worker import Worker
+from pdserve.router.placement.policies import Ask, PolicySettings, make_policy
+from tests.support.router.harness import disagg, run
+from tests.support.router.mock_worker import MockWorker, answer
 
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("[!_]*.py"))
 
@@ -42,6 +46,19 @@ def test_the_placement_example_takes_others_where_its_own_host_has_none() -> Non
 
 
 def test_the_placement_example_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("own_host_first", "docs.examples.placement:OwnHostFirst", "pdserve.router.placement.policies")
-    monkeypatch.setattr("pdserve.router.policies.entry_points", lambda group: [point])
+    point = EntryPoint("own_host_first", "docs.examples.placement:OwnHostFirst", "pdserve.router.policies")
+    monkeypatch.setattr("pdserve.router.placement.policies.entry_points", lambda group: [point])
     assert isinstance(make_policy("own_host_first", PolicySettings()), OwnHostFirst)
+
+
+def test_the_endpoint_example_is_served_and_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENDPOINTS, CLASSIFY.path, CLASSIFY)
+
+    async def main() -> None:
+        async with disagg(make=lambda role: MockWorker(role, tasks=["embed"])) as (harness, _, (decode,)):
+            said = {"data": [{"index": 0, "label": "good"}], "usage": {"prompt_tokens": 3}}
+            decode.script(CLASSIFY.path, answer(200, said))
+            assert (await harness.post(CLASSIFY.path, {"model": "m", "input": "x"}, {})).json() == said
+            assert CLASSIFY.path in (await harness.get("/openapi.json")).json()["paths"]
+
+    run(main())
