@@ -1,4 +1,4 @@
-"""Lines of JSON over a socket pair between parent and child."""
+"""Messages over a socket pair between parent and child: four bytes of length, then MessagePack."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from collections.abc import Callable
 import msgspec
 
 from pdserve.errors import PdserveError
+from pdserve.router.metrics.snapshot import Snapshot
 from pdserve.router.processes.messages import Collect, Collected, Message
 
-MAX_LINE_BYTES = 64 * 1024 * 1024
+_LENGTH_BYTES = 4
 COLLECT_TIMEOUT_S = 1.0
 """For a child's answer to its parent."""
 SUM_TIMEOUT_S = 5.0
 """For the parent's answer to a child: it has all children's by then, and has added them up."""
 CLOSE_TIMEOUT_S = 1.0
-_decoder = msgspec.json.Decoder(Message)
-_encoder = msgspec.json.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+_encoder = msgspec.msgpack.Encoder()
 
 
 class ChannelClosed(PdserveError):
@@ -33,26 +34,27 @@ class Channel:
     def __init__(self, on_message: Callable[[Message], None]) -> None:
         self._on_message = on_message
         self._writer: asyncio.StreamWriter | None = None
-        self._early: list[bytes] = []
+        self._unsent: list[bytes] = []
         self._numbers = itertools.count()
-        self._asked: dict[int, asyncio.Future[str]] = {}
+        self._asked: dict[int, asyncio.Future[Snapshot]] = {}
         self._is_over = False
 
     async def run(self, sock: socket.socket) -> None:
         """Take in messages until the other end is gone."""
-        reader, self._writer = await asyncio.open_unix_connection(sock=sock, limit=MAX_LINE_BYTES)
-        self._writer.writelines(self._early)
-        self._early.clear()
+        reader, self._writer = await asyncio.open_unix_connection(sock=sock)
+        self._writer.writelines(self._unsent)
+        self._unsent.clear()
         try:
-            while line := await reader.readline():
-                message = _decoder.decode(line)
+            while True:
+                size = int.from_bytes(await reader.readexactly(_LENGTH_BYTES))
+                message = _decoder.decode(await reader.readexactly(size))
                 if isinstance(message, Collected):
                     asked = self._asked.pop(message.number, None)
                     if asked is not None and not asked.done():
-                        asked.set_result(message.text)
+                        asked.set_result(message.metrics)
                 else:
                     self._on_message(message)
-        except OSError:
+        except (OSError, asyncio.IncompleteReadError):  # the other end is gone
             pass
         finally:
             self._is_over = True
@@ -63,13 +65,14 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """Send, if the other end is there. The other end reads at once: nothing is held back."""
-        line = _encoder.encode(message) + b"\n"
+        body = _encoder.encode(message)
+        data = len(body).to_bytes(_LENGTH_BYTES) + body
         if self._writer is None:
-            self._early.append(line)
+            self._unsent.append(data)
         elif not self._writer.is_closing():
-            self._writer.write(line)
+            self._writer.write(data)
 
-    async def collect(self, timeout_s: float) -> str:
+    async def collect(self, timeout_s: float) -> Snapshot:
         """The other end's metrics. Raises ChannelClosed."""
         if self._is_over:
             raise ChannelClosed("the process is gone")

@@ -15,6 +15,7 @@ from pdserve.errors import StartupError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.changes import Changes
 from pdserve.router.fleet.health_check import FirstRound
+from pdserve.router.metrics.snapshot import Snapshot
 from pdserve.router.processes.channel import COLLECT_TIMEOUT_S, Channel, ChannelClosed
 from pdserve.router.processes.messages import Message
 from pdserve.router.processes.serving import run_child
@@ -52,7 +53,7 @@ class Child:
         self.setup = setup
         self.is_ready = asyncio.Event()
         self.is_stopping = False
-        self.metrics = ""
+        self.metrics = Snapshot()
         """As it told them last."""
         self.has_left = False
         """They are its last word."""

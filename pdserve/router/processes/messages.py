@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pdserve.router.fleet.changes import FleetChange
+from pdserve.router.metrics.snapshot import Snapshot
 from pdserve.router.processes.shared_limits import Share, Want
 
 
@@ -22,13 +23,13 @@ class Collected(msgspec.Struct, tag="collected", frozen=True):
     """The answer."""
 
     number: int
-    text: str
+    metrics: Snapshot
 
 
 class Last(msgspec.Struct, tag="last", frozen=True):
     """Child to parent: its metrics, as it ends."""
 
-    text: str
+    metrics: Snapshot
 
 
 class Reload(msgspec.Struct, tag="reload", frozen=True):

@@ -32,8 +32,7 @@ from pdserve.router.fleet.changes import Changes, FleetChange
 from pdserve.router.fleet.health_check import FirstRound
 from pdserve.router.fleet.registry import listed_workers
 from pdserve.router.fleet.worker import Worker
-from pdserve.router.metrics.merge import GROWING, add_up
-from pdserve.router.metrics.names import PREFIX
+from pdserve.router.metrics.snapshot import Snapshot, add_up, left_behind
 from pdserve.router.processes.child import Child, Setup
 from pdserve.router.processes.messages import (
     Collect,
@@ -77,7 +76,7 @@ class Processes:
         """By their place, that of their socket."""
         self._live: set[Child] = set()
         """Those that start or stop, too."""
-        self._ended_metrics = ""
+        self._ended_metrics = Snapshot()
         """What those counted that have ended."""
         self._divider = Divider()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -186,7 +185,7 @@ class Processes:
         elif isinstance(message, Collect):
             self._later(self._collect(child, message.number))
         elif isinstance(message, Last):
-            child.metrics, child.has_left = message.text, True
+            child.metrics, child.has_left = message.metrics, True
         elif isinstance(message, Wants):
             self._share(self._divider.told(child.number, message.tenants))
         elif isinstance(message, FleetChange):
@@ -201,7 +200,7 @@ class Processes:
 
     def _ended(self, child: Child) -> None:
         self._live.discard(child)
-        self._ended_metrics = add_up((self._ended_metrics, child.metrics), GROWING).decode()
+        self._ended_metrics = add_up((self._ended_metrics, left_behind(child.metrics)))
 
     def _share(self, shares: Shares) -> None:
         for child in self._live:
@@ -214,9 +213,9 @@ class Processes:
 
     async def _collect(self, child: Child, number: int) -> None:
         answered = await asyncio.gather(*(other.ask_metrics() for other in self._live))
-        silent = f"{PREFIX}processes_silent {answered.count(False)}\n"
-        texts = (self._ended_metrics, *(other.metrics for other in self._live), silent)  # all of one moment
-        child.channel.send(Collected(number, add_up(texts).decode()))
+        silent = Snapshot({"processes_silent": {(): answered.count(False)}})
+        told = (self._ended_metrics, *(other.metrics for other in self._live), silent)  # all of one moment
+        child.channel.send(Collected(number, add_up(told)))
 
     async def _stop(self) -> None:
         self._stopped.set()

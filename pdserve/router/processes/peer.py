@@ -7,11 +7,11 @@ import logging
 import socket
 
 import uvicorn
-from prometheus_client import generate_latest
 
 from pdserve.errors import ConfigError, RequestError
 from pdserve.router.app.router import Router
 from pdserve.router.fleet.changes import FleetChange
+from pdserve.router.metrics.snapshot import Snapshot
 from pdserve.router.processes.channel import SUM_TIMEOUT_S, Channel, ChannelClosed
 from pdserve.router.processes.messages import (
     Collect,
@@ -46,7 +46,7 @@ class Peers:
     async def run(self, sock: socket.socket) -> None:
         """Until the parent is gone; then the server stops."""
         sock.setblocking(False)
-        self._router.exposition = self._everybodys
+        self._router.metrics = self._everybodys
         self._router.fleet.told = lambda act, worker, role: self._channel.send(FleetChange(act, worker, role))
         self._router.told_reload = lambda: self._channel.send(Reload())
         tasks = asyncio.create_task(self._announce()), asyncio.create_task(self._tell())
@@ -61,7 +61,7 @@ class Peers:
 
     async def leave(self) -> None:
         """The last word: what this process has counted."""
-        self._channel.send(Last(generate_latest(self._router.registry).decode()))
+        self._channel.send(Last(self._router.own_metrics()))
         await self._channel.close()
 
     async def _announce(self) -> None:
@@ -82,17 +82,16 @@ class Peers:
             self._refused = refused
             self._channel.send(Refused(refused))
 
-    async def _everybodys(self) -> bytes:
+    async def _everybodys(self) -> Snapshot:
         try:
-            return (await self._channel.collect(SUM_TIMEOUT_S)).encode()
+            return await self._channel.collect(SUM_TIMEOUT_S)
         except ChannelClosed as error:  # this process's alone would look as if the counters had fallen
             raise RequestError(503, f"The router's metrics cannot be added up now: {error}.") from None
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Collect):
             self._tell_refused()  # before the metrics that show it
-            own = generate_latest(self._router.registry).decode()
-            self._channel.send(Collected(message.number, own))
+            self._channel.send(Collected(message.number, self._router.own_metrics()))
         elif isinstance(message, FleetChange):
             message.follow(self._router.fleet)
         elif isinstance(message, Shared):

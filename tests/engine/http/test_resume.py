@@ -18,7 +18,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from pdserve.engine.http.connection import BrokenOff
 from pdserve.engine.http.resume import Continuing, SoFar, Stream
-from pdserve.router.dispatch.resume import Trail
+from pdserve.router.dispatch.stream_marks import StreamMarks
 
 PROMPT = [72, 105, 33]
 
@@ -208,24 +208,21 @@ def chat(engine: Engine, body: bytes, marks: bool = True) -> bytes:
     return b"".join(pieces)
 
 
-def cut_and_continue(stream: bytes, cuts: list[int], other: Engine, body: bytes, trail: Trail) -> bytes:
+def cut_and_continue(stream: bytes, cuts: list[int], other: Engine, body: bytes, marks: StreamMarks) -> bytes:
     """What a client sees of `stream`, read in pieces that end at `cuts`, lost at the last, and continued."""
-    got = held = b""
-    trail.begin(True)
+    got = b""
+    marks.begin(True)
     begin = 0
     for cut in cuts:
-        ready, held = trail.take(held + stream[begin:cut], at_end=False)
-        got += ready
+        got += marks.take(stream[begin:cut], at_end=False)
         begin = cut
     path, data = "/v1/chat/completions", body
     if got:  # else the router simply asks again
-        path, data = "/pd/continue?endpoint=/v1/chat/completions", trail.continue_body(body)
+        path, data = "/pd/continue?endpoint=/v1/chat/completions", marks.continue_body(body)
     status, pieces = asyncio.run(post(other, path, data))
     assert status == 200
-    trail.begin(True)
-    ready, held = trail.take(b"".join(pieces), at_end=True)
-    assert held == b""
-    return got + ready
+    marks.begin(True)
+    return got + marks.take(b"".join(pieces), at_end=True)
 
 
 TEXT = st.text(st.sampled_from("ab \"'\\é漢🙂\n:"), min_size=1, max_size=12)
@@ -255,9 +252,9 @@ def test_the_client_cannot_tell(
     whole = chat(Engine(answer, step, think_end=end), body, marks=False)
     marked = chat(Engine(answer, step, think_end=end), body)
     ends = sorted(cut % (len(marked) + 1) for cut in cuts)
-    trail = Trail()
+    marks = StreamMarks()
     other = Engine(answer, other_step, rid="the other", think_end=end)
-    seen = cut_and_continue(marked, ends, other, body, trail)
+    seen = cut_and_continue(marked, ends, other, body, marks)
     assert facts(seen) == facts(whole)
     first = seen.split(b",")[0]
     assert all(event.startswith(first) for event in seen.split(b"\n\n")[:-2])  # one id
@@ -279,23 +276,23 @@ def test_what_was_sent_is_computed_as_prompt_and_not_again() -> None:
     marked = chat(Engine(answer), b"{}")
     cut = marked.index(b": pd 12 ")
     other = Engine(answer, rid="o")
-    cut_and_continue(marked, [marked.index(b"\n\n", cut) + 2], other, b'{"max_tokens":23}', Trail())
+    cut_and_continue(marked, [marked.index(b"\n\n", cut) + 2], other, b'{"max_tokens":23}', StreamMarks())
     [asked] = other.sent
     assert bytes(asked.input_ids.tolist()) == bytes(PROMPT) + b"hello there,"
     assert asked.sampling_params.max_new_tokens == 11
 
 
 def test_a_continued_stream_can_be_continued() -> None:
-    answer, trail = list("ein schöner Satz".encode()), Trail()
+    answer, marks = list("ein schöner Satz".encode()), StreamMarks()
     whole = chat(Engine(answer), b"{}", marks=False)
     first = chat(Engine(answer), b"{}")
-    trail.begin(True)
-    seen, _ = trail.take(first[: len(first) // 3], at_end=False)
+    marks.begin(True)
+    seen = marks.take(first[: len(first) // 3], at_end=False)
     _, pieces = asyncio.run(
-        post(Engine(answer), "/pd/continue?endpoint=/v1/chat/completions", trail.continue_body(b"{}"))
+        post(Engine(answer), "/pd/continue?endpoint=/v1/chat/completions", marks.continue_body(b"{}"))
     )
     second = b"".join(pieces)
-    assert facts(seen + cut_and_continue(second, [len(second) // 2], Engine(answer), b"{}", trail)) == facts(
+    assert facts(seen + cut_and_continue(second, [len(second) // 2], Engine(answer), b"{}", marks)) == facts(
         whole
     )
 
@@ -309,11 +306,11 @@ def test_several_choices_are_passed_on_as_they_come() -> None:
     _, pieces = asyncio.run(post(Choices(list(b"abc")), "/v1/chat/completions", b"{}"))
     assert pieces[0].startswith(b": pd off\n\ndata: ")
     assert len(pieces) > 5
-    trail = Trail()
-    trail.begin(True)
-    ready, held = trail.take(pieces[0] + pieces[1], at_end=False)
-    assert (ready, held) == (pieces[0].removeprefix(b": pd off\n\n") + pieces[1], b"")
-    assert not trail.is_marked
+    marks = StreamMarks()
+    marks.begin(True)
+    ready = marks.take(pieces[0] + pieces[1], at_end=False)
+    assert ready == pieces[0].removeprefix(b": pd off\n\n") + pieces[1]
+    assert not marks.is_marked
 
 
 def test_a_stream_with_token_ids_is_passed_on_as_it_comes() -> None:
