@@ -1,12 +1,13 @@
-"""Clearing and dropping that outlive a crash: the answer waits until every tier has made it durable. Pure.
+"""Answers to Clear and DropNamespace: they wait until every tier has made the change durable. Pure.
 
-A client that was told "done" may write other pages under the same keys, and must never read the old ones
-again, not even after a power failure. In memory that holds at once: the arena's list of namespaces is written
-before the answer is. A tier writes down what is void in its own time, behind stores that are under way. So
-the answer waits for the tiers, for FORGET_TIMEOUT_S at most; when one could not, or did not in time, the
-client gets a Fault `not_durable`: its pages are gone here and now, and may come back at a restart. So that
-asking again helps, what was dropped by name is remembered until the tiers have it: its number is unknown by
-then. (A clear voids all that was before it, whatever became of an earlier one.)
+After "done" a client may write other pages under the same keys. It must never read the old ones again, not
+even after a power failure. In memory this holds at once: the list of namespaces is saved before the answer. A
+tier needs time: it records what is void after the stores under way.
+
+So the answer waits for the tiers, at most FORGET_TIMEOUT_S. When a tier fails, or is late, the client gets a
+Fault `not_durable`: its pages are gone now, but may come back at a restart. The client can ask again. For
+that a drop is remembered by name until all tiers have it, because the namespace's number is unknown by then.
+(A Clear needs no memory: each voids all earlier pages.)
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from pdserve.kvpool.core.events import Action, Answer, ForgetNamespace, TierForg
 from pdserve.kvpool.protocol.messages import Done, Fault, Reply
 
 FORGET_TIMEOUT_S: Final = 4.0
-MAX_NAMES: Final = 1024  # of namespaces that a tier has yet to forget
+MAX_NAMES: Final = 1024  # dropped namespaces that are remembered
 
 Forgetting: TypeAlias = tuple[int, int, int]  # tier, namespace, before_sequence
 
 
 @dataclass(slots=True)
 class _Pending:
-    """An answer that waits for these; `problem` is what went wrong with one."""
+    """A Done that waits for the tiers. `problem`: the first failure."""
 
     connection: int
     done: Done
@@ -35,7 +36,7 @@ class _Pending:
 
 
 class DurableAnswers:
-    """Of all connections. Those that went are answered too: the shell knows that nobody is there."""
+    """Of all connections, closed ones too: the shell drops answers to these."""
 
     def __init__(self, node: str, tiers: int) -> None:
         self._node = node
@@ -77,7 +78,7 @@ class DurableAnswers:
                 del self._undone[next(iter(self._undone))]
 
     def forgotten(self, event: TierForgotNamespace, out: list[Action]) -> None:
-        """A tier has done it, or could not."""
+        """A tier has forgotten a namespace, or could not."""
         one = (event.tier, event.namespace, event.before_sequence)
         if not event.problem:
             for name, undone in list(self._undone.items()):

@@ -1,13 +1,13 @@
-"""The namespaces of a node: names, numbers, geometry. Pure; `dump` and `load` are its persistent form.
+"""The namespaces opened on a node: names, numbers, geometry. Pure; `dump` and `load` make them persistent.
 
-A namespace says everything about its pages that their keys do not: model, revision, dtypes, page size,
-layout, geometry. Workers may share pages only when they agree on all of it. What all nodes know of namespaces
-is the `registry`; here are those that have been opened on this node, each with a number, which clients use
-instead of the name, and a space, which the slot table holds: another after each clear. Neither is ever
-reused, not even after a restart: a row of the slot table that holds a space of before belongs to nobody.
+A namespace describes everything about its pages that keys do not: model, revision, dtypes, page size, layout,
+geometry. Workers share pages only when they agree on all of it. registry.py has the records that all nodes
+share. Here are the namespaces that clients have opened on this node. Each has a number, which clients use
+instead of the name, and a space, which rows of the slot table carry: a new one after each clear. Numbers and
+spaces are never used again, also after a restart: a row with an old space is void.
 
-With them is kept how far the sequences of pages may have come, since what a clear made void, in memory and in
-tiers, is told from what was written after it by its sequence.
+The catalog also keeps an upper bound of all sequences given to pages. Sequences tell pages that a clear made
+void from later ones, in memory and in tiers.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ from pdserve.errors import FrameError
 from pdserve.kvpool.namespaces.registry import Registry
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceSettings
 
-SEQUENCES: Final = 1 << 40  # that one start may give out: 100,000 pages a second for 127 days
+SEQUENCES: Final = 1 << 40  # for one start: 100,000 pages a second for 127 days
 
 
 class Namespace(msgspec.Struct, frozen=True):
-    """One namespace of this node, as persisted. `space` is the number that its rows in the slot table carry;
-    0 stands for `number`.
-    """
+    """One namespace of this node, as persisted. Rows of the slot table carry `space`; 0 means `number`."""
 
     number: int
     name: str
     geometry: dict[str, str]
-    generation: int = 1  # of the registry's record whose pages these are
+    generation: int = 1  # of the registry's record for these pages
     space: int = 0
 
 
@@ -106,7 +104,7 @@ class Namespaces:
         return self._by_name.get(name)
 
     def drop(self, name: str) -> Namespace | None:
-        """Forget the namespace's number; what it was, or None."""
+        """Remove the namespace; returns it, or None."""
         namespace = self._by_name.pop(name, None)
         if namespace is not None:
             del self._by_number[namespace.number]
@@ -119,7 +117,7 @@ class Namespaces:
         return record.settings
 
     def clear(self, number: int) -> int:
-        """Give the namespace a new space; its number."""
+        """Give the namespace a new space, and return the space."""
         space = self._next_number
         self._next_number += 1
         self._add(msgspec.structs.replace(self._by_number[number], space=space))
@@ -131,13 +129,13 @@ class Namespaces:
         return self._next_number
 
     def never_below(self, number: int, sequence: int) -> None:
-        """Give out no number below this, and no sequence."""
+        """Give out no smaller number and no smaller sequence from now on."""
         self._next_number = max(self._next_number, number)
         self.sequences_end = max(self.sequences_end, sequence)
 
     def begin_sequences(self, now_us: int) -> int:
-        """The first sequence of a start: above those of every earlier one, also when the clock was set back
-        in between. To be saved before it is used. The time alone serves where no list was left.
+        """The first sequence of a start: above those of all earlier starts, also when the clock was set back.
+        To be saved before use. Where no catalog was left, the time alone serves.
         """
         first = max(now_us, self.sequences_end)
         self.sequences_end = first + SEQUENCES
@@ -159,7 +157,7 @@ class Namespaces:
 
     @property
     def numbers_of_spaces(self) -> dict[int, int]:
-        """The number of each namespace by the number that its rows carry."""
+        """The number of each namespace by its space."""
         return {namespace.space or number: number for number, namespace in self._by_number.items()}
 
     def _add(self, namespace: Namespace) -> None:

@@ -1,9 +1,9 @@
-"""Which namespaces a node has after a start: what memory says, else what the tiers say. Pure.
+"""Which namespaces a node has after a start: those saved in memory, otherwise those saved in a tier. Pure.
 
-Pages in a tier name their namespace by its number, so a page may be believed only where the list that was
-saved with it gives that number to the same name, geometry, generation and space (another after each clear) as
-the node's list does now. After a reboot memory says nothing; then the newest of the tiers' lists counts.
-Numbers are never given out again, nor are sequences.
+A page in a tier names its namespace by number. The page is valid only where the catalog saved in that tier
+gives the number the same name, geometry, generation and space as the node's catalog now. After a reboot the
+memory has no catalog; then the newest of the tiers' catalogs counts. Numbers and sequences are never given
+out again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pdserve.kvpool.namespaces.catalog import Namespace, Namespaces
 def take_over(
     memory: Namespaces, saved: Sequence[str | None]
 ) -> tuple[Namespaces, list[set[int]], list[str]]:
-    """The node's namespaces; for each tier the numbers that it may believe; what is wrong, in words."""
+    """The node's catalog; for each tier the numbers whose pages are valid; problems, for people."""
     lists: list[Namespaces] = []
     problems = []
     for text in saved:

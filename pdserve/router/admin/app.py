@@ -36,7 +36,7 @@ from pdserve.router.fleet.registry import FleetError
 from pdserve.router.fleet.worker import Role, Worker
 from pdserve.router.metrics.exposition import exposition
 from pdserve.router.metrics.snapshot import Snapshot
-from pdserve.router.request.call import JSON
+from pdserve.router.request.answer import JSON
 from pdserve.router.server.asgi import Receive, Scope, Send
 
 MAX_BODY_BYTES = 64 * 1024

@@ -118,18 +118,17 @@ class Entrance:
             self._wake(self.admission.leave(ticket, now_s))
             raise
         tenant.use.requests += 1
-        call.meter = Meter(estimate, call.endpoint.usage_names)
+        call.answer.meter = Meter(estimate, call.endpoint.usage)
         return ticket
 
     def leave(self, call: Call, ticket: Ticket) -> None:
         """A call that entered is over, in whatever way."""
-        meter = call.meter
+        meter = call.answer.meter
         assert meter is not None
         now_s = self._loop.time()
-        is_answered = call.is_started and call.status < 400
-        is_cut_off = call.is_late or call.end is not None  # by a deadline or its client: workers were at it
-        if is_answered or is_cut_off or meter.prompt_tokens is not None:
-            used = meter.total(call.is_sse)
+        is_answered = call.answer.is_started and call.answer.status < 400
+        if is_answered or call.end is not None or meter.prompt_tokens is not None:
+            used = meter.total(call.answer.is_stream)
         else:
             used = 0, 0  # refused, or failed, before any worker said that it computed the prompt
         ticket.tenant.settle(meter.charged_tokens, *used, now_s)

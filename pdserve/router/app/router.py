@@ -20,7 +20,8 @@ from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.metrics.snapshot import Snapshot
 from pdserve.router.metrics.stats import Stats
-from pdserve.router.request.call import JSON, request_id
+from pdserve.router.request.answer import JSON
+from pdserve.router.request.call import request_id
 from pdserve.router.server.asgi import Asgi, AsgiClient, Message, Receive, Scope, Send
 from pdserve.router.upstream.client import Upstream
 from pdserve.tracing import Tracer

@@ -146,7 +146,7 @@ def test_on_any_prefill_trouble_the_decode_worker_does_it_alone(
 
     with caplog.at_level(logging.WARNING):
         run(main())
-    assert "the decode worker does it alone" in caplog.text
+    assert "the decode worker computes the prompt" in caplog.text
 
 
 def test_a_prefill_worker_that_is_gone_is_done_without() -> None:

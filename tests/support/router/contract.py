@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from pdserve.router.dispatch.prefill import SettledReport
+from pdserve.router.dispatch.settle import SettledReport
 from pdserve.router.fleet.worker import WorkerInfo, WorkerLoad
 
 Check = Callable[[httpx.AsyncClient, str], Awaitable[None]]
