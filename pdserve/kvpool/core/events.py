@@ -143,12 +143,12 @@ class PagesLoaded(msgspec.Struct, frozen=True):
     checksums: tuple[int, ...]
 
 
-class TierForgotNamespace(msgspec.Struct, frozen=True):
-    """A tier has carried out ForgetNamespace. `problem`: why it may not last through a restart; or empty."""
+class NamespacesSaved(msgspec.Struct, frozen=True):
+    """The list of this revision, or a newer one, is durable. Where `problem` is not empty, it is not, and
+    `problem` says why. A list that could not be saved is tried again, and reported again.
+    """
 
-    tier: int
-    namespace: int
-    before_sequence: int
+    revision: int
     problem: str = ""
 
 
@@ -166,7 +166,7 @@ Event: TypeAlias = (
     | PagesStored
     | PagesGone
     | PagesLoaded
-    | TierForgotNamespace
+    | NamespacesSaved
 )
 
 # --- actions (`gc=False`: they hold no cycles, and there may be several per page)
@@ -222,9 +222,13 @@ class AssignSlab(msgspec.Struct, frozen=True, gc=False):
 
 
 class SaveNamespaces(msgspec.Struct, frozen=True, gc=False):
-    """Persist this text (JSON) in place of the earlier one, before later actions."""
+    """Save this text (JSON) in place of the earlier one: beside the memory before later actions, and, where
+    there are tiers, durably, in the background. Of lists that wait for that, only the newest is written.
+    NamespacesSaved follows.
+    """
 
     text: str
+    revision: int = 0
 
 
 class PublishNamespace(msgspec.Struct, frozen=True, gc=False):
@@ -306,13 +310,10 @@ class ForgetPages(msgspec.Struct, frozen=True):
     names: tuple[PageName, ...]
 
 
-class ForgetNamespace(msgspec.Struct, frozen=True):
-    """All tiers: forget the namespace's pages that were put so far, all of smaller sequences than this. Each
-    reports one TierForgotNamespace.
-    """
+class ForgetSpace(msgspec.Struct, frozen=True):
+    """All tiers: free the room of the space's pages that were put so far. Nothing is reported."""
 
-    namespace: int
-    before_sequence: int
+    space: int
 
 
 Action: TypeAlias = (
@@ -332,7 +333,7 @@ Action: TypeAlias = (
     | StorePages
     | LoadPages
     | ForgetPages
-    | ForgetNamespace
+    | ForgetSpace
 )
 
 

@@ -30,16 +30,16 @@ from pdserve.kvpool.core.events import (
     Disconnected,
     Event,
     NamespacesLearned,
+    NamespacesSaved,
     Received,
     RecordsForgotten,
     ReplicasMade,
     SaveNamespaces,
     Tick,
-    TierForgotNamespace,
     TransferDone,
     ViewChanged,
 )
-from pdserve.kvpool.core.namespace_admin import Administration, Rules, dropped_by
+from pdserve.kvpool.core.namespace_admin import Administration, Rules
 from pdserve.kvpool.core.page_listing import list_pages
 from pdserve.kvpool.core.reads import Reads
 from pdserve.kvpool.core.sessions import Limits, Session, Tags
@@ -97,13 +97,13 @@ class NodeState:
         self._limits = limits
         self.started_s = started_s
         self.namespaces = namespaces or Namespaces()
-        for space, number in self.namespaces.numbers_of_spaces.items():
-            store.index.namespace(number).space = space
+        for namespace in self.namespaces:
+            store.index.namespace(namespace.number).space = namespace.row_space
         tags = Tags(incarnation, FIRST_TAG)
         bounds = tiering or TieringLimits()
         self.tiers = Tiers(store, tiers, bounds, self._settings, self._pin, self._readable, self._found)
         self._startup_hold = StartupHold(started_s, bounds.promotion_timeout_s, tiers=bool(tiers))
-        self._durable = DurableAnswers(name, len(tiers))
+        self._durable = DurableAnswers(name, self.namespaces, tiers=bool(tiers))
         self.waits = Waits(store, limits.max_waiters, self.tiers.has)
         self.reads = Reads(store, limits, tags)
         in_tier = self.tiers.has if tiers else no_tier
@@ -173,8 +173,8 @@ class NodeState:
             self.administration.learn(event.records, out)
         elif isinstance(event, RecordsForgotten):
             self.administration.forget(event.names, event.floors, out)
-        elif isinstance(event, TierForgotNamespace):
-            self._durable.forgotten(event, out)
+        elif isinstance(event, NamespacesSaved):
+            self._durable.saved(event, out)
         elif isinstance(event, Disconnected):
             self._disconnected(event, now_s, out)
         else:
@@ -277,20 +277,21 @@ class NodeState:
 
     def _administer(self, session: Session, request: m.Request, now_s: float, out: list[Action]) -> None:
         self.administration.handle(session, request, out)
-        self._hold(now_s, out, dropped_by(request))
+        self._hold(now_s, out, voids=isinstance(request, m.DropNamespace | ReplaceNamespace))
 
     def _clear(self, session: Session, request: m.Clear, now_s: float, out: list[Action]) -> None:
         for other in self.sessions.values():  # what is in these slots may be of before
             self.writes.drop_namespace(other, request.namespace, out)
-        count = self.tiers.clear(request.namespace, dropped=False, out=out)
-        count += self.store.clear(request.namespace, self.namespaces.clear(request.namespace), out)
-        out.append(SaveNamespaces(self.namespaces.dump()))
+        row_space = self.namespaces.clear(request.namespace)
+        count = self.tiers.clear(request.namespace, self.namespaces[request.namespace].tier_space, out)
+        count += self.store.clear(request.namespace, row_space, out)
+        out.append(SaveNamespaces(self.namespaces.dump(), self.namespaces.revision))
         out.append(Answer(session.connection, m.Done(request.id, count)))
         self._hold(now_s, out)
 
-    def _hold(self, now_s: float, out: list[Action], dropped: str = "") -> None:
-        """Let the answer wait for the tiers, where it must."""
-        self._durable.hold(now_s, out, dropped)
+    def _hold(self, now_s: float, out: list[Action], *, voids: bool = False) -> None:
+        """Let the answer wait until what it says is durable."""
+        self._durable.hold(now_s, out, voids=voids)
         self._expect(self._durable.next_deadline_s)
 
     def _namespace_gone(self, number: int, out: list[Action]) -> int:
@@ -298,7 +299,7 @@ class NodeState:
         for session in self.sessions.values():
             self.writes.drop_namespace(session, number, out)
             self.waits.drop_namespace(session, number, out)
-        count = self.tiers.clear(number, dropped=True, out=out)
+        count = self.tiers.clear(number, None, out)
         count += self.store.clear(number, number, out)
         self.store.forget(number)
         return count
@@ -309,7 +310,7 @@ class NodeState:
 
     def _namespace_changed(self, number: int, settings: NamespaceSettings) -> None:
         """It was opened, or has other settings now."""
-        self.tiers.configured(number)
+        self.tiers.configured(number, self.namespaces[number].tier_space)
         ttl_s, quota_bytes = settings.ttl_s or None, settings.quota_bytes or None
         try:
             self.store.configure_namespace(
