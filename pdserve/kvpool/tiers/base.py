@@ -1,8 +1,8 @@
 """What a storage tier is: a place beside the arena where committed pages are kept, found again by name.
 
 A page's name is its space, its key and its length. A space is a number of 64 bits that stands for a namespace
-(catalog.py). The node never gives a space to anything else, not even after a restart. It will not ask again for
-pages of a space that it does not know.
+(catalog.py). The node never gives a space to anything else, not even after a restart. It will not ask again
+for pages of a space that it does not know.
 
 A tier is a small class of blocking methods, called from that tier's own threads and never from the node's
 event loop:

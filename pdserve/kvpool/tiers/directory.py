@@ -355,7 +355,7 @@ def _space(folder: os.DirEntry[str]) -> int:
 
 
 def _decode(head: bytearray, name: PageName) -> tuple[TierPage, int] | None:
-    """The page that the file's head tells of, and its digest. A page of version 1 is in its folder's space."""
+    """What the file's head says: the page and its digest. A page of version 1 is in its folder's space."""
     record = decode_record_header(head, 0, 0)
     if record is not None:
         return record.page, record.digest

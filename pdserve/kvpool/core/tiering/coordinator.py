@@ -23,8 +23,8 @@ OnCommit: TypeAlias = Callable[[list[int], float, list[Action]], None]
 
 class Tiers:
     """`settings(namespace)`: what the namespace wants, None when it is gone. `pin` gives a page to a client.
-    `on_commit(slots, now_s, out)` is called for pages that were loaded. `found(namespace, key, now_s, out)` is
-    called for pages that a tier turned out to have.
+    `on_commit(slots, now_s, out)` is called for pages that were loaded, `found(namespace, key, now_s, out)`
+    for pages that a tier turned out to have.
     """
 
     def __init__(

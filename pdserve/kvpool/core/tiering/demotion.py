@@ -9,8 +9,9 @@ never out of date. What happens to a page:
     found after a restart, in no tier -> as after commit, some at a time, once the tiers told what they have
 
 So evicting a cold page is free: it is in a tier already. A slot that is being stored is held. The stores
-under way are bounded in pages and bytes. When a tier is slower than the writers, pages are evicted unwritten, which is
-counted, and nobody waits. The way back is in promotion.py, what the tiers have in tier_index.py.
+under way are bounded in pages and bytes. When a tier is slower than the writers, pages are evicted
+unwritten, which is counted, and nobody waits. The way back is in promotion.py, what the tiers have in
+tier_index.py.
 
 Everything that changes a tier is done by its one writer thread, in the order of our actions, and reported in
 that order. So only what was decided since must be remembered here: pages that were discarded while they were
