@@ -18,7 +18,7 @@ from pdserve.errors import PdserveError, PoolError
 from pdserve.kvpool.admin.node_client import TIMEOUT_S, NodeClient, all_nodes, in_parallel
 from pdserve.kvpool.protocol.cluster_messages import DEAD
 from pdserve.kvpool.protocol.messages import NodeAddress, StatusReport
-from pdserve.router.request.timing import CACHED_HEADER, PREFILL_CACHED_HEADER, parse_cached
+from pdserve.router.request.cache_report import CACHED_HEADER, PREFILL_CACHED_HEADER, parse_cached
 
 FULL: Final = 0.95  # of a quota
 ARGUMENTS_S: Final = 30.0  # for a step of SGLang's to end, a long prefill on a processor

@@ -20,7 +20,7 @@ from pdserve.kvpool.admin.node_client import (
 )
 from pdserve.kvpool.admin.tables import as_json, make_console
 from pdserve.kvpool.protocol.cluster_messages import Upgrade
-from pdserve.kvpool.protocol.messages import STAND_IN, Done, StatusReport
+from pdserve.kvpool.protocol.messages import Done, StatusReport
 
 LOAD_S: Final = 65.0  # a node gives its new version 60
 POLL_S: Final = 0.05
@@ -62,7 +62,7 @@ def _until_back(
         try:
             with NodeClient(address, token, timeout_s) as node:
                 report = node.status()
-            if report.incarnation != before.incarnation and STAND_IN not in report.counters:
+            if report.incarnation != before.incarnation:
                 return report
         except (PoolRestarting, PoolUnavailable, PoolTimeout):
             pass

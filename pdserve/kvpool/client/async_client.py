@@ -35,7 +35,7 @@ from pdserve.kvpool.protocol.frames import refusal
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
 from pdserve.kvpool.transports.async_control import AsyncControl, LastWordsLost
 from pdserve.kvpool.transports.base import Connector
-from pdserve.kvpool.transports.control import make_hello
+from pdserve.kvpool.transports.session import make_hello
 from pdserve.tracing import timed
 
 logger = logging.getLogger(__name__)
@@ -387,7 +387,7 @@ class AsyncPoolClient:
 
     def _alive(self, node: str) -> AsyncControl | None:
         control = self._open.get(node)
-        return control if control is not None and control.broken is None else None
+        return control if control is not None and not control.broken else None
 
     async def _connect(self, node: str, address: str, deadline: float, restarts: bool) -> AsyncControl:
         hello = make_hello("worker", "", "none", self.config.token, views=True)
@@ -408,7 +408,6 @@ class AsyncPoolClient:
             if isinstance(error, TimeoutError):
                 raise PoolTimeout(f"pool node {node} does not answer") from None
             raise
-        control.on_view = self._views.on_view
         self._views.on_view(control.welcome, control.welcome)
         self._restarting_until_s.pop(node, None)
         self._open[node] = control
@@ -416,10 +415,14 @@ class AsyncPoolClient:
 
     async def _greeted(self, address: str, hello: m.Hello) -> AsyncControl:
         try:
-            return await AsyncControl.connect(address, hello, self.namespace, self._geometry)
+            return await AsyncControl.connect(
+                address, hello, self.namespace, self._geometry, self._views.on_view
+            )
         except LastWordsLost:
             await asyncio.sleep(RESTART_RETRY_S)
-            return await AsyncControl.connect(address, hello, self.namespace, self._geometry)
+            return await AsyncControl.connect(
+                address, hello, self.namespace, self._geometry, self._views.on_view
+            )
 
     def _drop(self, node: str, control: AsyncControl | None, *, leave_alone: bool = True) -> None:
         if control is not None:

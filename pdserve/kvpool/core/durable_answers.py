@@ -16,7 +16,7 @@ from typing import Final
 
 from pdserve.kvpool.core.events import Action, Answer, ForgetSpace, NamespacesSaved, SaveNamespaces
 from pdserve.kvpool.namespaces.catalog import Namespaces
-from pdserve.kvpool.protocol.messages import Done, Fault
+from pdserve.kvpool.protocol.messages import Done, Fault, Reply
 
 SAVE_TIMEOUT_S: Final = 4.0
 
@@ -25,7 +25,7 @@ SAVE_TIMEOUT_S: Final = 4.0
 class _Pending:
     """An answer that waits for the list of this revision."""
 
-    answer: Answer
+    connection: int
     done: Done
     revision: int
     deadline_s: float
@@ -47,22 +47,21 @@ class DurableAnswers:
     def next_deadline_s(self) -> float:
         return self._pending[0].deadline_s if self._pending else float("inf")
 
-    def hold(self, now_s: float, out: list[Action], *, voids: bool = False) -> None:
-        """`out` ends with an answer. If it says that pages are gone, keep it until that is durable. `voids`:
-        it says so whatever else is in `out`, for they may have gone before.
+    def answer(
+        self, connection: int, reply: Reply, now_s: float, out: list[Action], *, voids: bool = False
+    ) -> None:
+        """Answer the client. A Done that says that pages are gone waits until that is durable.
+        `voids`: it says so; it also does when the actions so far free a space in the tiers.
         """
-        answer = out[-1]
-        if not self._tiers or not isinstance(answer, Answer) or not isinstance(answer.message, Done):
-            return
         voids = voids or any(isinstance(action, ForgetSpace) for action in out)
-        if not voids or self._saved >= self._namespaces.revision:
+        durable = not self._tiers or self._saved >= self._namespaces.revision
+        if not isinstance(reply, Done) or not voids or durable:
+            out.append(Answer(connection, reply))
             return
-        out.pop()
         if self._failed and not any(isinstance(action, SaveNamespaces) for action in out):
             out.append(SaveNamespaces(self._namespaces.dump(), self._namespaces.revision))
-        self._pending.append(
-            _Pending(answer, answer.message, self._namespaces.revision, now_s + SAVE_TIMEOUT_S)
-        )
+        deadline_s = now_s + SAVE_TIMEOUT_S
+        self._pending.append(_Pending(connection, reply, self._namespaces.revision, deadline_s))
 
     def saved(self, event: NamespacesSaved, out: list[Action]) -> None:
         """The list of this revision is durable, or could not be written."""
@@ -81,9 +80,9 @@ class DurableAnswers:
 
     def _answer(self, pending: _Pending, problem: str) -> Answer:
         if not problem:
-            return pending.answer
+            return Answer(pending.connection, pending.done)
         message = (
             f"node {self._node}: the pages are gone, but its first tier could not write that down, so that "
             f"they may come back at a reboot ({problem}): see to that tier, then ask again"
         )
-        return Answer(pending.answer.connection, Fault(pending.done.id, "not_durable", message))
+        return Answer(pending.connection, Fault(pending.done.id, "not_durable", message))

@@ -91,7 +91,7 @@ class ReplicasMade(msgspec.Struct, frozen=True):
     mask: Sequence[bool]
 
 
-class NamespacesLearned(msgspec.Struct, frozen=True):
+class RecordsLearned(msgspec.Struct, frozen=True):
     """Another node told what it knows of namespaces."""
 
     records: list[NamespaceRecord]
@@ -160,7 +160,7 @@ Event: TypeAlias = (
     | Tick
     | ViewChanged
     | ReplicasMade
-    | NamespacesLearned
+    | RecordsLearned
     | RecordsForgotten
     | PagesFound
     | PagesStored
@@ -335,11 +335,3 @@ Action: TypeAlias = (
     | ForgetPages
     | ForgetSpace
 )
-
-
-def free_row(slot: int, out: list[Action]) -> None:
-    """Mark one more row free: in the action before, if that does the same."""
-    if out and isinstance(out[-1], FreeRows):
-        out[-1].slots.append(slot)
-    else:
-        out.append(FreeRows([slot]))

@@ -17,11 +17,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, assert_never
 
 import msgspec
 
-from pdserve.kvpool.core.events import Action, Answer, PublishNamespace, SaveNamespaces
+from pdserve.kvpool.core.events import Action, PublishNamespace, SaveNamespaces
 from pdserve.kvpool.core.sessions import Session
 from pdserve.kvpool.namespaces import access
 from pdserve.kvpool.namespaces.catalog import Namespace, Namespaces
@@ -40,6 +40,7 @@ from pdserve.tokens import same
 
 OnGone: TypeAlias = Callable[[int, list[Action]], int]
 OnSettings: TypeAlias = Callable[[int, NamespaceSettings], None]
+AdminRequest: TypeAlias = m.OpenNamespace | m.DropNamespace | PutNamespace | ReplaceNamespace | ListNamespaces
 
 
 @dataclass(frozen=True)
@@ -145,29 +146,27 @@ class Administration:
 
     # --- requests
 
-    def handle(self, session: Session, request: m.Request, out: list[Action]) -> None:
-        """Answer OpenNamespace, PutNamespace, ReplaceNamespace, ListNamespaces or DropNamespace."""
-        request_id: int = getattr(request, "id", 0)
+    def handle(self, session: Session, request: AdminRequest, out: list[Action]) -> m.Reply:
+        """Carry out the request; the answer."""
         try:
-            answer = self._answer(session, request, out)
+            match request:
+                case m.OpenNamespace():
+                    return self._open(session, request, out)
+                case PutNamespace():
+                    return self._put(session, request, out)
+                case ReplaceNamespace():
+                    return self._replace(session, request, out)
+                case m.DropNamespace():
+                    return self._drop(session, request, out)
+                case ListNamespaces():
+                    return self._list(session, request)
+                case _:
+                    assert_never(request)
         except Denied as error:
             self.denials += 1
-            answer = error.fault
+            return error.fault
         except NamespaceError as error:
-            answer = m.Fault(request_id, error.code, str(error))
-        out.append(Answer(session.connection, answer))
-
-    def _answer(self, session: Session, request: m.Request, out: list[Action]) -> m.Reply:
-        if isinstance(request, m.OpenNamespace):
-            return self._open(session, request, out)
-        if isinstance(request, PutNamespace):
-            return self._put(session, request, out)
-        if isinstance(request, ReplaceNamespace):
-            return self._replace(session, request, out)
-        if isinstance(request, m.DropNamespace):
-            return self._drop(session, request, out)
-        assert isinstance(request, ListNamespaces)
-        return self._list(session, request)
+            return m.Fault(request.id, error.code, str(error))
 
     def _open(self, session: Session, request: m.OpenNamespace, out: list[Action]) -> m.Opened:
         registry = self.namespaces.registry

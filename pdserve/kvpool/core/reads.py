@@ -1,56 +1,52 @@
 """Gets and their pins. Pure.
 
-A pin is one client's lease on one slot: the page is not evicted until it is released, its lease ends, or
-the client is gone. What one client may pin, and have under way, is bounded: beyond that its reads are
-misses, for a queue would only keep it waiting for what it holds itself. Reading the same page again before
-that extends the one lease. Over UCX a send under way holds the slot too, by itself, until its transfer is
-reported done; ending a lease cancels the sends.
+A pin is one client's lease on one slot. The page is not evicted until the client releases the pin, the lease
+ends, or the client disconnects. A further read of the page renews the lease.
+
+A client may pin only so many bytes, and over UCX have only so many messages under way. Beyond that its reads
+are misses: a queue would make it wait for what it holds itself.
+
+Over UCX a send holds the slot too, until its TransferDone. The end of a lease cancels its sends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Final
+from collections.abc import Iterator
 
 from pdserve.kvpool.core.events import Action, Answer, CancelTransfers, StartSend
 from pdserve.kvpool.core.sessions import NO_TRANSFER, Limits, Session, Tags
 from pdserve.kvpool.core.sessions import Pin as PinLease
-from pdserve.kvpool.core.sharding.heat import Heat
+from pdserve.kvpool.core.sharding.coordinator import Sharding
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.tiering.coordinator import Tiers
 from pdserve.kvpool.protocol.messages import HIT, MISS, Get, Got, Pin, Release
 
 _MISS = Pin(MISS)
-NO_REPLICAS: Final[Mapping[int, int]] = {}
 
 
 class Reads:
-    """Pins of all sessions."""
+    """Pins of all sessions. Pages that are not in memory are asked of `tiers`; `sharding` counts reads and
+    knows which other nodes hold a page.
+    """
 
-    def __init__(self, store: PageStore, limits: Limits, tags: Tags) -> None:
+    def __init__(
+        self, store: PageStore, limits: Limits, tags: Tags, tiers: Tiers, sharding: Sharding
+    ) -> None:
         self._store = store
         self._limits = limits
         self._tags = tags
+        self._tiers = tiers
+        self._sharding = sharding
         self._sends: dict[int, int] = {}  # tag -> slot held
         self.leases_expired = 0
         self.sends_failed = 0
         self.pins_refused = 0
 
-    def get(
-        self,
-        session: Session,
-        request: Get,
-        now_s: float,
-        out: list[Action],
-        tiers: Tiers,
-        heat: Heat | None = None,
-        replicas: Mapping[int, int] = NO_REPLICAS,
-    ) -> None:
-        """`replicas`: how many nodes after this one hold the page of a slot too."""
+    def get(self, session: Session, request: Get, now_s: float, out: list[Action]) -> None:
+        """Answer at once, or when the tiers have loaded what they have of the pages."""
         length_of, length_bytes = self._store.facts.length_bytes, sum(request.segment_bytes)
         pages = self._store.index.namespace(request.namespace)
         find = pages.lookup(now_s)
-        slot_bytes = self._store.slots.class_of(length_bytes) or 0  # of all pages of this length
         slots, missing = [], []
         for place, key in enumerate(request.keys):
             slot = find(key)
@@ -58,58 +54,39 @@ class Reads:
                 missing.append(place)
             else:
                 slots.append(slot)
-        pins = self._pin(session, slots, slot_bytes, request, now_s, out, replicas)
-        self._note(session, request, slot_bytes, slots, pins, now_s, heat)
+        pins = self._pin(session, request, slots, now_s, out)
         if missing:
             found, absent = iter(pins), set(missing)
             pins = [_MISS if place in absent else next(found) for place in range(len(request.keys))]
-        # after the hits are pinned: a page that comes up takes another's place
-        if missing and tiers.get(session, request, pins, missing, now_s, out):
+        # the hits are pinned first: a page from a tier takes another page's slot
+        if missing and self._tiers.get(session, request, pins, missing, now_s, out):
             return
         if not session.peer:
-            pages.misses += sum(pin.status == MISS for pin in pins)  # refused ones too
+            pages.misses += sum(pin.status == MISS for pin in pins)  # refused pins too
         ages_s: list[float] = []
-        if session.peer and pages.expiry is not None:  # the page's time goes on where it goes
+        if session.peer and pages.expiry is not None:  # the page expires at the same time elsewhere
             committed_s = self._store.facts.committed_s
             ages_s = [now_s - committed_s[pin.slot] if pin.status == HIT else 0.0 for pin in pins]
         out.append(Answer(session.connection, Got(request.id, pins, ages_s)))
 
-    def hit(
-        self,
-        session: Session,
-        slot: int,
-        request: Get,
-        now_s: float,
-        out: list[Action],
-        heat: Heat | None = None,
-        replicas: Mapping[int, int] = NO_REPLICAS,
-    ) -> Pin:
-        """One page of a request has come up from a tier: pin it, and start sending it over UCX; a miss if the
-        client holds enough.
-        """
-        slot_bytes = self._store.slots.slot_bytes(slot)
-        pins = self._pin(session, [slot], slot_bytes, request, now_s, out, replicas)
-        self._note(session, request, slot_bytes, [slot], pins, now_s, heat)
-        if not session.peer and pins[0].status == HIT:
+    def hit(self, session: Session, slot: int, request: Get, now_s: float, out: list[Action]) -> Pin:
+        """Pin a page of the request that came up from a tier. A miss if the client holds too much."""
+        [pin] = self._pin(session, request, [slot], now_s, out)
+        if not session.peer and pin.status == HIT:
             self._store.index.namespace(request.namespace).tier_hits += 1
-        return pins[0]
+        return pin
 
     def _pin(
-        self,
-        session: Session,
-        slots: list[int],
-        slot_bytes: int,
-        request: Get,
-        now_s: float,
-        out: list[Action],
-        replicas: Mapping[int, int],
+        self, session: Session, request: Get, slots: list[int], now_s: float, out: list[Action]
     ) -> list[Pin]:
-        """A pin for each slot, all of one class; a miss where the client holds enough."""
+        """A pin for each slot, a miss where the client holds too much. All slots are of one class."""
+        if not slots:
+            return []
         store, leases, mapped, tag = self._store, session.pins, session.mapped, NO_TRANSFER
         checksum_of, sequence_of, offset_of = store.facts.checksum, store.facts.sequence, store.slots.offset
-        limits, segments = self._limits, len(request.segment_bytes)
-        deadline_s = now_s + limits.lease_s
-        pins = []
+        limits, segments, replicas = self._limits, len(request.segment_bytes), self._sharding.replica_counts
+        slot_bytes, deadline_s = store.slots.slot_bytes(slots[0]), now_s + limits.lease_s
+        pins, read = [], []
         for slot in slots:
             lease = leases.get(slot)
             too_many = not mapped and session.messages + segments > limits.max_messages
@@ -133,35 +110,18 @@ class Reads:
                 store.hold(slot)
                 session.begin_transfer(tag, segments)
                 out.append(StartSend(session.connection, tag, offset, tuple(request.segment_bytes)))
+            read.append(slot)
             pins.append(Pin(HIT, slot, offset, checksum_of[slot], sequence, tag, replicas.get(slot, 0)))
+        if read and not session.peer:  # a node that copies pages is no reader of them
+            pages = store.index.namespace(request.namespace)
+            pages.hits += len(read)
+            pages.read_bytes += len(read) * sum(request.segment_bytes)
+            store.touch(pages, slot_bytes, read, now_s)
+            self._sharding.read(read)
         return pins
 
-    def _note(
-        self,
-        session: Session,
-        request: Get,
-        slot_bytes: int,
-        slots: list[int],
-        pins: list[Pin],
-        now_s: float,
-        heat: Heat | None,
-    ) -> None:
-        """Those of these pages that got a pin were read. A peer that fetches pages to keep is no reader: it
-        leaves no trace in recency, heat and hit rate.
-        """
-        read = [slot for slot, pin in zip(slots, pins, strict=True) if pin.status == HIT]
-        if session.peer or not read:
-            return
-        pages = self._store.index.namespace(request.namespace)
-        pages.hits += len(read)
-        pages.read_bytes += len(read) * sum(request.segment_bytes)
-        self._store.touch(pages, slot_bytes, read, now_s)
-        if heat is not None:
-            for slot in read:
-                heat.read(slot)
-
     def release(self, session: Session, request: Release, out: list[Action]) -> None:
-        """What is not pinned any more is passed over: its lease has ended."""
+        """Pins whose lease has ended are passed over."""
         for slot, sequence in zip(request.slots, request.sequences, strict=False):
             pin = session.pins.get(slot)
             if pin is None or pin.sequence != sequence:
@@ -171,7 +131,7 @@ class Reads:
                 self._unpin(session, pin, out)
 
     def sent(self, session: Session | None, tag: int, ok: bool, out: list[Action]) -> bool:
-        """A transfer ended; False when it was none of ours."""
+        """A transfer ended. False when it was not a send."""
         slot = self._sends.pop(tag, None)
         if slot is None:
             return False
@@ -187,13 +147,13 @@ class Reads:
             self.leases_expired += 1
             self._unpin(session, pin, out)
             slots.add(pin.slot)
-        # one pass for all: a stalled client may have thousands of either
+        # one pass for all: a stalled client may have thousands of pins and of sends
         tags = tuple(sorted(tag for tag in session.transfers if slots and self._sends.get(tag) in slots))
         if tags:
             out.append(CancelTransfers(session.connection, tags))
 
     def disconnected(self, session: Session, out: list[Action]) -> None:
-        """Sends still under way hold their slots until they are reported done."""
+        """Sends under way hold their slots until their TransferDone."""
         for pin in list(session.pins.values()):
             self._unpin(session, pin, out)
 

@@ -211,12 +211,14 @@ class Writes:
     # --- ends of reservations
 
     def abort(self, session: Session, request: Abort, out: list[Action]) -> None:
+        ended: dict[int, Reservation] = {}
         for slot, sequence in zip(request.slots, request.sequences, strict=False):
             reservation = session.reservations.get(slot)
             if reservation is not None and reservation.sequence == sequence:
-                self._end(session, reservation, writer_stopped=True, out=out)
+                ended[slot] = reservation
             else:
                 self._writer_stopped(session, slot, sequence, out)
+        self._end(session, list(ended.values()), writer_stopped=True, out=out)
 
     def received(self, session: Session | None, tag: int, ok: bool, now_s: float, out: list[Action]) -> bool:
         """A transfer ended; False when it was none of ours. `session` is None when the client is gone."""
@@ -230,12 +232,12 @@ class Writes:
             if session is not None:
                 del session.quarantined[reservation.slot]
                 session.reserved_bytes -= reservation.slot_bytes
-            self._store.give_back(reservation.slot, out)
+            self._store.give_back([reservation.slot], out)
             return True
         assert session is not None, "a reservation without a session is quarantined"
         if not ok:
             self.receives_failed += 1
-            self._end(session, reservation, writer_stopped=True, out=out)
+            self._end(session, [reservation], writer_stopped=True, out=out)
         elif reservation.commit is not None:
             self._forget(session, reservation)
             self._commit([reservation.slot], [reservation.checksum], now_s, out)
@@ -248,44 +250,57 @@ class Writes:
             if reservation.deadline_s > now_s:
                 break
             due.append(reservation)
-        for reservation in due:
-            self.reservations_expired += 1
-            self._end(session, reservation, writer_stopped=False, out=out)
+        self.reservations_expired += len(due)
+        self._end(session, due, writer_stopped=False, out=out)
 
     def drop_namespace(self, session: Session, namespace: int, out: list[Action]) -> None:
         """End this session's reservations in a namespace that is going, or is cleared."""
-        for reservation in list(session.reservations.values()):
-            if self._store.facts.namespace[reservation.slot] == namespace:
-                self._end(session, reservation, writer_stopped=False, out=out)
+        namespace_of = self._store.facts.namespace
+        ended = [one for one in session.reservations.values() if namespace_of[one.slot] == namespace]
+        self._end(session, ended, writer_stopped=False, out=out)
 
     def disconnected(self, session: Session, by_peer: bool, now_s: float, out: list[Action]) -> None:
-        """End all that the session had; slots that may still be written to stay in quarantine."""
-        for reservation in list(session.reservations.values()):
-            reservation.commit = None  # nobody is there to be answered
-            self._end(session, reservation, writer_stopped=by_peer, out=out)
-        for reservation in session.quarantined.values():
-            if reservation.tag != NO_TRANSFER:
-                continue  # freed by `received`
-            if by_peer:
-                self._store.give_back(reservation.slot, out)
-            else:
-                self._timed.append((now_s + self._limits.quarantine_s, reservation.slot))
+        """End all reservations of the session. Slots that may still be written to stay in quarantine. The
+        caller cancels the transfers.
+        """
+        ended = list(session.reservations.values())
+        for reservation in ended:
+            reservation.commit = None  # no client is left to answer
+        self._end(session, ended, writer_stopped=by_peer, out=out, cancel=False)
+        # those with a transfer under way are freed by `received`
+        slots = [one.slot for one in session.quarantined.values() if one.tag == NO_TRANSFER]
+        if by_peer:
+            self._store.give_back(slots, out)
+        else:
+            self.quarantine_until(slots, now_s + self._limits.quarantine_s)
         session.quarantined.clear()
 
     def _end(
-        self, session: Session, reservation: Reservation, *, writer_stopped: bool, out: list[Action]
+        self,
+        session: Session,
+        reservations: Sequence[Reservation],
+        *,
+        writer_stopped: bool,
+        out: list[Action],
+        cancel: bool = True,
     ) -> None:
-        slot = reservation.slot
-        if reservation.tag != NO_TRANSFER or (session.mapped and not writer_stopped):
-            del session.reservations[slot]
-            session.quarantined[slot] = reservation
-            self._store.quarantine(slot)
-            if reservation.tag != NO_TRANSFER:
-                out.append(CancelTransfers(session.connection, (reservation.tag,)))
-        else:
-            self._forget(session, reservation)
-            self._store.give_back(slot, out)
-        self._resolve(session, reservation, False, out)
+        """End open reservations without a commit: free the slots, or quarantine them."""
+        freed, tags = [], []
+        for reservation in reservations:
+            if reservation.tag != NO_TRANSFER or (session.mapped and not writer_stopped):
+                del session.reservations[reservation.slot]
+                session.quarantined[reservation.slot] = reservation
+                self._store.quarantine(reservation.slot)
+                if reservation.tag != NO_TRANSFER:
+                    tags.append(reservation.tag)
+            else:
+                self._forget(session, reservation)
+                freed.append(reservation.slot)
+        self._store.give_back(freed, out)
+        if tags and cancel:
+            out.append(CancelTransfers(session.connection, tuple(tags)))
+        for reservation in reservations:
+            self._resolve(session, reservation, False, out)
 
     def _forget(self, session: Session, reservation: Reservation) -> None:
         del session.reservations[reservation.slot]
@@ -297,17 +312,19 @@ class Writes:
         if reservation is not None and reservation.sequence == sequence and reservation.tag == NO_TRANSFER:
             del session.quarantined[slot]
             session.reserved_bytes -= reservation.slot_bytes
-            self._store.give_back(slot, out)
+            self._store.give_back([slot], out)
 
     # --- quarantine without a session
 
     def quarantine_until(self, slots: list[int], until_s: float) -> None:
-        """Slots that an earlier incarnation had reserved."""
+        """A writer that nobody can ask may write into these slots until then."""
         self._timed.extend((until_s, slot) for slot in slots)
 
     def end_quarantine(self, now_s: float, out: list[Action]) -> None:
+        due = []
         while self._timed and self._timed[0][0] <= now_s:
-            self._store.give_back(self._timed.popleft()[1], out)
+            due.append(self._timed.popleft()[1])
+        self._store.give_back(due, out)
 
     def next_quarantine_end_s(self) -> float:
         return self._timed[0][0] if self._timed else float("inf")

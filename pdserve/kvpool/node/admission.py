@@ -1,16 +1,29 @@
-"""From a node's configuration to the rules that its state applies: token files are read, settings checked."""
+"""Which clients a node admits, and how they will move pages; the rules that its state applies to them."""
 
 from __future__ import annotations
 
 import hmac
+from collections.abc import Callable, Sized
 
 from pdserve.errors import ConfigError
+from pdserve.kvpool.core.events import Connected
 from pdserve.kvpool.core.namespace_admin import Rules
 from pdserve.kvpool.namespaces.registry import NamespaceError, check_name
 from pdserve.kvpool.namespaces.validation import check_settings
 from pdserve.kvpool.node.config.namespaces import settings_of, token_digest
 from pdserve.kvpool.node.config.node import PoolNodeConfig
-from pdserve.kvpool.protocol.messages import Hello
+from pdserve.kvpool.protocol.cluster_messages import View
+from pdserve.kvpool.protocol.messages import (
+    PROTOCOL_VERSION,
+    ArenaInfo,
+    DataPathName,
+    Fault,
+    Hello,
+    UcxInfo,
+    Welcome,
+)
+from pdserve.kvpool.transports.shm import host_id
+from pdserve.tokens import digest
 
 
 def rules_of(config: PoolNodeConfig) -> Rules:
@@ -32,6 +45,80 @@ def rules_of(config: PoolNodeConfig) -> Rules:
         except NamespaceError as error:
             raise ConfigError(f"node {config.name}: {label}: {error}") from None
     return rules
+
+
+class Admission:
+    """Answers Hello. `connections`: how many clients have shaken hands; `view`: the ring as the node knows
+    it.
+    """
+
+    def __init__(
+        self,
+        config: PoolNodeConfig,
+        rules: Rules,
+        incarnation: int,
+        connections: Sized,
+        view: Callable[[], View],
+    ) -> None:
+        self._config = config
+        self._rules = rules
+        self._incarnation = incarnation
+        self._host_id = host_id()
+        self._connections = connections
+        self._view = view
+
+    def choose_path(self, hello: Hello) -> DataPathName | Fault:
+        """How a client will move pages, or why it cannot be served."""
+        name = self._config.name
+        if hello.version != PROTOCOL_VERSION:
+            message = (
+                f"node {name} speaks version {PROTOCOL_VERSION} of the pool protocol, client "
+                f"{hello.client} version {hello.version}: upgrade the older one"
+            )
+            return Fault(0, "protocol_version", message)
+        if hello.node and not shows_token(hello, self._config):
+            message = f"node {name} has another cluster.token than node {hello.node}: give all one"
+            return Fault(0, "bad_token", message)
+        limit = self._config.max_connections
+        if len(self._connections) >= limit and not hello.node:
+            return Fault(0, "too_many_connections", f"the node holds {limit} connections already")
+        if hello.data_path == "none":
+            return "none"
+        if hello.data_path in ("auto", "shm") and hello.host_id == self._host_id:
+            return "shm"  # the client finds out itself whether the files it maps are ours
+        if hello.data_path == "shm":
+            message = (
+                f"client {hello.client} cannot map the memory of node {name}: it is on another host, or in "
+                "another container; use data_path = 'ucx'"
+            )
+            return Fault(0, "data_path", message)
+        if hello.data_path in ("auto", "ucx"):
+            if self._config.ucx.enabled:
+                return "ucx"
+            return Fault(0, "data_path", f"node {name} has UCX off, which client {hello.client} needs")
+        return Fault(0, "data_path", f"{hello.data_path} does not go over a socket")
+
+    def welcome(self, path: DataPathName, arena: ArenaInfo | None, ucx: UcxInfo | None) -> Welcome:
+        """The answer to a Hello."""
+        view = self._view()
+        return Welcome(
+            version=PROTOCOL_VERSION,
+            node=self._config.name,
+            incarnation=self._incarnation,
+            host_id=self._host_id,
+            data_path=path,
+            lease_s=self._config.lease_s,
+            arena=arena,
+            ucx=ucx,
+            epoch=view.epoch,
+            nodes=view.nodes,
+            previous=view.previous,
+        )
+
+    def connected(self, number: int, hello: Hello, path: DataPathName) -> Connected:
+        """The event that a client has shaken hands."""
+        peer = is_peer(hello, self._config, self._rules)
+        return Connected(number, path, hello.client, hello.pid, peer, digest(hello.token))
 
 
 def shows_token(hello: Hello, config: PoolNodeConfig) -> bool:

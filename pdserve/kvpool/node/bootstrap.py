@@ -14,27 +14,24 @@ from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.memory.arena import Arena
 from pdserve.kvpool.node.tiers.node_tiers import NodeTiers
-from pdserve.kvpool.node.upgrade.handover import Handover
 from pdserve.kvpool.protocol.slot_table import TableLayout
 
 
-def take_memory(
-    config: PoolNodeConfig, incarnation: int, inherited: Handover | None
-) -> tuple[Arena, NodeTiers]:
-    """Arena and tiers. Where they cannot be had, a new arena is removed again. Raises StartupError,
-    ConfigError.
+def take_memory(config: PoolNodeConfig, incarnation: int, lock_fd: int | None) -> tuple[Arena, NodeTiers]:
+    """Arena and tiers. Where they cannot be had, a new arena is removed again. `lock_fd`: the lock on the
+    arena's directory, after an upgrade. Raises StartupError, ConfigError.
     """
     arena = Arena(
         config.name,
         config.arena_dir / config.name,
         TableLayout(config.capacity, config.slab, config.min_slot),
         incarnation,
-        fresh=config.fresh and inherited is None,
+        fresh=config.fresh and lock_fd is None,
         placement=config.placement,
-        lock_fd=None if inherited is None else inherited.lock_fd,
+        lock_fd=lock_fd,
     )
     try:
-        tiers = NodeTiers(config, arena.memory, arena.namespaces, takes_over=inherited is not None)
+        tiers = NodeTiers(config, arena.memory, arena.namespaces, takes_over=lock_fd is not None)
     except PdserveError:
         arena.close(keep=arena.contents is not None)
         raise

@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -26,15 +27,14 @@ from pdserve.kvpool.core.events import (
     CancelTransfers,
     Close,
     CommitRows,
-    Connected,
     Disconnected,
     EndReplicasAt,
     Event,
     FreeRows,
-    NamespacesLearned,
     PublishNamespace,
     Received,
     RecordsForgotten,
+    RecordsLearned,
     ReserveRows,
     SaveNamespaces,
     StartReceive,
@@ -43,27 +43,28 @@ from pdserve.kvpool.core.events import (
 )
 from pdserve.kvpool.core.sessions import Session
 from pdserve.kvpool.namespaces.registry import Floors
-from pdserve.kvpool.node.admission import is_peer, rules_of
+from pdserve.kvpool.node.admission import Admission, rules_of
 from pdserve.kvpool.node.bootstrap import make_state, take_memory
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.loopback import LocalSession
 from pdserve.kvpool.node.memory.arena import Arena
 from pdserve.kvpool.node.metrics.meter import LoopLag, Meter
 from pdserve.kvpool.node.peers.gossip import Gossiper, Handler
-from pdserve.kvpool.node.peers.rebalancer import Mover
-from pdserve.kvpool.node.serving.connection import ClientConnection, Visitors
+from pdserve.kvpool.node.peers.joining import Before
+from pdserve.kvpool.node.peers.page_fetch import PageFetch
+from pdserve.kvpool.node.peers.rebalancer import Rebalancer
+from pdserve.kvpool.node.peers.replicator import Replicator
+from pdserve.kvpool.node.serving.connection import ClientConnection, Connections
 from pdserve.kvpool.node.serving.listeners import Listeners, close_all
 from pdserve.kvpool.node.serving.scheduler import Serving
 from pdserve.kvpool.node.tiers.node_tiers import NodeTiers
 from pdserve.kvpool.node.timers import call_at
 from pdserve.kvpool.node.ucx.data_path import UcxPath
-from pdserve.kvpool.node.upgrade.handover import Handover, Succession
+from pdserve.kvpool.node.upgrade.handover import Handover
 from pdserve.kvpool.node.upgrade.upgrader import Upgrader
 from pdserve.kvpool.protocol.address import is_remote
-from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, Upgrade
+from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, PullPages, Upgrade
 from pdserve.kvpool.protocol.messages import (
-    PROTOCOL_VERSION,
-    STAND_IN,
     DataPathName,
     Fault,
     Hello,
@@ -73,12 +74,9 @@ from pdserve.kvpool.protocol.messages import (
     UcxInfo,
     Welcome,
 )
-from pdserve.kvpool.transports.shm import host_id
-from pdserve.tokens import digest
 
 if TYPE_CHECKING:
     from pdserve.kvpool.node.metrics.families import NodeSnapshot
-    from pdserve.kvpool.node.metrics.server import MetricsServer
 
 logger = logging.getLogger(__name__)
 
@@ -92,19 +90,23 @@ class PoolNode:
     _tiers: NodeTiers
     _ucx: UcxPath
 
-    def __init__(self, config: PoolNodeConfig, succession: Succession | None = None) -> None:
+    def __init__(self, config: PoolNodeConfig, inherited: Handover | None = None) -> None:
+        """`inherited`: from this process's earlier program, after an upgrade."""
         self.config = config
         self.name = config.name
         self.incarnation = secrets.randbits(62) + 1
-        self.host_id = host_id()
+        self.connections: dict[int, ClientConnection] = {}  # that have shaken hands
+        self.all_connections = Connections()
+        self._inherited = inherited
+        before = None if inherited is None else Before(inherited.status, inherited.peers)
+        self.gossip = Gossiper(config, self.incarnation, self.connections, self.fail, before)
         self._rules = rules_of(config)
-        self.connections: dict[int, ClientConnection] = {}  # those that shook hands
-        self._inherited = succession.handover if succession is not None else None
-        self.gossip = Gossiper(config, self.incarnation, self.connections, self.fail, self._inherited)
-        self.visitors = Visitors()
-        self._upgrader = Upgrader(self, succession)
-        self.handover: Handover | None = None  # once set, another program is to take this process over
-        self.listeners = Listeners(self._inherited)
+        self._admission = Admission(
+            config, self._rules, self.incarnation, self.connections, lambda: self.gossip.view
+        )
+        self._upgrader = Upgrader(self)
+        self.handover: Handover | None = None  # set: another program is to take this process over
+        self._listeners = Listeners({} if inherited is None else inherited.listening)
         self._routes: dict[type, Handler] = {  # requests that are not NodeState's to answer
             **self.gossip.routes(),
             Status: self._status,
@@ -115,9 +117,10 @@ class PoolNode:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = 0.0
         self._stopping = asyncio.Event()
-        self._metrics: MetricsServer | None = None
         self._lag = LoopLag()
         self._failure: PdserveError | None = None
+        self._served = False
+        self._clean = False  # it served, and was stopped
         self._stopped = False  # from then on the memory may be another node's: nothing is decided any more
 
     async def serve(self, on_ready: Callable[[], object] = lambda: None) -> None:
@@ -125,70 +128,92 @@ class PoolNode:
         NodeFailed after a bug.
         """
         self._loop = asyncio.get_running_loop()
-        self.arena, self._tiers = take_memory(self.config, self.incarnation, self._inherited)
-        fresh = self.arena.contents is None
-        self._ucx = UcxPath(self.config, self.arena.memory, self.feed, self._ucx_lost)
-        clean = served = False
-        try:
-            self.state = make_state(
-                self.config, self.incarnation, self.arena, self._tiers, self._rules, self._loop.time()
-            )
-            self._tell_namespaces()
-            self._acts = self._make_acts()
-            self.meter = Meter(self.state.store.facts.namespace, self.arena.namespaces)
-            self.local = LocalSession(self.feed)
-            self.mover = self._make_mover()
-            self.serving = Serving(self._loop, self.state, self.feed, self.connections)
-            self._schedule()
-            await self.gossip.join()
-            await self.listeners.open(self.config.listen, self._accept)
-            served = True
-            self._tiers.start(self._feed_from_thread)
-            self.gossip.start()
-            self._upgrader.took_over()
-            self._serve_metrics()
-            if self.config.ucx.enabled:
-                self._ucx.prepare(remote=any(is_remote(address) for address in self.config.listen))
+        async with AsyncExitStack() as ending:
+            self._open_memory(ending)
+            self._make_parts(ending)
+            await self._open_to_others(ending)
+            self._serve_metrics(ending)
             addresses = ", ".join(self.config.listen)
             logger.info(
-                "pool node %s is ready at %s: %d MiB", self.config.name, addresses, self.config.capacity >> 20
+                "pool node %s is ready at %s: %d MiB", self.name, addresses, self.config.capacity >> 20
             )
             on_ready()
             await self._stopping.wait()
             if self._failure is not None:
                 raise self._failure
-            clean = True
-        finally:
-            self._stopped = True
-            passing_on = self._upgrader.since_s is not None
-            await self.gossip.stop(leaving=not passing_on)
-            if self._metrics is not None:
-                self._metrics.close()
-            if not passing_on:
-                self.listeners.close()
-            await self.visitors.dismiss(
-                self._upgrader.farewell or Fault(0, "stopping", f"node {self.name} stops")
-            )
-            if served:
-                self.local.close()
-                await self.mover.close()
-                self.serving.close()
-            if self._timer is not None:
-                self._timer.cancel()
-            self._ucx.stop()
-            if not passing_on:
-                self.listeners.remove()  # before the memory is let go: afterwards they may be the next node's
-            self._tiers.stop()
-            # a start that failed leaves nothing behind; a node that failed leaves its pages
-            kept = self.config.keep or not clean or passing_on
-            self.arena.close(keep=kept if served else not fresh)
-            if passing_on:
-                self.handover = await self._upgrader.pass_on()
+            self._clean = True
 
-    def passed_on(self) -> Handover:
+    def _open_memory(self, ending: AsyncExitStack) -> None:
+        inherited = self._inherited
+        lock_fd = None if inherited is None else inherited.lock_fd
+        self.arena, self._tiers = take_memory(self.config, self.incarnation, lock_fd)
+        ending.callback(self._close_arena, fresh=self.arena.contents is None)
+        ending.callback(self._tiers.stop)
+
+    def _close_arena(self, *, fresh: bool) -> None:
+        """A start that failed leaves nothing behind; a node that failed leaves its pages."""
+        kept = self.config.keep or not self._clean or self._upgrader.hands_over
+        self.arena.close(keep=kept if self._served else not fresh)
+
+    def _make_parts(self, ending: AsyncExitStack) -> None:
+        """The node's state with all that the memory holds, and what surrounds it."""
+        self._ucx = UcxPath(self.config, self.arena.memory, self.feed, self._ucx_lost)
+        self.state = make_state(
+            self.config, self.incarnation, self.arena, self._tiers, self._rules, self._loop.time()
+        )
+        self._acts = self._make_acts()
+        ending.callback(self._remove_sockets)
+        ending.callback(self._ucx.stop)
+        ending.callback(self._end_timer)
+        self._tell_namespaces()
+        self.meter = Meter(self.state.store.facts.namespace, self.arena.namespaces)
+        self.local = LocalSession(self.feed)
+        self._make_movers()
+        self.serving = Serving(self._loop, self.state, self.feed, self.connections)
+        ending.callback(self.serving.close)
+        ending.push_async_callback(self.rebalancer.close)
+        ending.callback(self.local.close)
+        self._schedule()
+
+    async def _open_to_others(self, ending: AsyncExitStack) -> None:
+        """Join the pool, and listen."""
+        ending.push_async_callback(self._dismiss)
+        ending.push_async_callback(self._leave_pool)
+        ending.callback(self._upgrader.close)
+        await self.gossip.join()
+        await self._listeners.open(self.config.listen, self._accept)
+        self._served = True
+        self._tiers.start(self._feed_from_thread)
+        self.gossip.start()
+        ucx_was_used = False
+        if self._inherited is not None:
+            ucx_was_used = self._inherited.ucx
+            self._upgrader.on_serving(self._inherited)
+        if self.config.ucx.enabled:
+            remote = any(is_remote(address) for address in self.config.listen)
+            self._ucx.prepare(at_once=remote or ucx_was_used)
+
+    async def _leave_pool(self) -> None:
+        self._stopped = True
+        await self.gossip.stop(leaving=not self._upgrader.hands_over)
+
+    async def _dismiss(self) -> None:
+        """Tell all clients. The next program, if there is one, accepts those that connect from now on."""
+        self._listeners.close()
+        if self._upgrader.hands_over:
+            self.handover = self._upgrader.hand_over()
+        fault = self._upgrader.goodbye_fault or Fault(0, "stopping", f"node {self.name} stops")
+        await self.all_connections.dismiss(fault)
+
+    def _remove_sockets(self) -> None:
+        """Before the memory is let go: afterwards they may be the next node's."""
+        if not self._upgrader.hands_over:
+            self._listeners.remove()
+
+    def make_handover(self) -> Handover:
         """Copies of all that the next program needs. Raises OSError; then there are none."""
         cluster = self.gossip.cluster
-        listening = self.listeners.hand_over()
+        listening = self._listeners.copies()
         try:
             lock_fd = self.arena.pass_lock()
         except OSError:
@@ -202,6 +227,10 @@ class PoolNode:
             status=cluster.me.status,
             peers=[member.address for member in cluster.alive() if member.node != self.name],
         )
+
+    async def stop_moving(self) -> None:
+        """Ask other nodes for no more pages."""
+        await self.rebalancer.close()
 
     def stop(self) -> None:
         """Let `serve` return."""
@@ -278,26 +307,30 @@ class PoolNode:
         self.feed(RecordsForgotten(names, floors))
 
     def _learned(self, records: list[NamespaceRecord]) -> None:
-        self.feed(NamespacesLearned(records))
+        self.feed(RecordsLearned(records))
 
-    def _make_mover(self) -> Mover:
+    def _make_movers(self) -> None:
+        """What moves pages between this node and the others."""
         self.gossip.moves_pages = True
-        store = self.state.store
-        mover = Mover(
+        store, tiers = self.state.store, self.state.tiers
+        pages = PageFetch(self.config, self.gossip.cluster, self.arena.memory, self.local)
+        self.replicator = Replicator(self.name, pages, self.local, self.arena.namespaces, self.feed)
+        self.rebalancer = Rebalancer(
             self.config,
             self.gossip,
-            self.arena.memory,
+            pages,
             self.local,
-            self.arena.namespaces,
-            lambda: store.free_bytes + self.state.tiers.free_bytes,
-            lambda: self.state.tiers.behind,
+            lambda: store.free_bytes + tiers.free_bytes,
+            lambda: tiers.behind,
             self.feed,
             self.stop,
         )
-        self._routes |= mover.routes()
-        self._acts |= {AskReplicas: mover.ask_replicas, EndReplicasAt: mover.end_replicas}
-        mover.start()
-        return mover
+        self._routes |= {**self.rebalancer.routes(), PullPages: self.replicator.pull}
+        self._acts |= {
+            AskReplicas: self.replicator.ask_replicas,
+            EndReplicasAt: self.replicator.end_replicas,
+        }
+        self.rebalancer.start()
 
     def _answer(self, action: Answer) -> None:
         if action.connection == LOCAL:
@@ -321,12 +354,15 @@ class PoolNode:
         self._ucx.perform(action)
 
     def _schedule(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._end_timer()
         if self.state.next_deadline_s != float("inf"):
             self._timer_at_s = self.state.next_deadline_s
             self._timer = call_at(self._loop, self._timer_at_s, self._tick)
+
+    def _end_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _tick(self) -> None:
         self._timer = None
@@ -334,17 +370,18 @@ class PoolNode:
 
     # --- metrics
 
-    def _serve_metrics(self) -> None:
+    def _serve_metrics(self, ending: AsyncExitStack) -> None:
         config = self.config
         if not config.metrics:
             return
-        # a tenth of a second that others need not wait for
+        # loading takes a tenth of a second, which clients need not wait for
         from pdserve.kvpool.node.metrics.server import MetricsServer
 
-        self._metrics = MetricsServer(
+        server = MetricsServer(
             config.metrics, self._loop, self._snapshot, self._lag, config.metrics_namespaces
         )
-        logger.info("node %s: metrics at %s", self.name, self._metrics.url)
+        ending.callback(server.close)
+        logger.info("node %s: metrics at %s", self.name, server.url)
 
     def _snapshot(self) -> NodeSnapshot:
         from pdserve.kvpool.node.metrics.families import NodeSnapshot
@@ -361,7 +398,7 @@ class PoolNode:
 
     def opened(self, connection: ClientConnection) -> bool:
         """A socket came; False when there are too many."""
-        self.visitors.came(connection)
+        self.all_connections.add(connection)
         self.sockets += 1
         return self.sockets <= self.config.max_connections + MAX_UNGREETED
 
@@ -389,67 +426,24 @@ class PoolNode:
 
     def _report(self, request_id: int, asker: Session | None = None) -> StatusReport:
         report = self.state.status(request_id, self._loop.time(), asker)
-        counters = {**report.counters, **self.mover.counters(), **self.serving.counters()}
-        if self._upgrader.stands_in:
-            counters[STAND_IN] = 1
+        counters = {**report.counters, **self._moved(), **self.serving.counters()}
         report = replace(report, counters=counters)
         return self.gossip.with_members(report)
+
+    def _moved(self) -> dict[str, int]:
+        return {**self.rebalancer.counters(), "replica_pages_pulled": self.replicator.pages_pulled}
 
     def _accept(self) -> ClientConnection:
         self._last_connection += 1
         return ClientConnection(self, self._last_connection)
 
-    def choose_path(self, hello: Hello) -> DataPathName | Fault | None:
-        """How this client will move pages, or why it cannot be served. None: it will be told in a moment."""
-        if self._upgrader.at_door:
-            return None
-        if self._upgrader.farewell is not None:
-            return self._upgrader.farewell
-        if hello.version != PROTOCOL_VERSION:
-            message = (
-                f"node {self.config.name} speaks version {PROTOCOL_VERSION} of the pool protocol, client "
-                f"{hello.client} version {hello.version}: upgrade the older one"
-            )
-            return Fault(0, "protocol_version", message)
-        refused = self.gossip.refuse(hello)
-        if refused is not None:
-            return refused
-        limit = self.config.max_connections
-        if len(self.connections) >= limit and not hello.node:
-            return Fault(0, "too_many_connections", f"the node holds {limit} connections already")
-        if hello.data_path == "none":
-            return "none"
-        if hello.data_path in ("auto", "shm") and hello.host_id == self.host_id:
-            return "shm"  # the client finds out itself whether the files it maps are ours
-        if hello.data_path == "shm":
-            message = (
-                f"client {hello.client} cannot map the memory of node {self.config.name}: it is on another "
-                "host, or in another container; use data_path = 'ucx'"
-            )
-            return Fault(0, "data_path", message)
-        if hello.data_path in ("auto", "ucx"):
-            if self.config.ucx.enabled:
-                return "ucx"
-            message = f"node {self.config.name} has UCX off, which client {hello.client} needs"
-            return Fault(0, "data_path", message)
-        return Fault(0, "data_path", f"{hello.data_path} does not go over a socket")
+    def choose_path(self, hello: Hello) -> DataPathName | Fault:
+        """How this client will move pages, or why it cannot be served."""
+        return self._upgrader.goodbye_fault or self._admission.choose_path(hello)
 
     def welcome(self, path: DataPathName, ucx: UcxInfo | None) -> Welcome:
         """The answer to a Hello."""
-        view = self.gossip.view
-        return Welcome(
-            version=PROTOCOL_VERSION,
-            node=self.config.name,
-            incarnation=self.incarnation,
-            host_id=self.host_id,
-            data_path=path,
-            lease_s=self.config.lease_s,
-            arena=self.arena.info if path == "shm" else None,
-            ucx=ucx,
-            epoch=view.epoch,
-            nodes=view.nodes,
-            previous=view.previous,
-        )
+        return self._admission.welcome(path, self.arena.info if path == "shm" else None, ucx)
 
     async def open_ucx(self, connection: int, hello: Hello) -> UcxInfo | Fault:
         """Make ready for a client's endpoint. `close_ucx` undoes it."""
@@ -465,11 +459,10 @@ class PoolNode:
 
     def connected(self, connection: ClientConnection, hello: Hello, path: DataPathName) -> None:
         self.connections[connection.number] = connection
-        peer, token = is_peer(hello, self.config, self._rules), digest(hello.token)
-        self.feed(Connected(connection.number, path, hello.client, hello.pid, peer, token))
+        self.feed(self._admission.connected(connection.number, hello, path))
 
     def disconnected(self, number: int, *, by_peer: bool) -> None:
-        self.visitors.went(number)
+        self.all_connections.remove(number)
         if self.connections.pop(number, None) is not None:
             self.serving.gone(number)
             self.feed(Disconnected(number, by_peer))

@@ -1,4 +1,4 @@
-"""A pool node as a process: its signals, its open files, and the program before it, if there was one."""
+"""A pool node as a process: its signals, its open files, its replacement by a new version."""
 
 from __future__ import annotations
 
@@ -12,57 +12,59 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-import msgspec
 import uvloop
 
-from pdserve.errors import StartupError
+from pdserve.kvpool.node.admission import rules_of
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.node import MAX_UNGREETED, PoolNode
+from pdserve.kvpool.node.upgrade.door import check_start, received_door
 from pdserve.kvpool.node.upgrade.handover import (
     ENDING,
     Handover,
-    Succession,
     hold_signals,
     received,
     replace_process,
 )
-from pdserve.kvpool.node.upgrade.upgrader import check_start
 from pdserve.kvpool.protocol.address import parse_address
 
 
 def run_node(config: PoolNodeConfig) -> None:
-    """Run a node in this process until SIGTERM or SIGINT. Raises StartupError, ConfigError."""
+    """Run a node in this process until SIGTERM or SIGINT, or be the door keeper of one that is upgraded.
+    Raises StartupError, ConfigError.
+    """
     for address in config.listen:
         parse_address(address)
+    door = received_door()
+    if door is not None:
+        start = check_start(config)
+        rules_of(config)
+        _load(config)
+        door.keep(start)
+        return
     raise_open_files(config.name, config.max_connections, config.max_connections + MAX_UNGREETED)
-    succession = received()
-    if succession is not None:
-        found = check_start(config) if succession.stands_in else None
-        _load(succession, config)
-        if not succession.await_turn(msgspec.json.encode(found).decode()):
-            return
+    inherited = received()
     end = _End()
     for number in ENDING:
         signal.signal(number, end)
     hold_signals(hold=False)
-    handover = uvloop.run(_run(config, succession, end))
+    handover = uvloop.run(_run(config, inherited, end))
     if handover is not None:
         replace_process(handover)
 
 
 class _End:
-    """Handles what is to end this process, from before its loop runs until the next program is executed.
+    """Handles the signals that end this process, from before its loop runs until the next program starts.
 
-    The main thread holds signals back for the next program, but another may take them. Then they are sent to
-    the main thread again, which keeps them: what is pending outlives `exec`.
+    During an upgrade the main thread blocks these signals, but another thread may take one. Then it is sent
+    to the main thread again, where it stays pending: pending signals outlive `exec`.
     """
 
     def __init__(self) -> None:
-        self._told = False
+        self._told = False  # a signal came
         self._stop: Callable[[], object] = lambda: None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """The signal has come."""
+        """Handle one signal."""
         if number in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
             signal.pthread_kill(threading.get_ident(), number)
             return
@@ -70,11 +72,11 @@ class _End:
         self._stop()
 
     def ends(self, node: PoolNode) -> None:
-        """A node that this is to stop, in the running loop; as soon as it serves, if it has come already."""
+        """Stop this node of the running loop at a signal; as soon as it serves, if the signal came before."""
         loop = asyncio.get_running_loop()
 
         def stop() -> None:
-            with contextlib.suppress(RuntimeError):  # it is closed, so the node has ended
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the node has ended
                 loop.call_soon_threadsafe(node.stop)
 
         self._stop = stop
@@ -82,19 +84,14 @@ class _End:
             stop()
 
 
-def _load(succession: Succession, config: PoolNodeConfig) -> None:
-    """What the node will need at once, and is loaded late otherwise."""
+def _load(config: PoolNodeConfig) -> None:
+    """Load the modules that a node loads late."""
     if config.metrics:
         import pdserve.kvpool.node.metrics.server  # noqa: F401
-    if succession.handover.ucx:
-        from pdserve.kvpool.transports.ucx import UcxLibrary
-
-        with contextlib.suppress(StartupError):  # the node will say so
-            UcxLibrary()
 
 
-async def _run(config: PoolNodeConfig, succession: Succession | None, end: _End) -> Handover | None:
-    node = PoolNode(config, succession)
+async def _run(config: PoolNodeConfig, inherited: Handover | None, end: _End) -> Handover | None:
+    node = PoolNode(config, inherited)
     end.ends(node)
     # what was made until then stays: the collector would take 20 ms to look at the index of a million pages
     await node.serve(gc.freeze)
@@ -104,7 +101,7 @@ async def _run(config: PoolNodeConfig, succession: Succession | None, end: _End)
 logger = logging.getLogger(__name__)
 
 
-OTHER_FILES = 64  # that a node has open beside its sockets
+OTHER_FILES = 64  # open files of a node beside its sockets
 
 
 def raise_open_files(name: str, max_connections: int, sockets: int) -> None:

@@ -59,8 +59,6 @@ WRITE: Final = 2
 ADMIN: Final = 4
 ALL: Final = READ | WRITE | ADMIN
 
-STAND_IN: Final = "stand_in"  # counter in the StatusReport of a process that only waits for an upgrade
-
 
 class Hello(Message, tag=1, frozen=True):
     """First frame of a client. `host_id` names the machine (boot id), so both sides know whether mapping can

@@ -1,6 +1,6 @@
-"""The control channel of asyncio programs: one socket, many requests in flight, replies matched by id.
+"""The control connection of an event loop: a `ControlSession` over asyncio's streams, many requests at once.
 
-Used by the asyncio client and by nodes among themselves.
+session.py has the rules. Used by the asyncio client and by nodes among themselves.
 """
 
 from __future__ import annotations
@@ -8,17 +8,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, assert_never
 
-from pdserve.errors import PoolError, PoolRefused, PoolUnavailable
+from pdserve.errors import PoolUnavailable
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.address import TcpAddress, parse_address
-from pdserve.kvpool.protocol.cluster_messages import View
-from pdserve.kvpool.protocol.frames import FrameBuffer, decode_reply, encode_frame
+from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.transports.base import OnView
-from pdserve.kvpool.transports.control import RESTARTING, hung_up
+from pdserve.kvpool.transports.session import (
+    Answered,
+    ControlSession,
+    Ended,
+    Event,
+    Greeted,
+    ViewPushed,
+    gone,
+)
 
-READ_BYTES = 256 * 1024
+READ_BYTES: Final = 256 * 1024
 LAST_TURNS: Final = 4  # of the loop: to poll, read, take the reply, and go on
 
 
@@ -31,20 +38,26 @@ class LastWordsLost(PoolUnavailable):
 class AsyncControl:
     """An open, greeted control connection, with a namespace opened on it if one was named."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, label: str) -> None:
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        session: ControlSession,
+        on_view: OnView | None,
+    ) -> None:
         self._reader = reader
         self._writer = writer
-        self._label = label
-        self._frames = FrameBuffer()
+        self._session = session
+        self._on_view = on_view
         self._waiting: dict[int, asyncio.Future[m.Reply]] = {}
         self._next_id = 0
-        self._pump: asyncio.Task[None] | None = None
+        loop = asyncio.get_running_loop()
+        self._greeted: asyncio.Future[None] = loop.create_future()
+        self._pump = loop.create_task(self._read())
         self.namespace = 0
-        self.welcome: m.Welcome
-        self.broken: PoolError | None = None
+        self.rights = 0  # of our token in the namespace: access.READ and so on
         self.read_s = 0.0  # of time.monotonic(), when something was read last
         self.on_fault: Callable[[m.Fault], None] = lambda fault: None  # told what the node hung up with
-        self.on_view: OnView | None = None  # told the views that the node pushes
 
     @classmethod
     async def connect(
@@ -53,8 +66,12 @@ class AsyncControl:
         hello: m.Hello,
         namespace: str | None = None,
         geometry: dict[str, str] | None = None,
+        on_view: OnView | None = None,
     ) -> AsyncControl:
-        """Raises PoolUnavailable, PoolRefused or FrameError. The caller bounds the time."""
+        """`on_view` is told the views that the node pushes. Raises PoolUnavailable, PoolRestarting,
+        PoolRefused or FrameError. The caller bounds the time.
+        """
+        session = ControlSession(address, hello)
         where = parse_address(address)
         try:
             if isinstance(where, TcpAddress):
@@ -63,9 +80,10 @@ class AsyncControl:
                 reader, writer = await asyncio.open_unix_connection(where.path)
         except OSError as error:
             raise PoolUnavailable(f"pool node {address} cannot be reached: {error}") from error
-        control = cls(reader, writer, address)
+        control = cls(reader, writer, session, on_view)
         try:
-            await control._greet(hello)
+            writer.write(session.greeting)
+            await control._greeted
             if namespace is not None:
                 await control._open_namespace(namespace, geometry or {})
         except BaseException:
@@ -73,18 +91,27 @@ class AsyncControl:
             raise
         return control
 
+    @property
+    def welcome(self) -> m.Welcome:
+        """The node's answer to our Hello."""
+        return self._session.welcome
+
+    @property
+    def broken(self) -> bool:
+        """Every use raises from now on."""
+        return self._session.ended is not None
+
     async def call(self, make: Callable[[int], m.Request], timeout_s: float | None = None) -> m.Reply:
         """Send `make(id)`, return its reply. Raises PoolUnavailable, PoolRestarting; TimeoutError: it has not
         come, and is not among what the loop had no time to read. Without a time-out the caller bounds it.
         """
-        if self.broken is not None:
-            raise self._gone(self.broken) from self.broken
         self._next_id += 1
         request_id = self._next_id
+        frame = self._session.send(make(request_id))
         future: asyncio.Future[m.Reply] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = future
         try:
-            self._writer.write(encode_frame(make(request_id)))
+            self._writer.write(frame)
             if timeout_s is not None:
                 await asyncio.wait([future], timeout=timeout_s)
                 for _ in range(LAST_TURNS):
@@ -100,77 +127,52 @@ class AsyncControl:
 
     def close(self) -> None:
         """Idempotent."""
-        self._break(PoolUnavailable(f"the connection to pool node {self._label} was closed"))
-        if self._pump is not None:
-            self._pump.cancel()
-        self._writer.close()
-
-    async def _greet(self, hello: m.Hello) -> None:
-        self._writer.write(encode_frame(hello))
-        answer = await self._first_reply()
-        if isinstance(answer, m.Fault) and answer.code in RESTARTING:
-            raise hung_up(self._label, answer)
-        if not isinstance(answer, m.Welcome):
-            text = answer.message if isinstance(answer, m.Fault) else type(answer).__name__
-            raise PoolRefused(f"pool node {self._label} refused the connection: {text}")
-        self.welcome = answer
-        self._pump = asyncio.create_task(self._read())
+        closed = PoolUnavailable(f"the connection to pool node {self._session.address} was closed")
+        self._take(self._session.fail(closed))
+        self._pump.cancel()
 
     async def _open_namespace(self, namespace: str, geometry: dict[str, str]) -> None:
-        opened = await self.call(lambda i: m.OpenNamespace(i, namespace, geometry))
-        if not isinstance(opened, m.Opened):
-            text = opened.message if isinstance(opened, m.Fault) else type(opened).__name__
-            raise PoolRefused(f"pool node {self._label}: {text}")
-        self.namespace = opened.namespace
-
-    async def _first_reply(self) -> m.Reply:
-        while True:
-            data = await self._receive()
-            for body in self._frames.feed(data):
-                return decode_reply(body)
-
-    async def _receive(self) -> bytes:
-        try:
-            data = await self._reader.read(READ_BYTES)
-        except OSError as error:
-            raise LastWordsLost(f"pool node {self._label} went away: {error}") from error
-        if not data:
-            raise PoolUnavailable(f"pool node {self._label} closed the connection")
-        return data
+        reply = await self.call(lambda i: m.OpenNamespace(i, namespace, geometry))
+        opened = expected(reply, m.Opened, self._session.address)
+        self.namespace, self.rights = opened.namespace, opened.rights
 
     async def _read(self) -> None:
-        data = b""  # first, what came together with Welcome
-        try:
-            while True:
-                for body in self._frames.feed(data):
-                    self._take(decode_reply(body))
-                data = await self._receive()
-                self.read_s = time.monotonic()
-        except PoolError as error:
-            self._break(error)
-            self._writer.close()
+        while not self.broken:
+            try:
+                data = await self._reader.read(READ_BYTES)
+            except OSError as error:
+                text = f"pool node {self._session.address} went away: {error}"
+                self._take(self._session.fail(LastWordsLost(text)))
+                return
+            self.read_s = time.monotonic()
+            self._take(self._session.receive(data))
 
-    def _take(self, reply: m.Reply) -> None:
-        """Raises PoolUnavailable when it says that the node hangs up."""
-        reply_id: int = getattr(reply, "id", 0)
-        if reply_id == 0 and isinstance(reply, m.Fault):
-            self.on_fault(reply)
-            raise hung_up(self._label, reply)
-        if reply_id == 0 and isinstance(reply, View):
-            if self.on_view is not None:
-                self.on_view(self.welcome, reply)
-            return
-        future = self._waiting.pop(reply_id, None)
-        if future is not None and not future.done():
-            future.set_result(reply)
+    def _take(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case Answered(request_id, reply):
+                    future = self._waiting.pop(request_id, None)  # None: its caller has given up
+                    if future is not None and not future.done():
+                        future.set_result(reply)
+                case ViewPushed(view):
+                    if self._on_view is not None:
+                        self._on_view(self.welcome, view)
+                case Greeted():
+                    if not self._greeted.done():
+                        self._greeted.set_result(None)
+                case Ended():
+                    self._end(event)
+                case _:
+                    assert_never(event)
 
-    def _break(self, error: PoolError) -> None:
-        self.broken = self.broken or error
+    def _end(self, ended: Ended) -> None:
+        if ended.fault is not None:
+            self.on_fault(ended.fault)
+        if not self._greeted.done():
+            self._greeted.set_exception(ended.error)
+            self._greeted.exception()  # taken note of: a caller that was cancelled does not ask for it
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(self._gone(error))
+                future.set_exception(gone(ended.error))
         self._waiting.clear()
-
-    def _gone(self, error: PoolError) -> PoolUnavailable:
-        kind = type(error) if isinstance(error, PoolUnavailable) else PoolUnavailable
-        return kind(str(error))
+        self._writer.close()

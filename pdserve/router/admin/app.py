@@ -17,7 +17,6 @@ What workers have and tenants use is that of all of the router's processes, or i
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import fastapi
@@ -33,12 +32,15 @@ from pdserve.router.api.errors import error_of
 from pdserve.router.api.request_body import UNREADABLE
 from pdserve.router.app.error_handlers import add_error_handlers
 from pdserve.router.app.router import Router
-from pdserve.router.fleet.registry import FleetError, Role, Worker
-from pdserve.router.metrics.totals import Totals
-from pdserve.router.request.call import JSON
+from pdserve.router.fleet.registry import FleetError
+from pdserve.router.fleet.worker import Role, Worker
+from pdserve.router.metrics.exposition import exposition
+from pdserve.router.metrics.snapshot import Snapshot
+from pdserve.router.request.answer import JSON
 from pdserve.router.server.asgi import Receive, Scope, Send
 
 MAX_BODY_BYTES = 64 * 1024
+IN_FLIGHT = "worker_requests_in_flight"
 _STATUS = {"unknown_worker": 404, "bad_url": 400, "other_role": 409}
 
 
@@ -106,7 +108,7 @@ def _make_app(router: Router) -> fastapi.FastAPI:
                         for name in ("requests_s", "tokens_min", "concurrency", "weight")
                     },
                     "cache": tenant.cache,
-                    **totals.tenant(tenant.name),
+                    **_use_of(tenant.name, totals),
                 }
                 for tenant in router.entrance.tenants.all
             ]
@@ -124,7 +126,7 @@ def _make_app(router: Router) -> fastapi.FastAPI:
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """Prometheus metrics."""
-        return Response(await router.exposition(), media_type=CONTENT_TYPE_LATEST)
+        return Response(exposition(await router.metrics()), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -134,13 +136,27 @@ def _make_app(router: Router) -> fastapi.FastAPI:
     return app
 
 
-async def _totals(router: Router) -> Totals | None:
-    """None where a process does not answer in time."""
+async def _totals(router: Router) -> Snapshot | None:
+    """The metrics of all processes together; None when a process does not answer in time."""
     try:
-        exposition = await router.exposition()
+        totals = await router.metrics()
     except RequestError:
         return None
-    return await asyncio.to_thread(Totals.read, exposition.decode())  # it takes milliseconds
+    return totals if totals.is_whole else None
+
+
+def _use_of(tenant: str, totals: Snapshot) -> dict[str, Any]:
+    """What the tenant has now, and what it has used since the router's start."""
+    return {
+        "running": totals.value("tenant_running", tenant),
+        "waiting": totals.value("tenant_waiting", tenant),
+        "use": {
+            "requests": totals.value("tenant_requests", tenant, "admitted"),
+            "refused": totals.value("tenant_requests", tenant, "refused"),
+            "prompt_tokens": totals.value("tenant_tokens", tenant, "prompt"),
+            "output_tokens": totals.value("tenant_tokens", tenant, "output"),
+        },
+    }
 
 
 def _add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
@@ -148,14 +164,17 @@ def _add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
 
     async def in_flight(worker: Worker) -> int | None:
         totals = await _totals(router)
-        return None if totals is None else totals.in_flight(worker.id, worker.role)
+        return None if totals is None else totals.value(IN_FLIGHT, worker.id, worker.role)
 
     @app.get("/workers")
     async def workers() -> dict[str, Any]:
         """Who is there. `in_flight` null: not every process of the router says what it has at the worker."""
         totals = await _totals(router)
         listed = [
-            {**said, "in_flight": None if totals is None else totals.in_flight(said["id"], said["role"])}
+            {
+                **said,
+                "in_flight": None if totals is None else totals.value(IN_FLIGHT, said["id"], said["role"]),
+            }
             for said in router.readiness()["workers"]
         ]
         return {"workers": listed}

@@ -19,7 +19,7 @@ from pdserve.errors import PdserveError
 from pdserve.kvpool.admin.sampling import Nodes, Rates, Row
 from pdserve.kvpool.protocol.messages import NodeAddress
 from pdserve.router.admin.live_frames import Frame, Point, Problem, frame_of, point_of
-from pdserve.router.metrics.totals import Samples, read_samples
+from pdserve.router.metrics.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from pdserve.router.app.router import Router
@@ -58,7 +58,7 @@ class LiveFeed:
         self._interval_s = interval_s
         pool = router.config.admin.pool
         self._pool = Nodes(pool, "", POOL_TIMEOUT_S) if pool else None
-        self._before: tuple[float, Samples] | None = None
+        self._before: tuple[float, Snapshot] | None = None
         self._problems = Problems()
         self.points: deque[Point] = deque(maxlen=MAX_POINTS)
         self.frame: Frame | None = None
@@ -91,32 +91,27 @@ class LiveFeed:
             root.removeHandler(self._problems)
 
     async def _sample(self) -> None:
-        exposition = await self._router.exposition()
+        metrics = await self._router.metrics()
         now_s, at_s = time.monotonic(), time.time()
-        samples, rows = await asyncio.to_thread(self._read, exposition.decode())
-        before_s, before = self._before or (now_s, samples)
-        self._before = now_s, samples
+        rows = await asyncio.to_thread(self._rows, self._pool) if self._pool is not None else []
+        before_s, before = self._before or (now_s, metrics)
+        self._before = now_s, metrics
         seconds = max(now_s - before_s, 1e-3)
-        point = point_of(before, samples, seconds, at_s)
+        point = point_of(before, metrics, seconds, at_s)
         workers, problems = self._router.fleet.workers, self._problems.kept
         self.points.append(point)
-        self.frame = frame_of(point, seconds, samples, workers, rows, problems)
+        self.frame = frame_of(point, seconds, metrics, workers, rows, problems)
         async with self._changed:
             self._number += 1
             self._changed.notify_all()
 
-    def _read(self, exposition: str) -> tuple[Samples, list[Row]]:
-        """In a thread, since it takes milliseconds: the metrics, and the pool's nodes or the addresses where
-        none answers.
-        """
-        samples = read_samples(exposition)
-        if self._pool is None:
-            return samples, []
+    def _rows(self, pool: Nodes) -> list[Row]:
+        """The pool's nodes; their configured addresses when no node answers. Blocks."""
         try:
-            return samples, self._pool.sample()
+            return pool.sample()
         except PdserveError as error:
             addresses = self._router.config.admin.pool
-            return samples, [Row(NodeAddress(a, a), None, str(error), Rates(a), []) for a in addresses]
+            return [Row(NodeAddress(a, a), None, str(error), Rates(a), []) for a in addresses]
 
     async def events(self) -> AsyncIterator[bytes]:
         """Server-sent events: `history`, the points so far, then a `frame` for each sample."""

@@ -6,17 +6,18 @@ Rates are the growth between the samples; a counter that fell (its process was r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
 
 from pdserve.kvpool.admin.sampling import Rates, Row, busiest
 from pdserve.kvpool.protocol.messages import NamespaceStatus
+from pdserve.metric import Labels
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.metrics.names import PARTS, TIERS
-from pdserve.router.metrics.totals import Samples, Totals
+from pdserve.router.metrics.snapshot import BY_NAME, Snapshot
+from pdserve.router.metrics.stats import BUCKETS_S, Histogram
 
 MAX_NAMESPACES: Final = 20
 
@@ -106,84 +107,83 @@ class Frame(msgspec.Struct, frozen=True):
     """The newest first."""
 
 
-def point_of(before: Samples, now: Samples, seconds: float, at_s: float) -> Point:
-    """What happened in the `seconds` between two samples."""
-    grown = _Growth(before, now)
-    statuses = grown.by_label("requests_total", "status")
+def point_of(before: Snapshot, now: Snapshot, seconds: float, at_s: float) -> Point:
+    """What happened in the `seconds` between two snapshots."""
+    statuses = _growth(before, now, "requests", "status")
     failed = sum(count for status, count in statuses.items() if status.startswith("5"))
-    failed += sum(grown.by_label("stream_errors_total", "reason").values())
-    sums = grown.by_label("first_token_seconds_sum", "part")
-    streams = grown.by_label("first_token_seconds_count", "part").get("router", 0.0)
-    tokens = grown.by_label("turn_tokens_total", "tier")
-    buckets = grown.by_label("time_to_first_byte_seconds_bucket", "le")
+    failed += sum(_growth(before, now, "stream_errors", "reason").values())
+    tokens = _growth(before, now, "turn_tokens", "tier")
+    first_byte = sum(_grown(before, now, "time_to_first_byte_seconds").values(), Histogram())
+    parts = {part: histogram for (part,), histogram in _grown(before, now, "first_token_seconds").items()}
+    streams = sum(parts["router"].counts) if "router" in parts else 0
     return Point(
         at_s,
         sum(statuses.values()) / seconds,
         failed / seconds,
-        int(_total(now, "requests_in_flight")),
-        quantile(buckets, 0.5),
-        quantile(buckets, 0.9),
-        {part: sums[part] / streams for part in PARTS if sums.get(part)} if streams else {},
+        now.total("requests_in_flight"),
+        quantile(first_byte, 0.5),
+        quantile(first_byte, 0.9),
+        {part: parts[part].sum_s / streams for part in PARTS if part in parts and parts[part].sum_s}
+        if streams
+        else {},
         {tier: tokens[tier] / seconds for tier in TIERS if tokens.get(tier)},
     )
 
 
-class _Growth:
-    def __init__(self, before: Samples, now: Samples) -> None:
-        self._before = before
-        self._now = now
-
-    def by_label(self, name: str, label: str) -> dict[str, float]:
-        """How much a counter has grown, added up by one label."""
-        found: dict[str, float] = {}
-        for key, value in self._now.items():
-            if key[0] == name:
-                earlier = self._before.get(key, 0.0)
-                growth = value - earlier if value >= earlier else value
-                word = dict(key[1]).get(label, "")
-                found[word] = found.get(word, 0.0) + growth
-        return found
+def _growth(before: Snapshot, now: Snapshot, name: str, label: str) -> dict[str, float]:
+    """How much a counter has grown, added up by one label."""
+    place = BY_NAME[name].labels.index(label)
+    earlier, found = before.values.get(name, {}), dict[str, float]()
+    for labels, value in now.values.get(name, {}).items():
+        was = earlier.get(labels, 0.0)
+        found[labels[place]] = found.get(labels[place], 0.0) + (value - was if value >= was else value)
+    return found
 
 
-def quantile(buckets: Mapping[str, float], share: float) -> float | None:
-    """Of a histogram's growth by its upper bounds, within a bucket on a straight line, as Prometheus does."""
-    rows = sorted((float(bound), count) for bound, count in buckets.items())
-    if not rows or rows[-1][1] <= 0:
-        return None
-    wanted = share * rows[-1][1]
-    for (low, below), (high, count) in pairwise([(0.0, 0.0), *rows]):
-        if count >= wanted and count > below:
-            return low if high == float("inf") else low + (high - low) * (wanted - below) / (count - below)
-    return rows[-1][0]
+def _grown(before: Snapshot, now: Snapshot, name: str) -> dict[Labels, Histogram]:
+    """The observations that a histogram has gained."""
+    earlier = before.histograms.get(name, {})
+    return {
+        labels: histogram.since(earlier.get(labels, Histogram()))
+        for labels, histogram in now.histograms.get(name, {}).items()
+    }
 
 
-def _total(samples: Samples, name: str) -> float:
-    return sum(value for key, value in samples.items() if key[0] == name)
+def quantile(histogram: Histogram, share: float) -> float | None:
+    """By a straight line within a bucket, as Prometheus does; the last bound beyond it. None for no
+    observation.
+    """
+    wanted, below, low = share * sum(histogram.counts), 0, 0.0
+    for bound_s, count in zip(BUCKETS_S, histogram.counts, strict=False):
+        if count and below + count >= wanted:
+            return low + (bound_s - low) * (wanted - below) / count
+        below, low = below + count, bound_s
+    return low if wanted else None
 
 
 def frame_of(
     point: Point,
     seconds: float,
-    now: Samples,
+    now: Snapshot,
     workers: Iterable[Worker],
     rows: Sequence[Row],
     problems: Iterable[Problem],
 ) -> Frame:
     """Everything at one moment. `rows`: a sample of the pool's nodes."""
-    totals = Totals.of(now)
     return Frame(
         point,
         seconds,
-        int(_total(now, "tenant_waiting")),
-        int(_total(now, "sessions")),
-        [
-            _worker(worker, None if totals is None else totals.in_flight(worker.id, worker.role))
-            for worker in workers
-        ],
+        now.total("tenant_waiting"),
+        now.total("sessions"),
+        [_worker(worker, _in_flight(worker, now)) for worker in workers],
         [_node(row) for row in rows],
         _namespaces(rows),
         list(problems),
     )
+
+
+def _in_flight(worker: Worker, now: Snapshot) -> int | None:
+    return now.value("worker_requests_in_flight", worker.id, worker.role) if now.is_whole else None
 
 
 def _worker(worker: Worker, in_flight: int | None) -> WorkerView:

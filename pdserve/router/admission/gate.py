@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from pdserve.errors import RequestError
 from pdserve.router.admission.queue import Admission, State, Ticket
-from pdserve.router.api.errors import NoWorkerError
+from pdserve.router.api.errors import NoWorkerError, TooManyError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.models import Models
 from pdserve.router.fleet.registry import Fleet
@@ -21,7 +21,8 @@ from pdserve.router.metrics.stats import Histogram
 from pdserve.router.request.call import Call
 from pdserve.router.request.token_usage import Meter
 from pdserve.router.tenants.api_keys import admin_key_digest, load_keys
-from pdserve.router.tenants.registry import Tenants, TenantState, TooManyError
+from pdserve.router.tenants.registry import Tenants
+from pdserve.router.tenants.tenant import TenantState
 from pdserve.tokens import bearer, digest, same
 
 logger = logging.getLogger(__name__)
@@ -117,18 +118,17 @@ class Entrance:
             self._wake(self.admission.leave(ticket, now_s))
             raise
         tenant.use.requests += 1
-        call.meter = Meter(estimate, call.endpoint.usage_names)
+        call.answer.meter = Meter(estimate, call.endpoint.usage)
         return ticket
 
     def leave(self, call: Call, ticket: Ticket) -> None:
         """A call that entered is over, in whatever way."""
-        meter = call.meter
+        meter = call.answer.meter
         assert meter is not None
         now_s = self._loop.time()
-        is_answered = call.is_started and call.status < 400
-        is_cut_off = call.is_late or call.end is not None  # by a deadline or its client: workers were at it
-        if is_answered or is_cut_off or meter.prompt_tokens is not None:
-            used = meter.total(call.is_sse)
+        is_answered = call.answer.is_started and call.answer.status < 400
+        if is_answered or call.end is not None or meter.prompt_tokens is not None:
+            used = meter.total(call.answer.is_stream)
         else:
             used = 0, 0  # refused, or failed, before any worker said that it computed the prompt
         ticket.tenant.settle(meter.charged_tokens, *used, now_s)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 
-from pdserve.router.tenants.registry import TenantState
+from pdserve.router.tenants.tenant import TenantState
 
 MAX_RETRY_AFTER_S = 60.0
 _SMOOTHING = 0.05

@@ -6,6 +6,7 @@ row names; tests/support/openapi.py makes that file.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
@@ -14,14 +15,26 @@ from msgspec.structs import replace
 Task = Literal["generate", "embed"]
 
 
-class UsageNames(msgspec.Struct, frozen=True):
-    """The members of an answer that say how many tokens it used."""
+class Usage(msgspec.Struct, frozen=True):
+    """How the bytes of an answer say how many tokens it used."""
 
-    prompt: str = "prompt_tokens"
-    output: str = "completion_tokens"
+    mark: bytes
+    """Bytes in each piece that says the output's tokens."""
+    prompt: re.Pattern[bytes]
+    output: re.Pattern[bytes]
 
 
-OPENAI_USAGE: Final = UsageNames()
+def usage_under(prompt: str, output: str) -> Usage:
+    """The usage in JSON members of these names."""
+    number = r'"%s":\s*(\d{1,15})\b'
+    return Usage(
+        b'"%b":' % output.encode(),
+        re.compile((number % prompt).encode()),
+        re.compile((number % output).encode()),
+    )
+
+
+OPENAI_USAGE: Final = usage_under("prompt_tokens", "completion_tokens")
 """OpenAI's `usage` and SGLang's `meta_info` use the same two names."""
 
 
@@ -40,8 +53,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """
     sampling_field: str = ""
     """Body member that holds the sampling parameters. Empty: they stand in the body itself."""
-    usage_names: UsageNames = OPENAI_USAGE
-    """How tokens are counted: under these names in the answer, else by estimate and by events."""
+    usage: Usage = OPENAI_USAGE
+    """How tokens are counted: as the answer says in this way, else by estimate and by events."""
     streams: bool = False
     """The answer can be a stream of server-sent events."""
     is_salted: bool = False

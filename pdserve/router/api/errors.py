@@ -6,6 +6,7 @@ SGLang 0.5.23 answers `{"object":"error","message","type","param","code":<status
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -23,7 +24,7 @@ _TYPES = {
 }
 _CONTEXT = re.compile(r"longer than the model's context length|model's maximum context length")
 MAX_MESSAGE_CHARS = 4000
-"""A validation error of SGLang repeats the input; a client needs no more of it than this."""
+"""SGLang repeats the input in a validation error. A longer message is cut."""
 
 
 class NoWorkerError(RequestError):
@@ -44,12 +45,12 @@ def error_body(message: str, type_: str, code: str | None = None, param: str | N
 
 
 def error_of(error: RequestError) -> bytes:
-    """A RequestError as an answer's body."""
+    """The answer's body for a RequestError."""
     return msgspec.json.encode(error.body())
 
 
 def error_event(message: str, type_: str = "server_error", code: str | None = None) -> bytes:
-    """The server-sent event that ends a stream which cannot go on."""
+    """The server-sent event that ends a broken stream."""
     return b"data: " + error_body(message, type_, code) + b"\n\n"
 
 
@@ -88,3 +89,17 @@ def _detail(detail: Any) -> str | None:
             where = ".".join(str(step) for step in entry.get("loc", ()) if step != "body")
             lines.append(f"{where}: {entry['msg']}" if where else entry["msg"])
     return "; ".join(lines) or None
+
+
+class TooManyError(RequestError):
+    """A limit is reached (429, `Retry-After`)."""
+
+    def __init__(self, message: str, wait_s: float, code: str) -> None:
+        retry_after_s = max(1, math.ceil(wait_s))
+        super().__init__(
+            429,
+            f"{message} Try again in {retry_after_s} s.",
+            type_="rate_limit_error",
+            code=code,
+            retry_after_s=retry_after_s,
+        )

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 
 from pdserve.errors import RequestError
 from pdserve.router.api.errors import error_body, error_of, error_type
-from pdserve.router.request.call import JSON
+from pdserve.router.request.answer import JSON
 
 
 def add_error_handlers(app: fastapi.FastAPI) -> None:

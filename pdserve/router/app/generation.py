@@ -21,7 +21,8 @@ from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.prefix_index import prefix_of
 from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.request import spans
-from pdserve.router.request.call import JSON, Call
+from pdserve.router.request.answer import JSON
+from pdserve.router.request.call import Call
 from pdserve.router.server.client import Client
 from pdserve.router.server.uvicorn_server import LAST_WORD_S
 from pdserve.router.sessions.keys import find_session_key, parse_sources
@@ -78,13 +79,13 @@ class GenerationHandler:
                 await self._serve(call, client)
             else:
                 error = RequestError(405, "Only POST is allowed here.")
-                await call.answer(405, error_of(error), (b"allow", b"POST"))
+                await call.answer.send(405, error_of(error), (b"allow", b"POST"))
         except asyncio.CancelledError:
             call.task.uncancel()
             await self._on_cancelled(call)
         except Exception:  # the boundary of a request: a bug in the router must not leave the client hanging
             logger.exception("a request failed inside the router")
-            await call.break_off(500, "Internal error in the router.", "internal_error")
+            await call.answer.break_off(500, "Internal error in the router.", "internal_error")
         finally:
             self._deadlines.discard(call)
             self._account(call)
@@ -114,7 +115,7 @@ class GenerationHandler:
             finally:
                 self._entrance.leave(call, ticket)
         except RequestError as error:
-            await call.answer_error(error)
+            await call.answer.send_error(error)
         finally:
             client.unwatch()
 
@@ -128,7 +129,7 @@ class GenerationHandler:
         if session is not None:
             session = session.of_model(scope)
         if self._entrance.tenants.has_keys:  # tenants share neither caches nor sessions, nor see others' load
-            call.shows_figures = self._shows_load
+            call.answer.shows_figures = self._shows_load
             if call.endpoint.is_salted:
                 call.body = isolated(body, view.cache_salt, call.tenant.cache)
             if session is not None:
@@ -176,8 +177,8 @@ class GenerationHandler:
         headers = [(b"content-type", JSON)]
         if error.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
-        call.start(error.status, headers, len(body), closes=True)
-        await call.write(body, more=True)
+        call.answer.start(error.status, headers, len(body), closes=True)
+        await call.answer.write(body, more=True)
         left = self._body_limit_bytes
         try:
             async with asyncio.timeout(DRAIN_S):
@@ -186,7 +187,7 @@ class GenerationHandler:
                     left = left - len(part) if more else 0
         except TimeoutError:
             pass
-        await call.write(b"", more=False)
+        await call.answer.write(b"", more=False)
 
     async def _on_cancelled(self, call: Call) -> None:
         """The call was ended from outside: by its client, by its deadline, or by the server that stops."""
@@ -194,29 +195,29 @@ class GenerationHandler:
             self._stats.client_aborts[call.phase] += 1
             logger.debug("client left (%s)", call.phase)
             return
-        if call.phase == "body" and call.end == "deadline" and not call.is_started:
+        if call.phase == "body" and call.end == "deadline" and not call.answer.is_started:
             error = RequestError(408, "The request's body did not come in time.", code="body_too_slow")
-            await call.answer(408, error_of(error), closes=True)
+            await call.answer.send(408, error_of(error), closes=True)
             return
         if call.end == "deadline":
             status, message, code = 504, "The request took longer than it may in all.", "deadline_exceeded"
         else:
             status, message, code = 503, "The router is stopping.", "router_stopping"
-        if call.is_started:
+        if call.answer.is_started:
             self._stats.stream_errors[code] += 1
         try:
             async with asyncio.timeout(LAST_WORD_S):
-                await call.break_off(status, message, code)
+                await call.answer.break_off(status, message, code)
         except TimeoutError:
             logger.warning("client does not read, cut off")
 
     def _account(self, call: Call) -> None:
         stats = self._stats
         stats.in_flight -= 1
-        if call.is_started:
-            stats.requests[call.endpoint.path, str(call.status)] += 1
-            stats.first_byte[call.endpoint.path].observe(call.first_byte_s - call.started_s)
-            if call.is_sse:
+        if call.answer.is_started:
+            stats.requests[call.endpoint.path, str(call.answer.status)] += 1
+            stats.first_byte[call.endpoint.path].observe(call.answer.started_s - call.started_s)
+            if call.answer.is_stream:
                 for part, spent_s in call.parts_s.items():
                     stats.first_token[part].observe(spent_s)
         else:

@@ -7,22 +7,21 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi.responses import Response
-from prometheus_client import generate_latest
 
 from pdserve.errors import RequestError
 from pdserve.logs import served_request
 from pdserve.router.admission.gate import Entrance
-from pdserve.router.admission.metrics import EntranceCollector
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.errors import error_of
-from pdserve.router.app.collector import RouterCollector
+from pdserve.router.app.collector import collect
 from pdserve.router.app.generation import GenerationHandler
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.fleet.registry import Fleet
-from pdserve.router.metrics.exposition import make_registry
+from pdserve.router.metrics.snapshot import Snapshot
 from pdserve.router.metrics.stats import Stats
-from pdserve.router.request.call import JSON, request_id
+from pdserve.router.request.answer import JSON
+from pdserve.router.request.call import request_id
 from pdserve.router.server.asgi import Asgi, AsgiClient, Message, Receive, Scope, Send
 from pdserve.router.upstream.client import Upstream
 from pdserve.tracing import Tracer
@@ -55,10 +54,8 @@ class Router:
         self.created_s = int(time.time())
         self.generation = GenerationHandler(config, entrance, dispatcher, upstream.deadlines, stats, tracer)
         self._generation_paths = frozenset(ENDPOINTS)
-        collector = RouterCollector(stats, fleet, upstream, lambda: len(dispatcher.placer.sessions))
-        self.registry = make_registry(collector, EntranceCollector(entrance))
-        self.exposition: Callable[[], Awaitable[bytes]] = self.own_exposition
-        """The metrics of all of the router's processes, in Prometheus' text form."""
+        self.metrics: Callable[[], Awaitable[Snapshot]] = self._metrics
+        """Those of all of the router's processes together. Raises RequestError when there is no sum."""
         self.told_reload: Callable[[], None] | None = None
         """Is told of `reload_all`, to tell the router's other processes."""
         self._app = make_app(self)
@@ -104,9 +101,13 @@ class Router:
             return error
         return None
 
-    async def own_exposition(self) -> bytes:
+    def own_metrics(self) -> Snapshot:
         """The metrics of this process."""
-        return generate_latest(self.registry)
+        sessions = len(self.dispatcher.placer.sessions)
+        return collect(self.stats, self.fleet, self.entrance, self.upstream, sessions)
+
+    async def _metrics(self) -> Snapshot:
+        return self.own_metrics()
 
     def readiness(self) -> dict[str, Any]:
         """Whether this process can answer requests, and by whom; `in_flight` is what it has there itself."""

@@ -13,6 +13,7 @@ from pdserve.errors import RequestError
 from pdserve.router.api.openapi import complete
 from pdserve.router.app.error_handlers import add_error_handlers
 from pdserve.router.app.router import Router
+from pdserve.router.metrics.exposition import exposition
 
 
 def make_app(router: Router) -> fastapi.FastAPI:
@@ -56,7 +57,7 @@ def make_app(router: Router) -> fastapi.FastAPI:
     @app.get("/metrics", tags=["operations"], response_class=Response, responses=text)
     async def metrics() -> Response:
         """Prometheus metrics."""
-        return Response(await router.exposition(), media_type=CONTENT_TYPE_LATEST)
+        return Response(exposition(await router.metrics()), media_type=CONTENT_TYPE_LATEST)
 
     return app
 

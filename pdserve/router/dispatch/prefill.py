@@ -1,49 +1,39 @@
-"""The stages before decode: waiting for the previous turn's pages, and having the prompt computed, its
-pages pulled ahead meanwhile.
+"""The prefill stage: a prefill worker computes the prompt and puts its pages into the pool.
 
-Neither fails a request: what a stage could not do, the decode worker does itself. Only what a prefill worker
-says is the client's own fault ends the request here.
+It fails a call only when the prefill worker says that the request itself is at fault. After any other failure
+the decode worker computes the prompt.
 
-A prefill may be hedged: when the first worker has not answered within `hedge_prefill_s`, a second one is
-asked the same, within the retry budget; who answers well first wins, the other is cut. Off by default: it
-computes some prompts twice.
+Hedging (`hedge_prefill_s`): a second worker is asked when the first one has not answered in time and the
+retry budget allows it. The first good outcome counts, and the other request is cut. Off by default, since
+some prompts are computed twice.
+
+Pulling ahead (`pull_ahead_tokens`): while a long prompt is computed, the decode worker already reads the
+pages that are published.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Mapping
 
 import msgspec
 
-from pdserve.errors import PdserveError
-from pdserve.router.api.request_body import UNREADABLE
 from pdserve.router.config.router import RouterConfig
+from pdserve.router.dispatch.job import Claim, Job, cached_before_header
 from pdserve.router.dispatch.retry_budget import RetryBudget
-from pdserve.router.fleet.registry import Fleet, Worker
-from pdserve.router.log_throttle import ThrottledLog
-from pdserve.router.metrics.names import CACHES, TIERS, turn_label
+from pdserve.router.dispatch.worker_request import FAILURES, WorkerAnswerError, WorkerRequests, outcome_of
+from pdserve.router.fleet.registry import Fleet
+from pdserve.router.fleet.worker import Worker
+from pdserve.router.metrics.names import CACHES
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.placer import Placer
-from pdserve.router.placement.planner import Plan, Settle, choose_alternate
+from pdserve.router.placement.planner import choose_alternate
+from pdserve.router.request.cache_report import PREFILL_CACHED_HEADER, cached_words
 from pdserve.router.request.call import Call
-from pdserve.router.request.timing import PREFILL_CACHED_HEADER, cached_words
-from pdserve.router.upstream.client import Upstream
-from pdserve.router.upstream.response import UpstreamError
 
-logger = logging.getLogger(__name__)
-
-SETTLE_SLACK_S = 0.25
-"""On top of the time that the worker itself was given to wait."""
-MAX_ERROR_BYTES = 1024 * 1024
-MAX_PROMPTS_TOLD = 1024
-"""Some 16 KiB of header."""
 CLIENT_FAULTS = frozenset((400, 413, 422))
-"""Prefill's answers that are final. Others, like 404 or 429, may be the worker's own trouble; if they are
-not, the decode worker will say the same."""
-UNFIT = frozenset((502, 503, 504))
-"""Answers that speak of the worker and not of the request: counted against its circuit."""
+"""Statuses of a prefill worker that end the call. Another one, like 404 or 429, may be this worker's trouble;
+if not, the decode worker says the same.
+"""
 GOOD = frozenset(("ok", "partial"))
 """Outcomes of a prefill that need no better one."""
 
@@ -66,233 +56,136 @@ class PrefillReport(msgspec.Struct):
         return {**tokens, "computed": max(0, self.prompt_tokens - sum(tokens.values()))}
 
 
-def prefilled_header(cached_by_prompt: list[tuple[int, int, int]]) -> bytes:
-    """Tells the decode worker what was cached before prefill, of every prompt: what it finds itself is what
-    prefill has just put there. Of more than MAX_PROMPTS_TOLD prompts nothing is said.
-    """
-    if not 0 < len(cached_by_prompt) <= MAX_PROMPTS_TOLD:
-        return b""
-    each = ",".join(f"{device}/{host}/{pool}" for device, host, pool in cached_by_prompt)
-    return b"x-pdserve-prefilled: %b\r\n" % each.encode("ascii")
+_decoder = msgspec.json.Decoder(PrefillReport)
 
 
-class SettledReport(msgspec.Struct):
-    """A decode worker's answer to `/pd/settled`."""
-
-    known: bool
-    settled: bool
-
-
-class WorkerAnswerError(PdserveError):
-    """A worker answered with an error status."""
-
-    def __init__(self, status: int, body: bytes) -> None:
-        super().__init__(f"status {status}")
-        self.status = status
-        self.body = body
-
-
-_report_decoder = msgspec.json.Decoder(PrefillReport)
-_settled_decoder = msgspec.json.Decoder(SettledReport)
-
-
-class Stages:
-    """Settle and prefill."""
+class PrefillStage:
+    """Asks prefill workers."""
 
     def __init__(
         self,
         config: RouterConfig,
         fleet: Fleet,
-        upstream: Upstream,
+        workers: WorkerRequests,
         stats: Stats,
         placer: Placer,
         budget: RetryBudget,
-        failures: ThrottledLog,
     ) -> None:
-        self._deadlines = config.deadlines
+        self._hedge_s = config.deadlines.hedge_prefill_s
+        self._limit_s = config.deadlines.prefill_s + config.deadlines.publish_s
         self._pull_ahead_tokens = config.pull_ahead_tokens
         self._fleet = fleet
-        self._upstream = upstream
+        self._workers = workers
         self._stats = stats
         self._placer = placer
         self._budget = budget
-        self._failures = failures
         self._loop = asyncio.get_running_loop()
 
-    async def settle(self, call: Call, settle: Settle) -> str:
-        """Wait, bounded, until the previous turn's pages are in the pool. Never fails."""
-        wait_s = self._deadlines.settle_s
-        if wait_s <= 0:
-            return "settle=off"
-        call.phase = "settle"
-        begun_s = self._loop.time()
-        body = msgspec.json.encode({"request_id": settle.request_id, "timeout_s": wait_s})
-        try:
-            answer = await self._post_json(call, settle.worker, "/pd/settled", body, wait_s + SETTLE_SLACK_S)
-            report = _settled_decoder.decode(answer)
-            outcome: str = "unknown" if not report.known else "settled" if report.settled else "unsettled"
-        except UpstreamError as error:
-            outcome = error.kind
-        except WorkerAnswerError as error:
-            outcome = f"status-{error.status}"
-        except UNREADABLE:
-            outcome = "garbage"
-        self._stats.settle[outcome] += 1
-        call.parts_s["settle"] = self._loop.time() - begun_s
-        return f"settle={outcome}"
-
-    # --- prefill
-
-    async def prefill(self, call: Call, plan: Plan, worker: Worker) -> str:
-        """Have the prompt computed and published. Raises WorkerAnswerError when the request itself is at
-        fault.
+    async def run(self, call: Call, job: Job, worker: Worker) -> str:
+        """Have the prompt computed and published. Returns the outcome as a word of the plan. Raises
+        WorkerAnswerError when the request itself is at fault.
         """
         call.phase = "prefill"
-        begun_s, hedge_s = self._loop.time(), self._deadlines.hedge_prefill_s
-        is_long = 0 < self._pull_ahead_tokens <= plan.uncached_tokens
-        pulling = self._loop.create_task(self._pull_ahead(call, plan.decode)) if is_long else None
+        begun_s = self._loop.time()
+        is_long = 0 < self._pull_ahead_tokens <= job.plan.uncached_tokens
+        pulling = self._loop.create_task(self._pull_ahead(call, job.plan.decode)) if is_long else None
         try:
-            if hedge_s > 0:
-                outcome = await self._hedged(call, plan, worker, hedge_s)
+            if self._hedge_s > 0:
+                outcome = await self._hedged(call, job, worker)
             else:
-                outcome = await self._prefill_at(call, plan, worker)
+                outcome = await self._ask(call, job, worker)
         finally:
             if pulling is not None:
                 pulling.cancel()  # hangs up
         spent_s, parts_s = self._loop.time() - begun_s, call.parts_s
-        if "publish" in parts_s:  # the worker's word, not longer than what was seen here
+        if "publish" in parts_s:  # the worker reports it; it cannot be longer than what was measured here
             parts_s["publish"] = min(parts_s["publish"], spent_s)
         parts_s["prefill"] = spent_s - parts_s.get("publish", 0.0)
         return f"stage={outcome}"
 
     async def _pull_ahead(self, call: Call, decode: Worker) -> None:
-        """Have the decode worker pull what prefill publishes, as it does, until cancelled. Never fails."""
-        limit_s = self._deadlines.prefill_s + self._deadlines.publish_s
-        outcome = "ok"  # when prefill is over first, too
+        """Have the decode worker read pages as they are published, until cancelled. Never fails."""
+        outcome = "ok"  # also when prefill ends first
         try:
-            await self._post_json(call, decode, f"/pd/pull?endpoint={call.endpoint.path}", call.body, limit_s)
-        except UpstreamError as error:
-            outcome = error.kind
-        except WorkerAnswerError as error:
-            outcome = f"status-{error.status}"
+            target = f"/pd/pull?endpoint={call.endpoint.path}"
+            await self._workers.post(call, decode, target, call.body, self._limit_s)
+        except FAILURES as error:
+            outcome = outcome_of(error)
         finally:
             self._stats.pull_ahead[outcome] += 1
 
-    async def _hedged(self, call: Call, plan: Plan, worker: Worker, hedge_s: float) -> str:
-        """The better of two outcomes, the second asked for if the first is slow: of who is there then."""
-        asked = [self._loop.create_task(self._prefill_at(call, plan, worker))]
+    async def _hedged(self, call: Call, job: Job, worker: Worker) -> str:
+        """The better of two outcomes. The second worker is chosen when the first one is late."""
+        asked = [self._loop.create_task(self._ask(call, job, worker))]
         try:
-            done, running = await asyncio.wait(asked, timeout=hedge_s)
+            done, running = await asyncio.wait(asked, timeout=self._hedge_s)
             now_s = self._loop.time()
             candidates = () if done else self._fleet.snapshot(call.model, now_s).prefill
             other = choose_alternate(candidates, (worker.id,))
             if other is None or not self._budget.take(now_s):
                 return await asked[0]
             self._stats.hedges += 1
-            asked.append(self._loop.create_task(self._counted(call, plan, other)))
+            asked.append(self._loop.create_task(self._ask_other(call, job, other)))
             running.add(asked[1])
             outcome = ""
-            while running:
+            while running and outcome not in GOOD:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 outcome = min((task.result() for task in done), key=lambda word: word not in GOOD)
-                if outcome in GOOD:
-                    break
             return outcome
         finally:
             for task in asked:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
 
-    async def _counted(self, call: Call, plan: Plan, worker: Worker) -> str:
-        self._fleet.on_selected(worker, self._loop.time())
+    async def _ask_other(self, call: Call, job: Job, worker: Worker) -> str:
+        claim = Claim(self._fleet, worker, self._loop.time())
         try:
-            return await self._prefill_at(call, plan, worker)
+            return await self._ask(call, job, worker)
         finally:
-            self._fleet.on_released(worker)
+            claim.release()
 
-    async def _prefill_at(self, call: Call, plan: Plan, worker: Worker) -> str:
-        """The outcome at one worker, in one word."""
-        limit_s = self._deadlines.prefill_s + self._deadlines.publish_s
-        outcome: str
-        is_unfit = True
+    async def _ask(self, call: Call, job: Job, worker: Worker) -> str:
+        """The outcome at one worker, in one word. Raises WorkerAnswerError as `run`."""
+        target = f"/pd/prefill?endpoint={call.endpoint.path}"
         try:
-            answer = await self._post_json(
-                call, worker, f"/pd/prefill?endpoint={call.endpoint.path}", call.body, limit_s
-            )
-            report = _report_decoder.decode(answer)
-        except UpstreamError as error:
-            outcome, what, is_unfit = error.kind, str(error), error.kind != "busy"
-        except WorkerAnswerError as error:
-            if error.status in CLIENT_FAULTS:
+            report = _decoder.decode(await self._workers.post(call, worker, target, call.body, self._limit_s))
+        except FAILURES as error:
+            if isinstance(error, WorkerAnswerError) and error.status in CLIENT_FAULTS:
                 self._stats.prefill["client-error"] += 1
                 self._fleet.on_success(worker)
                 raise
-            outcome, what, is_unfit = f"status-{error.status}", str(error), error.status in UNFIT
-        except UNREADABLE as error:
-            outcome, what = "garbage", f"its answer is no prefill report: {error}"
-        else:
-            self._fleet.on_success(worker)
-            self._placer.on_prefilled(
-                call.facts,
-                plan,
-                worker,
-                report.cached,
-                report.published_pages,
-                report.missing_pages,
-                self._loop.time(),
-            )
-            tokens = report.by_tier
-            call.workers[:] = [
-                (b"x-pdserve-prefill", worker.id_header),
-                (PREFILL_CACHED_HEADER, cached_words(tokens)),
-            ]
-            call.prefilled = prefilled_header(report.cached_by_prompt)
-            if call.meter is not None:
-                call.meter.prompt_tokens = report.prompt_tokens
-            call.parts_s["publish"] = max(0.0, report.publish_ms / 1e3)
-            return self._count_prefill(call, plan, report, tokens)
+            outcome = outcome_of(error)
+            self._stats.prefill[outcome] += 1
+            self._workers.on_failure(worker, error, "the decode worker computes the prompt")
+            return outcome
+        self._fleet.on_success(worker)
+        self._note(call, job, worker, report)
+        outcome = "partial" if report.missing_pages else "ok"
         self._stats.prefill[outcome] += 1
-        self._failures.warning(
-            worker.id, "prefill worker %s: %s; the decode worker does it alone", worker.id, what
-        )
-        if is_unfit and self._fleet.on_failure(worker, self._loop.time()):
-            logger.warning("prefill worker %s: circuit opened", worker.id)
         return outcome
 
-    def _count_prefill(self, call: Call, plan: Plan, report: PrefillReport, tokens: Mapping[str, int]) -> str:
-        stats = self._stats
-        outcome = "partial" if report.missing_pages else "ok"
-        stats.prefill[outcome] += 1
+    def _note(self, call: Call, job: Job, worker: Worker, report: PrefillReport) -> None:
+        """Tell placement, the decode worker, the client and the metrics what the prefill worker reports."""
+        self._placer.on_prefilled(
+            call.facts,
+            job.plan,
+            worker,
+            report.cached,
+            report.published_pages,
+            report.missing_pages,
+            self._loop.time(),
+        )
+        tokens, stats = report.by_tier, self._stats
+        job.cached_before = cached_before_header(report.cached_by_prompt)
+        job.count_prompt(stats, tokens)
+        call.answer.prefill_headers = [
+            (b"x-pdserve-prefill", worker.id_header),
+            (PREFILL_CACHED_HEADER, cached_words(tokens)),
+        ]
+        if call.answer.meter is not None:
+            call.answer.meter.prompt_tokens = report.prompt_tokens
+        call.parts_s["publish"] = max(0.0, report.publish_ms / 1e3)
         stats.prompt_tokens += report.prompt_tokens
         stats.missing_pages += report.missing_pages
         for tier in CACHES:
             stats.cached_tokens[tier] += tokens[tier]
-        if not call.prompt_counted:
-            self.count_prompt(call, plan, tokens)
-        return outcome
-
-    def count_prompt(self, call: Call, plan: Plan, tokens: Mapping[str, int]) -> None:
-        """Where the worker that computed the prompt had its tokens from."""
-        call.prompt_counted = bool(tokens)
-        turn = turn_label(plan.turn)
-        for tier in TIERS:
-            if tokens.get(tier):
-                self._stats.turn_tokens[turn, tier] += tokens[tier]
-
-    async def _post_json(self, call: Call, worker: Worker, target: str, body: bytes, limit_s: float) -> bytes:
-        """A 200 answer's body. Raises UpstreamError, or WorkerAnswerError for another status."""
-        end_s = self._loop.time() + limit_s
-        exchange = await self._upstream.post(
-            worker, target, call.upstream_headers, body, connect_s=self._deadlines.connect_s, head_s=limit_s
-        )
-        try:
-            if exchange.complete:
-                answer = exchange.take()
-            else:
-                left_s = max(0.0, end_s - self._loop.time())
-                answer = await exchange.read_all(left_s, MAX_ERROR_BYTES)
-            if exchange.status != 200:
-                raise WorkerAnswerError(exchange.status, answer)
-            return answer
-        finally:
-            exchange.release()

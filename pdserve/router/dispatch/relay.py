@@ -1,18 +1,17 @@
-"""Relaying a decode worker's answer to the client, its bytes untouched.
+"""Relaying a decode worker's answer to the client, its bytes unchanged.
 
-A stream (server-sent events) is passed on as it comes, but only up to the end of the last whole event:
-should the worker break off inside one, the client gets the error event at a place where it can be read. An
-answer that is not a stream is passed on when it is whole, so that half an answer is never sent as one.
-Nothing is sent before the first byte of the body is there; until then the request can still go to another
-worker. Once a stream has begun, its pieces go from one connection to the other without waking the call's
-task, which only sees to a slow client and to the end.
+A stream (server-sent events) is passed on as it comes, up to the end of the last whole event. If the worker
+breaks off inside an event, the client can still read the error event that follows. Any other answer is passed
+on when it is whole. Nothing is sent before the body's first byte; until then another worker can be tried.
+The pieces of a running stream go from one connection to the other without waking the call's task. The task
+handles a slow client and the stream's end.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-from pdserve.router.dispatch.resume import Trail
+from pdserve.router.dispatch.stream_marks import StreamMarks
 from pdserve.router.request import timing
 from pdserve.router.request.call import Call
 from pdserve.router.upstream.response import Response
@@ -50,50 +49,53 @@ def passed_headers(exchange: Response) -> list[tuple[bytes, bytes]]:
     return [pair for pair in exchange.headers if pair[0] not in _OWN_HEADERS]
 
 
-async def relay_whole(call: Call, exchange: Response, first_byte_s: float, between_s: float) -> None:
-    """Pass on an answer that is not a stream, once it is there. Raises UpstreamError with nothing sent."""
-    if exchange.complete:
-        body = exchange.take()
+async def relay_whole(call: Call, response: Response, first_byte_s: float, between_s: float) -> None:
+    """Pass on an answer that is not a stream, once it is whole. Raises UpstreamError with nothing sent."""
+    if response.complete:
+        body = response.take()
     else:
-        body = await exchange.read_some(first_byte_s)
-        if not exchange.at_end:
-            body += await exchange.read_all(between_s, MAX_ANSWER_BYTES)
-    call.start(exchange.status, passed_headers(exchange), len(body))
-    await call.write(body, more=False)
+        body = await response.read_some(first_byte_s)
+        if not response.at_end:
+            body += await response.read_all(between_s, MAX_ANSWER_BYTES)
+    call.answer.start(response.status, passed_headers(response), len(body))
+    await call.answer.write(body, more=False)
 
 
-async def relay_events(call: Call, exchange: Response, trail: Trail, data: bytes, between_s: float) -> None:
+async def relay_events(
+    call: Call, response: Response, marks: StreamMarks, data: bytes, between_s: float
+) -> None:
     """Pass on a stream, of which `data` has been read. Raises UpstreamError when the worker breaks off;
-    `call.is_started` says if anything was sent.
+    `call.answer.is_started` says whether anything was sent.
     """
-    held = b""
+    answer = call.answer
 
     def pass_on(data: bytes) -> bool:
-        nonlocal held
-        if not call.client.takes_now:
+        if not answer.client.takes_now:
             return False
-        ready, held = trail.take(held + data, at_end=False)
-        if ready:
-            call.write_now(ready)
+        if ready := marks.take(data, at_end=False):
+            answer.write_now(ready)
         return True
 
     while True:
-        at_end = exchange.at_end
-        ready, held = trail.take(held + data, at_end)
+        at_end = response.at_end
+        ready = marks.take(data, at_end)
         if ready or at_end:
-            if not call.is_started:
-                headers = passed_headers(exchange)
-                now_s = asyncio.get_running_loop().time()
-                timing.finish(
-                    call.parts_s, call.asked_s, timing.pull_s(exchange.headers), call.started_s, now_s
-                )
-                headers.append((timing.TIMING_HEADER, timing.timing(call.parts_s)))
-                call.start(exchange.status, headers, None)
-                call.phase = "stream"
-            await call.write(ready, more=not at_end)
+            if not answer.is_started:
+                _start_stream(call, response)
+            await answer.write(ready, more=not at_end)
             if at_end:
                 return
-        if call.is_started:
-            data = await exchange.give(pass_on, between_s)
+        if answer.is_started:
+            data = await response.give(pass_on, between_s)
         else:
-            data = await exchange.read_some(between_s)
+            data = await response.read_some(between_s)
+
+
+def _start_stream(call: Call, response: Response) -> None:
+    """The first event is here: send the head, with the parts of the time until now."""
+    now_s = asyncio.get_running_loop().time()
+    timing.finish(call.parts_s, call.asked_s, timing.pull_s(response.headers), call.started_s, now_s)
+    headers = passed_headers(response)
+    headers.append((timing.TIMING_HEADER, timing.timing(call.parts_s)))
+    call.answer.start(response.status, headers, None)
+    call.phase = "stream"

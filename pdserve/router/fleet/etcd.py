@@ -13,8 +13,8 @@ import logging
 from pdserve.discovery.etcd import EtcdMember, EtcdMembership
 from pdserve.discovery.workers import WORKERS, WorkerEtcdConfig
 from pdserve.errors import PoolError
-from pdserve.router.fleet.registry import Fleet, FleetError, Worker
-from pdserve.router.fleet.worker import ROLES, Role
+from pdserve.router.fleet.registry import Fleet, FleetError
+from pdserve.router.fleet.worker import ROLES, Role, Worker
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,11 @@ import msgspec
 
 from pdserve.errors import StartupError
 from pdserve.router.api.request_body import UNREADABLE
-from pdserve.router.config.router import Probe
+from pdserve.router.config.limits import Probe
 from pdserve.router.fleet.changes import FleetChange
-from pdserve.router.fleet.registry import Fleet, Worker, WorkerInfo
-from pdserve.router.fleet.worker import WorkerLoad, joining_order
+from pdserve.router.fleet.compatibility import joining_order
+from pdserve.router.fleet.registry import Fleet
+from pdserve.router.fleet.worker import Worker, WorkerInfo, WorkerLoad
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.upstream.client import Upstream
 

@@ -30,11 +30,9 @@ import msgspec
 
 from pdserve.errors import PdserveError
 from pdserve.router.config.router import Mode, RouterConfig
+from pdserve.router.fleet.compatibility import find_mismatch
 from pdserve.router.fleet.models import Models
-from pdserve.router.fleet.worker import ROLES, Role, Source, Worker, WorkerInfo, WorkerLoad, find_mismatch
-
-__all__ = ["Fleet", "FleetError", "Role", "Snapshot", "Source", "Worker", "WorkerInfo", "find_mismatch"]
-
+from pdserve.router.fleet.worker import ROLES, Role, Source, Worker, WorkerInfo, WorkerLoad
 
 Act = Literal["join", "leave", "unjoin", "drain", "undrain", "gone"]
 """`gone`: etcd no longer names the worker, so what the admin API said of it is over."""

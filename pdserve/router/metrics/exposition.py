@@ -1,49 +1,42 @@
-"""Counters as Prometheus families."""
+"""A snapshot in Prometheus' text form."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final, TypeVar
+from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdserve.metric import Labels, by_name
+from pdserve.metric import Definition
 from pdserve.router.metrics.names import METRICS
-from pdserve.router.metrics.stats import Histogram
-
-_BY_NAME: Final = by_name(METRICS)
-V = TypeVar("V")
+from pdserve.router.metrics.snapshot import Snapshot
 
 
-def samples(name: str, values: Mapping[Labels, float] | float) -> Metric:
-    """The family of a counter or gauge; by labels, or the one value of a metric without."""
-    definition = _BY_NAME[name]
-    family_type = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
-    family = family_type(definition.family_name, definition.says, labels=definition.labels)
-    for labels, value in list(values.items()) if isinstance(values, Mapping) else [((), values)]:
-        family.add_metric(labels, value)
-    return family
-
-
-def histograms(name: str, values: Mapping[Labels, Histogram]) -> Metric:
-    """The family of a histogram, by labels."""
-    definition = _BY_NAME[name]
-    family = HistogramMetricFamily(definition.family_name, definition.says, labels=definition.labels)
-    for labels, histogram in list(values.items()):
-        family.add_metric(labels, histogram.cumulative(), histogram.sum_s)
-    return family
-
-
-def keyed(values: Mapping[str, V]) -> dict[Labels, V]:
-    """With the key as the only label."""
-    return {(key,): value for key, value in list(values.items())}
-
-
-def make_registry(*collectors: Collector) -> CollectorRegistry:
-    """A registry of this router alone."""
+def exposition(snapshot: Snapshot) -> bytes:
+    """Every metric of `names.METRICS`, with the values it has."""
     registry = CollectorRegistry()
-    for collector in collectors:
-        registry.register(collector)
-    return registry
+    registry.register(_Families(snapshot))
+    return generate_latest(registry)
+
+
+class _Families(Collector):
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterable[Metric]:
+        return [_family(definition, self._snapshot) for definition in METRICS]
+
+
+def _family(definition: Definition, snapshot: Snapshot) -> Metric:
+    name, says, labels = definition.family_name, definition.says, definition.labels
+    if definition.kind == "histogram":
+        histograms = HistogramMetricFamily(name, says, labels=labels)
+        for of, histogram in snapshot.histograms.get(definition.name, {}).items():
+            histograms.add_metric(of, histogram.cumulative(), histogram.sum_s)
+        return histograms
+    make = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
+    family = make(name, says, labels=labels)
+    for of, value in snapshot.values.get(definition.name, {}).items():
+        family.add_metric(of, value)
+    return family

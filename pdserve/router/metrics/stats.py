@@ -1,7 +1,7 @@
-"""The router's metrics: plain counters on the hot path, turned into Prometheus families when scraped.
+"""The router's metrics: plain counters on the hot path, copied into a `Snapshot` when asked for.
 
 Counting is a dictionary increment; prometheus_client's own counters take a lock each and cost ten times
-that. `names` lists the metrics, `exposition` makes the families.
+that. `names` lists the metrics, `exposition` shows them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from bisect import bisect_left
 from collections import defaultdict
 from typing import Final
 
+import msgspec
+
 from pdserve.metric import Labels
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -17,14 +19,20 @@ MAX_PLACEMENTS: Final = 64
 """Label values of placements; policies of other packages may have any words."""
 
 
-class Histogram:
-    """Observations in seconds, in `BUCKETS_S` and one beyond."""
+class Histogram(msgspec.Struct):
+    """Observations in seconds: how many in each of `BUCKETS_S` and beyond, and their sum."""
 
-    __slots__ = ("counts", "sum_s")
+    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
+    sum_s: float = 0.0
 
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BUCKETS_S) + 1)
-        self.sum_s = 0.0
+    def __add__(self, other: Histogram) -> Histogram:
+        counts = [one + more for one, more in zip(self.counts, other.counts, strict=True)]
+        return Histogram(counts, self.sum_s + other.sum_s)
+
+    def since(self, before: Histogram) -> Histogram:
+        """What came after `before`; all of it where it has begun anew since."""
+        grown = [now - was for now, was in zip(self.counts, before.counts, strict=True)]
+        return self if min(grown) < 0 else Histogram(grown, self.sum_s - before.sum_s)
 
     def observe(self, value_s: float) -> None:
         """Count one observation."""

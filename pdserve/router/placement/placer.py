@@ -13,7 +13,8 @@ from collections.abc import Mapping
 import msgspec
 
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.fleet.registry import Fleet, Snapshot, Worker
+from pdserve.router.fleet.registry import Fleet, Snapshot
+from pdserve.router.fleet.worker import Worker
 from pdserve.router.placement.planner import Plan, Planner
 from pdserve.router.placement.policies import PolicySettings, make_policy
 from pdserve.router.placement.prefix_index import PrefixTable

@@ -24,7 +24,8 @@ import msgspec
 
 from pdserve.router.api.errors import NoWorkerError
 from pdserve.router.config.placement import PlacementSettings
-from pdserve.router.fleet.registry import Snapshot, Worker
+from pdserve.router.fleet.registry import Snapshot
+from pdserve.router.fleet.worker import Worker
 from pdserve.router.placement.policies.base import Ask, Policy
 from pdserve.router.placement.prefix_index import Places
 from pdserve.router.placement.request_facts import RequestFacts

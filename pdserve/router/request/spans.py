@@ -9,9 +9,12 @@ what the client waited for the decode worker, pulling pages included. Workers' o
 
 from __future__ import annotations
 
-from pdserve.router.request.call import Call
+from typing import Final
+
+from pdserve.router.request.call import Call, End
 from pdserve.tracing import Tracer
 
+_ENDS: Final[dict[End | None, str]] = {"client": "the client left", "deadline": "the deadline passed"}
 STAGES = ("settle", "prefill", "publish")
 
 
@@ -37,27 +40,31 @@ def end(call: Call, now_s: float) -> None:
     staged_s = sum(parts_s.get(stage, 0.0) for stage in STAGES)
     asked_s = call.asked_s or begun_s + staged_s
     if call.planned_s:
-        trace.part("plan", begun_s, asked_s - staged_s, words=call.plan_words.decode("ascii"))
+        trace.part("plan", begun_s, asked_s - staged_s, words=call.answer.plan_words.decode("ascii"))
     at_s = asked_s - staged_s  # the stages follow each other, and the decode worker is asked at once
     for stage in STAGES:
         if stage in parts_s:
             trace.part(stage, at_s, at_s + parts_s[stage])
             at_s += parts_s[stage]
     if call.asked_s:
-        trace.part("first token", call.asked_s, call.first_byte_s or now_s)
-    if call.is_sse and call.first_byte_s:
-        trace.part("stream", call.first_byte_s, now_s)
-    workers = {name.decode(): value.decode() for name, value in call.workers}
+        trace.part("first token", call.asked_s, call.answer.started_s or now_s)
+    if call.answer.is_stream and call.answer.started_s:
+        trace.part("stream", call.answer.started_s, now_s)
+    workers = {name.decode(): value.decode() for name, value in call.answer.worker_headers}
     trace.end(
         now_s,
         _error(call),
-        **{"http.response.status_code": call.status or None, "pdserve.model": call.facts.model, **workers},
+        **{
+            "http.response.status_code": call.answer.status or None,
+            "pdserve.model": call.facts.model,
+            **workers,
+        },
     )
 
 
 def _error(call: Call) -> str:
-    if call.end is not None:
-        return "the client left" if call.end == "client" else "the deadline passed"
-    if call.status >= 500 or not call.is_started:
-        return f"status {call.status}"
-    return "" if call.is_complete else "broken off"
+    if call.end in _ENDS:
+        return _ENDS[call.end]
+    if call.answer.status >= 500 or not call.answer.is_started:
+        return f"status {call.answer.status}"
+    return "" if call.answer.is_complete else "broken off"

@@ -13,10 +13,8 @@ quotes would be escaped, so no answer's text can pretend.
 from __future__ import annotations
 
 import re
-from functools import lru_cache
-from typing import NamedTuple
 
-from pdserve.router.api.endpoints import OPENAI_USAGE, UsageNames
+from pdserve.router.api.endpoints import OPENAI_USAGE, Usage
 
 _EVENT = b"\ndata: "
 """An event, at the start of a line: an answer's text has no line of its own, but may well have `data: `."""
@@ -31,23 +29,6 @@ _NO_CHOICE = re.compile(rb'"choices":\s*\[\]')
 """OpenAI's last event with usage: that of all choices."""
 
 
-class _Search(NamedTuple):
-    """How the counts are found in an answer's bytes."""
-
-    mark: bytes
-    prompt: re.Pattern[bytes]
-    output: re.Pattern[bytes]
-
-
-@lru_cache
-def _search(names: UsageNames) -> _Search:
-    prompt, output = names.prompt.encode(), names.output.encode()
-    number = rb'"%b":\s*(\d{1,15})\b'
-    return _Search(
-        b'"%b":' % output, re.compile(number % re.escape(prompt)), re.compile(number % re.escape(output))
-    )
-
-
 class Meter:
     """The usage of one request."""
 
@@ -55,15 +36,15 @@ class Meter:
         "_outputs",
         "_prompts",
         "_said",
-        "_search",
         "_tail",
+        "_usage",
         "charged_tokens",
         "events",
         "prompt_tokens",
     )
 
-    def __init__(self, charged_tokens: int, names: UsageNames = OPENAI_USAGE) -> None:
-        self._search = _search(names)
+    def __init__(self, charged_tokens: int, usage: Usage = OPENAI_USAGE) -> None:
+        self._usage = usage
         self.charged_tokens = charged_tokens
         """Taken from the tenant's bucket when the request was let in."""
         self.prompt_tokens: int | None = None
@@ -80,7 +61,7 @@ class Meter:
         text = self._tail + data
         self.events += text.count(_EVENT)
         self._tail = text[1 - len(_EVENT) :]
-        if self._search.mark in data:
+        if self._usage.mark in data:
             self._said = data
             if self.events and _INDEX_MARK in data:  # else the next piece says all that this one does
                 self._read(data)
@@ -91,8 +72,8 @@ class Meter:
         """
         if not streamed:
             known = self.charged_tokens if self.prompt_tokens is None else self.prompt_tokens
-            prompt = sum(map(int, self._search.prompt.findall(self._said))) or known
-            return prompt, sum(map(int, self._search.output.findall(self._said)))
+            prompt = sum(map(int, self._usage.prompt.findall(self._said))) or known
+            return prompt, sum(map(int, self._usage.output.findall(self._said)))
         self._read(self._said)
         output = sum(self._outputs.values()) if self._outputs else self.events
         if self.prompt_tokens is not None:
@@ -104,12 +85,12 @@ class Meter:
 
     def _read(self, events: bytes) -> None:
         for event in events.split(b"\n"):
-            if self._search.mark not in event:
+            if self._usage.mark not in event:
                 continue
             choice = _INDEX.search(event)
             if _NO_CHOICE.search(event):
                 self._prompts.clear()
                 self._outputs.clear()
-            for name, said in ((self._search.prompt, self._prompts), (self._search.output, self._outputs)):
+            for name, said in ((self._usage.prompt, self._prompts), (self._usage.output, self._outputs)):
                 if number := name.search(event):
                     said[choice[1] if choice else b""] = int(number[1])

@@ -70,7 +70,11 @@ class Wire(Protocol):
     transport: asyncio.Transport
     tasks: set[asyncio.Task[Any]]
     """Of the whole server: a graceful stop waits for them."""
-    server_state: ServerState
+
+    @property
+    def server_state(self) -> ServerState:
+        """uvicorn's, with the headers of every answer."""
+        ...
 
     @property
     def is_closing(self) -> bool:

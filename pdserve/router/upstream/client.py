@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from pdserve.router.config.router import Limits
+from pdserve.router.config.limits import Limits
 from pdserve.router.deadlines import Deadlines
 from pdserve.router.upstream.pool import ConnectionCounts, Peer, WorkerPool
 from pdserve.router.upstream.response import Response, UpstreamError

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from pdserve.router.config.router import Limits
+from pdserve.router.config.limits import Limits
 from pdserve.router.upstream.connection import Connection, ConnectionOwner
 from pdserve.router.upstream.response import UpstreamError
 

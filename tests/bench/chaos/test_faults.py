@@ -25,7 +25,6 @@ from pdserve.kvpool.protocol.messages import (
     FULL,
     GRANTED,
     MOVED,
-    STAND_IN,
     Grant,
     Opened,
     Reply,
@@ -132,11 +131,10 @@ def test_a_round_of_upgrades_is_done_when_its_last_node_is(
     assert acted.became == became
 
 
-def test_an_upgrade_lasts_until_the_node_itself_serves_and_not_its_stand_in(
+def test_an_upgrade_lasts_until_another_incarnation_serves(
     field: Field, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = [(1, {}), (2, {STAND_IN: 1}), (3, {}), (3, {})]
-    reports = [SimpleNamespace(incarnation=number, counters=counters) for number, counters in served]
+    reports = [SimpleNamespace(incarnation=number, counters={}) for number in (1, 1, 3, 3)]
     monkeypatch.setattr(field.nodes[0], "status", lambda: reports.pop(0))
     monkeypatch.setattr(field, "nodes", field.nodes[:1])
     monkeypatch.setattr(perform, "ask", lambda *_: None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -16,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from pdserve.engine.http.connection import BrokenOff
-from pdserve.engine.http.resume import Continuing, SoFar, Stream
-from pdserve.router.dispatch.resume import Trail
+from pdserve.engine.http.request import RequestTracking
+from pdserve.engine.http.resume import Continuing
+from pdserve.engine.sglang.tokenizer_manager import watch
+from pdserve.router.dispatch.stream_marks import StreamMarks
 
 PROMPT = [72, 105, 33]
 
@@ -48,6 +48,9 @@ class Tokenized:
     require_reasoning: bool = False
     mm_inputs: Any = None
     return_logprob: bool = False
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    lora_id: str | None = None
 
 
 @dataclass
@@ -80,10 +83,24 @@ class Engine:
     def model_config(self) -> Any:
         return SimpleNamespace(think_end_ids=None if self.think_end is None else [self.think_end])
 
+    rid_to_state: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        watch(self)
+
+    def _init_req_state(self, obj: Obj, request: Any = None) -> None:
+        self.rid_to_state[obj.rid] = None
+
     async def _send_one_request(self, tokenized: Tokenized) -> None:
         self.sent.append(tokenized)
 
+    async def _send_batch_request(self, tokenized: Any) -> None: ...
+
+    async def _handle_batch_output(self, output: Any) -> None: ...
+
     async def generate_request(self, obj: Obj, request: Any = None) -> AsyncGenerator[dict[str, Any], None]:
+        obj.rid = self.rid
+        self._init_req_state(obj)
         sampling = self._sampling(obj.max_new_tokens)
         asked = Tokenized(
             obj.rid, array("q", PROMPT), sampling, self.think_end is not None, None, self.return_logprob
@@ -187,7 +204,11 @@ async def post(engine: Engine, path: str, body: bytes, marks: bool = True) -> tu
     status, pieces = 0, []
 
     async def receive() -> Any:
-        return {"type": "http.request", "body": body, "more_body": False}
+        if unread:
+            return unread.pop()
+        return await asyncio.Future()
+
+    unread = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def send(message: Any) -> None:
         nonlocal status
@@ -198,7 +219,7 @@ async def post(engine: Engine, path: str, body: bytes, marks: bool = True) -> tu
             if not message["more_body"]:
                 pieces.append(b"")
 
-    await Continuing(engine.app, lambda: engine)(scope, receive, send)
+    await RequestTracking(Continuing(engine.app))(scope, receive, send)
     return status, pieces
 
 
@@ -208,24 +229,21 @@ def chat(engine: Engine, body: bytes, marks: bool = True) -> bytes:
     return b"".join(pieces)
 
 
-def cut_and_continue(stream: bytes, cuts: list[int], other: Engine, body: bytes, trail: Trail) -> bytes:
+def cut_and_continue(stream: bytes, cuts: list[int], other: Engine, body: bytes, marks: StreamMarks) -> bytes:
     """What a client sees of `stream`, read in pieces that end at `cuts`, lost at the last, and continued."""
-    got = held = b""
-    trail.begin(True)
+    got = b""
+    marks.begin(True)
     begin = 0
     for cut in cuts:
-        ready, held = trail.take(held + stream[begin:cut], at_end=False)
-        got += ready
+        got += marks.take(stream[begin:cut], at_end=False)
         begin = cut
     path, data = "/v1/chat/completions", body
     if got:  # else the router simply asks again
-        path, data = "/pd/continue?endpoint=/v1/chat/completions", trail.continue_body(body)
+        path, data = "/pd/continue?endpoint=/v1/chat/completions", marks.continue_body(body)
     status, pieces = asyncio.run(post(other, path, data))
     assert status == 200
-    trail.begin(True)
-    ready, held = trail.take(b"".join(pieces), at_end=True)
-    assert held == b""
-    return got + ready
+    marks.begin(True)
+    return got + marks.take(b"".join(pieces), at_end=True)
 
 
 TEXT = st.text(st.sampled_from("ab \"'\\é漢🙂\n:"), min_size=1, max_size=12)
@@ -255,9 +273,9 @@ def test_the_client_cannot_tell(
     whole = chat(Engine(answer, step, think_end=end), body, marks=False)
     marked = chat(Engine(answer, step, think_end=end), body)
     ends = sorted(cut % (len(marked) + 1) for cut in cuts)
-    trail = Trail()
+    marks = StreamMarks()
     other = Engine(answer, other_step, rid="the other", think_end=end)
-    seen = cut_and_continue(marked, ends, other, body, trail)
+    seen = cut_and_continue(marked, ends, other, body, marks)
     assert facts(seen) == facts(whole)
     first = seen.split(b",")[0]
     assert all(event.startswith(first) for event in seen.split(b"\n\n")[:-2])  # one id
@@ -279,23 +297,23 @@ def test_what_was_sent_is_computed_as_prompt_and_not_again() -> None:
     marked = chat(Engine(answer), b"{}")
     cut = marked.index(b": pd 12 ")
     other = Engine(answer, rid="o")
-    cut_and_continue(marked, [marked.index(b"\n\n", cut) + 2], other, b'{"max_tokens":23}', Trail())
+    cut_and_continue(marked, [marked.index(b"\n\n", cut) + 2], other, b'{"max_tokens":23}', StreamMarks())
     [asked] = other.sent
     assert bytes(asked.input_ids.tolist()) == bytes(PROMPT) + b"hello there,"
     assert asked.sampling_params.max_new_tokens == 11
 
 
 def test_a_continued_stream_can_be_continued() -> None:
-    answer, trail = list("ein schöner Satz".encode()), Trail()
+    answer, marks = list("ein schöner Satz".encode()), StreamMarks()
     whole = chat(Engine(answer), b"{}", marks=False)
     first = chat(Engine(answer), b"{}")
-    trail.begin(True)
-    seen, _ = trail.take(first[: len(first) // 3], at_end=False)
+    marks.begin(True)
+    seen = marks.take(first[: len(first) // 3], at_end=False)
     _, pieces = asyncio.run(
-        post(Engine(answer), "/pd/continue?endpoint=/v1/chat/completions", trail.continue_body(b"{}"))
+        post(Engine(answer), "/pd/continue?endpoint=/v1/chat/completions", marks.continue_body(b"{}"))
     )
     second = b"".join(pieces)
-    assert facts(seen + cut_and_continue(second, [len(second) // 2], Engine(answer), b"{}", trail)) == facts(
+    assert facts(seen + cut_and_continue(second, [len(second) // 2], Engine(answer), b"{}", marks)) == facts(
         whole
     )
 
@@ -309,11 +327,11 @@ def test_several_choices_are_passed_on_as_they_come() -> None:
     _, pieces = asyncio.run(post(Choices(list(b"abc")), "/v1/chat/completions", b"{}"))
     assert pieces[0].startswith(b": pd off\n\ndata: ")
     assert len(pieces) > 5
-    trail = Trail()
-    trail.begin(True)
-    ready, held = trail.take(pieces[0] + pieces[1], at_end=False)
-    assert (ready, held) == (pieces[0].removeprefix(b": pd off\n\n") + pieces[1], b"")
-    assert not trail.is_marked
+    marks = StreamMarks()
+    marks.begin(True)
+    ready = marks.take(pieces[0] + pieces[1], at_end=False)
+    assert ready == pieces[0].removeprefix(b": pd off\n\n") + pieces[1]
+    assert not marks.is_marked
 
 
 def test_a_stream_with_token_ids_is_passed_on_as_it_comes() -> None:
@@ -392,6 +410,8 @@ class Aborting(Engine):
     finish: dict[str, Any] = field(default_factory=dict)
 
     async def generate_request(self, obj: Obj, request: Any = None) -> AsyncGenerator[dict[str, Any], None]:
+        obj.rid = self.rid
+        self._init_req_state(obj)
         await self._send_one_request(Tokenized(obj.rid, array("q", PROMPT), self._sampling(None)))
         meta = {"id": obj.rid, "finish_reason": {"type": "abort"} | self.finish, "completion_tokens": 0}
         yield {"text": "", "output_ids": [], "meta_info": meta}
@@ -406,14 +426,15 @@ def test_a_continuation_that_is_aborted_while_it_waits_is_answered_with_the_abor
 
 
 def test_a_continuation_that_is_aborted_for_no_reason_ends_as_sglang_ends_it() -> None:
-    async def run() -> list[Any]:
-        async def send(message: Any) -> None: ...
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        reasons.extend(
+            [c["meta_info"]["finish_reason"] async for c in engine.generate_request(Obj("a", None))]
+        )
 
-        engine, asked = Aborting([]), Obj("a", None)
-        followed = Stream(send, SoFar(1, [104])).follow(engine.generate_request(asked), asked, engine)
-        return [content["meta_info"]["finish_reason"] async for content in followed]
-
-    assert asyncio.run(run()) == [None, {"type": "abort"}]
+    engine, reasons = Aborting([]), []
+    engine.app = app  # type: ignore[method-assign]
+    asyncio.run(post(engine, "/pd/continue?endpoint=/generate", b'{"characters":1,"token_ids":[104]}\n{}'))
+    assert reasons == [None, {"type": "abort"}]
 
 
 def test_tokens_that_do_not_make_the_text_are_refused() -> None:
@@ -424,25 +445,5 @@ def test_tokens_that_do_not_make_the_text_are_refused() -> None:
 
 def refused(engine: Engine, body: bytes) -> tuple[int, str]:
     """(status, message) at `/generate`, which has begun its answer before it knows."""
-    sent: list[Any] = []
-
-    async def receive() -> Any:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    async def run() -> None:
-        headers = [(b"x-pdserve-marks", b"1")]
-        scope = {
-            "type": "http",
-            "path": "/pd/continue",
-            "headers": headers,
-            "query_string": b"endpoint=/generate",
-        }
-        with contextlib.suppress(BrokenOff):
-            await Continuing(engine.app, lambda: engine)(scope, receive, send)
-
-    asyncio.run(run())
-    *_, head, last = sent  # of several heads the last counts: it is held until there is a body
-    return head["status"], last["body"].decode()
+    status, pieces = asyncio.run(post(engine, "/pd/continue?endpoint=/generate", body))
+    return status, pieces[0].decode()

@@ -349,7 +349,7 @@ def test_a_replica_that_is_gone_costs_no_page_and_is_forgotten(pool: Pool) -> No
         keep = {keys(COUNT)[i] for i in owners[node.name]}
         slots = [node.state.store.find(1, k) for k in keys(COUNT) if k not in keep]
         for slot in slots:
-            node.state.store.drop(slot, [])
+            node.state.store.drop([slot], [])
     del asked[:]
     assert get(client, keys(COUNT)) == [True] * COUNT
     spread = len(asked) - COUNT

@@ -13,7 +13,7 @@ from pdserve.errors import FrameError
 from pdserve.kvpool.cluster.membership import MAX_NAMESPACE_BYTES, Cluster
 from pdserve.kvpool.cluster.ring import MAX_WEIGHT_SUM, Ring
 from pdserve.kvpool.cluster.state import encoded
-from pdserve.kvpool.core.events import NamespacesLearned, PublishNamespace, RecordsForgotten
+from pdserve.kvpool.core.events import PublishNamespace, RecordsForgotten, RecordsLearned
 from pdserve.kvpool.namespaces.registry import MAX_GEOMETRY_CHARS, bucket_of
 from pdserve.kvpool.node.serving.fair_queue import FairQueue
 from pdserve.kvpool.protocol import messages as m
@@ -103,7 +103,7 @@ def test_nothing_that_a_peer_can_say_makes_a_node_raise_or_believe_nonsense(said
         other.receive(me.state)  # what it believes, every other node does
         if update.floors is not None:
             node.do(RecordsForgotten(list(update.forgotten), update.floors))
-        node.do(NamespacesLearned(list(update.namespaces)))
+        node.do(RecordsLearned(list(update.namespaces)))
         node.pass_time(1.0)
         for number in node.state.namespaces.numbers:
             found = node.state.namespaces.settings(number)

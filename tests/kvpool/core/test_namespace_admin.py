@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from pdserve.kvpool.core.events import (
     Answer,
-    NamespacesLearned,
     PublishNamespace,
     RecordsForgotten,
+    RecordsLearned,
     SaveNamespaces,
 )
 from pdserve.kvpool.core.namespace_admin import Rules
@@ -54,7 +54,7 @@ def drop(node: Node, connection: int, name: str) -> int:
 
 
 def learn(node: Node, *records: NamespaceRecord) -> None:
-    node.do(NamespacesLearned(list(records)))
+    node.do(RecordsLearned(list(records)))
 
 
 def test_a_forgotten_namespace_that_this_node_held_for_living_goes_with_its_pages() -> None:
@@ -265,7 +265,7 @@ def test_news_of_settings_keeps_pages_and_old_news_changes_nothing() -> None:
     learn(node, newer, NamespaceRecord("elsewhere", 1, 1, {}))
     assert node.exists(a, ns, 1) == [1]
     assert node.status().namespaces[0].settings.weight == 9.0
-    assert node.do(NamespacesLearned([newer, NamespaceRecord("ns", 4, 1, {})])) == []
+    assert node.do(RecordsLearned([newer, NamespaceRecord("ns", 4, 1, {})])) == []
 
 
 def test_nodes_exchange_no_pages_of_different_generations_and_bring_nothing_back() -> None:

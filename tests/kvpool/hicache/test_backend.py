@@ -76,7 +76,9 @@ def storage_config(pool: Pool, declared: KvGeometry, **changed: Any) -> Any:
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
     pool = Pool()
-    monkeypatch.setattr(backend, "PoolClient", functools.partial(PoolClient, connector=pool.connector))
+    monkeypatch.setattr(
+        hicache_backend, "PoolClient", functools.partial(PoolClient, connector=pool.connector)
+    )
     yield pool
     pool.check()
 

@@ -173,7 +173,7 @@ def test_killed_in_the_middle_of_writes_it_keeps_all_that_was_acknowledged(start
 def test_a_writer_killed_between_reserve_and_commit_leaves_nothing_reserved(start: Start) -> None:
     pool = start()
     code = (
-        "import sys, time\nfrom pdserve.kvpool import messages as m\n"
+        "import sys, time\nfrom pdserve.kvpool.protocol import messages as m\n"
         "from pdserve.kvpool.transports.shm import ShmConnector\n"
         "c = ShmConnector('victim').connect(sys.argv[1], time.monotonic() + 10)\n"
         "ns = c.call(m.OpenNamespace(1, 'ns', {}), time.monotonic() + 10).namespace\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import threading
@@ -13,7 +14,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pdserve.errors import ConfigError, FrameError, PoolRefused, PoolRestarting, PoolTimeout, PoolUnavailable
+from pdserve.errors import (
+    ConfigError,
+    FrameError,
+    PoolError,
+    PoolRefused,
+    PoolRestarting,
+    PoolTimeout,
+    PoolUnavailable,
+)
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.address import TcpAddress, UnixAddress, parse_address
 from pdserve.kvpool.protocol.cluster_messages import GetView, View
@@ -187,17 +196,6 @@ def test_replies_out_of_order_find_their_requests(peer_for: Callable[..., Peer])
     assert channel.receive(2, soon()) == m.Done(2, count=22)
 
 
-def test_fault_reply_is_returned_not_raised(peer_for: Callable[..., Peer]) -> None:
-    def script(peer: Peer) -> None:
-        greet(peer)
-        peer.request()
-        peer.send(m.Fault(1, "no", "because"))
-        peer.hold()
-
-    channel = ControlChannel.connect(peer_for(script).address, HELLO, soon())
-    assert channel.call(m.Ping(1), soon()) == m.Fault(1, "no", "because")
-
-
 def test_late_reply_is_never_taken_for_the_next(peer_for: Callable[..., Peer]) -> None:
     def script(peer: Peer) -> None:
         greet(peer)
@@ -210,41 +208,32 @@ def test_late_reply_is_never_taken_for_the_next(peer_for: Callable[..., Peer]) -
         channel.call(m.Ping(2), soon())
 
 
-def test_refused_greeting_says_why(peer_for: Callable[..., Peer]) -> None:
+@pytest.mark.parametrize(
+    ("answers", "error"),
+    [
+        ([encode_frame(m.Fault(0, "protocol_version", "speaks version 9, not 1"))], PoolRefused),
+        ([encode_frame(m.Fault(0, "upgrading", "wait"))], PoolRestarting),
+        ([b"HTTP/1.1 400 Bad Request\r\n\r\n"], FrameError),
+        ([encode_frame(WELCOME), encode_frame(m.Done(99))], FrameError),
+        ([encode_frame(WELCOME), b""], PoolUnavailable),
+    ],
+    ids=["refused", "upgrading", "no pool node", "never sent", "gone"],
+)
+def test_what_ends_the_session_is_raised_by_the_call_that_meets_it(
+    peer_for: Callable[..., Peer], answers: list[bytes], error: type[PoolError]
+) -> None:
     def script(peer: Peer) -> None:
-        peer.request()
-        peer.send(m.Fault(0, "protocol_version", "speaks version 9, not 1"))
+        for answer in answers:
+            peer.request()
+            peer.socket.sendall(answer)
 
-    with pytest.raises(PoolRefused, match="speaks version 9"):
-        ControlChannel.connect(peer_for(script).address, HELLO, soon())
+    def use(address: str) -> None:
+        with contextlib.closing(ControlChannel.connect(address, HELLO, soon())) as channel:
+            channel.call(m.Ping(1), soon())
 
-
-def test_peer_that_hangs_up_is_unavailable(peer_for: Callable[..., Peer]) -> None:
-    channel = ControlChannel.connect(peer_for(greet).address, HELLO, soon())
-    with pytest.raises(PoolUnavailable):
-        channel.call(m.Ping(1), soon())
-
-
-def test_other_protocol_is_a_frame_error(peer_for: Callable[..., Peer]) -> None:
-    def script(peer: Peer) -> None:
-        peer.request()
-        peer.socket.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        peer.hold()
-
-    with pytest.raises(FrameError, match="does not speak"):
-        ControlChannel.connect(peer_for(script).address, HELLO, soon())
-
-
-def test_unasked_reply_breaks_the_channel(peer_for: Callable[..., Peer]) -> None:
-    def script(peer: Peer) -> None:
-        greet(peer)
-        peer.request()
-        peer.send(m.Done(99))
-        peer.hold()
-
-    channel = ControlChannel.connect(peer_for(script).address, HELLO, soon())
-    with pytest.raises(FrameError, match="never sent"):
-        channel.call(m.Ping(1), soon())
+    with pytest.raises(error) as caught:
+        use(peer_for(script).address)
+    assert type(caught.value) is error
 
 
 def test_views_are_told_wherever_they_come(peer_for: Callable[..., Peer]) -> None:
@@ -271,17 +260,6 @@ def test_views_are_told_wherever_they_come(peer_for: Callable[..., Peer]) -> Non
     assert told == [5, 6, 7, 9]
 
 
-def test_views_that_nobody_wants_are_passed_over(peer_for: Callable[..., Peer]) -> None:
-    def script(peer: Peer) -> None:
-        greet(peer)
-        peer.request()
-        peer.send(View(0, 5, []), m.Done(1))
-        peer.hold()
-
-    channel = ControlChannel.connect(peer_for(script).address, HELLO, soon())
-    assert channel.call(m.Ping(1), soon()) == m.Done(1)
-
-
 @pytest.mark.parametrize("code", ["upgrading", "stopping"])
 def test_a_node_that_hangs_up_for_a_moment_says_so_on_every_use(
     peer_for: Callable[..., Peer], code: str
@@ -303,15 +281,6 @@ def test_a_node_that_hangs_up_for_a_moment_says_so_on_every_use(
         peer.stop()
         if peer.address.startswith("unix"):
             Path(peer.address.removeprefix("unix:")).unlink()
-
-
-def test_a_node_that_restarts_says_so_to_a_hello(peer_for: Callable[..., Peer]) -> None:
-    def script(peer: Peer) -> None:
-        peer.request()
-        peer.send(m.Fault(0, "upgrading", "wait"))
-
-    with pytest.raises(PoolRestarting):
-        ControlChannel.connect(peer_for(script).address, HELLO, soon())
 
 
 def test_a_node_that_lets_its_memory_go_before_it_is_mapped_says_so(peer_for: Callable[..., Peer]) -> None:

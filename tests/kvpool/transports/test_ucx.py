@@ -279,7 +279,7 @@ def test_killed_node_is_noticed_at_once(node: Node) -> None:
 
 CLIENT = """
 import sys, time, numpy as np
-from pdserve.kvpool import messages as m
+from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.transports.ucx_client import UcxConnector
 connection = UcxConnector("victim", "host").connect(sys.argv[1], time.monotonic() + 20)
 length = int(sys.argv[2])
@@ -707,12 +707,12 @@ def test_importing_the_transport_loads_no_ucx() -> None:
 def test_a_node_of_its_own_host_alone_has_the_library_before_a_client_asks_for_it() -> None:
     code = """
 import asyncio, sys, numpy as np
-from pdserve.kvpool import ucx_path
+from pdserve.kvpool.node.ucx import data_path
 from pdserve.kvpool.node.config.node import PoolNodeConfig
-ucx_path.LIBRARY_AFTER_S = 0.0
+data_path.LIBRARY_AFTER_S = 0.0
 async def run():
-    path = ucx_path.UcxPath(PoolNodeConfig(), np.zeros(4096, np.uint8), print, print)
-    path.prepare(remote=False)
+    path = data_path.UcxPath(PoolNodeConfig(), np.zeros(4096, np.uint8), print, print)
+    path.prepare(at_once=False)
     assert "ucxx" not in sys.modules
     async with asyncio.timeout(60):
         while "ucxx._lib.arr" not in sys.modules:

@@ -12,7 +12,8 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.router.admin.app import AdminApp
 from pdserve.router.app.lifespan import open_router
-from pdserve.router.config.router import Admin, Probe, RouterConfig
+from pdserve.router.config.limits import Probe
+from pdserve.router.config.router import Admin, RouterConfig
 from pdserve.router.config.tenants import Access
 from pdserve.router.tenants.api_keys import key_line
 from tests.router.processes.test_parent import counted

@@ -9,35 +9,43 @@ from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings
 from pdserve.router.admin.live_frames import frame_of, point_of, quantile
 from pdserve.router.fleet.worker import Worker
-from pdserve.router.metrics.totals import read_samples
+from pdserve.router.metrics.snapshot import Snapshot
+from pdserve.router.metrics.stats import Histogram
 
-BEFORE = """
-pdserve_router_requests_total{route="/a",status="200"} 10
-pdserve_router_first_token_seconds_sum{part="decode"} 1.0
-pdserve_router_first_token_seconds_count{part="router"} 1
-pdserve_router_turn_tokens_total{turn="1",tier="pool"} 100
-other_metric 5
-"""
-NOW = """
-pdserve_router_requests_total{route="/a",status="200"} 14
-pdserve_router_requests_total{route="/b",status="502"} 2
-pdserve_router_stream_errors_total{reason="timeout"} 2
-pdserve_router_requests_in_flight 3
-pdserve_router_worker_requests_in_flight{worker="ready:1",role="decode"} 12
-pdserve_router_processes_silent 0
-pdserve_router_tenant_waiting{tenant="t"} 4
-pdserve_router_sessions 5
-pdserve_router_first_token_seconds_sum{part="decode"} 2.0
-pdserve_router_first_token_seconds_sum{part="pull"} 0.5
-pdserve_router_first_token_seconds_count{part="router"} 3
-pdserve_router_turn_tokens_total{turn="1",tier="pool"} 140
-pdserve_router_turn_tokens_total{turn="2",tier="pool"} 60
-pdserve_router_turn_tokens_total{turn="2",tier="computed"} 20
-"""
+
+def observed(*values_s: float) -> Histogram:
+    histogram = Histogram()
+    for value_s in values_s:
+        histogram.observe(value_s)
+    return histogram
+
+
+BEFORE = Snapshot(
+    {"requests": {("/a", "200"): 10}, "turn_tokens": {("1", "pool"): 100}},
+    {"first_token_seconds": {("decode",): observed(1.0), ("router",): observed(0.0)}},
+)
+NOW = Snapshot(
+    {
+        "requests": {("/a", "200"): 14, ("/b", "502"): 2},
+        "stream_errors": {("timeout",): 2},
+        "requests_in_flight": {(): 3},
+        "worker_requests_in_flight": {("ready:1", "decode"): 12},
+        "tenant_waiting": {("t",): 4},
+        "sessions": {(): 5},
+        "turn_tokens": {("1", "pool"): 140, ("2", "pool"): 60, ("2", "computed"): 20},
+    },
+    {
+        "first_token_seconds": {
+            ("decode",): observed(1.0, 0.5, 0.5),
+            ("pull",): observed(0.25, 0.25),
+            ("router",): observed(0.0, 0.0, 0.0),
+        }
+    },
+)
 
 
 def test_a_point_is_the_growth_between_two_samples() -> None:
-    point = point_of(read_samples(BEFORE), read_samples(NOW), 2.0, 99.0)
+    point = point_of(BEFORE, NOW, 2.0, 99.0)
     assert (point.at_s, point.requests_s, point.failed_s, point.in_flight) == (99.0, 3.0, 2.0, 3)
     assert point.parts_s == {"pull": 0.25, "decode": 0.5}
     assert point.tokens_s == {"pool": 50.0, "computed": 10.0}
@@ -45,22 +53,29 @@ def test_a_point_is_the_growth_between_two_samples() -> None:
 
 
 def test_a_counter_that_fell_counts_from_zero() -> None:
-    before = read_samples('pdserve_router_requests_total{route="/a",status="200"} 1000')
-    assert point_of(before, read_samples(BEFORE), 1.0, 0.0).requests_s == 10
+    before = Snapshot({"requests": {("/a", "200"): 1000}})
+    assert point_of(before, BEFORE, 1.0, 0.0).requests_s == 10
 
 
 @pytest.mark.parametrize(
-    ("buckets", "share", "expected"),
+    ("values_s", "share", "expected"),
     [
-        ({}, 0.5, None),
-        ({"1.0": 0, "+Inf": 0}, 0.5, None),
-        ({"1.0": 10, "2.0": 10, "+Inf": 10}, 0.5, 0.5),
-        ({"1.0": 0, "2.0": 10, "+Inf": 10}, 0.9, 1.9),
-        ({"1.0": 0, "2.0": 0, "+Inf": 10}, 0.5, 2.0),
+        ([], 0.5, None),
+        ([0.0005] * 10, 0.5, 0.0005),
+        ([0.0015] * 10, 0.9, 0.001 + 0.9 * 0.0015),
+        ([0.3] * 5 + [3.0] * 5, 0.8, 2.5 + 0.6 * 2.5),
+        ([1000.0] * 10, 0.5, 120.0),
     ],
 )
-def test_quantiles_are_those_of_prometheus(buckets: dict[str, float], share: float, expected: float) -> None:
-    assert quantile(buckets, share) == (None if expected is None else pytest.approx(expected))
+def test_quantiles_are_those_of_prometheus(values_s: list[float], share: float, expected: float) -> None:
+    assert quantile(observed(*values_s), share) == (None if expected is None else pytest.approx(expected))
+
+
+def test_a_histogram_that_fell_counts_from_zero() -> None:
+    before = Snapshot({}, {"time_to_first_byte_seconds": {("/a",): observed(*[100.0] * 9)}})
+    now = Snapshot({}, {"time_to_first_byte_seconds": {("/a",): observed(0.0005), ("/b",): observed(0.0005)}})
+    point = point_of(before, now, 1.0, 0.0)
+    assert (point.first_byte_p50_s, point.first_byte_p90_s) == (pytest.approx(0.0005), pytest.approx(0.0009))
 
 
 def test_workers_have_one_state_and_the_pool_is_added_up() -> None:
@@ -82,8 +97,8 @@ def test_workers_have_one_state_and_the_pool_is_added_up() -> None:
         Row(m.NodeAddress("o", "unix:/o"), report, "", moved, [moved]),
         Row(m.NodeAddress("p", "unix:/p"), None, "refused", Rates("p"), []),
     ]
-    samples = read_samples(NOW)
-    frame = frame_of(point_of({}, samples, 1.0, 0.0), 1.0, samples, workers.values(), rows, [])
+    samples = NOW
+    frame = frame_of(point_of(Snapshot(), samples, 1.0, 0.0), 1.0, samples, workers.values(), rows, [])
     assert [view.state for view in frame.workers] == ["ready", "draining", "failing", "down", "refused"]
     assert (frame.waiting, frame.sessions) == (4, 5)
     assert [(node.node, node.error) for node in frame.nodes] == [("n", ""), ("o", ""), ("p", "refused")]
@@ -96,14 +111,14 @@ def test_a_worker_is_shown_with_the_requests_of_all_processes(load: int, elsewhe
     """Of its load, which this one counts as its own and others', what is of no process is elsewhere."""
     worker = Worker("decode", "http://ready:1")
     worker.in_flight, worker.elsewhere = 4, load - 4
-    samples = read_samples(NOW)
-    [seen] = frame_of(point_of({}, samples, 1.0, 0.0), 1.0, samples, [worker], [], []).workers
+    samples = NOW
+    [seen] = frame_of(point_of(Snapshot(), samples, 1.0, 0.0), 1.0, samples, [worker], [], []).workers
     assert (seen.in_flight, seen.elsewhere) == (12, elsewhere)
 
 
 def test_a_worker_is_shown_without_requests_where_a_process_does_not_say_its_own() -> None:
     worker = Worker("decode", "http://ready:1")
     worker.in_flight, worker.elsewhere = 4, 5
-    samples = read_samples(NOW.replace("processes_silent 0", "processes_silent 1"))
-    [seen] = frame_of(point_of({}, samples, 1.0, 0.0), 1.0, samples, [worker], [], []).workers
+    samples = Snapshot(NOW.values | {"processes_silent": {(): 1}})
+    [seen] = frame_of(point_of(Snapshot(), samples, 1.0, 0.0), 1.0, samples, [worker], [], []).workers
     assert (seen.in_flight, seen.elsewhere) == (None, 0)

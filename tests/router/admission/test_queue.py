@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve.router.admission.queue import Admission, State, Ticket
 from pdserve.router.config.tenants import TenantLimits
-from pdserve.router.tenants.registry import TenantState
+from pdserve.router.tenants.tenant import TenantState
 
 INF = float("inf")
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.router.api.endpoints import ENDPOINTS, Endpoint, UsageNames
+from pdserve.router.api.endpoints import ENDPOINTS, Endpoint, usage_under
 from pdserve.router.api.request_body import RequestView
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Tenant
@@ -24,7 +24,7 @@ ROW = Endpoint(
     task="generate",
     prompt_fields=("input",),
     sampling_field="sampling",
-    usage_names=UsageNames("input_tokens", "output_tokens"),
+    usage=usage_under("input_tokens", "output_tokens"),
     streams=True,
     is_salted=True,
     is_resumable=True,

@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdserve.errors import ConfigError, StartupError
 from pdserve.logs import configure_logs
 from pdserve.router.app.lifespan import open_router
-from pdserve.router.config.router import Probe, RouterConfig
+from pdserve.router.config.limits import Probe
+from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.health_check import FirstRound
 from tests.support.router.harness import FAST, Harness, chat_body, disagg, routed, run
 from tests.support.router.mock_worker import (
@@ -446,11 +447,7 @@ def test_every_answer_and_every_line_of_the_log_has_the_requests_id(
         root.handlers[:] = handlers
         root.setLevel(level)
     rows = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
-    ours = [
-        row
-        for row in rows
-        if row["logger"].startswith(("pdserve.router.dispatch.prefill", "pdserve.router.disp"))
-    ]
+    ours = [row for row in rows if row["logger"].startswith("pdserve.router.dispatch.")]
     assert {"mine-1"} < {row["request"] for row in ours}  # and the long one's
     said = [row["message"] for row in ours if row["request"] == "mine-1"]
     assert len(said) == 5, said  # the prefill worker, and of both decode workers: the choice, the failure

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.router.config.router import RouterConfig, parse_base_url
+from pdserve.router.config.addresses import parse_base_url
+from pdserve.router.config.router import RouterConfig
 from pdserve.settings.config_file import load_config, options
 
 EXAMPLE = Path(__file__).parents[3] / "launch" / "router.toml"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.router.config.router import Deadlines
+from pdserve.router.config.limits import Deadlines
 from tests.support.router.harness import Connection, Harness, chat_body, disagg, run
 from tests.support.router.mock_worker import ANSWER, EVENTS, Gate, MockWorker, hang, stream
 

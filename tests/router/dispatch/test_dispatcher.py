@@ -9,7 +9,8 @@ import logging
 import msgspec
 import pytest
 
-from pdserve.router.config.router import Deadlines, Limits, RouterConfig, Session
+from pdserve.router.config.limits import Deadlines, Limits
+from pdserve.router.config.router import RouterConfig, Session
 from tests.support.router.harness import FAST, chat_body, disagg, routed, run
 from tests.support.router.mock_worker import (
     ANSWER,
@@ -145,7 +146,7 @@ def test_on_any_prefill_trouble_the_decode_worker_does_it_alone(
 
     with caplog.at_level(logging.WARNING):
         run(main())
-    assert "the decode worker does it alone" in caplog.text
+    assert "the decode worker computes the prompt" in caplog.text
 
 
 def test_a_prefill_worker_that_is_gone_is_done_without() -> None:

@@ -8,7 +8,7 @@ import json
 import msgspec
 import pytest
 
-from pdserve.router.config.router import Deadlines, Limits
+from pdserve.router.config.limits import Deadlines, Limits
 from tests.support.router.harness import FAST, chat_body, disagg, run
 from tests.support.router.mock_worker import ANSWER, REPORT, Gate, Script, answer, close, hang, stream
 

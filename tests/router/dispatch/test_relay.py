@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.router.dispatch.resume import MAX_HELD_BYTES, split_events
+from pdserve.router.dispatch.stream_marks import MAX_HELD_BYTES, split_events
 
 BYTES = st.text("ab\n\r").map(str.encode)
 

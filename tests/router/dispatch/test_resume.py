@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from pdserve.router.api.endpoints import ENDPOINTS
-from pdserve.router.config.router import Limits, Probe
-from pdserve.router.dispatch.resume import Continue, may_continue
+from pdserve.router.config.limits import Limits, Probe
+from pdserve.router.dispatch.resume import Continue, may_resume
 from tests.support.router.harness import FAST, Harness, Response, chat_body, disagg, run
 from tests.support.router.mock_worker import (
     DONE,
@@ -295,7 +295,7 @@ def test_no_budget_no_second_worker() -> None:
     ],
 )
 def test_what_may_be_continued(path: str, body: dict[str, Any], which: Continue, may: bool) -> None:
-    assert may_continue(ENDPOINTS[path], json.dumps(body).encode(), which, seeds_count=True) is may
+    assert may_resume(ENDPOINTS[path], json.dumps(body).encode(), which, seeds_count=True) is may
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_what_may_be_continued(path: str, body: dict[str, Any], which: Continue,
 def test_a_seed_determines_nothing_where_workers_do_not_sample_by_it(
     path: str, body: dict[str, Any], which: Continue, may: bool
 ) -> None:
-    assert may_continue(ENDPOINTS[path], json.dumps(body).encode(), which, seeds_count=False) is may
+    assert may_resume(ENDPOINTS[path], json.dumps(body).encode(), which, seeds_count=False) is may
 
 
 @pytest.mark.parametrize("deterministic", [(True, True), (True, False), (False, False)])
@@ -363,4 +363,4 @@ def test_a_seeded_stream_goes_on_at_a_busier_worker_if_only_that_one_samples_by_
 
 @pytest.mark.parametrize("body", [b'{"\xff":1}', b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"])
 def test_a_body_that_cannot_be_read_may_not_be_continued(body: bytes) -> None:
-    assert not may_continue(ENDPOINTS[CHAT], body, "always", seeds_count=True)
+    assert not may_resume(ENDPOINTS[CHAT], body, "always", seeds_count=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
-from pdserve.router.config.router import Probe
+from pdserve.router.config.limits import Probe
 from tests.support.router.harness import Harness, chat_body, disagg, run
 from tests.support.router.mock_worker import ANSWER, EVENTS, REPORT, Gate, MockWorker, Received, Wire, stream
 

@@ -15,7 +15,8 @@ import pytest
 
 from pdserve.discovery.workers import Registration, WorkerEtcdConfig, worker_key
 from pdserve.errors import ConfigError
-from pdserve.router.config.router import Probe, RouterConfig
+from pdserve.router.config.limits import Probe
+from pdserve.router.config.router import RouterConfig
 from tests.support.kvpool.etcd_server import EtcdServer
 from tests.support.router.harness import Harness, routed, run
 from tests.support.router.mock_worker import ANSWER, MockWorker, workers

@@ -10,8 +10,9 @@ import pytest
 
 from pdserve.errors import RequestError
 from pdserve.router.api.endpoints import ENDPOINTS
+from pdserve.router.config.limits import Probe
 from pdserve.router.config.placement import Stickiness
-from pdserve.router.config.router import Probe, RouterConfig, Session
+from pdserve.router.config.router import RouterConfig, Session
 from pdserve.router.config.tenants import Admission
 from pdserve.router.fleet.models import MAX_ADAPTER_CHARS, Models
 from tests.support.router.harness import FAST, Harness, chat_body, routed, run

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.router.fleet.registry import Fleet, FleetError, Worker, WorkerInfo
+from pdserve.router.fleet.registry import Fleet, FleetError
+from pdserve.router.fleet.worker import Worker, WorkerInfo
 
 GEOMETRY = {"layers": 2, "dtype": "float32"}
 

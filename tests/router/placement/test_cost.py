@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.router.config.placement import PlacementSettings
-from pdserve.router.fleet.registry import Worker
+from pdserve.router.fleet.worker import Worker
 from pdserve.router.placement.cost import cost_ms, cost_words
 from pdserve.router.placement.prefix_index import Cached
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from pdserve.router.config.router import Probe
+from pdserve.router.config.limits import Probe
 from pdserve.router.config.tenants import Tenant
 from pdserve.router.metrics.stats import MAX_PLACEMENTS, Stats
 from tests.support.router.harness import Harness, disagg, run

@@ -6,7 +6,8 @@ import pytest
 
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.errors import NoWorkerError
-from pdserve.router.fleet.registry import Snapshot, Worker
+from pdserve.router.fleet.registry import Snapshot
+from pdserve.router.fleet.worker import Worker
 from pdserve.router.placement.planner import Plan, Planner, Settle, choose_alternate
 from pdserve.router.placement.policies import PolicySettings, make_policy
 from pdserve.router.placement.request_facts import RequestFacts

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from pdserve.router.api.request_body import parse_request
 from pdserve.router.config.placement import PlacementSettings
-from pdserve.router.fleet.registry import Fleet, Worker
+from pdserve.router.fleet.registry import Fleet
+from pdserve.router.fleet.worker import Worker
 from pdserve.router.placement.prefix_index import (
     BLOCK_ENDS,
     FIRST_BLOCK_BYTES,

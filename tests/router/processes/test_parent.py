@@ -8,10 +8,8 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.router.metrics.merge import add_up
 from tests.router.processes.test_serving import RouterProcess, start_streaming
 from tests.support.router.harness import Response, chat_body, run
 from tests.support.router.mock_worker import ANSWER, EVENTS, Gate, MockWorker, Received, Wire, stream, workers
@@ -253,31 +251,3 @@ def test_a_child_that_cannot_start_ends_the_router() -> None:
         assert "unknown policy 'x'" in said
 
     run(main(), timeout_s=150)
-
-
-HELP = "# HELP pdserve_router_{0} x\n# TYPE pdserve_router_{0} {1}\n"
-
-
-def test_amounts_add_up_and_states_do_not() -> None:
-    one = (
-        HELP.format("requests", "counter")
-        + 'pdserve_router_requests_total{route="a"} 2\n'
-        + HELP.format("worker_healthy", "gauge")
-        + 'pdserve_router_worker_healthy{worker="w"} 1\n'
-        + HELP.format("wait_seconds", "histogram")
-        + 'pdserve_router_wait_seconds_bucket{le="1.0"} 1\npdserve_router_wait_seconds_bucket{le="+Inf"} 2\n'
-        + "pdserve_router_wait_seconds_count 2\npdserve_router_wait_seconds_sum 3\n"
-    )
-    other = one.replace('route="a"', 'route="b"').replace('worker="w"} 1', 'worker="w"} 0')
-    text = add_up([one, other]).decode()
-    assert 'pdserve_router_requests_total{route="a"} 2.0' in text
-    assert 'pdserve_router_requests_total{route="b"} 2.0' in text
-    assert 'pdserve_router_worker_healthy{worker="w"} 1.0' in text
-    assert 'pdserve_router_wait_seconds_bucket{le="+Inf"} 4.0' in text
-    assert "pdserve_router_wait_seconds_sum 6.0" in text
-    assert json.dumps(text).count("HELP pdserve_router_wait_seconds") == 1
-
-
-def test_one_exposition_stays_as_it_is() -> None:
-    with pytest.raises(ValueError):
-        add_up(["pdserve_router_x{ 1\n"])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.router.metrics.names import METRICS, PARTS, TIERS, turn_label
-from pdserve.router.request import timing
+from pdserve.router.request import cache_report, timing
 from tests.support.router.harness import Harness, disagg, run
 from tests.support.router.mock_worker import EVENTS, REPORT, Received, Script, Wire, answer
 
@@ -77,14 +77,16 @@ def test_a_pull_within_one_tick_of_the_clock_is_named_all_the_same() -> None:
 )
 def test_nonsense_of_a_worker_counts_nothing(said: bytes) -> None:
     assert timing.pull_s([(b"server-timing", said)]) == 0.0
-    assert sum(timing.cached_tokens([(b"x-pdserve-cached", said + b", device=-3, gpu=4")]).values()) == 0
+    assert (
+        sum(cache_report.cached_tokens([(b"x-pdserve-cached", said + b", device=-3, gpu=4")]).values()) == 0
+    )
 
 
 def test_a_worker_says_what_it_found_in_its_own_memory() -> None:
     found = (b"x-pdserve-cached", b"device=64, host=32, pool=1000")
-    assert timing.own_memory_tokens([(b"date", b"x"), found]) == 96
-    assert timing.own_memory_tokens([(b"x-pdserve-cached", b"much")]) is None
-    assert timing.own_memory_tokens([]) is None
+    assert cache_report.own_memory_tokens([(b"date", b"x"), found]) == 96
+    assert cache_report.own_memory_tokens([(b"x-pdserve-cached", b"much")]) is None
+    assert cache_report.own_memory_tokens([]) is None
 
 
 def test_turns_have_few_labels() -> None:

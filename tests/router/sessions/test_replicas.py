@@ -10,8 +10,8 @@ import pytest
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.config.placement import Session
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.fleet.registry import Fleet, Worker
-from pdserve.router.fleet.worker import WorkerInfo
+from pdserve.router.fleet.registry import Fleet
+from pdserve.router.fleet.worker import Worker, WorkerInfo
 from pdserve.router.placement.placer import Placer
 from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.sessions.keys import named

@@ -7,8 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import ConfigError
+from pdserve.router.api.errors import TooManyError
 from pdserve.router.config.tenants import Tenant, TenantLimits
-from pdserve.router.tenants.registry import ANONYMOUS, Bucket, Tenants, TenantState, TooManyError
+from pdserve.router.tenants.registry import ANONYMOUS, Tenants
+from pdserve.router.tenants.tenant import TenantState
+from pdserve.router.tenants.token_bucket import TokenBucket
 from pdserve.tokens import digest
 
 
@@ -24,7 +27,7 @@ def state(**limits: float) -> TenantState:
 def test_a_bucket_never_lets_in_more_than_its_capacity_and_rate(
     rate: float, capacity: float, asks: list[tuple[float, float]]
 ) -> None:
-    bucket, now_s, let_in = Bucket(rate, capacity, 0.0), 0.0, 0.0
+    bucket, now_s, let_in = TokenBucket(rate, capacity, 0.0), 0.0, 0.0
     for pause_s, amount in asks:
         now_s += pause_s
         if bucket.wait_s(amount, now_s) == 0.0:
@@ -44,7 +47,7 @@ def test_a_bucket_never_lets_in_more_than_its_capacity_and_rate(
 def test_after_the_time_that_a_bucket_says_it_lets_in(
     rate: float, capacity: float, amount: float, debt: float
 ) -> None:
-    bucket = Bucket(rate, capacity, 0.0)
+    bucket = TokenBucket(rate, capacity, 0.0)
     bucket.charge(debt, 0.0)
     wait_s = bucket.wait_s(amount, 0.0)
     assert bucket.wait_s(amount, wait_s * (1 + 1e-6)) == 0.0

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pdserve.router.config.router import Limits
-from pdserve.router.fleet.registry import Worker
+from pdserve.router.config.limits import Limits
+from pdserve.router.fleet.worker import Worker
 from pdserve.router.upstream import pool as pool_module
 from pdserve.router.upstream.client import Upstream
 from pdserve.router.upstream.connection import MAX_HEAD_BYTES

@@ -121,8 +121,12 @@ class Nodes:
         wait_for(done, "all nodes have settled")
 
     def stop(self, name: str) -> None:
-        node, serving = self.nodes.pop(name), self._serving.pop(name)
-        self.run(node.stop)
+        self.run(self.nodes[name].stop)
+        self.wait_ended(name)
+
+    def wait_ended(self, name: str) -> None:
+        del self.nodes[name]
+        serving = self._serving.pop(name)
 
         async def ended() -> None:
             await asyncio.wait_for(serving, DEADLINE_S)
@@ -146,7 +150,7 @@ class Nodes:
         return self.run(
             lambda: {
                 **self.nodes[name].state.status(0, 0.0).counters,
-                **self.nodes[name].mover.counters(),
+                **self.nodes[name]._moved(),
             }
         )
 

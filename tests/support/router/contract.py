@@ -11,9 +11,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from pdserve.router.dispatch.prefill import SettledReport
-from pdserve.router.fleet.registry import WorkerInfo
-from pdserve.router.fleet.worker import WorkerLoad
+from pdserve.router.dispatch.settle import SettledReport
+from pdserve.router.fleet.worker import WorkerInfo, WorkerLoad
 
 Check = Callable[[httpx.AsyncClient, str], Awaitable[None]]
 HEADERS = {"x-request-id": "contract-1"}

@@ -14,7 +14,8 @@ import uvloop
 
 from pdserve.router.app.lifespan import open_router
 from pdserve.router.app.router import Router
-from pdserve.router.config.router import Deadlines, RouterConfig
+from pdserve.router.config.limits import Deadlines
+from pdserve.router.config.router import RouterConfig
 from pdserve.router.server.listening import bind
 from pdserve.router.server.uvicorn_server import make_server, serve_until_stopped
 from pdserve.tracing import Tracer

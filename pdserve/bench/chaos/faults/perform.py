@@ -32,7 +32,6 @@ from pdserve.bench.stores import BenchError
 from pdserve.errors import PoolError, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE, LEFT, Drain, Upgrade
-from pdserve.kvpool.protocol.messages import STAND_IN
 
 logger = logging.getLogger(__name__)
 
@@ -124,12 +123,12 @@ def _nowhere(field: Field, node: NodeProcess, had: Set[bytes]) -> Set[bytes]:
 
 
 def _until_upgraded(node: NodeProcess, incarnation: int) -> str:
-    """Until it serves again itself, not its stand-in; nothing, or what went wrong."""
+    """Wait until it serves again; nothing, or what went wrong."""
     deadline = time.monotonic() + GONE_TIMEOUT_S
     while time.monotonic() < deadline:
         with suppress(PoolError):  # it is away for a moment
             report = node.status()
-            if report.incarnation != incarnation and STAND_IN not in report.counters:
+            if report.incarnation != incarnation:
                 return ""
         time.sleep(POLL_S)
     return f"{node.name} did not come back within {GONE_TIMEOUT_S:.0f} s"

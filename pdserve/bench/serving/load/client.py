@@ -20,7 +20,7 @@ import msgspec
 from pdserve.bench.serving.load.records import Cached
 from pdserve.bench.serving.load.words import Api
 from pdserve.bench.stores import BenchError
-from pdserve.router.request import timing
+from pdserve.router.request import cache_report
 
 PATHS: Final[dict[Api, str]] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -28,8 +28,8 @@ END_TIMEOUT_S: Final = 1.0  # from an answer's last word to its end, which serve
 MAX_DETAIL: Final = 200  # characters of an error's text that are kept
 MAX_EVENT_BYTES: Final = 16 << 20
 NOT_CACHED: Final = Cached()
-CACHED_HEADER: Final = timing.CACHED_HEADER.decode()
-PREFILL_CACHED_HEADER: Final = timing.PREFILL_CACHED_HEADER.decode()
+CACHED_HEADER: Final = cache_report.CACHED_HEADER.decode()
+PREFILL_CACHED_HEADER: Final = cache_report.PREFILL_CACHED_HEADER.decode()
 
 
 @dataclass
@@ -258,7 +258,7 @@ def _note(event: _Event, heard: Heard) -> None:
 def _ssd_tokens(headers: Mapping[str, str]) -> int | None:
     """What the worker that computed the prompt had from SSD; None where nobody says."""
     said = headers.get(PREFILL_CACHED_HEADER) or headers.get(CACHED_HEADER)
-    return None if said is None else timing.parse_cached(said).get("ssd")
+    return None if said is None else cache_report.parse_cached(said).get("ssd")
 
 
 def _message(error: Any) -> str:

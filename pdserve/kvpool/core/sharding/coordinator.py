@@ -6,7 +6,7 @@ nothing is refused, there is no deadline.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from pdserve.kvpool.core.events import Action, ReplicasMade, ViewChanged
@@ -74,6 +74,18 @@ class Sharding:
             self.heat = None
 
     # --- pages
+
+    @property
+    def replica_counts(self) -> Mapping[int, int]:
+        """For slots of hot pages, how many nodes after this one on the ring hold the page too."""
+        return self.replication.counts
+
+    def read(self, slots: Sequence[int]) -> None:
+        """Clients read these pages."""
+        heat = self.heat
+        if heat is not None:
+            for slot in slots:
+                heat.read(slot)
 
     def refusals(self, session: Session, request: Reserve, slot_bytes: int | None) -> dict[bytes, Grant]:
         """Keys that may not be reserved here, and the answer for each."""

@@ -87,7 +87,7 @@ class Replicas:
 
     def end(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> int:
         """The owner says that these are not wanted any more; how many went."""
-        slots = [self._store.find(namespace, key) for key in keys]
+        slots = {self._store.find(namespace, key) for key in keys}
         return self._drop([slot for slot in slots if slot != NONE and slot in self], out)
 
     def expire(self, now_s: float, out: list[Action]) -> None:
@@ -109,12 +109,13 @@ class Replicas:
                 self._forget(slot)
 
     def _drop(self, slots: list[int], out: list[Action]) -> int:
+        foreign = []
         for slot, ours in zip(slots, self._is_ours(self._keys(slots)), strict=True):
             self._forget(slot)
             if not ours and self._store.state(slot) == COMMITTED:
-                namespace = self._store.facts.namespace[slot]
-                self._tiers.forget(namespace, self._keys([slot]), out)
-                self._store.drop(slot, out)
+                foreign.append(slot)
+                self._tiers.forget(self._store.facts.namespace[slot], self._keys([slot]), out)
+        self._store.drop(foreign, out)
         return len(slots)
 
     def _holds(self, slot: int, replica: _Replica) -> bool:

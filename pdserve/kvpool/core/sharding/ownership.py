@@ -239,14 +239,11 @@ class Ownership:
             self._cursor = foreign[-1] + 1
         elif not at_end:
             self._cursor = int(slots[-1]) + 1
-        for slot in foreign:
-            if slot in replicas:
-                continue
-            if store.holds(slot):
-                self._skipped = True
-                continue
-            store.drop(slot, out)
-            self.foreign_dropped += 1
+        foreign = [slot for slot in foreign if slot not in replicas]
+        free = [slot for slot in foreign if not store.holds(slot)]
+        self._skipped = self._skipped or len(free) < len(foreign)
+        store.drop(free, out)
+        self.foreign_dropped += len(free)
         return at_end
 
     def _drop_from_tiers(self, out: list[Action]) -> None:

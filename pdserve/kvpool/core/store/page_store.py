@@ -74,8 +74,7 @@ class PageStore(SlotStates):
         """
         budget = budget or self.drop_budget()
         if pages.expiry is not None:
-            for ended in [pages.committed[key] for key in keys if key in pages.committed]:
-                self.drop(ended, out, "ttl")
+            self.drop([pages.committed[key] for key in keys if key in pages.committed], out, "ttl")
         count = self._room.within_quota(pages, slot_bytes, len(keys), budget, out)
         slots = self._room.find(slot_bytes, count, budget, out)
         facts, states, in_state, sequence = self.facts, self.states, self.bytes_in_state, self.next_sequence
@@ -137,11 +136,12 @@ class PageStore(SlotStates):
         del self.index.namespace(self.facts.namespace[slot]).writing[self.key_of(slot)]
         self.move(slot, self.slots.slot_bytes(slot), QUARANTINED)
 
-    def give_back(self, slot: int, out: list[Action]) -> None:
-        """Free a RESERVED or QUARANTINED slot."""
-        if self.states[slot] == RESERVED:
-            del self.index.namespace(self.facts.namespace[slot]).writing[self.key_of(slot)]
-        self.free(slot, out)
+    def give_back(self, slots: Sequence[int], out: list[Action]) -> None:
+        """Free RESERVED or QUARANTINED slots."""
+        for slot in slots:
+            if self.states[slot] == RESERVED:
+                del self.index.namespace(self.facts.namespace[slot]).writing[self.key_of(slot)]
+        self.free(slots, out)
 
     # --- reading
 
@@ -160,9 +160,8 @@ class PageStore(SlotStates):
         """
         pages = self.index.namespace(namespace)
         count = len(pages.committed)
-        for slot in [slot for slot in self.held if self.facts.namespace[slot] == namespace]:
-            if self.states[slot] == COMMITTED:
-                self.drop(slot, out)
+        held = [slot for slot in self.held if self.facts.namespace[slot] == namespace]
+        self.drop([slot for slot in held if self.states[slot] == COMMITTED], out)
         states = np.frombuffer(self.states, np.uint8)
         owned = np.frombuffer(self.facts.namespace, np.uint32) == namespace
         states[owned & (states == COMMITTED)] = SWEEPING
@@ -231,8 +230,7 @@ class PageStore(SlotStates):
         self.next_work_s = float("inf")
         for pages in self.index:
             if pages.expiry is not None:
-                for slot in list(islice(pages.expiry.ended(now_s), CHUNK_SLOTS)):
-                    self.drop(slot, out, "ttl")
+                self.drop(list(islice(pages.expiry.ended(now_s), CHUNK_SLOTS)), out, "ttl")
                 self._expect(max(pages.expiry.next_end_s + EXPIRY_SLACK_S, now_s + BETWEEN_CHUNKS_S))
         for namespace in list(self._over_quota):
             pages = self.index.namespace(namespace)

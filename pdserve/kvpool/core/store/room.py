@@ -90,8 +90,7 @@ class Room:
             if not victims:
                 return False
             budget.left -= len(victims)
-            for victim in victims:
-                states.drop(victim, out, "quota")
+            states.drop(victims, out, "quota")
         return pages.slot_bytes <= quota_bytes
 
     def _evict(self, slot_bytes: int, count: int, budget: DropBudget, out: list[Action]) -> list[int]:
@@ -113,14 +112,13 @@ class Room:
 
     def _empty(self, slab: int, budget: DropBudget, out: list[Action]) -> None:
         """Free all slots of an idle slab. The slab is unassigned then."""
-        states = self._states
-        start = slab * self._slots.slots_per_slab
-        for slot in range(start, start + self._slots.slots_per_slab):
-            budget.left -= states.states[slot] != FREE
-            if states.states[slot] == COMMITTED:
-                states.drop(slot, out, "slab")
-            elif states.states[slot] == SWEEPING:
-                states.sweep_slot(slot, out)
+        state_of, start = self._states.states, slab * self._slots.slots_per_slab
+        taken = [slot for slot in range(start, start + self._slots.slots_per_slab) if state_of[slot] != FREE]
+        budget.left -= len(taken)
+        committed = [slot for slot in taken if state_of[slot] == COMMITTED]
+        swept = [slot for slot in taken if state_of[slot] == SWEEPING]
+        self._states.drop(committed, out, "slab")
+        self._states.sweep_slots(swept, out)
 
     def _is_idle(self, slab: int) -> bool:
         """Whether nobody reads or writes in the slab."""

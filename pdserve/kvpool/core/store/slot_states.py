@@ -20,12 +20,12 @@ freed. In bytes of slots, free + used + reserved + quarantined = capacity. "Used
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.kvpool.core.events import Action, AssignSlab, free_row
+from pdserve.kvpool.core.events import Action, AssignSlab, FreeRows
 from pdserve.kvpool.core.store.index import Facts, Index, NamespacePages
 from pdserve.kvpool.core.store.lazy_free import Sweep
 from pdserve.kvpool.core.store.residue import Residue
@@ -101,9 +101,9 @@ class SlotStates:
             return
         del self.held[slot]
         if self.states[slot] == DOOMED:
-            self.free(slot, out)
+            self.free([slot], out)
 
-    # --- steps of one slot
+    # --- steps
 
     def move(self, slot: int, slot_bytes: int, state: int) -> None:
         in_state, states = self.bytes_in_state, self.states
@@ -111,14 +111,20 @@ class SlotStates:
         in_state[state] += slot_bytes
         states[slot] = state
 
-    def drop(self, slot: int, out: list[Action], reason: str = "dropped") -> None:
-        """No lookup finds the COMMITTED page from now on. Its slot is freed when nobody holds it."""
-        self.unlink(slot, reason)
-        if slot in self.held:
-            self.move(slot, self.slots.slot_bytes(slot), DOOMED)
-            free_row(slot, out)  # a restart does not recover it, and the check of mapped readers fails
-        else:
-            self.free(slot, out)
+    def drop(self, slots: Sequence[int], out: list[Action], reason: str = "dropped") -> None:
+        """No lookup finds these COMMITTED pages from now on. A slot is freed when nobody holds it.
+
+        The row of a held slot is freed at once: a restart does not recover the page, and mapped readers see
+        that their copy is void.
+        """
+        unassigned: list[int] = []
+        for slot in slots:
+            self.unlink(slot, reason)
+            if slot in self.held:
+                self.move(slot, self.slots.slot_bytes(slot), DOOMED)
+            else:
+                self._free(slot, unassigned)
+        _tell(slots, unassigned, out)
 
     def unlink(self, slot: int, reason: str) -> NamespacePages:
         """Take a COMMITTED page out of the index and the orders of eviction."""
@@ -138,43 +144,60 @@ class SlotStates:
             pages.expiry.on_remove(slot)
         return pages
 
-    def free(self, slot: int, out: list[Action]) -> None:
-        """Free a slot that counts for its namespace."""
+    def free(self, slots: Sequence[int], out: list[Action]) -> None:
+        """Free slots that count for their namespaces and hold no page."""
+        unassigned: list[int] = []
+        for slot in slots:
+            self._free(slot, unassigned)
+        _tell(slots, unassigned, out)
+
+    def _free(self, slot: int, unassigned: list[int]) -> None:
         slot_bytes = self.slots.slot_bytes(slot)
         pages = self.index.get(self.facts.namespace[slot])
         if pages is not None:
             pages.slot_bytes -= slot_bytes
-        self._release(slot, slot_bytes, out)
+        self._release(slot, slot_bytes, unassigned)
 
-    def _release(self, slot: int, slot_bytes: int, out: list[Action]) -> None:
+    def _release(self, slot: int, slot_bytes: int, unassigned: list[int]) -> None:
         self.move(slot, slot_bytes, FREE)
         self.facts.key[slot] = None
-        free_row(slot, out)
         if self.slots.free(slot):
             slab = self.slots.slab_of(slot)
             self.slab_use.remove(slot_bytes, slab)
-            out.append(AssignSlab(slab, 0))
+            unassigned.append(slab)
 
     # --- sweeping: slots of a cleared namespace
 
     def sweep(self, sweep: Sweep, slot_bytes: int | None, out: list[Action]) -> bool:
         """Free some slots of a class, or of any class. False when the sweep has none."""
         size, slots = sweep.take(slot_bytes)
+        unassigned: list[int] = []
         for slot in slots:
             del sweep.slot_of[self.key_of(slot)]
-            self._release(slot, size, out)
+            self._release(slot, size, unassigned)
         self._end_if_done(sweep)
+        _tell(slots, unassigned, out)
         return bool(slots)
 
-    def sweep_slot(self, slot: int, out: list[Action]) -> None:
-        """Free one SWEEPING slot."""
-        key, slot_bytes = self.key_of(slot), self.slots.slot_bytes(slot)
-        sweep = next(sweep for sweep in self.sweeps if sweep.slot_of.get(key) == slot)
-        del sweep.slot_of[key]
-        sweep.orders[slot_bytes].on_remove(slot)
-        self._end_if_done(sweep)
-        self._release(slot, slot_bytes, out)
+    def sweep_slots(self, slots: Sequence[int], out: list[Action]) -> None:
+        """Free these SWEEPING slots."""
+        unassigned: list[int] = []
+        for slot in slots:
+            key, slot_bytes = self.key_of(slot), self.slots.slot_bytes(slot)
+            sweep = next(sweep for sweep in self.sweeps if sweep.slot_of.get(key) == slot)
+            del sweep.slot_of[key]
+            sweep.orders[slot_bytes].on_remove(slot)
+            self._end_if_done(sweep)
+            self._release(slot, slot_bytes, unassigned)
+        _tell(slots, unassigned, out)
 
     def _end_if_done(self, sweep: Sweep) -> None:
         if not sweep.slot_of:
             self.sweeps.remove(sweep)
+
+
+def _tell(slots: Sequence[int], unassigned: Sequence[int], out: list[Action]) -> None:
+    """The rows of these slots are free, then these slabs unassigned."""
+    if slots:
+        out.append(FreeRows(list(slots)))
+    out.extend(AssignSlab(slab, 0) for slab in unassigned)

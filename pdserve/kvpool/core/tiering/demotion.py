@@ -255,7 +255,7 @@ class Demotions:
         if settings is None or settings.media != "ssd" or not self._above_watermark():
             return
         if not self._store.holds(slot):
-            self._store.drop(slot, out)
+            self._store.drop([slot], out)
 
     def found(self, event: PagesFound, now_s: float, out: list[Action]) -> None:
         """Pages that survived in the tier, or that came down from the one above it."""

@@ -150,7 +150,7 @@ class Promotions:
             load = self._loads[slot]
             if load.void:
                 self._end(load)
-                self._store.give_back(slot, out)
+                self._store.give_back([slot], out)
             elif status == LOADED:
                 self._end(load)
                 self._store.commit([slot], [checksum], now_s, out)
@@ -171,7 +171,7 @@ class Promotions:
             out.append(LoadPages(tier, (self._slot_page(load),)))
             return
         self._end(load)
-        self._store.give_back(load.slot, out)
+        self._store.give_back([load.slot], out)
         self._resolve(load, NONE, now_s, out)
 
     def _end(self, load: Load) -> None:

@@ -36,8 +36,8 @@ class _Told:
     again: bool = False
 
 
-class Exchanges:
-    """Of one node with all others. `apply` takes what was learnt; `spawn` runs a task of the node's."""
+class AntiEntropy:
+    """The exchanges of one node with all others. `apply` takes what was learnt; `spawn` runs a task."""
 
     def __init__(
         self,

@@ -86,7 +86,7 @@ class PeerControls:
 
     async def _open(self, link: _Link, address: str) -> AsyncControl:
         async with link.connecting:
-            if link.control is None or link.control.broken is not None:
+            if link.control is None or link.control.broken:
                 self._drop(link, link.control)
                 control = await AsyncControl.connect(address, self._hello)
                 if self._closed:

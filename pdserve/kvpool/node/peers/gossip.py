@@ -1,9 +1,9 @@
-"""A node's part in the pool: what it knows of the others, and who is told. asyncio, in the node's loop.
+"""A node's part in the pool: what it knows of the others, and whom it tells. asyncio, in the node's loop.
 
-The decisions are `Cluster`'s (membership.py: who is in the pool) and `Detector`'s (detector.py: who is talked
-to, who is dead). Here they are carried out:
+`cluster.membership` decides which nodes are in the pool, and `cluster.failure_detector` which node is asked
+next and which one is dead. Here their decisions are carried out:
 
-    join       before the node listens: ask the peers what they know; one answer is enough, none is no error
+    join       before the node listens: ask the peers what they know (joining.py)
     watch      what the detector wants: pings, which are exchanges (anti_entropy.py), and the verdict
     tell       a change of this node's own goes to all members at once
     apply      what was learnt goes to clients that asked for views, and to the node's own parts
@@ -18,49 +18,42 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Final, TypeAlias
 
 from msgspec.structs import replace
 
-from pdserve.errors import FrameError, PdserveError, PoolError, PoolRefused, StartupError
+from pdserve.errors import FrameError, PdserveError, PoolRefused
 from pdserve.kvpool.cluster import failure_detector as d
 from pdserve.kvpool.cluster.membership import Cluster, Update
 from pdserve.kvpool.cluster.state import parts
 from pdserve.kvpool.namespaces.registry import Floors
-from pdserve.kvpool.node.admission import shows_token
 from pdserve.kvpool.node.config.node import PoolNodeConfig
-from pdserve.kvpool.node.peers.anti_entropy import PART_BYTES, Exchanges
+from pdserve.kvpool.node.peers.anti_entropy import PART_BYTES, AntiEntropy
 from pdserve.kvpool.node.peers.channels import PeerControls
+from pdserve.kvpool.node.peers.joining import Before, Joining
 from pdserve.kvpool.node.serving.connection import ClientConnection
-from pdserve.kvpool.node.upgrade.handover import Handover
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import (
     ACTIVE,
     DEAD,
     LEAVING,
-    ClusterState,
     GetView,
     Gossip,
     Gossiped,
-    Member,
     NamespaceRecord,
     ProbePeer,
     View,
 )
 from pdserve.kvpool.transports.control import make_hello
 
-if TYPE_CHECKING:
-    from pdserve.discovery.etcd import EtcdMember, EtcdMembership
-
 logger = logging.getLogger(__name__)
 
 Handler: TypeAlias = Callable[[ClientConnection, Any], None]
 MAX_UNREAD_VIEW_BYTES: Final = 256 * 1024  # a client that has not read so much gets the view later
 IDLE_ROUNDS: Final = 30  # intervals of sync between looks for unused connections
-SEEDS_A_ROUND: Final = 3
-MAX_PROBES: Final = 64  # for others, at a time
+MAX_PROBES: Final = 64  # of nodes that others ask about, at a time
 STOP_TIMEOUT_S: Final = 0.5  # to tell the others that this node leaves
 
 
@@ -78,9 +71,9 @@ class Gossiper:
         incarnation: int,
         connections: Mapping[int, ClientConnection],
         fail: Callable[[PdserveError], None],
-        inherited: Handover | None = None,
+        before: Before | None = None,
     ) -> None:
-        """`connections`: the node's clients. `fail` ends the node. `inherited`: it is upgraded."""
+        """`connections`: the node's clients. `fail` ends the node. `before`: set after an upgrade."""
         self.config = config
         self.timing = d.Timing(
             config.cluster.ping_interval_s,
@@ -95,7 +88,7 @@ class Gossiper:
             self.address,
             incarnation,
             time.time_ns() // 1_000_000,
-            ACTIVE if inherited is None else inherited.status,
+            ACTIVE if before is None else before.status,
         )
         self.moves_pages = False
         self.on_view: list[Callable[[View], None]] = []
@@ -105,25 +98,20 @@ class Gossiper:
         hello = make_hello(f"node {config.name}", "", "none", config.cluster.token)
         self.links = PeerControls(replace(hello, node=config.name))
         self.links.on_upgrading = lambda node: self._feed(d.Upgrading(node))
-        self._inherited = inherited
-        here = {config.address, *config.listen}
-        self._peers = [address for address in config.cluster.peers if address not in here]
-        self.seeds: dict[str, str] = dict.fromkeys(self._peers, "")  # address -> name, once known
-        self._etcd: EtcdMembership | None = None
         self._connections = connections
-        self._fail = fail
         self._unaware: set[int] = set()  # connections that have yet to be told the newest view
-        self.exchanges = Exchanges(
+        self.anti_entropy = AntiEntropy(
             self.cluster, self.links, self.timing.ping_timeout_s, self.apply, self._spawn
+        )
+        self.joining = Joining(
+            config, self.cluster, self.links, self.apply, self._spawn_sync, self.doubt, fail, before
         )
         self._configured = {namespace.name for namespace in config.namespaces}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._detector: d.Detector | None = None  # from `start` on
-        self._round = 0
+        self._detector: d.Detector | None = None  # set by `start`
         self._probes = 0
-        self._rivalry = False  # whether it is being looked into
         self._joined = False
-        self._settled_epoch = 0  # said so before it joined
+        self._settled_epoch = 0  # of before it joined
 
     @property
     def view(self) -> View:
@@ -133,14 +121,6 @@ class Gossiper:
     def routes(self) -> dict[type, Handler]:
         """Who answers which request."""
         return {GetView: self._get_view, Gossip: self._gossip, ProbePeer: self._probe_peer}
-
-    def refuse(self, hello: m.Hello) -> m.Fault | None:
-        """Why a client that says it is a node is none of ours."""
-        if not hello.node or shows_token(hello, self.config):
-            return None
-        return m.Fault(
-            0, "bad_token", f"node {self.name} has another cluster.token than node {hello.node}: give all one"
-        )
 
     # --- what the node's other parts use
 
@@ -174,80 +154,26 @@ class Gossiper:
     # --- coming and going
 
     async def join(self) -> None:
-        """Learn what the others know; before this node is known to anybody, unless it is upgraded: then those
-        are asked, too, that were there before. Raises StartupError: the others do not want it, or one of its
-        name lives.
+        """Learn what the others know, before any of them knows this node. Raises StartupError: they refuse
+        it, or a node with its name lives.
         """
-        await self._look_up()
-        before = [] if self._inherited is None else self._inherited.peers
-        addresses = {*self.seeds, *before}
-        if addresses and not await self._ask_seeds(addresses):
-            logger.warning("node %s: no peer answers, it starts alone and goes on trying", self.name)
+        await self.joining.join()
         self._joined = True
         self.settle(self._settled_epoch)
         self.apply(Update())
-
-    async def _look_up(self) -> None:
-        """Ask etcd who is there, if it is what tells."""
-        config = self.config.cluster
-        if config.membership != "etcd":
-            return
-        from pdserve.discovery.etcd import (  # and with it an HTTP client, which few nodes need
-            EtcdMembership,
-        )
-
-        own = EtcdMember(self.address.node, self.address.address, self.address.weight)
-        self._etcd = EtcdMembership(config.etcd, config.name, own, self.found, self.doubt)
-        try:
-            async with asyncio.timeout(config.join_timeout_s):
-                self.found(await self._etcd.nodes())
-        except (PoolError, TimeoutError) as error:
-            logger.warning("node %s: etcd does not tell of other nodes yet: %s", self.name, error)
-
-    def found(self, nodes: list[EtcdMember]) -> None:
-        """These nodes should be there; those that are not known are asked at once."""
-        here = {self.config.address, *self.config.listen}
-        named = {node.address: node.node for node in nodes if node.address not in here}
-        self.seeds = {address: self.seeds.get(address, "") for address in self._peers} | named
-        if self._detector is not None:
-            self._look_for_seeds()
-
-    def _name_seed(self, address: str, node: str) -> None:
-        if address in self.seeds:
-            self.seeds[address] = node
-
-    async def _ask_seeds(self, addresses: Iterable[str]) -> bool:
-        """Whether one answered."""
-        asking = [asyncio.ensure_future(self._ask_seed(address)) for address in addresses]
-        try:
-            async with asyncio.timeout(self.config.cluster.join_timeout_s):
-                for answer in asyncio.as_completed(asking):
-                    state = await answer
-                    if state is not None:
-                        await self._check_name(state)
-                        self.apply(self.cluster.receive(state))
-                        return True
-        except TimeoutError:
-            pass
-        except FrameError as error:
-            raise StartupError(f"node {self.name} cannot join: {error}") from error
-        finally:
-            for task in asking:
-                task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
-        return False
 
     def start(self) -> None:
         """From now on this node is one of them."""
         loop = asyncio.get_running_loop()
         self._detector = d.Detector(self.name, self.timing, loop.time())
         self._members_changed()
-        for address in list(self.seeds):
-            self._spawn(self._sync(address))
-        self.exchanges.tell_all({})
+        self.joining.started = True
+        for address in list(self.joining.seeds):
+            self._spawn_sync(address)
+        self.anti_entropy.tell_all({})
         self._spawn(self._run())
-        if self._etcd is not None:
-            self._spawn(self._etcd.run())
+        if self.joining.etcd is not None:
+            self._spawn(self.joining.etcd.run())
 
     async def stop(self, *, leaving: bool = True) -> None:
         """End all of it; tell the others first, if so configured and this node is `leaving`."""
@@ -256,66 +182,19 @@ class Gossiper:
             self._detector = None
             self.apply(self.cluster.quit())
             telling = [
-                self.exchanges.exchange(o.address, STOP_TIMEOUT_S, node=o.node, push={}) for o in others
+                self.anti_entropy.exchange(o.address, STOP_TIMEOUT_S, node=o.node, push={}) for o in others
             ]
             await asyncio.gather(*telling, return_exceptions=True)
         self._detector = None
+        self.joining.started = False
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.links.close()
-        if self._etcd is not None:
+        if self.joining.etcd is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_TIMEOUT_S):
-                    await self._etcd.close()
-
-    async def _ask_seed(self, address: str) -> ClusterState | None:
-        """What the node there knows; None if there is none, or only this one."""
-        state = ClusterState(self.config.cluster.name, [], [])
-        timeout_s = self.config.cluster.join_timeout_s
-        try:
-            reply, welcome = await self.links.call(address, lambda i: Gossip(i, self.name, state), timeout_s)
-        except PoolRefused as error:
-            raise StartupError(f"node {self.name} cannot join: {error}") from error
-        except PoolError as error:
-            logger.info("node %s: no answer from peer %s: %s", self.name, address, error)
-            return None
-        if welcome.node == self.name:
-            self._refuse_namesake(address)
-        if isinstance(reply, m.Fault):
-            raise StartupError(f"node {self.name} cannot join: pool node {address}: {reply.message}")
-        self._name_seed(address, welcome.node)
-        return reply.state if isinstance(reply, Gossiped) else None
-
-    async def _check_name(self, state: ClusterState) -> None:
-        """Raises StartupError if a node of this one's name lives."""
-        if self._inherited is not None:
-            return  # that is this one
-        for member in state.members:
-            if member.node == self.name and member.status in (ACTIVE, LEAVING) and await self._lives(member):
-                self._refuse_namesake(member.address)
-
-    def _refuse_namesake(self, address: str) -> None:
-        raise StartupError(f"another node at {address} has the name {self.name}: give this one another name")
-
-    async def _lives(self, rival: Member) -> bool:
-        """Whether a node of this name and the rival's incarnation answers at its address."""
-        try:
-            _, welcome = await self.links.call(rival.address, GetView, self.timing.ping_timeout_s)
-        except PdserveError:
-            return False
-        return (welcome.node, welcome.incarnation) == (self.name, rival.incarnation)
-
-    async def _settle_rivalry(self, rival: Member) -> None:
-        """Two that started at once, or on two sides of a partition: the larger incarnation yields."""
-        self._rivalry = True
-        try:
-            if await self._lives(rival):
-                logger.error("node %s: another node has its name: %s", self.name, rival.address)
-                if self.cluster.me.incarnation > rival.incarnation:
-                    self._fail(StartupError(f"another node at {rival.address} has the name {self.name}"))
-        finally:
-            self._rivalry = False
+                    await self.joining.etcd.close()
 
     # --- what changed
 
@@ -335,9 +214,9 @@ class Gossiper:
             for changed in self.on_change:
                 changed()
         if update.own and self._detector is not None:
-            self.exchanges.tell_all({record.name: record for record in update.namespaces})
-        if update.rival is not None and not self._rivalry:
-            self._spawn(self._settle_rivalry(update.rival))
+            self.anti_entropy.tell_all({record.name: record for record in update.namespaces})
+        if update.rival is not None and not self.joining.rivalry:
+            self._spawn(self.joining.settle_rivalry(update.rival))
         if self._joined and not self.moves_pages and self.cluster.me.settled < self.cluster.epoch:
             self.settle(self.cluster.epoch)
 
@@ -372,7 +251,7 @@ class Gossiper:
         """The node's status with what it knows of the others."""
         return replace(report, epoch=self.cluster.epoch, members=list(self.cluster.state.members))
 
-    # --- requests; that a node of this pool sent them was checked (access.py)
+    # --- requests of other nodes, whose right to send them was checked (namespaces/access.py)
 
     def _get_view(self, connection: ClientConnection, request: GetView) -> None:
         connection.send(replace(self.view, id=request.id))
@@ -393,12 +272,14 @@ class Gossiper:
             return
         known, digest = self.cluster.state, self.cluster.digest
         if request.digest == digest:
-            connection.send(Gossiped(request.id, self.exchanges.nothing(), digest))
+            connection.send(Gossiped(request.id, self.anti_entropy.nothing(), digest))
             return
         first, *more = parts(known, PART_BYTES)
         connection.send(Gossiped(request.id, first, digest))
         if more:
-            self.exchanges.tell(sender, {record.name: record for part in more for record in part.namespaces})
+            self.anti_entropy.tell(
+                sender, {record.name: record for part in more for record in part.namespaces}
+            )
 
     def _probe_peer(self, connection: ClientConnection, request: ProbePeer) -> None:
         if self._probes >= MAX_PROBES or request.node not in self.cluster.members:
@@ -409,7 +290,7 @@ class Gossiper:
 
     async def _probe(self, connection: ClientConnection, request: ProbePeer) -> None:
         try:
-            outcome = await self.exchanges.ping(request.node, 0.8 * self.timing.indirect_timeout_s)
+            outcome = await self.anti_entropy.ping(request.node, 0.8 * self.timing.indirect_timeout_s)
             connection.send(m.Done(request.id, int(outcome == "answered")))
         finally:
             self._probes -= 1
@@ -426,7 +307,7 @@ class Gossiper:
                 case d.Ask(helper, node):
                     self._spawn(self._ask(helper, node))
                 case d.Sync(node):
-                    self.exchanges.tell(node, {})
+                    self.anti_entropy.tell(node, {})
                 case d.Dead(node, version):
                     logger.warning(
                         "node %s: node %s cannot be reached: it is taken for dead", self.name, node
@@ -434,7 +315,7 @@ class Gossiper:
                     self.apply(self.cluster.declare_dead(node, version))
 
     async def _run(self) -> None:
-        next_sync_s = 0.0
+        next_sync_s, rounds = 0.0, 0
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self.timing.tick_s)
@@ -442,31 +323,25 @@ class Gossiper:
             if loop.time() < next_sync_s:
                 continue
             next_sync_s = loop.time() + self.timing.sync_interval_s
-            self._round += 1
+            rounds += 1
             self.apply(self.cluster.tidy(time.time_ns() // 1_000_000, self._configured))
             self.push_views()
-            self._look_for_seeds()
-            if self._round % IDLE_ROUNDS == 0:
+            self.joining.look_for_seeds()
+            if rounds % IDLE_ROUNDS == 0:
                 self.links.close_idle()
 
-    def _look_for_seeds(self) -> None:
-        """Ask again at addresses where no living member is known, a few at a time."""
-        alive = self.cluster.alive()
-        known = {member.address for member in alive}
-        names = {member.node for member in alive}
-        unknown = [a for a, name in self.seeds.items() if a not in known and name not in names]
-        for place in range(min(SEEDS_A_ROUND, len(unknown))):
-            self._spawn(self._sync(unknown[(self._round * SEEDS_A_ROUND + place) % len(unknown)]))
+    def _spawn_sync(self, address: str) -> None:
+        self._spawn(self._sync(address))
 
     async def _sync(self, address: str) -> None:
         try:
-            welcome = await self.exchanges.exchange(address, self.timing.ping_timeout_s)
-            self._name_seed(address, welcome.node)
+            welcome = await self.anti_entropy.exchange(address, self.timing.ping_timeout_s)
+            self.joining.name_seed(address, welcome.node)
         except PdserveError as error:
             logger.debug("node %s: peer %s: %s", self.name, address, error)
 
     async def _ping(self, node: str) -> None:
-        outcome = await self.exchanges.ping(node, self.timing.ping_timeout_s)
+        outcome = await self.anti_entropy.ping(node, self.timing.ping_timeout_s)
         self._feed(d.PingEnded(node, outcome))
 
     async def _ask(self, helper: str, node: str) -> None:

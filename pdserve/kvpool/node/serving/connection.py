@@ -44,8 +44,8 @@ class Host(Protocol):
         """A socket went."""
         ...
 
-    def choose_path(self, hello: Hello) -> DataPathName | Fault | None:
-        """How this client will move pages, or why it cannot be served. None: it will be told in a moment."""
+    def choose_path(self, hello: Hello) -> DataPathName | Fault:
+        """How this client will move pages, or why it cannot be served."""
         ...
 
     async def open_ucx(self, connection: int, hello: Hello) -> UcxInfo | Fault:
@@ -189,8 +189,6 @@ class ClientConnection(asyncio.Protocol):
         name = "".join(c if c.isprintable() else "?" for c in message.client[:MAX_CLIENT_CHARS])
         self._client = f"{name} (pid {message.pid})"
         path = self._node.choose_path(message)
-        if path is None:
-            return
         if path == "ucx":
             self._greeting = asyncio.get_running_loop().create_task(self._greet_ucx(message))
         else:
@@ -213,9 +211,7 @@ class ClientConnection(asyncio.Protocol):
         elif isinstance(ucx, Fault):
             self.refuse(ucx)
         else:
-            path = self._node.choose_path(hello)  # others may have come in between
-            if path is not None:
-                self._greet(hello, path, ucx)
+            self._greet(hello, self._node.choose_path(hello), ucx)  # others may have connected meanwhile
 
     def refuse(self, fault: Fault) -> None:
         """Say why, and close. Idempotent."""
@@ -259,36 +255,33 @@ def _end_when_silent(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silent_s * 1000)
 
 
-FAREWELL_S: Final = 0.5  # for the last words to leave
+GOODBYE_S: Final = 0.5  # for the last replies to leave
 
 
-class Visitors:
-    """By number, those that have yet to shake hands too."""
+class Connections:
+    """All open connections of a node, also those that have not shaken hands."""
 
     def __init__(self) -> None:
-        self.all: dict[int, ClientConnection] = {}
+        self.by_number: dict[int, ClientConnection] = {}
         self._changed = asyncio.Event()
 
-    def came(self, connection: ClientConnection) -> None:
-        self.all[connection.number] = connection
+    def add(self, connection: ClientConnection) -> None:
+        """It was accepted."""
+        self.by_number[connection.number] = connection
 
-    def went(self, number: int) -> None:
-        self.all.pop(number, None)
+    def remove(self, number: int) -> None:
+        """It is closed."""
+        self.by_number.pop(number, None)
         self._changed.set()
 
-    def refuse(self, farewell: Fault) -> set[int]:
-        """Tell all of them why and close their connections; whose numbers these were."""
-        present = dict(self.all)
+    async def dismiss(self, fault: Fault) -> None:
+        """Tell all clients why, and close their connections; returns when they are closed, or soon after."""
+        await asyncio.sleep(0)  # accepted sockets become connections
+        present = dict(self.by_number)
         for connection in present.values():
-            connection.refuse(farewell)
-        return set(present)
-
-    async def dismiss(self, farewell: Fault) -> None:
-        """Refuse all that are here; returns when their connections are closed, or soon after."""
-        await asyncio.sleep(0)  # those that were just accepted become connections
-        present = self.refuse(farewell)
+            connection.refuse(fault)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FAREWELL_S):
-                while present & self.all.keys():
+            async with asyncio.timeout(GOODBYE_S):
+                while present.keys() & self.by_number.keys():
                     self._changed.clear()
                     await self._changed.wait()

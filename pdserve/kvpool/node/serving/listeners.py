@@ -6,11 +6,10 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pdserve.errors import StartupError
-from pdserve.kvpool.node.upgrade.handover import Handover
 from pdserve.kvpool.protocol.address import TcpAddress, UnixAddress, parse_address
 
 BACKLOG = 4096  # Linux's own bound; a client that finds a Unix socket's full is refused at once
@@ -20,29 +19,25 @@ UNIX_PATH_BYTES = 107  # sun_path, less its end
 class Listeners:
     """A node's listening sockets."""
 
-    def __init__(self, inherited: Handover | None) -> None:
-        """`inherited`: from this process's earlier program, with sockets that listen already."""
-        self._inherited = dict(inherited.listening) if inherited is not None else {}
+    def __init__(self, inherited: Mapping[str, Sequence[int]]) -> None:
+        """`inherited`: descriptors of listening sockets by address, from this process's earlier program."""
+        self._inherited = dict(inherited)
         self._servers: list[tuple[str, asyncio.Server]] = []
-        self._own: list[asyncio.Server] = []  # those that were not inherited
 
     async def open(self, addresses: Sequence[str], accept: Callable[[], asyncio.Protocol]) -> None:
-        """Serve at these addresses, and no more where others were inherited. Raises StartupError; those that
+        """Serve at these addresses, and close what was inherited for others. Raises StartupError; those that
         were opened are open then.
         """
         for address in addresses:
             inherited: list[int | None] = [*self._inherited.pop(address, [])]
             for fd in inherited or [None]:
-                server = await listen(address, accept, fd)
-                self._servers.append((address, server))
-                if fd is None:
-                    self._own.append(server)
+                self._servers.append((address, await listen(address, accept, fd)))
         for address, unused in self._inherited.items():  # the configuration has changed
             for unused_fd in unused:
                 os.close(unused_fd)
             remove_socket(address)
 
-    def hand_over(self) -> dict[str, list[int]]:
+    def copies(self) -> dict[str, list[int]]:
         """Copies of the sockets, by address: for the next program. Raises OSError; then there are none."""
         passed: dict[str, list[int]] = {}
         try:
@@ -54,13 +49,8 @@ class Listeners:
             raise
         return passed
 
-    def withdraw(self) -> None:
-        """Close what was not inherited: the next program has no copies, and opens it anew."""
-        for server in self._own:
-            server.close()
-
     def close(self) -> None:
-        """Accept nobody any more."""
+        """Accept no more connections. Copies of the sockets keep their queues of new clients."""
         for _, server in self._servers:
             server.close()
 

@@ -47,9 +47,9 @@ class UcxPath:
         self._loading: asyncio.Task[UcxServer] | None = None
         self._library: asyncio.Handle | None = None
 
-    def prepare(self, *, remote: bool) -> None:
-        """The node is ready; `remote`: for other hosts."""
-        if remote:
+    def prepare(self, *, at_once: bool) -> None:
+        """The node is ready. `at_once`: clients on other hosts, or of before an upgrade, may come soon."""
+        if at_once:
             self.load()
         else:
             thread = threading.Thread(target=self._load_library, daemon=True)

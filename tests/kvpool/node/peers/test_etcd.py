@@ -180,7 +180,7 @@ def test_etcd_with_tls_and_passwords(tmp_path: Path) -> None:
                 async with running(tmp_path, "b", **cluster) as b:
                     await until(lambda: ring(a) == ring(b) == "ab")
                     await until(lambda: found_by(good) == ["a", "b"])
-                    membership = a.gossip._etcd
+                    membership = a.gossip.joining.etcd
                     assert membership is not None
                     membership._token = "one.that.ended"
                     assert [node.node for node in await membership.nodes()] == ["a", "b"]
@@ -204,7 +204,7 @@ def test_whoever_is_known_to_etcd_stays_so_when_its_users_are_changed(tmp_path: 
             cluster = {"cluster": {"membership": "etcd", "etcd": good}}
             async with running(tmp_path, "a", **cluster) as a:
                 await until(lambda: found_by(good) == ["a"])
-                membership = a.gossip._etcd
+                membership = a.gossip.joining.etcd
                 assert membership is not None
                 server.post("auth/user/add", {"name": "somebody", "password": "x"}, root)
                 assert [node.node for node in await membership.nodes()] == ["a"]

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -18,7 +19,7 @@ from pdserve.kvpool.node.config.namespaces import NamespaceConfig
 from pdserve.kvpool.node.config.node import TierConfig
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.peers.page_link import PeerLink
-from pdserve.kvpool.node.peers.rebalancer import Mover
+from pdserve.kvpool.node.peers.rebalancer import Rebalancer
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE, LEFT, Drain
@@ -43,9 +44,9 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def test_what_was_to_be_had_from_a_node_that_was_lost_meanwhile_is_asked_for_again() -> None:
-    mover = object.__new__(Mover)
+    mover = object.__new__(Rebalancer)
     mover._spaces = {}  # as after a view without the node
-    mover._closed, mover._behind = False, lambda: False
+    mover._pages, mover._behind = SimpleNamespace(closed=False), lambda: False
     for action, work in (
         (List(1, 7, "b", "ns", 0, 10), mover._list),
         (Pull(1, 7, "b", "ns", [], []), mover._pull),
@@ -221,7 +222,7 @@ def test_a_request_that_waited_behind_one_that_failed_takes_nothing_over_from_it
     nodes.start("n1")
     nodes.settle()
     space = ("ns", {"a": "b"}, 1)
-    mover = nodes.nodes["n0"].mover
+    pages = nodes.nodes["n0"].replicator._pages
 
     def breaks(link: PeerLink, deadline: float) -> None:
         link._open(space, deadline)
@@ -232,7 +233,7 @@ def test_a_request_that_waited_behind_one_that_failed_takes_nothing_over_from_it
         return link._open(space, deadline)
 
     async def ask() -> list[object]:
-        asked = [mover._ask("n1", "move", work) for work in (breaks, opens, PeerLink.survey)]
+        asked = [pages.ask("n1", "move", work) for work in (breaks, opens, PeerLink.survey)]
         return await asyncio.gather(*asked, return_exceptions=True)
 
     failed, number, report = nodes.run(ask)
@@ -314,7 +315,7 @@ def test_a_source_that_hangs_in_the_middle_costs_only_time(nodes: Nodes) -> None
 
     def settled() -> bool:
         nodes.tell()
-        return nodes.nodes["n2"].mover.counters()["moving"] == 0
+        return nodes.nodes["n2"].rebalancer.counters()["moving"] == 0
 
     wait_for(settled, "n2 gives up on n0")
     counters = nodes.counters("n2")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pdserve.errors import ConfigError
 from pdserve.router.api.errors import NoWorkerError
 from pdserve.router.config.placement import Stickiness
-from pdserve.router.fleet.registry import Worker
+from pdserve.router.fleet.worker import Worker
 from pdserve.router.placement.policies import (
     POLICY_NAMES,
     Ask,

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.sglang.ssd_tokens import MAX_REQUESTS, SsdTokens
+from pdserve.engine.sglang.children.ssd_tokens import MAX_REQUESTS, SsdTokens
+from pdserve.kvpool.hicache.ssd_pages import came_from_ssd
 
 
 class Sglang:
@@ -15,13 +16,18 @@ class Sglang:
 
     def __init__(self) -> None:
         tokens = SsdTokens()
-        self.controller: Any = SimpleNamespace(page_size=64, storage_backend=SimpleNamespace())
-        self.get = tokens.counting(lambda controller, operation, hashes: hashes)
+        self.controller: Any = SimpleNamespace(page_size=64)
+        self.ssd = 0
+        self.get = tokens.counting(self._get)
         self.told = tokens.telling(lambda streamer, req: req.details and dict(req.details))
+
+    def _get(self, controller: Any, operation: Any, pages: int) -> int:
+        came_from_ssd(self.ssd)
+        return pages
 
     def read(self, rid: str, pages: int, ssd: int) -> None:
         """A batch of which so many pages from its start are there, and so many came from SSD."""
-        self.controller.storage_backend.ssd_pages_read = ssd
+        self.ssd = ssd
         assert self.get(self.controller, SimpleNamespace(request_id=rid), pages) == pages
 
     def details(self, rid: str, storage: int | None) -> dict[str, int] | None:

@@ -11,9 +11,15 @@ import gc
 import logging
 import multiprocessing
 import signal
-from typing import Any
+from typing import Any, Final
 
-from pdserve.engine.sglang import prepare, ssd_tokens
+from pdserve.engine.sglang import prepare
+from pdserve.sglang_places import Place
+
+PLACES: Final = (
+    Place("sglang.srt.managers.scheduler", "run_scheduler_process"),
+    Place("sglang.srt.managers.detokenizer_manager", "run_detokenizer_process"),
+)
 
 prepare.before_sglang()
 if multiprocessing.parent_process() is not None:
@@ -26,8 +32,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
         _enter_child()
         from sglang.srt.managers.scheduler import run_scheduler_process as run
 
-        prepare.in_scheduler()
-        ssd_tokens.install()
+        _change_scheduler()
 
     logging.getLogger(run.__module__).addFilter(_without_traceback)
 
@@ -41,6 +46,17 @@ def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
         from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run
 
     run(*args, **kwargs)
+
+
+def _change_scheduler() -> None:
+    from pdserve.engine.sglang.children import pulls, ssd_tokens
+
+    pulls.install()
+    ssd_tokens.install()
+    if prepare.is_on_cpu():
+        from pdserve.engine.sglang.cpu import hooks
+
+        hooks.apply(hooks.SCHEDULER_HOOKS)
 
 
 def _enter_child() -> None:

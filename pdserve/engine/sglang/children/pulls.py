@@ -16,13 +16,27 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final
 
+from pdserve.sglang_places import Place
+
 PULL_ID: Final = "pdserve-pull-"
 """How the ids of such requests begin."""
 
 _MARK: Final = "__pdserve_pulls__"
 
+PLACES: Final = (
+    Place("sglang.srt.managers.scheduler", "Scheduler._process_hicache_events", parameters=("self",)),
+    Place("sglang.srt.managers.scheduler", "Scheduler.abort_request", parameters=("recv_req",)),
+    Place("sglang.srt.managers.io_struct", "AbortReq", parameters=("rid",)),
+    Place("sglang.srt.managers.schedule_batch", "Req.__init__", attributes=("rid", "cache_request_handle")),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache",
+        "UnifiedRadixCache.has_ongoing_prefetch",
+        parameters=("handle",),
+    ),
+)
 
-def in_scheduler() -> None:
+
+def install() -> None:
     """Make the scheduler of this process end such requests; again is a no-op. Imports SGLang's scheduler."""
     from sglang.srt.managers.scheduler import Scheduler
 

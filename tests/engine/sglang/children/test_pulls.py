@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.engine.sglang.pulls import PULL_ID, ending_pulls
+from pdserve.engine.sglang.children.pulls import PULL_ID, ending_pulls
 
 
 @dataclass

@@ -12,9 +12,29 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final
 
-from pdserve.engine.http.cache_report import SSD_DETAIL
+from pdserve.engine.sglang.answers import SSD_DETAIL
+from pdserve.kvpool.hicache import ssd_pages
+from pdserve.sglang_places import Place
 
 MAX_REQUESTS: Final = 4096
+
+_CONTROLLER = "sglang.srt.managers.cache_controller"
+_STREAMER = "sglang.srt.managers.scheduler_components.output_streamer"
+PLACES: Final = (
+    Place(
+        _CONTROLLER,
+        "HiCacheController._page_get_zero_copy",
+        parameters=("operation", "hash_values", "host_indices", "extra_info"),
+        calls=("batch_get_v1",),
+    ),
+    Place(_CONTROLLER, "PrefetchOperation.__init__", attributes=("request_id",)),
+    Place(
+        _STREAMER,
+        "SchedulerOutputStreamer.get_cached_tokens_details",
+        parameters=("req",),
+        texts=("storage",),
+    ),
+)
 
 
 class SsdTokens:
@@ -23,14 +43,18 @@ class SsdTokens:
     def __init__(self) -> None:
         self._of: dict[str, int] = {}
 
+    def of(self, rid: str) -> int:
+        """Tokens of this request that came from below the pool's memory."""
+        return self._of.get(rid, 0)
+
     def counting(self, page_get: Callable[..., int]) -> Callable[..., int]:
         """For `HiCacheController._page_get_zero_copy`, which reads a batch: how many pages from its start."""
 
         @functools.wraps(page_get)
         def counted(controller: Any, operation: Any, *args: Any, **kwargs: Any) -> int:
-            pages = page_get(controller, operation, *args, **kwargs)
-            from_ssd = min(pages, getattr(controller.storage_backend, "ssd_pages_read", 0))
-            if from_ssd:
+            with ssd_pages.counting() as read:
+                pages = page_get(controller, operation, *args, **kwargs)
+            if from_ssd := min(pages, read.pages):
                 rid = operation.request_id
                 self._of[rid] = self._of.pop(rid, 0) + from_ssd * controller.page_size
                 if len(self._of) > MAX_REQUESTS:
@@ -47,7 +71,7 @@ class SsdTokens:
         @functools.wraps(details_of)
         def told(streamer: Any, req: Any) -> dict[str, Any] | None:
             details = details_of(streamer, req)
-            tokens = self._of.get(req.rid)
+            tokens = self.of(req.rid)
             if details and tokens:
                 details[SSD_DETAIL] = min(tokens, details.get("storage", 0))
             return details

@@ -1,0 +1,32 @@
+"""Addresses in the configuration: base URLs of workers, control addresses of pool nodes."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+import httpx
+
+from pdserve.errors import ConfigError
+from pdserve.kvpool.protocol.address import parse_address
+
+
+def parse_base_url(url: str) -> tuple[str, int]:
+    """(host, port) of a worker's base URL. Raises ValueError that says what is wrong with it."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+        httpx.URL(url)  # 10.0.0.256 is no address
+        (host or "").encode("idna")  # a..b is no name
+    except (ValueError, httpx.InvalidURL) as error:
+        raise ValueError(f"worker URL {url!r}: {error}") from None
+    if parts.scheme != "http" or not host or parts.path not in ("", "/") or parts.query or parts.username:
+        raise ValueError(f"worker URL {url!r} is not of the form http://HOST:PORT")
+    return host, port or 80
+
+
+def check_pool_address(address: str) -> None:
+    """Raises ValueError for what is no control address of a pool node."""
+    try:
+        parse_address(address)
+    except ConfigError as error:
+        raise ValueError(f"admin.pool: {error}") from None

@@ -1,0 +1,162 @@
+"""One attempt at one decode worker: it answers the call, or continues a stream that another worker began."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from pdserve.router.config.limits import Deadlines
+from pdserve.router.config.router import RouterConfig
+from pdserve.router.dispatch.job import Claim, Job, cached_before_header
+from pdserve.router.dispatch.relay import is_event_stream, relay_events, relay_whole
+from pdserve.router.dispatch.stream_marks import MARKS_HEADER, MARKS_REQUEST
+from pdserve.router.dispatch.worker_request import (
+    MAX_ERROR_BYTES,
+    Failure,
+    WorkerAnswerError,
+    WorkerRequests,
+)
+from pdserve.router.fleet.registry import Fleet
+from pdserve.router.metrics.names import CACHES
+from pdserve.router.metrics.stats import Stats
+from pdserve.router.placement.placer import Placer
+from pdserve.router.request.cache_report import cached_tokens, own_memory_tokens
+from pdserve.router.request.call import Call
+from pdserve.router.sessions.redis_table import SharedSessions
+from pdserve.router.sessions.table import SessionEntry
+from pdserve.router.upstream.client import Upstream
+from pdserve.router.upstream.response import Response, UpstreamError
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeStage:
+    """Asks decode and aggregated workers."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        upstream: Upstream,
+        workers: WorkerRequests,
+        stats: Stats,
+        placer: Placer,
+        shared: SharedSessions | None,
+    ) -> None:
+        self._deadlines: Deadlines = config.deadlines
+        self._asks_marks = config.continue_streams != "never"
+        self._fleet = fleet
+        self._upstream = upstream
+        self._workers = workers
+        self._stats = stats
+        self._placer = placer
+        self._shared = shared
+        self._loop = asyncio.get_running_loop()
+
+    async def attempt(self, call: Call, job: Job, claim: Claim) -> Failure | None:
+        """Have the claimed worker answer. Returns None when the client has the whole answer, else what went
+        wrong; the client may have a part of a stream then.
+        """
+        worker, answer, deadlines = claim.worker, call.answer, self._deadlines
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("%r, %s", worker, ", ".join(job.words))
+        limit_s = deadlines.between_chunks_s if answer.is_started else deadlines.first_byte_s
+        end_s = self._loop.time() + limit_s
+        answer.plan_words = ", ".join(job.words).encode("ascii", "replace")
+        response = None
+        try:
+            response = await self._ask(call, job, claim, limit_s)
+            claim.on_computed()
+            answer.decode_id = worker.id_header
+            left_s = max(0.0, end_s - self._loop.time())
+            if response.status >= 400:
+                await self._refused(call, response, left_s)
+            else:
+                await self._answered(call, job, claim, response, left_s)
+        except (UpstreamError, WorkerAnswerError) as error:
+            answer.decode_id = b""
+            self._workers.on_failure(worker, error, "another worker is tried, if there is one")
+            return error
+        finally:
+            if response is not None:
+                response.release()
+        self._fleet.on_success(worker)
+        return None
+
+    async def _ask(self, call: Call, job: Job, claim: Claim, head_s: float) -> Response:
+        """Send the call, or what the worker needs to continue it."""
+        target, body = call.endpoint.path, call.body
+        headers = call.upstream_headers + job.cached_before
+        if self._asks_marks and call.endpoint.is_resumable:
+            headers += MARKS_REQUEST
+        if call.answer.is_started:
+            target, body = f"/pd/continue?endpoint={target}", job.marks.continue_body(body)
+        return await self._upstream.post(
+            claim.worker, target, headers, body, connect_s=self._deadlines.connect_s, head_s=head_s
+        )
+
+    async def _refused(self, call: Call, response: Response, left_s: float) -> None:
+        """The worker answered with an error. Raises WorkerAnswerError where another worker may do better."""
+        body = await response.read_all(left_s, MAX_ERROR_BYTES)
+        if response.status >= 500 or call.answer.is_started:
+            raise WorkerAnswerError(response.status, body)
+        await call.answer.send_worker_error(response.status, body)
+
+    async def _answered(self, call: Call, job: Job, claim: Claim, response: Response, left_s: float) -> None:
+        """The worker has begun to answer: note it, and relay the answer to its end."""
+        worker, between_s = claim.worker, self._deadlines.between_chunks_s
+        tokens = {} if job.is_prompt_counted and job.cached_before else cached_tokens(response.headers)
+        self._count_prompt(call, job, tokens)
+        turn = self._placer.on_answering(
+            call.facts, job.plan, worker, call.request_id.decode(), self._loop.time()
+        )
+        self._share(call, turn)
+        if is_event_stream(response):
+            if not (call.answer.is_started or job.cached_before):
+                job.cached_before = _found_header(tokens)
+            job.marks.begin(any(name == MARKS_HEADER for name, _ in response.headers))
+            first = await response.read_some(left_s)
+            if claim.trial:
+                self._fleet.on_trial_answering(worker, claim.trial, self._loop.time())
+            await relay_events(call, response, job.marks, first, between_s)
+        elif call.answer.is_started:
+            raise UpstreamError("protocol", "the rest of a stream is no stream")
+        else:
+            await relay_whole(call, response, left_s, between_s)
+        self._share(call, self._note_answered(call, job, claim, turn, response))
+
+    def _count_prompt(self, call: Call, job: Job, tokens: Mapping[str, int]) -> None:
+        if job.is_prompt_counted:
+            return
+        job.count_prompt(self._stats, tokens)
+        meter = call.answer.meter
+        # of several prompts the worker may know only the first one yet
+        if "computed" in tokens and meter is not None and not call.facts.has_several_prompts:
+            meter.prompt_tokens = sum(tokens.values())
+
+    def _note_answered(
+        self, call: Call, job: Job, claim: Claim, turn: SessionEntry | None, response: Response
+    ) -> SessionEntry | None:
+        tokens, found = 0, None
+        if job.plan.places is not None:
+            meter = call.answer.meter
+            tokens = 0 if meter is None else meter.total(call.answer.is_stream)[1]
+            found = own_memory_tokens(response.headers)
+        return self._placer.on_answered(
+            call.facts, job.plan, claim.worker, turn, tokens, found, self._loop.time()
+        )
+
+    def _share(self, call: Call, turn: SessionEntry | None) -> None:
+        if self._shared is not None and turn is not None and call.facts.session is not None:
+            self._shared.record(call.facts.session, turn)
+
+
+def _found_header(tokens: Mapping[str, int]) -> bytes:
+    """What the first worker of a stream found cached, for a worker that continues the stream: that one finds
+    what the first one computed. Empty where the first worker did not say.
+    """
+    if not tokens:
+        return b""
+    device, host, pool, ssd = (tokens.get(tier, 0) for tier in CACHES)
+    return cached_before_header([(device, host, pool + ssd)])

@@ -1,0 +1,82 @@
+"""What the dispatch of one call knows so far, and the load that it counts at a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pdserve.router.dispatch.stream_marks import StreamMarks
+from pdserve.router.fleet.registry import Fleet
+from pdserve.router.fleet.worker import Worker
+from pdserve.router.metrics.names import TIERS, turn_label
+from pdserve.router.metrics.stats import Stats
+from pdserve.router.placement.planner import Plan
+
+MAX_PROMPTS_TOLD = 1024
+"""About 16 KiB of header."""
+
+
+class Job:
+    """One call on its way through the stages."""
+
+    __slots__ = ("cached_before", "is_prompt_counted", "marks", "plan", "tried", "words")
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.words = list(plan.reasons)
+        """What decided, and what became of each stage: for the log and `x-pdserve-plan`."""
+        self.marks = StreamMarks()
+        self.tried: list[str] = []
+        """Ids of the decode workers that failed."""
+        self.cached_before = b""
+        """Header line for the decode worker: prompt tokens that were cached before this call."""
+        self.is_prompt_counted = False
+
+    def count_prompt(self, stats: Stats, tokens: Mapping[str, int]) -> None:
+        """Count where the prompt's tokens came from, by tier. Only the first worker that says so counts: a
+        later one finds what the first one computed.
+        """
+        if tokens and not self.is_prompt_counted:
+            self.is_prompt_counted = True
+            turn = turn_label(self.plan.turn)
+            for tier in TIERS:
+                if tokens.get(tier):
+                    stats.turn_tokens[turn, tier] += tokens[tier]
+
+
+class Claim:
+    """A request's load at one worker, counted from the choice of the worker until `release`. Requests that
+    arrive together see each other's claims, so they do not all choose the same worker.
+    """
+
+    __slots__ = ("_fleet", "_queued_tokens", "trial", "worker")
+
+    def __init__(self, fleet: Fleet, worker: Worker, now_s: float, queued_tokens: int = 0) -> None:
+        """`queued_tokens`: prompt tokens that the worker has to compute."""
+        self._fleet = fleet
+        self._queued_tokens = queued_tokens
+        self.worker = worker
+        self.trial = fleet.on_selected(worker, now_s)
+        """Number of the circuit's trial, see `Fleet.on_selected`."""
+        if queued_tokens:
+            fleet.on_queued(worker, queued_tokens)
+
+    def on_computed(self) -> None:
+        """The prompt waits no more. Can be called again."""
+        if self._queued_tokens:
+            self._fleet.on_queued(self.worker, -self._queued_tokens)
+            self._queued_tokens = 0
+
+    def release(self) -> None:
+        """The worker has this request no more. Called once."""
+        self.on_computed()
+        self._fleet.on_released(self.worker)
+
+
+def cached_before_header(cached_by_prompt: list[tuple[int, int, int]]) -> bytes:
+    """The header line that tells a decode worker what each prompt had cached (device, host, pool) before an
+    earlier worker computed it. Empty for more than MAX_PROMPTS_TOLD prompts.
+    """
+    if not 0 < len(cached_by_prompt) <= MAX_PROMPTS_TOLD:
+        return b""
+    each = ",".join(f"{device}/{host}/{pool}" for device, host, pool in cached_by_prompt)
+    return b"x-pdserve-prefilled: %b\r\n" % each.encode("ascii")

@@ -1,0 +1,138 @@
+"""The answer of one call on its way to the client: head, body, errors, and how much of it was sent.
+
+nothing sent --start--> started --write(more=False)--> complete
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import re
+
+from pdserve.errors import RequestError
+from pdserve.router.api.errors import convert_error, error_event, error_of, error_type
+from pdserve.router.request.token_usage import Meter
+from pdserve.router.server.client import Client, Headers
+
+JSON = b"application/json"
+_FIGURES = re.compile(rb"\([^)]*\)")
+_RETRY_STATUSES = (429, 503)
+
+
+class Progress(enum.Enum):
+    """How much of an answer was sent."""
+
+    NOTHING = "nothing"
+    STARTED = "started"
+    COMPLETE = "complete"
+
+
+_NOTHING, _STARTED, _COMPLETE = Progress.NOTHING, Progress.STARTED, Progress.COMPLETE  # quicker to read
+
+
+class Answer:
+    """The way back to one client."""
+
+    __slots__ = (
+        "client",
+        "decode_id",
+        "is_stream",
+        "meter",
+        "plan_words",
+        "prefill_headers",
+        "progress",
+        "request_id",
+        "shows_figures",
+        "started_s",
+        "status",
+    )
+
+    def __init__(self, client: Client, request_id: bytes) -> None:
+        self.client = client
+        self.request_id = request_id
+        self.progress = _NOTHING
+        self.status = 0
+        self.started_s = 0.0
+        """When the status was sent, on the loop's clock."""
+        self.is_stream = False
+        """The answer is a stream of events: an error can still be told as an event."""
+        self.meter: Meter | None = None
+        """Counts the answer's tokens, once the call was let in."""
+        self.plan_words = b""
+        self.shows_figures = True
+        """The client may see how busy the workers are."""
+        self.prefill_headers: Headers = []
+        """Headers that name the prefill worker, and what it found cached."""
+        self.decode_id = b""
+        """The worker that answers."""
+
+    @property
+    def is_started(self) -> bool:
+        """The status was sent."""
+        return self.progress is not _NOTHING
+
+    @property
+    def is_complete(self) -> bool:
+        """The last byte was sent."""
+        return self.progress is _COMPLETE
+
+    @property
+    def worker_headers(self) -> Headers:
+        """Headers that name the workers."""
+        if not self.decode_id:
+            return self.prefill_headers
+        return [*self.prefill_headers, (b"x-pdserve-decode", self.decode_id)]
+
+    def start(self, status: int, headers: Headers, length: int | None, *, closes: bool = False) -> None:
+        """Send the status and `headers`, with the router's own added. `length`: of the body in bytes; None: a
+        stream of events. `closes`: the connection ends with the answer.
+        """
+        self.progress = _STARTED
+        self.started_s = asyncio.get_running_loop().time()
+        self.status = status
+        self.is_stream = length is None
+        headers.append((b"x-request-id", self.request_id))
+        if words := self.plan_words:
+            headers.append((b"x-pdserve-plan", words if self.shows_figures else _FIGURES.sub(b"", words)))
+            headers += self.worker_headers
+        self.client.start(status, headers, length, closes=closes)
+
+    async def write(self, body: bytes, more: bool) -> None:
+        """Send a piece of the body; waits while the client is slow to read."""
+        if self.meter is not None:
+            self.meter.count(body)
+        await self.client.write(body, more)
+        if not more:
+            self.progress = _COMPLETE
+
+    def write_now(self, body: bytes) -> None:
+        """As `write`, where the client `takes_now`, and more follows."""
+        if self.meter is not None:
+            self.meter.count(body)
+        self.client.write_now(body)
+
+    async def send(
+        self, status: int, body: bytes, *more_headers: tuple[bytes, bytes], closes: bool = False
+    ) -> None:
+        """Send a whole JSON answer."""
+        self.start(status, [(b"content-type", JSON), *more_headers], len(body), closes=closes)
+        await self.write(body, more=False)
+
+    async def send_error(self, error: RequestError) -> None:
+        """Send an error of the router, in OpenAI's form."""
+        more = ((b"retry-after", b"%d" % error.retry_after_s),) if error.status in _RETRY_STATUSES else ()
+        await self.send(error.status, error_of(error), *more)
+
+    async def send_worker_error(self, status: int, body: bytes) -> None:
+        """Send a worker's error answer, in OpenAI's form."""
+        more = ((b"retry-after", b"1"),) if status in _RETRY_STATUSES else ()
+        await self.send(status, convert_error(status, body), *more)
+
+    async def break_off(self, status: int, message: str, code: str) -> None:
+        """End the answer with an error in whatever way is still open: an answer, an error event, or the end
+        of the connection.
+        """
+        if not self.is_started:
+            await self.send_error(RequestError(status, message, type_=error_type(status), code=code))
+        elif self.is_stream and not self.is_complete:
+            await self.write(error_event(message, error_type(status), code), more=False)

@@ -1,0 +1,118 @@
+"""One tenant: its limits, and what it uses. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdserve.router.api.errors import TooManyError
+from pdserve.router.config.tenants import TenantLimits
+from pdserve.router.tenants.token_bucket import TokenBucket
+
+RATE_EXCEEDED = "rate_limit_exceeded"
+
+
+class Use(msgspec.Struct):
+    """A tenant's use since this router process started."""
+
+    requests: int = 0
+    """Requests let in."""
+    refused: int = 0
+    """Requests answered 429."""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+class TenantState:
+    """A tenant as the router knows it."""
+
+    __slots__ = (
+        "grant_number",
+        "granted",
+        "limits",
+        "name",
+        "requests",
+        "running",
+        "spent_requests",
+        "spent_tokens",
+        "tokens",
+        "use",
+        "waiting",
+    )
+
+    def __init__(self, name: str, limits: TenantLimits, now_s: float, granted: int | None = None) -> None:
+        self.name = name
+        self.limits = limits
+        self.running = 0
+        """Requests let in and not over. `Admission` counts them."""
+        self.waiting = 0
+        """Requests in the queue. `Admission` counts them."""
+        self.granted = granted
+        """Its concurrency in this process, of several (`processes.shared_limits`). None: all of it."""
+        self.grant_number = 0
+        self.spent_requests = 0.0
+        self.spent_tokens = 0.0
+        """Charged to its buckets, and not yet told to the other processes."""
+        self.use = Use()
+        self.requests: TokenBucket | None = None
+        self.tokens: TokenBucket | None = None
+        self.set_limits(limits, now_s)
+
+    @property
+    def cache(self) -> str:
+        """The tenant's cache namespace."""
+        return self.limits.cache or self.name
+
+    @property
+    def is_free(self) -> bool:
+        """Its concurrency allows one more request."""
+        most = self.limits.concurrency
+        if not most:
+            return True
+        return self.running < (most if self.granted is None else min(self.granted, most))
+
+    def set_limits(self, limits: TenantLimits, now_s: float) -> None:
+        """Change the limits from now on. Past use still counts."""
+        self.limits = limits
+        self.requests = _bucket(self.requests, limits.requests_s, max(1.0, limits.requests_s), now_s)
+        self.tokens = _bucket(self.tokens, limits.tokens_min / 60, float(limits.tokens_min), now_s)
+
+    def take(self, tokens: int, now_s: float) -> None:
+        """Charge a request of `tokens` (an estimate). Raises TooManyError, and charges nothing then."""
+        if self.requests is not None and (wait_s := self.requests.wait_s(1, now_s)):
+            self.use.refused += 1
+            limit = f"{self.limits.requests_s:g} requests per second"
+            raise TooManyError(f"You may send {limit}.", wait_s, RATE_EXCEEDED)
+        if self.tokens is not None and (wait_s := self.tokens.wait_s(tokens, now_s)):
+            self.use.refused += 1
+            limit = f"{self.limits.tokens_min:,} tokens per minute"
+            raise TooManyError(f"You may use {limit}.", wait_s, RATE_EXCEEDED)
+        if self.requests is not None:
+            self.requests.charge(1, now_s)
+            self.spent_requests += 1
+        if self.tokens is not None:
+            self.tokens.charge(tokens, now_s)
+            self.spent_tokens += tokens
+
+    def settle(self, charged_tokens: int, prompt_tokens: int, output_tokens: int, now_s: float) -> None:
+        """A request that `take` charged is over: charge what it really used."""
+        self.use.prompt_tokens += prompt_tokens
+        self.use.output_tokens += output_tokens
+        if self.tokens is not None:
+            self.tokens.charge(prompt_tokens + output_tokens - charged_tokens, now_s)
+            self.spent_tokens += prompt_tokens + output_tokens - charged_tokens
+
+    def charge_elsewhere(self, requests: float, tokens: float, now_s: float) -> None:
+        """Charge what other processes have charged."""
+        if self.requests is not None:
+            self.requests.charge(requests, now_s)
+        if self.tokens is not None:
+            self.tokens.charge(tokens, now_s)
+
+
+def _bucket(old: TokenBucket | None, rate_s: float, capacity: float, now_s: float) -> TokenBucket | None:
+    if not rate_s:
+        return None
+    if old is None:
+        return TokenBucket(rate_s, capacity, now_s)
+    old.resized(rate_s, capacity, now_s)
+    return old

@@ -1,0 +1,43 @@
+"""A token bucket that can go into debt. Pure.
+
+A request is let in when the bucket holds its estimated use, or is full if the request is larger than that.
+The estimate is charged at once, the difference to the real use when the request ends. So the level can fall
+below zero, and the tenant waits until the debt is paid back. In any time t a tenant is let in for at most
+`capacity + rate * t` tokens and one request, and every used token is paid for.
+"""
+
+from __future__ import annotations
+
+
+class TokenBucket:
+    """Holds `capacity` at most, and gains `rate_s` a second."""
+
+    __slots__ = ("at_s", "capacity", "level", "rate_s")
+
+    def __init__(self, rate_s: float, capacity: float, now_s: float) -> None:
+        self.rate_s = rate_s
+        self.capacity = capacity
+        self.level = capacity
+        self.at_s = now_s
+
+    def wait_s(self, amount: float, now_s: float) -> float:
+        """Seconds until the bucket holds `amount`, or is full if `amount` is larger; 0: now."""
+        self._refill(now_s)
+        missing = min(amount, self.capacity) - self.level
+        return missing / self.rate_s if missing > 1e-9 * self.capacity else 0.0
+
+    def charge(self, amount: float, now_s: float) -> None:
+        """Take `amount`, also below zero. A negative amount is given back."""
+        self._refill(now_s)  # first: an overflow until now must not pay for later use
+        self.level = min(self.capacity, self.level - amount)
+
+    def resized(self, rate_s: float, capacity: float, now_s: float) -> None:
+        """Change rate and capacity from now on. A debt stays."""
+        self._refill(now_s)
+        self.rate_s, self.capacity = rate_s, capacity
+        self.level = min(self.level, capacity)
+
+    def _refill(self, now_s: float) -> None:
+        if now_s > self.at_s:
+            self.level = min(self.capacity, self.level + (now_s - self.at_s) * self.rate_s)
+            self.at_s = now_s

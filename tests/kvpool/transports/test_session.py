@@ -1,0 +1,181 @@
+"""The control session without a socket: a table of what a node may say, and streams cut anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pdserve.errors import FrameError, PoolError, PoolRefused, PoolRestarting, PoolTimeout, PoolUnavailable
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.cluster_messages import GetView, View
+from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_frame
+from pdserve.kvpool.transports.session import ControlSession, Event, make_hello
+
+HELLO = make_hello("test", "host", "auto", "secret", views=True)
+WELCOME = m.Welcome(m.PROTOCOL_VERSION, "node", 1, "host", "shm", 30.0)
+SENT = 6  # requests 1 to 6 are sent after the greeting
+
+MESSAGES: st.SearchStrategy[m.Reply] = st.one_of(
+    st.builds(m.Done, st.integers(0, SENT + 1), st.integers(0, 9)),
+    st.builds(
+        m.Fault, st.integers(0, SENT + 1), st.sampled_from(["upgrading", "stopping", "no"]), st.just("why")
+    ),
+    st.builds(View, st.integers(0, SENT), st.integers(0, 9), st.just([])),
+    st.builds(m.Present, st.integers(1, SENT), st.binary(max_size=300)),
+    st.just(WELCOME),
+)
+
+
+def session_of(*sent: m.Request) -> ControlSession:
+    session = ControlSession("unix:/n", HELLO)
+    for request in sent:
+        session.send(request)
+    return session
+
+
+def pings() -> list[m.Request]:
+    return [m.Ping(n) for n in range(1, SENT + 1)]
+
+
+def feed(session: ControlSession, pieces: Sequence[bytes]) -> list[str]:
+    """What the pieces bring, in words that can be compared."""
+    return [said(event) for piece in pieces if piece for event in session.receive(piece)]
+
+
+def said(event: Event) -> str:
+    error = getattr(event, "error", None)
+    return f"{type(error).__name__}: {error}" if error is not None else repr(event)
+
+
+def expected_of(replies: Sequence[m.Reply]) -> list[str]:
+    """The table of session.py, once more, in the words of `kinds`."""
+    words: list[str] = []
+    greeted, open_ids = False, set(range(1, SENT + 1))
+    for reply in replies:
+        reply_id = getattr(reply, "id", 0)
+        restarting = isinstance(reply, m.Fault) and reply.code in ("upgrading", "stopping")
+        if not greeted:
+            greeted = isinstance(reply, m.Welcome)
+            words.append(
+                "Greeted"
+                if greeted
+                else "PoolRestarting"
+                if restarting
+                else "PoolRefused"
+                if isinstance(reply, m.Fault)
+                else "FrameError"
+            )
+        elif reply_id in open_ids:
+            open_ids.discard(reply_id)
+            words.append("Answered")
+        elif reply_id == 0 and isinstance(reply, View):
+            words.append("ViewPushed")
+        elif reply_id == 0 and isinstance(reply, m.Fault):
+            words.append("PoolRestarting" if restarting else "PoolUnavailable")
+        else:
+            words.append("FrameError")
+        if words[-1] not in ("Greeted", "Answered", "ViewPushed"):
+            break
+    return words
+
+
+def kinds(words: Sequence[str]) -> list[str]:
+    return [word.partition("(")[0].partition(":")[0] for word in words]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.booleans(), st.lists(MESSAGES, max_size=12), st.data())
+def test_any_splitting_of_what_a_node_says_gives_the_same_events_and_they_are_the_table_s(
+    welcomes: bool, later: list[m.Reply], data: st.DataObject
+) -> None:
+    replies = [WELCOME, *later] if welcomes else later
+    stream = b"".join(encode_frame(reply) for reply in replies)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=20)))
+    pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
+    whole, cut = session_of(*pings()), session_of(*pings())
+    events = feed(whole, [stream])
+    assert feed(cut, pieces) == events
+    assert kinds(events) == expected_of(replies)
+    ended = kinds(events)[-1:] not in ([], ["Greeted"], ["Answered"], ["ViewPushed"])
+    assert (whole.ended is not None) == (cut.ended is not None) == ended
+    assert whole.greeted == cut.greeted == (kinds(events)[:1] == ["Greeted"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.booleans(), st.binary(min_size=1, max_size=200))
+@example(True, b"HTTP/1.1 400 Bad Request\r\n\r\n")
+@example(True, (5).to_bytes(4, "little") + b"\x95" * 5)
+def test_garbage_never_raises_and_ends_the_session_by_a_frame_error_if_at_all(
+    greeted: bool, data: bytes
+) -> None:
+    session = session_of(*pings())
+    before = feed(session, [encode_frame(WELCOME)]) if greeted else []
+    events = feed(session, [data, data])
+    assert all(word.startswith("FrameError") for word in events if "Error" in word)
+    assert session.ended is None or isinstance(session.ended, PoolError)
+    assert len(before) == greeted
+    if session.ended is not None:
+        assert feed(session, [encode_frame(WELCOME), b"x"]) == []
+        with pytest.raises(PoolUnavailable, match="broken"):
+            session.send(m.Ping(99))
+
+
+@pytest.mark.parametrize(
+    ("greeting", "error", "words"),
+    [
+        (m.Fault(0, "protocol_version", "speaks version 9"), PoolRefused, "speaks version 9"),
+        (m.Fault(0, "upgrading", "wait"), PoolRestarting, "wait"),
+        (m.Done(0), FrameError, "answered Hello with Done"),
+    ],
+)
+def test_what_a_node_may_answer_to_a_hello(greeting: m.Reply, error: type[PoolError], words: str) -> None:
+    session = session_of()
+    [event] = session.receive(encode_frame(greeting))
+    assert session.ended is not None
+    assert type(session.ended) is error
+    assert words in str(session.ended)
+    assert getattr(event, "fault", None) == (greeting if isinstance(greeting, m.Fault) else None)
+    assert not session.greeted
+
+
+@pytest.mark.parametrize(
+    ("end", "raised"),
+    [
+        (PoolTimeout("late"), PoolUnavailable),
+        (FrameError("noise"), PoolUnavailable),
+        (PoolRestarting("upgrading"), PoolRestarting),
+        (PoolUnavailable("gone"), PoolUnavailable),
+    ],
+)
+def test_every_use_after_the_end_raises_and_says_why(end: PoolError, raised: type[PoolError]) -> None:
+    session = session_of()
+    session.receive(encode_frame(WELCOME))
+    assert len(session.fail(end)) == 1
+    assert session.fail(PoolUnavailable("again")) == []
+    assert session.receive(b"") == session.receive(encode_frame(m.Done(1))) == []
+    for use in (lambda: session.send(m.Ping(1)), session.check):
+        with pytest.raises(PoolUnavailable, match=str(end)) as caught:
+            use()
+        assert type(caught.value) is raised
+
+
+def test_the_end_of_the_stream_is_the_node_s_going() -> None:
+    session = session_of(m.Ping(1))
+    session.receive(encode_frame(WELCOME)[:-1])
+    [event] = session.receive(b"")
+    assert said(event) == "PoolUnavailable: pool node unix:/n closed the connection"
+
+
+def test_what_is_sent_are_the_frames_of_the_protocol() -> None:
+    session = session_of()
+    frames = FrameBuffer()
+    sent: list[m.Request] = [m.Ping(1), m.Release([3], [4]), GetView(2), m.Abort([], [])]
+    stream = session.greeting + b"".join(session.send(message) for message in sent)
+    assert [decode_request(body) for body in frames.feed(stream)] == [HELLO, *sent]
+    answers = [WELCOME, View(2, 8, []), View(0, 9, []), m.Done(1)]
+    events = feed(session, [b"".join(encode_frame(reply) for reply in answers)])
+    assert kinds(events) == ["Greeted", "Answered", "ViewPushed", "Answered"]
+    assert kinds(feed(session, [encode_frame(m.Done(1))])) == ["FrameError"], "a reply comes once"
