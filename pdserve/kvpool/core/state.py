@@ -46,7 +46,7 @@ from pdserve.kvpool.core.events import (
     ViewChanged,
 )
 from pdserve.kvpool.core.namespace_admin import Administration, AdminRequest, Rules
-from pdserve.kvpool.core.page_listing import list_pages
+from pdserve.kvpool.core.page_listing import PageListing
 from pdserve.kvpool.core.reads import Reads
 from pdserve.kvpool.core.sessions import Limits, Session, Tags
 from pdserve.kvpool.core.sharding.coordinator import Sharding
@@ -119,6 +119,7 @@ class NodeState:
         self.waits = Waits(store, limits.max_waiters, self.tiers.has)
         self.reads = Reads(store, limits, tags, self.tiers, self.sharding)
         self.writes = Writes(store, limits, tags, self._written, self.tiers.has if tiers else no_tier)
+        self._listing = PageListing(store, self.sharding, self.tiers)
         # answers that wait
         self._startup_hold = StartupHold(started_s, tiering.promotion_timeout_s, tiers=bool(tiers))
         # namespaces: last, since those that exist are announced to the store at once
@@ -421,14 +422,8 @@ class NodeState:
         if namespace is None:
             text = f"node {self.name} has no namespace '{request.name}'"
             return m.Fault(request.id, "unknown_namespace", text)
-        pages, cursor = list_pages(
-            self.store,
-            self.sharding,
-            self.tiers,
-            namespace.number,
-            request.cursor,
-            request.limit,
-            f"client {session.connection}",
+        pages, cursor = self._listing.answer(
+            namespace.number, request.cursor, request.limit, session.connection
         )
         return PageList(request.id, pages, cursor)
 

@@ -1,4 +1,7 @@
-"""pdserve.kvpool.protocol.frames."""
+"""Messages to bytes and back: frames, and the bounds that every request keeps. Pure.
+
+A frame is a little-endian u32 length, then one message in msgpack (messages.py).
+"""
 
 from __future__ import annotations
 
@@ -75,20 +78,20 @@ def decode_reply(body: bytes | memoryview) -> Reply:
 
 
 def expected(reply: Reply, kind: type[R], node: str) -> R:
-    """The reply, if it is of the wanted kind. Raises PoolRefused: what `node` said instead."""
+    """The reply, if it is of this kind. Raises PoolRefused with the answer of `node` otherwise."""
     if isinstance(reply, kind):
         return reply
     raise PoolRefused(f"pool node {node}: {refusal(reply)}")
 
 
 def refusal(reply: Reply) -> str:
-    """For people: why a reply is not the one that was asked for."""
+    """For people: why a reply is not of the expected kind."""
     return reply.message if isinstance(reply, Fault) else f"unexpected {type(reply).__name__}"
 
 
 def _check_bounds(message: Request) -> None:
     request_id: int = getattr(message, "id", 0)
-    if request_id < 0:  # those are the node's own, for parts of requests
+    if request_id < 0:  # the node itself uses negative ids
         raise FrameError(f"a request's id of {request_id}, it must not be negative")
     keys: list[bytes] = getattr(message, "keys", [])
     if len(keys) > MAX_KEYS:
@@ -122,9 +125,7 @@ def _check_bounds(message: Request) -> None:
 
 
 class FrameBuffer:
-    """Cuts a byte stream into frame bodies: feed what arrived, iterate what is whole. Holds at most one
-    frame.
-    """
+    """Cuts a byte stream into frame bodies. Holds at most one incomplete frame."""
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._buffer = bytearray()
@@ -132,12 +133,12 @@ class FrameBuffer:
 
     @property
     def held_bytes(self) -> int:
-        """Of a frame that is not whole yet."""
+        """Bytes of an incomplete frame."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield each complete frame body. Raises FrameError on an impossible length (a client of another
-        protocol).
+        """Add bytes from the stream; yield each complete frame body. Raises FrameError on an impossible
+        length: the peer speaks another protocol.
         """
         self._buffer += data
         while len(self._buffer) >= HEADER_BYTES:
