@@ -1,4 +1,6 @@
-"""What every tier promises, the reference in memory included. To add one, give its `Kind` here."""
+"""What every tier promises, the reference in memory and the example of docs/extending/tier.md included. To
+add one, give its `Kind` here.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from docs.examples.tier import SqliteTier
 from pdserve.errors import ConfigError, StartupError
 from pdserve.kvpool.tiers.base import (
     CORRUPT,
@@ -71,6 +74,7 @@ class MemoryKind(Kind):
 KINDS = {
     "memory": MemoryKind(MemoryTier),
     "directory": Kind(DirectoryTier),
+    "the documents' example": Kind(SqliteTier),
     "ssd": Kind(SegmentTier, segment_bytes=256 * KIB),
     "ssd, buffered": Kind(SegmentTier, segment_bytes=256 * KIB, direct=False),
 }
