@@ -141,12 +141,12 @@ class PagesLoaded(msgspec.Struct, frozen=True):
     checksums: tuple[int, ...]
 
 
-class TierForgotNamespace(msgspec.Struct, frozen=True):
-    """A tier has carried out ForgetNamespace. `problem`: why pages may return at a restart; or empty."""
+class NamespacesSaved(msgspec.Struct, frozen=True):
+    """The list of this revision, or a newer one, is durable. With a `problem` it is not: the text says why.
+    The shell tries again, and reports again.
+    """
 
-    tier: int
-    namespace: int
-    before_sequence: int
+    revision: int
     problem: str = ""
 
 
@@ -164,7 +164,7 @@ Event: TypeAlias = (
     | PagesStored
     | PagesGone
     | PagesLoaded
-    | TierForgotNamespace
+    | NamespacesSaved
 )
 
 # --- actions (`gc=False`: they hold no cycles, and there may be several per page)
@@ -220,9 +220,12 @@ class AssignSlab(msgspec.Struct, frozen=True, gc=False):
 
 
 class SaveNamespaces(msgspec.Struct, frozen=True, gc=False):
-    """Persist this JSON text in place of the earlier one, before the next action."""
+    """Save this JSON text in place of the earlier one: beside the memory, before the next action. Where there
+    are tiers, also durably, in the background: only the newest of the waiting texts, then NamespacesSaved.
+    """
 
     text: str
+    revision: int = 0
 
 
 class PublishNamespace(msgspec.Struct, frozen=True, gc=False):
@@ -304,11 +307,10 @@ class ForgetPages(msgspec.Struct, frozen=True):
     names: tuple[PageName, ...]
 
 
-class ForgetNamespace(msgspec.Struct, frozen=True):
-    """All tiers drop the namespace's pages of smaller sequences. Each reports one TierForgotNamespace."""
+class ForgetSpace(msgspec.Struct, frozen=True):
+    """All tiers drop the pages that they have of the space. Nothing is reported."""
 
-    namespace: int
-    before_sequence: int
+    space: int
 
 
 Action: TypeAlias = (
@@ -328,5 +330,5 @@ Action: TypeAlias = (
     | StorePages
     | LoadPages
     | ForgetPages
-    | ForgetNamespace
+    | ForgetSpace
 )

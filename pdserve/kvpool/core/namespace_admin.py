@@ -331,14 +331,7 @@ class Administration:
         self._on_settings(number, settings)
 
     def _save(self, out: list[Action]) -> None:
-        out.append(SaveNamespaces(self.namespaces.dump()))
-
-
-def dropped_by(request: m.Request) -> str:
-    """The name of the namespace that the request drops; "" when it drops none."""
-    if isinstance(request, ReplaceNamespace):
-        return request.old
-    return request.name if isinstance(request, m.DropNamespace) else ""
+        out.append(SaveNamespaces(self.namespaces.dump(), self.namespaces.revision))
 
 
 def _administers(session: Session, record: NamespaceRecord) -> bool:

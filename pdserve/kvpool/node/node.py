@@ -348,7 +348,7 @@ class PoolNode:
 
     def _save_namespaces(self, action: SaveNamespaces) -> None:
         self.arena.save_namespaces(action)
-        self._tiers.save_namespaces(action.text)
+        self._tiers.save_namespaces(action)
 
     def _transfer(self, action: StartSend | StartReceive | CancelTransfers) -> None:
         self._ucx.perform(action)
