@@ -7,31 +7,37 @@ import contextlib
 import itertools
 import socket
 from collections.abc import Callable
+from typing import Final, Generic, TypeVar
 
-import msgspec
+from msgspec.msgpack import Decoder, Encoder
 
 from pdserve.errors import PdserveError
 from pdserve.router.metrics.snapshot import Snapshot
-from pdserve.router.processes.messages import Collect, Collected, Message
+from pdserve.router.processes.messages import Collect, Collected, FromChild, FromParent
 
-_LENGTH_BYTES = 4
 COLLECT_TIMEOUT_S = 1.0
 """For a child's answer to its parent."""
 SUM_TIMEOUT_S = 5.0
-"""For the parent's answer to a child: it has all children's by then, and has added them up."""
+"""For the parent's answer to a child: the parent has all children's by then, and has added them up."""
 CLOSE_TIMEOUT_S = 1.0
-_decoder = msgspec.msgpack.Decoder(Message)
-_encoder = msgspec.msgpack.Encoder()
+_LENGTH_BYTES = 4
+_encoder = Encoder()
+FROM_CHILD: Final[Decoder[FromChild | Collected]] = Decoder(FromChild | Collected)
+FROM_PARENT: Final[Decoder[FromParent | Collected]] = Decoder(FromParent | Collected)
+Incoming = TypeVar("Incoming")
 
 
 class ChannelClosed(PdserveError):
     """The process at the other end is gone, or does not answer."""
 
 
-class Channel:
-    """One end. `on_message` gets what is no answer to `collect`, in the loop."""
+class Channel(Generic[Incoming]):
+    """One end; `decoder` is `FROM_CHILD` or `FROM_PARENT`. Answers to `collect` do not go to `on_message`."""
 
-    def __init__(self, on_message: Callable[[Message], None]) -> None:
+    def __init__(
+        self, decoder: Decoder[Incoming | Collected], on_message: Callable[[Incoming], None]
+    ) -> None:
+        self._decoder = decoder
         self._on_message = on_message
         self._writer: asyncio.StreamWriter | None = None
         self._unsent: list[bytes] = []
@@ -47,13 +53,7 @@ class Channel:
         try:
             while True:
                 size = int.from_bytes(await reader.readexactly(_LENGTH_BYTES))
-                message = _decoder.decode(await reader.readexactly(size))
-                if isinstance(message, Collected):
-                    asked = self._asked.pop(message.number, None)
-                    if asked is not None and not asked.done():
-                        asked.set_result(message.metrics)
-                else:
-                    self._on_message(message)
+                self._take_in(self._decoder.decode(await reader.readexactly(size)))
         except (OSError, asyncio.IncompleteReadError):  # the other end is gone
             pass
         finally:
@@ -63,8 +63,14 @@ class Channel:
                 if not asked.done():
                     asked.set_exception(ChannelClosed("the process is gone"))
 
-    def send(self, message: Message) -> None:
-        """Send, if the other end is there. The other end reads at once: nothing is held back."""
+    def _take_in(self, message: Incoming | Collected) -> None:
+        if not isinstance(message, Collected):
+            self._on_message(message)
+        elif (asked := self._asked.pop(message.number, None)) is not None and not asked.done():
+            asked.set_result(message.metrics)
+
+    def send(self, message: FromChild | FromParent | Collected) -> None:
+        """Send, unless the other end is gone. The other end reads at once, so nothing piles up."""
         body = _encoder.encode(message)
         data = len(body).to_bytes(_LENGTH_BYTES) + body
         if self._writer is None:
@@ -73,7 +79,7 @@ class Channel:
             self._writer.write(data)
 
     async def collect(self, timeout_s: float) -> Snapshot:
-        """The other end's metrics. Raises ChannelClosed."""
+        """Metrics from the other end. Raises ChannelClosed."""
         if self._is_over:
             raise ChannelClosed("the process is gone")
         number = next(self._numbers)

@@ -1,4 +1,4 @@
-"""One of a router's processes, as its parent has it (see `parent`)."""
+"""One child as its parent has it (see `parent`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.changes import Changes
 from pdserve.router.fleet.health_check import FirstRound
 from pdserve.router.metrics.snapshot import Snapshot
-from pdserve.router.processes.channel import COLLECT_TIMEOUT_S, Channel, ChannelClosed
-from pdserve.router.processes.messages import Message
+from pdserve.router.processes.channel import COLLECT_TIMEOUT_S, FROM_CHILD, Channel, ChannelClosed
+from pdserve.router.processes.messages import FromChild
 from pdserve.router.processes.serving import run_child
 from pdserve.router.server.uvicorn_server import LAST_WORD_S
 
@@ -45,7 +45,7 @@ class Child:
         setup: Setup,
         listening: socket.socket,
         admin: socket.socket | None,
-        on_message: Callable[[Child, Message], None],
+        on_message: Callable[[Child, FromChild], None],
         first: FirstRound,
     ) -> None:
         """Raises StartupError."""
@@ -54,17 +54,17 @@ class Child:
         self.is_ready = asyncio.Event()
         self.is_stopping = False
         self.metrics = Snapshot()
-        """As it told them last."""
+        """As it has sent them last."""
         self.has_left = False
-        """They are its last word."""
-        self.channel = Channel(lambda message: on_message(self, message))
+        """It has sent its `Last`: these metrics are final."""
+        self.channel = Channel[FromChild](FROM_CHILD, lambda message: on_message(self, message))
         self.process, ours = _started(setup.config, listening, admin, first)
         self.serving = asyncio.create_task(self.channel.run(ours))
         self.ended = asyncio.create_task(self._until_ended())
         """Its exit status."""
 
     async def ready(self) -> None:
-        """Until it serves. Raises StartupError when it ends, or takes too long."""
+        """Wait until it serves. Raises StartupError when it ends, or takes too long."""
         waiting = asyncio.create_task(self.is_ready.wait())
         try:
             await asyncio.wait(
@@ -76,7 +76,7 @@ class Child:
             raise StartupError("a router process did not start; its last words are above")
 
     async def ask_metrics(self) -> bool:
-        """Renew `metrics`, if it serves. False if it does not answer in time: they are those of before."""
+        """Renew `metrics`, if it serves. False if it does not answer in time: `metrics` stays as it was."""
         if self.is_ready.is_set() and not self.has_left:
             try:
                 self.metrics = await self.channel.collect(COLLECT_TIMEOUT_S)
@@ -85,7 +85,7 @@ class Child:
         return True
 
     async def stop(self) -> None:
-        """Let it finish what it has, and kill it when that takes longer than `stop_grace_s`."""
+        """Let it finish what it has; kill it when that takes longer than `stop_grace_s`."""
         if not self.is_stopping and not self.ended.done():
             self.process.terminate()
         self.is_stopping = True

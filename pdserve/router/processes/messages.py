@@ -6,52 +6,53 @@ import msgspec
 
 from pdserve.router.fleet.changes import FleetChange
 from pdserve.router.metrics.snapshot import Snapshot
-from pdserve.router.processes.shared_limits import Share, Want
+from pdserve.router.processes.shared_limits import Report, Share
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
-    """Child to parent: it serves."""
+    """The child serves."""
 
 
 class Collect(msgspec.Struct, tag="collect", frozen=True):
-    """To a child: its metrics, please. To the parent: everybody's."""
+    """Asks a child for its metrics, or the parent for those of all children."""
 
     number: int
 
 
 class Collected(msgspec.Struct, tag="collected", frozen=True):
-    """The answer."""
+    """The answer to `Collect`."""
 
     number: int
     metrics: Snapshot
 
 
 class Last(msgspec.Struct, tag="last", frozen=True):
-    """Child to parent: its metrics, as it ends."""
+    """The child's metrics as it ends."""
 
     metrics: Snapshot
 
 
 class Reload(msgspec.Struct, tag="reload", frozen=True):
-    """The API keys are to be read anew: one process was told so."""
+    """Read the API keys again: the admin API of one child was asked to."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """Child to parent: ids of the workers that it refuses; a process that starts is to refuse the same."""
+    """Ids of all workers that the child refuses. A child that starts refuses the same."""
 
     workers: frozenset[str]
 
 
-class Wants(msgspec.Struct, tag="wants", frozen=True):
-    """Child to parent: what changed of its tenants."""
+class Reports(msgspec.Struct, tag="reports", frozen=True):
+    """Tenants whose use has changed in the child."""
 
-    tenants: dict[str, Want]
+    tenants: dict[str, Report]
 
 
-class Shared(msgspec.Struct, tag="shared", frozen=True):
-    """To a child: what changed of its tenants' shares."""
+class NewShares(msgspec.Struct, tag="shares", frozen=True):
+    """Tenants whose share of the child has changed."""
 
     tenants: dict[str, Share]
 
 
-Message = Ready | Collect | Collected | Last | FleetChange | Refused | Reload | Wants | Shared
+FromChild = Ready | Collect | Last | FleetChange | Refused | Reload | Reports
+FromParent = Collect | FleetChange | Reload | NewShares

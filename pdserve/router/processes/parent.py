@@ -1,21 +1,21 @@
-"""Several router processes behind one port: a parent that starts, replaces and stops them.
+"""Several router processes behind one port: a parent that starts, replaces and stops its children.
 
-Every child has a listening socket of its own on the port (SO_REUSEPORT: the kernel spreads connections over
-them). The parent holds all of these sockets for as long as it lives. So a child is replaced without a
-connection refused or reset: its successor is started on the same socket, and only when that one serves is the
-old child told to stop, to finish what it has.
+Every child has its own listening socket on the port. With SO_REUSEPORT the kernel spreads connections over
+these sockets. The parent holds all sockets for as long as it lives, so replacing a child refuses and resets
+no connection: a successor starts on the same socket, and only when it serves is the old child told to stop.
+The old child finishes the requests that it has.
 
-- SIGHUP: the configuration is read again, and successors with it are started, one after the other. When all
-  serve they take the children's places; when one does not start, none does.
-- A child that dies is started again, after a pause.
-- SIGTERM, SIGINT: every child finishes what it has, within `stop_grace_s`.
-- Metrics: the child that is asked asks the parent, which asks all and adds up, with what ended ones counted
-  and how many did not answer. What the admin API says of requests and use is taken from them.
-- Limits of tenants hold over all of them, see `shares`.
-- What the admin API of one child does to the fleet, the parent tells the others, and one that is started
-  later begins with it; that it reads the API keys anew, it tells the others.
+- SIGHUP: the parent reads the configuration again and starts successors with it, one after the other. When
+  all of them serve, they take the children's places. When one does not start, no child is replaced.
+- A child that dies is started again after a pause.
+- SIGTERM, SIGINT: every child finishes what it has within `stop_grace_s`.
+- Metrics: a child that is asked asks the parent, which asks all children and adds up. The sum includes the
+  counters of ended children and the number of silent children. The admin API reports from this sum.
+- Limits of tenants hold over all children, see `shared_limits`.
+- Changes of the fleet by the admin API of one child are sent to the others. A child that starts later begins
+  with them. A reload of the API keys is sent, too.
 
-A child ends when its parent is gone, for whatever reason: its end of their socket pair says so.
+A child ends when its socket pair with the parent closes, so it never outlives its parent.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import logging
 import signal
 import socket
 from collections.abc import Coroutine
+from typing import assert_never
 
 from pdserve.errors import ConfigError, PdserveError, StartupError
 from pdserve.router.config.router import RouterConfig
@@ -37,13 +38,14 @@ from pdserve.router.processes.child import Child, Setup
 from pdserve.router.processes.messages import (
     Collect,
     Collected,
+    FromChild,
+    FromParent,
     Last,
-    Message,
+    NewShares,
     Ready,
     Refused,
     Reload,
-    Shared,
-    Wants,
+    Reports,
 )
 from pdserve.router.processes.reload import stamp, watch_file
 from pdserve.router.processes.shared_limits import Divider, Shares
@@ -55,29 +57,29 @@ logger = logging.getLogger(__name__)
 RESTART_PAUSE_S = 1.0
 
 
-class Processes:
-    """The parent."""
+class Parent:
+    """Starts, replaces and stops children until it is stopped itself."""
 
     def __init__(
         self, config: RouterConfig, source: ConfigSource[RouterConfig] | None, first: FirstRound
     ) -> None:
         self._setup = Setup(config, Changes())
         self._coming: Setup | None = None
-        """That of the successors that are being started."""
+        """Of the successors that are starting now."""
         self._source = source
         self._seen = stamp(source.path) if source is not None else None
         self._first = first
         self._refused: frozenset[str] = frozenset()
-        """Workers that the children refuse, as one of them said last."""
+        """Ids of workers that the children refuse, by their newest message."""
         self._sockets: list[socket.socket] = []
         self._admin: socket.socket | None = None
-        """The admin API's; the first child serves it."""
+        """Of the admin API, which the first child serves."""
         self._children: list[Child] = []
-        """By their place, that of their socket."""
+        """By place: the index of the child's socket."""
         self._live: set[Child] = set()
-        """Those that start or stop, too."""
+        """Also the children that start or stop."""
         self._ended_metrics = Snapshot()
-        """What those counted that have ended."""
+        """Counters of ended children."""
         self._divider = Divider()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = asyncio.Event()
@@ -119,7 +121,7 @@ class Processes:
         admin = self._admin if place == 0 else None
         child = Child(setup, self._sockets[place], admin, self._on_message, first)
         self._live.add(child)
-        child.serving.add_done_callback(lambda _: self._share(self._divider.gone(child.number)))
+        child.serving.add_done_callback(lambda _: self._send_shares(self._divider.on_end(child.number)))
         child.ended.add_done_callback(lambda _: self._ended(child))
         return child
 
@@ -179,43 +181,46 @@ class Processes:
             self._later(self._keep(place, child))
         logger.info("all router processes have the new configuration")
 
-    def _on_message(self, child: Child, message: Message) -> None:
-        if isinstance(message, Ready):
-            child.is_ready.set()
-        elif isinstance(message, Collect):
-            self._later(self._collect(child, message.number))
-        elif isinstance(message, Last):
-            child.metrics, child.has_left = message.metrics, True
-        elif isinstance(message, Wants):
-            self._share(self._divider.told(child.number, message.tenants))
-        elif isinstance(message, FleetChange):
-            for setup in filter(None, (self._setup, self._coming)):
-                setup.changes.note(message)
-            if message.act != "gone":
-                self._tell_others(child, message)
-        elif isinstance(message, Refused):
-            self._refused = message.workers
-        elif isinstance(message, Reload):
-            self._tell_others(child, message)
+    def _on_message(self, child: Child, message: FromChild) -> None:
+        match message:
+            case Ready():
+                child.is_ready.set()
+            case Collect():
+                self._later(self._collect(child, message.number))
+            case Last():
+                child.metrics, child.has_left = message.metrics, True
+            case Reports():
+                self._send_shares(self._divider.on_reports(child.number, message.tenants))
+            case FleetChange():
+                for setup in filter(None, (self._setup, self._coming)):
+                    setup.changes.note(message)
+                if message.act != "gone":
+                    self._send_others(child, message)
+            case Refused():
+                self._refused = message.workers
+            case Reload():
+                self._send_others(child, message)
+            case _:
+                assert_never(message)
 
     def _ended(self, child: Child) -> None:
         self._live.discard(child)
         self._ended_metrics = add_up((self._ended_metrics, left_behind(child.metrics)))
 
-    def _share(self, shares: Shares) -> None:
+    def _send_shares(self, shares: Shares) -> None:
         for child in self._live:
             if child.number in shares:
-                child.channel.send(Shared(shares[child.number]))
+                child.channel.send(NewShares(shares[child.number]))
 
-    def _tell_others(self, child: Child, message: Message) -> None:
+    def _send_others(self, child: Child, message: FromParent) -> None:
         for other in self._live - {child}:
             other.channel.send(message)
 
     async def _collect(self, child: Child, number: int) -> None:
         answered = await asyncio.gather(*(other.ask_metrics() for other in self._live))
         silent = Snapshot({"processes_silent": {(): answered.count(False)}})
-        told = (self._ended_metrics, *(other.metrics for other in self._live), silent)  # all of one moment
-        child.channel.send(Collected(number, add_up(told)))
+        known = (self._ended_metrics, *(other.metrics for other in self._live), silent)  # all of one moment
+        child.channel.send(Collected(number, add_up(known)))
 
     async def _stop(self) -> None:
         self._stopped.set()
@@ -249,7 +254,7 @@ def run_processes(config: RouterConfig, source: ConfigSource[RouterConfig] | Non
     """
 
     async def main() -> None:
-        await Processes(config, source, first).run()
+        await Parent(config, source, first).run()
 
     asyncio.run(main())
     logger.info("stopped")

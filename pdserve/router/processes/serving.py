@@ -22,7 +22,7 @@ from pdserve.router.app.lifespan import open_router
 from pdserve.router.app.router import Router
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.health_check import FirstRound
-from pdserve.router.processes.peer import Peers
+from pdserve.router.processes.peer import Peer
 from pdserve.router.processes.reload import stamp, take_over, watch_file
 from pdserve.router.server.listening import bind
 from pdserve.router.server.uvicorn_server import make_server, serve_until_stopped
@@ -98,11 +98,11 @@ def serve_child(
 
     async def main() -> None:
         async with _server(config, first) as (router, server):
-            peers = Peers(router, server)
-            talking = asyncio.create_task(peers.run(channel))
+            peer = Peer(router, server)
+            talking = asyncio.create_task(peer.run(channel))
             async with administered(router, config, admin) if admin else contextlib.nullcontext():
                 await serve_until_stopped(server, listening)
-            await peers.leave()
+            await peer.leave()
             talking.cancel()
 
     uvloop.run(main())

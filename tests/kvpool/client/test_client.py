@@ -175,7 +175,7 @@ def test_pages_that_were_stored_stay_so_when_the_view_that_others_need_is_not_to
     wanted = keys(COUNT)
     for node in pool.nodes:
         refused = {wanted[0]: m.Grant(m.MOVED)}
-        monkeypatch.setattr(node.state.sharing, "refusals", lambda *_, refused=refused: refused)
+        monkeypatch.setattr(node.state.sharding, "refusals", lambda *_, refused=refused: refused)
     pool.connector.answer = lose(GetView)
     assert put(client, wanted) == [False] + [True] * (COUNT - 1)
     client.close()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdserve.router.api.errors import TooManyError
 from pdserve.router.config.tenants import Tenant, TenantLimits
-from pdserve.router.processes.shared_limits import Divider, Share, SharedLimits, Shares, Want, split
+from pdserve.router.processes.shared_limits import Divider, Report, Share, SharedLimits, Shares, split
 from pdserve.router.tenants.registry import Tenants
 
 NAME = "t"
@@ -26,7 +26,7 @@ class Process:
         self.lane_is_full = False
         self.configure(concurrency)
         self.limits = SharedLimits(self.tenants, lambda one: 0 if self.lane_is_full else one.waiting)
-        self.said: deque[dict[str, Want]] = deque()
+        self.said: deque[dict[str, Report]] = deque()
         self.heard: deque[dict[str, Share]] = deque()
         (self.tenant,) = self.tenants.all
 
@@ -71,12 +71,12 @@ class Cluster:
         elif which == "tell":
             process.tell()
         elif which == "parent" and process.said:
-            self.deliver(self.divider.told(number, process.said.popleft()))
+            self.deliver(self.divider.on_reports(number, process.said.popleft()))
         elif which == "hear" and process.heard:
             process.limits.apply(process.heard.popleft(), self.now_s)
         elif which == "die":
             del self.processes[number]
-            self.deliver(self.divider.gone(number))
+            self.deliver(self.divider.on_end(number))
             return
         process.start()
 
@@ -181,11 +181,11 @@ def test_what_nobody_wants_is_spread_evenly() -> None:
 
 def test_the_last_process_may_end_whatever_its_tenants_are() -> None:
     divider = Divider()
-    want = Want(limit=4, running=1, waiting=0, number=0, requests=0.0, tokens=0.0)
-    divider.told(1, {"a": want, "b": want})
-    assert divider.gone(1) == {}
+    want = Report(limit=4, running=1, waiting=0, number=0, requests=0.0, tokens=0.0)
+    divider.on_reports(1, {"a": want, "b": want})
+    assert divider.on_end(1) == {}
     assert divider.held("a") == divider.held("b") == 0
-    divider.told(2, {"b": want})
+    divider.on_reports(2, {"b": want})
     assert divider.held("b") == 4
 
 
