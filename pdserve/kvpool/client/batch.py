@@ -35,6 +35,7 @@ class Batch(Generic[T]):
     deadline: Deadline
     part: Callable[[OpenConnection, list[int]], list[T]]
     repeatable: bool = True  # also after the node has answered part of it
+    most: int = MAX_KEYS  # keys of one message
     page_bytes: int = 0  # of a page that is read: what it weighs on the node meanwhile
     asked: list[str] = field(init=False)
     """By place, the node asked last."""
@@ -56,13 +57,13 @@ class BatchRunner:
         self._threads = self._make_threads(nodes)
 
     def run(self, jobs: Mapping[str, list[int]], batch: Batch[T]) -> None:
-        """Do `batch.part` once per node (and MAX_KEYS) with the places of its keys. Where a node failed the
+        """Do `batch.part` once per node and message with the places of its keys. Where a node failed the
         batch's `result` stays as it is.
         """
         pieces = [
-            _Piece(partial(self._do, node, places[start : start + MAX_KEYS], batch))
+            _Piece(partial(self._do, node, places[start : start + batch.most], batch))
             for node, places in jobs.items()
-            for start in range(0, len(places), MAX_KEYS)
+            for start in range(0, len(places), batch.most)
         ]
         # Every step of a piece has the deadline, so joining needs none of its own. All are joined whatever
         # happens, because one may be writing into the caller's buffers.

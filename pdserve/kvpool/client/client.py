@@ -110,6 +110,7 @@ class PoolClient:
             return found
 
         batch = Batch(keys, [False] * len(keys), deadline, part, page_bytes=page_bytes)
+        batch.most = m.pages_a_message(page_bytes)
         rings = self._links.rings
         self._runner.run(self._plan_reads(keys, rings, page_bytes), batch)
         first_asked = list(batch.asked)
@@ -148,7 +149,7 @@ class PoolClient:
 
         `pages`: as for `get`. Raises PageMismatch. Nothing reads from the buffers after the return.
         """
-        check_pages(keys, pages)
+        page_bytes = check_pages(keys, pages)
         deadline = self._within(self.config.put_timeout_s)
 
         def part(opened: OpenConnection, places: list[int]) -> list[int]:
@@ -160,6 +161,7 @@ class PoolClient:
             return stored
 
         batch = Batch(keys, [UNSTORED] * len(keys), deadline, part, repeatable=False)
+        batch.most = m.pages_a_message(page_bytes)
         self._runner.run(self._links.rings.split(keys), batch)
         if MOVED in batch.result:
             again = {
