@@ -116,7 +116,8 @@ class PoolClient:
 
         rings = self._links.rings
         jobs = self._plan_reads(keys, rings, page_bytes)
-        result = self._run(jobs, [False] * len(keys), asked, deadline, part, page_bytes=page_bytes)
+        most = m.pages_a_message(page_bytes)
+        result = self._run(jobs, [False] * len(keys), asked, deadline, part, page_bytes=page_bytes, most=most)
         first_asked = list(asked)
         self._search_on(keys, rings, result, asked, deadline, part, page_bytes=page_bytes)
         self._remember(keys, rings, result, asked, first_asked, replicas)
@@ -152,6 +153,7 @@ class PoolClient:
         """Write pages; True where the page is in the pool, or on its way there by another writer."""
         deadline = self._within(min(within_s, self.config.put_timeout_s))
         asked = [""] * len(keys)
+        page_bytes = sum(segment.nbytes for segment in pages[0]) if keys else 0
 
         def part(opened: OpenConnection, places: list[int]) -> list[int]:
             chosen = [keys[i] for i in places], [pages[i] for i in places]
@@ -162,14 +164,15 @@ class PoolClient:
             return stored
 
         jobs = self._links.rings.split(keys)
-        result = self._run(jobs, [UNSTORED] * len(keys), asked, deadline, part, repeatable=False)
+        run = partial(self._run, repeatable=False, most=m.pages_a_message(page_bytes))
+        result = run(jobs, [UNSTORED] * len(keys), asked, deadline, part)
         if MOVED in result:
             again = {
                 node: moved
                 for node, places in self._links.rings.split(keys).items()
                 if (moved := [i for i in places if result[i] == MOVED and asked[i] != node])
             }
-            self._run(again, result, asked, deadline, part, repeatable=False)
+            run(again, result, asked, deadline, part)
         return [became == STORED for became in result]
 
     def clear(self) -> int:
@@ -273,7 +276,8 @@ class PoolClient:
             others = self._reachable(search.further(missed, asked, self._links.rings))
             if not others:
                 return
-            self._run(others, result, asked, deadline, part, page_bytes=page_bytes)
+            most = m.pages_a_message(page_bytes) if page_bytes else m.MAX_KEYS
+            self._run(others, result, asked, deadline, part, page_bytes=page_bytes, most=most)
 
     def _reachable(self, jobs: Mapping[str, list[int]]) -> dict[str, list[int]]:
         """Without nodes that are down: a second look is not worth waiting for."""
@@ -344,15 +348,16 @@ class PoolClient:
         *,
         repeatable: bool = True,
         page_bytes: int = 0,
+        most: int = m.MAX_KEYS,
     ) -> list[T]:
-        """Run `part` once per node (and MAX_KEYS) with the places of its keys, and put its answers into
-        `result`, the node's name into `asked`; where a node failed `result` stays as it is. `page_bytes` is
-        what a page weighs on the node meanwhile.
+        """Run `part` once per node and message of `most` keys with the places of its keys. Its answers come
+        into `result`, the node's name into `asked`; where a node failed `result` stays as it is. `page_bytes`
+        is what a page weighs on the node meanwhile.
         """
         pieces = [
-            (node, places[start : start + m.MAX_KEYS])
+            (node, places[start : start + most])
             for node, places in jobs.items()
-            for start in range(0, len(places), m.MAX_KEYS)
+            for start in range(0, len(places), most)
         ]
 
         def run(node: str, places: list[int]) -> None:
