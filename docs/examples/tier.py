@@ -32,8 +32,8 @@ BLOCK_BYTES = 65536  # SQLite's page size
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS pages (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
-    namespace INTEGER, key BLOB, checksum TEXT, digest TEXT, sequence INTEGER, length INTEGER, data BLOB,
-    UNIQUE (namespace, key));
+    space TEXT, key BLOB, checksum TEXT, digest TEXT, sequence INTEGER, length INTEGER, data BLOB,
+    UNIQUE (space, key));
 CREATE TABLE IF NOT EXISTS names (id INTEGER PRIMARY KEY, text TEXT);
 """
 
@@ -74,19 +74,21 @@ class SqliteTier:
             found = self._database.execute("SELECT text FROM names").fetchone()
         return str(found[0]) if found else None
 
-    def save_namespaces(self, text: str) -> str:
-        """Keep the text; the problem in words, or an empty string."""
+    def save_namespaces(self, text: str | None) -> str:
+        """Keep the text, or none; the problem in words, or an empty string."""
+        if text is None:
+            return self._change("DELETE FROM names", ())
         return self._change("INSERT OR REPLACE INTO names VALUES (1, ?)", (text,))
 
     def scan(self, known: Collection[int]) -> Iterator[list[TierPage]]:
-        """Drop the pages of unknown namespaces, and report the others in batches."""
+        """Drop the pages of unknown spaces, and report the others in batches."""
         marks = ", ".join("?" for _ in known)
-        self._change(f"DELETE FROM pages WHERE namespace NOT IN ({marks})", tuple(known))
+        self._change(f"DELETE FROM pages WHERE space NOT IN ({marks})", tuple(map(str, known)))
         last = 0
         while True:
             with self._lock:
                 rows = self._database.execute(
-                    "SELECT number, namespace, key, length, checksum, sequence FROM pages "
+                    "SELECT number, space, key, length, checksum, sequence FROM pages "
                     "WHERE number > ? ORDER BY number LIMIT 1000",
                     (last,),
                 ).fetchall()
@@ -106,10 +108,10 @@ class SqliteTier:
             stored = memory[: page.length_bytes].tobytes()
             digest = page.checksum or checksum_bytes(stored)
             problem = self._change(
-                "INSERT OR REPLACE INTO pages (namespace, key, checksum, digest, sequence, length, data) "
+                "INSERT OR REPLACE INTO pages (space, key, checksum, digest, sequence, length, data) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (
-                    *(page.namespace, page.key, str(page.checksum), str(digest)),
+                    *(str(page.space), page.key, str(page.checksum), str(digest)),
                     *(page.sequence, page.length_bytes, stored),
                 ),
             )
@@ -123,11 +125,11 @@ class SqliteTier:
     def forget(self, names: Sequence[PageName]) -> None:
         """Find these pages no more."""
         for name in names:
-            self._change("DELETE FROM pages WHERE namespace = ? AND key = ?", (name.namespace, name.key))
+            self._change("DELETE FROM pages WHERE space = ? AND key = ?", (str(name.space), name.key))
 
-    def forget_namespace(self, namespace: int, before_sequence: int) -> str:
-        """Find no page of the namespace any more. The deletion is durable at once."""
-        return self._change("DELETE FROM pages WHERE namespace = ?", (namespace,))
+    def forget_space(self, space: int) -> None:
+        """Find no page of the space that was put so far."""
+        self._change("DELETE FROM pages WHERE space = ?", (str(space),))
 
     def maintain(self) -> bool:
         """There is no work in the background."""
@@ -144,9 +146,9 @@ class SqliteTier:
         try:
             with self._lock:
                 row = self._database.execute(
-                    "SELECT namespace, key, length, checksum, sequence, digest, data FROM pages "
-                    "WHERE namespace = ? AND key = ? AND length = ?",
-                    (name.namespace, name.key, name.length_bytes),
+                    "SELECT space, key, length, checksum, sequence, digest, data FROM pages "
+                    "WHERE space = ? AND key = ? AND length = ?",
+                    (str(name.space), name.key, name.length_bytes),
                 ).fetchone()
         except sqlite3.Error:
             return ReadResult(READ_FAILED)
@@ -164,11 +166,11 @@ class SqliteTier:
         while self.used_bytes > wanted:
             with self._lock:
                 rows = self._database.execute(
-                    "SELECT namespace, key, length FROM pages ORDER BY number LIMIT 8"
+                    "SELECT space, key, length FROM pages ORDER BY number LIMIT 8"
                 ).fetchall()
             if not rows:
                 return
-            leaving = [PageName(*row) for row in rows]
+            leaving = [PageName(int(space), key, length) for space, key, length in rows]
             self._settings.leaving(leaving)
             self.forget(leaving)
 
@@ -181,6 +183,6 @@ class SqliteTier:
         return ""
 
 
-def _page(namespace: int, key: bytes, length: int, checksum: str, sequence: int) -> TierPage:
-    """Checksums are text in the table: SQLite's integers have 63 bits and a sign."""
-    return TierPage(namespace, key, length, int(checksum), sequence)
+def _page(space: str, key: bytes, length: int, checksum: str, sequence: int) -> TierPage:
+    """Spaces and checksums are text in the table: SQLite's integers have 63 bits and a sign."""
+    return TierPage(int(space), key, length, int(checksum), sequence)
