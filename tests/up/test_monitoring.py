@@ -23,7 +23,7 @@ from pdserve.kvpool.hicache.metrics import ClientMetrics
 from pdserve.up.config import ClusterFile
 from pdserve.up.plan import make_plan
 from pdserve.up.scraping import TARGETS_FILE, targets
-from tests.router.processes.test_secrets import certificate
+from tests.support.certificate import certificate
 from tests.support.e2e.cluster import PoolNode, free_port
 from tests.support.readme import LISTED
 from tests.support.router.harness import disagg, run

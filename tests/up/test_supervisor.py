@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.up.sessions import session_members
-from tests.router.processes.test_secrets import certificate
+from tests.support.certificate import certificate
 from tests.support.up.cluster import TIMEOUT_S, Cluster, processes_that_mention, running, wait_until
 
 DISAGG = """
