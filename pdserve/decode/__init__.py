@@ -1,1 +1,4 @@
-"""Decode worker: pulls pages, streams the answer, tracks the write-back of the conversation."""
+"""The decode and aggregated workers: pull pages, stream the answer, follow the write-back of conversations.
+
+May import: prefill, engine, kvpool.client, and what lies below.
+"""

@@ -21,7 +21,8 @@ from typing import Final
 
 import msgspec
 
-from pdserve.engine.sglang.request_tracking import HttpRequest, PageNames
+from pdserve.engine.http.request import HttpRequest
+from pdserve.engine.page_names import PageNames
 from pdserve.kvpool.client.async_client import AsyncPoolClient
 
 MOMENT_S: Final = 0.5
@@ -130,7 +131,7 @@ class WriteBack:
                 return _Pages(0, 0)
             # Of a request cut short SGLang keeps what was computed; how much of it is not known, so there is
             # nothing to wait for.
-            if not followed.request.cut_short:
+            if not followed.request.is_cut_short:
                 self._publishing = any(await self._pool.wait(ends, self._timeout_s))
             # A page before the end may be missing all the same: found by SGLang in its own cache, and lost by
             # the pool since it was stored. Nobody stores it again now, so it is not waited for.

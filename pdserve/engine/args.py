@@ -5,19 +5,19 @@ What the hand-off between workers rests on, and the flag that provides it:
 | need | flag |
 |---|---|
 | every computed page goes to the pool | `--hicache-write-policy write_through` |
-| a hand-off's pages are waited for, not overtaken by recomputation | `--hicache-storage-prefetch-policy
-wait_complete` | | one page is worth fetching | `prefetch_threshold` = page size, in the storage backend's
-extra config | | a worker's own counts of cached tokens | `--enable-cache-report`, `--enable-metrics` |
+| a hand-off's pages are waited for, not recomputed | `--hicache-storage-prefetch-policy wait_complete` |
+| one page is worth fetching | `prefetch_threshold` = page size, in the storage backend's extra config |
+| a worker's own counts of cached tokens | `--enable-cache-report`, `--enable-metrics` |
 | one process that tokenises, serves and tracks requests | `--tokenizer-worker-num 1` (SGLang's default) |
 
-A user's own flags come last, and SGLang takes the last of a repeated flag, so they win; those that would take
-one of these needs away are refused by name.
+A user's own flags come last, and SGLang takes the last of a repeated flag, so they win. `NEEDED` names the
+arguments that must stay as they are here: the start compares their resolved values (`sglang/server_args.py`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,57 +37,59 @@ _CPU_MAX_TOTAL_TOKENS = 40_000
 _CPU_MEM_FRACTION = 0.9
 _CPU_MAX_RUNNING_REQUESTS = 128  # bounds the request-to-token table: this many rows of the context length
 
-# Flag -> why it is refused, or the option that says the same.
 _OURS = "pages would no longer reach the other workers"
-_REFUSED: dict[str, str] = {
-    "--model-path": "set engine.model_path",
-    "--model": "set engine.model_path",
-    "--host": "set engine.host",
-    "--port": "set engine.port",
-    "--device": "set engine.device",
-    "--served-model-name": "set engine.served_model_name",
-    "--config": "it would hide flags from pdserve; put them after -- one by one",
-    "--disable-radix-cache": _OURS,
-    "--radix-cache-backend": _OURS,
-    "--hicache-storage-backend": "the pool is the storage backend",
-    "--hicache-storage-backend-extra-config": "the pool is the storage backend; set pool options instead",
-    "--hicache-write-policy": _OURS,
-    "--hicache-host-memory-mode": _OURS,
-    "--hicache-storage-prefetch-policy": "decode workers would recompute what is being fetched",
-    "--enable-lmcache": _OURS,
-    "--strip-thinking-cache": "a conversation's next turn would wait for pages that are never stored",
-    "--enable-unified-cache-external-linker": _OURS,
-    "--disaggregation-mode": "pages are handed over through the pool, not by SGLang itself",
-    "--speculative-algorithm": "the pool does not store the state of draft models yet",
-    "--api-key": "set cluster_token",
-    "--admin-api-key": "set cluster_token",
-    "--tokenizer-worker-num": "a worker tracks its requests in one process",
-    "--skip-tokenizer-init": "a worker tokenises the clients' requests",
-    "--enable-http2": "a worker's routes run in SGLang's uvicorn server",
-    "--grpc-mode": "a worker serves HTTP",
-    "--smg-grpc-mode": "a worker serves HTTP",
-    "--encoder-only": "a worker generates text",
-    "--use-ray": "a worker's processes are its own children",
-    "--nnodes": "a worker runs on one host",
+_CHILDREN = "a worker's processes are its own children"
+NEEDED: Mapping[str, str] = {
+    "model_path": "set engine.model_path",
+    "host": "set engine.host",
+    "port": "set engine.port",
+    "device": "set engine.device",
+    "served_model_name": "set engine.served_model_name",
+    "disable_radix_cache": _OURS,
+    "radix_cache_backend": _OURS,
+    "enable_hierarchical_cache": _OURS,
+    "hicache_storage_backend": "the pool is the storage backend",
+    "hicache_storage_backend_extra_config": "the pool is the storage backend; set pool options instead",
+    "hicache_write_policy": _OURS,
+    "hicache_host_memory_mode": _OURS,
+    "hicache_storage_prefetch_policy": "decode workers would recompute what is being fetched",
+    "enable_lmcache": _OURS,
+    "strip_thinking_cache": "a conversation's next turn would wait for pages that are never stored",
+    "enable_unified_cache_external_linker": _OURS,
+    "disaggregation_mode": "pages are handed over through the pool, not by SGLang itself",
+    "speculative_algorithm": "the pool does not store the state of draft models yet",
+    "api_key": "set cluster_token",
+    "admin_api_key": "set cluster_token",
+    "enable_metrics": "a worker reports SGLang's times and counts",
+    "enable_cache_report": "a worker reports SGLang's counts of cached tokens",
+    "tokenizer_worker_num": "a worker tracks its requests in one process",
+    "skip_tokenizer_init": "a worker tokenises the clients' requests",
+    "enable_http2": "a worker's routes run in SGLang's uvicorn server",
+    "grpc_mode": "a worker serves HTTP",
+    "smg_grpc_mode": "a worker serves HTTP",
+    "encoder_only": "a worker generates text",
+    "use_ray": _CHILDREN,
+    "nnodes": "a worker runs on one host",
 }
-_REFUSED_ON_CPU: dict[str, str] = {
-    "--dp-size": "on CPU run more workers instead",
-    "--data-parallel-size": "on CPU run more workers instead",
-    "--hicache-io-backend": "on CPU only direct works",
-    "--enable-torch-compile": "torch's compiler is off on CPU, so that a worker starts sooner",
-    "--enable-lora": "LoRA needs pinned memory, which a CPU has none of",
+"""SGLang's arguments that no flag of a user may change, with the reason or the option to set instead."""
+NEEDED_ON_CPU: Mapping[str, str] = {
+    "dp_size": "on CPU run more workers instead",
+    "hicache_io_backend": "on CPU only direct works",
+    "enable_torch_compile": "torch's compiler is off on CPU, so that a worker starts sooner",
+    "enable_lora": "LoRA needs pinned memory, which a CPU has none of",
 }
-# SGLang accepts any unambiguous beginning of a flag; these are flags of their own, though another begins with
-# them.
-_EXACT = frozenset({"--hicache-ratio", "--hicache-size"})
+
+
+def needed(device: Device) -> Mapping[str, str]:
+    """The arguments that must stay as a worker sets them on `device`."""
+    return {**NEEDED, **(NEEDED_ON_CPU if device == "cpu" else {})}
 
 
 def server_argv(config: EngineConfig, role: Role, device: Device, storage: Storage) -> list[str]:
     """The words after `sglang serve` for one worker.
 
-    Raises ConfigError, naming the flag, where `config` asks for what this device or the hand-off cannot have.
+    Raises ConfigError where options of `config` exclude each other on this device.
     """
-    _refuse(config.extra_args, device)
     argv = [
         *("--model-path", config.model_path),
         *("--served-model-name", served_model_name(config)),
@@ -163,22 +165,3 @@ def _hicache(config: EngineConfig, device: Device, storage: Mapping[str, Any] | 
         *("--hicache-storage-prefetch-policy", "wait_complete"),
         *("--hicache-storage-backend-extra-config", json.dumps({**threshold, **more})),
     ]
-
-
-def _refuse(extra_args: Sequence[str], device: Device) -> None:
-    refused = {**_REFUSED, **(_REFUSED_ON_CPU if device == "cpu" else {})}
-    for word in extra_args:
-        flag = word.partition("=")[0].replace("_", "-")
-        if not flag.startswith("--") or flag in _EXACT or len(flag) < 4:
-            continue
-        hit = flag if flag in refused else _abbreviated(flag, refused)
-        if hit is not None:
-            raise ConfigError(
-                f"SGLang flag {word.partition('=')[0]} cannot be used in a worker: {refused[hit]}"
-            )
-
-
-def _abbreviated(flag: str, refused: Mapping[str, str]) -> str | None:
-    """The one refused flag that SGLang could take `flag` for, when nothing else can be meant."""
-    longer = [name for name in refused if name.startswith(flag)]
-    return longer[0] if longer and len(flag) > len("--hicache") else None

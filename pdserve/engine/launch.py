@@ -8,24 +8,21 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from pdserve.discovery.workers import Registration
-from pdserve.engine.args import Storage, served_model_name, server_argv
+from pdserve.engine.args import Role, Storage, needed, served_model_name, server_argv
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.device import Device, choose_device
 from pdserve.engine.drain import Drain
 from pdserve.engine.http.guard import Starting
 from pdserve.engine.http.timing import WorkerMetrics
-from pdserve.engine.sglang.server import clients, parse_args, prepare_engine, serve, until_stopped
-from pdserve.engine.worker import (
-    Engine,
-    Role,
-    RoleParts,
-    Worker,
-    WorkerConfig,
-    check_namespace,
-    install,
-)
+from pdserve.engine.model_dir import check_address, check_model_dir
+from pdserve.engine.sglang import prepare, selfcheck
+from pdserve.engine.sglang.engine import Engine
+from pdserve.engine.sglang.server import clients, serve, until_stopped
+from pdserve.engine.sglang.server_args import check_needs, parse_args, resolved
+from pdserve.engine.worker import RoleParts, Worker, WorkerConfig, check_namespace, install
 from pdserve.errors import ConfigError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.client.config import POOL_TOKEN_VARIABLE, PoolClientConfig
@@ -52,12 +49,12 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
     with until_stopped():
         if config.storage == "pool":
             config = replace(config, pool=locate_pool(config.pool))
-        device = prepare_engine(config.engine)
+        device = prepare_process(config.engine)
         # SGLang may be imported from here on
         from pdserve.engine.sglang.geometry import kv_identity
+        from pdserve.engine.sglang.storage import pool_storage
 
-        plain = server_argv(config.engine, role, device, {} if config.storage == "pool" else None)
-        identity = kv_identity(parse_args(plain))
+        identity = kv_identity(_checked_args(config, role, device))
         label = served_model_name(config.engine)
         namespace = config.pool.namespace or identity.geometry.namespace(label)
         if config.storage == "pool":
@@ -68,15 +65,15 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
 
         tracer = open_tracer(config.tracing, f"pdserve-{role}")
         starting, drain = Starting(), Drain(config.stop_grace_s, config.stop_notice_s, clients)
+        metrics = WorkerMetrics()
+        engine = Engine(drain, metrics)
 
         def configure(app: Any) -> None:
-            engine, metrics = Engine(app), WorkerMetrics()
             worker = Worker(role, config, namespace, identity, engine, pool, drain, metrics, tracer)
             install(app, worker, parts(worker), token, starting)
 
-        argv = server_argv(
-            config.engine, role, device, _storage(config, namespace, identity.geometry.as_dict())
-        )
+        storage = _storage_of(config, pool_storage(config.pool, namespace, identity.geometry))
+        server_args = parse_args(server_argv(config.engine, role, device, storage))
         logger.info("worker %s of %s, namespace %s", role, label, namespace)
         os.environ[POOL_TOKEN_VARIABLE] = config.pool.token  # SGLang logs and shows what its arguments hold
         with _registered(config, role) as register, _closing(tracer):
@@ -85,8 +82,45 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
                 starting.end()
                 register()
 
-            serve(argv, drain, configure_app=configure, on_ready=on_ready)
+            serve(server_args, drain, engine, configure_app=configure, on_ready=on_ready)
     return 0
+
+
+def prepare_process(config: EngineConfig) -> Device:
+    """Check everything that can be checked before SGLang starts, and prepare this process to import it.
+
+    Raises ConfigError for settings that cannot work; StartupError for the model path, the address, the
+    accelerator, or an SGLang that does not fit.
+    """
+    check_model_dir(config.model_path)
+    check_address(config.host, config.port)
+    selfcheck.sglang_version()
+    device = choose_device(config.device)
+    server_argv(config, "agg", device, {})  # refuses what no role can have, before anything slow
+    prepare.choose(device)
+    with prepare.without_gc():
+        selfcheck.check(device)
+        prepare.load_plugins()
+    return device
+
+
+def _storage_of(config: WorkerConfig, pool_storage: dict[str, Any]) -> Storage:
+    if config.storage == "none":
+        return None
+    return pool_storage if config.storage == "pool" else config.storage
+
+
+def _checked_args(config: WorkerConfig, role: Role, device: Device) -> Any:
+    """SGLang's resolved arguments, but for the names of the pages. Raises ConfigError where the user's own
+    flags change what a worker needs.
+    """
+    storage = _storage_of(config, {})
+    found = resolved(parse_args(server_argv(config.engine, role, device, storage)))
+    if config.engine.extra_args:
+        plain = replace(config.engine, extra_args=[])
+        own = resolved(parse_args(server_argv(plain, role, device, storage)))
+        check_needs(found, own, needed(device))
+    return found
 
 
 @contextlib.contextmanager
@@ -111,22 +145,3 @@ def _closing(tracer: Tracer | None) -> Iterator[None]:
     finally:
         if tracer is not None:
             tracer.close()
-
-
-def _storage(config: WorkerConfig, namespace: str, geometry: dict[str, str]) -> Storage:
-    if config.storage == "none":
-        return None
-    if config.storage != "pool":
-        return config.storage
-    return {
-        "backend_name": "pdserve",
-        "module_path": "pdserve.kvpool.hicache",
-        "class_name": "PdserveHiCache",
-        "interface_v1": 1,
-        # read by hicache.BackendSettings; without secrets
-        "pdserve": {
-            "pool": msgspec.to_builtins(replace(config.pool, token="")),
-            "namespace": namespace,
-            "geometry": geometry,
-        },
-    }

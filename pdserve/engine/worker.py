@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
@@ -26,12 +27,12 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.drain import Drain
 from pdserve.engine.http.fixed_weights import FixedWeights
 from pdserve.engine.http.guard import Draining, Guard, Starting
+from pdserve.engine.http.request import HttpRequest, RequestTracking
 from pdserve.engine.http.request_spans import Traced
 from pdserve.engine.http.resume import Continuing
 from pdserve.engine.http.timing import WorkerMetrics
-from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
-from pdserve.engine.sglang.load import load_of
-from pdserve.engine.sglang.request_tracking import HttpRequest, PageNames, RequestTracking
+from pdserve.engine.page_names import PageNames
+from pdserve.engine.sglang.engine import Engine
 from pdserve.errors import PoolRefused, StartupError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
@@ -109,25 +110,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tracing: Annotated[Tracing, Meta(description="Traces for an OpenTelemetry collector.")] = Tracing()
 
 
-class Engine:
-    """SGLang's objects in this process; they exist once its server runs."""
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    @property
-    def app_state(self) -> Any:
-        """SGLang's `app.state`, with the OpenAI serving objects."""
-        return self._app.state
-
-    @property
-    def tokenizer_manager(self) -> Any:
-        """SGLang's TokenizerManager."""
-        from sglang.srt.entrypoints.http_server import get_global_state
-
-        return get_global_state().tokenizer_manager
-
-
 @dataclass(frozen=True)
 class Worker:
     """What a role's routes are built from."""
@@ -187,15 +169,10 @@ def install(app: Any, worker: Worker, parts: RoleParts, token: str, starting: St
     """
     if worker.config.storage != "none":
         app.add_middleware(FixedWeights)
-    app.add_middleware(Continuing, tokenizer_manager=lambda: worker.engine.tokenizer_manager)
+    app.add_middleware(Continuing)
     if worker.tracer is not None:
         app.add_middleware(Traced, tracer=worker.tracer, role=worker.role)
-    app.add_middleware(
-        RequestTracking,
-        tokenizer_manager=lambda: worker.engine.tokenizer_manager,
-        on_start=parts.on_start,
-        metrics=worker.metrics,
-    )
+    app.add_middleware(RequestTracking, on_start=parts.on_start)
     worker.drain.add(parts.unpublished)
     app.add_middleware(Draining, drain=worker.drain)
     app.add_middleware(Guard, token=token, starting=starting)
@@ -208,40 +185,30 @@ def _info_router(worker: Worker) -> APIRouter:
     router = APIRouter()
 
     async def info() -> Response:
-        manager = worker.engine.tokenizer_manager
         return JSONResponse(
             {
                 "role": worker.role,
-                "model": manager.served_model_name,
+                **worker.engine.facts(),
                 "model_path": str(worker.config.engine.model_path),
-                "context_length": manager.model_config.context_len,
-                "deterministic": bool(manager.server_args.enable_deterministic_inference),
-                "tasks": ["generate" if manager.is_generation else "embed"],
-                "page_size": int(worker.identity.geometry.page_size),
+                "page_size": worker.names.page_size,
                 "namespace": worker.namespace,
                 "kv_geometry": worker.identity.geometry.as_dict(),
-                "tokenizer": tokenizer_fingerprint(manager.tokenizer),
-                "chat_template": chat_template_fingerprint(
-                    manager.tokenizer, _template(manager.server_args.chat_template)
-                ),
                 "pdserve_version": __version__,
-                "sglang_version": _sglang_version(),
+                "sglang_version": version("sglang"),
             }
         )
 
     async def ready(request: Request) -> Response:
         try:
-            manager = worker.engine.tokenizer_manager
-        except AttributeError:  # SGLang's global state is not set yet
-            manager = None
-        up = manager is not None and str(manager.server_status.value) == "Up"
-        reachable = [error is None for error in (await worker.pool.check()).values()]
-        pool = "up" if reachable and all(reachable) else "down"
-        load = load_of(manager) if up else None
-        stops = worker.drain.is_draining  # looked at and said to have been told in one go
+            said = await _readiness(worker)
+        except (
+            Exception
+        ) as error:  # boundary: whoever probes must hear why, whatever SGLang or the pool raises
+            logger.exception("readiness cannot be told")
+            said = {"ready": False, "draining": worker.drain.is_draining, "pool": "down", "load": None}
+            said["reason"] = f"{type(error).__name__}: {error}"
         if request.client is not None:
             worker.drain.asked((request.client.host, request.client.port), time.monotonic())
-        said = {"ready": up and not stops, "draining": stops, "pool": pool, "load": load}
         return JSONResponse(said, status_code=200 if said["ready"] else 503)
 
     router.add_api_route("/pd/info", info, methods=["GET"], response_model=None)
@@ -249,13 +216,10 @@ def _info_router(worker: Worker) -> APIRouter:
     return router
 
 
-def _template(named: str | None) -> str | None:
-    """What SGLang was told to use: a file's text, wherever it lies, or the name of one of its own."""
-    path = Path(named) if named else None
-    return path.read_text(errors="replace") if path is not None and path.is_file() else named
-
-
-def _sglang_version() -> str:
-    from importlib.metadata import version
-
-    return version("sglang")
+async def _readiness(worker: Worker) -> dict[str, Any]:
+    reachable = [error is None for error in (await worker.pool.check()).values()]
+    is_up = worker.engine.is_up
+    load = worker.engine.load() if is_up else None
+    stops = worker.drain.is_draining  # no wait from here until the answer: who hears it has been told
+    pool = "up" if reachable and all(reachable) else "down"
+    return {"ready": is_up and not stops, "draining": stops, "pool": pool, "load": load}

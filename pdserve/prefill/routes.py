@@ -20,9 +20,10 @@ from fastapi.responses import JSONResponse, Response
 
 from pdserve.engine.http.cache_report import Found
 from pdserve.engine.http.endpoints import CHAT
+from pdserve.engine.http.request import HttpRequest, current_request
 from pdserve.engine.http.timing import WorkerMetrics
+from pdserve.engine.page_names import PageNames
 from pdserve.engine.sglang.prompt import prefill_request, run_prefill
-from pdserve.engine.sglang.request_tracking import HttpRequest, PageNames, current_request
 from pdserve.errors import RequestError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.tracing import timed

@@ -13,8 +13,8 @@ from fastapi import Request
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from pdserve.decode import pull_ahead
-from pdserve.engine.sglang.pulls import PULL_ID
-from pdserve.engine.sglang.request_tracking import PageNames
+from pdserve.engine.page_names import PageNames
+from pdserve.engine.sglang.children.pulls import PULL_ID
 from pdserve.pages import namespace_seed, page_hashes, pool_key
 
 PAGE, STEP = 4, 8

@@ -11,7 +11,9 @@ import pytest
 
 from pdserve.decode import writeback
 from pdserve.decode.writeback import WriteBack
-from pdserve.engine.sglang.request_tracking import HttpRequest, PageNames, SglangRequest
+from pdserve.engine.http.request import HttpRequest
+from pdserve.engine.page_names import PageNames
+from pdserve.engine.sglang.tokenizer_manager import SglangRequest
 
 NAMES = PageNames(4, [b""])
 
@@ -98,11 +100,11 @@ def test_the_oldest_request_is_forgotten_at_the_limit() -> None:
     asyncio.run(run())
 
 
-def test_a_request_cut_short_is_not_waited_for() -> None:
+def test_a_request_is_cut_short_is_not_waited_for() -> None:
     async def run() -> None:
         write_back = make(ScriptedPool())
         request = answered_request("a", list(range(8)), [1])
-        request.cut_short = True
+        request.is_cut_short = True
         write_back.follow(request)
         settlement = await write_back.settled("a", 60.0)
         assert (settlement.known, settlement.settled, settlement.missing_pages) == (True, False, 2)

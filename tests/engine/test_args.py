@@ -74,29 +74,6 @@ def test_users_flags_come_last_and_win() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["--disable-radix-cache"],
-        ["--hicache-write-policy", "write_back"],
-        ["--hicache-write-policy=write_back"],
-        ["--hicache_write_policy", "write_back"],
-        ["--hicache-storage-prefetch"],  # SGLang accepts unambiguous beginnings
-        ["--tokenizer-worker-num", "4"],
-        ["--strip-thinking-cache"],
-        ["--port", "1"],
-        ["--dp-size", "2"],
-    ],
-)
-def test_flags_that_break_the_hand_off_are_refused_by_name(words: list[str]) -> None:
-    with pytest.raises(ConfigError, match=words[0].partition("=")[0]):
-        server_argv(config(extra_args=words), "agg", "cpu", POOL)
-
-
-def test_data_parallelism_is_refused_on_cpu_only() -> None:
-    assert "--dp-size" in server_argv(config(extra_args=["--dp-size", "2"]), "agg", "cuda", POOL)
-
-
-@pytest.mark.parametrize(
     ("fields", "device"),
     [
         ({"io_backend": "kernel", "layout": "layer_first"}, "cpu"),

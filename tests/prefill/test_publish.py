@@ -12,15 +12,11 @@ from typing import Any
 import pytest
 
 from pdserve.engine.http.cache_report import Found
+from pdserve.engine.http.request import HttpRequest, RequestTracking, current_request
 from pdserve.engine.http.timing import WorkerMetrics
+from pdserve.engine.page_names import PageNames
 from pdserve.engine.sglang.prompt import Prefilled
-from pdserve.engine.sglang.request_tracking import (
-    HttpRequest,
-    PageNames,
-    RequestTracking,
-    SglangRequest,
-    current_request,
-)
+from pdserve.engine.sglang.tokenizer_manager import SglangRequest
 from pdserve.pages import page_hashes
 from pdserve.prefill import routes
 
@@ -61,15 +57,6 @@ class Engine:
 
     app_state = None
     tokenizer_manager: Any = None
-
-
-class Manager:
-    """What the tracking wraps."""
-
-    _init_req_state = _send_one_request = _send_batch_request = _handle_batch_output = staticmethod(
-        lambda *_: None
-    )
-    generate_request = None
 
 
 def serve(
@@ -113,7 +100,7 @@ def serve(
         scope = {"type": "http", "path": "/pd/prefill", "headers": []}
         started: list[HttpRequest] = []
         serving = asyncio.create_task(
-            RequestTracking(app, Manager, started.append)(scope, messages.get, send)  # type: ignore[arg-type]
+            RequestTracking(app, started.append)(scope, messages.get, send)  # type: ignore[arg-type]
         )
         if leaves:
             await pool.asked.wait()

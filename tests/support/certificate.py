@@ -1,4 +1,4 @@
-"""A certificate for tests of TLS."""
+"""Certificates for tests that speak TLS."""
 
 from __future__ import annotations
 

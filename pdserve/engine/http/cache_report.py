@@ -19,9 +19,8 @@ learns from it where prompts live.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-SSD_DETAIL = "ssd"  # of `cached_tokens_details`: so many of its `storage` (see ssd_tokens)
 PREFILLED_HEADER = b"x-pdserve-prefilled"
 CACHED_HEADER = b"x-pdserve-cached"
 
@@ -33,14 +32,6 @@ class Found(NamedTuple):
     host: int = 0
     pool: int = 0
     ssd: int = 0
-
-    @classmethod
-    def of(cls, cached_tokens: int, details: dict[str, Any] | None) -> Found:
-        """SGLang's count and its `cached_tokens_details`, which may be missing."""
-        if not details:
-            return cls(device=cached_tokens)
-        storage, ssd = details.get("storage") or 0, details.get(SSD_DETAIL) or 0
-        return cls(details.get("device") or 0, details.get("host") or 0, storage - ssd, ssd)
 
     @property
     def by_memory(self) -> tuple[int, int, int]:
@@ -103,46 +94,3 @@ def parse_prefilled(value: bytes) -> list[Found]:
         return [Found(*map(int, one.split(b"/"))) for one in value.split(b",")]
     except (ValueError, TypeError):
         return []
-
-
-def replace_counts(output: Any, reuse_of: dict[str, Reuse]) -> None:
-    """Let a batch of the scheduler's output say what the clients are told. `reuse_of`: by SGLang's request
-    id.
-    """
-    counts, details = getattr(output, "cached_tokens", None), getattr(output, "cached_tokens_details", None)
-    if not counts:
-        return
-    for i, rid in enumerate(output.rids):
-        reuse = reuse_of.get(rid)
-        if reuse is None:
-            continue
-        own = Found.of(counts[i], details[i] if details else None)
-        told = reuse.found(rid, own, output.prompt_tokens[i])
-        if told is None:
-            continue
-        counts[i] = sum(told)
-        if details:
-            details[i] = _details(told, details[i] or {})
-
-
-def _details(told: Found, given: dict[str, Any]) -> dict[str, Any]:
-    device, host, storage = told.by_memory
-    said = {**given, "device": device, "host": host}
-    said.pop(SSD_DETAIL, None)
-    if storage or "storage" in given:
-        said["storage"] = storage
-    return said
-
-
-def clipped(details: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """`cached_tokens_details` of the first so many tokens: what is on the device comes first in a prompt,
-    then what is on the host.
-    """
-    said, left = dict(details), tokens
-    for place in ("device", "host", "storage"):
-        if place in said:
-            said[place] = min(said[place] or 0, left)
-            left -= said[place]
-    if SSD_DETAIL in said:
-        said[SSD_DETAIL] = min(said[SSD_DETAIL] or 0, said.get("storage", 0))
-    return said

@@ -1,4 +1,4 @@
-"""SGLang's paths that generate from a prompt, as far as prefill, pull and continuation go."""
+"""The paths of a worker that generate, as far as prefill, pull, tracking and continuation know them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ from pdserve.errors import RequestError
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 GENERATE: Final = "/generate"
-ENDPOINTS: Final = (CHAT, COMPLETIONS, GENERATE)
+EMBEDDINGS: Final = "/v1/embeddings"
+PREFILL: Final = "/pd/prefill"
+CONTINUE: Final = "/pd/continue"
+
+PROMPT_PATHS: Final = (CHAT, COMPLETIONS, GENERATE)
+"""SGLang's own paths that generate from a prompt."""
+GENERATING_PATHS: Final = frozenset({*PROMPT_PATHS, PREFILL, CONTINUE})
+"""Paths whose requests are tracked."""
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises RequestError (404) for any other path."""
-    if endpoint not in ENDPOINTS:
-        known = ", ".join(ENDPOINTS)
+    """Raises RequestError (404) unless `endpoint` is one of `PROMPT_PATHS`."""
+    if endpoint not in PROMPT_PATHS:
+        known = ", ".join(PROMPT_PATHS)
         raise RequestError(404, f"endpoint must be one of {known}, not {endpoint[:200]!r}")

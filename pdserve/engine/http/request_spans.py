@@ -13,7 +13,8 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from pdserve.engine.http.connection import AsgiApp, Receive, Scope, Send
-from pdserve.engine.sglang.request_tracking import GENERATING_PATHS, HttpRequest, current_request
+from pdserve.engine.http.endpoints import GENERATING_PATHS
+from pdserve.engine.http.request import HttpRequest, current_request
 from pdserve.tracing import Trace, Tracer, current_trace
 
 

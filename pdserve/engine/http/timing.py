@@ -13,7 +13,7 @@ request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,16 +32,6 @@ class FirstToken:
     def timing(self) -> bytes:
         """The value of `server-timing`: milliseconds (W3C Server Timing)."""
         return ", ".join(f"{part};dur={1e3 * spent_s:.1f}" for part, spent_s in self.parts_s.items()).encode()
-
-
-def first_token(answers: Sequence[dict[str, Any]]) -> FirstToken:
-    """From the first that SGLang says. What it does not say is 0, or not there."""
-    meta = (answers[0].get("meta_info") or {}) if answers else {}
-    pull_s = max(0.0, meta.get("storage_prefetch_wait") or 0.0)
-    parts_s = {"queue": max(0.0, (meta.get("queue_time") or 0.0) - pull_s), "pull": pull_s}
-    if "prefill_finished_time" in meta and "forward_entry_time" in meta:
-        parts_s["compute"] = max(0.0, meta["prefill_finished_time"] - meta["forward_entry_time"])
-    return FirstToken(parts_s)
 
 
 class WorkerMetrics:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.model_loader.checkpoint_quantization import resolve_checkpoint_quant_spec
 
 from pdserve.errors import StartupError
 from pdserve.pages import KvGeometry, adapter_fingerprint, all_rank_suffixes, model_fingerprint
+from pdserve.sglang_places import Place
 
 # Arguments of SGLang by which equal model files give other keys and values.
 _VALUE_OPTIONS = (
@@ -30,6 +31,24 @@ _KV_DTYPES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "floa
 _OF_MODELOPT = "modelopt"
 _OF_FP8 = ("fp8", "mxfp8")
 
+PLACES: Final = (
+    Place(
+        "sglang.srt.server_args",
+        "ServerArgs",
+        parameters=(
+            *("model_path", "page_size", "kv_cache_dtype", "hicache_mem_layout", "load_format", "lora_paths"),
+            *("tp_size", "pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "dcp_size"),
+            *("enable_dp_attention", "json_model_override_args", *_VALUE_OPTIONS),
+        ),
+    ),
+    Place(
+        "sglang.srt.model_loader.checkpoint_quantization",
+        "resolve_checkpoint_quant_spec",
+        parameters=("hf_config",),
+    ),
+    Place("sglang.srt.configs.model_config", "ModelConfig.from_server_args", parameters=("server_args",)),
+)
+
 
 @dataclass(frozen=True)
 class KvIdentity:
@@ -42,7 +61,7 @@ class KvIdentity:
 
 
 def kv_identity(server_args: Any) -> KvIdentity:
-    """`server_args` is SGLang's resolved ServerArgs.
+    """`server_args`: SGLang's arguments, resolved (`server_args.resolved`).
 
     Raises StartupError when the model is no local directory (its revision could not be told from its name),
     or its pages are divided between ranks in a way that has no names here.

@@ -24,6 +24,11 @@ def choose(device: Device) -> None:
     before_sglang()
 
 
+def is_on_cpu() -> bool:
+    """This is a process of a worker that runs on a CPU."""
+    return os.environ.get(ENGINE_ENV) == "cpu"
+
+
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
     """No garbage collection in the block, and none ever of what the block leaves.
@@ -41,7 +46,7 @@ def without_gc() -> Iterator[None]:
 
 def before_sglang() -> None:
     """On CPU, install the `sgl_kernel` stand-in; elsewhere, or in no pdserve worker, do nothing."""
-    if os.environ.get(ENGINE_ENV) == "cpu":
+    if is_on_cpu():
         from pdserve.engine.sglang.cpu import stand_in
 
         stand_in.install()
@@ -52,18 +57,15 @@ def before_sglang() -> None:
 
 def after_sglang() -> None:
     """On CPU, put the hooks in place; imports SGLang."""
-    if os.environ.get(ENGINE_ENV) == "cpu":
+    if is_on_cpu():
         from pdserve.engine.sglang.cpu import hooks
 
         hooks.apply()
 
 
-def in_scheduler() -> None:
-    """Put what is for the scheduler's own process in place; imports it."""
-    from pdserve.engine.sglang import pulls
+def load_plugins() -> None:
+    """Put the hooks in place and let SGLang load its plugins, before anything reads its arguments."""
+    after_sglang()
+    from sglang.srt.plugins import load_plugins as load
 
-    pulls.in_scheduler()
-    if os.environ.get(ENGINE_ENV) == "cpu":
-        from pdserve.engine.sglang.cpu import hooks
-
-        hooks.apply(hooks.SCHEDULER_HOOKS)
+    load()

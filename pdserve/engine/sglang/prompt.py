@@ -8,18 +8,60 @@ token, greedy, no grammar, no logprobs, since the answer is thrown away.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import uuid
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import pydantic
+from fastapi import HTTPException
 from sglang.srt.entrypoints.api_contract import generate_contract_error
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from pdserve.engine.http.cache_report import Found
 from pdserve.engine.http.endpoints import CHAT, GENERATE, check_endpoint
+from pdserve.engine.sglang.answers import found_of
+from pdserve.engine.sglang.children.pulls import PULL_ID
 from pdserve.errors import RequestError
+from pdserve.sglang_places import Place
+
+_SERVING = "sglang.srt.entrypoints.openai"
+_CONVERTED = ("request", "raw_request")
+PLACES: Final = (
+    Place("sglang.srt.entrypoints.api_contract", "generate_contract_error", parameters=("body",)),
+    Place(
+        f"{_SERVING}.serving_chat", "OpenAIServingChat._convert_to_internal_request", parameters=_CONVERTED
+    ),
+    Place(f"{_SERVING}.serving_chat", "OpenAIServingChat._validate_request", parameters=("request",)),
+    Place(
+        f"{_SERVING}.serving_completions",
+        "OpenAIServingCompletion._convert_to_internal_request",
+        parameters=_CONVERTED,
+    ),
+    Place(
+        f"{_SERVING}.serving_completions",
+        "OpenAIServingCompletion._validate_request",
+        parameters=("request",),
+    ),
+    Place(
+        "sglang.srt.entrypoints.http_server",
+        "lifespan",
+        texts=(),
+        calls=("openai_serving_chat", "openai_serving_completion"),
+    ),
+    Place(
+        "sglang.srt.managers.io_struct",
+        "GenerateReqInput",
+        parameters=(
+            *("text", "input_ids", "input_embeds", "sampling_params", "rid", "stream", "return_logprob"),
+            *("extra_key", "cache_salt", "lora_path"),
+        ),
+    ),
+    Place("sglang.srt.managers.io_struct", "GenerateReqInput.contains_mm_input", parameters=("self",)),
+    Place("sglang.srt.managers.tokenizer_manager", "TokenizerManager._tokenize_texts", parameters=("texts",)),
+)
 
 # Sampling parameters that could end or constrain the single token, or make more than one sequence of it.
 _GENERATION_ONLY = (
@@ -86,9 +128,41 @@ async def run_prefill(tokenizer_manager: Any, request: GenerateReqInput) -> Pref
             )
     return Prefilled(
         prompt_tokens=sum(meta["prompt_tokens"] for meta in metas),
-        found=[Found.of(meta.get("cached_tokens", 0), meta.get("cached_tokens_details")) for meta in metas],
+        found=[found_of(meta.get("cached_tokens", 0), meta.get("cached_tokens_details")) for meta in metas],
         cached_tokens={meta["id"]: meta.get("cached_tokens", 0) for meta in metas},
     )
+
+
+async def prompt_tokens(tokenizer_manager: Any, request: GenerateReqInput) -> list[int]:
+    """The prompt's tokens as SGLang will make them; empty where its pages cannot be named from that alone, or
+    where it is not known which of several host memories the request will look into.
+    """
+    if tokenizer_manager.server_args.dp_size > 1:
+        return []
+    if request.contains_mm_input() or request.lora_path or request.input_embeds is not None:
+        return []
+    ids = request.input_ids
+    if ids is None and isinstance(request.text, str):
+        ids, _ = await tokenizer_manager._tokenize_texts(request.text)
+    if not ids or not isinstance(ids[0], int):
+        return []  # several prompts
+    return list(ids)
+
+
+async def fetch_pages(tokenizer_manager: Any, tokens: list[int], like: GenerateReqInput) -> None:
+    """Have SGLang fetch the pages of `tokens` from the pool into its host memory (`children/pulls.py`): all
+    but the last token, which SGLang never looks up. `like`: the request whose pages they are.
+    """
+    pull = GenerateReqInput(
+        input_ids=tokens,
+        sampling_params={"max_new_tokens": 1},
+        rid=PULL_ID + uuid.uuid4().hex,
+        extra_key=like.extra_key,
+        cache_salt=like.cache_salt,
+    )
+    with contextlib.suppress(ValueError, HTTPException):  # how SGLang reports an end like this one's
+        async for _ in tokenizer_manager.generate_request(pull, None):
+            pass
 
 
 async def _openai(app_state: Any, endpoint: str, body: bytes, http_request: Any) -> GenerateReqInput:

@@ -1,11 +1,8 @@
 """SGLang's own HTTP server, in this process, with our routes added and a quick, quiet end.
 
     with until_stopped():
-        drain = Drain(...)
-        device = prepare_engine(config)                     # checks; only now may SGLang be imported
-        argv = server_argv(config, role, device, storage)
-        identity = ... parse_args(argv) ...                 # what SGLang makes of the arguments
-        serve(argv, drain, configure_app=add_our_routes)    # until SIGTERM or Ctrl-C
+        engine = Engine(drain, metrics)
+        serve(parse_args(argv), drain, engine, configure_app=add_our_routes)    # until SIGTERM or Ctrl-C
 
 The end: the worker drains (drain.py), unless one of SGLang's processes has failed. Then what still runs is
 aborted, the schedulers asked to release what they hold (a storage backend closes its connections there), the
@@ -20,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import logging
 import os
 import signal
@@ -28,15 +24,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
-from pdserve.engine.args import server_argv
-from pdserve.engine.config import EngineConfig
-from pdserve.engine.device import Device, choose_device
 from pdserve.engine.drain import Client, Drain
-from pdserve.engine.model_dir import check_address, check_model_dir
-from pdserve.engine.sglang import prepare, selfcheck
-from pdserve.errors import ConfigError, StartupError
+from pdserve.engine.sglang.engine import Engine
+from pdserve.errors import StartupError
+from pdserve.sglang_places import Place
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +37,34 @@ _ABORT_S = 1.0  # for aborted requests to be answered
 _RELEASE_S = 2.0  # for schedulers to release what they hold
 _STOP_S = 6.0  # beyond the drain, after which the process ends without asking again
 _POLL_S = 0.05
+
+_SERVER = "sglang.srt.entrypoints.http_server"
+_MANAGER = "sglang.srt.managers.tokenizer_manager"
+PLACES: Final = (
+    Place(
+        _SERVER,
+        "launch_server",
+        parameters=(
+            *("server_args", "launch_callback", "init_tokenizer_manager_func"),
+            *("run_scheduler_process_func", "run_detokenizer_process_func"),
+        ),
+    ),
+    Place(_SERVER, "app.add_middleware"),
+    Place(_SERVER, "app.state"),
+    Place("sglang.srt.entrypoints.engine", "init_tokenizer_manager", parameters=("server_args", "port_args")),
+    Place("sglang.srt.utils", "kill_process_tree", parameters=("parent_pid", "include_parent")),
+    Place("sglang.srt.managers.io_struct", "ShutdownReq"),
+    Place(_MANAGER, "TokenizerManager.auto_create_handle_loop", calls=("signal_handler_class",)),
+    Place(_MANAGER, "SignalHandler.sigterm_handler"),
+    Place(_MANAGER, "SignalHandler.running_phase_sigquit_handler"),
+    Place(
+        _MANAGER, "TokenizerManager.init_running_status", attributes=("rid_to_state", "_subprocess_watchdog")
+    ),
+    Place(_MANAGER, "TokenizerManager.set_server_stop_hook", attributes=("_server_stop_hook",)),
+    Place(_MANAGER, "TokenizerManager._dispatch_to_scheduler", parameters=("obj",)),
+    Place(_MANAGER, "TokenizerManager.abort_request", parameters=("abort_all",)),
+    Place("sglang.srt.utils.watchdog", "SubprocessWatchdog.stop", parameters=("self",)),
+)
 
 
 @contextlib.contextmanager
@@ -63,84 +84,45 @@ def until_stopped() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def prepare_engine(config: EngineConfig) -> Device:
-    """Check everything that can be checked before SGLang starts, and prepare this process to import it.
-
-    Raises ConfigError for settings that cannot work; StartupError for the model path, the address, the
-    accelerator, or an SGLang that does not fit.
-    """
-    check_model_dir(config.model_path)
-    check_address(config.host, config.port)
-    selfcheck.sglang_version()
-    device = choose_device(config.device)
-    server_argv(config, "agg", device, {})  # refuses what no role can have, before anything slow
-    prepare.choose(device)
-    with prepare.without_gc():
-        selfcheck.check(device)
-        prepare.after_sglang()
-        from sglang.srt.plugins import load_plugins
-
-        load_plugins()
-    return device
-
-
-def parse_args(argv: list[str]) -> Any:
-    """SGLang's ServerArgs for `argv`, not resolved yet.
-
-    Raises ConfigError with SGLang's own last line when it does not accept the words.
-    """
-    from sglang.srt.server_args import prepare_server_args
-
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return prepare_server_args(argv)
-    except SystemExit as error:
-        line = (said.getvalue().strip().splitlines() or ["no reason given"])[-1]
-        raise ConfigError(
-            f"SGLang does not accept these flags: {line.partition('error: ')[2] or line}"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"SGLang does not accept these flags: {error}") from error
-
-
 def serve(
-    argv: list[str],
+    server_args: Any,
     drain: Drain,
+    engine: Engine,
     *,
-    configure_app: Callable[[Any], None] | None = None,
-    on_ready: Callable[[], None] | None = None,
+    configure_app: Callable[[Any], None],
+    on_ready: Callable[[], None],
 ) -> None:
-    """Run SGLang's server until it is stopped; `prepare_engine` must have run in this process.
+    """Run SGLang's server until it is stopped; this process must have been prepared (`prepare.choose`).
 
-    `configure_app` gets SGLang's FastAPI app before it serves; `on_ready` is called, in another thread, once
-    a first generation has gone through. Raises ConfigError for words SGLang does not accept, StartupError
-    when it does not start or one of its processes dies.
+    `configure_app` gets SGLang's FastAPI app before it serves. `on_ready` is called, in another thread, once
+    a first generation has gone through. Raises StartupError when SGLang does not start or one of its
+    processes dies.
     """
-    from sglang.srt.entrypoints import engine, http_server
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.entrypoints.engine import init_tokenizer_manager
     from sglang.srt.utils import kill_process_tree
 
-    from pdserve.engine.sglang import children
+    from pdserve.engine.sglang.children import entry
 
-    server_args = parse_args(argv)
-    if configure_app is not None:
-        configure_app(http_server.app)
+    engine.app = http_server.app
+    configure_app(http_server.app)
     ending = _Ending(drain)
     drain.add(lambda: ending.unfinished)
 
-    def init_tokenizer_manager(*args: Any, **kwargs: Any) -> Any:
+    def init_manager(*args: Any, **kwargs: Any) -> Any:
         # By now the children run, and SGLang's own handler, which kills this process outright, is in place.
         signal.signal(signal.SIGQUIT, _child_failed)
-        manager, templates = engine.init_tokenizer_manager(*args, **kwargs)
+        manager, templates = init_tokenizer_manager(*args, **kwargs)
         manager.signal_handler_class = ending.handler_class()
+        engine.begin(manager)
         return manager, templates
 
     try:
         http_server.launch_server(
             server_args,
-            init_tokenizer_manager_func=init_tokenizer_manager,
-            run_scheduler_process_func=children.run_scheduler_process,
-            run_detokenizer_process_func=children.run_detokenizer_process,
+            init_tokenizer_manager_func=init_manager,
+            run_scheduler_process_func=entry.run_scheduler_process,
+            run_detokenizer_process_func=entry.run_detokenizer_process,
             launch_callback=on_ready,
         )
     except (RuntimeError, ValueError, AssertionError) as error:  # what SGLang raises for what it cannot run
@@ -235,8 +217,7 @@ class _Ending:
         if manager._subprocess_watchdog is not None:
             manager._subprocess_watchdog.stop()  # children that end now are no crash
         if not self.failed:
-            manager.pdserve_stopping = True  # what is aborted now is not answered as if it were complete
-            manager.abort_request(abort_all=True)
+            manager.abort_request(abort_all=True)  # such answers are broken off (`Engine.begin`)
             await _until(lambda: not manager.rid_to_state, _ABORT_S)
             manager._dispatch_to_scheduler(ShutdownReq())
             await _until(lambda: not _schedulers(), _RELEASE_S)

@@ -37,6 +37,7 @@ from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import POOL_TOKEN_VARIABLE, PoolClientConfig
 from pdserve.kvpool.hicache.metrics import ClientMetrics
 from pdserve.kvpool.hicache.page_trace import PageTrace
+from pdserve.kvpool.hicache.ssd_pages import came_from_ssd
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.pages import KvGeometry, pool_key, rank_suffix
 
@@ -82,7 +83,6 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self._trace = PageTrace(os.environ)
         self._page_tokens = int(self._settings.geometry.page_size)
         self._warned_at_s = 0.0
-        self.ssd_pages_read = 0  # by the last `batch_get_v1`: a node brought them up from a tier
 
     # -- start and end
 
@@ -154,7 +154,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             self._complain("read", error)
             return [False] * len(keys)
         finally:
-            self.ssd_pages_read = self._client.counters.pages_ssd - ssd_before
+            came_from_ssd(self._client.counters.pages_ssd - ssd_before)
             self._publish()
 
     def batch_set_v1(

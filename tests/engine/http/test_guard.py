@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,14 +109,3 @@ def test_websockets_are_guarded_and_lifespan_is_not() -> None:
     assert ask("/v1/realtime", FAR, type_="websocket")[0]["type"] == "websocket.close"
     assert ask("/v1/realtime", FAR, f"Bearer {TOKEN}", type_="websocket") == PASSED
     assert ask("", None, type_="lifespan") == PASSED
-
-
-def test_what_sglang_is_told_holds_no_pool_token() -> None:
-    from pdserve.engine.config import EngineConfig
-    from pdserve.engine.launch import _storage
-    from pdserve.engine.worker import WorkerConfig
-    from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
-
-    pool = PoolClientConfig(nodes=[PoolNodeRef(node="a", address="tcp:h:1")], token="pool-token-canary")
-    config = WorkerConfig(engine=EngineConfig(model_path=Path("m")), pool=pool)  # type: ignore[arg-type]
-    assert "pool-token-canary" not in json.dumps(_storage(config, "ns", {}))

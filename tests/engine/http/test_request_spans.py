@@ -7,29 +7,24 @@ from typing import Any
 
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from pdserve.engine.http.request import current_request
 from pdserve.engine.http.request_spans import Traced
 from pdserve.engine.http.timing import FirstToken
-from pdserve.engine.sglang.request_tracking import RequestTracking, current_request
 from pdserve.tracing import Tracer, Tracing, timed
-from tests.engine.sglang.test_request_tracking import Client, Manager, scope
+from tests.support.engine.manager import Client, scope_of, serve
 
 PARENT = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def serve(exporter: InMemorySpanExporter, app: Any) -> None:
-    async def run() -> None:
-        tracer = Tracer(Tracing(), "pdserve-decode", exporter)
-        inner = Traced(app, tracer, "decode")
-        asked = scope("/v1/completions")
-        asked["headers"].append((b"traceparent", PARENT))
-        await RequestTracking(inner, lambda: Manager())(asked, Client().messages.get, Client().send)
-
-    asyncio.run(run())
+def spans_of(app: Any) -> InMemorySpanExporter:
+    exporter = InMemorySpanExporter()
+    traced = Traced(app, Tracer(Tracing(), "pdserve-decode", exporter), "decode")
+    scope = scope_of("/v1/completions", (b"x-request-id", b"id-1"), (b"traceparent", PARENT))
+    asyncio.run(serve(traced, scope, Client()))
+    return exporter
 
 
 def test_a_workers_spans_stand_below_the_routers() -> None:
-    exporter = InMemorySpanExporter()
-
     async def app(_scope: Any, receive: Any, send: Any) -> None:
         await receive()
         record = current_request()
@@ -40,7 +35,7 @@ def test_a_workers_spans_stand_below_the_routers() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    serve(exporter, app)
+    exporter = spans_of(app)
     spans = {span.name: span for span in exporter.get_finished_spans()}
     first = spans.pop("decode /v1/completions")
     assert first.parent is not None
@@ -63,14 +58,12 @@ def test_a_workers_spans_stand_below_the_routers() -> None:
 
 
 def test_an_error_of_the_server_is_one_of_the_span() -> None:
-    exporter = InMemorySpanExporter()
-
     async def app(_scope: Any, receive: Any, send: Any) -> None:
         await receive()
         await send({"type": "http.response.start", "status": 503, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    serve(exporter, app)
+    exporter = spans_of(app)
     [span] = exporter.get_finished_spans()
     assert span.status.description == "status 503"
 

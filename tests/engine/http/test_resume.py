@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -16,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from pdserve.engine.http.connection import BrokenOff
-from pdserve.engine.http.resume import Continuing, SoFar, Stream
+from pdserve.engine.http.request import RequestTracking
+from pdserve.engine.http.resume import Continuing
+from pdserve.engine.sglang.tokenizer_manager import watch
 from pdserve.router.dispatch.stream_marks import StreamMarks
 
 PROMPT = [72, 105, 33]
@@ -48,6 +48,9 @@ class Tokenized:
     require_reasoning: bool = False
     mm_inputs: Any = None
     return_logprob: bool = False
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    lora_id: str | None = None
 
 
 @dataclass
@@ -80,10 +83,24 @@ class Engine:
     def model_config(self) -> Any:
         return SimpleNamespace(think_end_ids=None if self.think_end is None else [self.think_end])
 
+    rid_to_state: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        watch(self)
+
+    def _init_req_state(self, obj: Obj, request: Any = None) -> None:
+        self.rid_to_state[obj.rid] = None
+
     async def _send_one_request(self, tokenized: Tokenized) -> None:
         self.sent.append(tokenized)
 
+    async def _send_batch_request(self, tokenized: Any) -> None: ...
+
+    async def _handle_batch_output(self, output: Any) -> None: ...
+
     async def generate_request(self, obj: Obj, request: Any = None) -> AsyncGenerator[dict[str, Any], None]:
+        obj.rid = self.rid
+        self._init_req_state(obj)
         sampling = self._sampling(obj.max_new_tokens)
         asked = Tokenized(
             obj.rid, array("q", PROMPT), sampling, self.think_end is not None, None, self.return_logprob
@@ -187,7 +204,11 @@ async def post(engine: Engine, path: str, body: bytes, marks: bool = True) -> tu
     status, pieces = 0, []
 
     async def receive() -> Any:
-        return {"type": "http.request", "body": body, "more_body": False}
+        if unread:
+            return unread.pop()
+        return await asyncio.Future()
+
+    unread = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def send(message: Any) -> None:
         nonlocal status
@@ -198,7 +219,7 @@ async def post(engine: Engine, path: str, body: bytes, marks: bool = True) -> tu
             if not message["more_body"]:
                 pieces.append(b"")
 
-    await Continuing(engine.app, lambda: engine)(scope, receive, send)
+    await RequestTracking(Continuing(engine.app))(scope, receive, send)
     return status, pieces
 
 
@@ -389,6 +410,8 @@ class Aborting(Engine):
     finish: dict[str, Any] = field(default_factory=dict)
 
     async def generate_request(self, obj: Obj, request: Any = None) -> AsyncGenerator[dict[str, Any], None]:
+        obj.rid = self.rid
+        self._init_req_state(obj)
         await self._send_one_request(Tokenized(obj.rid, array("q", PROMPT), self._sampling(None)))
         meta = {"id": obj.rid, "finish_reason": {"type": "abort"} | self.finish, "completion_tokens": 0}
         yield {"text": "", "output_ids": [], "meta_info": meta}
@@ -403,14 +426,15 @@ def test_a_continuation_that_is_aborted_while_it_waits_is_answered_with_the_abor
 
 
 def test_a_continuation_that_is_aborted_for_no_reason_ends_as_sglang_ends_it() -> None:
-    async def run() -> list[Any]:
-        async def send(message: Any) -> None: ...
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        reasons.extend(
+            [c["meta_info"]["finish_reason"] async for c in engine.generate_request(Obj("a", None))]
+        )
 
-        engine, asked = Aborting([]), Obj("a", None)
-        followed = Stream(send, SoFar(1, [104])).follow(engine.generate_request(asked), asked, engine)
-        return [content["meta_info"]["finish_reason"] async for content in followed]
-
-    assert asyncio.run(run()) == [None, {"type": "abort"}]
+    engine, reasons = Aborting([]), []
+    engine.app = app  # type: ignore[method-assign]
+    asyncio.run(post(engine, "/pd/continue?endpoint=/generate", b'{"characters":1,"token_ids":[104]}\n{}'))
+    assert reasons == [None, {"type": "abort"}]
 
 
 def test_tokens_that_do_not_make_the_text_are_refused() -> None:
@@ -421,25 +445,5 @@ def test_tokens_that_do_not_make_the_text_are_refused() -> None:
 
 def refused(engine: Engine, body: bytes) -> tuple[int, str]:
     """(status, message) at `/generate`, which has begun its answer before it knows."""
-    sent: list[Any] = []
-
-    async def receive() -> Any:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    async def run() -> None:
-        headers = [(b"x-pdserve-marks", b"1")]
-        scope = {
-            "type": "http",
-            "path": "/pd/continue",
-            "headers": headers,
-            "query_string": b"endpoint=/generate",
-        }
-        with contextlib.suppress(BrokenOff):
-            await Continuing(engine.app, lambda: engine)(scope, receive, send)
-
-    asyncio.run(run())
-    *_, head, last = sent  # of several heads the last counts: it is held until there is a body
-    return head["status"], last["body"].decode()
+    status, pieces = asyncio.run(post(engine, "/pd/continue?endpoint=/generate", body))
+    return status, pieces[0].decode()

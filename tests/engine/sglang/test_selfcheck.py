@@ -1,33 +1,211 @@
-"""The self-check names what is missing. No SGLang is imported: places of the standard library
-stand for it.
-"""
+"""The self-check sees every place of SGLang that is gone, renamed or no longer used, and names it."""
 
 from __future__ import annotations
 
+import ast
+import enum
+import importlib
+import inspect
+import linecache
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
+
 import pytest
 
-from pdserve.engine import device
 from pdserve.engine.sglang import selfcheck
-from pdserve.engine.sglang.selfcheck import Place, missing_places
 from pdserve.errors import StartupError
+from pdserve.sglang_places import Place, missing_places
+
+Rename: TypeAlias = Callable[[Any, str, str], Any]
+PACKAGE = Path(selfcheck.__file__).parent
 
 
-def test_places_that_fit_are_silent() -> None:
-    places = (Place("json", "dumps", ("obj", "indent")), Place("json", "JSONEncoder.encode", ("o",)))
-    assert list(missing_places(places)) == []
+def modules() -> list[ModuleType]:
+    return [importlib.import_module(f"pdserve.engine.sglang.{name}") for name in selfcheck.MODULES]
 
 
-def test_each_misfit_is_named() -> None:
-    places = (
-        Place("no_such_module", "x"),
-        Place("json", "JSONEncoder.gone"),
-        Place("json", "dumps", ("obj", "speed", "colour")),
-    )
-    assert list(missing_places(places)) == [
-        "no_such_module.x: No module named 'no_such_module'",
-        "json.JSONEncoder.gone is not there",
-        "json.dumps takes no colour, speed",
-    ]
+def all_places() -> list[Place]:
+    return [*selfcheck.HASHES, *(place for module in modules() for place in module.PLACES)]
+
+
+def test_every_module_that_imports_sglang_declares_what_it_leans_on() -> None:
+    declared = set(selfcheck.MODULES)
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        imports = [
+            n.module or "" for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)
+        ]
+        uses = any(module.startswith("sglang") for module in imports)
+        # the CPU hooks have a table and trials of their own; the others only start and check
+        if uses and not name.startswith("cpu.") and name not in ("prepare", "selfcheck"):
+            assert name in declared, name
+
+
+def test_the_installed_sglang_fits() -> None:
+    assert list(missing_places(all_places())) == []
+
+
+# --- each place can be missed
+
+
+def holders(place: Place) -> tuple[list[Any], str]:
+    """What holds the attribute, an overridden one too, and the attribute's last name."""
+    owner: Any = importlib.import_module(place.module)
+    *path, last = place.attribute.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    classes = (owner if isinstance(owner, type) else type(owner)).__mro__
+    return [one for one in (owner, *classes) if last in vars(one)], last
+
+
+@pytest.mark.parametrize(
+    "place", [one for one in all_places() if not one.attribute.endswith("__init__")], ids=lambda one: one.name
+)
+def test_a_place_that_is_gone_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    owners, last = holders(place)
+    if isinstance(owners[0], enum.EnumType):  # its members cannot be taken out
+        monkeypatch.setattr(importlib.import_module(place.module), owners[0].__name__, object())
+    else:
+        for owner in dict.fromkeys(owners):
+            monkeypatch.delattr(owner, last)
+    assert list(missing_places([place])) == [f"{place.name} is not there"]
+
+
+def without_parameter(target: Any, name: str) -> Callable[..., None]:
+    signature = inspect.signature(target)
+
+    def stand_in(*_: Any, **__: Any) -> None: ...
+
+    kept = [parameter for parameter in signature.parameters.values() if parameter.name != name]
+    stand_in.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    return stand_in
+
+
+@pytest.fixture
+def renamed(tmp_path: Path) -> Iterator[Rename]:
+    """A function as another SGLang might have it, where a name is another."""
+
+    def rename(target: Any, old: str, new: str) -> Any:
+        function = inspect.unwrap(target)
+        source = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(function)))).replace(old, new)
+        tree = ast.parse(f"from __future__ import annotations\n{source}")
+        made = tree.body[-1]
+        assert isinstance(made, ast.FunctionDef | ast.AsyncFunctionDef)
+        made.decorator_list = []
+        path = tmp_path / "renamed.py"
+        path.write_text(ast.unparse(tree))
+        linecache.checkcache(str(path))
+        space: dict[str, Any] = {}
+        exec(compile(path.read_text(), str(path), "exec"), dict(function.__globals__), space)
+        return space[made.name]
+
+    yield rename
+    linecache.clearcache()
+
+
+def wanted_names() -> list[tuple[Place, str, str]]:
+    """(place, kind of name, name) of all that is looked for in signatures and code."""
+    kinds = ("parameters", "attributes", "texts", "calls")
+    return [(place, kind, name) for place in all_places() for kind in kinds for name in getattr(place, kind)]
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "name"), wanted_names(), ids=lambda value: getattr(value, "name", value)
+)
+def test_a_name_that_is_another_is_named(
+    place: Place,
+    kind: str,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    renamed: Rename,
+) -> None:
+    owners, last = holders(place)
+    target = place.find()
+    if kind == "parameters":
+        other = without_parameter(target, name)
+    else:
+        other = renamed(target, name, f"another_{name}")
+    monkeypatch.setattr(owners[0], last, other)
+    one = Place(place.module, place.attribute, **{kind: (name,)})
+    [line] = missing_places([one])
+    assert line.startswith(place.name)
+    assert line.endswith(name)
+    assert "\n" not in line
+
+
+# --- what is tried
+
+
+def test_the_pool_is_attached_as_meant() -> None:
+    assert selfcheck.wrong_attachment() == ""
+
+
+@pytest.mark.parametrize(
+    ("method", "old", "new", "said"),
+    [
+        ("attach_storage_backend", "interface_v1", "interface_v3", "_generic_page_get and _generic_page_set"),
+        ("attach_storage_backend", "'dynamic'", "'dynamic2'", "_generic_page_get and _generic_page_set"),
+        (
+            "attach_storage_backend",
+            "max(prefetch_threshold",
+            "max(2 * prefetch_threshold",
+            "from 8 tokens on",
+        ),
+        ("_page_get_zero_copy", "batch_get_v1", "batch_get_v3", "not by interface v1"),
+        ("_page_set_zero_copy", "batch_set_v1", "batch_set_v3", "AttributeError"),
+        ("attach_storage_backend", "self._page_get_zero_copy", "self._page_read", "AttributeError"),
+    ],
+)
+def test_an_attachment_that_is_not_as_meant_is_named(
+    method: str,
+    old: str,
+    new: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    renamed: Rename,
+) -> None:
+    from sglang.srt.managers.cache_controller import HiCacheController
+
+    changed = renamed(getattr(HiCacheController, method), old, new)
+    monkeypatch.setattr(HiCacheController, method, changed)
+    assert said in selfcheck.wrong_attachment()
+
+
+def test_reading_by_another_method_than_the_wrapped_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.managers.cache_controller import HiCacheController
+
+    def batch(self: Any, operation: Any, hashes: Any, indices: Any, extra: Any, _: Any) -> int:
+        return sum(self.storage_backend.batch_get_v1(hashes, indices, extra))
+
+    monkeypatch.setattr(HiCacheController, "_page_transfer_kv_batch", batch)
+    assert selfcheck.wrong_attachment() == "SGLang does not read pages by _page_get_zero_copy"
+
+
+def test_all_that_does_not_fit_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    monkeypatch.delattr(TokenizerManager, "_tokenize_texts")
+    monkeypatch.delattr(TokenizerManager, "abort_request")
+    with pytest.raises(StartupError) as refused:
+        selfcheck.check("cuda")
+    said = str(refused.value)
+    assert "\n" not in said
+    assert "TokenizerManager._tokenize_texts is not there" in said
+    assert "TokenizerManager.abort_request is not there" in said
+    assert f"tested with {selfcheck.TESTED_SGLANG}" in said
+
+
+def test_a_module_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfcheck, "MODULES", ("gone",))
+    assert list(selfcheck.missing()) == ["gone: No module named 'pdserve.engine.sglang.gone'"]
+
+
+def test_a_module_of_sglang_that_is_gone_is_named() -> None:
+    [line] = missing_places([Place("sglang.srt.gone", "x")])
+    assert line == "sglang.srt.gone.x: No module named 'sglang.srt.gone'"
 
 
 def test_another_sglang_version_is_only_warned_of(
@@ -36,45 +214,3 @@ def test_another_sglang_version_is_only_warned_of(
     monkeypatch.setattr(selfcheck, "version", lambda _name: "9.9.9")
     selfcheck._check_version()
     assert "SGLang 9.9.9 is installed; pdserve is tested with" in caplog.text
-
-
-class Accelerators:
-    """As much of torch as device detection looks at."""
-
-    def __init__(self, *, cuda: bool, other: str | None = None) -> None:
-        self.cuda = self
-        self.version = self
-        self.accelerator = self
-        self.hip = None
-        self._cuda, self._other = cuda, other
-
-    def is_available(self) -> bool:
-        return self._cuda
-
-    def current_accelerator(self, check_available: bool) -> Accelerators | None:
-        return self if self._other else None
-
-    @property
-    def type(self) -> str | None:
-        return self._other
-
-
-def test_gpu_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device.importlib, "import_module", lambda _name: Accelerators(cuda=True))
-    assert device.choose_device("auto") == "cuda"
-    assert device.choose_device("cpu") == "cpu"
-
-
-def test_unknown_accelerator_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        device.importlib, "import_module", lambda _name: Accelerators(cuda=False, other="npu")
-    )
-    with pytest.raises(StartupError, match="'npu', which pdserve does not support"):
-        device.choose_device("auto")
-    assert device.choose_device("cpu") == "cpu"
-
-
-def test_cuda_wanted_but_absent_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "detect_device", lambda: "cpu")
-    with pytest.raises(StartupError, match="torch sees no CUDA GPU"):
-        device.choose_device("cuda")

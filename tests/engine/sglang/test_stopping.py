@@ -18,8 +18,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from pdserve.engine.http.request import RequestTracking
 from pdserve.engine.http.resume import Continuing
-from pdserve.engine.sglang.request_tracking import RequestTracking
+from pdserve.engine.sglang.tokenizer_manager import watch
 
 MARKS = {"x-pdserve-marks": "1"}
 
@@ -36,7 +37,7 @@ class Manager:
         self, steps: int = 0, choices: int = 1, stops: bool = True, raised: Exception | None = None
     ) -> None:
         self.rid_to_state: dict[str, Any] = {}
-        self.pdserve_stopping = stops
+        self.stops = stops
         self._steps = steps
         self._choices = choices
         self._raised = raised
@@ -102,8 +103,10 @@ def serving(manager: Manager) -> Any:
         except ValueError as error:
             return JSONResponse({"error": str(error)}, status_code=400)
 
-    app = Starlette(routes=[Route("/v1/completions", complete, methods=["POST"])])
-    return RequestTracking(Continuing(app, lambda: manager), lambda: manager)
+    watch(manager, is_stopping=lambda: manager.stops)
+    return RequestTracking(
+        Continuing(Starlette(routes=[Route("/v1/completions", complete, methods=["POST"])]))
+    )
 
 
 @contextlib.asynccontextmanager

@@ -16,6 +16,6 @@ synchronise | `streams` | | device-host page copies | CUDA kernels only, for bot
 them | `hooks` |
 
 Order matters: `stand_in.install()` before the first import of `sglang.srt` in each process, `hooks.apply()`
-after it and before the scheduler is built. `pdserve.engine.sglang.children` and
+after it and before the scheduler is built. `pdserve.engine.sglang.children.entry` and
 `pdserve.engine.sglang.plugin` see to both.
 """

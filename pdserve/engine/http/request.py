@@ -1,0 +1,150 @@
+"""The record of one HTTP request at a worker, and the middleware that opens it.
+
+The engine names its requests itself: one HTTP request with `n = 3` makes several. It also forgets a request
+once it is answered. A worker needs to know which engine requests belong to which HTTP request, what they
+computed, and when the client left. So `RequestTracking` opens an `HttpRequest` in a context variable, and
+the engine's side (`sglang/tokenizer_manager.py`) fills it in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pdserve.engine.http.cache_report import PREFILLED_HEADER, Reuse, parse_prefilled
+from pdserve.engine.http.connection import AsgiApp, BrokenOff, Connection, Receive, Scope, Send
+from pdserve.engine.http.endpoints import GENERATING_PATHS
+from pdserve.engine.http.marked_stream import MarkedStream
+from pdserve.engine.http.timing import TIMING_HEADER, FirstToken
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER = b"x-request-id"
+
+
+class EngineRequest(Protocol):
+    """One request as the engine's scheduler sees it."""
+
+    rid: str
+    input_ids: Sequence[int] | None  # the prompt's tokens; None until they are known
+    extra_key: str | None
+    cache_salt: str | None
+
+    @property
+    def was_sent(self) -> bool:
+        """It went to the scheduler."""
+
+    @property
+    def is_finished(self) -> bool:
+        """The scheduler has said its last of it."""
+
+    def conversation(self) -> list[int]:
+        """Tokens whose KV exists when the request is finished: prompt and output."""
+
+    def abort(self) -> None:
+        """Tell the scheduler to end it."""
+
+
+@dataclass
+class HttpRequest:
+    """One HTTP request and the engine requests it made, by their ids."""
+
+    request_id: str
+    path: str
+    reuse: Reuse = field(default_factory=lambda: Reuse([]))
+    stream: MarkedStream | None = None  # where the caller may let another worker take over
+    first: FirstToken | None = None  # None until it is there
+    requests: dict[str, EngineRequest] = field(default_factory=dict)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    """The client left before its answer was complete."""
+    is_cut_short: bool = False
+    """The client left while the engine computed, or this server's end aborted the request."""
+    is_stopped: bool = False
+    """This server's end aborted the request."""
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def leave(self) -> None:
+        """The client left. What runs is aborted now; the engine's side aborts the rest once it is sent."""
+        self.left.set()
+        made = self.requests.values()
+        running = [one for one in made if one.was_sent and not one.is_finished]
+        self.is_cut_short = bool(running) or not any(one.was_sent for one in made)
+        for one in running:
+            one.abort()
+
+    def stop(self) -> None:
+        """The end of this server aborted some of the request."""
+        self.is_stopped = self.is_cut_short = True
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What its answer's head says of it."""
+        timing = [] if self.first is None else [(TIMING_HEADER, self.first.timing())]
+        return [*self.reuse.headers(), *timing]
+
+
+_current: ContextVar[HttpRequest | None] = ContextVar("pdserve_http_request", default=None)
+
+
+def current_request() -> HttpRequest | None:
+    """The HTTP request in whose context this code runs."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def _as_current(request: HttpRequest) -> Iterator[None]:
+    token = _current.set(request)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+class RequestTracking:
+    """ASGI middleware; see the module's docstring."""
+
+    def __init__(self, app: AsgiApp, on_start: Callable[[HttpRequest], None] | None = None) -> None:
+        """`on_start` is told of every generating request, before the engine is."""
+        self._app = app
+        self._on_start = on_start
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in GENERATING_PATHS:
+            await self._app(scope, receive, send)
+            return
+        found = Reuse(parse_prefilled(_header(scope, PREFILLED_HEADER)))
+        request = HttpRequest(_request_id(scope), scope["path"], found)
+        if self._on_start is not None:
+            self._on_start(request)
+        connection = Connection(
+            receive,
+            send,
+            on_left=request.leave,
+            more_headers=request.headers,
+            on_complete=request.answered.set,
+            is_stopped=lambda: request.is_stopped,
+        )
+        reader = asyncio.create_task(connection.read())
+        try:
+            with _as_current(request):
+                await self._app(scope, connection.receive, connection.send)
+        except BrokenOff as error:
+            logger.info("request %s is not answered to its end: %s", request.request_id, error)
+        finally:
+            request.answered.set()
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reader
+
+
+def _request_id(scope: Scope) -> str:
+    return _header(scope, REQUEST_ID_HEADER).decode("latin-1")[:256] or uuid.uuid4().hex
+
+
+def _header(scope: Mapping[str, Any], wanted: bytes) -> bytes:
+    return next((bytes(value) for name, value in scope["headers"] if name == wanted), b"")

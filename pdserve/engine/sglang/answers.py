@@ -1,0 +1,107 @@
+"""What SGLang says in the output of its scheduler and in the `meta_info` of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from pdserve.engine.http.cache_report import Found, Reuse
+from pdserve.engine.http.timing import FirstToken
+from pdserve.sglang_places import Place
+
+SSD_DETAIL: Final = "ssd"
+"""Our key in `cached_tokens_details`: so many of its `storage` came from a tier below the pool's memory."""
+
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager"
+_TIMES = "sglang.srt.observability.req_time_stats"
+PLACES: Final = (
+    Place(
+        _TOKENIZER,
+        "TokenizerManager._handle_batch_output",
+        texts=(
+            *("id", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens"),
+            *("cached_tokens_details", "reasoning_tokens", "text", "output_ids", "meta_info"),
+        ),
+        calls=("convert_to_output_meta_info",),
+    ),
+    Place(
+        _TIMES,
+        "SchedulerReqTimeStats.convert_to_output_meta_info",
+        texts=("queue_time", "storage_prefetch_wait", "forward_entry_time", "prefill_finished_time"),
+    ),
+    Place(
+        "sglang.srt.managers.io_struct",
+        "BatchStrOutput",
+        parameters=("rids", "prompt_tokens", "cached_tokens", "cached_tokens_details"),
+    ),
+)
+
+
+def found_of(cached_tokens: int, details: Mapping[str, Any] | None) -> Found:
+    """From SGLang's count and its `cached_tokens_details`, which may be missing."""
+    if not details:
+        return Found(device=cached_tokens)
+    storage, ssd = details.get("storage") or 0, details.get(SSD_DETAIL) or 0
+    return Found(details.get("device") or 0, details.get("host") or 0, storage - ssd, ssd)
+
+
+def replace_counts(output: Any, reuse_of: Callable[[str], Reuse | None]) -> None:
+    """Replace the counts of cached tokens in a batch of the scheduler's output by what the clients are told.
+    `reuse_of`: by SGLang's request id.
+    """
+    counts, details = getattr(output, "cached_tokens", None), getattr(output, "cached_tokens_details", None)
+    if not counts:
+        return
+    for i, rid in enumerate(output.rids):
+        reuse = reuse_of(rid)
+        if reuse is None:
+            continue
+        own = found_of(counts[i], details[i] if details else None)
+        told = reuse.found(rid, own, output.prompt_tokens[i])
+        if told is None:
+            continue
+        counts[i] = sum(told)
+        if details:
+            details[i] = _details(told, details[i] or {})
+
+
+def _details(told: Found, given: dict[str, Any]) -> dict[str, Any]:
+    device, host, storage = told.by_memory
+    said = {**given, "device": device, "host": host}
+    said.pop(SSD_DETAIL, None)
+    if storage or "storage" in given:
+        said["storage"] = storage
+    return said
+
+
+def clipped(details: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """`cached_tokens_details` of a prompt's first tokens. In a prompt the tokens on the device come first,
+    then those on the host.
+    """
+    said, left = dict(details), tokens
+    for place in ("device", "host", "storage"):
+        if place in said:
+            said[place] = min(said[place] or 0, left)
+            left -= said[place]
+    if SSD_DETAIL in said:
+        said[SSD_DETAIL] = min(said[SSD_DETAIL] or 0, said.get("storage", 0))
+    return said
+
+
+def first_token(answers: Sequence[Mapping[str, Any]]) -> FirstToken:
+    """Where the time to the first token went. What SGLang does not say is 0, or not there.
+
+    SGLang 0.5.23 says it with `--enable-metrics`, which every worker has: `queue_time` (its waiting queue,
+    `storage_prefetch_wait` within it), `forward_entry_time` and `prefill_finished_time`.
+    """
+    meta = (answers[0].get("meta_info") or {}) if answers else {}
+    pull_s = max(0.0, meta.get("storage_prefetch_wait") or 0.0)
+    parts_s = {"queue": max(0.0, (meta.get("queue_time") or 0.0) - pull_s), "pull": pull_s}
+    if "prefill_finished_time" in meta and "forward_entry_time" in meta:
+        parts_s["compute"] = max(0.0, meta["prefill_finished_time"] - meta["forward_entry_time"])
+    return FirstToken(parts_s)
+
+
+def is_aborted(answer: Mapping[str, Any]) -> bool:
+    """SGLang ended this request before its time."""
+    return ((answer.get("meta_info") or {}).get("finish_reason") or {}).get("type") == "abort"

@@ -1,0 +1,75 @@
+"""Entry points of SGLang's child processes.
+
+SGLang spawns its scheduler and detokenizer: each child imports the module of its target function before
+anything of SGLang. So importing this module prepares the process, and SGLang's own functions are imported
+only when called.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import signal
+from typing import Any, Final
+
+from pdserve.engine.sglang import prepare
+from pdserve.sglang_places import Place
+
+PLACES: Final = (
+    Place("sglang.srt.managers.scheduler", "run_scheduler_process"),
+    Place("sglang.srt.managers.detokenizer_manager", "run_detokenizer_process"),
+)
+
+prepare.before_sglang()
+if multiprocessing.parent_process() is not None:
+    gc.disable()  # the function's arguments import most of SGLang; see prepare.without_gc
+
+
+def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
+    """SGLang's `run_scheduler_process` with the same arguments, in a prepared process."""
+    with prepare.without_gc():
+        _enter_child()
+        from sglang.srt.managers.scheduler import run_scheduler_process as run
+
+        _change_scheduler()
+
+    logging.getLogger(run.__module__).addFilter(_without_traceback)
+
+    run(*args, **kwargs)
+
+
+def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
+    """SGLang's `run_detokenizer_process` with the same arguments, in a prepared process."""
+    with prepare.without_gc():
+        _enter_child()
+        from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run
+
+    run(*args, **kwargs)
+
+
+def _change_scheduler() -> None:
+    from pdserve.engine.sglang.children import pulls, ssd_tokens
+
+    pulls.install()
+    ssd_tokens.install()
+    if prepare.is_on_cpu():
+        from pdserve.engine.sglang.cpu import hooks
+
+        hooks.apply(hooks.SCHEDULER_HOOKS)
+
+
+def _enter_child() -> None:
+    # The parent decides when children stop; a Ctrl-C or a group-wide SIGTERM reaches them too, and must not
+    # end them first. They die with the parent by SGLang's own PR_SET_PDEATHSIG.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    prepare.after_sglang()
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """A lack of memory is the user's to fix, not a bug: its last line says it all."""
+    lines = record.getMessage().strip().splitlines()
+    if len(lines) > 1 and "Not enough" in lines[-1]:
+        record.msg, record.args = lines[-1], ()
+    return True

@@ -1,0 +1,88 @@
+"""SGLang's objects in this process, and what they say of themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from pdserve.engine.drain import Drain
+from pdserve.engine.http.timing import WorkerMetrics
+from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
+from pdserve.engine.sglang.tokenizer_manager import watch
+from pdserve.sglang_places import Place
+
+_LOAD = ("num_running_reqs", "num_waiting_reqs", "num_waiting_uncached_tokens", "num_used_tokens")
+_MANAGER = "sglang.srt.managers.tokenizer_manager"
+PLACES: Final = (
+    Place(_MANAGER, "TokenizerManager.init_model_config", attributes=("model_config", "is_generation")),
+    Place(_MANAGER, "TokenizerManager.init_running_status", attributes=("server_status",)),
+    Place(_MANAGER, "ServerStatus.Up"),
+    Place(_MANAGER, "TokenizerManager.init_ipc_channels", attributes=("load_snapshot_reader",)),
+    Place(
+        "sglang.srt.managers.load_snapshot", "create_load_snapshot_reader", calls=("ShmLoadSnapshotReader",)
+    ),
+    Place("sglang.srt.managers.load_snapshot", "ShmLoadSnapshotReader.read_all", parameters=("self",)),
+    Place("sglang.srt.managers.load_snapshot", "LoadSnapshot", parameters=(*_LOAD, "max_total_num_tokens")),
+)
+
+
+class Engine:
+    """`tokenizer_manager` is SGLang's, or None until its server has made one."""
+
+    def __init__(self, drain: Drain, metrics: WorkerMetrics) -> None:
+        self.app: Any = None
+        self.tokenizer_manager: Any = None
+        self._drain = drain
+        self._metrics = metrics
+
+    def begin(self, tokenizer_manager: Any) -> None:
+        """SGLang has made its tokenizer manager: follow its requests from now on."""
+        self.tokenizer_manager = tokenizer_manager
+        watch(tokenizer_manager, metrics=self._metrics, is_stopping=lambda: self._drain.is_closed)
+
+    @property
+    def app_state(self) -> Any:
+        """SGLang's `app.state`, with the OpenAI serving objects."""
+        return self.app.state
+
+    @property
+    def is_up(self) -> bool:
+        """SGLang serves."""
+        manager = self.tokenizer_manager
+        return manager is not None and str(manager.server_status.value) == "Up"
+
+    def facts(self) -> dict[str, Any]:
+        """What `/pd/info` says of the model and of how this SGLang reads prompts."""
+        manager = self.tokenizer_manager
+        named = _template(manager.server_args.chat_template)
+        return {
+            "model": manager.served_model_name,
+            "context_length": manager.model_config.context_len,
+            "deterministic": bool(manager.server_args.enable_deterministic_inference),
+            "tasks": ["generate" if manager.is_generation else "embed"],
+            "tokenizer": tokenizer_fingerprint(manager.tokenizer),
+            "chat_template": chat_template_fingerprint(manager.tokenizer, named),
+        }
+
+    def load(self) -> dict[str, int] | None:
+        """Requests running and waiting, the uncached prompt tokens of those that wait, and the KV memory that
+        is free or can be freed, in tokens; summed over data-parallel ranks. None until SGLang has said it.
+
+        The scheduler writes a `LoadSnapshot` into shared memory after its batches and when it falls idle.
+        Reading it asks nothing of the scheduler.
+        """
+        ranks = self.tokenizer_manager.load_snapshot_reader.read_all()
+        if not ranks:
+            return None
+        return {
+            "running_requests": sum(rank.num_running_reqs for rank in ranks),
+            "waiting_requests": sum(rank.num_waiting_reqs for rank in ranks),
+            "queued_tokens": sum(rank.num_waiting_uncached_tokens for rank in ranks),
+            "free_kv_tokens": sum(max(0, one.max_total_num_tokens - one.num_used_tokens) for one in ranks),
+        }
+
+
+def _template(named: str | None) -> str | None:
+    """What SGLang was told to use: a file's text, wherever it lies, or the name of one of its own."""
+    path = Path(named) if named else None
+    return path.read_text(errors="replace") if path is not None and path.is_file() else named

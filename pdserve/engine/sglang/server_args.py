@@ -1,0 +1,100 @@
+"""SGLang's arguments: its own parser reads the words, and its own resolution says what they come to.
+
+SGLang leaves arguments open (`None`, `auto`) and changes some where others ask for it. So what a worker needs
+is compared with the resolved values, not with the words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from pdserve.errors import ConfigError
+from pdserve.sglang_places import Place
+
+_SECRET = frozenset({"api_key", "admin_api_key"})
+_SHOWN_CHARACTERS = 60
+
+PLACES: Final = (
+    Place("sglang.srt.server_args", "prepare_server_args", parameters=("argv",)),
+    Place("sglang.srt.server_args", "ServerArgs.resolve_once", parameters=("self",)),
+    Place("sglang.srt.arg_groups.model_override_base", "resolved_view", parameters=("server_args",)),
+)
+
+
+def parse_args(argv: list[str]) -> Any:
+    """SGLang's ServerArgs for `argv`, not resolved yet.
+
+    Raises ConfigError with SGLang's own last line when it does not accept the words.
+    """
+    from sglang.srt.server_args import prepare_server_args
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return prepare_server_args(argv)
+    except SystemExit as error:
+        line = (said.getvalue().strip().splitlines() or ["no reason given"])[-1]
+        raise ConfigError(
+            f"SGLang does not accept these flags: {line.partition('error: ')[2] or line}"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"SGLang does not accept these flags: {error}") from error
+
+
+def resolved(server_args: Any) -> Any:
+    """A read-only view of what SGLang makes of `server_args`, which stay as they are.
+
+    Raises ConfigError where SGLang refuses them.
+    """
+    from sglang.srt.arg_groups.model_override_base import resolved_view
+
+    own = copy.deepcopy(server_args)
+    try:
+        with _without_traces():
+            own.resolve_once()
+    except (ValueError, AssertionError, NotImplementedError, RuntimeError) as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"SGLang does not accept these flags: {line}") from error
+    return resolved_view(own)
+
+
+@contextlib.contextmanager
+def _without_traces() -> Iterator[None]:
+    """SGLang notes in the environment and in the log what it decides. It will do so again when it starts."""
+    before, disabled = dict(os.environ), logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def check_needs(found: Any, own: Any, needed: Mapping[str, str]) -> None:
+    """Compare what SGLang makes of all words with what a worker needs.
+
+    `found`: resolved, of all words. `own`: of the worker's words without the user's. `needed`: fields that
+    must agree, with the reason. Raises ConfigError that names the first that does not.
+    """
+    for field, reason in needed.items():
+        value, need = getattr(found, field), getattr(own, field)
+        if value != need:
+            flag = "--" + field.replace("_", "-")
+            raise ConfigError(
+                f"SGLang's {flag} would be {_shown(field, value)}, but a worker needs "
+                f"{_shown(field, need)}: {reason}"
+            )
+
+
+def _shown(field: str, value: Any) -> str:
+    if value is None:
+        return "none"
+    shown = "set" if field in _SECRET else str(value)
+    return shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[:_SHOWN_CHARACTERS]}..."

@@ -1,0 +1,174 @@
+"""The pool as SGLang's `dynamic` storage backend: its settings, and a trial that SGLang takes them as meant.
+
+SGLang calls a backend's zero-copy methods (interface v1) only where its extra config asks for them.
+Otherwise every page would be copied through Python, or no page would be found. In the trial SGLang attaches a
+backend that notes its calls to a fake host pool, and moves one batch of pages each way.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any, Final
+
+import msgspec
+import torch
+from msgspec.structs import replace
+from sglang.srt.managers.cache_controller import HiCacheController, PrefetchOperation, StorageOperation
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+from sglang.srt.runtime_context import get_parallel
+
+from pdserve.engine.sglang.children.ssd_tokens import SsdTokens
+from pdserve.kvpool.client.config import PoolClientConfig
+from pdserve.kvpool.hicache.ssd_pages import came_from_ssd
+from pdserve.pages import KvGeometry
+from pdserve.sglang_places import Place
+
+_STORAGE = "sglang.srt.mem_cache.hicache_storage"
+_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller"
+PLACES: Final = (
+    Place(_STORAGE, "HiCacheStorage.batch_exists", parameters=("keys", "extra_info")),
+    Place(_STORAGE, "HiCacheStorage.batch_get_v1", parameters=("keys", "host_indices", "extra_info")),
+    Place(_STORAGE, "HiCacheStorage.batch_set_v1", parameters=("keys", "host_indices", "extra_info")),
+    Place(_STORAGE, "HiCacheStorage.register_mem_pool_host", parameters=("mem_pool_host",)),
+    Place(
+        _STORAGE,
+        "HiCacheStorageConfig",
+        parameters=(
+            *("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_size", "dcp_size"),
+            *("is_mla_model", "extra_config"),
+        ),
+    ),
+    Place(
+        "sglang.srt.mem_cache.pool_host.mha",
+        "MHATokenToKVPoolHost.get_page_buffer_meta",
+        parameters=("indices",),
+    ),
+    Place(
+        _CONTROLLER,
+        "HybridCacheController.attach_storage_backend",
+        parameters=("storage_backend", "prefetch_threshold", "storage_backend_extra_config"),
+    ),
+    Place(
+        _CONTROLLER,
+        "HybridCacheController._page_transfer_with_stable_layout",
+        parameters=("operation",),
+        calls=("_page_transfer",),
+    ),
+    Place(
+        _CONTROLLER,
+        "HybridCacheController._page_backup_with_stable_layout",
+        parameters=("operation",),
+        calls=("_page_backup",),
+    ),
+)
+
+
+def pool_storage(pool: PoolClientConfig, namespace: str, geometry: KvGeometry) -> dict[str, Any]:
+    """Extra config of SGLang's `dynamic` storage backend, which is read by `hicache.BackendSettings`. It
+    holds no secret: SGLang logs and shows it.
+    """
+    return {
+        "backend_name": "pdserve",
+        "module_path": "pdserve.kvpool.hicache",
+        "class_name": "PdserveHiCache",
+        "interface_v1": 1,
+        "pdserve": {
+            "pool": msgspec.to_builtins(replace(pool, token="")),
+            "namespace": namespace,
+            "geometry": geometry.as_dict(),
+        },
+    }
+
+
+class TrialBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no types
+    """Notes what SGLang calls; one page of each read comes from an SSD."""
+
+    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        self.calls: list[tuple[str, list[str], list[int]]] = []
+
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        self.calls.append(("get", list(keys), host_indices.tolist()))
+        came_from_ssd(1)
+        return [True] * len(keys)
+
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        self.calls.append(("set", list(keys), host_indices.tolist()))
+        return [True] * len(keys)
+
+    def get(self, *_: Any, **__: Any) -> None: ...
+    def batch_get(self, *_: Any, **__: Any) -> None: ...
+    def set(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    def batch_set(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    def exists(self, key: str) -> bool:
+        return False
+
+
+def wrong_attachment(page_size: int = 4) -> str:
+    """What SGLang does with our settings that it should not; empty where all is as meant. Milliseconds."""
+    settings = {
+        **pool_storage(PoolClientConfig(), "trial", _GEOMETRY),
+        "prefetch_threshold": page_size,
+        "module_path": __name__,
+        "class_name": TrialBackend.__name__,
+    }
+    controller = _controller(page_size)
+    counted = SsdTokens()
+    # as `ssd_tokens.install` puts it into the class, before SGLang attaches
+    controller._page_get_zero_copy = functools.partial(
+        counted.counting(HiCacheController._page_get_zero_copy), controller
+    )
+    extra, threshold, *_ = controller.parse_storage_backend_extra_config(json.dumps(settings))
+    with get_parallel().override(attn_dcp_size=1):
+        controller.attach_storage_backend(
+            "dynamic", prefetch_threshold=threshold, storage_backend_extra_config=extra
+        )
+    chosen = controller.page_get_func, controller.page_set_func
+    if chosen != (controller._page_get_zero_copy, controller._page_set_zero_copy):
+        return f"SGLang moves pages by {' and '.join(one.__name__ for one in chosen)}"
+    if controller.prefetch_threshold != page_size:
+        return f"SGLang fetches from {controller.prefetch_threshold} tokens on, not from one page"
+    keys = ["a", "b"]
+    indices = torch.arange(len(keys) * page_size)
+    fetched = PrefetchOperation("rid", [])
+    fetched.hash_value, fetched.host_indices = keys, indices
+    moved = HiCacheController._page_transfer(controller, fetched)
+    HiCacheController._page_backup(controller, StorageOperation(indices, [], None, keys))
+    calls = controller.storage_backend.calls
+    if moved != len(keys) or calls != [(way, keys, indices.tolist()) for way in ("get", "set")]:
+        return f"SGLang moves pages not by interface v1: {calls}"
+    if counted.of("rid") != page_size:
+        return "SGLang does not read pages by _page_get_zero_copy"
+    return ""
+
+
+_GEOMETRY = KvGeometry(
+    model="m", dtype="d", kv_dtype="d", page_size="4", layout="page_first", tp_size="1", pp_size="1"
+)
+
+
+def _controller(page_size: int) -> Any:
+    """SGLang's cache controller as far as it moves pages, with a fake host pool and without threads."""
+    pool = SimpleNamespace(page_size=page_size, layout="page_first", size=64, logical_size=64, entries=[])
+    controller = object.__new__(HybridCacheController)
+    controller.enable_storage = False
+    controller.storage_stop_event = threading.Event()
+    controller.prefetch_sync_queue = Queue()
+    controller.storage_host_pool = controller.mem_pool_host = pool
+    controller.host_memory_mode = "cache"
+    controller.page_size = page_size
+    controller.pp_group = controller.pp_prefetch_command_group = None
+    controller._stop_storage_threads = controller._start_storage_threads = lambda: None
+    controller._create_sync_groups = list
+    controller._generate_storage_config = lambda _model, extra: SimpleNamespace(
+        is_mla_model=False, tp_rank=0, extra_config=extra
+    )
+    return controller

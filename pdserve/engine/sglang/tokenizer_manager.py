@@ -1,0 +1,229 @@
+"""The one wrap of SGLang's TokenizerManager: what its requests are, what they found, and their end.
+
+Five methods are wrapped, each once:
+
+    generate_request     what a client may not set is taken out; aborts and the first token are noted; a
+                         stream is marked (`continuation.py`)
+    _init_req_state      a request state (`ReqState`) was made for an SGLang request id
+    _send_*_request      its prompt's token ids, extra key and salt are final, and it goes to the scheduler
+    _handle_batch_output what it found cached; not in the context of one request, but for all that run
+
+SGLang notices a client that left after up to 4 s (0.5.23: a poll of that period when not streaming, a sleep
+of 2 s when streaming); the record of the HTTP request (`http/request.py`) aborts at once. A server that stops
+aborts what runs (`server.py`), which SGLang would answer as something complete. Such an answer is broken off
+(`http/connection.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from weakref import WeakValueDictionary
+
+from fastapi import HTTPException
+
+from pdserve.engine.http.cache_report import Reuse
+from pdserve.engine.http.endpoints import EMBEDDINGS
+from pdserve.engine.http.request import HttpRequest, current_request
+from pdserve.engine.http.timing import WorkerMetrics
+from pdserve.engine.sglang.answers import first_token, is_aborted, replace_counts
+from pdserve.engine.sglang.continuation import Continuation, extend_prompt, marked
+from pdserve.errors import RequestError
+from pdserve.sglang_places import Place
+
+_SET_BY_SGLANG = ("rid", "lora_id", "mm_hashes", "positional_embed_overrides")
+
+_MODULE = "sglang.srt.managers.tokenizer_manager"
+_RECORDS = "sglang.srt.managers.io_struct"
+PLACES: Final = (
+    Place(_MODULE, "TokenizerManager.generate_request", parameters=("obj", "request")),
+    Place(
+        _MODULE, "TokenizerManager._init_req_state", parameters=("obj", "request"), calls=("rid_to_state",)
+    ),
+    Place(_MODULE, "TokenizerManager._send_one_request", parameters=("tokenized_obj",)),
+    Place(_MODULE, "TokenizerManager._send_batch_request", parameters=("tokenized_objs",)),
+    Place(_MODULE, "TokenizerManager._handle_batch_output", parameters=("recv_obj",)),
+    Place(_MODULE, "TokenizerManager.abort_request", parameters=("rid", "abort_all")),
+    Place(_MODULE, "TokenizerManager.init_running_status", attributes=("rid_to_state",)),
+    Place(_MODULE, "ReqState", parameters=("finished", "output_ids", "obj", "dispatched", "abort_sent")),
+    Place(_RECORDS, "GenerateReqInput", parameters=_SET_BY_SGLANG),
+    Place(
+        _RECORDS,
+        "TokenizedGenerateReqInput",
+        parameters=("rid", "input_ids", "mm_inputs", "extra_key", "lora_id", "cache_salt"),
+    ),
+)
+
+
+@dataclass
+class SglangRequest:
+    """One request as SGLang's scheduler sees it. `state` is its ReqState, which outlives its registration."""
+
+    rid: str
+    state: Any
+    input_ids: Sequence[int] | None = None  # None until it was tokenised
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    continuation: Continuation | None = None  # where it continues another worker's stream
+    reuse: Reuse | None = None
+    tell_abort: Callable[[str], None] | None = None
+
+    @property
+    def was_sent(self) -> bool:
+        return bool(self.state.dispatched)
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.state.finished)
+
+    def conversation(self) -> list[int]:
+        """Prompt and output, but the last output token: it was sampled and never fed back."""
+        if self.input_ids is None:
+            return []
+        output = list(self.state.output_ids)
+        return [*self.input_ids, *output[:-1]]
+
+    def abort(self) -> None:
+        assert self.tell_abort is not None
+        self.tell_abort(self.rid)
+
+
+def watch(
+    manager: Any, *, metrics: WorkerMetrics | None = None, is_stopping: Callable[[], bool] = lambda: False
+) -> None:
+    """Wrap the methods of SGLang's `manager`; once. `is_stopping`: this server's end aborts what runs."""
+    wrap = _Wrap(manager, metrics, is_stopping)
+    manager.generate_request = wrap.generate_request
+    manager._init_req_state = wrap.init_req_state
+    manager._send_one_request = wrap.sending(manager._send_one_request, lambda one: [one])
+    manager._send_batch_request = wrap.sending(manager._send_batch_request, list)
+    manager._handle_batch_output = wrap.handle_batch_output
+
+
+class _Wrap:
+    def __init__(self, manager: Any, metrics: WorkerMetrics | None, is_stopping: Callable[[], bool]) -> None:
+        self._manager = manager
+        self._metrics = metrics
+        self._is_stopping = is_stopping
+        self._generate = manager.generate_request
+        self._init = manager._init_req_state
+        self._handle = manager._handle_batch_output
+        self._made: WeakValueDictionary[str, SglangRequest] = WeakValueDictionary()
+        """By SGLang's request id, as long as the HTTP request's record holds them."""
+
+    def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        http = current_request()
+        contents = self._noted(obj, request, http)
+        if http is None or http.stream is None or not getattr(obj, "stream", False):
+            return contents
+        wanted = obj.return_prompt_token_ids or self._manager.incremental_streaming_output
+        return marked(contents, http.stream, self._continuation_of, token_ids_are_wanted=wanted)
+
+    def _reuse_of(self, rid: str) -> Reuse | None:
+        made = self._made.get(rid)
+        return None if made is None else made.reuse
+
+    def _continuation_of(self, rid: str) -> Continuation | None:
+        made = self._made.get(rid)
+        return None if made is None else made.continuation
+
+    async def _noted(self, obj: Any, request: Any, http: HttpRequest | None) -> AsyncGenerator[Any, None]:
+        if http is not None or (request is not None and request.scope["path"] == EMBEDDINGS):
+            _disown(obj)
+        try:
+            async with contextlib.aclosing(self._generate(obj, request)) as contents:
+                async for content in contents:
+                    self._note(http, content if isinstance(content, list) else [content])
+                    yield content
+        except (ValueError, HTTPException):  # what was aborted with a status is raised where nothing streams
+            if http is not None and self._is_stopping():
+                http.stop()
+            raise
+
+    def _note(self, http: HttpRequest | None, answers: Sequence[dict[str, Any]]) -> None:
+        if http is None:
+            return
+        if self._is_stopping() and any(map(is_aborted, answers)):
+            http.stop()
+        if http.first is None:
+            http.first = first_token(answers)
+            if self._metrics is not None:
+                self._metrics.count(http.first, http.reuse.by_tier())
+
+    def init_req_state(self, obj: Any, request: Any = None) -> Any:
+        result = self._init(obj, request)
+        http = current_request()
+        if http is not None:
+            if not http.requests:
+                http.reuse.begin(getattr(obj, "batch_size", 1), getattr(obj, "parallel_sample_num", 1))
+            for rid in [obj.rid] if isinstance(obj.rid, str) else obj.rid:
+                made = SglangRequest(
+                    rid, self._manager.rid_to_state[rid], reuse=http.reuse, tell_abort=self._abort
+                )
+                http.requests[rid] = self._made[rid] = made
+        return result
+
+    def _abort(self, rid: str) -> None:
+        self._manager.abort_request(rid=rid)
+
+    async def handle_batch_output(self, output: Any) -> None:
+        replace_counts(output, self._reuse_of)
+        await self._handle(output)
+
+    def sending(
+        self, send: Callable[[Any], Any], tokenized: Callable[[Any], list[Any]]
+    ) -> Callable[[Any], Any]:
+        """For a method that sends requests to the scheduler. `tokenized`: the requests in its argument."""
+
+        async def send_request(argument: Any) -> Any:
+            http = current_request()
+            if http is None:
+                return await send(argument)
+            pairs = [(made, one) for one in tokenized(argument) if (made := self._made.get(one.rid))]
+            for made, one in pairs:
+                self._extend(http, made, one)
+                _name(made, one)
+                http.reuse.sent(one.rid)
+            result = await send(argument)
+            if http.left.is_set():
+                http.is_cut_short = True
+                for made, _ in pairs:
+                    made.abort()
+            return result
+
+        return send_request
+
+    def _extend(self, http: HttpRequest, made: SglangRequest, tokenized: Any) -> None:
+        if http.stream is None or http.stream.so_far is None:
+            return
+        try:
+            made.continuation = extend_prompt(tokenized, http.stream.so_far, self._manager)
+        except ValueError as error:
+            http.stream.refuse(RequestError(400, str(error)))
+            raise
+
+
+def _disown(obj: Any) -> None:
+    """Take out of a client's request what SGLang sets itself. The scheduler aborts every request whose id
+    *begins* with the one that it is told, so no client may choose ids: its own name for a request is
+    `x-request-id`. The other fields change what a page's key stands for (pages under another's name), or end
+    the scheduler when they are no tensors.
+    """
+    for name in _SET_BY_SGLANG:
+        if hasattr(obj, name):
+            setattr(obj, name, None)
+
+
+def _name(made: SglangRequest, tokenized: Any) -> None:
+    """Record what names the request's pages, as the scheduler will see it (`Req.__init__`). Copied: the
+    tokenizer manager turns these fields into bytes next.
+    """
+    if tokenized.input_ids is None or tokenized.mm_inputs is not None:
+        return  # an image's tokens get their ids in the scheduler: its pages cannot be named here
+    made.input_ids = list(tokenized.input_ids)
+    made.extra_key = tokenized.extra_key
+    if tokenized.lora_id is not None:
+        made.extra_key = (tokenized.extra_key or "") + tokenized.lora_id
+    made.cache_salt = tokenized.cache_salt or None

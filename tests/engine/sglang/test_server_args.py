@@ -1,0 +1,110 @@
+"""What a worker needs of SGLang's arguments, against SGLang's own parser and resolution."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from pdserve.engine.args import NEEDED, NEEDED_ON_CPU, needed, server_argv
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.demo.model import make_demo_model
+from pdserve.engine.sglang.server_args import check_needs, parse_args, resolved
+from pdserve.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    directory = tmp_path_factory.mktemp("model") / "demo-tiny"
+    make_demo_model("tiny", directory, seed=0)
+    return EngineConfig(model_path=str(directory))
+
+
+def resolve(engine: EngineConfig, *words: str) -> Any:
+    return resolved(parse_args(server_argv(replace(engine, extra_args=[*words]), "agg", "cpu", {})))
+
+
+def test_what_a_worker_needs_are_arguments_that_sglang_has(engine: EngineConfig) -> None:
+    """A name that SGLang no longer has would never disagree."""
+    found = resolve(engine)
+    assert [name for name in needed("cpu") if not hasattr(found, name)] == []
+    assert set(NEEDED_ON_CPU) & set(NEEDED) == set()
+    check_needs(found, resolve(engine), needed("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--disable-radix-cache"], "disable-radix-cache are mutually exclusive"),
+        (["--hicache-write-policy", "write_back"], "--hicache-write-policy would be write_back"),
+        (["--hicache-write-policy=write_back"], "a worker needs write_through: pages would no longer reach"),
+        (["--hicache-storage-prefetch-p", "timeout"], "--hicache-storage-prefetch-policy would be timeout"),
+        (["--hicache-storage-backend", "file"], "the pool is the storage backend"),
+        (["--tokenizer-worker-num", "4"], "--tokenizer-worker-num would be 4"),
+        (["--strip-thinking-cache"], "--strip-thinking-cache"),
+        (["--port", "1"], "--port would be 1, but a worker needs 30000: set engine.port"),
+        (
+            ["--api-key", "secret-of-a-user"],
+            "--api-key would be set, but a worker needs none: set cluster_token",
+        ),
+        (["--dp-size", "2"], "--dp-size would be 2, but a worker needs 1: on CPU run more workers instead"),
+        (["--served-model-name", "x"], "set engine.served_model_name"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_an_argument_that_breaks_the_hand_off_is_named_in_one_line(
+    engine: EngineConfig, words: list[str], said: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_needs(resolve(engine, *words), resolve(engine), needed("cpu"))
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+def test_other_arguments_are_the_users(engine: EngineConfig) -> None:
+    found = resolve(engine, "--chunked-prefill-size", "512", "--port", "30000", "--dtype", "float32")
+    assert found.chunked_prefill_size == 512
+    check_needs(found, resolve(engine), needed("cpu"))
+
+
+def test_a_value_that_sglang_itself_changes_is_compared_too(engine: EngineConfig) -> None:
+    class Changed:
+        """What a next SGLang may make of the same words."""
+
+        def __getattr__(self, name: str) -> Any:
+            return True if name == "disable_radix_cache" else getattr(own, name)
+
+    own = resolve(engine)
+    with pytest.raises(ConfigError, match="--disable-radix-cache would be True"):
+        check_needs(Changed(), own, needed("cuda"))
+
+
+def test_data_parallelism_is_refused_on_cpu_only() -> None:
+    assert "dp_size" in needed("cpu")
+    assert "dp_size" not in needed("cuda")
+
+
+def test_the_arguments_and_the_environment_stay_as_they_are(engine: EngineConfig) -> None:
+    raw = parse_args(server_argv(engine, "agg", "cpu", {}))
+    before = dict(os.environ)
+    found = resolved(raw)
+    assert (raw.chunked_prefill_size, found.chunked_prefill_size is None) == (None, False)
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    "words", [["--no-such-flag"], ["--page-size", "many"], ["--tp-size", "3", "--dp-size", "2"]]
+)
+def test_what_sglang_refuses_is_said_in_its_own_words(engine: EngineConfig, words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="SGLang does not accept these flags: ") as refused:
+        resolve(engine, *words, "--enable-dp-attention")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_model_without_configuration_is_refused(engine: EngineConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        resolve(replace(engine, model_path=str(tmp_path)))

@@ -1,0 +1,222 @@
+"""What the wrap of SGLang's tokenizer manager records, replaces and counts, around a manager in small."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+
+from pdserve.engine.http.request import HttpRequest
+from pdserve.engine.http.timing import WorkerMetrics
+from pdserve.engine.sglang.tokenizer_manager import watch
+from tests.support.engine.manager import Client, Manager, State, Tokenized, scope_of, serve, served
+
+META = {
+    "queue_time": 0.5,
+    "storage_prefetch_wait": 0.2,
+    "forward_entry_time": 1000.0,
+    "prefill_finished_time": 1000.25,
+}
+
+
+def test_pages_are_named_as_the_scheduler_names_them_before_sglang_encodes_the_tokens() -> None:
+    async def app(manager: Manager, client: Client, receive: Any, send: Any) -> None:
+        manager._init_req_state(Tokenized(["plain", "lora", "both", "salt", "image"]))
+        await manager._send_batch_request(
+            [
+                Tokenized("plain", [1, 2], "key", "salt"),
+                Tokenized("lora", [1], lora_id="L"),
+                Tokenized("both", [1], extra_key="K", lora_id="L"),
+                Tokenized("salt", [1], cache_salt=""),
+                Tokenized("image", [1], mm_inputs=object()),
+            ]
+        )
+
+    manager, request, _ = served(app)
+    assert request.request_id == "id-1"
+    assert request.answered.is_set()
+    assert manager.aborted == []
+    named = {rid: (m.input_ids, m.extra_key, m.cache_salt) for rid, m in request.requests.items()}
+    assert named == {
+        "plain": ([1, 2], "key", "salt"),
+        "lora": ([1], "L", None),
+        "both": ([1], "KL", None),
+        "salt": ([1], None, None),
+        "image": (None, None, None),
+    }
+
+
+def test_requests_of_two_connections_do_not_mix() -> None:
+    manager, records = Manager(), []
+    watch(manager)
+
+    async def run() -> None:
+        both = asyncio.Barrier(2)
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            rid = scope["headers"][0][1].decode()
+            await both.wait()
+            manager._init_req_state(Tokenized(rid))
+            await both.wait()
+            await manager._send_one_request(Tokenized(rid, [len(rid)]))
+
+        scopes = [scope_of("/generate", (b"x-request-id", name)) for name in (b"x", b"yy")]
+        await asyncio.gather(*(serve(app, scope, Client(), records.append) for scope in scopes))
+
+    asyncio.run(run())
+    assert {r.request_id: {rid: m.input_ids for rid, m in r.requests.items()} for r in records} == {
+        "x": {"x": [1]},
+        "yy": {"yy": [2]},
+    }
+
+
+def test_what_was_found_cached_is_told_in_the_head_and_what_prefill_found_in_the_answer() -> None:
+    """SGLang sends a stream's head before it knows anything: it waits for the first piece of the body."""
+
+    async def app(manager: Manager, client: Client, receive: Any, send: Any) -> None:
+        manager._init_req_state(Tokenized("a"))
+        await manager._send_one_request(Tokenized("a", [1]))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+        assert client.sent == []
+        output = SimpleNamespace(
+            rids=["a"],
+            prompt_tokens=[65],
+            cached_tokens=[64],
+            cached_tokens_details=[{"device": 0, "host": 0, "storage": 64}],
+        )
+        await manager._handle_batch_output(output)
+        await send({"type": "http.response.body", "body": b"x"})
+
+    manager, _, sent = served(app, scope=scope_of("/generate", (b"x-pdserve-prefilled", b"3/0/0")))
+    assert manager.told == [3]
+    cached = (b"x-pdserve-cached", b"device=0, host=0, pool=64, ssd=0, computed=1")
+    assert sent[0]["headers"] == [(b"a", b"b"), cached]
+    assert sent[1]["body"] == b"x"
+
+
+def asking(asked: Any, leaves: bool = False) -> Any:
+    """An app that asks the engine for this."""
+
+    async def app(manager: Manager, client: Client, receive: Any, send: Any) -> None:
+        await receive()
+        answer: Any = manager.generate_request(asked)
+        await anext(answer)
+        if leaves:
+            client.leave()
+            await receive()
+        await answer.aclose()
+
+    return app
+
+
+@pytest.mark.parametrize("rid", ["1", "", ["1", "12"]], ids=repr)
+def test_a_client_that_leaves_aborts_its_own_requests_whatever_it_calls_them(rid: Any) -> None:
+    """SGLang's scheduler aborts every request whose id begins with the one it is told."""
+    text = ["a", "b"] if isinstance(rid, list) else "a"
+    manager, _, _ = served(asking(GenerateReqInput(rid=rid, text=text), leaves=True))
+    assert manager.aborted == list(manager.rid_to_state)
+    assert len(manager.aborted) == (len(rid) if isinstance(rid, list) else 1)
+    assert all(len(made) == 32 for made in manager.aborted)  # a UUID: nobody else's begins with it
+
+
+def test_what_names_pages_is_not_the_clients_to_say() -> None:
+    """Image X under the page keys of image Y would be found by all who send Y."""
+    asked = GenerateReqInput(
+        text="a", image_data="x", mm_hashes=["00"], lora_id="b", positional_embed_overrides={}, lora_path="p"
+    )
+    served(asking(asked))
+    assert (asked.mm_hashes, asked.lora_id, asked.positional_embed_overrides) == (None, None, None)
+    assert (asked.image_data, asked.lora_path) == ("x", "p")
+
+
+def ids_outside_a_tracked_request(*asked: tuple[Any, str | None]) -> list[str]:
+    """SGLang's ids for these requests, each from a route of this path (None: from no route)."""
+    manager = Manager()
+    watch(manager)
+
+    async def run() -> None:
+        for one, path in asked:
+            request = None if path is None else SimpleNamespace(scope=scope_of(path))
+            async for _ in manager.generate_request(one, request):
+                pass
+
+    asyncio.run(run())
+    return list(manager.rid_to_state)
+
+
+def test_embeddings_too_get_ids_that_no_client_chose() -> None:
+    [rid] = ids_outside_a_tracked_request((EmbeddingReqInput(rid="1", text="a"), "/v1/embeddings"))
+    assert len(rid) == 32
+
+
+def test_ids_that_are_not_a_clients_are_kept() -> None:
+    """`/pd/pull` and SGLang's own health check are known by theirs."""
+    pull, health = (GenerateReqInput(rid=rid, text="a") for rid in ("pull", "HEALTH_CHECK_1"))
+    assert ids_outside_a_tracked_request((pull, None), (health, "/health_generate")) == [pull.rid, health.rid]
+
+
+class TwoPrompts(Manager):
+    """Every request is answered in two steps, for two prompts of 100 tokens, of which 64 were cached."""
+
+    closed = 0
+
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        obj.rid, obj.batch_size = ["a", "b"], 2
+        self._init_req_state(obj)
+        for rid in obj.rid:
+            await self._send_one_request(Tokenized(rid))
+        details = [{"device": 64, "host": 0}] * 2
+        await self._handle_batch_output(
+            SimpleNamespace(
+                rids=obj.rid, prompt_tokens=[100, 100], cached_tokens=[64, 64], cached_tokens_details=details
+            )
+        )
+        try:
+            yield {"text": "a", "meta_info": META}
+            yield {"text": "ab", "meta_info": {**META, "queue_time": 9.0}}
+        finally:
+            self.closed += 1
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_head_says_what_the_first_step_said_and_a_reader_that_leaves_ends_the_engines_request(
+    steps: int,
+) -> None:
+    async def app(manager: Manager, client: Client, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+        contents: Any = manager.generate_request(SimpleNamespace(rid=None))
+        for _ in range(steps):
+            content = await anext(contents)
+            await send({"type": "http.response.body", "body": content["text"].encode(), "more_body": True})
+        await contents.aclose()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    metrics, manager = WorkerMetrics(), TwoPrompts()
+    _, request, sent = served(app, manager, metrics=metrics)
+    assert manager.closed == 1
+    assert isinstance(request, HttpRequest)
+    assert sent[0]["headers"] == [
+        (b"a", b"b"),
+        (b"x-pdserve-cached", b"device=128, host=0, pool=0, ssd=0, computed=72"),
+        (b"server-timing", b"queue;dur=300.0, pull;dur=200.0, compute;dur=250.0"),
+    ]
+    assert [message.get("body") for message in sent[1:]] == [*[b"a", b"ab"][:steps], b""]
+    [family] = metrics._tokens.collect()
+    tokens = {s.labels["tier"]: s.value for s in family.samples if s.name.endswith("_total")}
+    assert tokens == {"device": 128, "host": 0, "pool": 0, "ssd": 0, "computed": 72}
+
+
+def test_a_conversation_lacks_the_last_token_which_was_never_fed_back() -> None:
+    async def app(manager: Manager, client: Client, receive: Any, send: Any) -> None:
+        manager._init_req_state(Tokenized(["a", "b"]))
+        await manager._send_one_request(Tokenized("a", [1, 2]))
+        manager.rid_to_state["a"] = State()  # SGLang forgets; the record has its own hold on the state
+
+    _, request, _ = served(app)
+    request.requests["a"].state.output_ids = [3, 4]  # type: ignore[attr-defined]
+    assert request.requests["a"].conversation() == [1, 2, 3]
+    assert request.requests["b"].conversation() == []

@@ -1,0 +1,131 @@
+"""What a worker says of itself, as the router reads it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from pdserve.engine.drain import Drain
+from pdserve.engine.http.timing import WorkerMetrics
+from pdserve.engine.sglang.engine import Engine
+from pdserve.engine.worker import _info_router
+from pdserve.pages import KvGeometry
+from pdserve.router.fleet.worker import WorkerInfo, WorkerLoad
+
+GEOMETRY = KvGeometry(
+    model="m", dtype="half", kv_dtype="half", page_size="64", layout="l", tp_size="1", pp_size="1"
+)
+
+
+def rank(running: int, waiting: int, queued: int, used: int, total: int) -> Any:
+    return SimpleNamespace(
+        num_running_reqs=running,
+        num_waiting_reqs=waiting,
+        num_waiting_uncached_tokens=queued,
+        num_used_tokens=used,
+        max_total_num_tokens=total,
+    )
+
+
+def manager(ranks: Any = (), *, deterministic: bool = False, status: str = "Up") -> Any:
+    return SimpleNamespace(
+        served_model_name="m",
+        model_config=SimpleNamespace(context_len=9),
+        is_generation=True,
+        tokenizer=None,
+        server_args=SimpleNamespace(chat_template=None, enable_deterministic_inference=deterministic),
+        server_status=SimpleNamespace(value=status),
+        load_snapshot_reader=SimpleNamespace(read_all=lambda: list(ranks)),
+    )
+
+
+class Pool:
+    """Nodes with what is wrong with each, or a pool client that is broken itself."""
+
+    def __init__(self, nodes: dict[str, Exception | None] | None = None) -> None:
+        self._nodes = nodes
+
+    async def check(self) -> dict[str, Exception | None]:
+        if self._nodes is None:
+            raise RuntimeError("the client is closed")
+        return self._nodes
+
+
+def ask(path: str, made: Any, pool: Pool | None = None, *, drains: bool = False) -> tuple[int, Any]:
+    """A worker's answer where SGLang has made this tokenizer manager."""
+    drain = Drain(30.0, 3.0, set)
+    if drains:
+        drain.begin(0.0)
+    engine = Engine(drain, WorkerMetrics())
+    engine.tokenizer_manager = made
+    worker: Any = SimpleNamespace(
+        role="agg",
+        namespace="ns",
+        identity=SimpleNamespace(geometry=GEOMETRY),
+        names=SimpleNamespace(page_size=64),
+        engine=engine,
+        pool=pool or Pool({"a": None}),
+        drain=drain,
+        config=SimpleNamespace(engine=SimpleNamespace(model_path="m")),
+    )
+    app = FastAPI()
+    app.include_router(_info_router(worker))
+    answer = TestClient(app).get(path)
+    return answer.status_code, answer.json()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_worker_says_whether_a_seed_counts(deterministic: bool) -> None:
+    _, said = ask("/pd/info", manager(deterministic=deterministic))
+    assert msgspec.convert(said, WorkerInfo).deterministic is deterministic
+
+
+def test_the_load_of_all_ranks_is_what_the_router_reads() -> None:
+    status, said = ask("/pd/ready", manager([rank(1, 2, 300, 40, 1000), rank(3, 0, 0, 1100, 1000)]))
+    assert (status, said["ready"], said["draining"], said["pool"]) == (200, True, False, "up")
+    assert msgspec.convert(said["load"], WorkerLoad) == WorkerLoad(4, 2, 300, 960)
+
+
+@pytest.mark.parametrize(
+    ("made", "pool", "drains", "status", "said"),
+    [
+        (manager(), Pool({"a": None}), False, 200, (True, False, "up")),
+        (manager(), Pool({"a": None, "b": OSError()}), False, 200, (True, False, "down")),
+        (manager(), Pool({}), False, 200, (True, False, "down")),
+        (manager(), Pool({"a": None}), True, 503, (False, True, "up")),
+        (manager(status="Starting"), Pool({"a": None}), False, 503, (False, False, "up")),
+        (None, Pool({"a": None}), False, 503, (False, False, "up")),
+    ],
+    ids=["up", "a node down", "no nodes", "draining", "starting", "nothing made yet"],
+)
+def test_readiness_is_sglangs_the_pools_and_the_drains(
+    made: Any, pool: Pool, drains: bool, status: int, said: tuple[bool, bool, str]
+) -> None:
+    answered, body = ask("/pd/ready", made, pool, drains=drains)
+    assert (answered, (body["ready"], body["draining"], body["pool"])) == (status, said)
+    assert body["load"] is None
+    assert "reason" not in body
+
+
+@pytest.mark.parametrize(
+    ("made", "pool", "reason"),
+    [
+        (
+            SimpleNamespace(),
+            Pool({}),
+            "AttributeError: 'types.SimpleNamespace' object has no attribute 'server_status'",
+        ),
+        (manager([SimpleNamespace()]), Pool({}), "AttributeError"),
+        (manager(), Pool(None), "RuntimeError: the client is closed"),
+    ],
+    ids=["SGLang changed", "its load changed", "the pool client fails"],
+)
+def test_readiness_that_cannot_be_told_says_why(made: Any, pool: Pool, reason: str) -> None:
+    status, said = ask("/pd/ready", made, pool)
+    assert (status, said["ready"], said["load"]) == (503, False, None)
+    assert said["reason"].startswith(reason)
