@@ -336,10 +336,10 @@ class PoolNode:
         if action.connection == LOCAL:
             self.local.answered(action.message)
             return
-        message = self.serving.answered(action.connection, action.message)
+        self.serving.answered(action.connection, action.message)
         connection = self.connections.get(action.connection)
-        if connection is not None and message is not None:
-            connection.send(message)
+        if connection is not None:
+            connection.send(action.message)
 
     def _close(self, action: Close) -> None:
         connection = self.connections.get(action.connection)

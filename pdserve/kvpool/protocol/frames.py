@@ -21,6 +21,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
 from pdserve.kvpool.protocol.messages import (
     MAX_FRAME_BYTES,
     MAX_KEYS,
+    MAX_PAGES,
     MAX_SEGMENTS,
     Abort,
     Commit,
@@ -31,6 +32,7 @@ from pdserve.kvpool.protocol.messages import (
     Reply,
     Request,
     Reserve,
+    pages_a_message,
 )
 
 R = TypeVar("R", bound=Message)
@@ -91,7 +93,7 @@ def refusal(reply: Reply) -> str:
 
 def _check_bounds(message: Request) -> None:
     request_id: int = getattr(message, "id", 0)
-    if request_id < 0:  # the node itself uses negative ids
+    if request_id < 0:
         raise FrameError(f"a request's id of {request_id}, it must not be negative")
     keys: list[bytes] = getattr(message, "keys", [])
     if len(keys) > MAX_KEYS:
@@ -106,9 +108,11 @@ def _check_bounds(message: Request) -> None:
         segments = message.segment_bytes
         if not 1 <= len(segments) <= MAX_SEGMENTS or min(segments) <= 0:
             raise FrameError(f"segment_bytes must be 1 to {MAX_SEGMENTS} positive lengths")
+        _check_pages(message, len(keys), pages_a_message(sum(segments)))
     elif isinstance(message, Commit):
         if not len(message.slots) == len(message.sequences) == len(message.checksums):
             raise FrameError("commit: slots, sequences and checksums differ in length")
+        _check_pages(message, len(slots), MAX_PAGES)
         if message.ages_s and len(message.ages_s) != len(message.slots):
             raise FrameError("commit: slots and ages differ in length")
     elif isinstance(message, Abort | Release):
@@ -122,6 +126,15 @@ def _check_bounds(message: Request) -> None:
             raise FrameError("pull: lengths must be positive")
     elif isinstance(message, Discard) and len(message.keys) != len(message.sequences):
         raise FrameError("discard: keys and sequences differ in length")
+
+
+def _check_pages(message: Request, pages: int, allowed: int) -> None:
+    if pages > allowed:
+        what = type(message).__name__
+        raise FrameError(
+            f"{what} of {pages} pages in one message, {allowed} of this size are allowed: this client is "
+            "older than the node, upgrade it"
+        )
 
 
 class FrameBuffer:

@@ -34,7 +34,15 @@ from pdserve.kvpool.protocol.cluster_messages import (
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 4 * 1024 * 1024  # 4,096 grants take ~200 KB; the rest is room for status reports
 MAX_KEYS = 4096  # keys or slots per message; clients split longer batches
+MAX_PAGES: Final = 128  # of one Get, Reserve or Commit: about 0.4 ms of a node's time
+MAX_BATCH_BYTES: Final = 32 * 1024 * 1024  # of one Get or Reserve of several pages: about 4 ms to wipe
 MAX_SEGMENTS = 1024  # per page; HiCache's layer_first layout has two per layer
+
+
+def pages_a_message(page_bytes: int) -> int:
+    """How many pages of this size one Get or Reserve may be for."""
+    return max(1, min(MAX_PAGES, MAX_BATCH_BYTES // max(1, page_bytes)))
+
 
 # "none": a connection for questions only (exists, wait, status); it may neither reserve nor get
 DataPathName: TypeAlias = Literal["shm", "ucx", "inproc", "none"]
