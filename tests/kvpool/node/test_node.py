@@ -39,6 +39,7 @@ from pdserve.kvpool.transports import page_residency
 from pdserve.kvpool.transports.base import OK, Connection
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.ucx import UcxLibrary
+from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena
 
 KIB = 1024
@@ -174,8 +175,10 @@ def test_a_writer_killed_between_reserve_and_commit_leaves_nothing_reserved(star
     pool = start()
     code = (
         "import sys, time\nfrom pdserve.kvpool.protocol import messages as m\n"
-        "from pdserve.kvpool.transports.shm import ShmConnector\n"
-        "c = ShmConnector('victim').connect(sys.argv[1], time.monotonic() + 10)\n"
+        "from pdserve.kvpool.client.config import PoolClientConfig\n"
+        "from pdserve.kvpool.client.connector import ConfiguredConnector\n"
+        "connector = ConfiguredConnector(PoolClientConfig(data_path='shm'), 'victim')\n"
+        "c = connector.connect(sys.argv[1], time.monotonic() + 10)\n"
         "ns = c.call(m.OpenNamespace(1, 'ns', {}), time.monotonic() + 10).namespace\n"
         f"c.call(m.Reserve(2, ns, [bytes(32)], [{PAGE_BYTES}]), time.monotonic() + 10)\n"
         "print('reserved', flush=True)\ntime.sleep(60)"
@@ -296,12 +299,10 @@ def wait_for_socket(path: Path) -> None:
 
 
 def connect_when_ready(address: str) -> Connection:
-    from pdserve.kvpool.transports.shm import ShmConnector
-
     deadline = soon()
     while True:
         try:
-            return ShmConnector("test").connect(address, soon(2))
+            return connect(address, soon(2))
         except PoolError:
             assert time.monotonic() < deadline
             time.sleep(0.01)
