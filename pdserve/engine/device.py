@@ -16,6 +16,10 @@ ENGINE_ENV = "PDSERVE_ENGINE_DEVICE"
 SGLANG_CPU_ENV = "SGLANG_USE_CPU_ENGINE"
 # Torch's own switch for its compiler, read when SGLang's modules are imported and functions are called.
 NO_COMPILER_ENV = "TORCHDYNAMO_DISABLE"
+# OpenMP's threads spin while they wait for work. Workers that share cores so take them from each other: a
+# prefill and a decode worker on two cores answered a request in 5.6 s, and in 0.33 s with this. What a user
+# sets stays.
+IDLE_THREADS_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 
 
 def detect_device() -> Device:

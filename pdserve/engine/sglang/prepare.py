@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Iterator
 
-from pdserve.engine.device import ENGINE_ENV, NO_COMPILER_ENV, SGLANG_CPU_ENV, Device
+from pdserve.engine.device import ENGINE_ENV, IDLE_THREADS_ENV, NO_COMPILER_ENV, SGLANG_CPU_ENV, Device
 
 
 def choose(device: Device) -> None:
@@ -21,6 +21,8 @@ def choose(device: Device) -> None:
         os.environ[SGLANG_CPU_ENV] = "1"
         # nothing is compiled on CPU, and to import the compiler is a fifth of a start
         os.environ[NO_COMPILER_ENV] = "1"
+        for name, value in IDLE_THREADS_ENV.items():
+            os.environ.setdefault(name, value)
     before_sglang()
 
 
