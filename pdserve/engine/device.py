@@ -1,4 +1,4 @@
-"""What this process may run on, decided without starting a CUDA context (children are spawned later)."""
+"""The device of this process, chosen without a CUDA context: children are spawned later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdserve.errors import StartupError
 
 Device = Literal["cpu", "cuda"]
 
-# Set by a worker before it imports SGLang, inherited by its children: what the SGLang plugin acts on.
+# Set by a worker before it imports SGLang, and inherited by its children. The SGLang plugin reads it.
 ENGINE_ENV = "PDSERVE_ENGINE_DEVICE"
 # SGLang's own switch for its CPU platform; read when its modules are imported.
 SGLANG_CPU_ENV = "SGLANG_USE_CPU_ENGINE"

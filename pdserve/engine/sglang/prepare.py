@@ -1,5 +1,5 @@
-"""What a process needs around its first import of SGLang, decided by the environment a worker hands to its
-children.
+"""Steps of a process before and after its first import of SGLang. A worker's environment, which its children
+inherit, decides them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def is_on_cpu() -> bool:
 
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
-    """No garbage collection in the block, and none ever of what the block leaves.
+    """No garbage collection in the block, and later none of the objects that it leaves.
 
-    For imports of SGLang: they make millions of objects that stay, and a quarter of their time would go into
-    looking through these again and again.
+    For imports of SGLang: they make millions of objects that stay. A quarter of the time would go into
+    collections that look through them again and again.
     """
     gc.disable()
     try:
