@@ -2,8 +2,8 @@
 
 SGLang can replace them in place (`/update_weights_from_*`). A namespace of the pool is named after the
 weights, and would then hold pages of the old and the new weights. Nobody could tell them apart. So new
-weights need a new worker, and so do new LoRA adapters. An adapter that is loaded later gets a random id, which is a
-part of its pages' keys, so no other worker would find its pages.
+weights need a new worker, and so do new LoRA adapters. An adapter that is loaded later gets a random id,
+which is a part of its pages' keys, so no other worker would find its pages.
 """
 
 from __future__ import annotations

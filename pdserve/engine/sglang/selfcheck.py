@@ -1,9 +1,9 @@
 """Start-up self-check: SGLang still has every place that pdserve leans on, and our replacements compute the
 right results.
 
-SGLang only logs what a plugin raises. A hook that silently missed its place would serve wrong answers, or kill
-a thread later. So a worker checks before it starts anything, and stops with one line that names what does not
-fit.
+SGLang only logs what a plugin raises. A hook that silently missed its place would serve wrong answers, or
+kill a thread later. So a worker checks before it starts anything, and stops with one line that names what
+does not fit.
 """
 
 from __future__ import annotations

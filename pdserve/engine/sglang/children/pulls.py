@@ -1,10 +1,10 @@
 """Requests that only fetch pages: SGLang pulls them from the pool into its host memory, and computes nothing.
 
 SGLang fetches pages from storage only for requests that wait to be scheduled. So a request whose id begins
-with PULL_ID waits like any other while its pages come. When no page is on its way any more, it is taken out of
-the queue. By then the pages are in the tree of host pages, where the real request finds them. Such a request
-is never computed, not even where nothing was found or host memory is short. Meanwhile SGLang's counts of
-waiting requests and tokens include it, and in the end its count of aborted requests.
+with PULL_ID waits like any other while its pages come. When no page is on its way any more, it is taken out
+of the queue. By then the pages are in the tree of host pages, where the real request finds them. Such a
+request is never computed, not even where nothing was found or host memory is short. Meanwhile SGLang's
+counts of waiting requests and tokens include it, and in the end its count of aborted requests.
 
 All ranks of a worker decide alike, since SGLang ends a fetch on all of them in the same step.
 """

@@ -2,8 +2,8 @@
 
 SGLang counts the tokens of each request that came from storage, but not from which tier. Its one reading
 thread knows the request of a batch of pages; our backend knows how many of the pages came from a tier. Here
-they are added up by request, and reported beside SGLang's count (`cached_tokens_details`). Some pages are read
-and then not used; so the count is at most SGLang's.
+they are added up by request, and reported beside SGLang's count (`cached_tokens_details`). Some pages are
+read and then not used; so the count is at most SGLang's.
 """
 
 from __future__ import annotations
