@@ -195,7 +195,7 @@ def test_a_full_model_holds_up_no_other() -> None:
             busy = asyncio.create_task(harness.post(CHAT, chat_body(model="a", stream=True)))
             await gate.reached.wait()
             waits = asyncio.create_task(harness.post(CHAT, chat_body(model="a")))
-            while not harness.router.entrance.admission.waiting:  # noqa: ASYNC110 - no event for this
+            while not harness.router.gate.queue.waiting:  # noqa: ASYNC110 - no event for this
                 await asyncio.sleep(0)
             assert (await harness.post(CHAT, chat_body(model="b"))).body == ANSWER
             assert not waits.done()
