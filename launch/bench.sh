@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Measure serving on this machine as the README shows it, in under 30 minutes on two cores, which it wants to itself.
+# Measure serving on this machine as docs/benchmarks shows it, in under 30 minutes on two cores, which it wants to itself.
 #
 #   launch/bench.sh [--out DIR] [--model PATH] [--only NAME,...] [--resume] [-- SGLANG_FLAGS]
 #
 # Sets everything up first, and makes the demo model where no other is given. The raw lines go to DIR
-# (pdserve/bench/results), pictures and logs to logs/bench; `python -m tests.support.readme` makes the README's tables of them.
+# (pdserve/bench/results), pictures and logs to logs/bench; `launch/docs.sh --write` makes the tables of them.
 # What fails does not stop the others; it is named at the end, and the exit status is 1. --only: compare-small,
 # compare-large, weights, sweep, overlap. --resume: not what was measured today at this commit. Flags: --dtype float32 if none.
 set -euo pipefail

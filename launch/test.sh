@@ -26,7 +26,7 @@ fi
 step() { printf '\n== %s\n' "$*" && "$@"; }
 step ruff format --check .
 step ruff check .
-step mypy --strict pdserve
+step mypy --strict pdserve docs/generate docs/examples
 if [ $# -gt 0 ]; then
   step python -m pytest --durations=15 "${selection[@]}" "$@"
   exit

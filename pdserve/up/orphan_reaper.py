@@ -1,9 +1,9 @@
-"""The warden: a small process that outlives the supervisor by a few seconds and ends what it left behind.
+"""The orphan reaper: a small process that outlives the supervisor and ends what it left behind.
 
-The supervisor tells it over a pipe which sessions it started (`+ID`) and which have ended (`-ID`). The end of
-the pipe means that the supervisor is gone, however it went (a `kill -9` too): the warden then ends every
-session still listed. SIGTERM on the parent's death, which each child also asks of the kernel, reaches the
-child alone; this reaches its children as well.
+The supervisor tells the reaper over a pipe which sessions it started (`+ID`) and which have ended (`-ID`).
+The pipe ends when the supervisor ends, even by `kill -9`. The reaper then ends every session that is still
+listed. Each child also asks the kernel for SIGTERM on its parent's death, but that reaches the child alone.
+The reaper reaches the child's children too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdserve.up.sessions import end_sessions
 GRACE_S: Final = 3.0
 
 
-class Warden:
+class OrphanReaper:
     """The supervisor's side. Close it last."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Warden:
         self._say(f"-{session}\n")
 
     def close(self) -> None:
-        """Let the warden end the sessions that were not forgotten, and wait for it."""
+        """Let the reaper end the sessions that were not forgotten, and wait for it."""
         pipe = self._process.stdin
         assert pipe is not None
         with suppress(BrokenPipeError):
@@ -57,7 +57,7 @@ class Warden:
     def _say(self, line: str) -> None:
         pipe = self._process.stdin
         assert pipe is not None
-        with suppress(BrokenPipeError):  # a warden that was killed cannot help; supervision goes on
+        with suppress(BrokenPipeError):  # a reaper that was killed cannot help; supervision goes on
             pipe.write(line.encode())
             pipe.flush()
 

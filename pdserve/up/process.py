@@ -16,7 +16,7 @@ from typing import Final
 from pdserve.errors import StartupError
 from pdserve.settings.command_line import RESTARTED
 from pdserve.up.console import Console
-from pdserve.up.orphan_reaper import Warden
+from pdserve.up.orphan_reaper import OrphanReaper
 from pdserve.up.plan import ProcessSpec
 from pdserve.up.sessions import kill_session
 
@@ -28,18 +28,18 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class Child:
-    """A running process, leader of its own session. Whoever started it must `end` it."""
+    """A running process, leader of its own session. Whoever started it must `kill` and `finish` it."""
 
-    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process, warden: Warden) -> None:
+    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process, reaper: OrphanReaper) -> None:
         self.spec = spec
         self.session = process.pid
         self._process = process
-        self._warden = warden
+        self._reaper = reaper
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._pump: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, spec: ProcessSpec, warden: Warden, console: Console, *, again: bool) -> Child:
+    async def start(cls, spec: ProcessSpec, reaper: OrphanReaper, console: Console, *, again: bool) -> Child:
         """Start the process; its log is written anew, or with `again` continued. Raises StartupError."""
         try:
             log = spec.log_path.open("ab" if again else "wb", buffering=0)
@@ -67,31 +67,32 @@ class Child:
             raise StartupError(f"{spec.name}: cannot run {spec.argv[0]}: {error.strerror}") from None
         finally:
             os.close(writes)
-        child = cls(spec, process, warden)
-        warden.watch(child.session)
+        child = cls(spec, process, reaper)
+        reaper.watch(child.session)
         child._pump = asyncio.create_task(child._copy_output(output, log, console))
         return child
 
-    async def wait(self) -> int:
-        """Wait for the process itself, not its children, and give its status; negative: minus a signal."""
-        return await self._process.wait()
+    async def wait(self) -> None:
+        """Wait for the end of the process itself, not of its children."""
+        await self._process.wait()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, if it is there still."""
+        """Send it a signal, if it is still alive."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
-    async def end(self, grace_s: float, hurry: asyncio.Event) -> int:
-        """SIGTERM, at most `grace_s` (less once `hurry` is set), then SIGKILL to all of the session."""
-        if self._process.returncode is None:
-            self.signal(signal.SIGTERM)
-            ended, hurried = asyncio.create_task(self.wait()), asyncio.create_task(hurry.wait())
-            await asyncio.wait({ended, hurried}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
-            hurried.cancel()
+    async def kill(self) -> None:
+        """SIGKILL to all of the session."""
         await asyncio.to_thread(kill_session, self.session)
-        status = await self.wait()
-        self._warden.forget(self.session)
+
+    async def finish(self) -> int:
+        """Wait for the end, end the rest of the session, read the rest of the output. Gives the exit status;
+        negative: minus a signal.
+        """
+        status = await self._process.wait()
+        await self.kill()
+        self._reaper.forget(self.session)
         if self._pump is not None:
             await asyncio.wait({self._pump}, timeout=DRAIN_TIMEOUT_S)
             self._pump.cancel()
@@ -146,16 +147,6 @@ class LineSplitter:
     def close(self) -> list[str]:
         """The last line, if it had no end."""
         return self.feed(b"\n")
-
-
-def describe_status(status: int) -> str:
-    """An exit status in words."""
-    if status >= 0:
-        return f"exited with status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"
 
 
 def write_private(path: Path, text: str) -> None:

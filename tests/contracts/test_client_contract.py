@@ -1,65 +1,38 @@
-"""What both pool clients promise, the synchronous and the asyncio one, over a real node process."""
+"""What both pool clients promise, the synchronous and the asyncio one, over a real node process.
+
+Nodes that die, hang up and are upgraded at any moment: tests/kvpool/client/test_client_model.py.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import pytest
 
 from pdserve.errors import PoolError, PoolRefused
-from pdserve.kvpool.client.async_client import AsyncPoolClient
+from pdserve.kvpool.client import async_client as async_client_module
+from pdserve.kvpool.client import client as client_module
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.node.config.node import PoolNodeConfig
-from pdserve.kvpool.protocol import messages as m
-from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
+from pdserve.kvpool.protocol.page_bytes import Bytes1D
+from tests.support.kvpool.clients import SOON_S, Blocking, until
 from tests.support.kvpool.pools import KIB, ProcessPool, arena_dir, remove_arena
 
 PAGE_BYTES = 16 * KIB
-SOON_S = 30.0
 
 
 class Client(Protocol):
     """Either client, called from an ordinary thread."""
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]: ...
-    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]: ...
-    def put(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]: ...
     def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]: ...
-    def clear(self) -> int: ...
     def check(self) -> dict[str, PoolError | None]: ...
-    def status(self) -> dict[str, m.StatusReport]: ...
     def close(self) -> None: ...
-
-
-class Blocking:
-    """The asyncio client, its loop in a thread."""
-
-    def __init__(self, config: PoolClientConfig, namespace: str, geometry: dict[str, str]) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self._thread.start()
-
-        async def make() -> AsyncPoolClient:
-            return AsyncPoolClient(config, namespace, geometry)
-
-        self.inner = self.run(make())
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *given: self.run(getattr(self.inner, name)(*given))
-
-    def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.inner.close)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10)
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -94,12 +67,21 @@ def client(kind: str, node: ProcessPool, request: pytest.FixtureRequest) -> Iter
     made.close()
 
 
-def client_of(kind: str, node: ProcessPool, namespace: str, **options: Any) -> Client:
+@pytest.fixture
+def writer(node: ProcessPool, request: pytest.FixtureRequest) -> Iterator[PoolClient]:
+    made = client_of("sync", node, request.node.name)
+    assert isinstance(made, PoolClient)
+    yield made
+    made.close()
+
+
+def client_of(kind: str, node: ProcessPool, namespace: str, page_size: str = "64", **options: Any) -> Client:
     refs = [PoolNodeRef(node="contract", address=node.address)]
     config = PoolClientConfig(nodes=refs, **{"retry_after_s": 0.05, **options})
-    make: Callable[..., Any] = PoolClient if kind == "sync" else Blocking
-    made: Client = make(config, namespace, {"page_size": "64"})
-    return made
+    geometry = {"page_size": page_size}
+    return (
+        PoolClient(config, namespace, geometry) if kind == "sync" else Blocking(config, namespace, geometry)
+    )
 
 
 def keys(*numbers: int) -> list[bytes]:
@@ -110,76 +92,49 @@ def pages(*numbers: int) -> list[list[Bytes1D]]:
     return [[np.full(PAGE_BYTES, n, np.uint8)] for n in numbers]
 
 
-def empty(count: int) -> list[list[Bytes1D]]:
-    return [[np.zeros(PAGE_BYTES, np.uint8)] for _ in range(count)]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)  # between looks at another process's work
-
-
-def test_what_was_put_is_there_and_has_its_bytes(client: Client) -> None:
+def test_what_was_put_is_there_and_has_its_bytes(client: Client, writer: PoolClient, kind: str) -> None:
     assert client.exists(keys(1, 2)) == [False, False]
-    assert client.put(keys(1, 2), pages(1, 2)) == [True, True]
-    assert client.put(keys(2, 3), pages(2, 3)) == [True, True]
-    assert client.exists(keys(3, 4, 1)) == [True, False, True]
-    read = empty(4)
-    assert client.get(keys(1, 4, 2, 3), read) == [True, False, True, True]
+    assert writer.put(keys(1, 2), pages(1, 2)) == [True, True]
+    assert writer.put(keys(2, 3), pages(2, 3)) == [True, True]
+    assert client.exists(keys(3, 4, 1)) == client.wait(keys(3, 4, 1), 0.0) == [True, False, True]
+    read = pages(0, 0, 0, 0)
+    assert writer.get(keys(1, 4, 2, 3), read) == [True, False, True, True]
     assert [int(page[0][-1]) for page in read] == [1, 0, 2, 3]
-    assert client.get([], []) == client.exists([]) == client.put([], []) == []
+    assert writer.get([], []) == client.exists([]) == writer.put([], []) == []
+    assert writer.clear() == 3
+    assert client.exists(keys(1, 2, 3)) == [False] * 3
 
 
-def test_clear_drops_the_namespace_s_pages_only(client: Client, kind: str, node: ProcessPool) -> None:
-    other = client_of(kind, node, "neighbour " + kind)
-    client.put(keys(1, 2), pages(1, 2))
-    other.put(keys(1), pages(1))
-    assert client.clear() == 2
-    assert client.exists(keys(1, 2)) == [False, False]
-    assert other.exists(keys(1)) == [True]
-    other.close()
-
-
-def test_a_wait_ends_with_the_page_or_the_time(client: Client, kind: str, node: ProcessPool) -> None:
+def test_a_wait_ends_with_the_page_or_the_time_and_outlasts_its_slices(
+    client: Client, writer: PoolClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (client_module, async_client_module):
+        monkeypatch.setattr(module, "WAIT_SLICE_S", 0.05)
     started_s = time.monotonic()
-    assert client.wait(keys(1), 0.1) == [False]
-    assert 0.1 <= time.monotonic() - started_s < 0.1 + 1.0 + 1.0
+    assert client.wait(keys(1), 0.12) == [False]
+    assert time.monotonic() - started_s >= 0.12
+    until(lambda: writer.status()["contract"].waiters == 0)  # a wait that is over is forgotten by the node
     found: list[list[bool]] = []
     waiter = threading.Thread(target=lambda: found.append(client.wait(keys(1, 2), SOON_S)))
     waiter.start()
-    until(lambda: client.status()["contract"].waiters > 0)
-    client.put(keys(1), pages(1))
-    time.sleep(1.2)  # longer than a slice of the wait
+    for _ in range(3):  # slices
+        until(lambda: writer.status()["contract"].waiters > 0)
+        until(lambda: writer.status()["contract"].waiters == 0)
+    writer.put(keys(1), pages(1))
     assert found == []
-    client.put(keys(2), pages(2))
+    writer.put(keys(2), pages(2))
     waiter.join(SOON_S)
     assert found == [[True, True]]
 
 
-def test_a_wait_given_up_is_forgotten_by_the_node(client: Client) -> None:
-    assert client.wait(keys(1), 0.05) == [False]
-    until(lambda: client.status()["contract"].waiters == 0)
-
-
-def test_check_asks_the_node_and_says_what_is_wrong(client: Client, kind: str, node: ProcessPool) -> None:
-    assert client.check() == {"contract": None}
-    wrong = client_of(kind, node, "differs " + kind)
-    assert wrong.check() == {"contract": None}
-    refs = [PoolNodeRef(node="contract", address=node.address)]
-    make: Any = PoolClient if kind == "sync" else Blocking
-    stranger = make(PoolClientConfig(nodes=refs), "differs " + kind, {"page_size": "32"})
-    assert isinstance(stranger.check()["contract"], PoolRefused)
-    stranger.close()
-    wrong.close()
-
-
-def test_check_sees_a_node_that_hangs_though_its_connection_is_open(
+def test_check_says_what_is_wrong_with_a_node_that_refuses_or_hangs(
     kind: str, node: ProcessPool, request: pytest.FixtureRequest
 ) -> None:
     client = client_of(kind, node, request.node.name, connect_timeout_s=0.3)
     assert client.check() == {"contract": None}
+    stranger = client_of(kind, node, request.node.name, page_size="32")
+    assert isinstance(stranger.check()["contract"], PoolRefused)
+    stranger.close()
     node.pause()
     assert isinstance(client.check()["contract"], PoolError)
     node.resume()
@@ -188,49 +143,27 @@ def test_check_sees_a_node_that_hangs_though_its_connection_is_open(
 
 
 def test_a_node_that_was_killed_and_started_again_is_found_and_lost_nothing(
-    client: Client, node: ProcessPool
+    client: Client, writer: PoolClient, node: ProcessPool
 ) -> None:
-    client.put(keys(1), pages(1))
+    writer.put(keys(1), pages(1))
+    assert client.exists(keys(1)) == [True]
     node.kill()
     node.restart()
     assert client.exists(keys(1)) == [True]  # the connection that it left here is no failure
-    assert client.get(keys(1), empty(1)) == [True]
+    assert writer.get(keys(1), pages(0)) == [True]
     node.kill()
     for _ in range(3):
         assert (
             client.exists(keys(1))
-            == client.get(keys(1), empty(1))
-            == client.put(keys(9), pages(9))
+            == writer.get(keys(1), pages(0))
+            == writer.put(keys(9), pages(9))
             == [False]
         )
     node.restart()
     until(lambda: client.exists(keys(1)) == [True])
-    until(lambda: client.get(keys(1), empty(1)) == [True])
+    until(lambda: writer.get(keys(1), pages(0)) == [True])
 
 
-def test_a_node_that_hangs_costs_one_deadline_and_every_call_ends_in_time(
-    kind: str, node: ProcessPool, request: pytest.FixtureRequest
-) -> None:
-    bounds = {f"{what}_timeout_s": 0.3 for what in ("connect", "exists", "get", "put")}
-    client = client_of(kind, node, request.node.name, retry_after_s=30.0, **bounds)
-    client.put(keys(1), pages(1))
-    client.exists(keys(1))
-    node.pause()
-    started_s = time.monotonic()
-    for _ in range(30):
-        begun_s = time.monotonic()
-        assert client.get(keys(1), empty(1)) == [False]
-        assert client.exists(keys(1)) == [False]
-        assert time.monotonic() - begun_s < 2 * (0.3 + 1.0)
-    assert time.monotonic() - started_s < 10
-    node.resume()
-    client.close()
-
-
-def test_a_closed_client_answers_with_misses(client: Client, kind: str) -> None:
-    if kind == "async":
-        client.loop.call_soon_threadsafe(client.inner.close)  # type: ignore[attr-defined]
-    else:
-        client.close()
-    assert client.get(keys(1), empty(1)) == client.put(keys(1), pages(1)) == [False]
+def test_a_closed_client_answers_with_misses(client: Client) -> None:
+    client.shut() if isinstance(client, Blocking) else client.close()
     assert client.exists(keys(1)) == client.wait(keys(1), 5.0) == [False]

@@ -1,4 +1,6 @@
-"""What every eviction policy does. To add one, name it in `pdserve.kvpool.policies`."""
+"""What every eviction policy does, the example of docs/extending/policy.md included. To add one, name it in
+`pdserve.kvpool.policies`.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +11,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from docs.examples.eviction import ReadOnce
 from pdserve.errors import ConfigError
 from pdserve.kvpool.policies import POLICIES, make_policy
 from pdserve.kvpool.policies.base import EvictionPolicy, Links
 
+EXAMPLE = "the documents' example"
+NAMES = (*POLICIES, EXAMPLE)
 SLOTS = 16
 KEYS = [bytes([n]) * 32 for n in range(24)]
 STEPS = st.lists(st.tuples(st.sampled_from("ihre"), st.integers(0, SLOTS - 1)), max_size=60)
 
 
 def make(name: str, links: Links) -> EvictionPolicy:
+    if name == EXAMPLE:
+        return ReadOnce(links)
     return make_policy(name, links, ttl_s=10.0 if name == "ttl" else None)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 @given(steps=STEPS)
 def test_the_victims_are_exactly_the_slots_held(name: str, steps: list[tuple[str, int]]) -> None:
     links = Links(SLOTS)
@@ -48,7 +55,7 @@ def test_the_victims_are_exactly_the_slots_held(name: str, steps: list[tuple[str
         assert (len(policy), len(other)) == (len(held), len(others))
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_policy_can_be_restored_and_goes_on(name: str) -> None:
     policy = make(name, Links(SLOTS))
     policy.restore([5, 3, 8], np.zeros(3))
@@ -62,7 +69,7 @@ def test_a_policy_can_be_restored_and_goes_on(name: str) -> None:
     assert list(empty.victims()) == []
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_closed_policy_still_says_what_it_held_while_its_slots_go_elsewhere(name: str) -> None:
     links = Links(SLOTS)
     policy, heir = make(name, links), make(name, links)
@@ -77,7 +84,7 @@ def test_a_closed_policy_still_says_what_it_held_while_its_slots_go_elsewhere(na
     assert sorted(given) == sorted(heir.victims()) == [0, 1, 3, 4, 5]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_slots_of_a_closed_policy_are_removed_one_by_one(name: str) -> None:
     links = Links(SLOTS)
     policy, other = make(name, links), make(name, links)
@@ -94,7 +101,7 @@ def test_the_slots_of_a_closed_policy_are_removed_one_by_one(name: str) -> None:
     assert list(other.victims()) == [2]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_million_pages_are_restored_within_a_tenth_of_a_second_of_cpu(name: str) -> None:
     slots = np.random.default_rng(1).permutation(1_000_000)
     policy = make(name, Links(len(slots)))

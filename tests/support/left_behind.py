@@ -5,12 +5,12 @@ from __future__ import annotations
 import atexit
 import functools
 
-from pdserve.up.orphan_reaper import Warden
+from pdserve.up.orphan_reaper import OrphanReaper
 
 
 @functools.cache
-def warden() -> Warden:
+def reaper() -> OrphanReaper:
     """Of this process. Tell it each session that a test starts, and each that has ended."""
-    warden = Warden()
-    atexit.register(warden.close)
-    return warden
+    reaper = OrphanReaper()
+    atexit.register(reaper.close)
+    return reaper

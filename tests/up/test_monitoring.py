@@ -17,15 +17,15 @@ import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.registry import Collector
 
+from docs.generate.product import LISTED
 from pdserve.engine.http.timing import FirstToken, WorkerMetrics
 from pdserve.kvpool.client.operations import ClientCounters
 from pdserve.kvpool.hicache.metrics import ClientMetrics
 from pdserve.up.config import ClusterFile
 from pdserve.up.plan import make_plan
 from pdserve.up.scraping import TARGETS_FILE, targets
-from tests.router.processes.test_secrets import certificate
+from tests.support.certificate import certificate
 from tests.support.e2e.cluster import PoolNode, free_port
-from tests.support.readme import LISTED
 from tests.support.router.harness import disagg, run
 from tests.support.up.cluster import wait_until
 

@@ -16,7 +16,7 @@ import pytest
 from pdserve.up.config import ClusterSettings
 from pdserve.up.console import MAX_WAITING_BYTES, Console
 from pdserve.up.ports import free_ports, is_free
-from pdserve.up.process import LineSplitter, describe_status, write_private
+from pdserve.up.process import LineSplitter, write_private
 from pdserve.up.restart import restart_delay_s
 from pdserve.up.sessions import session_members
 
@@ -61,11 +61,6 @@ def test_a_line_without_end_is_shown_in_pieces() -> None:
     splitter = LineSplitter()
     assert splitter.feed(b"x" * 20_000) == ["x" * 20_000]
     assert splitter.close() == []
-
-
-def test_status_in_words() -> None:
-    assert describe_status(3) == "exited with status 3"
-    assert describe_status(-9) == "was killed by SIGKILL"
 
 
 def test_generated_configuration_is_readable_by_its_owner_only(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from pdserve.up.sessions import session_members
-from tests.router.processes.test_secrets import certificate
 from tests.support.up.cluster import TIMEOUT_S, Cluster, processes_that_mention, running, wait_until
 
 DISAGG = """
@@ -56,78 +55,28 @@ def alive_sessions(cluster: Cluster) -> list[int]:
     return [pid for pid in cluster.started().values() if session_members(pid)]
 
 
-def test_stages_start_in_order_each_after_the_one_before_is_ready(tmp_path: Path) -> None:
+def test_a_cluster_starts_finds_its_addresses_is_announced_and_stops_at_ctrl_c(tmp_path: Path) -> None:
     with running(tmp_path, DISAGG) as cluster:
-        cluster.wait_for(r"stand-in is ready at")
+        cluster.wait_for(r"stand-in is ready at http://127.0.0.1:\d+")
+        cluster.wait_for(r"curl http://127.0.0.1:\d+/v1/chat/completions .*stand-in-model")
         notes = [(entry["role"], entry["what"]) for entry in cluster.journal()]
         assert notes[0] == ("pool", "start")
-        assert {notes[1], notes[2]} <= {
-            ("prefill", "start"),
-            ("decode", "start"),
-            ("prefill", "ready"),
-            ("decode", "ready"),
-        }
-        router_start = notes.index(("router", "start"))
-        assert notes.index(("prefill", "ready")) < router_start
-        assert notes.index(("decode", "ready")) < router_start
-
-
-def test_processes_get_each_others_addresses(tmp_path: Path) -> None:
-    with running(tmp_path, DISAGG) as cluster:
-        cluster.wait_for(r"stand-in is ready at")
+        for role in ("prefill", "decode"):
+            assert notes.index((role, "ready")) < notes.index(("router", "start"))
         configs = {entry["role"]: entry["config"] for entry in cluster.journal()}
         socket_path = f"unix:{cluster.run_dir}/pool0.sock"
         assert configs["pool"]["listen"] == [socket_path]
         assert configs["prefill"]["pool"]["nodes"] == [{"node": "pool0", "address": socket_path}]
         for role in ("prefill", "decode"):
             assert configs["router"][role] == [f"http://127.0.0.1:{configs[role]['engine']['port']}"]
-
-
-def test_announces_url_and_curl_with_the_served_model(tmp_path: Path) -> None:
-    with running(tmp_path, DISAGG) as cluster:
-        cluster.wait_for(r"stand-in is ready at http://127.0.0.1:\d+")
-        cluster.wait_for(r"curl http://127.0.0.1:\d+/v1/chat/completions .*stand-in-model")
-
-
-def test_the_curl_has_what_a_router_with_keys_asks_for(tmp_path: Path) -> None:
-    toml = DISAGG.replace("[worker.engine]", '[router.access]\nkeys_file = "keys"\n[worker.engine]')
-    with running(tmp_path, toml) as cluster:
-        cluster.wait_for(
-            r"curl -H 'Authorization: Bearer YOUR_KEY' http://127.0.0.1:\d+/v1/chat/completions "
-        )
-
-
-def test_the_curl_takes_the_certificate_of_a_router_that_speaks_tls(tmp_path: Path) -> None:
-    cert, key = certificate(tmp_path)
-    access = f'[router.access]\ntls_cert_file = "{cert}"\ntls_key_file = "{key}"\n'
-    with running(tmp_path, DISAGG.replace("[worker.engine]", f"{access}[worker.engine]")) as cluster:
-        cluster.wait_for(r"curl -k https://127.0.0.1:\d+/v1/chat/completions .*stand-in-model")
-
-
-def test_logs_are_prefixed_and_kept_whole(tmp_path: Path) -> None:
-    with running(tmp_path, DISAGG) as cluster:
-        cluster.wait_for(r"stand-in is ready at")
         assert any(line.startswith("decode0  | decode listens") for line in cluster.lines)
         assert (cluster.run_dir / "decode0.log").read_text() == "decode listens\n"
-
-
-def test_ctrl_c_stops_every_process_router_first_and_pool_last(tmp_path: Path) -> None:
-    with running(tmp_path, DISAGG) as cluster:
-        cluster.wait_for(r"stand-in is ready at")
+        assert (cluster.run_dir / "lock").read_text() == f"{cluster.process.pid}\n"
         cluster.process.send_signal(signal.SIGINT)
         assert cluster.finish() == 0
         stopped = [line.split()[2] for line in cluster.lines if line.endswith("has stopped")]
         assert stopped == ["router", "prefill0", "decode0", "pool0"]
         assert not alive_sessions(cluster)
-        assert not processes_that_mention(str(tmp_path))
-
-
-def test_sigterm_while_starting_stops_what_has_started(tmp_path: Path) -> None:
-    toml = DISAGG.replace("[[decode]]", '[[decode]]\nengine.behave = "never_ready"')
-    with running(tmp_path, toml) as cluster:
-        cluster.wait_for(r"decode listens")
-        cluster.process.send_signal(signal.SIGTERM)
-        assert cluster.finish() == 0
         assert not processes_that_mention(str(tmp_path))
 
 
@@ -150,7 +99,7 @@ def test_kill_9_of_the_supervisor_leaves_no_process(tmp_path: Path) -> None:
         cluster.wait_for(r"stand-in is ready at")
         cluster.process.kill()
         cluster.process.wait()
-        wait_until(lambda: not alive_sessions(cluster), "the warden ends every session")
+        wait_until(lambda: not alive_sessions(cluster), "the reaper ends every session")
         wait_until(lambda: not processes_that_mention(str(tmp_path)), "nothing is left")
 
 
@@ -165,15 +114,6 @@ def test_a_process_that_dies_at_start_is_reported_with_its_last_lines_and_stops_
         shown = [line.split("|     ")[1] for line in cluster.lines if "|     line" in line]
         assert shown == [f"line {i}" for i in range(10, 30)]
         assert not any("starting router" in line for line in cluster.lines)
-        assert not processes_that_mention(str(tmp_path))
-
-
-def test_a_process_that_is_never_ready_is_reported_after_the_time_limit(tmp_path: Path) -> None:
-    toml = DISAGG.replace("[[decode]]", '[[decode]]\nengine.behave = "never_ready"')
-    toml = toml.replace("start_parallelism = 2", "start_parallelism = 2\nstart_timeout_s = 4.0")
-    with running(tmp_path, toml) as cluster:
-        assert cluster.finish() == 1
-        assert any("decode0 was not ready within 4 s" in line for line in cluster.lines)
         assert not processes_that_mention(str(tmp_path))
 
 
@@ -205,16 +145,6 @@ def test_a_death_is_seen_at_once_though_the_dead_ones_child_lives_and_holds_its_
         assert not session_members(first)
 
 
-def test_a_death_at_start_is_reported_though_the_dead_ones_child_lives(tmp_path: Path) -> None:
-    toml = DISAGG.replace("[[decode]]", '[[decode]]\nengine.behave = "orphan"')
-    with running(tmp_path, toml) as cluster:
-        assert cluster.finish() == 1
-        assert any(
-            "error: decode0 exited with status 3 before it was ready" in line for line in cluster.lines
-        )
-        assert not processes_that_mention(str(tmp_path))
-
-
 def test_sigusr1_restarts_every_process_in_order_each_once_the_one_before_is_ready(tmp_path: Path) -> None:
     toml = DISAGG.replace("[[prefill]]", '[[prefill]]\nengine.behave = "graceful"')
     with running(tmp_path, toml) as cluster:
@@ -234,121 +164,6 @@ def test_sigusr1_restarts_every_process_in_order_each_once_the_one_before_is_rea
         cluster.wait_for(r"decode0 is ready")
         cluster.process.send_signal(signal.SIGINT)
         assert cluster.finish() == 0
-
-
-def test_sigusr1_leaves_a_router_of_several_processes_to_itself(tmp_path: Path) -> None:
-    with running(tmp_path, DISAGG.replace("[router]", "[router]\nprocesses = 2")) as cluster:
-        cluster.wait_for(r"stand-in is ready at")
-        before = cluster.started()
-        cluster.process.send_signal(signal.SIGUSR1)
-        cluster.wait_for(r"all processes have been restarted")
-        wait_until(lambda: "reload" in [e["what"] for e in cluster.journal() if e["role"] == "router"], "hup")
-        after = cluster.started()
-        assert {role for role in before if before[role] != after[role]} == {"pool", "prefill", "decode"}
-
-
-def test_a_renewed_process_that_cannot_start_is_restarted_as_often_as_any_other(tmp_path: Path) -> None:
-    toml = DISAGG.replace("[[decode]]", '[[decode]]\nengine.behave = "die_at_restart"\nengine.status = 5')
-    toml = toml.replace("[cluster]", "[cluster]\nmax_restarts = 2")
-    with running(tmp_path, toml) as cluster:
-        cluster.wait_for(r"stand-in is ready at")
-        cluster.process.send_signal(signal.SIGUSR1)
-        cluster.wait_for(
-            r"decode0 exited with status 5 before it was ready and stays ended; the others go on"
-        )
-        text = "\n".join(cluster.lines)
-        assert text.count("error: decode0 exited with status 5 before it was ready") == 3
-        cluster.wait_for(r"all processes have been restarted")
-        ask(cluster, "router", "/ready")
-
-
-def test_sigusr1_goes_on_once_a_renewed_process_that_died_is_ready_and_can_come_again(tmp_path: Path) -> None:
-    toml = DISAGG.replace("[[decode]]", '[[decode]]\nengine.behave = "stumble"\nengine.status = 5')
-    with running(tmp_path, toml) as cluster:
-        cluster.wait_for(r"stand-in is ready at")
-        cluster.process.send_signal(signal.SIGUSR1)
-        cluster.wait_for(r"error: decode0 exited with status 5")
-        cluster.wait_for(r"restarting decode0")
-        cluster.wait_for(r"decode0 is ready")
-        cluster.wait_for(r"router is ready")
-        cluster.wait_for(r"all processes have been restarted")
-        cluster.process.send_signal(signal.SIGUSR1)
-        cluster.wait_for(r"all processes have been restarted")
-
-
-def test_sigusr1_goes_on_when_a_renewed_process_has_ended_for_good(tmp_path: Path) -> None:
-    toml = DISAGG.replace("[[decode]]", '[[decode]]\nengine.behave = "die_at_restart"\nengine.status = 0')
-    with running(tmp_path, toml) as cluster:
-        cluster.wait_for(r"stand-in is ready at")
-        cluster.process.send_signal(signal.SIGUSR1)
-        cluster.wait_for(r"decode0 exited with status 0 before it was ready and stays ended")
-        cluster.wait_for(r"router is ready")
-        cluster.wait_for(r"all processes have been restarted")
-        assert cluster.process.poll() is None
-
-
-def test_a_worker_that_ends_by_itself_with_status_0_stays_ended_and_the_others_serve_on(
-    tmp_path: Path,
-) -> None:
-    toml = DISAGG.replace("[[decode]]", '[[decode]]\nengine.behave = "graceful"')
-    with running(tmp_path, toml) as cluster:
-        cluster.wait_for(r"stand-in is ready at")
-        os.kill(cluster.started()["decode"], signal.SIGTERM)
-        cluster.wait_for(r"decode0 exited with status 0 and stays ended")
-        ask(cluster, "router", "/ready")
-        cluster.process.send_signal(signal.SIGINT)
-        assert cluster.finish() == 0
-        assert [e["role"] for e in cluster.journal() if e["what"] == "start"].count("decode") == 1
-
-
-def test_the_routers_end_takes_the_cluster_down_whatever_its_status(tmp_path: Path) -> None:
-    with running(tmp_path, DISAGG.replace("[router]", '[router]\nbehave = "graceful"')) as cluster:
-        cluster.wait_for(r"stand-in is ready at")
-        os.kill(cluster.started()["router"], signal.SIGTERM)
-        assert cluster.finish() == 1
-        assert any("router exited with status 0 and is not restarted" in line for line in cluster.lines)
-
-
-@pytest.mark.parametrize("victim", ["pool", "decode"])
-def test_a_process_that_may_not_be_restarted_stays_ended_and_the_others_serve_on(
-    tmp_path: Path, victim: str
-) -> None:
-    toml = DISAGG.replace(f"[[{victim}]]", f'[[{victim}]]\nrestart = "never"')
-    with running(tmp_path, toml) as cluster:
-        cluster.wait_for(r"stand-in is ready at")
-        os.kill(cluster.started()[victim], signal.SIGKILL)
-        cluster.wait_for(rf"error: {victim}0 was killed by SIGKILL")
-        cluster.wait_for(
-            rf"{victim}0 was killed by SIGKILL and stays ended; the others go on; its whole log: "
-        )
-        ask(cluster, "router", "/ready")
-        ask_to_die(cluster, "prefill0")
-        cluster.wait_for(r"prefill0 is ready")
-        cluster.process.send_signal(signal.SIGTERM)
-        assert cluster.finish() == 0
-
-
-def test_with_stop_on_loss_a_worker_that_is_not_restarted_takes_the_cluster_down(tmp_path: Path) -> None:
-    toml = DISAGG.replace("[[decode]]", '[[decode]]\nrestart = "never"')
-    toml = toml.replace("[cluster]", "[cluster]\nstop_on_loss = true")
-    with running(tmp_path, toml) as cluster:
-        cluster.wait_for(r"stand-in is ready at")
-        os.kill(cluster.started()["decode"], signal.SIGKILL)
-        assert cluster.finish() == 1
-        assert any("decode0 was killed by SIGKILL and is not restarted" in line for line in cluster.lines)
-        assert not processes_that_mention(str(tmp_path))
-
-
-def test_a_restarted_process_that_is_late_is_restarted_again_and_stops_nothing(tmp_path: Path) -> None:
-    toml = DISAGG.replace("[[decode]]", '[[decode]]\nengine.behave = "hang_once"')
-    toml = toml.replace("[cluster]", "[cluster]\nstart_timeout_s = 4.0")
-    with running(tmp_path, toml) as cluster:
-        cluster.wait_for(r"stand-in is ready at")
-        ask_to_die(cluster, "decode0")
-        cluster.wait_for(r"error: decode0 was not ready within 4 s")
-        cluster.wait_for(r"restarting decode0")
-        cluster.wait_for(r"decode0 is ready")
-        assert cluster.process.poll() is None
 
 
 def test_a_process_that_cannot_be_started_again_stops_nothing(tmp_path: Path) -> None:
@@ -383,15 +198,6 @@ def test_a_second_cluster_in_the_same_directory_is_refused(tmp_path: Path) -> No
             assert second.finish() == 1
             assert f"a cluster runs from here already (process {cluster.process.pid})" in second.lines[0]
         assert cluster.process.poll() is None
-
-
-def test_the_run_directory_names_its_supervisor_only_while_it_runs(tmp_path: Path) -> None:
-    with running(tmp_path, DISAGG) as cluster:
-        cluster.wait_for(r"stand-in is ready at")
-        assert (cluster.run_dir / "lock").read_text() == f"{cluster.process.pid}\n"
-        cluster.process.send_signal(signal.SIGTERM)
-        assert cluster.finish() == 0
-        assert (cluster.run_dir / "lock").read_text() == ""
 
 
 @pytest.mark.parametrize(("room", "file"), [(0, "run"), (20, "run/pool0.toml")])

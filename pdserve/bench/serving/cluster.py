@@ -23,7 +23,7 @@ from pdserve.bench.serving.contenders import DEAD, Contender, Setting, contender
 from pdserve.bench.stores import BenchError
 from pdserve.settings.toml_text import to_toml
 from pdserve.sizes import parse_bytes
-from pdserve.up.orphan_reaper import Warden
+from pdserve.up.orphan_reaper import OrphanReaper
 from pdserve.up.ports import free_ports
 
 START_TIMEOUT_S: Final = 300.0
@@ -72,8 +72,8 @@ def launched(name: str, setting: Setting) -> Iterator[str]:
         chosen = contender(name, setting, next(ports), next(ports), master)
         file = directory / "cluster.toml"
         file.write_text(to_toml(chosen.tables))
-        warden = Warden()  # ends the cluster should this process be killed
-        cleaning.callback(warden.close)
+        reaper = OrphanReaper()  # ends the cluster should this process be killed
+        cleaning.callback(reaper.close)
         with (directory / "up.log").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "pdserve", "up", str(file)],
@@ -82,8 +82,8 @@ def launched(name: str, setting: Setting) -> Iterator[str]:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        warden.watch(process.pid)
-        cleaning.callback(_stop, process, warden)
+        reaper.watch(process.pid)
+        cleaning.callback(_stop, process, reaper)
         _await_ready(process, chosen, directory / "up.log")
         if name == DEAD:
             _kill_pool(process)
@@ -112,9 +112,9 @@ def _kill_pool(up: subprocess.Popen[bytes]) -> None:
         raise BenchError("the pool node could not be killed")
 
 
-def _stop(process: subprocess.Popen[bytes], warden: Warden) -> None:
-    """As an operator would; the warden ends what that leaves, and all of it where we are told to hurry."""
+def _stop(process: subprocess.Popen[bytes], reaper: OrphanReaper) -> None:
+    """As an operator would; the reaper ends what that leaves, and all of it where we are told to hurry."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_TIMEOUT_S)
-        warden.forget(process.pid)
+        reaper.forget(process.pid)

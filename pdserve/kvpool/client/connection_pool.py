@@ -1,16 +1,7 @@
-"""A client's connections to one node, and whether to try it at all.
+"""A client's connections to one node, for its threads: bounded, reused, and refused while the node is down.
 
-    UP          operations borrow a connection, at most `limit` at once; who finds none free waits for one,
-                until its deadline
-    RESTARTING  the node said that it would be back in a moment (an upgrade): operations wait for it, their
-                deadline put off by `restart_wait_s` (deadline.py), while a thread connects anew for that long
-    DOWN        after one failure every operation is refused at once, without touching the network, and a
-                thread tries the node every `retry_after_s` until a connection succeeds. Where there is
-                nobody to connect to, trying costs next to nothing and a restart is likely: such a node is
-                tried whenever it has been away for a twentieth longer
-
-So a dead pool costs a request one short deadline in all, not one per page, and a node that came back is
-noticed without a request paying for the attempt.
+At most `limit` operations use the node at once; another waits for a free connection, until its deadline.
+Whether the node is tried at all is decided by `NodeHealth` (node_health.py); here are its threads.
 
 A node that was killed and started again leaves connections here that are closed at their first use. That is
 no failure yet: the operation is repeated once, on a new connection, where repeating it can do no harm. A lost
@@ -19,39 +10,37 @@ answer to Commit is not asked for again: its pages count as unstored.
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, TypeVar
+from typing import TypeVar
 
-from pdserve.errors import (
-    PdserveError,
-    PoolError,
-    PoolRestarting,
-    PoolTimeout,
-    PoolUnavailable,
-)
+from pdserve.errors import PoolError, PoolRestarting, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.client.deadline import Deadline
+from pdserve.kvpool.client.node_health import (
+    Asked,
+    Cause,
+    Close,
+    DropIdle,
+    Event,
+    Log,
+    Lost,
+    NodeHealth,
+    NodeState,
+    NoRunner,
+    Try,
+    TryFailed,
+    TrySucceeded,
+    cause_of,
+)
 from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.messages import ALL, WRITE, Opened, OpenNamespace, Reply, Request
 from pdserve.kvpool.transports.base import Connection
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-RESTART_RETRY_S: Final = 0.02
-RETRY_SHARE: Final = 0.05  # of the time that a node has been away
-
-
-class LinkState(enum.Enum):
-    """See above."""
-
-    UP = "up"
-    RESTARTING = "restarting"
-    DOWN = "down"
 
 
 class OpenConnection:
@@ -60,11 +49,11 @@ class OpenConnection:
     def __init__(self, connection: Connection, namespace: int, generation: int, rights: int = ALL) -> None:
         self.connection = connection
         self.namespace = namespace
-        self.rights = rights  # of our token in the namespace: READ and so on
-        self.generation = generation  # of the link when it was opened; an older one is closed, not reused
+        self.rights = rights  # of our token in the namespace: access.READ and so on
+        self.generation = generation  # of the node's health when it was opened
         self.reused = False  # it was idle before this operation: the node may have gone meanwhile
         self.answered = False  # the node has answered in this operation
-        self.broken = False  # when the operation had all that it wanted: it stands
+        self.broken = False  # when the operation had all that it wanted: its result stands
         self._next_id = 1  # 1 was OpenNamespace
 
     @property
@@ -85,9 +74,9 @@ class OpenConnection:
             logger.debug("pool node %s: %s", self.node, error)
             self.broken = True
 
-    def call(self, request: Request, deadline: float) -> Reply:
+    def call(self, request: Request, deadline_s: float) -> Reply:
         """As `Connection.call`."""
-        reply = self.connection.call(request, deadline)
+        reply = self.connection.call(request, deadline_s)
         self.answered = True
         return reply
 
@@ -97,7 +86,7 @@ class StaleConnection(PoolUnavailable):
 
 
 class NodeLink:
-    """Bounded set of connections to one node, behind a breaker. Thread-safe."""
+    """Bounded set of connections to one node, behind its health. Thread-safe."""
 
     def __init__(
         self,
@@ -112,8 +101,8 @@ class NodeLink:
         restart_wait_s: float = 3.0,
         on_lost: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """`connect(deadline)` opens a connection or raises a PoolError. `on_lost(name)` is called by the
-        background thread before each attempt at a node that is down.
+        """`connect(deadline_s)` opens a connection or raises a PoolError. `on_lost(name)` is called again and
+        again while the node is down, by the background thread.
         """
         self.name = name
         self.outstanding_bytes = 0  # of page reads under way
@@ -121,26 +110,22 @@ class NodeLink:
         self._namespace = namespace
         self._geometry = geometry
         self._connect_timeout_s = connect_timeout_s
-        self._retry_after_s = retry_after_s
-        self._restart_wait_s = restart_wait_s
         self._on_lost = on_lost
         self._free = threading.Semaphore(limit)
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards what follows
+        self._health = NodeHealth(name, retry_after_s=retry_after_s, restart_wait_s=restart_wait_s)
         self._idle: list[OpenConnection] = []
-        self._generation = 0  # raised at every failure
-        self._state = LinkState.UP
         self._closed = threading.Event()
         self._told_read_only = False
-        self._start_probe_at_s = float("inf")  # no thread could be had for it: when a use starts it
 
     @property
     def up(self) -> bool:
-        return self._state is LinkState.UP and not self._closed.is_set()
+        return self._health.state is NodeState.UP
 
     @property
     def reachable(self) -> bool:
         """Up, or back in a moment."""
-        return self._state is not LinkState.DOWN and not self._closed.is_set()
+        return self._health.reachable
 
     def use(
         self, deadline: Deadline, operation: Callable[[OpenConnection], T], *, repeatable: bool = True
@@ -167,9 +152,9 @@ class NodeLink:
     def acquire(
         self, deadline: Deadline, *, last: bool = True, repeatable: bool = True
     ) -> Iterator[OpenConnection]:
-        """A connection for one operation. A PoolUnavailable or PoolTimeout inside closes it and opens the
-        breaker, but for two: PoolRestarting, and, unless this is the `last` attempt, a closed connection that
-        was idle before (StaleConnection). Both ask for the operation to be repeated.
+        """A connection for one operation. A PoolError inside closes it, and the node is DOWN from then on.
+        Two errors ask for the operation to be repeated instead: PoolRestarting, and, unless this is the
+        `last` attempt, StaleConnection (a connection that was idle before is found closed).
 
         Raises PoolUnavailable at once while the node is down, PoolTimeout when no connection came free in
         time.
@@ -182,43 +167,31 @@ class NodeLink:
             if time.monotonic() >= deadline.at_s:
                 # our own doing: must not count against the node
                 raise PoolTimeout(f"pool node {self.name}: no time was left to ask it")
-            with self._checked_out(deadline.at_s, last, repeatable) as opened:
+            with self._checked_out(deadline.at_s, excused=not last, repeatable=repeatable) as opened:
                 yield opened
         finally:
             self._free.release()
 
     @contextmanager
-    def _checked_out(self, deadline: float, last: bool, repeatable: bool) -> Iterator[OpenConnection]:
-        generation = self._generation
+    def _checked_out(self, deadline_s: float, *, excused: bool, repeatable: bool) -> Iterator[OpenConnection]:
+        generation = self._health.generation
         opened: OpenConnection | None = None
         try:
-            opened = self._take() or self._open(deadline)
+            opened = self._take() or self._open(deadline_s)
             generation = opened.generation
             yield opened
-        except PoolError as error:
-            stale, gone = False, opened is None and isinstance(error, PoolUnavailable)
-            if opened is not None:
-                stale = opened.reused and not last and (repeatable or not opened.answered)
-                stale = stale and isinstance(error, PoolUnavailable)
+        except BaseException as error:
+            if opened is not None:  # an operation cut short leaves it in an unknown state
                 opened.connection.close()
-                opened = None
-            if isinstance(error, PoolRestarting):
-                self._await_restart(error, generation)
-            elif stale:
-                self._drop_idle(generation)
+            if not isinstance(error, PoolError):
+                raise
+            excusable = opened is not None and opened.reused and (repeatable or not opened.answered)
+            cause = cause_of(error, connected=opened is not None, excusable=excused and excusable)
+            self._start(self._feed(Lost(generation, cause, error)))
+            if cause is Cause.STALE:
                 raise StaleConnection(str(error)) from error
-            else:
-                self._fail(error, generation, gone=gone)
             raise
-        except BaseException:
-            # an operation cut short leaves the connection in an unknown state
-            if opened is not None:
-                opened.connection.close()
-                opened = None
-            raise
-        finally:
-            if opened is not None:
-                self._give_back(opened)
+        self._give_back(opened)
 
     @contextmanager
     def busy(self, size_bytes: int) -> Iterator[None]:
@@ -240,28 +213,23 @@ class NodeLink:
 
     def close(self) -> None:
         """Close the idle connections and refuse new operations; those under way end by themselves."""
-        with self._changed:
-            self._closed.set()
-            self._generation += 1
-            idle, self._idle = self._idle, []
-            self._changed.notify_all()
-        for opened in idle:
-            opened.connection.close()
+        self._closed.set()
+        self._feed(Close())
 
     def _check_usable(self, deadline: Deadline) -> None:
         """Wait while the node restarts. Raises PoolUnavailable when it is down, PoolTimeout."""
-        if self._state is LinkState.RESTARTING:
+        health = self._health
+        if health.state is NodeState.UP:
+            return
+        if health.state is NodeState.RESTARTING:
             deadline.put_off()
             with self._changed:
-                while self._state is LinkState.RESTARTING and not self._closed.is_set():
+                while health.state is NodeState.RESTARTING:
                     if not self._changed.wait(max(0.0, deadline.at_s - time.monotonic())):
                         raise PoolTimeout(f"pool node {self.name} is restarting")
-        if self._closed.is_set():
-            raise PoolUnavailable(f"pool node {self.name}: the client is closed")
-        if self._state is LinkState.DOWN:
-            if time.monotonic() >= self._start_probe_at_s:
-                self._start_late()
-            raise PoolUnavailable(f"pool node {self.name} is down")
+        if health.state is NodeState.DOWN:
+            self._start(self._feed(Asked()))
+        health.check()
 
     def _take(self) -> OpenConnection | None:
         with self._changed:
@@ -270,124 +238,76 @@ class NodeLink:
             opened.reused, opened.answered = True, False
         return opened
 
-    def _open(self, deadline: float) -> OpenConnection:
-        generation = self._generation
-        connection = self._connect(min(deadline, time.monotonic() + self._connect_timeout_s))
+    def _open(self, deadline_s: float) -> OpenConnection:
+        generation = self._health.generation
+        connection = self._connect(min(deadline_s, time.monotonic() + self._connect_timeout_s))
         try:
             request = OpenNamespace(1, self._namespace, self._geometry)
-            reply = expected(connection.call(request, deadline), Opened, self.name)
+            reply = expected(connection.call(request, deadline_s), Opened, self.name)
         except BaseException:
             connection.close()
             raise
         if not reply.rights & WRITE and not self._told_read_only:
             self._told_read_only = True
-            logger.warning(
-                "pool node %s: our token only reads namespace %s: pages are not written",
-                self.name,
-                self._namespace,
-            )
+            text = "pool node %s: our token only reads namespace %s: pages are not written"
+            logger.warning(text, self.name, self._namespace)
         return OpenConnection(connection, reply.namespace, generation, reply.rights)
 
     def _give_back(self, opened: OpenConnection) -> None:
         with self._changed:
-            current = opened.generation == self._generation and not self._closed.is_set()
-            current = current and not opened.broken
-            if current:
+            usable = opened.generation == self._health.generation and not opened.broken
+            usable = usable and self._health.state is not NodeState.CLOSED
+            if usable:
                 self._idle.append(opened)
-        if not current:
+        if not usable:
             opened.connection.close()
 
-    # --- when the node does not answer
+    # --- the health's runner
 
-    def _drop_idle(self, generation: int) -> None:
-        """One of these connections was found closed: so are the others, most likely."""
-        self._enter(generation, LinkState.UP)
-
-    def _await_restart(self, error: PdserveError, generation: int) -> None:
-        if self._enter(generation, LinkState.RESTARTING):
-            logger.info("pool node %s: %s", self.name, error)
-            self._start(self._probe_restarting)
-
-    def _fail(self, error: PdserveError, generation: int, *, gone: bool) -> None:
-        """`gone`: nobody could be connected to."""
-        if self._enter(generation, LinkState.DOWN):
-            logger.warning("pool node %s is down, its pages are recomputed: %s", self.name, error)
-            self._start(lambda: self._probe(gone=gone))
-
-    def _enter(self, generation: int, state: LinkState) -> bool:
-        """Close the idle connections and enter `state`; whether that is news. Nothing happens for a
-        connection of before a failure that is known already, and perhaps over.
-        """
+    def _feed(self, event: Event) -> Try | None:
+        """Tell the health; what it wants to be tried."""
+        attempt: Try | None = None
+        dropped: list[OpenConnection] = []
         with self._changed:
-            if generation != self._generation or self._closed.is_set():
-                return False
-            self._generation += 1
-            idle, self._idle = self._idle, []
-            first = self._state is LinkState.UP
-            if first:  # else a thread looks after the node already
-                self._state = state
-        for opened in idle:
-            opened.connection.close()
-        return first
-
-    def _start(self, probe: Callable[[], None]) -> None:
-        try:
-            threading.Thread(target=probe, name=f"pdserve-probe-{self.name}", daemon=True).start()
-        except RuntimeError as error:
-            logger.warning("pool node %s is not tried for now: %s", self.name, error)
-            with self._changed:
-                self._state = LinkState.DOWN
-                self._start_probe_at_s = time.monotonic() + self._retry_after_s
-                self._changed.notify_all()
-
-    def _start_late(self) -> None:
-        with self._changed:
-            due = self._start_probe_at_s <= time.monotonic()
-            self._start_probe_at_s = float("inf")
-        if due:  # else another thread was first
-            self._start(lambda: self._probe(gone=True))
-
-    def _probe_restarting(self) -> None:
-        until_s = time.monotonic() + self._restart_wait_s
-        pause_s = 0.0
-        while time.monotonic() < until_s and not self._closed.wait(pause_s):
-            if self._try():
-                return
-            pause_s = RESTART_RETRY_S
-        with self._changed:
-            self._state = LinkState.DOWN
+            for action in self._health.handle(event, time.monotonic()):
+                if isinstance(action, DropIdle):
+                    dropped, self._idle = self._idle, []
+                elif isinstance(action, Log):
+                    logger.log(action.level, "pool node %s %s", self.name, action.text)
+                else:
+                    attempt = action
             self._changed.notify_all()
-        if not self._closed.is_set():
-            text = "pool node %s did not come back within %.0f s: it is down, its pages are recomputed"
-            logger.warning(text, self.name, self._restart_wait_s)
-        self._probe()
+        for opened in dropped:
+            opened.connection.close()
+        return attempt
 
-    def _probe(self, *, gone: bool = False) -> None:
-        since_s, tell_at_s = time.monotonic(), 0.0
-        while not self._closed.is_set():
-            now_s = time.monotonic()
-            if now_s >= tell_at_s:
-                tell_at_s = now_s + self._retry_after_s
+    def _start(self, attempt: Try | None) -> None:
+        if attempt is None:
+            return
+        name = f"pdserve-probe-{self.name}"
+        try:
+            threading.Thread(target=self._probe, args=(attempt,), name=name, daemon=True).start()
+        except RuntimeError:  # no thread can be started
+            self._feed(NoRunner())
+
+    def _probe(self, attempt: Try | None) -> None:
+        while attempt is not None:
+            if attempt.lost:
                 self._on_lost(self.name)
-            pause_s = self._retry_after_s
-            if gone:
-                pause_s = min(pause_s, max(RESTART_RETRY_S, RETRY_SHARE * (now_s - since_s)))
-            if self._closed.wait(pause_s) or self._try():
+            if self._closed.wait(max(0.0, attempt.at_s - time.monotonic())):
                 return
+            attempt = self._try()
 
-    def _try(self) -> bool:
+    def _try(self) -> Try | None:
         """Connect; if that succeeds the node is up."""
         try:
             opened = self._open(time.monotonic() + self._connect_timeout_s)
         except PoolError as error:
             logger.debug("pool node %s is still down: %s", self.name, error)
-            return False
+            return self._feed(TryFailed())
         except Exception:  # boundary of this thread: without a probe the node would stay down for good
             logger.exception("pool node %s: the probe failed, and is repeated", self.name)
-            return False
-        with self._changed:
-            self._state = LinkState.UP
-            self._changed.notify_all()
+            return self._feed(TryFailed())
+        attempt = self._feed(TrySucceeded())
         self._give_back(opened)
-        logger.info("pool node %s is up again", self.name)
-        return True
+        return attempt

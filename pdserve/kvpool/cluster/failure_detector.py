@@ -1,39 +1,40 @@
-"""Whom a node talks to, and whom it takes for dead. Pure: events in, actions out, time an argument.
+"""Which members a node watches, and which it declares dead. Pure: events in, actions out, time an argument.
 
-Each node watches its next few members on a circle ordered by a hash of their names, so every member is
-watched by a few, and no two nodes need to agree on who. What follows is SWIM (Das, Gupta, Motivala, 2002)
-with fixed neighbours in place of random ones, so the time to notice a loss has a bound, not only a mean.
+Each node watches the next few members on a circle ordered by a hash of their names. So a few nodes watch each
+member, and nodes need not agree on the assignment. This is SWIM (Das, Gupta, Motivala, 2002) with fixed
+neighbours instead of random ones: so the time to notice a loss has an upper bound.
 
     a watched member is pinged every `ping_interval_s`, one ping at a time
-      answered, or anything else is heard of it      ->  it lives
-      refused or hung up                             ->  again at once; the second time it is a suspect
-      nothing heard for `ping_timeout_s`             ->  a suspect
-      it says that it is being upgraded              ->  excused for UPGRADE_S
-    a suspect: up to `helpers` others are asked to ping it
-      one of them reached it                         ->  it lives; the way from here to there does not
-      all answered that they did not, or `indirect_timeout_s` is over, or there is none to ask
+      it answers, or any message comes from it       ->  alive
+      it refuses or hangs up                         ->  again at once; the second time: suspect
+      no message for `ping_timeout_s`                ->  suspect
+      it says that it is being upgraded              ->  no suspicion for UPGRADE_S
+    a suspect: up to `helpers` other members are asked to ping it
+      one of them reached it                         ->  alive; only the path from this node fails
+      none reached it, or `indirect_timeout_s` is over, or there is no helper
                                                      ->  Dead
 
-So a member that died is noticed within ping_interval + ping_timeout + indirect_timeout, 1.8 s as configured;
-one whose process ended within a fraction of that, because its machine refuses the connection.
+So a dead member is noticed within ping_interval + ping_timeout + indirect_timeout: 1.8 s by default. A member
+whose process ended is noticed in a fraction of that, because its machine refuses the connection.
 
-What this does not do: decide who is right when the network falls in two. Each side takes the other for dead
-and goes on; `Sync` goes to dead members too, so both find together again, and each refutes its own death
-(membership.py). A node that was itself paused, or starved of processor time, has heard of nobody for a while
-and must not blame them: a gap in its own calls clears all suspicion (as in Lifeguard: Dadgar, Phillips,
-Currey, 2018). A member that answers later than `ping_timeout_s` is taken for dead, and refutes it.
+When the network splits, each side declares the other dead and continues. `Sync` goes to dead members too: so
+both sides meet again, and each member refutes its own death (membership.py).
+
+A node that was paused, or starved of CPU time, has heard nothing from anybody. A gap in its own calls clears
+all suspicion (as in Lifeguard: Dadgar, Phillips, Currey, 2018). A member that answers later than
+`ping_timeout_s` is declared dead, and refutes it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, assert_never
 
 Outcome: TypeAlias = Literal["answered", "refused", "silent"]
-FAILURES: Final = 2  # refused so often in a row, it is a suspect
-UPGRADE_S: Final = 10.0  # several times what a node needs to go on as another version
+FAILURES: Final = 2  # refusals in a row that make a suspect
+UPGRADE_S: Final = 10.0  # several times what an upgrade of a node takes
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Timing:
 
     @property
     def pause_s(self) -> float:
-        """Without a call for so long, this node was not running properly."""
+        """The longest time between two calls on a node that runs properly."""
         return max(3 * self.tick_s, self.ping_timeout_s / 2)
 
 
@@ -63,7 +64,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Known:
-    """The members changed. Each name with its record's version, this node left out."""
+    """The members changed: the version of each member's record, without this node."""
 
     alive: Mapping[str, int]
     dead: Mapping[str, int]
@@ -71,7 +72,7 @@ class Known:
 
 @dataclass(frozen=True)
 class PingEnded:
-    """Of a Ping: there is exactly one for each. "refused" stands for every broken connection."""
+    """One for each Ping. "refused" stands for every broken connection."""
 
     node: str
     outcome: Outcome
@@ -79,21 +80,21 @@ class PingEnded:
 
 @dataclass(frozen=True)
 class Heard:
-    """A message came from it."""
+    """A message came from the node."""
 
     node: str
 
 
 @dataclass(frozen=True)
 class Upgrading:
-    """It said that it will be silent for a moment."""
+    """The node says that it will be silent for a moment."""
 
     node: str
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The answer to an Ask: whether `helper` reached the node. A helper that does not answer gives none."""
+    """The answer to an Ask: whether `helper` reached the node. A silent helper gives none."""
 
     node: str
     helper: str
@@ -102,7 +103,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Suspected:
-    """There is reason to doubt that it lives (its lease in etcd ended, say)."""
+    """There is reason to doubt that the node is alive: its lease in etcd ended, for example."""
 
     node: str
 
@@ -140,7 +141,7 @@ class Dead:
 
 @dataclass(frozen=True)
 class Sync:
-    """Exchange all that is known with it. Nothing is concluded from a failure."""
+    """Exchange states with the node. A failure means nothing."""
 
     node: str
 
@@ -167,7 +168,7 @@ class _Watched:
 
 
 class Detector:
-    """Of one node. Ticked every `timing.tick_s`, and called at every event."""
+    """The detector of one node. Call it every `timing.tick_s`, and at every event."""
 
     def __init__(self, name: str, timing: Timing, now_s: float) -> None:
         self.name = name
@@ -178,19 +179,10 @@ class Detector:
         self._last_s = now_s
         self._next_sync_s = now_s
         self._round = 0
-        self._handlers: dict[type, Callable[..., None]] = {
-            Known: self._known,
-            PingEnded: self._ping_ended,
-            Heard: self._heard,
-            Upgrading: self._upgrading,
-            Asked: self._asked,
-            Suspected: self._suspected,
-            Tick: self._tick,
-        }
 
     @property
     def watched(self) -> list[str]:
-        """Whom this node watches."""
+        """The members that this node watches."""
         return list(self._watched)
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
@@ -200,7 +192,23 @@ class Detector:
                 watched.lives(now_s)
         self._last_s = now_s
         out: list[Action] = []
-        self._handlers[type(event)](event, now_s, out)
+        match event:
+            case Known():
+                self._known(event, now_s, out)
+            case PingEnded():
+                self._ping_ended(event, now_s, out)
+            case Heard():
+                self._heard(event, now_s)
+            case Upgrading():
+                self._upgrading(event, now_s)
+            case Asked():
+                self._asked(event, now_s, out)
+            case Suspected():
+                self._suspected(event, now_s, out)
+            case Tick():
+                self._tick(now_s, out)
+            case _:
+                assert_never(event)
         return out
 
     # --- events
@@ -212,7 +220,7 @@ class Detector:
         for node in chosen:
             old = self._watched.get(node)
             if old is not None and old.version != self._alive[node]:
-                old.version = self._alive[node]  # it spoke for itself
+                old.version = self._alive[node]  # the member changed its own record
                 old.lives(now_s)
             kept[node] = old or _Watched(self._alive[node], now_s, now_s)
         self._watched = kept
@@ -233,12 +241,12 @@ class Detector:
                 watched.next_ping_s = now_s
         self._look(now_s, out)
 
-    def _heard(self, event: Heard, now_s: float, out: list[Action]) -> None:
+    def _heard(self, event: Heard, now_s: float) -> None:
         watched = self._watched.get(event.node)
         if watched is not None:
             watched.lives(now_s)
 
-    def _upgrading(self, event: Upgrading, now_s: float, out: list[Action]) -> None:
+    def _upgrading(self, event: Upgrading, now_s: float) -> None:
         watched = self._watched.get(event.node)
         if watched is not None:
             watched.lives(now_s)
@@ -262,7 +270,7 @@ class Detector:
         elif event.node in self._alive:
             out.append(Sync(event.node))
 
-    def _tick(self, event: Tick, now_s: float, out: list[Action]) -> None:
+    def _tick(self, now_s: float, out: list[Action]) -> None:
         self._look(now_s, out)
         if now_s >= self._next_sync_s:
             self._next_sync_s = now_s + self._timing.sync_interval_s
@@ -312,7 +320,7 @@ class Detector:
 
 
 def successors(name: str, others: Iterable[str]) -> list[str]:
-    """The others in order of their places on a circle, from the name's own place on."""
+    """The others in the order of the circle, from the name's own place on."""
     place = _place(name)
     return sorted(
         (other for other in others if other != name),
@@ -325,5 +333,5 @@ def _place(name: str) -> tuple[bytes, str]:
 
 
 def _drawn(name: str, round_: int, group: Iterable[str]) -> str:
-    """One of the group: a rendezvous of this node, this round and each member, as good as random."""
+    """One of the group, as good as random: a hash of this node, this round and each member."""
     return min(group, key=lambda other: _place(f"{name} {round_} {other}"))

@@ -1,4 +1,4 @@
-"""What one node knows of the pool (cluster_state.py), and its own record, which it alone decides. Pure."""
+"""One node's view of the pool: its copy of the state (state.py), and its own record. Pure."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from pdserve.kvpool.protocol.cluster_messages import (
     View,
 )
 
-MAX_GONE: Final = 256  # members that are gone; when there are more, they are forgotten sooner
+MAX_GONE: Final = 256  # members that are dead or have left; beyond that they are forgotten sooner
 FORGET_MS: Final = 24 * 3600 * 1000
 FORGET_SOONER_MS: Final = 600 * 1000
-RENEWALS: Final = 4  # in the time after which members are forgotten
-MAX_NAMESPACE_BYTES: Final = 2 * MAX_REGISTRY_BYTES  # encoded; several nodes may have added some at once
+RENEWALS: Final = 4  # of a record in the time after which members are forgotten
+MAX_NAMESPACE_BYTES: Final = 2 * MAX_REGISTRY_BYTES  # encoded; several nodes may add some at once
 
 
 @dataclass(frozen=True)
 class Update:
-    """What a change of the state amounts to."""
+    """The effect of a change of the state."""
 
-    members: tuple[Member, ...] = ()  # whose records changed, as they are now
+    members: tuple[Member, ...] = ()  # that changed, as they are now
     namespaces: tuple[NamespaceRecord, ...] = ()
     view: View | None = None  # the new one, if it changed
-    own: bool = False  # this node changed something by itself: the others must hear of it
-    rival: Member | None = None  # a record of this node's name that is not its own
+    own: bool = False  # this node made the change itself: it must tell the others
+    rival: Member | None = None  # another process with this node's name
     forgotten: tuple[str, ...] = ()  # namespaces
     floors: Floors | None = None  # the new ones, if they changed
 
@@ -59,10 +59,9 @@ class Update:
 
 
 class Cluster:
-    """What one node knows, and its own record, which nobody else may decide.
+    """The state of the pool as one node knows it. Every change returns an Update.
 
-    `first_version` is the clock's millisecond at the node's start, `status` what it was before an upgrade.
-    Every change returns an Update.
+    `first_version` is the clock's millisecond at the node's start. `status` is the one before an upgrade.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class Cluster:
 
     @property
     def members(self) -> dict[str, Member]:
-        """All that are remembered, by name. Not to be changed."""
+        """All remembered members, by name. Not to be changed."""
         return self._members
 
     @property
@@ -97,18 +96,18 @@ class Cluster:
 
     @property
     def settled(self) -> bool:
-        """Whether all owners have what they own."""
+        """Whether all owners have all pages that they own."""
         return _settled(self._members.values(), self.epoch)
 
     def alive(self) -> list[Member]:
-        """The members that are up, this one too."""
+        """The members that are up, this node included."""
         return [member for member in self._members.values() if member.status in (ACTIVE, LEAVING)]
 
     # --- changes
 
     def receive(self, other: ClusterState) -> Update:
-        """Take in what another node knows. Raises FrameError, and takes nothing, if it cannot be true, or
-        would be too much.
+        """Merge another node's state. Raises FrameError, and merges nothing, if that state is impossible or
+        too large.
         """
         if other.cluster != self.state.cluster:
             raise FrameError(f"news of cluster '{other.cluster}', this is '{self.state.cluster}'")
@@ -122,12 +121,12 @@ class Cluster:
             raise FrameError(f"namespaces of more than {MAX_NAMESPACE_BYTES >> 20} MiB")
         me = self.me
         claimed = next((member for member in merged.members if member.node == self.name), None)
-        if claimed is None:  # cut off for so long that it is forgotten
+        if claimed is None:  # this node was cut off for so long that it was forgotten
             claimed = replace(me, version=max(me.version, merged.horizon) + 1, renewed=0)
             members = sorted([*merged.members, claimed], key=lambda member: member.node)
             return self._become(replace(merged, members=members))
         if member_order(claimed) != member_order(me) and me.status != LEFT:
-            # somebody is wrong about this node
+            # another node has a wrong record of this one
             merged = _replaced(merged, replace(me, version=claimed.version + 1))
         update = self._become(merged, own=False)
         if claimed.incarnation != me.incarnation and claimed.status in (ACTIVE, LEAVING):
@@ -135,7 +134,7 @@ class Cluster:
         return update
 
     def declare_dead(self, node: str, version: int) -> Update:
-        """Nobody could reach the node. Nothing happens if its record is not of this version any more."""
+        """No node could reach the member. Ignored if its record has another version by now."""
         member = self._members.get(node)
         alive = member is not None and member.version == version and member.status in (ACTIVE, LEAVING)
         if member is None or not alive or node == self.name:
@@ -143,8 +142,8 @@ class Cluster:
         return self._become(_replaced(self.state, replace(member, version=version + 1, status=DEAD)))
 
     def leave(self) -> Update:
-        """Own nothing any more, and be LEFT once the others have pulled what is here. Raises PoolRefused when
-        there is nobody to take it; if that is so later, this node is ACTIVE again, with all that it has.
+        """Own nothing any more; LEFT once the others have pulled the pages. Raises PoolRefused when there is
+        no other ACTIVE node. If the last one goes later, this node is ACTIVE again, with all its pages.
         """
         if self.me.status != ACTIVE:
             return Update()
@@ -155,18 +154,18 @@ class Cluster:
         )
 
     def quit(self) -> Update:
-        """The node stops; the others need not find out."""
+        """The node stops: its record says so."""
         return self._become(_replaced(self.state, replace(self.me, version=self.me.version + 1, status=LEFT)))
 
     def settle(self, epoch: int) -> Update:
-        """This node has all that it owns under the ring of `epoch`."""
+        """This node has all pages that it owns under the ring of `epoch`."""
         if not self.me.settled < epoch <= self.epoch:
             return Update()
         return self._become(_replaced(self.state, replace(self.me, settled=epoch)))
 
     def tidy(self, now_ms: int, kept: Container[str] = ()) -> Update:
-        """Forget members that have been gone for long; where there are any, renew this node's own record, so
-        that others can. Forget namespaces that were dropped long ago, but for those `kept`. To be called now
+        """Forget members that went long ago. While there are any, renew this node's own record, so that other
+        nodes can forget them too. Forget tombstones after their grace period, except `kept`. To be called now
         and then.
         """
         floors = self._dropped.due(self.state.namespaces, now_ms, kept)
@@ -187,11 +186,11 @@ class Cluster:
         return merge(self.state, ClusterState(self.state.cluster, [], [], floors=floors))
 
     def raise_floors(self, floors: Floors) -> Update:
-        """What this node knew before its start."""
+        """Take in the floors that this node saved before its start."""
         return self._become(self._above(floors))
 
     def publish(self, record: NamespaceRecord) -> Update:
-        """Make a namespace's record known; an older one than what is known changes nothing."""
+        """Merge a record of this node. An older record than the known one changes nothing."""
         return self._become(merge(self.state, ClusterState(self.state.cluster, [], [record])))
 
     # --- inside
@@ -215,14 +214,14 @@ class Cluster:
         )
 
     def _follow(self, state: ClusterState) -> ClusterState:
-        """What this node concludes at once from a new state."""
+        """What this node concludes from a new state about its own record."""
         mine = next(member for member in state.members if member.node == self.name)
         if mine.status == LEAVING and len(state.members) > 1 and not owners_of(state.members):
-            mine = replace(mine, version=mine.version + 1, status=ACTIVE)  # there is none to take its pages
+            mine = replace(mine, version=mine.version + 1, status=ACTIVE)  # no node can take its pages
             state = _replaced(state, mine)
         epoch = epoch_of(state)
         if self.me.settled >= self.epoch and mine.settled < epoch and self._same_owners(state):
-            mine = replace(mine, settled=epoch)  # nothing moved: what was complete still is
+            mine = replace(mine, settled=epoch)  # no page has another owner now
             state = _replaced(state, mine)
         if not _settled(state.members, epoch):
             return state
@@ -237,7 +236,7 @@ class Cluster:
         return _owners(state) == _owners(self.state)
 
     def _look(self) -> None:
-        """Work out what follows from the state."""
+        """Derive epoch, digest and view from the state."""
         self.epoch = epoch_of(self.state)
         self.digest = self._digest()
         owners = owners_of(self._members.values())
@@ -248,7 +247,7 @@ class Cluster:
         self.view = View(0, self.epoch, owners, previous if previous != owners else [])
 
     def _digest(self) -> bytes:
-        """Of all that is known. Namespaces are large and seldom change: theirs are remembered."""
+        """Of the whole state. Namespaces are large and seldom change: their digests are kept."""
         digests = {}
         for record in self.state.namespaces:
             known = self._digests.get(record.name)
@@ -262,14 +261,14 @@ class Cluster:
         return _digest_of(rest + b"".join(digest for _, digest, _ in digests.values()))
 
     def _added_bytes(self, state: ClusterState) -> int:
-        """By how much its namespaces are longer than those known now."""
+        """How many bytes longer its namespaces are than the known ones."""
         new = [record for record in state.namespaces if self._namespaces.get(record.name) is not record]
         old = [self._digests[record.name][2] for record in new if record.name in self._digests]
         return sum(len(encoded(record)) for record in new) - sum(old)
 
 
 def _owners(state: ClusterState) -> list[Member]:
-    """Without what says nothing of who owns what."""
+    """The owners, without fields that do not concern ownership."""
     return [replace(m, settled=0, renewed=0) for m in state.members if m.status == ACTIVE]
 
 
@@ -278,7 +277,7 @@ def _digest_of(text: bytes) -> bytes:
 
 
 def _settled(members: Iterable[Member], epoch: int) -> bool:
-    """Without any owner nothing is where it belongs: what is there must stay."""
+    """Whether every owner has settled. False without owners: all pages must stay."""
     owners = [member for member in members if member.status == ACTIVE]
     return bool(owners) and all(member.settled >= epoch for member in owners)
 

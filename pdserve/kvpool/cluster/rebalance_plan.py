@@ -1,35 +1,34 @@
-"""What a node pulls from the others after the ring changed: from whom, in which order, how fast. Pure.
+"""What a node pulls from other nodes after the ring changed: from which, in which order, how fast. Pure.
 
-The new owner pulls. It does not reason about who had which pages before: rings may have changed several times
-meanwhile, and a node may have been away. It asks every other living member which pages it holds that are the
-asker's under the new ring, and fetches those that it lacks. Members that lost most to it come first.
+The new owner pulls. It does not derive where its pages were: the ring may have changed several times, and a
+node may have been away. It asks every other living member for the pages that the new ring gives to the asker,
+and fetches those that it lacks. Members that lost most to it come first.
 
-One member is gone through in passes:
+The node goes through one member in passes:
 
-    Survey   which namespaces has it?                     -> Surveyed
-    List     which pages there are mine, from a cursor?   -> Listed, without those that I have already
+    Survey   the member's namespaces                      -> Surveyed
+    List     the node's pages in one, from a cursor       -> Listed, without pages that the node has
     Pull     fetch a batch of these                       -> Pulled
 
-A member answers only once it knows the asker's epoch. From then on it grants no ordinary client a reservation
-of a page that is not its own, so pages of mine can only still come to it from reservations made before: a
-namespace is done after a pass that began when none of these was open (`Listed.writing` of the first answer),
-and gone through again otherwise, or where the member lost the place in its list (`writing` of a later one).
-Those end with their lease, so there are few passes. Pages that were listed
-and could not be had (late from a tier, say) are worth another pass too, a few times.
+A member answers once it knows the asker's epoch. From then on it grants no client a reservation of a page
+that it does not own. So more pages of the asker can come to it only from reservations made before.
+`Listed.writing` of the first answer is above 0 while there are any, and later when the member lost the place
+in its list: then the namespace gets another pass. Reservations end with their lease, so there are few passes.
+Pages that were listed but not delivered (a tier was slow, for example) get another pass too, up to `passes`.
 
 The node has settled when every member is done. A member that fails is tried again, later each time, and
-passed over after `attempts` failures in a row: what it had may be missed, which is all that this costs. A
-member that died leaves the view, and the new view begins everything anew.
+skipped after `attempts` failures in a row: this costs cache misses only. A member that died leaves the view,
+and the new view begins a new plan.
 
-A new view abandons what was planned. What was pulled stays, and is not listed again because it is there. A
-request that is still out is waited for, so no member ever has two.
+A new view discards the plan. Pulled pages stay, and are not listed again. The node waits for requests under
+way, so no member has two.
 
-Pages come at `bytes_s` at most, by a bucket of tokens that may go into debt by one batch: a page may be
-larger than any bucket. What a batch turned out not to need is given back.
+Pages come at `bytes_s` at most. The token bucket may go into debt by one batch, because a page may be larger
+than any bucket. Bytes that a batch did not need are given back.
 
-A cache is full most of the time, and pages are pulled in no order of heat. So what is pulled may take what
-space is free, and displace the coldest pages here, up to `room_bytes` in all: enough for a share of the
-hottest, and never so much that pages that were just pulled displace each other.
+A cache is full most of the time, and pages come in no order of heat. So pulled pages may take free space and
+evict the coldest pages here, up to `room_bytes` in all: room for a share of the hottest pages, but not so
+much that pulled pages evict each other.
 """
 
 from __future__ import annotations
@@ -38,28 +37,28 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, assert_never
 
 import msgspec
 
-BURST_S: Final = 0.1  # of unused bandwidth that may be made up for
+BURST_S: Final = 0.1  # of unused bandwidth that may be used later
 
 
 @dataclass(frozen=True, slots=True)
 class MigrationLimits:
-    """`bytes_s` 0: as fast as it goes."""
+    """`bytes_s` 0: no limit."""
 
     bytes_s: float = 0.0
     batch_bytes: int = 8 << 20
     batch_pages: int = 64
     list_keys: int = 4096
-    max_peers: int = 4  # asked at a time, with one request each
+    max_peers: int = 4  # asked at a time, one request each
     attempts: int = 5
-    passes: int = 3  # for pages that were listed and could not be had
+    passes: int = 3  # for pages that were listed but not delivered
     retry_s: float = 0.25  # doubled with every failure in a row
     max_retry_s: float = 5.0
-    stale_retry_s: float = 0.1  # until a member knows our epoch, or we know its
-    stale_patience_s: float = 30.0  # from then on that is a failure
+    stale_retry_s: float = 0.1  # until both sides know the same epoch
+    stale_patience_s: float = 30.0  # after that it counts as a failure
     writing_retry_s: float = 0.2  # between passes
 
 
@@ -67,8 +66,8 @@ class MigrationLimits:
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """The view changed. `peers`: the other living members, the likeliest to have our pages first.
-    `room_bytes`: how much may be pulled in all.
+    """The view changed. `peers` are the other living members, those that lost most to this node first. At
+    most `room_bytes` are pulled in all.
     """
 
     epoch: int
@@ -82,9 +81,7 @@ class Surveyed(msgspec.Struct, frozen=True):
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """The pages that we lack; `cursor` 0 at the end; `writing`: open reservations of pages of ours, or why
-    else another pass is needed.
-    """
+    """Pages that this node lacks. `cursor` is 0 at the end. `writing` above 0: another pass is needed."""
 
     ask: int
     keys: Sequence[bytes]
@@ -94,8 +91,8 @@ class Listed(msgspec.Struct, frozen=True):
 
 
 class Pulled(msgspec.Struct, frozen=True):
-    """`pages` of `moved_bytes` are ours now. `missing` were not to be had this time, the others were here
-    already. `full`: there was no room for at least one.
+    """`pages` of `moved_bytes` have come. `missing` were not delivered; all others were here already. `full`:
+    there was no room for at least one.
     """
 
     ask: int
@@ -106,14 +103,14 @@ class Pulled(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """The member did not answer, or not this. `stale`: only because its epoch is not ours yet."""
+    """The request failed. `stale`: only because the two nodes know different epochs."""
 
     ask: int
     stale: bool = False
 
 
 class Elapsed(msgspec.Struct, frozen=True):
-    """Time passed; wanted at `Migration.next_deadline_s`."""
+    """Time has passed. Due at `Migration.next_deadline_s`."""
 
 
 MoveEvent: TypeAlias = Begin | Surveyed | Listed | Pulled | Failed | Elapsed
@@ -147,7 +144,7 @@ class Pull(msgspec.Struct, frozen=True):
 
 
 class Settled(msgspec.Struct, frozen=True):
-    """Everything that is ours under this epoch's ring, and could be had, is here."""
+    """All pages that this node owns in this epoch's ring, and could get, are here."""
 
     epoch: int
 
@@ -157,7 +154,7 @@ MoveAction: TypeAlias = Survey | List | Pull | Settled
 
 @dataclass(slots=True)
 class _Peer:
-    """Where we are with one member."""
+    """The progress with one member."""
 
     name: str
     surveyed: bool = False
@@ -165,16 +162,16 @@ class _Peer:
     again: list[str] = field(default_factory=list)  # namespaces of the next pass
     cursor: int = 0
     listed: bool = False  # the current namespace up to its end
-    keys: deque[bytes] = field(default_factory=deque)  # lacking here, of the current namespace
+    keys: deque[bytes] = field(default_factory=deque)  # to pull, of the current namespace
     lengths: deque[int] = field(default_factory=deque)
     passes: int = 0  # done
     failures: int = 0  # in a row
-    stale_s: float = 0.0  # waited for it to know our epoch
+    stale_s: float = 0.0  # waited for it to know this node's epoch
     not_before_s: float = 0.0
 
 
 class Migration:
-    """The plan of one node. `handle` returns what to do; each action but Settled is answered by one event."""
+    """The plan of one node. Each action but Settled is answered by one event with its `ask`."""
 
     def __init__(self, limits: MigrationLimits) -> None:
         self.epoch = 0
@@ -201,20 +198,25 @@ class Migration:
 
     @property
     def pages_to_move(self) -> int:
-        """Those known so far."""
+        """The pages known so far."""
         out = sum(len(action.keys) for _, action in self._out.values() if isinstance(action, Pull))
         return out + sum(len(peer.keys) for peer in self._peers.values())
 
     def handle(self, event: MoveEvent, now_s: float) -> list[MoveAction]:
         """What to do about the event, in order."""
         out: list[MoveAction] = []
-        if isinstance(event, Begin):
-            self.epoch = event.epoch
-            self._peers = {name: _Peer(name, not_before_s=now_s) for name in event.peers}
-            self._full.clear()
-            self._room_bytes = event.room_bytes
-        elif not isinstance(event, Elapsed):
-            self._answered(event, now_s)
+        match event:
+            case Begin():
+                self.epoch = event.epoch
+                self._peers = {name: _Peer(name, not_before_s=now_s) for name in event.peers}
+                self._full.clear()
+                self._room_bytes = event.room_bytes
+            case Surveyed() | Listed() | Pulled() | Failed():
+                self._answered(event, now_s)
+            case Elapsed():
+                pass
+            case _:
+                assert_never(event)
         self._advance(now_s, out)
         if not self._peers and self.settled != self.epoch:
             self.settled = self.epoch
@@ -235,7 +237,7 @@ class Migration:
         self._tokens += charged_bytes - moved_bytes
         peer = self._peers.get(action.peer)
         if peer is None or action.epoch != self.epoch:
-            return  # of a view that is over
+            return  # of an earlier view
         if isinstance(event, Failed):
             self._failed(peer, action, event.stale, now_s)
             return
@@ -259,12 +261,12 @@ class Migration:
     def _pulled(self, peer: _Peer, event: Pulled, action: Pull) -> None:
         if event.full:
             self._full.add(action.namespace)
-        elif event.missing and event.pages:  # it gave a part, as much as it pins for one reader, say
+        elif event.missing and event.pages:  # a part came: as much as the member pins for one reader
             length_of = dict(zip(action.keys, action.lengths, strict=True))
             peer.keys.extendleft(reversed(event.missing))
             peer.lengths.extendleft(length_of[key] for key in reversed(event.missing))
         elif event.missing and peer.passes < self._limits.passes and action.namespace not in peer.again:
-            peer.again.append(action.namespace)  # they may be gone; then they are not listed again
+            peer.again.append(action.namespace)  # pages that are gone are not listed again
 
     def _failed(self, peer: _Peer, action: Survey | List | Pull, stale: bool, now_s: float) -> None:
         limits = self._limits
@@ -284,7 +286,7 @@ class Migration:
         peer.not_before_s = now_s + min(limits.max_retry_s, limits.retry_s * 2 ** (peer.failures - 1))
 
     def _step(self, peer: _Peer, now_s: float) -> None:
-        """Leave behind what is done: a namespace, a pass, the member."""
+        """Go on after a namespace, a pass or the member is done."""
         if self._room_bytes <= 0:
             self._full.update(peer.todo)
         while peer.todo and ((peer.listed and not peer.keys) or peer.todo[0] in self._full):
@@ -307,7 +309,7 @@ class Migration:
         self._refill(now_s)
         for peer in list(self._peers.values()):
             if len(self._busy) >= self._limits.max_peers:
-                return  # an answer will come
+                return  # the next answer calls this again
             if peer.name in self._busy:
                 continue
             if peer.not_before_s > now_s:
@@ -325,7 +327,7 @@ class Migration:
             action = Survey(ask, self.epoch, peer.name)
         elif not peer.keys:
             action = List(ask, self.epoch, peer.name, peer.todo[0], peer.cursor, limits.list_keys)
-        elif limits.bytes_s and self._tokens <= -1:  # a fraction of a byte is rounding
+        elif limits.bytes_s and self._tokens <= -1:  # smaller debts are rounding errors
             self.next_deadline_s = min(self.next_deadline_s, now_s - self._tokens / limits.bytes_s)
             return
         else:
@@ -339,7 +341,7 @@ class Migration:
         out.append(action)
 
     def _batch(self, peer: _Peer) -> tuple[list[bytes], list[int]]:
-        """At least one page; then as many as the limits allow."""
+        """At least one page, and as many more as the limits allow."""
         keys: list[bytes] = []
         lengths: list[int] = []
         total_bytes = 0

@@ -1,13 +1,13 @@
 """Which node owns a page: a consistent-hash ring with virtual nodes weighted by capacity. Pure.
 
-Each node puts `POINTS_PER_WEIGHT * weight` points on a circle of 2^64 positions; a key's position is its
-first 8 bytes (keys are SHA-256 digests, so they are uniform), and its owner is the node of the first point at
-or after it. A node's points depend on its own name and weight alone, so when a node joins, only keys that it
-now owns move, and when it leaves, only keys that it owned. 1,024 points keep a node's share within about 3 %
-(one standard deviation) of what its weight says.
+Each node puts `POINTS_PER_WEIGHT * weight` points on a circle of 2^64 positions. A key's position is its
+first 8 bytes (keys are SHA-256 digests, so they are uniform). Its owner is the node of the first point at or
+after that position. A node's points depend on its own name and weight alone. So when a node joins, only keys
+that it now owns move; when it leaves, only keys that it owned. With 1,024 points a node's share has a
+standard deviation of about 3 % of its weight.
 
-Every process that builds a ring from the same nodes gets the same ring: no process-dependent hashing, no
-order of the list. A collision of two nodes' points is decided by their names.
+Every process that builds a ring from the same nodes gets the same ring. Where points of two nodes collide,
+their names decide.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pdserve.errors import ConfigError
 from pdserve.kvpool.protocol.base import KEY_BYTES, NodeAddress
 
 POINTS_PER_WEIGHT = 1024
-MAX_WEIGHT_SUM = 16384  # 16 million points: 200 MB and a second to build; write smaller weights
+MAX_WEIGHT_SUM = 16384  # 16 million points: 200 MB and a second to build
 
 
 class Ring:
@@ -68,11 +68,13 @@ class Ring:
         return next((i for i, node in enumerate(self.nodes) if node.node == name), -1)
 
     def sources(self, before: Ring, name: str) -> list[str]:
-        """Whose keys of `before` the node owns here, by its points: who lost most to it first."""
+        """The nodes that owned in `before` what the node owns here, judged by points; the largest loser
+        first.
+        """
         me = self.number(name)
         if me < 0 or not before.nodes:
             return []
-        # its own points lie where it came in between others, others' old points where they have gone
+        # its own points took keys from others' ranges; it inherited ranges of points that are gone
         entered = before.owners_at(self._positions[self._owners == me])
         inherited = before._owners[self.owners_at(before._positions) == me]
         points = np.bincount(np.concatenate([entered, inherited]), minlength=len(before.nodes))
@@ -87,8 +89,8 @@ class Ring:
         return {self.nodes[i].node: np.flatnonzero(owners == i).tolist() for i in np.unique(owners)}
 
     def successors(self, key: bytes, count: int) -> list[NodeAddress]:
-        """The first `count` different nodes from the key's position onwards, its owner first; fewer if there
-        are fewer.
+        """The first `count` different nodes from the key's position on, its owner first; fewer on a small
+        ring.
         """
         found: list[int] = []
         if self.nodes:
@@ -124,9 +126,7 @@ def positions_of(keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
 
 
 def _points(node: NodeAddress) -> npt.NDArray[np.uint64]:
-    """The node's positions: SplitMix64 seeded with a digest of its name, `weight *
-    POINTS_PER_WEIGHT` values.
-    """
+    """Its positions: SplitMix64 seeded with a digest of its name, shape [weight * POINTS_PER_WEIGHT]."""
     seed = int.from_bytes(hashlib.blake2b(node.node.encode(), digest_size=8).digest(), "little")
     steps = np.arange(1, node.weight * POINTS_PER_WEIGHT + 1, dtype=np.uint64)
     state = np.uint64(seed) + steps * np.uint64(0x9E37_79B9_7F4A_7C15)

@@ -1,53 +1,51 @@
-"""Who is in the pool, without consensus: a state that any two nodes merge to the same result. Pure.
+"""The members of the pool, without consensus: any two nodes merge their states to the same result. Pure.
 
-Pages are immutable and a cache may miss, so nodes need not agree at every moment; they must end up agreeing.
-The state is a join-semilattice (Shapiro et al., "Conflict-free Replicated Data Types", 2011): `merge` is
-commutative, associative and idempotent, so it does not matter in which order, how often, or by which way news
-arrives, and a part of a state is as good as a whole one.
+Pages are immutable, and a cache may miss. So nodes need not agree at every moment; they must agree in the
+end. The state is a join-semilattice (Shapiro et al., "Conflict-free Replicated Data Types", 2011): `merge` is
+commutative, associative and idempotent. So news may arrive in any order, several times, on any path, in
+parts.
 
 **Members.** Each node has one record. Of two, the one with the larger `version` is newer. A node changes its
-own record by raising the version; others change it in one way only: they declare it dead. Equal versions
+own record by raising the version. Other nodes change it in one way only: they declare it dead. Equal versions
 (a node leaves while another declares it dead) are ordered by incarnation, status, and encoding.
 
     from      to        by         when
     -         ACTIVE    itself     it starts
     ACTIVE    LEAVING   itself     it was asked to drain
     LEAVING   LEFT      itself     every ACTIVE member has settled
-    LEAVING   ACTIVE    itself     no member is ACTIVE any more: nobody takes its pages
-    ACTIVE    DEAD      another    nobody could reach it (detector.py)
+    LEAVING   ACTIVE    itself     no member is ACTIVE any more: no node can take its pages
+    ACTIVE    DEAD      another    no node could reach it (failure_detector.py)
     LEAVING   DEAD      another    the same
-    DEAD      as it was itself     it hears that it is dead, and is not
-    any       ACTIVE    itself     it starts anew; after an upgrade it is what it was
+    DEAD      as before itself     it learns that it was declared dead
+    any       ACTIVE    itself     it starts; after an upgrade it has the status from before
 
-**Versions** start at the clock's millisecond, so that a node that starts is newer than its own past even
-where nobody is left to tell; and a node that hears of a record of itself that is not its own goes one above
-that. Seconds would not do: a node that is found dead and starts again within one could take the very version
-that its death had, and two different states would have one epoch.
-So nothing of this needs a file: what a node forgets, the others know.
+**Versions** start at the clock's millisecond: so a node that starts is newer than its own past, also where no
+other node is left to say so. A node that sees a wrong record of itself takes the next higher version. Seconds
+would be too coarse: a node that is declared dead and restarts within a second could take the version of its
+death, and two different states would have one epoch. No file is needed: what a node forgets, other nodes
+know.
 
-**Epoch** of a state is the sum of its members' versions. It grows with every change, is equal for equal
-states, and of two states one of which includes the other the larger epoch is the newer.
+**Epoch** of a state is the sum of its members' versions. It grows with every change, and equal states have
+equal epochs. Of two states, one of which includes the other, the larger epoch is newer.
 
-**Forgetting.** Names would pile up where every new node has a new one. The *stamp* of a record is its
-version, or `renewed` if that is later: living members renew theirs now and then, which changes nothing else.
-A state has a `horizon`, of which merging takes the larger, and no record whose stamp is below it: "older than
-that and not here" means gone for good. So late news of a forgotten node are older than the horizon, and no
-news.
-Whoever raises the horizon keeps it below the stamps of all members that live as far as it knows. One that
-lives all the same, cut off for longer than nodes are remembered, finds itself forgotten when it hears of the
-others, and says anew that it is there, as after a false death.
-The versions of what is forgotten go into `folded`, so that the epoch never falls: each state of a merge
-first folds what it must forget, then the larger sum counts. Two states that forgot different nodes thus
-agree, on an epoch that is at least that of either.
+**Forgetting.** Where every new node has a new name, records would pile up. The *stamp* of a record is its
+version, or `renewed` if that is later; living members renew theirs now and then. A state has a `horizon`, and
+no record with a stamp below it; merging takes the larger horizon. So late news of a forgotten node are below
+the horizon, and are ignored. A node keeps the horizon below the stamps of all members that it knows to be
+alive. A member that was cut off for longer finds itself forgotten, and joins again, as after a false death.
 
-**Settling.** A change of the ring moves pages: a new owner pulls what it lacks. It says so by `settled`, the
-epoch for which it has everything. `settled` is no change of the record, only grows, and raises no epoch. Once
-all ACTIVE members have settled, their ring is the `stable` one; until then the view names the stable ring's
-nodes as `previous`, where a page may still be. A member that is dead, or has left, is not in `previous`:
-nothing can be read from it, and the rest of a consistent-hash ring stays as it was.
+The versions of forgotten members are added to `folded`, so that the epoch never falls. In a merge each state
+first folds what it must forget, then the larger sum counts. So two states that forgot different nodes agree
+on an epoch that is at least that of either.
 
-**Namespaces.** Their records travel in the same state; registry.py says how two of one name are joined, and
-how those are forgotten that were dropped: a day after this node learnt of it, or sooner if there are many.
+**Settling.** A change of the ring moves pages: a new owner pulls what it lacks. `settled` in its record is
+the epoch for which it has everything. `settled` only grows, and does not count as a change of the record.
+Once all ACTIVE members have settled, their ring is the `stable` one. Until then the view names the stable
+ring's nodes as `previous`, where a page may still be. Members that are dead or have left are not in
+`previous`: nothing can be read from them, and the rest of a consistent-hash ring stays as it was.
+
+**Namespaces.** Their records are in the same state. namespaces/registry.py says how two records are joined,
+and how tombstones are forgotten.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ from pdserve.kvpool.namespaces.validation import MAX_COUNT, check_record
 from pdserve.kvpool.protocol.base import Message, NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE, DEAD, LEFT, ClusterState, Member, NamespaceRecord
 
-MAX_MEMBERS: Final = 1024  # known at a time; at 100 bytes each they fit a frame many times
+MAX_MEMBERS: Final = 1024  # at 100 bytes each they fit a frame many times
 MAX_HORIZON: Final = 1 << 42  # the clock's milliseconds in the year 2109
 MAX_VERSION: Final = 1 << 52  # leaves room for the sum of all in 63 bits
 MAX_ADDRESS_CHARS: Final = 256
@@ -76,7 +74,7 @@ _encoder = msgspec.msgpack.Encoder(order="sorted")
 
 
 def merge(a: ClusterState, b: ClusterState) -> ClusterState:
-    """What both know. The lists come out ordered by name. Raises ValueError: two different clusters."""
+    """The state on which two nodes agree; lists ordered by name. Raises ValueError for two clusters."""
     if a.cluster != b.cluster:
         raise ValueError(f"states of two clusters, '{a.cluster}' and '{b.cluster}'")
     members: dict[str, Member] = {}
@@ -108,8 +106,8 @@ def merge(a: ClusterState, b: ClusterState) -> ClusterState:
 
 
 def _folded(state: ClusterState, kept: Container[str]) -> int:
-    """The state's `folded` once it has forgotten all but these. One that it takes for living counts as if it
-    had died, because the ring changes.
+    """The state's `folded` after it forgets all members but `kept`. A member that it takes for living counts
+    as if it had died, because the ring changes.
     """
     gone = [member for member in state.members if member.node not in kept]
     return state.folded + sum(member.version + (member.status < LEFT) for member in gone)
@@ -120,7 +118,7 @@ def stamp(member: Member) -> int:
 
 
 def newer_member(a: Member, b: Member) -> Member:
-    """The newer of two records of one node, with what either knows of its settling."""
+    """The newer of two records of one node, with the later `settled` and `renewed` of both."""
     if a == b:
         return a
     newer = max(a, b, key=member_order)
@@ -129,14 +127,14 @@ def newer_member(a: Member, b: Member) -> Member:
         settled = max(a.settled, b.settled)
     renewed = max(a.renewed, b.renewed)
     if renewed <= newer.version:
-        renewed = 0  # one way to say it
+        renewed = 0  # equal states must have equal encodings
     if (settled, renewed) == (newer.settled, newer.renewed):
         return newer
     return replace(newer, settled=settled, renewed=renewed)
 
 
 def member_order(member: Member) -> tuple[int, int, int, str, int]:
-    """All of the record but `settled` and `renewed`, which have an order of their own."""
+    """The order of records of one node: all fields but `settled` and `renewed`."""
     return (member.version, member.incarnation, member.status, member.address, member.weight)
 
 
@@ -146,13 +144,13 @@ def encoded(value: Message | Iterable[Message]) -> bytes:
 
 
 def epoch_of(state: ClusterState) -> int:
-    """The larger of two states' is the newer state's."""
+    """The newer of two states has the larger epoch."""
     return state.folded + sum(member.version for member in state.members)
 
 
 def owners_of(members: Iterable[Member]) -> list[NodeAddress]:
-    """The ring's nodes: the ACTIVE ones, by name. Weights that add up to more than a ring can hold are halved
-    until they fit, at least 1 each.
+    """The ring's nodes: the ACTIVE members, by name. Weights that a ring cannot hold are halved until they
+    fit, but stay at least 1.
     """
     active = sorted((member for member in members if member.status == ACTIVE), key=lambda m: m.node)
     weights = [member.weight for member in active]
@@ -165,9 +163,9 @@ def owners_of(members: Iterable[Member]) -> list[NodeAddress]:
 
 
 def check_state(state: ClusterState) -> None:
-    """Raises FrameError when another node's state would do harm: nothing in it that no node could have said.
+    """Raises FrameError for a state that no node can have.
 
-    Whoever sent a member sent all others that he knew of, so no epoch in it is above its own.
+    A node sends all members that it knows. So no epoch in a state is above the epoch of the state.
     """
     if len(state.members) > MAX_MEMBERS:
         raise FrameError(f"a state of {len(state.members)} members, at most {MAX_MEMBERS} are allowed")
@@ -215,7 +213,7 @@ def _good_node(node: Member | NodeAddress) -> bool:
 
 
 def parts(state: ClusterState, limit_bytes: int) -> Iterator[ClusterState]:
-    """The state in pieces that fit a frame: each has all members, and namespaces of about `limit_bytes`."""
+    """The state in parts that fit a frame: each has all members, and namespaces of about `limit_bytes`."""
     namespaces: list[NamespaceRecord] = []
     size = 0
     for record in state.namespaces:

@@ -1,108 +1,88 @@
-"""Clearing and dropping that outlive a crash: the answer waits until every tier has made it durable. Pure.
+"""Clearing and dropping that outlive a crash: the answer waits until the list of namespaces is durable. Pure.
 
-A client that was told "done" may write other pages under the same keys, and must never read the old ones
-again, not even after a power failure. In memory that holds at once: the arena's list of namespaces is written
-before the answer is. A tier writes down what is void in its own time, behind stores that are under way. So
-the answer waits for the tiers, for FORGET_TIMEOUT_S at most; when one could not, or did not in time, the
-client gets a Fault `not_durable`: its pages are gone here and now, and may come back at a restart. So that
-asking again helps, what was dropped by name is remembered until the tiers have it: its number is unknown by
-then. (A clear voids all that was before it, whatever became of an earlier one.)
+A client that was told "done" may write other pages under the same keys, and must never read the old pages
+again, not even after a power failure. A clear or drop changes the spaces in the list of namespaces. The list
+beside the memory is saved before the answer, so a killed process is no danger. After a reboot the list that
+the first tier keeps counts, and that one is written in the background. So the answer waits for it, for
+SAVE_TIMEOUT_S at most. When it could not be written, or not in time, the client gets a Fault `not_durable`:
+its pages are gone here and now, and may come back at a reboot. Whoever asks again starts another attempt.
+Without tiers nothing outlives a reboot, and nothing waits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
-from pdserve.kvpool.core.events import Action, Answer, ForgetNamespace, TierForgotNamespace
+from pdserve.kvpool.core.events import Action, Answer, ForgetSpace, NamespacesSaved, SaveNamespaces
+from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.protocol.messages import Done, Fault, Reply
 
-FORGET_TIMEOUT_S: Final = 4.0
-MAX_NAMES: Final = 1024  # of namespaces that a tier has yet to forget
-
-Forgetting: TypeAlias = tuple[int, int, int]  # tier, namespace, before_sequence
+SAVE_TIMEOUT_S: Final = 4.0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Pending:
-    """An answer that waits for these; `problem` is what went wrong with one."""
+    """An answer that waits for the list of this revision."""
 
     connection: int
     done: Done
-    waiting: set[Forgetting]
+    revision: int
     deadline_s: float
-    problem: str = ""
 
 
 class DurableAnswers:
-    """Of all connections. Those that went are answered too: the shell knows that nobody is there."""
+    """Of all connections. Clients that went are answered too: the shell knows that nobody is there."""
 
-    def __init__(self, node: str, tiers: int) -> None:
+    def __init__(self, node: str, namespaces: Namespaces, *, tiers: bool) -> None:
+        """`tiers`: there are any."""
         self._node = node
+        self._namespaces = namespaces
         self._tiers = tiers
-        self._pending: list[_Pending] = []  # by deadline
-        self._undone: dict[str, set[Forgetting]] = {}  # by name of a dropped namespace
+        self._pending: list[_Pending] = []  # by deadline, and by revision
+        self._saved = 0  # the newest revision that is durable
+        self._failed = False  # the last attempt
 
     @property
     def next_deadline_s(self) -> float:
         return self._pending[0].deadline_s if self._pending else float("inf")
 
     def answer(
-        self, connection: int, reply: Reply, now_s: float, out: list[Action], dropped: str = ""
+        self, connection: int, reply: Reply, now_s: float, out: list[Action], *, voids: bool = False
     ) -> None:
-        """Answer the client. Where the actions so far let the tiers forget pages, a Done waits for the tiers.
-
-        `dropped` is the namespace that the request dropped. What the tiers have not forgotten since an
-        earlier drop of that name, they are asked to forget again.
+        """Answer the client. A Done that says that pages are gone waits until that is durable.
+        `voids`: it says so; it also does when the actions so far free a space in the tiers.
         """
-        if not isinstance(reply, Done):
+        voids = voids or any(isinstance(action, ForgetSpace) for action in out)
+        durable = not self._tiers or self._saved >= self._namespaces.revision
+        if not isinstance(reply, Done) or not voids or durable:
             out.append(Answer(connection, reply))
             return
-        before = {(namespace, sequence) for _, namespace, sequence in self._undone.get(dropped, ())}
-        out += [ForgetNamespace(*one) for one in sorted(before)]
-        waiting = {
-            (tier, action.namespace, action.before_sequence)
-            for action in out
-            if isinstance(action, ForgetNamespace)
-            for tier in range(self._tiers)
-        }
-        if not waiting:
-            out.append(Answer(connection, reply))
-            return
-        deadline_s = now_s + FORGET_TIMEOUT_S
-        self._pending.append(_Pending(connection, reply, waiting.copy(), deadline_s))
-        if dropped:
-            self._undone.setdefault(dropped, set()).update(waiting)
-            while len(self._undone) > MAX_NAMES:
-                del self._undone[next(iter(self._undone))]
+        if self._failed and not any(isinstance(action, SaveNamespaces) for action in out):
+            out.append(SaveNamespaces(self._namespaces.dump(), self._namespaces.revision))
+        deadline_s = now_s + SAVE_TIMEOUT_S
+        self._pending.append(_Pending(connection, reply, self._namespaces.revision, deadline_s))
 
-    def forgotten(self, event: TierForgotNamespace, out: list[Action]) -> None:
-        """A tier has done it, or could not."""
-        one = (event.tier, event.namespace, event.before_sequence)
+    def saved(self, event: NamespacesSaved, out: list[Action]) -> None:
+        """The list of this revision is durable, or could not be written."""
+        self._failed = bool(event.problem)
         if not event.problem:
-            for name, undone in list(self._undone.items()):
-                undone.discard(one)
-                if not undone:
-                    del self._undone[name]
-        for pending in self._pending:
-            if one in pending.waiting:
-                pending.waiting.discard(one)
-                pending.problem = pending.problem or event.problem
-                if not pending.waiting:
-                    out.append(self._answer(pending))
-        self._pending = [pending for pending in self._pending if pending.waiting]
+            self._saved = max(self._saved, event.revision)
+        done = [pending for pending in self._pending if pending.revision <= event.revision]
+        self._pending = self._pending[len(done) :]
+        out.extend(self._answer(pending, event.problem) for pending in done)
 
     def expire(self, now_s: float, out: list[Action]) -> None:
+        """Answer what has waited long enough."""
         while self._pending and self._pending[0].deadline_s <= now_s:
-            pending = self._pending.pop(0)
-            pending.problem = pending.problem or f"it did not answer within {FORGET_TIMEOUT_S:.0f} s"
-            out.append(self._answer(pending))
+            problem = f"it did not answer within {SAVE_TIMEOUT_S:.0f} s"
+            out.append(self._answer(self._pending.pop(0), problem))
 
-    def _answer(self, pending: _Pending) -> Answer:
-        if not pending.problem:
+    def _answer(self, pending: _Pending, problem: str) -> Answer:
+        if not problem:
             return Answer(pending.connection, pending.done)
         message = (
-            f"node {self._node}: the pages are gone, but a tier could not write that down, so that they may "
-            f"come back at a restart ({pending.problem}): see to that tier, then ask again"
+            f"node {self._node}: the pages are gone, but its first tier could not write that down, so that "
+            f"they may come back at a reboot ({problem}): see to that tier, then ask again"
         )
         return Answer(pending.connection, Fault(pending.done.id, "not_durable", message))

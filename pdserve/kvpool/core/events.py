@@ -1,23 +1,21 @@
-"""What happens to a pool node and what it does about it: the records that `NodeState.handle` takes and
-returns.
+"""Events and actions: the records that `NodeState.handle` takes and returns.
 
-The shell (`node.py`, or the in-process transport) turns sockets, timers and UCX completions into events,
-hands each to `NodeState.handle(event, now_s)`, and carries out the returned actions strictly in order. The
-order is part of the contract: table rows are written before the replies that make them known are sent, and a
-transfer is started before the reply that announces its tag.
+The shell (node/node.py, or testing/inproc.py) turns sockets, timers and UCX completions into events. It hands
+each to `NodeState.handle(event, now_s)`, and carries out the returned actions strictly in order. The order is
+part of the contract: a row of the table is written before the reply that makes its page known, and a transfer
+starts before the reply that announces its tag.
 
-Tiers. Everything that changes a tier is carried out by that tier's one writer thread in the order of the
-actions, and reported in that order; loads are carried out beside it. For every StorePages and LoadPages the
-shell reports each of its slots exactly once, in any number of PagesStored or PagesLoaded; until then the
-tier's thread may be reading or writing the slot's bytes.
+Tiers. One writer thread per tier carries out everything that changes the tier, and reports it, in the order
+of the actions. Loads run beside it. For every StorePages and LoadPages the shell reports each slot exactly
+once, in any number of PagesStored or PagesLoaded. Until then the tier's thread may read or write the slot's
+bytes.
 
-Transfers (UCX only). A page of segments [b0, b1, ...] is one transfer, named by its first segment's `tag`;
-segment i is the UCX message with tag `tag + i` and lies at arena offset `offset + b0 + ... + b(i-1)`. For
-every StartSend and StartReceive the shell reports exactly one TransferDone with the same connection and tag,
-after which nothing touches the slot's bytes any more: when all segments completed (ok), when any failed (not
-ok, the others having been cancelled), when it was cancelled, and also after the connection is gone. Tags are
-unique within an incarnation of a node and are never below FIRST_TAG, so smaller ones are free for the
-transport's own messages.
+Transfers (UCX only). A page of segments [b0, b1, ...] is one transfer, named by its first segment's `tag`.
+Segment i is the UCX message with tag `tag + i`; it lies at arena offset `offset + b0 + ... + b(i-1)`. For
+every StartSend and StartReceive the shell reports one TransferDone with the same connection and tag: when all
+segments completed (ok), when one failed and the others are cancelled (not ok), when the transfer was
+cancelled; also after the connection is gone. From then on nothing touches the slot's bytes. Tags are unique
+in an incarnation of a node. They start at FIRST_TAG: the transport uses smaller ones for messages of its own.
 """
 
 from __future__ import annotations
@@ -33,38 +31,38 @@ from pdserve.kvpool.protocol.messages import DataPathName, Reply, Request
 from pdserve.kvpool.tiers.base import PageName, TierPage
 
 FIRST_TAG = 1 << 32
-LOCAL = 0  # the connection of the node's own session (local.py)
+LOCAL = 0  # the connection of the node's own session (node/loopback.py)
 
 # --- events
 
 
 class Connected(msgspec.Struct, frozen=True):
-    """A client shook hands. `connection` is a number never used before in this incarnation."""
+    """A client has connected. `connection` is a number not used before in this incarnation."""
 
     connection: int
     data_path: DataPathName
     client: str
     pid: int
     peer: bool = False  # a node of this pool, or the node itself
-    token: str = ""  # SHA-256 hex digest of what it presented (access.py)
+    token: str = ""  # SHA-256 hex digest of the client's token
 
 
 class Disconnected(msgspec.Struct, frozen=True):
-    """The connection is gone. `by_peer` false: we closed it, so a mapped writer may still be writing."""
+    """The connection is gone. `by_peer` False: the node closed it, a mapped writer may still be writing."""
 
     connection: int
     by_peer: bool = True
 
 
 class Received(msgspec.Struct, frozen=True):
-    """A request of a connected client (never Hello: the shell does the handshake)."""
+    """A request of a connected client. Not Hello: the shell does the handshake."""
 
     connection: int
     message: Request
 
 
 class TransferDone(msgspec.Struct, frozen=True):
-    """The transfer `tag` of `connection` ended; its slot's bytes are not touched by UCX any more."""
+    """The transfer `tag` of `connection` ended: UCX does not touch the slot's bytes any more."""
 
     connection: int
     tag: int
@@ -72,18 +70,18 @@ class TransferDone(msgspec.Struct, frozen=True):
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time passed: expire what is due. Wanted at `NodeState.next_deadline_s`; early or late is harmless."""
+    """Time has passed. Due at `NodeState.next_deadline_s`; a tick too early or too late does no harm."""
 
 
 class ViewChanged(msgspec.Struct, frozen=True):
-    """The ring is another one, or pages have stopped moving (`stable`: every owner has settled)."""
+    """The ring changed, or pages have stopped moving (`stable`: every owner has settled)."""
 
     ring: Ring
     stable: bool
 
 
 class ReplicasMade(msgspec.Struct, frozen=True):
-    """A node answered AskReplicas: `mask[i]`, whether it holds a replica of `keys[i]` now."""
+    """A node answered AskReplicas. `mask[i]`: it holds a replica of `keys[i]` now."""
 
     node: str
     namespace: int
@@ -92,21 +90,21 @@ class ReplicasMade(msgspec.Struct, frozen=True):
 
 
 class RecordsLearned(msgspec.Struct, frozen=True):
-    """Another node told what it knows of namespaces."""
+    """Another node sent records of namespaces."""
 
     records: list[NamespaceRecord]
 
 
 class RecordsForgotten(msgspec.Struct, frozen=True):
-    """These namespaces are remembered no more, and the floors (registry.py) are others."""
+    """Records of these namespaces are forgotten. `floors` are the new ones (namespaces/registry.py)."""
 
     names: list[str]
     floors: list[tuple[int, int]]
 
 
 class PagesFound(msgspec.Struct, frozen=True):
-    """Pages are in a tier: they survived there, or came down from the tier above. `last`: it has reported
-    all that survived. `failed`: so many more came down and could not be written.
+    """Pages are in a tier: they survived a restart there, or came from the tier above. `last`: the tier has
+    reported all pages that survived. `failed`: how many pages from above it could not write.
     """
 
     tier: int
@@ -117,7 +115,7 @@ class PagesFound(msgspec.Struct, frozen=True):
 
 
 class PagesStored(msgspec.Struct, frozen=True):
-    """Stores ended; `statuses` are those of tiers/base.py. `failed`: the tier cannot write at present."""
+    """Stores ended, with a status of tiers/base.py each. `failed`: the tier cannot write at present."""
 
     tier: int
     slots: tuple[int, ...]
@@ -127,7 +125,7 @@ class PagesStored(msgspec.Struct, frozen=True):
 
 
 class PagesGone(msgspec.Struct, frozen=True):
-    """Pages left a tier: for lack of room, or because they were forgotten (ForgetPages)."""
+    """Pages left a tier: it had no room, or was told to forget them (ForgetPages)."""
 
     tier: int
     names: tuple[PageName, ...]
@@ -135,7 +133,7 @@ class PagesGone(msgspec.Struct, frozen=True):
 
 
 class PagesLoaded(msgspec.Struct, frozen=True):
-    """Loads ended; the slots' bytes are not touched by the tier any more. `checksums`: the writers'."""
+    """Loads ended: the tier does not touch the slots' bytes any more. `checksums` are the writers'."""
 
     tier: int
     slots: tuple[int, ...]
@@ -143,12 +141,12 @@ class PagesLoaded(msgspec.Struct, frozen=True):
     checksums: tuple[int, ...]
 
 
-class TierForgotNamespace(msgspec.Struct, frozen=True):
-    """A tier has carried out ForgetNamespace. `problem`: why it may not last through a restart; or empty."""
+class NamespacesSaved(msgspec.Struct, frozen=True):
+    """The list of this revision, or a newer one, is durable. With a `problem` it is not: the text says why.
+    The shell tries again, and reports again.
+    """
 
-    tier: int
-    namespace: int
-    before_sequence: int
+    revision: int
     problem: str = ""
 
 
@@ -166,7 +164,7 @@ Event: TypeAlias = (
     | PagesStored
     | PagesGone
     | PagesLoaded
-    | TierForgotNamespace
+    | NamespacesSaved
 )
 
 # --- actions (`gc=False`: they hold no cycles, and there may be several per page)
@@ -180,15 +178,15 @@ class Answer(msgspec.Struct, frozen=True, gc=False):
 
 
 class Close(msgspec.Struct, frozen=True, gc=False):
-    """Close the connection after what was already answered is sent; Disconnected(by_peer=False) follows."""
+    """Close the connection once earlier answers are sent; Disconnected(by_peer=False) follows."""
 
     connection: int
     reason: str
 
 
 class ReserveRows(msgspec.Struct, frozen=True, gc=False):
-    """Mark rows of the slot table reserved, for pages whose rows will carry `space`; then set these bytes of
-    the arena, each from and to, to zero.
+    """Mark rows of the slot table reserved for pages of `space`. Then set byte ranges of the arena,
+    half-open, to zero.
     """
 
     slots: list[int]
@@ -197,7 +195,7 @@ class ReserveRows(msgspec.Struct, frozen=True, gc=False):
 
 
 class CommitRows(msgspec.Struct, frozen=True, gc=False):
-    """Fill reserved rows of the slot table, and mark them committed: columns of one length."""
+    """Fill reserved rows of the slot table, and mark them committed. The lists are columns of one length."""
 
     slots: list[int]
     keys: list[bytes]
@@ -215,20 +213,23 @@ class FreeRows(msgspec.Struct, frozen=True, gc=False):
 
 
 class AssignSlab(msgspec.Struct, frozen=True, gc=False):
-    """The slab now holds slots of `slot_bytes` each (0: unassigned)."""
+    """The slab holds slots of `slot_bytes` each from now on (0: unassigned)."""
 
     slab: int
     slot_bytes: int
 
 
 class SaveNamespaces(msgspec.Struct, frozen=True, gc=False):
-    """Persist this text (JSON) in place of the earlier one, before later actions."""
+    """Save this JSON text in place of the earlier one: beside the memory, before the next action. Where there
+    are tiers, also durably, in the background: only the newest of the waiting texts, then NamespacesSaved.
+    """
 
     text: str
+    revision: int = 0
 
 
 class PublishNamespace(msgspec.Struct, frozen=True, gc=False):
-    """Tell the other nodes of this change."""
+    """Send this record to the other nodes."""
 
     record: NamespaceRecord
 
@@ -259,8 +260,8 @@ class CancelTransfers(msgspec.Struct, frozen=True, gc=False):
 
 
 class AskReplicas(msgspec.Struct, frozen=True):
-    """Ask the node for replicas of these pages of ours, or to renew them; exactly one ReplicasMade follows,
-    with the same node and namespace.
+    """Ask the node for replicas of these pages, or to renew them. One ReplicasMade follows, with the same
+    node and namespace.
     """
 
     node: str
@@ -270,7 +271,7 @@ class AskReplicas(msgspec.Struct, frozen=True):
 
 
 class EndReplicasAt(msgspec.Struct, frozen=True):
-    """Tell the node that these replicas are not wanted any more."""
+    """Tell the node to drop these replicas."""
 
     node: str
     namespace: int
@@ -278,7 +279,7 @@ class EndReplicasAt(msgspec.Struct, frozen=True):
 
 
 class SlotPage(msgspec.Struct, frozen=True, gc=False):
-    """A page and the slot at byte `offset` of the arena that it is in, or is to be in."""
+    """A page, and its slot at byte `offset` of the arena."""
 
     slot: int
     offset: int
@@ -293,26 +294,23 @@ class StorePages(msgspec.Struct, frozen=True):
 
 
 class LoadPages(msgspec.Struct, frozen=True):
-    """Read the pages from the tier into the slots, and check them. Checksum and sequence are not theirs."""
+    """Read the pages from the tier into the slots, and check them. Their checksum and sequence are unset."""
 
     tier: int
     pages: tuple[SlotPage, ...]
 
 
 class ForgetPages(msgspec.Struct, frozen=True):
-    """The tier shall find these no more. It reports one PagesGone of them."""
+    """The tier drops these pages, and reports one PagesGone."""
 
     tier: int
     names: tuple[PageName, ...]
 
 
-class ForgetNamespace(msgspec.Struct, frozen=True):
-    """All tiers: forget the namespace's pages that were put so far, all of smaller sequences than this. Each
-    reports one TierForgotNamespace.
-    """
+class ForgetSpace(msgspec.Struct, frozen=True):
+    """All tiers drop the pages that they have of the space. Nothing is reported."""
 
-    namespace: int
-    before_sequence: int
+    space: int
 
 
 Action: TypeAlias = (
@@ -332,5 +330,5 @@ Action: TypeAlias = (
     | StorePages
     | LoadPages
     | ForgetPages
-    | ForgetNamespace
+    | ForgetSpace
 )

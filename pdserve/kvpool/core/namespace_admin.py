@@ -1,13 +1,13 @@
-"""A node's namespaces: opened, made, changed, replaced, dropped, and who may use them. Pure.
+"""A node's namespaces: opened, created, changed, replaced, dropped; and who may use them. Pure.
 
-    opened by a worker    the record is made where there is none, with the node's default settings; the first
-                          worker decides the geometry; a dropped name comes back, with the settings it had
-    put                   made or changed by an administrator; a replaced name comes back
-    replaced              `new` takes over the settings of `old` unless it has its own; `old` is dropped, and
-                          whoever opens it is told what replaced it
-    dropped               its pages are found no more, from this call on; generation and version grow
-    learned               another node changed a record: what this node has of an older generation, or of
-                          another geometry, is dropped before anything else of it is served
+    opened by a worker    A new name gets a record with the node's default settings; its first worker decides
+                          the geometry. A dropped name comes back with its settings.
+    put                   An administrator creates or changes it. A replaced name comes back.
+    replaced              `new` takes over the settings of `old`, unless it has its own. `old` is dropped;
+                          clients that open it are told its replacement.
+    dropped               No lookup finds its pages from this call on. Generation and version grow.
+    learned               Another node changed the record. Pages of an older generation, or of another
+                          geometry, are dropped before any page of it is served.
 
 Each change is saved, carried out, published to the other nodes, and only then answered.
 """
@@ -45,7 +45,7 @@ AdminRequest: TypeAlias = m.OpenNamespace | m.DropNamespace | PutNamespace | Rep
 
 @dataclass(frozen=True)
 class Rules:
-    """What the node's configuration says of namespaces. Tokens are digests."""
+    """What the node's configuration says about namespaces. Tokens are digests."""
 
     admin_token: str = ""
     defaults: NamespaceSettings = field(default_factory=NamespaceSettings)
@@ -53,8 +53,9 @@ class Rules:
 
 
 class Administration:
-    """The namespaces of one node. `on_gone(number, out)` frees all that a namespace has here and counts its
-    pages; `on_settings(number, settings)` is called when one is opened and whenever its settings change.
+    """The namespaces of one node. `on_gone(number, out)` frees everything of a namespace, and returns the
+    number of its pages. `on_settings(number, settings)` is called when a namespace is opened, and when its
+    settings change.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Administration:
         self.namespaces = namespaces
         self.guarded: set[int] = set()  # numbers of namespaces with tokens
         self.denials = 0
-        self.revision = 0  # of all settings: what was derived from them before it changed is derived anew
+        self.revision = 0  # of all settings: rights derived under an earlier revision are derived anew
         self._node = node
         self._capacity_bytes = capacity_bytes
         self._rules = rules
@@ -80,8 +81,8 @@ class Administration:
             self._settings_changed(namespace)
 
     def _configure(self) -> None:
-        """Make the namespaces of the configuration. Where one is known already, settings changed by an
-        administrator stay, unless the configuration itself was changed since the last start.
+        """Create the namespaces of the configuration. An administrator's changes to a known one stay, unless
+        the configuration changed since the last start.
         """
         registry, before = self.namespaces.registry, self.namespaces.configured
         for name, settings in self._rules.named.items():
@@ -105,8 +106,8 @@ class Administration:
         return found
 
     def refusal(self, session: Session, message: m.Request) -> m.Fault | None:
-        """Why the client may not ask this; None when it may. What names a namespace by its name is not
-        judged here.
+        """Why the client may not make this request; None when it may. Requests that give a namespace's name
+        instead of its number are judged by `handle`.
         """
         kind, request_id = type(message), getattr(message, "id", 0)
         fault = None
@@ -123,7 +124,7 @@ class Administration:
         return fault
 
     def lacks_right(self, session: Session, message: m.Request) -> bool:
-        """Whether the client has no right to do this in the namespace that the request numbers."""
+        """Whether the client lacks the right to do this in the request's namespace."""
         need = access.NEEDS.get(type(message))
         number = getattr(message, "namespace", 0)
         return need is not None and not self.rights(session, number) & need
@@ -171,7 +172,7 @@ class Administration:
     def _open(self, session: Session, request: m.OpenNamespace, out: list[Action]) -> m.Opened:
         registry = self.namespaces.registry
         known = registry.get(request.name)
-        generation = request.generation if session.peer else 0  # no client knows any
+        generation = request.generation if session.peer else 0  # only nodes know generations
         record = known or registry.fresh(request.name, self._rules.defaults)
         if known is None and generation > record.generation:
             record = msgspec.structs.replace(record, generation=generation)
@@ -184,7 +185,7 @@ class Administration:
                 "that revision (an administrator can bring the old one back: pdserve pool ns create)",
             )
         if generation and (record.dropped or record.generation != generation):
-            # a node that has not heard of a drop, or whom we have to hear it from, must not bring pages back
+            # one of the two nodes has not heard of a drop yet: the pages must not come back
             raise NamespaceError("unknown_namespace", f"namespace '{record.name}' was dropped meanwhile")
         local = self.namespaces.find(record.name)
         if local is not None or record.geometry:
@@ -225,7 +226,7 @@ class Administration:
             self._require(session, new, m.ADMIN, request.id)
         has_own = not is_new and new.settings not in (self._rules.defaults, NamespaceSettings())
         settings = new.settings if has_own else old.settings
-        # first `new`: it may be refused, and then `old` must stay
+        # `new` first: if it is refused, `old` must stay
         if is_new or new.dropped or new.settings != settings:
             self._change(_changed(new, settings=settings, dropped=False, replaced_by=""), out)
         return m.Done(request.id, self._change(_dropped(old, replaced_by=request.new), out))
@@ -238,7 +239,7 @@ class Administration:
         return m.Done(request.id, self._change(_dropped(known), out))
 
     def _list(self, session: Session, request: ListNamespaces) -> NamespaceList:
-        """All of them for the node's administrator; others see those that they administer by token."""
+        """All for the node's administrator; for others those that they administer by a token."""
         every = self._is_operator(session)
         shown = [
             msgspec.structs.replace(record, settings=access.redacted(record.settings))
@@ -261,15 +262,15 @@ class Administration:
     # --- changes
 
     def learn(self, records: Iterable[NamespaceRecord], out: list[Action]) -> None:
-        """What other nodes know."""
+        """Take in records of other nodes."""
         registry = self.namespaces.registry
         news = [joined for record in records if (joined := registry.learn(record)) is not None]
         if news:
             self._carry_out(news, out)
 
     def forget(self, names: Iterable[str], floors: Floors, out: list[Action]) -> None:
-        """These were dropped long ago. Where this node did not know of that, their pages go now; but what its
-        configuration names is made again.
+        """These were dropped long ago. If this node missed the drop, their pages go now. A namespace of the
+        node's configuration is created again.
         """
         registry = self.namespaces.registry
         registry.floors = floors
@@ -285,19 +286,19 @@ class Administration:
                 again = _changed(registry.fresh(record.name, settings))
                 registry.change(again)
                 out.append(PublishNamespace(again))
-        self._save(out)  # first: whatever happens now, these pages do not come back
+        self._save(out)  # first: after a crash from here on these pages do not come back
         for number in gone:
             self._on_gone(number, out)
 
     def _close(self, local: Namespace) -> int:
-        """The namespace is none of this node's any more; its number, whose pages are to go."""
+        """Close the namespace on this node; its number, whose pages are to be freed."""
         self.namespaces.drop(local.name)
         self.revision += 1
         self.guarded.discard(local.number)
         return local.number
 
     def _change(self, record: NamespaceRecord, out: list[Action]) -> int:
-        """This node's change; how many pages went. Raises NamespaceError."""
+        """Make a change of this node; the number of pages that it drops. Raises NamespaceError."""
         check_record(record)
         self.namespaces.registry.change(record)
         count = self._carry_out([record], out)
@@ -305,7 +306,7 @@ class Administration:
         return count
 
     def _carry_out(self, records: Iterable[NamespaceRecord], out: list[Action]) -> int:
-        """The registry holds these now; how many pages go for it."""
+        """Act on new records of the registry; the number of pages that are dropped."""
         gone = []
         for record in records:
             local = self.namespaces.find(record.name)
@@ -316,7 +317,7 @@ class Administration:
                 gone.append(self._close(local))
             else:
                 self._settings_changed(local)
-        self._save(out)  # first: whatever happens now, these pages do not come back
+        self._save(out)  # first: after a crash from here on these pages do not come back
         return sum(self._on_gone(number, out) for number in gone)
 
     def _settings_changed(self, namespace: Namespace) -> None:
@@ -330,18 +331,11 @@ class Administration:
         self._on_settings(number, settings)
 
     def _save(self, out: list[Action]) -> None:
-        out.append(SaveNamespaces(self.namespaces.dump()))
-
-
-def dropped_by(request: m.Request) -> str:
-    """The name of the namespace that the request drops; "" when it drops none."""
-    if isinstance(request, ReplaceNamespace):
-        return request.old
-    return request.name if isinstance(request, m.DropNamespace) else ""
+        out.append(SaveNamespaces(self.namespaces.dump(), self.namespaces.revision))
 
 
 def _administers(session: Session, record: NamespaceRecord) -> bool:
-    """By a token, not because the namespace is open to all."""
+    """Whether it is by a token, and not because the namespace is open to all."""
     return access.is_guarded(record.settings) and bool(
         access.rights_of(session.token, record.settings) & m.ADMIN
     )

@@ -1,7 +1,7 @@
-"""What one client holds of a node: reservations, pins, waits; each bounded in time and number. Pure.
+"""What one client holds of a node: reservations, pins, waits; each limited in time and number. Pure.
 
-Deadlines of one kind are given out in order of time (their lease is a constant), and a renewed pin moves to
-the end, so the first entry of each table is always the next to expire.
+All leases of one kind have the same length, and a renewed pin moves to the end of its table. So the first
+entry of each table is the next to expire.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NO_TRANSFER: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class ReplicationLimits:
-    """`PoolNodeConfig` says what each is for."""
+    """See PoolNodeConfig."""
 
     max_replicas: int = 2
     hot_reads_s: float = 20.0
@@ -30,7 +30,7 @@ class ReplicationLimits:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """A node's bounds; `PoolNodeConfig` says what each is for."""
+    """The limits of a node's clients; see PoolNodeConfig."""
 
     lease_s: float = 30.0
     reservation_lease_s: float = 30.0
@@ -51,21 +51,21 @@ class PendingCommit:
     missing: int
 
 
-class Reservation(Struct, gc=False):  # there is one per page: a Struct is made in a tenth of the time
-    """A slot that this client may fill and commit, identified by (slot, sequence)."""
+class Reservation(Struct, gc=False):  # one per page: a Struct is made in a tenth of a dataclass's time
+    """A slot that this client may fill and commit. (slot, sequence) names it."""
 
     slot: int
     sequence: int
     slot_bytes: int
     deadline_s: float
-    tag: int = NO_TRANSFER  # the receive under way, over UCX; NO_TRANSFER when done or mapped
+    tag: int = NO_TRANSFER  # of the receive under way (UCX)
     checksum: int = 0  # of the commit that waits for the receive
     commit: PendingCommit | None = None
     place: int = 0  # in the commit's mask
 
 
 class Pin(Struct, gc=False):
-    """A slot that this client reads. It counts as one hold of the slot, whatever its count."""
+    """A slot that this client reads. One hold of the slot, whatever `count` is."""
 
     slot: int
     sequence: int
@@ -76,7 +76,7 @@ class Pin(Struct, gc=False):
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """An open Wait: `missing` are keys that have not been committed since."""
+    """An open Wait. `missing`: keys not committed yet."""
 
     connection: int
     request_id: int
@@ -107,9 +107,9 @@ class Session:
     connection: int
     data_path: DataPathName
     client: str
-    peer: bool = False  # a node of this pool, or the node itself: may do everything
+    peer: bool = False  # a node of this pool, or the node itself: has all rights
     token: str = ""  # SHA-256 hex digest
-    rights: dict[int, tuple[int, int]] = field(default_factory=dict)  # kept by administration.py
+    rights: dict[int, tuple[int, int]] = field(default_factory=dict)  # kept by namespace_admin.py
     reserved_bytes: int = 0  # in bytes of slots, those in quarantine included
     reservations: dict[int, Reservation] = field(default_factory=dict)  # by slot
     quarantined: dict[int, Reservation] = field(default_factory=dict)  # by slot; may never be committed
@@ -122,7 +122,7 @@ class Session:
 
     @property
     def mapped(self) -> bool:
-        """Whether the client moves the bytes itself, so that only it knows when it has stopped."""
+        """Whether the client copies the bytes itself: then only the client knows when it stops."""
         return self.data_path != "ucx"
 
     def begin_transfer(self, tag: int, messages: int) -> None:
@@ -145,9 +145,9 @@ class Session:
 
 
 class Tags:
-    """UCX tags, unique in an incarnation: a page of n segments takes n consecutive ones.
+    """UCX tags, unique in an incarnation. A page of n segments takes n consecutive tags.
 
-    The incarnation's low bits lead, so that a client of several nodes has no two pages with one tag.
+    The high bits are the incarnation's low bits: a client of several nodes gets no tag twice.
     """
 
     def __init__(self, incarnation: int, first: int) -> None:

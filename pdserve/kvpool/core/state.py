@@ -31,6 +31,7 @@ from pdserve.kvpool.core.events import (
     Connected,
     Disconnected,
     Event,
+    NamespacesSaved,
     PagesFound,
     PagesGone,
     PagesLoaded,
@@ -41,12 +42,11 @@ from pdserve.kvpool.core.events import (
     ReplicasMade,
     SaveNamespaces,
     Tick,
-    TierForgotNamespace,
     TransferDone,
     ViewChanged,
 )
-from pdserve.kvpool.core.namespace_admin import Administration, AdminRequest, Rules, dropped_by
-from pdserve.kvpool.core.page_listing import list_pages
+from pdserve.kvpool.core.namespace_admin import Administration, AdminRequest, Rules
+from pdserve.kvpool.core.page_listing import PageListing
 from pdserve.kvpool.core.reads import Reads
 from pdserve.kvpool.core.sessions import Limits, Session, Tags
 from pdserve.kvpool.core.sharding.coordinator import Sharding
@@ -119,13 +119,14 @@ class NodeState:
         self.waits = Waits(store, limits.max_waiters, self.tiers.has)
         self.reads = Reads(store, limits, tags, self.tiers, self.sharding)
         self.writes = Writes(store, limits, tags, self._written, self.tiers.has if tiers else no_tier)
+        self._listing = PageListing(store, self.sharding, self.tiers)
         # answers that wait
         self._startup_hold = StartupHold(started_s, tiering.promotion_timeout_s, tiers=bool(tiers))
-        self._durable = DurableAnswers(name, len(tiers))
         # namespaces: last, since those that exist are announced to the store at once
         self.namespaces = namespaces or Namespaces()
-        for space, number in self.namespaces.numbers_of_spaces.items():
-            store.index.namespace(number).space = space
+        for namespace in self.namespaces:
+            store.index.namespace(namespace.number).space = namespace.row_space
+        self._durable = DurableAnswers(name, self.namespaces, tiers=bool(tiers))
         capacity_bytes, gone, changed = store.slots.capacity_bytes, self._gone, self._changed
         self.administration = Administration(name, capacity_bytes, self.namespaces, rules, gone, changed)
 
@@ -163,8 +164,8 @@ class NodeState:
                     self.sharding.ownership.tiers_ready(now_s)
                     self._expect(self.sharding.next_deadline_s)
                 self._expect(now_s + self._limits.lease_s)
-            case TierForgotNamespace():
-                self._durable.forgotten(event, out)
+            case NamespacesSaved():
+                self._durable.saved(event, out)
             case ViewChanged():
                 self.sharding.view_changed(event, now_s)
                 self._expect(self.sharding.next_deadline_s)
@@ -313,21 +314,23 @@ class NodeState:
 
     def _administer(self, session: Session, request: AdminRequest, now_s: float, out: list[Action]) -> None:
         reply = self.administration.handle(session, request, out)
-        self._answer_durably(session, reply, now_s, out, dropped_by(request))
+        voids = isinstance(request, m.DropNamespace | ReplaceNamespace)
+        self._answer_durably(session, reply, now_s, out, voids=voids)
 
     def _clear(self, session: Session, request: m.Clear, now_s: float, out: list[Action]) -> None:
         for other in self.sessions.values():  # a slot reserved before the clear may hold old bytes
             self.writes.drop_namespace(other, request.namespace, out)
-        count = self.tiers.clear(request.namespace, dropped=False, out=out)
-        count += self.store.clear(request.namespace, self.namespaces.clear(request.namespace), out)
-        out.append(SaveNamespaces(self.namespaces.dump()))
+        row_space = self.namespaces.clear(request.namespace)
+        count = self.tiers.clear(request.namespace, self.namespaces[request.namespace].tier_space, out)
+        count += self.store.clear(request.namespace, row_space, out)
+        out.append(SaveNamespaces(self.namespaces.dump(), self.namespaces.revision))
         self._answer_durably(session, m.Done(request.id, count), now_s, out)
 
     def _answer_durably(
-        self, session: Session, reply: m.Reply, now_s: float, out: list[Action], dropped: str = ""
+        self, session: Session, reply: m.Reply, now_s: float, out: list[Action], *, voids: bool = False
     ) -> None:
-        """Answer, but not before the tiers have forgotten what the request dropped."""
-        self._durable.answer(session.connection, reply, now_s, out, dropped)
+        """Answer, but not before it is durable that pages are gone."""
+        self._durable.answer(session.connection, reply, now_s, out, voids=voids)
         self._expect(self._durable.next_deadline_s)
 
     def _gone(self, number: int, out: list[Action]) -> int:
@@ -335,14 +338,14 @@ class NodeState:
         for session in self.sessions.values():
             self.writes.drop_namespace(session, number, out)
             self.waits.drop_namespace(session, number, out)
-        count = self.tiers.clear(number, dropped=True, out=out)
+        count = self.tiers.clear(number, None, out)
         count += self.store.clear(number, number, out)
         self.store.forget(number)
         return count
 
     def _changed(self, number: int, settings: NamespaceSettings) -> None:
         """The namespace was opened, or its settings changed."""
-        self.tiers.configured(number)
+        self.tiers.configured(number, self.namespaces[number].tier_space)
         ttl_s, quota_bytes = settings.ttl_s or None, settings.quota_bytes or None
         try:
             self.store.configure_namespace(
@@ -419,14 +422,8 @@ class NodeState:
         if namespace is None:
             text = f"node {self.name} has no namespace '{request.name}'"
             return m.Fault(request.id, "unknown_namespace", text)
-        pages, cursor = list_pages(
-            self.store,
-            self.sharding,
-            self.tiers,
-            namespace.number,
-            request.cursor,
-            request.limit,
-            f"client {session.connection}",
+        pages, cursor = self._listing.answer(
+            namespace.number, request.cursor, request.limit, session.connection
         )
         return PageList(request.id, pages, cursor)
 

@@ -9,12 +9,12 @@ from pdserve.kvpool.core.sessions import Session, Waiter
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.protocol.messages import Fault, Present, Wait
 
-MAX_WAIT_S = 600.0  # longer waits are answered then; nobody has a use for one
+MAX_WAIT_S = 600.0  # longer waits end then
 
 
 class Waits:
-    """Open waits by key. A wait is answered once, when nothing is missing or at its deadline.
-    `in_tier(namespace, key)`: whether the page can be had from a tier.
+    """Open waits by key. A wait is answered once: when no page is missing, or at its deadline.
+    `in_tier(namespace, key)` says whether a tier has the page.
     """
 
     def __init__(self, store: PageStore, max_per_session: int, in_tier: Callable[[int, bytes], bool]) -> None:
@@ -25,7 +25,7 @@ class Waits:
         self.open = 0
 
     def begin(self, session: Session, request: Wait, now_s: float, out: list[Action]) -> None:
-        """Answer at once when all keys are committed or there is no time to wait."""
+        """Begin a wait. Answer at once when all keys are committed, or the timeout is 0."""
         mask = self._mask(request, now_s)
         missing = {key for key, found in zip(request.keys, mask, strict=True) if not found}
         timeout_s = min(request.timeout_s, MAX_WAIT_S)
@@ -49,7 +49,7 @@ class Waits:
     def committed(
         self, namespace: int, key: bytes, sessions: dict[int, Session], now_s: float, out: list[Action]
     ) -> None:
-        """A page is readable now: answer the waits for which it was the last one."""
+        """A page is readable: answer the waits for which it was the last missing page."""
         for waiter in self._by_key.pop((namespace, key), ()):
             waiter.missing.discard(key)
             if not waiter.missing:
@@ -65,7 +65,7 @@ class Waits:
             self.answer(session, waiter, now_s, out)
 
     def drop_namespace(self, session: Session, namespace: int, out: list[Action]) -> None:
-        """What they wait for will never come: answer them now."""
+        """These pages cannot come any more: answer the waits now."""
         for waiter in [waiter for waiter in session.waiters.values() if waiter.namespace == namespace]:
             self._remove(session, waiter)
             out.append(Answer(session.connection, Present(waiter.request_id, bytes(len(waiter.keys)))))

@@ -1,12 +1,15 @@
 """Reservations and commits. Pure.
 
-A reservation ends in exactly one way: committed; given up while its writer has stopped (aborted, failed,
-client gone), which frees the slot at once; or overdue while its writer may still be writing into the mapped
-slot, which quarantines it until the writer says that it stopped, or is gone. When we closed the connection
-ourselves, that the socket ended says nothing of the writer: such slots stay quarantined for `quarantine_s`.
+A reservation ends in one of three ways:
 
-Over UCX the node itself receives, so it knows: the receive is cancelled, and the slot freed when it is
-reported done. A commit that arrives before its receives are done is answered when they are.
+- It is committed.
+- Its writer has stopped (aborted, failed, disconnected): the slot is freed at once.
+- It is overdue, and its writer may still be writing into the mapped slot. The slot is quarantined until the
+  writer says that it stopped, or disconnects. When the node closed the connection, the end of the socket says
+  nothing about the writer: then the slot stays in quarantine for `quarantine_s`.
+
+Over UCX the node itself receives. It cancels the receive, and frees the slot at its TransferDone. A commit
+that arrives before its receives are done is answered when they are.
 """
 
 from __future__ import annotations
@@ -44,8 +47,8 @@ def no_tier(namespace: int, key: bytes) -> bool:
 
 
 class Writes:
-    """Reservations of all sessions. `on_commit(slots, now_s, out)` is called when pages became readable;
-    `in_tier(namespace, key)` says whether a tier has a page, which then needs no writing.
+    """Reservations of all sessions. `on_commit(slots, now_s, out)` is called when pages became readable.
+    `in_tier(namespace, key)` says whether a tier has a page: then nobody needs to write it.
     """
 
     def __init__(
@@ -79,8 +82,8 @@ class Writes:
         out: list[Action],
         refused: Mapping[bytes, Grant] = NONE_REFUSED,
     ) -> Reserved:
-        """Answer with a grant per key, and return the answer. `refused`: keys that may not be written here.
-        When the node is full for one key it is for all that follow.
+        """Answer with a grant per key, and return the answer. `refused`: keys that may not be written here,
+        and why. A node that is full for one key is full for all keys after it.
         """
         pages = self._store.index.namespace(request.namespace)
         slot_bytes = self._store.slots.class_of(sum(request.segment_bytes))
@@ -104,7 +107,7 @@ class Writes:
                 wanted[key] = place
                 grants.append(_FULL)
         if wanted and slot_bytes is not None:
-            for slot in present:  # a page that is said to be here does not go for the others
+            for slot in present:  # a page that is reported as present is not evicted for the others
                 self._store.hold(slot)
             self._grant(session, request, slot_bytes, wanted, grants, now_s, out)
             for slot in present:
@@ -114,7 +117,7 @@ class Writes:
         return reserved
 
     def _may_reserve(self, session: Session, slot_bytes: int, segments: int) -> int:
-        """How many more pages the client may have reserved, and, over UCX, under way."""
+        """How many more pages the client may reserve, and over UCX have under way."""
         pages = (self._limits.max_reserved_bytes - session.reserved_bytes) // slot_bytes
         if not session.mapped:
             pages = min(pages, (self._limits.max_messages - session.messages) // segments)
@@ -130,7 +133,7 @@ class Writes:
         now_s: float,
         out: list[Action],
     ) -> None:
-        """Give slots to the first of these keys, as many as there is room for."""
+        """Give slots to the first of these keys, as far as there is room."""
         store, segments = self._store, tuple(request.segment_bytes)
         pages = store.index.namespace(request.namespace)
         keys = list(wanted)[: self._may_reserve(session, slot_bytes, len(segments))]
@@ -140,7 +143,7 @@ class Writes:
             without = set(list(wanted)[len(slots) :])
             for place, key in enumerate(request.keys):
                 if key in without:
-                    grants[place] = _FULL  # also where a key is asked for twice
+                    grants[place] = _FULL  # also for a key that the request names twice
         sequences, offset_of, reservations = store.facts.sequence, store.slots.offset, session.reservations
         deadline_s = now_s + self._limits.reservation_lease_s
         session.reserved_bytes += slot_bytes * len(slots)
@@ -188,7 +191,7 @@ class Writes:
         out: list[Action],
         ages_s: Sequence[float] = (),
     ) -> None:
-        """The reservations of these slots are forgotten."""
+        """Commit slots whose reservations have ended."""
         if slots:
             for slot, checksum, age_s in zip(slots, checksums, ages_s, strict=False):
                 age_s = min(age_s, MAX_AGE_S) if age_s > 0 else 0.0  # also when it is no number
@@ -221,7 +224,7 @@ class Writes:
         self._end(session, list(ended.values()), writer_stopped=True, out=out)
 
     def received(self, session: Session | None, tag: int, ok: bool, now_s: float, out: list[Action]) -> bool:
-        """A transfer ended; False when it was none of ours. `session` is None when the client is gone."""
+        """A transfer ended. False when it was not a receive. `session` is None when the client is gone."""
         reservation = self._receives.pop(tag, None)
         if reservation is None:
             return False

@@ -1,13 +1,13 @@
-"""Who may do what. Pure; tokens come here as SHA-256 hex digests only.
+"""Which client may do what. Pure; tokens are SHA-256 hex digests here.
 
-A namespace may have a token to read, to write and to administer it. Writing includes reading, administering
-both. A right without a token of its own is guarded by the token of the right below it, so that nothing is
-more open than what it includes: with a write token alone, anybody reads, and who writes may also drop. A
-namespace without tokens is open to all.
+A namespace may have a token to read, a token to write and a token to administer. The right to write includes
+reading; the right to administer includes both. A right without a token of its own needs the token of the
+right below it. So no right is more open than a right that it includes: with a write token alone, every client
+reads, and a client with the token writes and administers. A namespace without tokens is open to all.
 
-The node's `admin_token` is for what concerns the node or all namespaces, and administers every namespace.
-Without one, node operations are open, and no namespace can have tokens: who may pass for a node of the pool
-reads everything. Nodes show the `cluster_token` to each other.
+The node's `admin_token` allows operations on the node and on all namespaces. Without one, operations on the
+node are open, and no namespace can have tokens: any client could pass for a node of the pool, and nodes read
+everything. Nodes show the `cluster_token` to each other.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from pdserve.tokens import same
 RIGHTS: Final = {READ: "read", WRITE: "write", ADMIN: "admin"}
 
 TOKENS: Final = ("read_token", "write_token", "admin_token")
-KEPT: Final = "set"  # in place of a digest: in a list, that there is one; in a change, to leave it as it is
+KEPT: Final = "set"  # instead of a digest; in a list: there is a token; in a change: leave it as it is
 
-NEEDS: Final[dict[type, int]] = {  # of requests that name a namespace by its number
+NEEDS: Final[dict[type, int]] = {  # the right that each request with a namespace's number needs
     m.Exists: READ,
     m.Wait: READ,
     m.Get: READ,
@@ -49,7 +49,7 @@ PEER_OPERATIONS: Final = (Gossip, ProbePeer, ListOwned, PullPages, EndReplicas)
 
 
 def guards(settings: NamespaceSettings) -> tuple[str, str, str]:
-    """The digests that guard reading, writing and administering; empty: open to all."""
+    """The digests needed to read, write and administer; empty: open to all."""
     write = settings.write_token or settings.read_token
     return settings.read_token, write, settings.admin_token or write
 
@@ -59,7 +59,7 @@ def is_guarded(settings: NamespaceSettings) -> bool:
 
 
 def rights_of(presented: str, settings: NamespaceSettings) -> int:
-    """The rights that this digest gives in a namespace."""
+    """The rights of a client with this digest in a namespace."""
     read, write, admin = guards(settings)
     is_admin = same(presented, admin)
     is_writer = is_admin or same(presented, write)
@@ -72,7 +72,7 @@ def rights_of(presented: str, settings: NamespaceSettings) -> int:
 
 
 def redacted(settings: NamespaceSettings) -> NamespaceSettings:
-    """As they may be shown: of a token only that there is one."""
+    """The settings as a client may see them: KEPT instead of each token."""
     if not is_guarded(settings):
         return settings
     return msgspec.structs.replace(
@@ -81,7 +81,7 @@ def redacted(settings: NamespaceSettings) -> NamespaceSettings:
 
 
 def denied(namespace: str, right: int, request_id: int) -> m.Fault:
-    """What a client without the right is told."""
+    """The answer to a client without the right."""
     message = (
         f"namespace '{namespace}': this client may not {_VERBS[right]}: give it the namespace's "
         f"{RIGHTS[right]} token (a worker: pool.token; pdserve pool: --token or PDSERVE_POOL_TOKEN)"
@@ -93,7 +93,7 @@ _VERBS: Final = {READ: "read it", WRITE: "write to it", ADMIN: "administer it"}
 
 
 def denied_here(node: str, what: str, request_id: int) -> m.Fault:
-    """What a client that is not the node's administrator is told."""
+    """The answer to a client that is not the node's administrator."""
     message = (
         f"node {node}: {what} needs the node's admin token: give it with --token or PDSERVE_POOL_TOKEN "
         "(the node's configuration sets it: admin_token)"
@@ -102,6 +102,6 @@ def denied_here(node: str, what: str, request_id: int) -> m.Fault:
 
 
 def denied_peer(node: str, request_id: int) -> m.Fault:
-    """What a client that is no node of this pool is told."""
+    """The answer to a client that is no node of this pool."""
     message = f"node {node}: that is for nodes of this pool: give them all the same cluster_token"
     return m.Fault(request_id, "access_denied", message)

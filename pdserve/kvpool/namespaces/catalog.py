@@ -2,12 +2,18 @@
 
 A namespace says everything about its pages that their keys do not: model, revision, dtypes, page size,
 layout, geometry. Workers may share pages only when they agree on all of it. What all nodes know of namespaces
-is the `registry`; here are those that have been opened on this node, each with a number, which clients use
-instead of the name, and a space, which the slot table holds: another after each clear. Neither is ever
-reused, not even after a restart: a row of the slot table that holds a space of before belongs to nobody.
+is the `registry`. Here are the namespaces that have been opened on this node. Clients use the number of a
+namespace instead of its name. Its pages carry its space, in memory and in tiers. A page counts only while its
+space is the current one of a namespace. So a namespace is voided by giving it a new space, and no page is
+touched.
 
-With them is kept how far the sequences of pages may have come, since what a clear made void, in memory and in
-tiers, is told from what was written after it by its sequence.
+A space is a number that was never used before, in two parts:
+
+    lower 32 bits    a counter, saved with the memory; rows of the slot table carry it
+    upper 32 bits    the era: random, another at each start of the node; records in tiers carry both parts
+
+The counter may begin again when the memory is lost. The era keeps the pages of before apart then, also on a
+disk that comes back years later. A namespace keeps its space through restarts.
 """
 
 from __future__ import annotations
@@ -21,12 +27,14 @@ from pdserve.errors import FrameError
 from pdserve.kvpool.namespaces.registry import Registry
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceSettings
 
+_ERA_SHIFT: Final = 32
+_ERA_MASK: Final = (1 << 32) - 1
 SEQUENCES: Final = 1 << 40  # that one start may give out: 100,000 pages a second for 127 days
 
 
 class Namespace(msgspec.Struct, frozen=True):
-    """One namespace of this node, as persisted. `space` is the number that its rows in the slot table carry;
-    0 stands for `number`.
+    """One namespace of this node, as persisted. `space` is the lower part of its space; 0 stands for the
+    number. `era` is the upper part; 0 in lists that were written before there were eras.
     """
 
     number: int
@@ -34,6 +42,17 @@ class Namespace(msgspec.Struct, frozen=True):
     geometry: dict[str, str]
     generation: int = 1  # of the registry's record whose pages these are
     space: int = 0
+    era: int = 0
+
+    @property
+    def row_space(self) -> int:
+        """The part of its space that its rows in the slot table carry, 32 bits."""
+        return self.space or self.number
+
+    @property
+    def tier_space(self) -> int:
+        """Its whole space, 64 bits."""
+        return self.era << _ERA_SHIFT | self.row_space
 
 
 class NamespaceFile(msgspec.Struct, frozen=True):
@@ -45,13 +64,19 @@ class NamespaceFile(msgspec.Struct, frozen=True):
     configured: dict[str, NamespaceSettings] = {}
     floors: list[tuple[int, int]] = []  # registry.py
     sequences_end: int = 0  # above all sequences given out so far
+    lineage: int = 0  # the era in which the list began; 0 with `revision`: written before there were eras
+    revision: int = 0  # of this list: larger than that of every list that was saved before
 
 
 class Namespaces:
-    """Names to numbers. `next_number` and `sequences_end` only grow."""
+    """Names to numbers. `next_number`, `sequences_end` and `revision` only grow. `incarnation`: random, of
+    this start of the node; the era of its new spaces is made from it.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, incarnation: int = 0) -> None:
         self.registry = Registry()
+        self.era = self.lineage = incarnation & _ERA_MASK
+        self.revision = 0
         self.configured: dict[str, NamespaceSettings] = {}  # as the configuration had them at the last start
         self.sequences_end = 0
         self._next_number = 1
@@ -59,13 +84,15 @@ class Namespaces:
         self._by_number: dict[int, Namespace] = {}
 
     @classmethod
-    def load(cls, text: str | bytes) -> Namespaces:
+    def load(cls, text: str | bytes, incarnation: int = 0) -> Namespaces:
         """From `dump`'s text. Raises FrameError when it is not that."""
         try:
             stored = msgspec.json.decode(text, type=NamespaceFile)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise FrameError(f"not a list of namespaces: {error}") from error
-        found = cls()
+        found = cls(incarnation)
+        found.lineage = stored.lineage or found.era
+        found.revision = stored.revision
         found.registry = Registry(stored.records, stored.floors)
         found.configured = dict(stored.configured)
         for namespace in stored.namespaces:
@@ -76,14 +103,15 @@ class Namespaces:
                 )
             elif known.dropped or known.generation > namespace.generation:
                 continue
-            found._add(namespace)
+            found._add(namespace if namespace.era else msgspec.structs.replace(namespace, era=found.era))
         numbers = (max(namespace.number, namespace.space) + 1 for namespace in stored.namespaces)
         found._next_number = max([stored.next_number, *numbers])
         found.sequences_end = stored.sequences_end
         return found
 
     def dump(self) -> str:
-        """JSON of everything that must outlive the process."""
+        """JSON of everything that must outlive the process. Each dump is a new revision."""
+        self.revision += 1
         file = NamespaceFile(
             self._next_number,
             list(self),
@@ -91,13 +119,18 @@ class Namespaces:
             self.configured,
             self.registry.floors,
             self.sequences_end,
+            self.lineage,
+            self.revision,
         )
         return msgspec.json.encode(file).decode()
 
     def add(self, record: NamespaceRecord) -> Namespace:
         """Open the namespace here; it was not."""
         assert record.name not in self._by_name
-        namespace = Namespace(self._next_number, record.name, dict(record.geometry), record.generation)
+        geometry = dict(record.geometry)
+        namespace = Namespace(
+            self._next_number, record.name, geometry, record.generation, self._next_number, self.era
+        )
         self._next_number += 1
         self._add(namespace)
         return namespace
@@ -119,11 +152,17 @@ class Namespaces:
         return record.settings
 
     def clear(self, number: int) -> int:
-        """Give the namespace a new space; its number."""
+        """Give the namespace a new space; the part that its rows carry."""
         space = self._next_number
         self._next_number += 1
-        self._add(msgspec.structs.replace(self._by_number[number], space=space))
+        self._add(msgspec.structs.replace(self._by_number[number], space=space, era=self.era))
         return space
+
+    def void_tiers(self, number: int) -> None:
+        """Give the namespace a space that differs in its era alone: its rows count, its pages in tiers do
+        not. To be called before the first new space of this start.
+        """
+        self._add(msgspec.structs.replace(self._by_number[number], era=self.era))
 
     @property
     def next_number(self) -> int:
@@ -159,8 +198,13 @@ class Namespaces:
 
     @property
     def numbers_of_spaces(self) -> dict[int, int]:
-        """The number of each namespace by the number that its rows carry."""
-        return {namespace.space or number: number for number, namespace in self._by_number.items()}
+        """The number of each namespace by the part of its space that its rows carry."""
+        return {namespace.row_space: number for number, namespace in self._by_number.items()}
+
+    @property
+    def tier_spaces(self) -> set[int]:
+        """The spaces whose records in tiers count."""
+        return {namespace.tier_space for namespace in self}
 
     def _add(self, namespace: Namespace) -> None:
         self._by_name[namespace.name] = namespace

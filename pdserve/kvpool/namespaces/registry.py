@@ -1,23 +1,22 @@
 """The namespaces as all nodes know them: one record per name, merged without consensus. Pure.
 
-Any node may change a record, and any two nodes may meet in any order, twice, or late. So records are joined
-as a semilattice, whose join is commutative, associative and idempotent (Shapiro et al., "Conflict-free
-Replicated Data Types", 2011): of two records of one name the larger (version, dropped, encoding) wins whole,
-but for the generation, which is the larger of both. A generation grows when a namespace is dropped, and
-nothing makes it smaller: pages that a node keeps of a smaller one are nobody's, even if another change of the
-namespace wins over the drop.
+Any node may change a record, and news may arrive in any order, twice, or late. So records form a semilattice:
+`join` is commutative, associative and idempotent (Shapiro et al., "Conflict-free Replicated Data Types",
+2011). Of two records of one name the larger (version, dropped, encoding) wins as a whole; only the generation
+is the larger of both. A drop raises the generation, and nothing lowers it. Pages of a smaller generation are
+void, even if another change of the namespace wins over the drop.
 
-Records of dropped namespaces stay, without their geometry: a node that was away must learn of the drop. They
-keep their settings too, so that a protected name does not become an unprotected one.
+**Tombstones.** The record of a dropped namespace stays, without its geometry: a node that was away must learn
+of the drop. It keeps its settings, so that a protected name does not become an unprotected one.
 
-**Forgetting.** Names would pile up where every revision has one, so those dropped long ago, and not
-protected, are forgotten; that a node which was away brings one back is excluded by numbers, not by time. A
-name belongs to one of `FLOORS` buckets, and each has a floor: no record whose version is not above its
-bucket's floor exists, whoever tells of it. A dropped namespace is forgotten by raising the floor to its
-version (or its generation, if larger), which merging keeps, as floors merge by maximum. A new name begins
-above its floor, in version and generation, so nothing of before is newer than it. Floors are not raised over
-what lives. Should a name be made at that very moment by who does not know of the floor, it is gone: its
-clients open it anew.
+**Forgetting.** Where every revision has a name of its own, tombstones would pile up. So a tombstone that is
+not protected goes after a grace period. A node that was away for longer still knows the namespace, and must
+not bring its pages back. Time alone cannot exclude this; a number can. Each name belongs to one of `FLOORS`
+buckets. A bucket has a floor, and a record exists only if its version is above its bucket's floor. To forget
+a tombstone, its floor is raised to its version (or generation, if larger); floors merge by maximum. A new
+name begins above its floor, in version and generation, so it is newer than all records before. Floors are not
+raised over existing namespaces. A namespace created by a node that has not seen the new floor yet is dropped
+when the two meet. Its clients open it again.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceS
 Floors: TypeAlias = list[tuple[int, int]]  # bucket, version; by bucket
 
 FLOORS: Final = 4096
-MAX_NAMESPACES = 1024  # not dropped
+MAX_NAMESPACES = 1024  # without tombstones
 MAX_NAME_CHARS = 512
 MAX_GEOMETRY_CHARS = 64 * 1024  # keys and values together
-MAX_REGISTRY_BYTES = 2 << 20  # all records encoded; nodes send them in one frame, of which this is half
+MAX_REGISTRY_BYTES = 2 << 20  # of all records encoded: half a frame, in which nodes send them
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
@@ -52,19 +51,19 @@ class NamespaceError(PoolRefused):
 
 
 def join(one: NamespaceRecord, other: NamespaceRecord) -> NamespaceRecord:
-    """What two nodes that know these records of one name agree on."""
+    """The record on which two nodes agree that have these records of one name."""
     newer = max(one, other, key=_order)
     generation = max(one.generation, other.generation)
     return newer if newer.generation == generation else msgspec.structs.replace(newer, generation=generation)
 
 
 def bucket_of(name: str) -> int:
-    """Which floor is the name's; the same in every process."""
+    """The bucket of a name; the same in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little") % FLOORS
 
 
 def highest(one: Floors, other: Floors) -> Floors:
-    """The floors that both know of."""
+    """The floors on which two nodes agree."""
     if one == other or not other:
         return one
     floors = dict(one)
@@ -74,7 +73,7 @@ def highest(one: Floors, other: Floors) -> Floors:
 
 
 def above(records: Iterable[NamespaceRecord], floors: Floors) -> list[NamespaceRecord]:
-    """Those that are not forgotten."""
+    """The records above their floors."""
     if not floors:
         return list(records)
     floor_of = dict(floors)
@@ -82,7 +81,7 @@ def above(records: Iterable[NamespaceRecord], floors: Floors) -> list[NamespaceR
 
 
 def floors_over(old: Iterable[NamespaceRecord], others: Iterable[NamespaceRecord]) -> Floors:
-    """The floors at which `old` are forgotten; without those that one of the `others` is not above."""
+    """The floors that forget the `old` records, without floors that would forget one of the `others`."""
     floors: dict[int, int] = {}
     for record in old:
         bucket = bucket_of(record.name)
@@ -94,8 +93,8 @@ def floors_over(old: Iterable[NamespaceRecord], others: Iterable[NamespaceRecord
 
 
 class Dropped:
-    """When this node learnt that namespaces were dropped. They are forgotten after `forget_ms`, or, when
-    there are more than `many`, after `sooner_ms`.
+    """When this node learnt of each tombstone. The grace period is `forget_ms`, or `sooner_ms` when there are
+    more than `many` tombstones.
     """
 
     def __init__(self, forget_ms: int, sooner_ms: int, many: int) -> None:
@@ -105,7 +104,7 @@ class Dropped:
         self._since_ms: dict[tuple[str, int], int] = {}  # by name and version
 
     def due(self, records: Iterable[NamespaceRecord], now_ms: int, kept: Container[str]) -> Floors:
-        """The floors to be raised now. Names that are protected, or `kept`, are not forgotten."""
+        """The floors to raise now. Names that are protected, or in `kept`, are not forgotten."""
         dropped: list[NamespaceRecord] = []
         others: list[NamespaceRecord] = []
         old: list[NamespaceRecord] = []
@@ -146,7 +145,7 @@ class Registry:
         return len(self._records)
 
     def learn(self, record: NamespaceRecord) -> NamespaceRecord | None:
-        """Join what another node knows; the record as it is now if that is news, else None."""
+        """Join a record of another node; the result if it is news, otherwise None."""
         known = self._records.get(record.name)
         if known == record:
             return None  # nearly always
@@ -157,19 +156,19 @@ class Registry:
         return joined
 
     def fresh(self, name: str, settings: NamespaceSettings) -> NamespaceRecord:
-        """What a name begins with that is not known: its first change makes it newer than all forgotten."""
+        """The first record of an unknown name. Its first change makes it newer than all forgotten records."""
         floor = dict(self.floors).get(bucket_of(name), 0)
         return NamespaceRecord(name, floor, floor + 1, {}, settings)
 
     def forget(self, name: str) -> None:
-        """A floor was raised over it."""
+        """Remove a record: a floor was raised over it."""
         known = self._records.pop(name, None)
         if known is not None:
             self._encoded_bytes -= len(_encoder.encode(known))
             self._live -= not known.dropped
 
     def change(self, record: NamespaceRecord) -> None:
-        """This node's own change. Raises NamespaceError when a namespace more cannot be held."""
+        """Make a change of this node. Raises NamespaceError when there is no room for another namespace."""
         known = self._records.get(record.name)
         if known is None or known.dropped:
             self._check_room(record)
@@ -208,8 +207,8 @@ def check_name(name: str) -> None:
 
 
 def check_geometry(name: str, known: Mapping[str, str], geometry: Mapping[str, str]) -> None:
-    """Whether a worker of this geometry may use the namespace of the `known` one, empty when nobody has
-    opened it. Raises NamespaceError naming the field.
+    """Whether a worker of this geometry may use a namespace of the `known` geometry, which is empty before
+    the first worker. Raises NamespaceError that names the field.
     """
     if sum(len(key) + len(value) for key, value in geometry.items()) > MAX_GEOMETRY_CHARS:
         raise NamespaceError(

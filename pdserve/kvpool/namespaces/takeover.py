@@ -1,46 +1,74 @@
 """Which namespaces a node has after a start: what memory says, else what the tiers say. Pure.
 
-Pages in a tier name their namespace by its number, so a page may be believed only where the list that was
-saved with it gives that number to the same name, geometry, generation and space (another after each clear) as
-the node's list does now. After a reboot memory says nothing; then the newest of the tiers' lists counts.
-Numbers are never given out again, nor are sequences.
+The list of namespaces is kept twice: with the memory, and by the first tier, for a start after a reboot. When
+memory has none, the newest of the tiers' lists counts. Pages of a tier count when their space is in the list.
+
+The list with the memory may be the older one: the memory was full when it was to be saved. It still counts,
+since the rows of the slot table are its, but pages in tiers count only where the tier's list agrees.
+
+Pages that were stored before records carried spaces name their namespace by its number. Such a page counts
+where the list that was saved with it gives that number to the same name, geometry, generation and rows as the
+node's list does now; then it gets the space of that namespace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from pdserve.errors import FrameError
 from pdserve.kvpool.namespaces.catalog import Namespace, Namespaces
 
 
-def take_over(
-    memory: Namespaces, saved: Sequence[str | None]
-) -> tuple[Namespaces, list[set[int]], list[str]]:
-    """The node's namespaces; for each tier the numbers that it may believe; what is wrong, in words."""
+class TakenOver(msgspec.Struct, frozen=True):
+    """`numbers`: for each tier, the space by the number of a namespace, for records that carry numbers; None
+    for a tier that has none. `problems`: in words.
+    """
+
+    namespaces: Namespaces
+    numbers: list[Mapping[int, int] | None]
+    problems: list[str]
+
+
+def take_over(memory: Namespaces, saved: Sequence[str | None]) -> TakenOver:
+    """`memory`: as loaded at this start. `saved`: the list of each tier, None where it keeps none."""
     lists: list[Namespaces] = []
     problems = []
     for text in saved:
         try:
-            lists.append(Namespaces() if text is None else Namespaces.load(text))
+            lists.append(Namespaces() if text is None else Namespaces.load(text, memory.era))
         except FrameError as error:
             lists.append(Namespaces())
             problems.append(str(error))
     chosen = memory
     if memory.next_number == 1:  # it never had any: the memory is new
-        chosen = max([memory, *lists], key=lambda found: found.next_number)
-    believed = [
-        {
-            namespace.number
-            for namespace in found
-            if namespace.number in chosen and _identity(chosen[namespace.number]) == _identity(namespace)
-        }
-        for found in lists
-    ]
+        chosen = max([memory, *lists], key=lambda found: (found.revision, found.next_number))
+    newer = [found for found in lists if found.lineage == chosen.lineage and found.revision > chosen.revision]
+    for namespace in list(chosen) if newer else ():
+        if any(namespace.tier_space not in found.tier_spaces for found in newer):
+            chosen.void_tiers(namespace.number)
     for found in [memory, *lists]:
         chosen.never_below(found.next_number, found.sequences_end)
-    return chosen, believed, problems
+    chosen.revision = max(found.revision for found in [chosen, *newer])
+    return TakenOver(
+        chosen,
+        [
+            _same_namespaces(found, chosen) if text is not None and not found.revision else None
+            for text, found in zip(saved, lists, strict=True)
+        ],
+        problems,
+    )
+
+
+def _same_namespaces(before: Namespaces, now: Namespaces) -> dict[int, int]:
+    """The space of each namespace that both lists have, by its number."""
+    return {
+        namespace.number: now[namespace.number].tier_space
+        for namespace in before
+        if namespace.number in now and _identity(now[namespace.number]) == _identity(namespace)
+    }
 
 
 def _identity(namespace: Namespace) -> tuple[str, dict[str, str], int, int]:
-    return namespace.name, namespace.geometry, namespace.generation, namespace.space
+    return namespace.name, namespace.geometry, namespace.generation, namespace.row_space

@@ -1,4 +1,4 @@
-"""What the settings of a namespace may be, in words for the person who set them. Pure."""
+"""Whether settings of a namespace are valid. Errors are messages for the person who set them. Pure."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from pdserve.tokens import is_digest
 
 MAX_WEIGHT = 1e6
 MIN_WEIGHT = 1e-3
-MIN_RATE = 1e-3  # per second; below it a request would wait longer than any clock can say
+MIN_RATE = 1e-3  # per second; below it a request would wait for ever
 MAX_POLICY_CHARS = 64
-MAX_COUNT = 1 << 62  # of versions and generations
+MAX_COUNT = 1 << 62  # above all versions and generations
 
 
 def check_record(record: NamespaceRecord) -> None:
-    """Whether any node could have made this record: what every node holds it to, whatever its own capacity
-    and policies. Raises NamespaceError.
-    """
+    """Whether a node can have made this record, whatever its capacity and policies. Raises NamespaceError."""
     check_name(record.name)
     check_geometry(record.name, record.geometry, record.geometry)
     counts = (record.version, record.generation)
@@ -31,7 +29,7 @@ def check_record(record: NamespaceRecord) -> None:
 
 
 def check_bounds(settings: NamespaceSettings) -> None:
-    """Whether a node of any capacity can do that. Raises NamespaceError."""
+    """Whether the settings are possible on a node of any capacity. Raises NamespaceError."""
     for name in ("quota_bytes", "tier_quota_bytes", "operations_s", "bytes_s", "ttl_s"):
         value = getattr(settings, name)
         if not (value >= 0 and math.isfinite(value)):
@@ -52,7 +50,7 @@ def check_bounds(settings: NamespaceSettings) -> None:
 
 
 def check_settings(settings: NamespaceSettings, capacity_bytes: int, *, tokens_allowed: bool) -> None:
-    """Whether a node of this capacity can do that. Raises NamespaceError that says what cannot be."""
+    """Whether the settings are possible on a node of this capacity. Raises NamespaceError."""
     if settings.quota_bytes > capacity_bytes:
         raise _bad(
             f"quota_bytes is {settings.quota_bytes:,}, and this node has {capacity_bytes:,}: a quota is per "

@@ -336,10 +336,10 @@ class PoolNode:
         if action.connection == LOCAL:
             self.local.answered(action.message)
             return
-        message = self.serving.answered(action.connection, action.message)
+        self.serving.answered(action.connection, action.message)
         connection = self.connections.get(action.connection)
-        if connection is not None and message is not None:
-            connection.send(message)
+        if connection is not None:
+            connection.send(action.message)
 
     def _close(self, action: Close) -> None:
         connection = self.connections.get(action.connection)
@@ -348,7 +348,7 @@ class PoolNode:
 
     def _save_namespaces(self, action: SaveNamespaces) -> None:
         self.arena.save_namespaces(action)
-        self._tiers.save_namespaces(action.text)
+        self._tiers.save_namespaces(action)
 
     def _transfer(self, action: StartSend | StartReceive | CancelTransfers) -> None:
         self._ucx.perform(action)

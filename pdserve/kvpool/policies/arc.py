@@ -1,13 +1,13 @@
-"""Adaptive replacement: learns from its own mistakes how much to keep for recency and how much for frequency.
+"""Adaptive replacement: learns from its mistakes how much room recency gets, and how much frequency.
 
 ARC (Megiddo, Modha: ARC: A Self-Tuning, Low Overhead Replacement Cache, FAST 2003). Pages used once are in
-T1, pages used again in T2; B1 and B2 remember the keys of pages evicted from each (ghosts). A page that
-comes back while it is remembered in B1 says that T1 was too small, one in B2 that T2 was: `target`, the
-size that T1 should have, moves. So a scan passes through T1 and leaves T2 alone.
+T1, pages used again in T2. B1 and B2 remember the keys of pages evicted from each (ghosts). A page that comes
+back while B1 remembers it shows that T1 was too small; with B2, that T2 was. `target`, the wanted size of T1,
+moves accordingly. So a scan passes through T1 and leaves T2 alone.
 
-The paper's cache has c pages; a share of a pool has as many as it holds at the moment, so c is that. And the
-paper adapts before it evicts: here a slot is found when a page is reserved, and the page is known when it is
-committed, so the target moves for the eviction after.
+The paper's cache has c pages. Here c is the number of pages held at the moment. The paper adapts before it
+evicts. Here a slot is found when a page is reserved, and the policy learns the page when it is committed. So
+the target moves for the next eviction.
 
 Bounds, as in the paper: |T1| + |B1| <= c, |T1| + |T2| + |B1| + |B2| <= 2c.
 """
@@ -77,7 +77,7 @@ class Arc:
                 yield next(again)
 
     def restore(self, slots: Slots, inserted_s: Times) -> None:
-        """What was used again before the restart is not known: all are used once."""
+        """Uses before the restart are not known: all pages count as used once."""
         self._pages[_ONCE].extend(np.asarray(slots, dtype=np.int32))
         np.frombuffer(self._words, np.uint32)[np.asarray(slots, dtype=np.int64)] = _ONCE
 
@@ -89,7 +89,7 @@ class Arc:
         return len(self._pages[_ONCE]) + len(self._pages[_AGAIN])
 
     def _adapt(self, ghost: int) -> None:
-        """A page that was evicted is back: its list should have been longer. Forget its ghost."""
+        """An evicted page is back: its list should have been longer. Forget its ghost."""
         kind = self._ghosts.kind(ghost)
         step = max(len(self._gone[1 - kind]) / len(self._gone[kind]), 1.0)
         if kind == _ONCE:
@@ -99,7 +99,7 @@ class Arc:
         self._ghosts.forget(ghost, self._gone[kind])
 
     def _trim(self, pages: int) -> None:
-        """Forget the oldest ghosts beyond what `pages` pages may have."""
+        """Forget the oldest ghosts beyond the bounds for `pages` pages."""
         gone_once, gone_again = self._gone
         while len(gone_once) and len(self._pages[_ONCE]) + len(gone_once) > pages:
             self._ghosts.forget(gone_once.head, gone_once)

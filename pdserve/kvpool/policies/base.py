@@ -1,12 +1,11 @@
-"""What an eviction policy is. A policy suggests, the store disposes: it skips pages that are pinned.
+"""What an eviction policy is. A policy suggests victims; the store decides, and skips pinned pages.
 
-One policy instance orders the pages of one namespace and one size class. It knows slot numbers, and keys
-where it remembers what it evicted: no I/O, no lock, no clock (time is an argument). A slot is inserted once
+One policy instance orders the pages of one namespace and one size class. It knows slot numbers, and keys only
+to remember evicted pages. It has no I/O, no lock and no clock (time is an argument). A slot is inserted once
 before it is hit, evicted or removed.
 
-What a policy keeps of a slot lies in arrays by slot number that all policies of a node share (`Links`),
-because a slot is a page of one policy at most: memory goes by the arena's size, whatever the number of
-namespaces.
+All policies of a node share arrays by slot number (`Links`), because a slot is in one policy at most. So
+memory depends on the size of the arena, not on the number of namespaces.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ class EvictionPolicy(Protocol):
         ...
 
     def on_evict(self, slot: int, key: bytes) -> None:
-        """The page is gone, for lack of room."""
+        """The page was evicted to make room."""
         ...
 
     def on_remove(self, slot: int) -> None:
-        """The page is gone for another reason: dropped, expired."""
+        """The page is gone for another reason: it was dropped, or expired."""
         ...
 
     def victims(self) -> Iterator[int]:
-        """Every slot held, the best to evict first. The iterator ends with the first change, but the slots
-        that it gave may have become another's.
+        """Every slot held, the best to evict first. A change of the policy ends the iterator; slots that it
+        gave may be moved to another policy before it continues.
         """
         ...
 
@@ -58,17 +57,15 @@ class EvictionPolicy(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up what is remembered of pages that are gone. The slots held stay in order, to be looked at
-        and removed; none is inserted or read afterwards.
-        """
+        """Forget evicted pages. Slots held stay in order; they are only looked at and removed afterwards."""
         ...
 
     def __len__(self) -> int: ...
 
 
 class Links:
-    """What all policies of a node share: for each slot the links of the list that it is in, 8 bytes; and,
-    made when a policy first asks, one word (4 bytes), one time (8 bytes), and the ghosts of evicted pages.
+    """Arrays that all policies of a node share. For each slot: the links of its list (8 bytes); made on first
+    use: one word (4 bytes), one time (8 bytes), and the ghosts of evicted pages.
     """
 
     def __init__(self, slots: int) -> None:

@@ -1,15 +1,14 @@
-"""Pages that were evicted and are remembered by a fingerprint of their key. Pure; O(1), 37 bytes each at
-most.
+"""Evicted pages, remembered by a fingerprint of their key. Pure; O(1), at most 37 bytes each.
 
-A hash table with chains, in typed arrays, shared by all policies of a node; each has lists of its own in it,
-oldest ghost first. A Python dict would take four times the memory. A policy that ends gives its lists back
-in O(1): their ghosts stay in their chains, where nobody finds them (a ghost holds the policy's number, which
-is not used again), until they are needed anew.
+A hash table with chains, in typed arrays, that all policies of a node share. Each policy has lists of its own
+in it, oldest ghost first. A Python dict would take four times the memory. A policy that ends gives its lists
+back in O(1). Its ghosts stay in their chains until they are reused; nobody finds them, because a ghost holds
+the policy's number, and numbers are not used again.
 
-Clients choose keys, so a fingerprint is Python's hash, which has a secret of the process: nobody can put
-many ghosts into one chain, or make a key that is taken for another. That two keys of one policy share a
-fingerprint remains possible and is harmless, for what is remembered decides on an order of eviction only. A
-ghost of another policy is never found, whatever its fingerprint: it is in lists that are not the asker's.
+Clients choose keys. So a fingerprint is Python's hash, which has a secret of the process: no client can put
+many ghosts into one chain, or make a key that is taken for another. Two keys of one policy may share a
+fingerprint by chance. This is harmless: ghosts affect only the order of eviction. A policy never finds
+another policy's ghost.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class Ghosts:
         self._free.append(ghost)
 
     def forget_all(self, ghosts: LinkedList) -> None:
-        """Forget a list of an owner that will not ask again; O(1)."""
+        """Forget a list of an owner that has ended; O(1)."""
         self._free.take_all(ghosts)
 
     def _unchain(self, ghost: int) -> None:

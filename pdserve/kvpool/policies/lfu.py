@@ -1,12 +1,12 @@
-"""Least frequently used, with ageing: evict the page with the fewest uses; of equals, the one unused longest.
+"""Least frequently used, with ageing: evict the page with the fewest uses; of equals, the least recently
+used.
 
 A list per frequency makes every step O(1) (Shah, Mitra, Matani: An O(1) algorithm for implementing the LFU
-cache eviction scheme, 2010). Without ageing a page that was hot once would stay for ever, so all
-frequencies are halved after every `WINDOW` uses per page held: TinyLFU's reset (Einziger, Friedman, Manes:
-TinyLFU, ACM Transactions on Storage 13(4), 2017). Halving joins each list 2f+1 to the end of list 2f, so it
-changes no order among the pages held, only their lead over pages to come; and it is O(1), for there are 64
-lists. A slot's word says its frequency and after how many halvings it was written, so that no slot needs to
-be visited.
+cache eviction scheme, 2010). Without ageing a page that was hot once would stay for ever. So all frequencies
+are halved after every `WINDOW` uses per page held: TinyLFU's reset (Einziger, Friedman, Manes: TinyLFU, ACM
+Transactions on Storage 13(4), 2017). Halving joins list 2f+1 to the end of list 2f. This keeps the order of
+the pages held, and reduces their lead over new pages. It is O(1), because there are 64 lists. A slot's word
+has its frequency, and the number of halvings when it was written: so no slot needs a visit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdserve.kvpool.policies.base import NONE, LinkedList, Links, Slots, Times
 
 MAX_FREQUENCY: Final = 63
 WINDOW: Final = 8  # uses per page held from one halving to the next
-MIN_USES: Final = 512  # between two halvings, however few the pages
+MIN_USES: Final = 512  # between two halvings, also with few pages
 _BITS: Final = 6
 _EPOCHS: Final = 1 << (32 - _BITS)
 

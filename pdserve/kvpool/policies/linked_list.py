@@ -13,7 +13,7 @@ NONE: Final = -1
 
 
 class LinkedList:
-    """One list of small numbers. Lists may share their arrays: a number is in at most one of them."""
+    """One list of slot numbers. Lists may share their arrays: a slot is in at most one of them."""
 
     __slots__ = ("_after", "_before", "_length", "head", "tail")
 
@@ -64,7 +64,7 @@ class LinkedList:
         self.head, self.tail, self._length = int(slots[0]), int(slots[-1]), len(slots)
 
     def take_all(self, other: LinkedList) -> None:
-        """Append all of `other`, which is empty then; they share their arrays."""
+        """Append all of `other`, which is empty afterwards. Both share their arrays."""
         if other.head == NONE:
             return
         if self.tail == NONE:
@@ -80,7 +80,7 @@ class LinkedList:
     def __iter__(self) -> Iterator[int]:
         slot = self.head
         while slot != NONE:
-            after = self._after[slot]  # read first: what was given may be linked elsewhere by then
+            after = self._after[slot]  # read first: the slot may be moved to another list
             yield slot
             slot = after
 

@@ -1,4 +1,4 @@
-"""Least recently used: evict the page that was not read or written for the longest time."""
+"""Least recently used: evict the page whose last read or write is the oldest."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Time to live: evict the page that ends first, and say which have ended.
+"""Time to live: evict the page that expires first, and say which have expired.
 
-A page ends `ttl_s` after its commit, read or not. As all pages of a policy live equally long, their order of
-ending is that of their commits: a list whose head ends first, so that nothing is ever searched. Pages that
-another node had before have lived there for a part of their time; those that end before the list's last are
-in a sorted one beside it.
+A page expires `ttl_s` after its commit, read or not. All pages of a policy live equally long, so they expire
+in the order of their commits: a list whose head expires first. A page from another node has lived there for a
+part of its time. If it expires before the end of the list, it is in a sorted list beside it.
 
-The store also keeps one of these beside any other policy of a namespace whose pages are to end.
+The store keeps one of these beside another policy, where a namespace has a time to live.
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ class Ttl(Fifo):
         return len(self._order) + len(self._early)
 
     def has_ended(self, slot: int, now_s: float) -> bool:
-        """Whether the slot's page, which this policy holds, is past its time."""
+        """Whether the slot's page has expired. The policy must hold the slot."""
         return self._end_s[slot] <= now_s
 
     def ended(self, now_s: float) -> Iterator[int]:
-        """Those past their time, the first to end first. The iterator ends with the first change."""
+        """The expired slots, the first to expire first. A change of the policy ends the iterator."""
         for slot in self.victims():
             if self._end_s[slot] > now_s:
                 return
@@ -68,7 +67,7 @@ class Ttl(Fifo):
 
     @property
     def next_end_s(self) -> float:
-        """When the next page ends; infinite when there is none."""
+        """When the next page expires; infinite when there is none."""
         head = self._order.head
         end_s = float("inf") if head == NONE else self._end_s[head]
         return min(end_s, self._early[0][0]) if self._early else end_s

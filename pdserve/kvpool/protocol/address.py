@@ -1,4 +1,4 @@
-"""pdserve.kvpool.protocol.address."""
+"""Addresses of nodes, as text and as records. Pure."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def parse_address(address: str) -> UnixAddress | TcpAddress:
 
 
 def is_remote(address: str) -> bool:
-    """Whether clients on other hosts may come in there."""
+    """Whether clients on other hosts can connect to it."""
     parsed = parse_address(address)
     return isinstance(parsed, TcpAddress) and not parsed.host.startswith(("127.", "localhost", "::1"))

@@ -1,4 +1,4 @@
-"""What every message of the control protocol is made of. Pure."""
+"""The base of all messages, and the records that several kinds of messages share. Pure."""
 
 from __future__ import annotations
 

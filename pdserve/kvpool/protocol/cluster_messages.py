@@ -1,7 +1,7 @@
-"""The part of the control protocol that concerns many nodes and their namespaces. Pure: records only.
+"""The messages between nodes, and between an administrator and a node. Pure: records only.
 
-Nodes speak it among themselves (membership, moving pages, replicas) and administrators to a node. It travels
-on the same connections, in the same frames and under the same rules as messages.py.
+Nodes tell each other about members and namespaces, move pages, and make replicas. These messages use the same
+connections, frames and rules as those of messages.py.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ Media: TypeAlias = Literal["dram", "ssd", "dram+ssd"]
 
 # Status of a Member
 ACTIVE: Final = 0  # owns its part of the ring
-LEAVING: Final = 1  # owns nothing any more, others pull what it has
+LEAVING: Final = 1  # owns nothing any more; other nodes pull its pages
 LEFT: Final = 2
-DEAD: Final = 3  # the others could not reach it
+DEAD: Final = 3  # no other node could reach it
 
 
 class NamespaceSettings(Message, tag=96, frozen=True):
-    """What a namespace may do on each node. 0 stands for no limit, an empty token for none needed.
+    """The limits of a namespace on each node. 0 means no limit, an empty token means that none is needed.
 
-    `quota_bytes` bounds the slots in memory, reservations included; `tier_quota_bytes` the tiers below.
-    Tokens are SHA-256 hex digests of what clients present.
+    `quota_bytes` limits slots in memory, reservations included; `tier_quota_bytes` limits storage in tiers.
+    Tokens are SHA-256 hex digests of the tokens that clients send.
     """
 
     media: Media = "dram+ssd"
@@ -40,12 +40,12 @@ class NamespaceSettings(Message, tag=96, frozen=True):
 
 
 class NamespaceRecord(Message, tag=97, frozen=True):
-    """A namespace as all nodes know it. Of two records of one name the larger `version` is newer; equal
-    versions of other content are ordered by their encoding, so that all nodes choose the same.
+    """A namespace as all nodes know it. namespaces/registry.py says which of two records of one name is
+    newer.
 
-    `generation` grows when the namespace is dropped: pages of an older generation are nobody's any more.
-    `geometry` is empty until the first worker opens the namespace. `replaced_by`: the revision that took its
-    place; opening the old one is refused.
+    `generation` grows when the namespace is dropped: pages of an older generation are void. `geometry` is
+    empty until the first worker opens the namespace. `replaced_by` names the revision that took its place;
+    opening the old one is refused.
     """
 
     name: str
@@ -58,11 +58,11 @@ class NamespaceRecord(Message, tag=97, frozen=True):
 
 
 class Member(Message, tag=98, frozen=True):
-    """A node as the others know it. Of two records the one with the larger `version` is newer, whatever the
-    incarnations (cluster_state.py says more).
+    """A node as other nodes know it. Of two records the one with the larger `version` is newer, whatever the
+    incarnations (cluster/state.py says more).
 
-    `settled`: the epoch for which this node has pulled everything that it owns. `renewed`: when it last said
-    that it is still there, on the scale of versions; 0: not since its version.
+    `settled` is the epoch for which this node has pulled everything that it owns. `renewed` is when the node
+    last renewed its record, on the scale of versions; 0 if not since its version.
     """
 
     node: str
@@ -76,9 +76,9 @@ class Member(Message, tag=98, frozen=True):
 
 
 class ClusterState(Message, tag=99, frozen=True):
-    """All that nodes tell each other. `stable` is the last ring for which every owner had settled. Members
-    older than `horizon` are forgotten; their versions are in `folded`. `floors`: of forgotten namespaces
-    (registry.py).
+    """All that a node knows of the pool. `stable` is the last ring for which every owner had settled. Members
+    older than `horizon` are forgotten; their versions are in `folded`. `floors` are those of forgotten
+    namespaces (namespaces/registry.py).
     """
 
     cluster: str
@@ -92,7 +92,7 @@ class ClusterState(Message, tag=99, frozen=True):
 
 
 class TierStatus(Message, tag=100, frozen=True):
-    """A storage tier below memory."""
+    """One storage tier of a node."""
 
     name: str
     kind: str
@@ -107,9 +107,9 @@ class TierStatus(Message, tag=100, frozen=True):
 
 
 class View(Message, tag=29, frozen=True):
-    """The ring. Pushed with id 0 to whoever asked for it in Hello, and the answer to GetView.
+    """The ring: the answer to GetView. Pushed with id 0 to every client that asked for it in Hello.
 
-    `previous`: the ring before, while pages are still moving: what a new owner lacks may still be there.
+    `previous` is the ring before, while pages are still moving: a page that its new owner lacks may be there.
     """
 
     id: int
@@ -151,7 +151,7 @@ class NamespaceList(Message, tag=34, frozen=True):
 
 
 class ListPages(Message, tag=35, frozen=True):
-    """Pages of a namespace on this node, at most `limit` of them from `cursor` on (0: the start)."""
+    """Pages of a namespace on this node: at most `limit`, from `cursor` on (0 is the start)."""
 
     id: int
     name: str
@@ -171,7 +171,7 @@ class PageEntry(Message, tag=101, frozen=True):
 
 
 class PageList(Message, tag=36, frozen=True):
-    """`cursor` to go on with; 0 when this was the end."""
+    """`cursor` is for the next request; 0 at the end."""
 
     id: int
     pages: list[PageEntry]
@@ -182,13 +182,13 @@ class PageList(Message, tag=36, frozen=True):
 
 
 class Drain(Message, tag=37, frozen=True):
-    """Leave the ring: own nothing, let the others pull. Answered with Done at once; the view tells when."""
+    """Leave the ring: other nodes pull the pages. Answered with Done at once; views show the progress."""
 
     id: int
 
 
 class Upgrade(Message, tag=38, frozen=True):
-    """Replace this process by a new one on the same memory. Answered with Done before that."""
+    """Replace this process by a new one on the same memory. Answered with Done before."""
 
     id: int
 
@@ -197,9 +197,9 @@ class Upgrade(Message, tag=38, frozen=True):
 
 
 class Gossip(Message, tag=40, frozen=True):
-    """What I know, or a part of it; answered with what you know then. Also the sign of life.
+    """The sender's state, or a part of it; answered with the receiver's. Also a sign of life.
 
-    `digest` is of all that I know; if it is yours too, neither need say more.
+    `digest` is of the sender's whole state. Where both have the same digest, the answer carries no state.
     """
 
     id: int
@@ -217,14 +217,14 @@ class Gossiped(Message, tag=41, frozen=True):
 
 
 class ProbePeer(Message, tag=42, frozen=True):
-    """Can you reach this node? Answered with Done, count 1 if so."""
+    """Try to reach this node. Answered with Done: count 1 if it could be reached."""
 
     id: int
     node: str
 
 
 class ListOwned(Message, tag=43, frozen=True):
-    """Which pages that you hold does `node` own under the ring of `epoch`?"""
+    """List the pages on this node that `node` owns under the ring of `epoch`."""
 
     id: int
     namespace: int
@@ -235,8 +235,8 @@ class ListOwned(Message, tag=43, frozen=True):
 
 
 class Owned(Message, tag=44, frozen=True):
-    """`cursor` to go on with, 0 at the end; `writing`: reservations of such pages that are still open, or 1:
-    for another reason, too, all of it has to be asked for again.
+    """`cursor` is for the next request; 0 at the end. `writing` above 0: more pages may follow, list them
+    again later. It counts open reservations of such pages; 1 also stands for other reasons.
     """
 
     id: int
@@ -247,8 +247,8 @@ class Owned(Message, tag=44, frozen=True):
 
 
 class PullPages(Message, tag=45, frozen=True):
-    """Make replicas of these pages of mine, or renew them. Answered with Done, count: how many there are
-    now. `lengths`: of each page, in bytes.
+    """Make replicas of these pages of the sender, or renew them. `lengths` are the pages' bytes. Answered
+    with Done: `count` replicas exist now.
     """
 
     id: int
@@ -258,7 +258,7 @@ class PullPages(Message, tag=45, frozen=True):
 
 
 class EndReplicas(Message, tag=46, frozen=True):
-    """The heat is over: drop your replicas of these. Answered with Done."""
+    """These pages are not hot any more: drop the replicas. Answered with Done."""
 
     id: int
     namespace: int

@@ -1,4 +1,7 @@
-"""pdserve.kvpool.protocol.frames."""
+"""Messages to bytes and back: frames, and the bounds that every request keeps. Pure.
+
+A frame is a little-endian u32 length, then one message in msgpack (messages.py).
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
 from pdserve.kvpool.protocol.messages import (
     MAX_FRAME_BYTES,
     MAX_KEYS,
+    MAX_PAGES,
     MAX_SEGMENTS,
     Abort,
     Commit,
@@ -28,6 +32,7 @@ from pdserve.kvpool.protocol.messages import (
     Reply,
     Request,
     Reserve,
+    pages_a_message,
 )
 
 R = TypeVar("R", bound=Message)
@@ -75,20 +80,20 @@ def decode_reply(body: bytes | memoryview) -> Reply:
 
 
 def expected(reply: Reply, kind: type[R], node: str) -> R:
-    """The reply, if it is of the wanted kind. Raises PoolRefused: what `node` said instead."""
+    """The reply, if it is of this kind. Raises PoolRefused with the answer of `node` otherwise."""
     if isinstance(reply, kind):
         return reply
     raise PoolRefused(f"pool node {node}: {refusal(reply)}")
 
 
 def refusal(reply: Reply) -> str:
-    """For people: why a reply is not the one that was asked for."""
+    """For people: why a reply is not of the expected kind."""
     return reply.message if isinstance(reply, Fault) else f"unexpected {type(reply).__name__}"
 
 
 def _check_bounds(message: Request) -> None:
     request_id: int = getattr(message, "id", 0)
-    if request_id < 0:  # those are the node's own, for parts of requests
+    if request_id < 0:
         raise FrameError(f"a request's id of {request_id}, it must not be negative")
     keys: list[bytes] = getattr(message, "keys", [])
     if len(keys) > MAX_KEYS:
@@ -103,9 +108,11 @@ def _check_bounds(message: Request) -> None:
         segments = message.segment_bytes
         if not 1 <= len(segments) <= MAX_SEGMENTS or min(segments) <= 0:
             raise FrameError(f"segment_bytes must be 1 to {MAX_SEGMENTS} positive lengths")
+        _check_pages(message, len(keys), pages_a_message(sum(segments)))
     elif isinstance(message, Commit):
         if not len(message.slots) == len(message.sequences) == len(message.checksums):
             raise FrameError("commit: slots, sequences and checksums differ in length")
+        _check_pages(message, len(slots), MAX_PAGES)
         if message.ages_s and len(message.ages_s) != len(message.slots):
             raise FrameError("commit: slots and ages differ in length")
     elif isinstance(message, Abort | Release):
@@ -121,10 +128,17 @@ def _check_bounds(message: Request) -> None:
         raise FrameError("discard: keys and sequences differ in length")
 
 
+def _check_pages(message: Request, pages: int, allowed: int) -> None:
+    if pages > allowed:
+        what = type(message).__name__
+        raise FrameError(
+            f"{what} of {pages} pages in one message, {allowed} of this size are allowed: this client is "
+            "older than the node, upgrade it"
+        )
+
+
 class FrameBuffer:
-    """Cuts a byte stream into frame bodies: feed what arrived, iterate what is whole. Holds at most one
-    frame.
-    """
+    """Cuts a byte stream into frame bodies. Holds at most one incomplete frame."""
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._buffer = bytearray()
@@ -132,12 +146,12 @@ class FrameBuffer:
 
     @property
     def held_bytes(self) -> int:
-        """Of a frame that is not whole yet."""
+        """Bytes of an incomplete frame."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield each complete frame body. Raises FrameError on an impossible length (a client of another
-        protocol).
+        """Add bytes from the stream; yield each complete frame body. Raises FrameError on an impossible
+        length: the peer speaks another protocol.
         """
         self._buffer += data
         while len(self._buffer) >= HEADER_BYTES:

@@ -1,14 +1,13 @@
-"""The control protocol between a pool client and a pool node: messages and frames. Pure: bytes in, records
-out.
+"""The messages between a pool client and a pool node. Pure: records only; frames.py turns them into bytes.
 
-A connection is one stream (Unix socket or TCP). Each frame is a little-endian u32 length followed by that
-many bytes of msgpack: one message, encoded as an array whose first item is the message's number. Page bytes
-never travel here: they go through mapped memory or UCX, and these messages say where.
+A connection is one stream (Unix socket or TCP). Each frame is a little-endian u32 length, then that many
+bytes of msgpack: one message, an array whose first item is the message's number. Page bytes do not travel
+here. They go through mapped memory or UCX; these messages say where.
 
-    client                          node
-    Hello            ->             Welcome, or Fault and close
-    request(id)      ->             reply(id), or Fault(id)          any number in flight, replies in any
-    order Abort, Release   ->             (no reply)
+    client                    node
+    Hello              ->     Welcome, or Fault and close
+    request(id)        ->     reply(id), or Fault(id); any number in flight, replies in any order
+    Abort, Release     ->     (no reply)
 
 Writing a page: Reserve -> the client fills the slot -> Commit. Readers see committed pages only.
 Reading a page: Get pins it under a lease -> the client copies -> Release. A pinned page is not evicted.
@@ -34,8 +33,16 @@ from pdserve.kvpool.protocol.cluster_messages import (
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 4 * 1024 * 1024  # 4,096 grants take ~200 KB; the rest is room for status reports
-MAX_KEYS = 4096  # per message, and slots; clients split longer batches
+MAX_KEYS = 4096  # keys or slots per message; clients split longer batches
+MAX_PAGES: Final = 128  # of one Get, Reserve or Commit: about 0.4 ms of a node's time
+MAX_BATCH_BYTES: Final = 32 * 1024 * 1024  # of one Get or Reserve of several pages: about 4 ms to wipe
 MAX_SEGMENTS = 1024  # per page; HiCache's layer_first layout has two per layer
+
+
+def pages_a_message(page_bytes: int) -> int:
+    """How many pages of this size one Get or Reserve may be for."""
+    return max(1, min(MAX_PAGES, MAX_BATCH_BYTES // max(1, page_bytes)))
+
 
 # "none": a connection for questions only (exists, wait, status); it may neither reserve nor get
 DataPathName: TypeAlias = Literal["shm", "ucx", "inproc", "none"]
@@ -45,9 +52,9 @@ DataPathChoice: TypeAlias = Literal["auto", "shm", "ucx", "inproc", "none"]
 GRANTED = 0  # the slot is the client's to fill
 PRESENT = 1  # already committed: nothing to do
 BUSY = 2  # another client is writing the same key: nothing to do, `Wait` for it if it matters
-FULL = 3  # no space: every page that could go is pinned, or the quota is reached
+FULL = 3  # no space: every other page is pinned, or the quota is reached
 TOO_LARGE = 4  # the page is larger than a slab
-MOVED = 5  # another node owns it under this node's newer view: ask again there
+MOVED = 5  # another node owns it under this node's newer view: ask that node
 
 # Status of one key in `Got`
 HIT = 0
@@ -61,7 +68,7 @@ ALL: Final = READ | WRITE | ADMIN
 
 
 class Hello(Message, tag=1, frozen=True):
-    """First frame of a client. `host_id` names the machine (boot id), so both sides know whether mapping can
+    """First frame of a client. `host_id` names the machine (boot id): both sides see whether mapping can
     work.
     """
 
@@ -85,10 +92,11 @@ class ArenaInfo(Message, tag=91, frozen=True):
 
 
 class UcxInfo(Message, tag=92, frozen=True):
-    """How a client reaches the node's UCX worker: its listener's host and port. `connection` is this
-    connection's
-    number: the client sends it as its first UCX message, so that the node ties the endpoint to this
-    connection."""
+    """How a client reaches the node's UCX worker: its listener's host and port.
+
+    `connection` is the number of this connection. The client sends it as its first UCX message, so that the
+    node knows to which connection the endpoint belongs.
+    """
 
     host: str
     port: int
@@ -96,9 +104,9 @@ class UcxInfo(Message, tag=92, frozen=True):
 
 
 class Welcome(Message, tag=2, frozen=True):
-    """The node's answer to Hello. `incarnation` changes at every start of the node. Exactly one of arena, ucx
-    is set
-    (neither for inproc), according to `data_path`, the path that the node chose."""
+    """The node's answer to Hello. `incarnation` changes at every start of the node. `data_path` is the path
+    that the node chose: it decides whether `arena` or `ucx` is set (neither for inproc and none).
+    """
 
     version: int
     node: str
@@ -124,21 +132,21 @@ class Fault(Message, tag=3, frozen=True):
 
 
 class Done(Message, tag=4, frozen=True):
-    """The request `id` was done; `count` of what it concerned (pages freed by a drop, say)."""
+    """The request `id` was done; `count` is a number of pages: those that a drop freed, for example."""
 
     id: int
     count: int = 0
 
 
 class OpenNamespace(Message, tag=10, frozen=True):
-    """Create the namespace, or open it. `geometry` must be equal for all who share it, key for key; else a
-    Fault
-    `geometry_mismatch` names the differing field and both values."""
+    """Create the namespace, or open it. All clients of a namespace have the same `geometry`, key for key.
+    Otherwise a Fault `geometry_mismatch` names the field and both values.
+    """
 
     id: int
     name: str
     geometry: dict[str, str]
-    generation: int = 0  # a node says of which its pages are; pages of another are never mixed with them
+    generation: int = 0  # of a node's pages: pages of two generations are never mixed
 
 
 class Opened(Message, tag=11, frozen=True):
@@ -165,9 +173,7 @@ class Present(Message, tag=13, frozen=True):
 
 
 class Reserve(Message, tag=14, frozen=True):
-    """Ask for a slot per key. A page has `sum(segment_bytes)` bytes; over UCX each segment is one tagged
-    message.
-    """
+    """Ask for a slot per key. A page has `sum(segment_bytes)` bytes. Over UCX each segment is one message."""
 
     id: int
     namespace: int
@@ -177,9 +183,9 @@ class Reserve(Message, tag=14, frozen=True):
 
 
 class Grant(Message, tag=93, frozen=True):
-    """One key's answer. With status GRANTED: the slot, its byte offset in the arena, the sequence that
-    identifies this
-    filling of the slot, and the UCX tag of its first segment (segment i has tag + i)."""
+    """One key's answer. With status GRANTED: the slot, its byte offset in the arena, the sequence that names
+    this filling of the slot, and the UCX tag of its first segment (segment i has tag + i).
+    """
 
     status: int
     slot: int = 0
@@ -231,9 +237,10 @@ class Get(Message, tag=19, frozen=True):
 
 
 class Pin(Message, tag=94, frozen=True):
-    """One key's answer. With status HIT: where it lies, its checksum (0: none), the sequence to release it by
-    and to check
-    against the slot table after copying, the UCX tag of its first segment."""
+    """One key's answer. With status HIT: slot and byte offset in the arena, checksum (0: none), and the UCX
+    tag of the first segment. Release names the `sequence`, and a mapped reader compares it with the slot
+    table after copying.
+    """
 
     status: int
     slot: int = 0
@@ -241,12 +248,12 @@ class Pin(Message, tag=94, frozen=True):
     checksum: int = 0
     sequence: int = 0
     tag: int = 0
-    replicas: int = 0  # so many nodes after the owner on the ring hold it too
+    replicas: int = 0  # how many nodes after the owner on the ring hold the page too
 
 
 class Got(Message, tag=20, frozen=True):
-    """`ages_s`: for how long each page has been in the pool; for nodes, where pages have a time to live.
-    `below`: places in `pins` of the pages that came up from a tier (SSD, directory) for this Get.
+    """`ages_s`: for how long each page has been in the pool, in s; for other nodes, where pages expire.
+    `below`: the places in `pins` of pages that this Get loaded from a tier (SSD, directory).
     """
 
     id: int
@@ -263,7 +270,7 @@ class Release(Message, tag=21, frozen=True):
 
 
 class Wait(Message, tag=22, frozen=True):
-    """Answered with Present once all keys are committed, or when `timeout_s` is over, with what is."""
+    """Answered with Present once all keys are committed, or after `timeout_s` with those that are."""
 
     id: int
     namespace: int
@@ -272,8 +279,8 @@ class Wait(Message, tag=22, frozen=True):
 
 
 class Discard(Message, tag=23, frozen=True):
-    """Drop these pages: a reader found them corrupt. Only a page with this very sequence is dropped. Answered
-    with Done.
+    """Drop these pages: a reader found them corrupt. Only a page with its sequence given here is dropped.
+    Answered with Done.
     """
 
     id: int
@@ -310,7 +317,7 @@ class NamespaceStatus(Message, tag=95, frozen=True):
     hits: int = 0
     misses: int = 0
     evictions: int = 0
-    slot_bytes: int = 0  # of all its slots, reservations included: what its quota bounds
+    slot_bytes: int = 0  # of all its slots, reservations included; limited by its quota
     replicas: int = 0
     tier_pages: int = 0
     tier_bytes: int = 0

@@ -1,8 +1,7 @@
-"""The checksum of a page: XXH3-64 over its bytes in order, whatever segments they lie in.
+"""A page's bytes in memory, and their checksum: XXH3-64 over the bytes in order, however they are cut. Pure.
 
-The writer computes it, the reader checks it, the node only carries it. 0 stands for "none was computed", so
-a page whose digest happens to be 0 gets 1: one page in 2^64 then shares its checksum with another digest,
-which costs nothing against the 2^-64 chance of any collision.
+The writer computes the checksum, the reader checks it, the node only carries it. 0 means "no checksum". A
+page whose digest is 0 has checksum 1; this adds 2^-64 to the chance of a collision, which is 2^-64 anyway.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ NO_CHECKSUM = 0
 def checksum_page(segments: Sequence[Bytes1D]) -> int:
     """XXH3-64 of the segments' bytes one after the other, in [1, 2^64).
 
-    `segments` are contiguous uint8 arrays; how a page is cut does not change its checksum. The GIL is
-    released while a large segment is hashed.
+    `segments` are contiguous uint8 arrays. The GIL is released while a large segment is hashed.
     """
     if len(segments) == 1:
         return checksum_bytes(segments[0].data)
@@ -32,12 +30,12 @@ def checksum_page(segments: Sequence[Bytes1D]) -> int:
 
 
 def checksum_bytes(data: bytes | bytearray | memoryview) -> int:
-    """The same of a page in one piece."""
+    """The checksum of a page in one piece."""
     return int(xxhash.xxh3_64_intdigest(data)) or 1
 
 
 def start() -> xxhash.xxh3_64:
-    """A running checksum, for hashing each piece while it is still in the CPU's cache: `.update(piece)`."""
+    """A running checksum: `.update(piece)` hashes each piece while it is in the CPU's cache."""
     return xxhash.xxh3_64()
 
 
@@ -46,9 +44,8 @@ def finish(digest: xxhash.xxh3_64) -> int:
     return int(digest.intdigest()) or 1
 
 
-# One page in the caller's memory: its segments in order, each a 1-D contiguous uint8 array. Written to on
-# read.
 Bytes1D: TypeAlias = npt.NDArray[np.uint8]
 
-
+# One page in the caller's memory: its segments in order, each 1-D, contiguous, uint8. A read writes into
+# them.
 PageBuffers: TypeAlias = Sequence[Bytes1D]

@@ -1,16 +1,20 @@
-"""The slot table: one row per slot, in a file mapped beside the arena. Layout only; pure.
+"""The slot table: one row per slot, in a file that is mapped beside the arena. Layout only. Pure.
 
-The node is its only writer. It serves two readers: the node's own next incarnation, which rebuilds everything
-from it in one vectorised scan, and same-host clients, which check after copying a page that the slot still
-holds the same filling (`sequence`), so that a lease that ended during the copy is a miss and never a wrong
-page.
+The node is the only writer. There are two readers:
 
-Write order (stores of one thread become visible in program order on x86-64; on other machines the row's
-`guard` covers the difference): reserving a slot, free or of an evicted page, stores `state = RESERVED`,
-alone; a commit writes every other field, `state = FREE` among them, then `state = COMMITTED` last; freeing
-stores `state = FREE`. So whatever instant the node dies at, a row that says COMMITTED is whole, or its
-guard is wrong and recovery drops that page alone. Nobody writes into a slot before its row says RESERVED:
-only then is the reservation answered.
+- The next incarnation of the node rebuilds everything from the table, in one vectorised scan.
+- A client on the same host reads a row after copying a page. The slot must still hold the same filling
+  (`sequence`). So a lease that ended during the copy gives a miss, never a wrong page.
+
+Order of writes. On x86-64 other processes see the stores of one thread in program order; on other machines
+the row's `guard` covers the difference.
+
+    reserve    stores `state = RESERVED`, alone
+    commit     writes all other fields and `state = FREE`, then `state = COMMITTED` last
+    free       stores `state = FREE`
+
+So a row that says COMMITTED is complete at every instant, or its guard is wrong: then recovery drops that
+page alone. A reservation is answered after its row says RESERVED, so no client writes into a slot before.
 """
 
 from __future__ import annotations
@@ -75,7 +79,7 @@ ROW_DTYPE = np.dtype(
     ]
 )
 
-_GUARDED_WORDS = 9  # of a row's 12: all that comes before its guard
+_GUARDED_WORDS = 9  # of a row's 12: those before its guard
 _STATE_WORD = 4  # namespace in its lower half, state in its upper one; the guard leaves the state out
 _LOWER_HALF = 0xFFFF_FFFF
 _MASK = (1 << 64) - 1
@@ -92,12 +96,11 @@ def row_words(rows: npt.NDArray[np.void]) -> Words:
 
 
 def guards_of(words: Words) -> Words:
-    """The guard of each row of `words`, shape [n, 9 or more]: a 64-bit mix of everything that a committed row
-    says; detects torn and flipped rows.
+    """The guard of each row of `words`, shape [n, 9 or more]: a 64-bit mix of all fields of a committed row.
+    It detects torn and flipped rows.
 
     Not cryptographic. Each word is salted by its place and goes through the SplitMix64 finaliser, which is
-    one to one: a change of one word always changes the sum, of several almost surely. Vectorised, so that a
-    million rows take milliseconds.
+    one to one. A change of one word always changes the sum; a change of several does so almost surely.
     """
     mixed = words[:, :_GUARDED_WORDS].T.copy()  # a column of all rows after the other: quicker to add up
     mixed[_STATE_WORD] &= _LOWER_HALF
@@ -112,7 +115,9 @@ def guards_of(words: Words) -> Words:
 
 
 def guard_of(words: Iterable[int]) -> int:
-    """`guards_of` one row of nine words (the fifth is the namespace alone), faster than NumPy for few."""
+    """`guards_of` for one row of nine words (the fifth is the namespace alone). Faster than NumPy for few
+    rows.
+    """
     guard = 0
     for word, salt in zip(words, _SALTS, strict=True):
         mixed = (word + salt) & _MASK
@@ -124,9 +129,7 @@ def guard_of(words: Iterable[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TableLayout:
-    """Where everything lies in a table file: header, slab classes, rows, as half-open byte ranges
-    [0, 64) [64, rows_at) [rows_at, table_bytes).
-    """
+    """Byte ranges in the file: header [0, 64), slab classes [64, rows_at), rows [rows_at, table_bytes)."""
 
     arena_bytes: int
     slab_bytes: int
@@ -166,7 +169,7 @@ class TableLayout:
 
     @classmethod
     def from_header(cls, header_bytes: bytes, file_bytes: int) -> TableLayout | None:
-        """The layout that a table file of this length claims in its header; None when it is none of ours."""
+        """The layout in the header of a table file of this length; None when the file is no table of ours."""
         if len(header_bytes) < HEADER_DTYPE.itemsize:
             return None
         header = np.frombuffer(header_bytes, HEADER_DTYPE, 1)[0]
@@ -179,7 +182,7 @@ class TableLayout:
 
 
 class RowWriter:
-    """Writes rows into a mapped table, in the order that the module's theory asks for."""
+    """Writes rows into a mapped table, in the order given above."""
 
     _STATE = struct.Struct("<II")
     _ROW = struct.Struct("<32sIIQQQdQ")  # as ROW_DTYPE, without what is spare
@@ -191,7 +194,7 @@ class RowWriter:
         self._words = row_words(layout.table_rows(buffer))
 
     def reserve(self, slots: list[int], space: int) -> None:
-        """Mark rows RESERVED: one store each, whatever they said before."""
+        """Mark rows RESERVED: one store each."""
         self._words[slots, _STATE_WORD] = space | RESERVED << 32
 
     def free(self, slots: list[int]) -> None:
@@ -199,7 +202,7 @@ class RowWriter:
         self._words[slots, _STATE_WORD] = FREE << 32
 
     def free_all_but(self, spaces: Collection[int]) -> None:
-        """Mark all COMMITTED rows FREE that carry none of these."""
+        """Mark all COMMITTED rows FREE but those of these spaces."""
         words = self._words[:, _STATE_WORD]
         committed = words >> np.uint64(32) == COMMITTED
         foreign = ~np.isin(words & np.uint64(_LOWER_HALF), np.array(list(spaces), np.uint64))
@@ -215,7 +218,7 @@ class RowWriter:
         sequences: list[int],
         committed_s: float,
     ) -> None:
-        """Fill reserved rows, columns of one length, and then mark them COMMITTED."""
+        """Fill reserved rows, then mark them COMMITTED. The lists are columns of one length."""
         if len(slots) < _FEW_ROWS:
             for row in zip(slots, keys, spaces, lengths, checksums, sequences, strict=True):
                 self._commit_one(committed_s, *row)
@@ -261,7 +264,7 @@ class RowReader:
         self._at = layout.rows_at + self._STATE_AT
 
     def still_holds(self, slot: int, sequence: int) -> bool:
-        """Whether the slot holds this very filling, committed. Asked after copying the page's bytes."""
+        """Whether the slot holds this filling, committed. To be asked after copying the page's bytes."""
         at = self._at + slot * ROW_DTYPE.itemsize
         state, found = self._STATE_AND_SEQUENCE.unpack_from(self._buffer, at)
         return bool(state == COMMITTED and found == sequence)

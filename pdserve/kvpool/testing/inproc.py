@@ -79,16 +79,18 @@ class InprocNode:
         self.view = View(0, 0, [])  # what its clients are told; a test sets another
         self._changed = threading.Condition()
         self._last_connection = 0
-        self._namespaces = Namespaces()
         self._config = tiers or PoolNodeConfig()
         self._tiers: NodeTiers | None = None
-        self._start(now_us=1)
+        self._start(1, "")
 
-    def _start(self, now_us: int) -> None:
+    def _start(self, now_us: int, namespaces: str) -> None:
+        """`namespaces`: the list of the incarnation before; empty: there was none."""
         self.incarnation = secrets.randbits(62) + 1
+        found = Namespaces(self.incarnation)
+        found = Namespaces.load(namespaces, self.incarnation) if namespaces else found
         self._replies: dict[int, dict[int, Reply]] = {}
         slots = SlotAllocator(self.layout.arena_bytes, self.layout.slab_bytes, self.layout.min_slot_bytes)
-        self._tiers = tiers = NodeTiers(self._config, self.memory, self._namespaces)
+        self._tiers = tiers = NodeTiers(self._config, self.memory, found)
         self._namespaces = tiers.namespaces
         store = PageStore(slots, self._namespaces.begin_sequences(now_us))
         self._acts = tiers.acts()
@@ -115,9 +117,8 @@ class InprocNode:
         with self._changed:
             rows = self.layout.table_rows(self.table)
             classes = self.layout.slab_class(self.table)
-            self._namespaces = Namespaces.load(self._namespaces.dump())
             contents = scan(self.layout, classes, rows, self._namespaces.numbers_of_spaces)
-            self._start(now_us=time.time_ns() // 1000)
+            self._start(time.time_ns() // 1000, self._namespaces.dump())
             self.state.restore(contents, time.monotonic())
             self.stopped = self.paused = False
             self._changed.notify_all()
@@ -210,7 +211,7 @@ class InprocNode:
             elif type(action) in self._acts:
                 self._acts[type(action)](action)
             elif isinstance(action, SaveNamespaces) and self._tiers is not None:
-                self._tiers.save_namespaces(action.text)
+                self._tiers.save_namespaces(action)
             else:
                 assert not isinstance(action, StartSend | StartReceive | CancelTransfers)
 

@@ -1,11 +1,16 @@
-"""What a storage tier is: a place below the arena where committed pages are kept, found again by name.
+"""What a storage tier is: a place beside the arena where committed pages are kept, found again by name.
+
+A page's name is its space, its key and its length. A space is a number of 64 bits that stands for a namespace
+(catalog.py). The node never gives a space to anything else, not even after a restart. It will not ask again
+for pages of a space that it does not know.
 
 A tier is a small class of blocking methods, called from that tier's own threads and never from the node's
 event loop:
 
-    one writer thread     `scan` first, to its end; then `put`, `forget`, `forget_namespace`,
-                          `save_namespaces`, `maintain`, in any order
+    one writer thread     `scan` first, to its end; then `put`, `forget`, `forget_space`, `maintain`, in any
+                          order
     some reader threads   `read`, at any time, several at once, beside everything above
+    any thread            `namespaces`, `save_namespaces`: one call at a time, beside everything above
 
 It holds its own index. The node keeps another one of what it was told (`scan`, `put`, `leaving`), so that a
 lookup asks no disk. Both may be wrong in one direction only: a page that is thought to be here and is not
@@ -19,9 +24,9 @@ What a tier promises:
   but the constructor raises.
 - `used_bytes` never exceeds `capacity_bytes`. Pages that go for lack of room are given to `leaving` while
   they can still be read.
-- What was put and scanned survives `close`, and a process that was killed, but for what a crash tore: that
-  is found out and left alone.
-- A namespace that was forgotten stays so when the tier is opened again.
+- What was put and scanned survives `close`, and a process that was killed, except what a crash tore. A torn
+  page is detected and left out.
+- A text that was saved survives a power failure once `save_namespaces` has returned.
 
 A tier is found by the entry point group `pdserve.kvpool.tiers`; the entry point's name is its `kind` in the
 node's configuration. tests/contracts/test_tier_contract.py holds every tier to the above.
@@ -32,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -65,17 +70,17 @@ def padded(length_bytes: int) -> int:
 class PageName(msgspec.Struct, frozen=True, gc=False):
     """A page that is looked for: another length under the same key is another page."""
 
-    namespace: int
+    space: int
     key: bytes
     length_bytes: int
 
 
 class TierPage(msgspec.Struct, frozen=True, gc=False):
     """All that is known of a stored page. `checksum` is the writer's (0: none), `sequence` that of the
-    filling it was stored from.
+    filling it was stored from. A tier whose `scan` opens no page reports both as 0 there.
     """
 
-    namespace: int
+    space: int
     key: bytes
     length_bytes: int
     checksum: int
@@ -122,22 +127,18 @@ class Tier(Protocol):
         ...
 
     def namespaces(self) -> str | None:
-        """The text last saved by `save_namespaces`, or None. Asked once, before `scan`."""
+        """The text last saved by `save_namespaces`, or None."""
         ...
 
-    def save_namespaces(self, text: str) -> str:
-        """Keep this text through a reboot; "" or what went wrong, in words: then no page is put until it
-        succeeds.
-        """
+    def save_namespaces(self, text: str | None) -> str:
+        """Keep this text through a reboot, or none; "" or what went wrong, in words."""
         ...
 
     def scan(self, known: Collection[int]) -> Iterator[list[TierPage]]:
         """Report what survived since the tier was last open, in batches of bounded size; the last word on
-        a page counts.
+        a page counts. Pages may be read as soon as they were reported.
 
-        Pages of namespaces that are not `known` are forgotten, for good once `save_namespaces` has succeeded
-        after it: by then their numbers may mean others. Pages may be read as soon as they were
-        reported.
+        `known`: the spaces whose pages may still be asked for. The room of other pages is free soon.
         """
         ...
 
@@ -153,10 +154,9 @@ class Tier(Protocol):
         """Find these no more. They may be found again after a restart."""
         ...
 
-    def forget_namespace(self, namespace: int, before_sequence: int) -> str:
-        """Find none of the namespace's pages that were put so far, not even after a restart; their space is
-        free soon. `before_sequence` is above the sequences of all these and not above that of any page put
-        later. "" or why it may not last through a restart, in words.
+    def forget_space(self, space: int) -> None:
+        """Find none of the pages that were put so far in the space; their room is free soon. They may be
+        found again after a restart, if the space is known then.
         """
         ...
 
@@ -166,4 +166,16 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Idempotent."""
+        ...
+
+
+@runtime_checkable
+class NumberedTier(Protocol):
+    """A tier that may hold pages of an earlier version, stored under the number of their namespace."""
+
+    def adopt_numbers(self, spaces: Mapping[int, int]) -> str:
+        """From now on, pages that were stored under a number are pages of this space; other numbers' pages
+        are void. Called before `scan` when the list that the tier keeps is of that version, and again after a
+        crash before the list was replaced. "" or what went wrong, in words: then all these pages are void.
+        """
         ...

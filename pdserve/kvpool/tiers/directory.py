@@ -1,10 +1,9 @@
 """The directory tier: one file per page in a mounted directory (NFS, a parallel file system).
 
-    <path>/lock                              held by the node that uses the directory, where locks work
-           namespaces.json                   the node's list of namespaces, for a start after a reboot
-           pages/<namespace>/<k>/<key>       k: first byte of the key; both in hex
-           trash/...                         forgotten namespaces and what is nobody's, removed in the
-                                             background
+    <path>/lock                        held by the node that uses the directory, where locks work
+           namespaces.json             in the first tier: the node's list of namespaces, after a reboot
+           pages/s<space>/<k>/<key>    k: first byte of the key; all in hex
+           trash/...                   forgotten spaces and stray files, removed in the background
 
 A file is one block like a segment's record header (segment_format.py; nonce and block 0), then the page's
 bytes. It is written under a temporary name and renamed, so that a page is there whole or not at all; a page
@@ -13,6 +12,9 @@ directory of its own in it.
 
 The index is made by listing folders, which asks for names and sizes and opens no file. When the capacity is
 reached, the files unused for longest go.
+
+In version 1 a folder was named by the number of its namespace, in decimal, and pages said that number. Such
+folders are renamed once, when the tier is first opened by this version.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import shutil
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -51,8 +53,8 @@ from pdserve.kvpool.tiers.durable_files import (
     claim_directory,
     read_options,
     read_text,
+    save_text,
     sync_directory,
-    write_durably,
 )
 from pdserve.kvpool.tiers.ssd.segment_format import (
     BLOCK_BYTES,
@@ -88,7 +90,6 @@ class DirectoryTier:
             OrderedDict()
         )  # -> length; unused for longest first
         self._used_bytes = 0
-        self._known: Collection[int] | None = None  # while folders of others are to be discarded
         self._emptying: Iterator[bool] | None = None  # a pass through the trash
         self._empty_at_s = 0.0  # when the next pass may begin
         self._closed = False
@@ -102,50 +103,47 @@ class DirectoryTier:
         """See `Tier`."""
         return read_text(self._path / "namespaces.json")
 
-    def save_namespaces(self, text: str) -> str:
-        """See `Tier`. Not before the folders are gone that the list does not speak of."""
-        return self._discard_unknown() or write_durably(self._path / "namespaces.json", text)
+    def save_namespaces(self, text: str | None) -> str:
+        """See `Tier`."""
+        return save_text(self._path / "namespaces.json", text)
 
     # --- starting
+
+    def adopt_numbers(self, spaces: Mapping[int, int]) -> str:
+        """See `NumberedTier`."""
+        problem = ""
+        for folder in _entries(self._pages):
+            space = spaces.get(int(folder.name)) if folder.name.isdecimal() else None
+            if space is not None:
+                try:
+                    Path(folder.path).rename(self._folder(space))
+                except OSError as error:
+                    problem = f"{folder.path}: {error.strerror or error}"
+        return problem
 
     def scan(self, known: Collection[int]) -> Iterator[list[TierPage]]:
         """See `Tier`. Checksums and sequences are in the files, which are not opened: reported as 0."""
         ages: list[tuple[float, int, bytes]] = []
-        self._known = known
-        self._discard_unknown()
         for folder in _entries(self._pages):
-            namespace = _namespace(folder)
-            if namespace not in known:
+            space = _space(folder)
+            if space not in known:
+                problem = self._discard(Path(folder.path))
+                if problem:
+                    logger.warning("node %s: %s", self._settings.node, problem)
                 continue
             for shard in _entries(Path(folder.path)):
                 pages = []
-                for found, modified_s in self._files(namespace, Path(shard.path)):
-                    ages.append((modified_s, namespace, found.key))
+                for found, modified_s in self._files(space, Path(shard.path)):
+                    ages.append((modified_s, space, found.key))
                     pages.append(found)
                 if pages:
                     yield pages
         with self._lock:
-            for _, namespace, key in sorted(ages):
-                if (namespace, key) in self._index:
-                    self._index.move_to_end((namespace, key))
+            for _, space, key in sorted(ages):
+                if (space, key) in self._index:
+                    self._index.move_to_end((space, key))
 
-    def _discard_unknown(self) -> str:
-        """Until it succeeded once; "" or why it did not, in words."""
-        if self._known is None:
-            return ""
-        try:
-            with os.scandir(self._pages) as entries:
-                unknown = [entry for entry in entries if _namespace(entry) not in self._known]
-        except FileNotFoundError:
-            unknown = []
-        except OSError as error:
-            return f"{self._pages}: {error.strerror or error}"
-        problems = [self._discard(Path(folder.path)) for folder in unknown]
-        if not any(problems):
-            self._known = None
-        return max(problems, default="")
-
-    def _files(self, namespace: int, shard: Path) -> Iterator[tuple[TierPage, float]]:
+    def _files(self, space: int, shard: Path) -> Iterator[tuple[TierPage, float]]:
         for entry in _entries(shard):
             try:
                 key = bytes.fromhex(entry.name) if len(entry.name) == _KEY_CHARS else b""
@@ -156,8 +154,8 @@ class DirectoryTier:
             if length <= 0 or key.hex() != entry.name:
                 _unlink(Path(entry.path))  # a temporary name, or cut short
                 continue
-            self._add(namespace, key, length)
-            yield TierPage(namespace, key, length, 0, 0), found.st_mtime
+            self._add(space, key, length)
+            yield TierPage(space, key, length, 0, 0), found.st_mtime
 
     # --- writing
 
@@ -180,12 +178,12 @@ class DirectoryTier:
                 problem = f"{self._path}: {error.strerror or error}"
                 statuses.append(WRITE_FAILED)
                 continue
-            self._add(page.namespace, page.key, page.length_bytes)
+            self._add(page.space, page.key, page.length_bytes)
             statuses.append(STORED)
         return PutResult(statuses, problem)
 
     def _write(self, page: TierPage, memory: PageMemory) -> None:
-        path = self._file(page.namespace, page.key)
+        path = self._file(page.space, page.key)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         head = bytearray(BLOCK_BYTES)
         data = memory[: page.length_bytes].data
@@ -206,13 +204,13 @@ class DirectoryTier:
             leaving: list[PageName] = []
             freed = 0
             with self._lock:
-                for (namespace, key), length in self._index.items():
+                for (space, key), length in self._index.items():
                     if (
                         len(leaving) == LEAVING_PAGES
                         or self._used_bytes - freed + size <= self.capacity_bytes
                     ):
                         break
-                    leaving.append(PageName(namespace, key, length))
+                    leaving.append(PageName(space, key, length))
                     freed += BLOCK_BYTES + length
             self._settings.leaving(leaving)
             self.forget(leaving)
@@ -225,13 +223,13 @@ class DirectoryTier:
 
     def _read(self, name: PageName, memory: PageMemory) -> ReadResult:
         with self._lock:
-            if self._index.get((name.namespace, name.key)) != name.length_bytes:
+            if self._index.get((name.space, name.key)) != name.length_bytes:
                 return ReadResult(GONE)
-            self._index.move_to_end((name.namespace, name.key))
+            self._index.move_to_end((name.space, name.key))
         head = bytearray(BLOCK_BYTES)
         data = memory[: name.length_bytes].data
         try:
-            fd = os.open(self._file(name.namespace, name.key), os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(self._file(name.space, name.key), os.O_RDONLY | os.O_CLOEXEC)
             try:
                 whole = os.preadv(fd, [head, data], 0) == BLOCK_BYTES + name.length_bytes
             finally:
@@ -241,13 +239,13 @@ class DirectoryTier:
         except OSError as error:
             logger.warning("node %s: %s: %s", self._settings.node, self._path, error.strerror)
             return ReadResult(READ_FAILED)
-        record = decode_record_header(head, 0, 0)
-        if not whole or record is None:
+        page_and_digest = _decode(head, name)
+        if not whole or page_and_digest is None:
             return ReadResult(CORRUPT)
-        page = record.page
-        if (page.namespace, page.key, page.length_bytes) != (name.namespace, name.key, name.length_bytes):
+        page, digest = page_and_digest
+        if (page.space, page.key, page.length_bytes) != (name.space, name.key, name.length_bytes):
             return ReadResult(CORRUPT)
-        if checksum_bytes(data) != record.digest:
+        if checksum_bytes(data) != digest:
             return ReadResult(CORRUPT)
         return ReadResult(LOADED, page)
 
@@ -256,16 +254,18 @@ class DirectoryTier:
     def forget(self, names: Sequence[PageName]) -> None:
         """See `Tier`."""
         for name in names:
-            if self._remove(name.namespace, name.key):
-                _unlink(self._file(name.namespace, name.key))
+            if self._remove(name.space, name.key):
+                _unlink(self._file(name.space, name.key))
 
-    def forget_namespace(self, namespace: int, before_sequence: int) -> str:
+    def forget_space(self, space: int) -> None:
         """See `Tier`."""
         with self._lock:
-            keys = [key for number, key in self._index if number == namespace]
+            keys = [key for of, key in self._index if of == space]
         for key in keys:
-            self._remove(namespace, key)
-        return self._discard(self._pages / str(namespace))
+            self._remove(space, key)
+        problem = self._discard(self._folder(space))
+        if problem:
+            logger.warning("node %s: %s", self._settings.node, problem)
 
     def _discard(self, folder: Path) -> str:
         """Out of the way now, removed later."""
@@ -309,21 +309,24 @@ class DirectoryTier:
 
     # --- the index
 
-    def _add(self, namespace: int, key: bytes, length_bytes: int) -> None:
+    def _add(self, space: int, key: bytes, length_bytes: int) -> None:
         with self._lock:
-            old = self._index.pop((namespace, key), None)
-            self._index[namespace, key] = length_bytes
+            old = self._index.pop((space, key), None)
+            self._index[space, key] = length_bytes
             self._used_bytes += length_bytes + BLOCK_BYTES - (0 if old is None else old + BLOCK_BYTES)
 
-    def _remove(self, namespace: int, key: bytes) -> bool:
+    def _remove(self, space: int, key: bytes) -> bool:
         with self._lock:
-            length = self._index.pop((namespace, key), None)
+            length = self._index.pop((space, key), None)
             if length is not None:
                 self._used_bytes -= length + BLOCK_BYTES
         return length is not None
 
-    def _file(self, namespace: int, key: bytes) -> Path:
-        return self._pages / str(namespace) / f"{key[0]:02x}" / key.hex()
+    def _file(self, space: int, key: bytes) -> Path:
+        return self._folder(space) / f"{key[0]:02x}" / key.hex()
+
+    def _folder(self, space: int) -> Path:
+        return self._pages / f"s{space:016x}"
 
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:
@@ -342,9 +345,24 @@ def _entries_of_folder(entry: os.DirEntry[str]) -> list[os.DirEntry[str]]:
         return []
 
 
-def _namespace(folder: os.DirEntry[str]) -> int:
+def _space(folder: os.DirEntry[str]) -> int:
     """Whose pages are in it; -1: nobody's."""
-    return int(folder.name) if folder.name.isdecimal() else -1
+    digits = folder.name.removeprefix("s")
+    try:
+        return int(digits, 16) if folder.name == f"s{int(digits, 16):016x}" else -1
+    except ValueError:
+        return -1
+
+
+def _decode(head: bytearray, name: PageName) -> tuple[TierPage, int] | None:
+    """What the file's head says: the page and its digest. A page of version 1 is in its folder's space."""
+    record = decode_record_header(head, 0, 0)
+    if record is not None:
+        return record.page, record.digest
+    record = decode_record_header(head, 0, 0, version=1)
+    if record is None:
+        return None
+    return msgspec.structs.replace(record.page, space=name.space), record.digest
 
 
 def _unlink(path: Path) -> None:

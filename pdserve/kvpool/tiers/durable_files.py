@@ -122,86 +122,29 @@ def read_text(path: Path) -> str | None:
         return None
 
 
-def _load(path: Path, kind: type[T], missing: T) -> T | None:
+def remove_durably(path: Path) -> str:
+    """Remove a small file, through a crash too; "" or what went wrong, in words."""
+    try:
+        path.unlink()
+        sync_directory(path.parent)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"{path}: {error.strerror or error}"
+    return ""
+
+
+def save_text(path: Path, text: str | None) -> str:
+    """Keep this text, or no file; "" or what went wrong, in words."""
+    return remove_durably(path) if text is None else write_durably(path, text)
+
+
+def load_json(path: Path, kind: type[T], missing: T) -> T | None:
     """From JSON; `missing` where there is no file, None where it cannot be read."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
         return missing
     except (OSError, msgspec.MsgspecError) as error:
-        logger.warning("%s cannot be read: no page of before is believed: %s", path, error)
+        logger.warning("%s cannot be read: %s", path, error)
         return None
-
-
-class Forgotten:
-    """Which pages of which namespaces were forgotten, durably: those with a sequence below the number."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        found = _load(path, dict[int, int], {})
-        self.readable = found is not None
-        self.before = found or {}
-
-    def covers(self, namespace: int, sequence: int) -> bool:
-        return sequence < self.before.get(namespace, 0)
-
-    def add(self, namespace: int, before_sequence: int) -> str:
-        """ "" or why it could not be saved."""
-        self.before[namespace] = max(before_sequence, self.before.get(namespace, 0))
-        return self._save()
-
-    def keep_only(self, namespaces: set[int]) -> None:
-        """What is said of others is of no use once nothing of theirs is believed (`Origins`)."""
-        if not self.readable or not self.before.keys() <= namespaces:
-            self.before = {number: before for number, before in self.before.items() if number in namespaces}
-            self._save()
-
-    def _save(self) -> str:
-        return write_durably(self._path, msgspec.json.encode(self.before).decode())
-
-
-class OriginsFile(msgspec.Struct, frozen=True):
-    """The persistent form: a first segment by namespace, and that of all others. Segments count from 1."""
-
-    numbers: dict[int, int] = {}
-    others: int = 1
-
-
-class Origins:
-    """From which segment on a namespace's number means this namespace, durably. In an older segment it may
-    mean another, of a list of namespaces that was not believed any more (names.py), whatever lists say later.
-    """
-
-    def __init__(self, path: Path, *, believe: bool) -> None:
-        """`believe`: whether what is there counts at all."""
-        self._path = path
-        self._saved = _load(path, OriginsFile, OriginsFile()) if believe else None
-        self._file = self._saved
-
-    @property
-    def next_segment(self) -> int:
-        """No new segment's number is below this."""
-        return 1 if self._file is None else self._file.others
-
-    def has(self, namespace: int, segment: int) -> bool:
-        """Whether the segment's records of this number are the namespace's."""
-        file = self._file
-        return file is not None and segment >= file.numbers.get(namespace, file.others)
-
-    def settle(self, known: set[int], next_segment: int) -> str:
-        """Of the segments there are now only records of `known` count from here on; "" or why that may not
-        last through a restart, in words: see `save`.
-        """
-        file = self._file or OriginsFile(others=next_segment)
-        numbers = {number: file.numbers.get(number, file.others) for number in known}
-        self._file = OriginsFile(numbers, max(next_segment, file.others))
-        return self.save()
-
-    def save(self) -> str:
-        """ "" once what was settled is durable, or why it is not."""
-        if self._file is None or self._file == self._saved:
-            return ""
-        problem = write_durably(self._path, msgspec.json.encode(self._file).decode())
-        if not problem:
-            self._saved = self._file
-        return problem

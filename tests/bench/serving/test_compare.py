@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from docs.generate.benchmarks import serving as pages
+from docs.generate.benchmarks.results import NO_RUN
 from pdserve.bench.commands.load_options import loads_of
 from pdserve.bench.serving.cluster import launched, workplace
 from pdserve.bench.serving.compare import compare
@@ -27,7 +29,6 @@ from pdserve.settings.toml_text import to_toml
 from pdserve.up.cli import SCHEMAS, check_tables
 from pdserve.up.config import read_cluster_file
 from pdserve.up.plan import make_plan
-from tests.support import readme
 from tests.support.bench.scripted import ScriptedServer
 from tests.support.bench.serving import serving
 from tests.support.router.mock_worker import Received, Wire
@@ -288,9 +289,7 @@ def test_a_load_that_cannot_be_read_is_named(text: str) -> None:
         loads_of([text], "eic", 1.0, {})
 
 
-def test_the_readme_shows_what_was_kept(
-    compared: tuple[Launcher, list[Measured]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_documents_show_what_was_kept(compared: tuple[Launcher, list[Measured]], tmp_path: Path) -> None:
     _, measured = compared
     origin = {
         "command": "pdserve bench compare",
@@ -303,21 +302,22 @@ def test_the_readme_shows_what_was_kept(
         *map(msgspec.json.encode, [*measured, *summaries(measured, "plain")]),
     ]
     (tmp_path / "compare-small-2026-01-02.jsonl").write_bytes(b"\n".join(lines))
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    shown = readme.serving()
+    shown = pages.compared(tmp_path)
     rows = [line for line in shown.splitlines() if line.startswith(("| small", "| large"))]
     assert len(rows) == 8
     assert rows[0].startswith("| small | plain | 2 |")
     assert "| 1.00 × |" in rows[0]
-    assert "2026-01-02 at abc, two cores; medians" in shown
-    assert "| from turn 2, over plain: tokens/s ≥ 3.7 × | turns | agg |" in shown
+    assert "2026-01-02, abc\n- Machine: two cores" in shown
+    assert "| from turn 2, over plain: tokens/s ≥ 3.7 × | turns | agg |" in pages.goals(tmp_path)
     # what a run that broke off has kept is shown as far as it goes
     (tmp_path / "compare-small-2026-01-02.jsonl").write_bytes(b"\n".join(lines[:3]))
     (tmp_path / "sweep-2026-01-02.jsonl").write_text(json.dumps({**origin, "load": "eic"}))
     (tmp_path / "weights-2026-01-02.jsonl").write_text(json.dumps({**origin, "load": "eic"}))
-    assert "| small | agg | 1 |" in readme.serving()
-    monkeypatch.setattr(readme, "RESULTS", tmp_path / "nothing")
-    assert "no run is kept" in readme.serving()
+    assert "| small | agg | 1 |" in pages.compared(tmp_path)
+    assert "Highest rate that holds: none" in pages.swept(tmp_path)
+    assert "Load: eic." in pages.parts("weights", tmp_path)
+    for block in (pages.compared, pages.goals, pages.swept):
+        assert block(tmp_path / "nothing") == NO_RUN
 
 
 def test_a_cluster_that_does_not_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,13 +11,13 @@ import numpy as np
 import pytest
 
 from pdserve.kvpool.admin.node_client import ask
-from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.protocol.cluster_messages import Drain
 from pdserve.kvpool.protocol.messages import Done
 from tests.kvpool.node.peers.test_gossip import Processes
 from tests.kvpool.node.test_node import small_config
+from tests.support.kvpool.clients import Blocking
 from tests.support.kvpool.faulty import keys
 from tests.support.kvpool.pools import KIB, ProcessPool, arena_dir, remove_arena
 
@@ -107,49 +106,32 @@ def test_a_client_of_one_seed_follows_a_join_a_drain_and_a_death(processes: Proc
     client.close()
 
 
-@pytest.mark.parametrize("left", ["a", "b"])
 def test_clients_of_a_pool_that_was_started_anew_with_fewer_nodes_and_less_memory_follow(
-    processes: Processes, left: str
+    processes: Processes,
 ) -> None:
     processes.start("a", "b")
     processes.until("ab")
     refs = [PoolNodeRef(node=name, address=node.address) for name, node in processes.nodes.items()]
-    config = PoolClientConfig(nodes=refs)
-    client = PoolClient(config, "ns", {"page_size": "64"})
-    wanted = keys(COUNT)
+    config, wanted = PoolClientConfig(nodes=refs), keys(COUNT)
+    client, other = PoolClient(config, "ns", {"page_size": "64"}), Blocking(config, "ns", {"page_size": "64"})
 
     def put() -> list[bool]:
         return client.put(wanted, [page_of(key) for key in wanted])
 
-    async def follow() -> None:
-        """An asyncio client, from before to after."""
-        other = AsyncPoolClient(config, "ns", {"page_size": "64"})
-        assert all(await other.exists(wanted))
-        await asyncio.to_thread(restart)
-        deadline = time.monotonic() + SOON_S
-        while not all(await other.exists(wanted)):
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.02)
-        pages = [[np.zeros(PAGE_BYTES, np.uint8)] for _ in wanted]
-        while not all(await other.get(wanted, pages)):
-            assert time.monotonic() < deadline
-        other.close()
-
-    def restart() -> None:
-        for node in processes.nodes.values():
-            node.kill()
-        (gone,) = processes.nodes.keys() - {left}
-        remove_arena(processes.nodes.pop(gone).config)
-        cluster = processes.nodes[left].config.cluster
-        smaller = small_config(name=left, capacity_bytes="8MiB", cluster=cluster)
-        processes.nodes[left] = ProcessPool(smaller, processes.directory, "shm")
-        until(lambda: all(put()))
-
     until(lambda: all(put()))
-    asyncio.run(follow())
+    assert all(other.exists(wanted))
+    for node in processes.nodes.values():
+        node.kill()
+    remove_arena(processes.nodes.pop("a").config)
+    cluster = processes.nodes["b"].config.cluster
+    smaller = small_config(name="b", capacity_bytes="8MiB", cluster=cluster)
+    processes.nodes["b"] = ProcessPool(smaller, processes.directory, "shm")
+    until(lambda: all(put()))
+    until(lambda: all(other.exists(wanted)))
     pages = [[np.zeros(PAGE_BYTES, np.uint8)] for _ in wanted]
     assert client.get(wanted, pages) == [True] * COUNT
     for key, page in zip(wanted, pages, strict=True):
         assert np.array_equal(page[0], page_of(key)[0])
     assert client.counters.pages_lost == client.counters.pages_corrupt == 0
     client.close()
+    other.close()

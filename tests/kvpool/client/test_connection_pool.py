@@ -1,32 +1,36 @@
-"""The breaker before a node: one failure ends all asking, a probe in the background begins it again."""
+"""A node's connections, used by threads: bounded, reused, repeated where that does no harm, waited for.
+
+When the node is tried is in test_node_health.py; here is what the threads make of it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from pdserve.errors import PoolRefused, PoolRestarting, PoolTimeout, PoolUnavailable, StartupError
+from pdserve.errors import PoolError, PoolRefused, PoolRestarting, PoolTimeout, PoolUnavailable, StartupError
 from pdserve.kvpool.client.connection_pool import NodeLink, OpenConnection
 from pdserve.kvpool.client.deadline import Deadline
 from pdserve.kvpool.protocol import messages as m
+from tests.support.kvpool.clients import SOON_S, until
 
-SOON_S = 10.0
+NEVER_S = 600.0
 
 
 class Scripted:
-    """A connection that opens any namespace; `fail` decides what other calls do."""
+    """A connection that opens any namespace, or none."""
 
     def __init__(self, opens: bool = True) -> None:
         self.welcome = m.Welcome(1, "n", 1, "h", "inproc", 1.0)
         self.closed = False
         self._opens = opens
 
-    def call(self, request: m.Request, deadline: float) -> m.Reply:
+    def call(self, request: m.Request, deadline_s: float) -> m.Reply:
         assert isinstance(request, m.OpenNamespace)
         if not self._opens:
             return m.Fault(request.id, "geometry_mismatch", "page_size is 32 here, not 64")
@@ -34,10 +38,10 @@ class Scripted:
 
     def post(self, message: Any) -> None: ...
 
-    def write_pages(self, grants: Any, pages: Any, deadline: float) -> list[int]:
+    def write_pages(self, grants: Any, pages: Any, deadline_s: float) -> list[int]:
         return []
 
-    def read_pages(self, pins: Any, pages: Any, deadline: float) -> list[int]:
+    def read_pages(self, pins: Any, pages: Any, deadline_s: float) -> list[int]:
         return []
 
     def close(self) -> None:
@@ -45,39 +49,53 @@ class Scripted:
 
 
 class Node:
-    """Connects or not, as told; keeps what it handed out."""
+    """Connects or fails as told; keeps the connections that it handed out."""
 
     def __init__(self) -> None:
-        self.alive = True
-        self.restarting = False
+        self.error: Exception | None = None
         self.opens = True
         self.attempts = 0
         self.made: list[Scripted] = []
-        self.attempted = threading.Condition()
+        self.before: Callable[[], None] = lambda: None
 
-    def connect(self, deadline: float) -> Scripted:
-        with self.attempted:
-            self.attempts += 1
-            self.attempted.notify_all()
-        if not self.alive:
-            raise PoolUnavailable("refused")
-        if self.restarting:
-            raise PoolRestarting("upgrading")
+    def connect(self, deadline_s: float) -> Scripted:
+        self.attempts += 1
+        self.before()
+        if self.error is not None:
+            raise self.error
         self.made.append(Scripted(self.opens))
         return self.made[-1]
 
 
-def make(node: Node, limit: int = 2, retry_after_s: float = 0.01, restart_wait_s: float = SOON_S) -> NodeLink:
-    return NodeLink(
-        "n",
-        node.connect,
-        namespace="ns",
-        geometry={},
-        limit=limit,
-        connect_timeout_s=1.0,
-        retry_after_s=retry_after_s,
-        restart_wait_s=restart_wait_s,
-    )
+@pytest.fixture
+def node() -> Node:
+    return Node()
+
+
+@pytest.fixture
+def make(node: Node) -> Iterator[Callable[..., NodeLink]]:
+    made: list[NodeLink] = []
+
+    def link(limit: int = 2, retry_after_s: float = 0.01, restart_wait_s: float = SOON_S) -> NodeLink:
+        one = NodeLink(
+            "n",
+            node.connect,
+            namespace="ns",
+            geometry={},
+            limit=limit,
+            connect_timeout_s=1.0,
+            retry_after_s=retry_after_s,
+            restart_wait_s=restart_wait_s,
+        )
+        made.append(one)
+        return one
+
+    yield link
+    for one in made:
+        one.close()
+
+
+MakeLink = Callable[..., NodeLink]
 
 
 def soon() -> Deadline:
@@ -88,222 +106,171 @@ def within(timeout_s: float, restart_wait_s: float = 0.0) -> Deadline:
     return Deadline(time.monotonic() + timeout_s, restart_wait_s)
 
 
-def wait_for(condition: Any, conditions: Sequence[threading.Condition]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < deadline
-        with conditions[0]:
-            conditions[0].wait(0.01)
+def fail(link: NodeLink, error: Exception, deadline: Deadline | None = None) -> None:
+    """An operation that ends by this error."""
+    with pytest.raises(type(error)), link.acquire(deadline or soon()):
+        raise error
 
 
-def test_connections_are_reused() -> None:
-    node = Node()
-    link = make(node)
+def refused(link: NodeLink, match: str = "is down") -> None:
+    with pytest.raises(PoolUnavailable, match=match):
+        link.check(soon())
+
+
+def test_connections_are_reused_and_closed_with_the_link(node: Node, make: MakeLink) -> None:
+    link = make()
     for _ in range(3):
         with link.acquire(soon()) as opened:
             assert opened.namespace == 7
     assert node.attempts == 1
+    with link.acquire(soon()):
+        link.close()
+    assert node.made[0].closed
+    refused(link, "closed")
 
 
-def test_a_failure_closes_the_connection_and_refuses_at_once_without_the_network() -> None:
-    node = Node()
-    link = make(node, retry_after_s=60.0)
-    with pytest.raises(PoolTimeout), link.acquire(soon()):
-        raise PoolTimeout("late")
+@pytest.mark.parametrize("error", [PoolTimeout("late"), PoolUnavailable("gone"), PoolRefused("no")])
+def test_a_failure_closes_the_connection_and_refuses_at_once_without_the_network(
+    node: Node, make: MakeLink, error: PoolError
+) -> None:
+    link = make(retry_after_s=NEVER_S)
+    fail(link, error)
     assert node.made[0].closed
     assert not link.up
     for _ in range(5):
-        with pytest.raises(PoolUnavailable), link.acquire(soon()):
-            raise AssertionError("not reached")
+        refused(link)
     assert node.attempts == 1
-    link.close()
 
 
-def test_a_node_that_came_back_is_found_by_the_probe() -> None:
-    node = Node()
-    link = make(node)
-    node.alive = False
-    with pytest.raises(PoolUnavailable), link.acquire(soon()):
-        raise AssertionError("not reached")
-    wait_for(lambda: node.attempts >= 3, [node.attempted])  # it is being probed
-    node.alive = True
-    wait_for(lambda: link.up, [node.attempted])
+@pytest.mark.parametrize("error", [PoolUnavailable("refused"), StartupError("UCX cannot be loaded")])
+def test_a_node_that_came_back_is_found_whatever_went_wrong_meanwhile(
+    node: Node, make: MakeLink, error: Exception
+) -> None:
+    link = make()
+    fail(link, PoolTimeout("late"))
+    node.error = error
+    until(lambda: node.attempts >= 3)
+    node.error = None
+    until(lambda: link.up)
+    link.check(soon())
+
+
+def test_where_nobody_listens_the_node_is_tried_more_often(node: Node, make: MakeLink) -> None:
+    link = make(retry_after_s=NEVER_S)
+    node.error = PoolUnavailable("refused")
+    with pytest.raises(PoolUnavailable):
+        link.check(soon())
+    until(lambda: node.attempts >= 3)
+    node.error = None
+    until(lambda: link.up)
+
+
+def test_connections_of_before_a_failure_are_neither_reused_nor_held_against_the_node(
+    node: Node, make: MakeLink
+) -> None:
+    link = make(limit=3)
+
+    def late() -> None:
+        with link.acquire(soon()):
+            with link.acquire(soon()):
+                fail(link, PoolUnavailable("gone"))
+                until(lambda: link.up)
+            raise PoolTimeout("late")
+
+    with pytest.raises(PoolTimeout):
+        late()
+    assert link.up
+    assert [connection.closed for connection in node.made[:3]] == [True] * 3
+
+
+def test_at_most_limit_operations_run_and_others_wait_for_their_deadline_only(
+    node: Node, make: MakeLink
+) -> None:
+    link = make(limit=1)
     with link.acquire(soon()):
-        pass
-    link.close()
+        for timeout_s, match in ((0.02, "came free"), (-1.0, "came free")):
+            with pytest.raises(PoolTimeout, match=match):
+                link.check(within(timeout_s))
+    with pytest.raises(PoolTimeout, match="no time was left"):
+        link.check(within(-1.0))
+    assert link.up  # neither a full link nor a late caller is a failed node
+    assert node.attempts == 1
 
 
-def test_a_node_that_nobody_could_connect_to_is_tried_more_often() -> None:
-    node = Node()
-    link = make(node, retry_after_s=60.0)
-    node.alive = False
-    with pytest.raises(PoolUnavailable), link.acquire(soon()):
-        raise AssertionError("not reached")
-    wait_for(lambda: node.attempts >= 3, [node.attempted])
-    node.alive = True
-    wait_for(lambda: link.up, [node.attempted])
-    link.close()
+def test_who_waited_for_a_connection_of_a_node_that_failed_does_not_try_it(
+    node: Node, make: MakeLink
+) -> None:
+    link = make(limit=1, retry_after_s=NEVER_S)
+    waiting = threading.Event()
+    acquire = link._free.acquire
+    outcome: list[str] = []
 
+    def told(*given: Any, **options: Any) -> bool:
+        waiting.set()
+        return acquire(*given, **options)
 
-def test_idle_connections_of_before_a_failure_are_not_used_after_it() -> None:
-    node = Node()
-    link = make(node, limit=2)
-    with link.acquire(soon()), pytest.raises(PoolUnavailable), link.acquire(soon()):
-        raise PoolUnavailable("gone")
-    wait_for(lambda: link.up, [node.attempted])
-    assert [connection.closed for connection in node.made[:2]] == [True, True]
-    link.close()
+    def wait() -> None:
+        with pytest.raises(PoolUnavailable) as caught:
+            link.check(soon())
+        outcome.append(str(caught.value))
 
+    waiter = threading.Thread(target=wait)
 
-def test_at_most_limit_operations_run_and_others_wait_for_their_deadline_only() -> None:
-    node = Node()
-    link = make(node, limit=1)
-    with link.acquire(soon()):
-        started_s = time.monotonic()
-        with pytest.raises(PoolTimeout), link.acquire(within(0.05)):
-            raise AssertionError("not reached")
-        assert time.monotonic() - started_s < SOON_S
-    assert link.up  # a full link is no failed node
-    with link.acquire(soon()):
-        pass
+    def work() -> None:
+        with link.acquire(soon()):
+            link._free.acquire = told  # type: ignore[method-assign]
+            waiter.start()
+            assert waiting.wait(SOON_S)
+            raise PoolTimeout("late")
+
+    with pytest.raises(PoolTimeout):
+        work()
+    waiter.join(SOON_S)
+    assert outcome == ["pool node n is down"]
+    assert node.attempts == 1
 
 
 @pytest.mark.parametrize("failure", [PoolUnavailable, PoolRestarting])
 def test_a_node_is_tried_again_though_no_thread_could_be_had_when_it_failed(
-    monkeypatch: pytest.MonkeyPatch, failure: type[PoolUnavailable]
+    monkeypatch: pytest.MonkeyPatch, make: MakeLink, failure: type[PoolUnavailable]
 ) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    node = Node()
-    link = make(node)
+    link = make()
     with monkeypatch.context() as without_threads:
         without_threads.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(failure), link.acquire(soon()):
-            raise failure("gone")
+        fail(link, failure("gone"))
         for _ in range(2):
-            with pytest.raises(PoolUnavailable, match="is down"):
-                link.check(soon())
-    deadline = time.monotonic() + SOON_S
-    while not link.up:
-        assert time.monotonic() < deadline, "nobody tries the node"
+            refused(link)
+
+    def up() -> bool:
         with contextlib.suppress(PoolUnavailable):
             link.check(soon())
-    link.close()
+        return link.up
+
+    until(up)
 
 
-def test_a_refused_namespace_is_a_refusal_and_closes_the_connection() -> None:
-    node = Node()
+def test_a_refused_namespace_is_a_refusal_and_closes_the_connection(node: Node, make: MakeLink) -> None:
     node.opens = False
-    link = make(node, retry_after_s=60.0)
-    with pytest.raises(PoolRefused, match="page_size is 32"), link.acquire(soon()):
-        raise AssertionError("not reached")
+    link = make(retry_after_s=NEVER_S)
+    with pytest.raises(PoolRefused, match="page_size is 32"):
+        link.check(soon())
     assert node.made[0].closed
-    link.close()
 
 
-def test_a_closed_link_refuses_and_closes_what_is_given_back() -> None:
-    node = Node()
-    link = make(node)
-    with link.acquire(soon()):
-        link.close()
-    assert node.made[0].closed
-    with pytest.raises(PoolUnavailable), link.acquire(soon()):
-        raise AssertionError("not reached")
-
-
-def test_any_exception_inside_an_operation_closes_its_connection() -> None:
-    node = Node()
-    link = make(node)
-    with pytest.raises(ValueError, match="bug"), link.acquire(soon()):
-        raise ValueError("bug")
+def test_any_exception_inside_an_operation_closes_its_connection_only(node: Node, make: MakeLink) -> None:
+    link = make()
+    fail(link, ValueError("bug"))
     assert node.made[0].closed
     assert link.up
 
 
-def test_a_late_failure_of_an_old_connection_does_not_end_a_node_that_is_up_again() -> None:
-    node = Node()
-    link = make(node, limit=2)
-
-    def slow() -> None:
-        with link.acquire(soon()):
-            with pytest.raises(PoolUnavailable), link.acquire(soon()):
-                raise PoolUnavailable("gone")
-            wait_for(lambda: link.up, [node.attempted])
-            raise PoolTimeout("late")
-
-    with pytest.raises(PoolTimeout):
-        slow()
-    assert link.up
-    link.close()
-
-
-def test_who_waited_for_a_connection_of_a_node_that_failed_does_not_try_it() -> None:
-    node = Node()
-    link = make(node, limit=1, retry_after_s=60.0)
-    outcome: list[str] = []
-
-    def wait() -> None:
-        try:
-            with link.acquire(soon()):
-                pass
-        except PoolUnavailable as error:
-            outcome.append(str(error))
-
-    waiter = threading.Thread(target=wait)
-
-    def fail() -> None:
-        with link.acquire(soon()):
-            waiter.start()
-            raise PoolTimeout("late")
-
-    with pytest.raises(PoolTimeout):
-        fail()
-    waiter.join(SOON_S)
-    assert outcome == ["pool node n is down"]
-    assert node.attempts == 1
-    link.close()
-
-
-def test_a_deadline_that_is_over_is_not_held_against_the_node() -> None:
-    node = Node()
-    link = make(node)
-    with pytest.raises(PoolTimeout), link.acquire(within(-1.0)):
-        raise AssertionError("not reached")
-    assert link.up
-    assert node.attempts == 0
-
-
-def test_the_probe_survives_what_it_does_not_expect() -> None:
-    node = Node()
-    link = make(node)
-    with pytest.raises(PoolTimeout), link.acquire(soon()):
-        raise PoolTimeout("late")
-    fine, tries = node.connect, []
-
-    def broken(deadline: float) -> Scripted:
-        tries.append(deadline)
-        if len(tries) < 3:
-            raise StartupError("UCX cannot be loaded")
-        return fine(deadline)
-
-    link._connect = broken
-    wait_for(lambda: link.up, [node.attempted])
-    link.close()
-
-
-def test_a_connection_opened_while_the_link_closes_is_closed() -> None:
-    node = Node()
-    link = make(node)
-    fine = node.connect
-
-    def closing(deadline: float) -> Scripted:
-        link._closed.set()  # between the check and the connection
-        return fine(deadline)
-
-    link._connect = closing
-    with link.acquire(soon()):
-        pass
+def test_a_connection_opened_while_the_link_closes_is_closed(node: Node, make: MakeLink) -> None:
+    link = make()
+    node.before = link.close  # between the check and the connection
+    link.check(soon())
     assert node.made[0].closed
 
 
@@ -324,124 +291,76 @@ def fails_first(times: int, error: Exception, *, answered: bool = False) -> tupl
     return operation, tried
 
 
-def test_a_connection_found_closed_is_replaced_without_a_failure() -> None:
-    node = Node()
-    link = make(node, retry_after_s=60.0)
-    link.check(soon())
-    operation, tried = fails_first(1, PoolUnavailable("closed"))
-    assert link.use(soon(), operation) == 7
-    assert link.up
-    assert [opened.reused for opened in tried] == [True, False]
-    assert node.made[0].closed
-    assert node.attempts == 2
+CLOSED, LATE = PoolUnavailable("closed"), PoolTimeout("late")
 
 
-def test_idle_connections_beside_one_found_closed_are_not_tried_one_after_the_other() -> None:
-    node = Node()
-    link = make(node, limit=4, retry_after_s=60.0)
+@pytest.mark.parametrize(
+    ("idle", "times", "error", "answered", "repeatable", "tries"),
+    [
+        (True, 1, CLOSED, False, True, 2),
+        (True, 1, CLOSED, True, True, 2),
+        (True, 1, CLOSED, False, False, 2),
+        (True, 1, CLOSED, True, False, 0),  # it may have had an effect
+        (True, 2, CLOSED, False, True, 0),  # one connection is excused
+        (False, 1, CLOSED, False, True, 0),  # a new connection
+        (True, 1, LATE, False, True, 0),
+    ],
+)
+def test_only_a_connection_found_closed_is_replaced_without_a_failure_and_once(
+    node: Node,
+    make: MakeLink,
+    idle: bool,
+    times: int,
+    error: PoolError,
+    answered: bool,
+    repeatable: bool,
+    tries: int,
+) -> None:
+    """`tries`: after which it succeeds; 0: never."""
+    link = make(retry_after_s=NEVER_S)
+    if idle:
+        link.check(soon())
+    operation, tried = fails_first(times, error, answered=answered)
+    if tries:
+        assert link.use(soon(), operation, repeatable=repeatable) == 7
+        assert [opened.reused for opened in tried] == [True, False]
+        assert node.made[0].closed
+    else:
+        with pytest.raises(type(error)):
+            link.use(soon(), operation, repeatable=repeatable)
+        assert len(tried) == times
+    assert link.up == (tries > 0)
+
+
+def test_idle_connections_beside_one_found_closed_are_not_tried_one_after_the_other(
+    node: Node, make: MakeLink
+) -> None:
+    link = make(limit=4, retry_after_s=NEVER_S)
     with link.acquire(soon()), link.acquire(soon()), link.acquire(soon()):
         pass
-    operation, tried = fails_first(1, PoolUnavailable("closed"))
+    operation, tried = fails_first(1, CLOSED)
     assert link.use(soon(), operation) == 7
     assert len(tried) == 2
     assert [connection.closed for connection in node.made] == [True, True, True, False]
 
 
-def test_only_one_such_connection_is_excused() -> None:
-    node = Node()
-    link = make(node, retry_after_s=60.0)
+# --- restarts
+
+
+def restarting(node: Node, link: NodeLink) -> Any:
+    """The node restarts at the next operation, which is returned."""
     link.check(soon())
-    operation, tried = fails_first(2, PoolUnavailable("closed"))
-    with pytest.raises(PoolUnavailable):
-        link.use(soon(), operation)
-    assert len(tried) == 2
-    assert not link.up
-    link.close()
+    node.error = PoolRestarting("upgrading")
+    return fails_first(1, PoolRestarting("upgrading"))[0]
 
 
-def test_a_new_connection_that_fails_is_a_failure() -> None:
-    node = Node()
-    link = make(node, retry_after_s=60.0)
-    operation, tried = fails_first(1, PoolUnavailable("closed"))
-    with pytest.raises(PoolUnavailable):
-        link.use(soon(), operation)
-    assert len(tried) == 1
-    assert not link.up
-    link.close()
-
-
-def test_a_node_that_does_not_answer_is_not_asked_twice() -> None:
-    node = Node()
-    link = make(node, retry_after_s=60.0)
-    link.check(soon())
-    operation, tried = fails_first(1, PoolTimeout("late"))
-    with pytest.raises(PoolTimeout):
-        link.use(soon(), operation)
-    assert len(tried) == 1
-    assert not link.up
-    link.close()
-
-
-@pytest.mark.parametrize("answered", [False, True])
-def test_what_may_have_had_an_effect_is_repeated_only_if_the_node_had_not_answered(answered: bool) -> None:
-    node = Node()
-    link = make(node, retry_after_s=60.0)
-    link.check(soon())
-    operation, _ = fails_first(1, PoolUnavailable("closed"), answered=answered)
-    if answered:
-        with pytest.raises(PoolUnavailable):
-            link.use(soon(), operation, repeatable=False)
-        assert not link.up
-    else:
-        assert link.use(soon(), operation, repeatable=False) == 7
-        assert link.up
-    link.close()
-
-
-def test_an_announced_restart_is_waited_for_by_all_operations_and_is_no_failure() -> None:
-    node = Node()
-    link = make(node, limit=4, retry_after_s=60.0)
-    link.check(soon())
-    node.restarting = True
-    operation, _ = fails_first(1, PoolRestarting("upgrading"))
-    found: list[int] = []
-    threads = [threading.Thread(target=lambda: found.append(link.use(soon(), operation))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    wait_for(lambda: node.attempts >= 3, [node.attempted])  # refused, with the same word
-    assert found == []
-    assert not link.up
-    assert link.reachable
-    node.restarting = False
-    for thread in threads:
-        thread.join(SOON_S)
-    assert found == [7] * 4
-    assert link.up
-
-
-def test_waiting_for_a_restart_ends_at_the_deadline_that_it_put_off_and_leaves_the_node_alone() -> None:
-    node = Node()
-    link = make(node, retry_after_s=60.0)
-    link.check(soon())
-    node.restarting = True
-    operation, _ = fails_first(1, PoolRestarting("upgrading"))
-    started_s = time.monotonic()
-    with pytest.raises(PoolTimeout, match="restarting"):
-        link.use(within(0.1, restart_wait_s=0.2), operation)
-    assert 0.3 <= time.monotonic() - started_s < 1.3
-    assert link.reachable
-    node.restarting = False
-    wait_for(lambda: link.up, [node.attempted])
-    assert link.use(soon(), operation) == 7
-
-
-def test_operations_begun_before_and_during_a_restart_outlast_their_own_time_out() -> None:
-    node = Node()
-    link = make(node)
-    link.check(soon())
-    node.restarting = True
-    operation, _ = fails_first(1, PoolRestarting("upgrading"))
-    deadlines = [within(0.01, restart_wait_s=SOON_S) for _ in range(3)]
+@pytest.mark.parametrize("timeout_s", [SOON_S, 0.01])
+def test_an_announced_restart_is_waited_for_by_all_operations_whatever_their_time_and_is_no_failure(
+    node: Node, make: MakeLink, timeout_s: float
+) -> None:
+    link = make(limit=4, retry_after_s=NEVER_S)
+    operation = restarting(node, link)
+    deadlines = [within(timeout_s, restart_wait_s=SOON_S) for _ in range(4)]
     found: list[int] = []
     threads = [
         threading.Thread(target=lambda d=deadline: found.append(link.use(d, operation)))  # type: ignore[misc]
@@ -449,45 +368,55 @@ def test_operations_begun_before_and_during_a_restart_outlast_their_own_time_out
     ]
     for thread in threads:
         thread.start()
-    wait_for(lambda: all(time.monotonic() > d.at_s - SOON_S for d in deadlines), [node.attempted])
+    until(lambda: node.attempts >= 3)  # refused, with the same word
+    until(lambda: timeout_s == SOON_S or all(time.monotonic() > d.at_s - SOON_S for d in deadlines))
     assert found == []
-    node.restarting = False
+    assert not link.up
+    assert link.reachable
+    node.error = None
     for thread in threads:
         thread.join(SOON_S)
-    assert found == [7] * 3
+    assert found == [7] * 4
+    assert link.up
 
 
-def test_a_restart_that_never_ends_costs_its_time_once() -> None:
-    node = Node()
-    link = make(node, retry_after_s=60.0, restart_wait_s=0.1)
-    link.check(soon())
-    node.restarting = True
-    operation, _ = fails_first(1, PoolRestarting("upgrading"))
+def test_waiting_for_a_restart_ends_at_the_deadline_that_it_put_off_and_leaves_the_node_alone(
+    node: Node, make: MakeLink
+) -> None:
+    link = make(retry_after_s=NEVER_S)
+    operation, deadline = restarting(node, link), within(0.02, restart_wait_s=0.05)
+    end_s = deadline.at_s + 0.05
+    with pytest.raises(PoolTimeout, match="restarting"):
+        link.use(deadline, operation)
+    assert time.monotonic() >= end_s
+    assert link.reachable
+    node.error = None
+    until(lambda: link.up)
+    assert link.use(soon(), operation) == 7
+
+
+def test_a_restart_that_never_ends_costs_its_time_once(node: Node, make: MakeLink) -> None:
+    link = make(retry_after_s=NEVER_S, restart_wait_s=0.05)
+    operation = restarting(node, link)
     with pytest.raises(PoolUnavailable, match="down"):
         link.use(soon(), operation)
     for _ in range(5):
-        with pytest.raises(PoolUnavailable, match="down"):
-            link.use(soon(), operation)
-    link.close()
+        refused(link)
 
 
-def test_who_waits_for_a_restart_is_let_go_when_the_link_closes() -> None:
-    node = Node()
-    link = make(node, retry_after_s=60.0)
-    link.check(soon())
-    node.restarting = True
-    operation, _ = fails_first(1, PoolRestarting("upgrading"))
-    errors: list[PoolUnavailable] = []
+def test_who_waits_for_a_restart_is_let_go_when_the_link_closes(node: Node, make: MakeLink) -> None:
+    link = make(retry_after_s=NEVER_S)
+    operation = restarting(node, link)
+    errors: list[str] = []
 
     def wait() -> None:
-        try:
+        with pytest.raises(PoolUnavailable) as caught:
             link.use(soon(), operation)
-        except PoolUnavailable as error:
-            errors.append(error)
+        errors.append(str(caught.value))
 
     thread = threading.Thread(target=wait)
     thread.start()
-    wait_for(lambda: node.attempts >= 3, [node.attempted])
+    until(lambda: node.attempts >= 3)
     link.close()
     thread.join(SOON_S)
-    assert len(errors) == 1
+    assert errors == ["pool node n: the client is closed"]

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from pdserve.errors import FrameError
 from pdserve.kvpool.core.events import CancelTransfers, Close, StartReceive, StartSend, TransferDone
-from pdserve.kvpool.node.serving.request_split import PART_KEYS
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import HEADER_BYTES, decode_request, encode_frame
 from tests.support.kvpool.node_model import KIB, Node, key
@@ -25,7 +24,7 @@ from tests.support.kvpool.served import Served
 
 REQUESTS = [kind for kind in get_args(m.Request) if kind is not m.Hello]
 PATHS: tuple[m.DataPathName, ...] = ("shm", "ucx", "none")
-MANY = 2 * PART_KEYS + 1
+MANY = m.MAX_PAGES
 FLAT = [part for kind in REQUESTS for part in (get_args(kind) or (kind,))]
 INTS = st.one_of(
     st.integers(-2, 70),  # slots, sequences, namespace numbers and ids that mean something here
@@ -176,19 +175,6 @@ def test_nothing_that_a_client_can_say_harms_the_node_or_the_others(
             continue  # open to all here: a right of everybody
         victim.attack(who, received, ok)
         victim.innocents_are_whole()
-    victim.end()
-
-
-def test_the_parts_of_a_request_are_answered_by_nothing_that_its_client_asks_meanwhile() -> None:
-    victim = Victim()
-    hostile = victim.hostile[0]
-    victim.served.serving.received(hostile, m.Commit(1, [0] * MANY, [0] * MANY, [0] * MANY))
-    for number in range(1, 9):
-        ping = through_the_wire(m.Ping(-number))
-        if ping is not None:
-            victim.served.serving.received(hostile, ping)
-    victim.served.loop.turns()
-    assert hostile.sent == [m.Committed(1, bytes(MANY))]
     victim.end()
 
 

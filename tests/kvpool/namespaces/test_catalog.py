@@ -37,6 +37,26 @@ def test_a_cleared_namespace_keeps_its_number_and_never_gets_a_space_of_before()
     assert {again.clear(a), opened(again, record("b"))}.isdisjoint(spaces)
 
 
+def test_a_space_in_tiers_is_of_one_start_and_is_kept_through_others() -> None:
+    """Also where the list was lost, and numbers begin again."""
+    record_a = record("a")
+    first, lost = Namespaces(5), Namespaces(6)
+    a, other = opened(first, record_a), opened(lost, record_a)
+    assert a == other
+    assert first.tier_spaces.isdisjoint(lost.tier_spaces)
+    again = Namespaces.load(first.dump(), 7)
+    assert again.tier_spaces == first.tier_spaces
+    again.clear(a)
+    assert again.tier_spaces.isdisjoint(first.tier_spaces)
+    cleared = again.tier_spaces
+    again.void_tiers(a)
+    assert Namespaces.load(again.dump(), 8).tier_spaces == cleared, "it is of this start already"
+    later = Namespaces.load(again.dump(), 8)
+    later.void_tiers(a)
+    assert later.tier_spaces.isdisjoint(cleared)
+    assert later.numbers_of_spaces == again.numbers_of_spaces
+
+
 def test_a_start_with_an_earlier_clock_gives_out_no_sequence_of_before() -> None:
     first = Namespaces()
     assert first.begin_sequences(1_000_000) == 1_000_000

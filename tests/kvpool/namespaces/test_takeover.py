@@ -1,9 +1,10 @@
-"""Which of a tier's namespaces a node believes at a start."""
+"""Which namespaces a node has at a start, and which pages in tiers count."""
 
 from __future__ import annotations
 
 from itertools import permutations
 
+import msgspec
 import pytest
 
 from pdserve.kvpool.namespaces.catalog import SEQUENCES, Namespaces
@@ -11,8 +12,8 @@ from pdserve.kvpool.namespaces.takeover import take_over
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord
 
 
-def of(*names: str, **geometry: str) -> Namespaces:
-    made = Namespaces()
+def of(*names: str, incarnation: int = 1, **geometry: str) -> Namespaces:
+    made = Namespaces(incarnation)
     for name in names:
         record = NamespaceRecord(name, 1, 1, geometry)
         made.registry.learn(record)
@@ -20,30 +21,89 @@ def of(*names: str, **geometry: str) -> Namespaces:
     return made
 
 
-def test_a_reboot_takes_the_newest_list() -> None:
-    found, believed, problems = take_over(Namespaces(), [of("a").dump(), of("a", "b").dump(), None])
-    assert [namespace.name for namespace in found] == ["a", "b"]
-    assert (believed, problems) == ([{1}, {1, 2}, set()], [])
+def before_eras(made: Namespaces) -> str:
+    """The list as it was written before there were eras."""
+    file = msgspec.json.decode(made.dump())
+    del file["revision"], file["lineage"]
+    for namespace in file["namespaces"]:
+        del namespace["era"]
+        if namespace["space"] == namespace["number"]:
+            namespace["space"] = 0
+    return msgspec.json.encode(file).decode()
 
 
-@pytest.mark.parametrize("change", ["name", "geometry", "clear"])
-def test_a_number_that_meant_something_else_when_the_tier_was_in_use_is_not_believed(change: str) -> None:
+def test_a_reboot_takes_the_newest_list_and_its_spaces() -> None:
+    made = of("a")
+    older = made.dump()
+    made.clear(1)
+    newer = made.dump()
+    for saved in permutations([older, newer, None]):
+        taken = take_over(Namespaces(2), saved)
+        assert taken.namespaces.tier_spaces == made.tier_spaces
+        assert (taken.numbers, taken.problems) == ([None] * 3, [])
+        assert taken.namespaces.revision >= made.revision
+
+
+def test_a_list_that_cannot_be_read_is_a_problem_and_no_more() -> None:
+    taken = take_over(of("a"), ["{", None])
+    assert len(taken.problems) == 1
+    assert [namespace.name for namespace in taken.namespaces] == ["a"]
+
+
+def test_memory_counts_and_a_tier_that_was_away_has_no_word() -> None:
+    """Another list began while the tier was away, and the memory was lost before that."""
+    away = of("a", "b", "c")
+    for _ in range(5):
+        text = away.dump()
+    memory = of("a", incarnation=2)
+    spaces = memory.tier_spaces
+    assert take_over(memory, [text]).namespaces.tier_spaces == spaces
+    assert spaces.isdisjoint(away.tier_spaces)
+
+
+def test_where_memorys_list_was_not_saved_pages_in_tiers_count_as_far_as_the_tiers_list_agrees() -> None:
+    made = of("a", "b")
+    in_memory = made.dump()
+    a, b = made[1].tier_space, made[2].tier_space
+    made.clear(2)
+    in_tier = made.dump()
+    taken = take_over(Namespaces.load(in_memory, 2), [in_tier])
+    assert taken.namespaces[1].tier_space == a
+    assert taken.namespaces[2].tier_space not in (b, made[2].tier_space)
+    assert taken.namespaces.numbers_of_spaces == {1: 1, 2: 2}, "the rows are as memory's list says"
+    again = Namespaces.load(taken.namespaces.dump(), 3)
+    assert again.tier_spaces == taken.namespaces.tier_spaces
+    assert again.revision > made.revision
+
+
+@pytest.mark.parametrize("change", ["nothing", "name", "geometry", "clear"])
+def test_a_number_in_a_tier_of_before_counts_where_it_means_the_same_namespace(change: str) -> None:
     memory = of("a", "c" if change == "name" else "b", **({"g": "2"} if change == "geometry" else {}))
     if change == "clear":
         memory.clear(2)
-    _, [believed], _ = take_over(memory, [of("a", "b").dump()])
-    assert believed == (set() if change == "geometry" else {1})
+    for memory_list in (memory.dump(), before_eras(memory)):
+        taken = take_over(Namespaces.load(memory_list, 7), [before_eras(of("a", "b")), None])
+        now = taken.namespaces
+        same = {"nothing": {1, 2}, "geometry": set[int]()}.get(change, {1})
+        assert taken.numbers == [{number: now[number].tier_space for number in same}, None]
 
 
-def test_no_number_is_given_out_that_a_tier_has_seen() -> None:
-    found, _, _ = take_over(of("a"), [of("a", "b", "c").dump()])
-    assert found.next_number == 4
+def test_the_spaces_of_a_list_without_eras_get_the_era_of_this_start() -> None:
+    text = before_eras(of("a", "b"))
+    taken = take_over(Namespaces(9), [text])
+    assert taken.namespaces.tier_spaces == {9 << 32 | 1, 9 << 32 | 2}
+    assert taken.numbers == [{1: 9 << 32 | 1, 2: 9 << 32 | 2}]
+    assert take_over(Namespaces(10), [taken.namespaces.dump()]).namespaces.tier_spaces == {
+        9 << 32 | 1,
+        9 << 32 | 2,
+    }
 
 
-def test_no_sequence_is_given_out_that_memory_or_a_tier_may_have_seen() -> None:
-    lists = [of("a"), of("a", "b"), of("a")]
+def test_no_number_and_no_sequence_is_given_out_that_memory_or_a_tier_may_have_seen() -> None:
+    lists = [of("a"), of("a", "b", "c"), of("a")]
     for now_us, one in zip((5, 3, 4), lists, strict=True):
         one.begin_sequences(now_us)
     for memory, *tiers in permutations([one.dump() for one in lists]):
-        found, _, _ = take_over(Namespaces.load(memory), tiers)
+        found = take_over(Namespaces.load(memory), tiers).namespaces
+        assert found.next_number == 4
         assert found.begin_sequences(0) == 5 + SEQUENCES

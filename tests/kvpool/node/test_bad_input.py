@@ -284,7 +284,9 @@ def test_what_others_reserved_pinned_or_named_cannot_be_taken_from_them(
     every = list(range(600))
     for sequence in (0, 1, 2**63, 2**64 - 1):
         sequences = [sequence] * len(every)
-        connection.call(m.Commit(1, every, sequences, sequences), soon())
+        for first in range(0, len(every), m.MAX_PAGES):
+            some = slice(first, first + m.MAX_PAGES)
+            connection.call(m.Commit(1, every[some], sequences[some], sequences[some]), soon())
         connection.post(m.Abort(every, sequences))
         connection.post(m.Release(every, sequences))
         connection.post(m.Abort([-1, 2**40], [sequence] * 2))

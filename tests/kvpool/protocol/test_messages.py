@@ -53,24 +53,46 @@ def test_fields_with_defaults_may_be_absent() -> None:
     assert decode_request(msgspec.msgpack.encode([1, 1, "w", 7, "host"])) == m.Hello(1, "w", 7, "host")
 
 
-@pytest.mark.parametrize("kind", [m.Exists, m.Reserve, m.Get, m.Wait])
+@pytest.mark.parametrize("kind", [m.Exists, m.Wait])
 def test_more_keys_than_allowed_are_refused(kind: type) -> None:
     def request(count: int) -> m.Request:
         keys = [bytes(32)] * count
-        if kind is m.Exists:
-            return m.Exists(1, 1, keys)
-        return m.Wait(1, 1, keys, 1.0) if kind is m.Wait else kind(1, 1, keys, [1])
+        return m.Exists(1, 1, keys) if kind is m.Exists else m.Wait(1, 1, keys, 1.0)
 
     assert decode_request(encode_frame(request(m.MAX_KEYS))[4:])
     with pytest.raises(FrameError, match="4097 keys"):
         decode_request(encode_frame(request(m.MAX_KEYS + 1))[4:])
 
 
-@pytest.mark.parametrize("kind", [m.Commit, m.Abort, m.Release])
+@pytest.mark.parametrize("kind", [m.Reserve, m.Get])
+@pytest.mark.parametrize(
+    ("page_bytes", "pages"),
+    [(1, 128), (1 << 18, 128), ((1 << 18) + 1, 127), (1 << 20, 32), (1 << 24, 2), (1 << 25, 1), (1 << 40, 1)],
+)
+def test_more_pages_than_allowed_are_refused(kind: type, page_bytes: int, pages: int) -> None:
+    def request(count: int) -> m.Request:
+        made: m.Request = kind(1, 1, [bytes(32)] * count, [page_bytes])
+        return made
+
+    assert m.pages_a_message(page_bytes) == pages
+    assert decode_request(encode_frame(request(pages))[4:])
+    with pytest.raises(FrameError, match=f"{kind.__name__} of {pages + 1} pages .* upgrade it"):
+        decode_request(encode_frame(request(pages + 1))[4:])
+
+
+def test_more_slots_than_pages_allowed_are_refused_of_a_commit() -> None:
+    def request(count: int) -> m.Request:
+        return m.Commit(1, [0] * count, [0] * count, [0] * count)
+
+    assert decode_request(encode_frame(request(m.MAX_PAGES))[4:])
+    with pytest.raises(FrameError, match="Commit of 129 pages"):
+        decode_request(encode_frame(request(m.MAX_PAGES + 1))[4:])
+
+
+@pytest.mark.parametrize("kind", [m.Abort, m.Release])
 def test_more_slots_than_allowed_are_refused(kind: type) -> None:
     def request(count: int) -> m.Request:
-        slots = [0] * count
-        made: m.Request = kind(1, slots, slots, slots) if kind is m.Commit else kind(slots, slots)
+        made: m.Request = kind([0] * count, [0] * count)
         return made
 
     assert decode_request(encode_frame(request(m.MAX_KEYS))[4:])

@@ -31,7 +31,7 @@ def tiers() -> Iterator[list[DirectoryTier]]:
 
 
 def start(path: Path, tiers: list[DirectoryTier]) -> DirectoryTier:
-    """A tier that knows of namespace 1, and has its pages 0 to 9."""
+    """A tier that knows of space 1, and has its pages 0 to 9."""
     tier = DirectoryTier(TierSettings("n0", path, 4 << 20, {}, lambda names: None))
     tiers.append(tier)
     assert list(tier.scan([1])) == []
@@ -51,13 +51,13 @@ def trash(path: Path) -> list[str]:
     return sorted(file.name for file in (path / "trash").rglob("*") if not file.is_dir())
 
 
-def test_a_stray_file_is_removed_and_keeps_no_dropped_namespace_on_the_disk(
+def test_a_stray_file_is_removed_and_keeps_no_dropped_space_on_the_disk(
     path: Path, tiers: list[DirectoryTier]
 ) -> None:
     for name in "abcdefgh":
         (path / "pages" / name).write_text("stray")
     tier = start(path, tiers)
-    assert tier.forget_namespace(1, 100) == ""
+    tier.forget_space(1)
     settle(tier)
     assert list((path / "trash").iterdir()) == []
 
@@ -79,7 +79,7 @@ def test_what_cannot_be_removed_is_passed_over_and_tried_again_later(
 
     monkeypatch.setattr(os, "unlink", refusing)
     tier = start(path, tiers)
-    assert tier.forget_namespace(1, 100) == ""
+    tier.forget_space(1)
     settle(tier)
     assert trash(path) == ["stuck"] * 8
     tries.clear()
@@ -91,13 +91,11 @@ def test_what_cannot_be_removed_is_passed_over_and_tried_again_later(
     assert list((path / "trash").iterdir()) == []
 
 
-def test_a_namespace_dropped_while_the_trash_is_emptied_goes_too(
-    path: Path, tiers: list[DirectoryTier]
-) -> None:
+def test_a_space_dropped_while_the_trash_is_emptied_goes_too(path: Path, tiers: list[DirectoryTier]) -> None:
     (path / "pages" / "2" / "00").mkdir(parents=True)
     tier = start(path, tiers)
     assert tier.maintain()
-    assert tier.forget_namespace(1, 100) == ""
+    tier.forget_space(1)
     settle(tier)  # the pass that had begun
     settle(tier)
     assert list((path / "trash").iterdir()) == []

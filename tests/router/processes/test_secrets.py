@@ -7,25 +7,16 @@ import json
 import os
 import re
 import ssl
-import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.certificate import certificate
 from tests.support.router.harness import Connection, chat_body, disagg, run
 from tests.support.router.mock_worker import MockWorker, answer, close, raw_answer, workers
 
 CHAT = "/v1/chat/completions"
 KEY, WRONG = "canary-api-key-1234567890", "canary-wrong-key-1234567890"
 ADMIN, TOKEN = "canary-admin-key-1234567890", "canary-cluster-token-1234567890"
-
-
-def certificate(directory: Path) -> tuple[Path, Path]:
-    """A self-signed certificate of 127.0.0.1, and its key."""
-    cert, key = directory / "cert.pem", directory / "key.pem"
-    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=127.0.0.1"
-    command = ["openssl", *words.split(), "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
-    return cert, key
 
 
 def test_tls_is_spoken_and_nothing_secret_is_logged(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from pdserve.up.sessions import session_members
-from tests.support.left_behind import warden
+from tests.support.left_behind import reaper
 
 START_TIMEOUT_S = 600.0  # four at a time on a machine that has more to do
 STOP_TIMEOUT_S = 20.0
@@ -90,7 +90,7 @@ class Process:
                 env={**os.environ, **self.env},
                 start_new_session=True,
             )
-        warden().watch(self.popen.pid)
+        reaper().watch(self.popen.pid)
         return self
 
     def wait_ready(self, ready: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
@@ -113,7 +113,7 @@ class Process:
         self.popen.send_signal(number)
         self.popen.wait(STOP_TIMEOUT_S)
         if not session_members(self.popen.pid):
-            warden().forget(self.popen.pid)
+            reaper().forget(self.popen.pid)
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL to the whole group; idempotent."""
@@ -126,7 +126,7 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait(STOP_TIMEOUT_S)
-        warden().forget(self.popen.pid)
+        reaper().forget(self.popen.pid)
 
     def tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

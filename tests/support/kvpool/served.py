@@ -77,6 +77,7 @@ class Client:
     def __init__(self, number: int) -> None:
         self.number = number
         self.paused = False
+        self.pauses = 0
         self.sent: list[m.Reply] = []
 
     def send(self, message: m.Reply) -> None:
@@ -84,6 +85,7 @@ class Client:
 
     def pause(self) -> None:
         self.paused = True
+        self.pauses += 1
 
     def resume(self) -> None:
         self.paused = False
@@ -110,9 +112,9 @@ class Served:
             if not isinstance(action, Answer):
                 self.actions.append(action)
                 continue
-            reply = self.serving.answered(action.connection, action.message)
-            if reply is not None and action.connection in self.clients:
-                self.clients[action.connection].send(reply)
+            self.serving.answered(action.connection, action.message)
+            if action.connection in self.clients:
+                self.clients[action.connection].send(action.message)
 
     def connect(self, **connect: Any) -> Client:
         client = Client(self.node.connect(**connect))

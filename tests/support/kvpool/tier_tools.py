@@ -48,16 +48,16 @@ def contents(n: int, length: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def page(
-    n: int, length: int = 8 * KIB, namespace: int = 1, sequence: int | None = None, checksum: bool = True
+    n: int, length: int = 8 * KIB, space: int = 1, sequence: int | None = None, checksum: bool = True
 ) -> tuple[TierPage, PageMemory]:
     data = memory(length)
     data[:length] = contents(n, length)
     digest = checksum_page([data[:length]]) if checksum else 0
-    return TierPage(namespace, key(n), length, digest, n + 1 if sequence is None else sequence), data
+    return TierPage(space, key(n), length, digest, n + 1 if sequence is None else sequence), data
 
 
-def name(n: int, length: int = 8 * KIB, namespace: int = 1) -> PageName:
-    return PageName(namespace, key(n), length)
+def name(n: int, length: int = 8 * KIB, space: int = 1) -> PageName:
+    return PageName(space, key(n), length)
 
 
 class MemoryTier:
@@ -86,7 +86,7 @@ class MemoryTier:
         text: str | None = self._disk["text"]
         return text
 
-    def save_namespaces(self, text: str) -> str:
+    def save_namespaces(self, text: str | None) -> str:
         self._disk["text"] = text
         return ""
 
@@ -104,13 +104,13 @@ class MemoryTier:
                 statuses.append(REFUSED)
                 continue
             with self._lock:
-                self._pages.pop((found.namespace, found.key), None)
+                self._pages.pop((found.space, found.key), None)
             while self._pages and self.used_bytes + found.length_bytes > self.capacity_bytes:
                 where, (oldest, _) = next(iter(self._pages.items()))
                 self._settings.leaving([PageName(*where, oldest.length_bytes)])
                 del self._pages[where]
             with self._lock:
-                self._pages[found.namespace, found.key] = (found, bytes_[: found.length_bytes].tobytes())
+                self._pages[found.space, found.key] = (found, bytes_[: found.length_bytes].tobytes())
             statuses.append(STORED)
         return PutResult(statuses)
 
@@ -119,7 +119,7 @@ class MemoryTier:
 
     def _read(self, wanted: PageName, data: PageMemory) -> ReadResult:
         with self._lock:
-            found, bytes_ = self._pages.get((wanted.namespace, wanted.key), (None, b""))
+            found, bytes_ = self._pages.get((wanted.space, wanted.key), (None, b""))
         if found is None or found.length_bytes != wanted.length_bytes:
             return ReadResult(GONE)
         data[: len(bytes_)] = np.frombuffer(bytes_, np.uint8)
@@ -130,13 +130,12 @@ class MemoryTier:
     def forget(self, names: Sequence[PageName]) -> None:
         with self._lock:
             for wanted in names:
-                self._pages.pop((wanted.namespace, wanted.key), None)
+                self._pages.pop((wanted.space, wanted.key), None)
 
-    def forget_namespace(self, namespace: int, before_sequence: int) -> str:
+    def forget_space(self, space: int) -> None:
         with self._lock:
-            for where in [where for where in self._pages if where[0] == namespace]:
+            for where in [where for where in self._pages if where[0] == space]:
                 del self._pages[where]
-        return ""
 
     def maintain(self) -> bool:
         return False

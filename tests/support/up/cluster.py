@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.left_behind import warden
+from tests.support.left_behind import reaper
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 TIMEOUT_S = 30.0
@@ -117,7 +117,7 @@ def running(tmp_path: Path, toml: str, **popen: Any) -> Iterator[Cluster]:
         env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
         **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **popen},
     )
-    warden().watch(process.pid)
+    reaper().watch(process.pid)
     try:
         yield Cluster(process, journal, run_dir)
     finally:
@@ -128,7 +128,7 @@ def running(tmp_path: Path, toml: str, **popen: Any) -> Iterator[Cluster]:
             finally:
                 process.kill()
                 process.wait()
-        warden().forget(process.pid)
+        reaper().forget(process.pid)
 
 
 def processes_that_mention(text: str) -> list[str]:

@@ -125,7 +125,7 @@ def _on_disk(tier: Path, wanted: Collection[bytes]) -> dict[bytes, list[tuple[Pa
         except OSError:
             continue  # dropped by the node meanwhile
         index = read_index(lambda at, size, of=content: of[at : at + size], len(content))  # type: ignore[misc]
-        for record in index[2] if index else ():
+        for record in index.records if index else ():
             if record.page.key in wanted:
                 found.setdefault(record.page.key, []).append((file, record))
     return found

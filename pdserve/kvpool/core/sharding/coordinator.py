@@ -1,7 +1,7 @@
-"""What a node has to do with the others' pages: ownership, replicas held, replicas given. Pure.
+"""One node among several: ownership, the replicas it holds, the replicas it asks for. Pure.
 
-One object, so that NodeState knows of one thing. While the node is alone it costs nothing: no heat is kept,
-nothing is refused, there is no deadline.
+NodeState uses this object alone. While the node is alone it costs nothing: it keeps no heat, refuses nothing,
+has no deadline.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from pdserve.kvpool.core.sessions import ReplicationLimits, Session
 from pdserve.kvpool.core.sharding.heat import Heat
 from pdserve.kvpool.core.sharding.held_replicas import Replicas
 from pdserve.kvpool.core.sharding.hot_pages import Replication
-from pdserve.kvpool.core.sharding.ownership import NoTiers, Ownership, TierPages
+from pdserve.kvpool.core.sharding.ownership import Ownership
+from pdserve.kvpool.core.sharding.tier_pages import NoTiers, TierPages
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.protocol.cluster_messages import EndReplicas, ListOwned, Owned
 from pdserve.kvpool.protocol.messages import MOVED, Done, Fault, Grant, Reserve, Reserved
 
-ADVANCE_S: Final = 1.0  # how often heat and leases of replicas are looked at
+ADVANCE_S: Final = 1.0  # between two looks at heat and at the leases of replicas
 _MOVED: Final = Grant(MOVED)
 _NONE: Final[dict[bytes, Grant]] = {}
 
@@ -88,7 +89,7 @@ class Sharding:
                 heat.read(slot)
 
     def refusals(self, session: Session, request: Reserve, slot_bytes: int | None) -> dict[bytes, Grant]:
-        """Keys that may not be reserved here, and the answer for each."""
+        """Keys that may not be reserved on this node, and the answer for each."""
         if request.replica and session.peer:
             return self.replicas.refusals(request.keys, slot_bytes) if slot_bytes else _NONE
         if self.ownership.alone or session.peer or not request.keys:
@@ -103,13 +104,14 @@ class Sharding:
     def reserved(
         self, session: Session, request: Reserve, reserved: Reserved, slot_bytes: int | None, now_s: float
     ) -> None:
-        """The answer to a Reserve."""
+        """A Reserve was answered."""
         if request.replica and session.peer and slot_bytes:
             self.replicas.reserved(request.namespace, request.keys, reserved.grants, slot_bytes, now_s)
-            self._advance_at_s = min(self._advance_at_s, now_s + ADVANCE_S)  # also when alone by now
+            # even if the node is alone by now
+            self._advance_at_s = min(self._advance_at_s, now_s + ADVANCE_S)
 
     def filled(self, slots: Sequence[int]) -> None:
-        """Other pages were committed into the slots."""
+        """New pages are in these slots."""
         if self.heat is not None:
             for slot in slots:
                 self.heat.filled(slot)
@@ -139,5 +141,5 @@ class Sharding:
         }
 
     def hot_keys(self) -> Sequence[bytes]:
-        """Of pages that have, or are getting, replicas elsewhere."""
+        """Keys of pages that have replicas on other nodes, or soon will."""
         return self.replication.hot_keys()

@@ -1,12 +1,12 @@
-"""How often each page was read lately: a frequency that halves every `half_life_s`. Pure; 8 bytes per slot.
+"""How often each page was read lately: a count that halves every `half_life_s`. Pure; 8 bytes per slot.
 
 Forward decay (Cormode, Shkapenyuk, Srivastava, Xu: "Forward Decay: A Practical Time Decay Model for Streaming
-Systems", ICDE 2009): instead of letting all counts fade, later reads count more. A read at time t adds
-g = 2^((t - t0) / half_life_s) to the slot's sum, and sum / g at any time is the faded count. So a read costs
-one addition and one comparison, nothing has to be swept, and only when g becomes huge are all sums divided by
-it, in one vectorised pass (with a half-life of 10 s, every 85 minutes).
+Systems", ICDE 2009): older reads do not fade, newer reads count more. A read at time t adds the gain
+g = 2^((t - t0) / half_life_s) to the slot's sum; the faded count is sum / g at any time. So a read costs one
+addition and one comparison. When g becomes huge, one vectorised pass divides all sums by it (with a half-life
+of 10 s, every 85 minutes).
 
-A page that is read r times a second has a faded count near r * half_life_s / ln 2.
+A page with r reads per second has a faded count near r * half_life_s / ln 2.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MAX_EXPONENT: Final = 512  # g up to 2^512: a sum of fewer than 2^500 such reads
 
 
 class Heat:
-    """Heat of `slots` slots. `hot`: those whose rate has exceeded `hot_reads_s` since somebody last looked;
-    whoever looks removes those that do not any more.
+    """Heat of `slots` slots. `hot` are slots whose rate has exceeded `hot_reads_s`; the user of `hot` removes
+    those that have cooled.
     """
 
     def __init__(self, slots: int, half_life_s: float, hot_reads_s: float, now_s: float) -> None:
@@ -42,7 +42,7 @@ class Heat:
             self.hot.add(slot)
 
     def filled(self, slot: int) -> None:
-        """Another page is in the slot now."""
+        """A new page is in the slot."""
         self._sum[slot] = 0.0
         self.hot.discard(slot)
 
@@ -51,7 +51,7 @@ class Heat:
         return self._sum[slot] / self._gain / self._per_rate
 
     def advance(self, now_s: float) -> None:
-        """Let the time pass, at least every few seconds: reads in between count as if they were now."""
+        """Move to a later time, at least every few seconds: reads in between count as if they were now."""
         exponent = (now_s - self._since_s) / self._half_life_s
         if exponent > MAX_EXPONENT:
             sums = np.frombuffer(self._sum, np.float64)

@@ -1,11 +1,11 @@
-"""Copies of other nodes' hot pages that this node holds. Pure.
+"""Replicas on this node: copies of other nodes' hot pages. Pure.
 
-A replica is an ordinary committed page with a lease on top. Its owner renews the lease while the page is hot;
-a replica whose lease has ended, or that its owner ends, is dropped, unless the page is this node's own by
-then: then the replica has become the page. Replicas take at most `max_bytes`; within that they may displace
-the node's coldest pages, as any page that is written does.
+A replica is an ordinary committed page with a lease. Its owner renews the lease while the page is hot. A
+replica is dropped when its lease ends, or when its owner ends it. If this node owns the page by then, the
+replica becomes the page. Replicas take at most `max_bytes`. Like any page that is written, they may evict the
+node's coldest pages.
 
-Slots are not watched: an entry is good while its slot still holds the filling (sequence) that it names.
+Slots are not watched: an entry is valid while its slot holds the filling (sequence) that it names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdserve.kvpool.core.events import Action
-from pdserve.kvpool.core.sharding.ownership import TierPages
+from pdserve.kvpool.core.sharding.tier_pages import TierPages
 from pdserve.kvpool.core.store.index import NONE
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.protocol.messages import FULL, GRANTED, PRESENT, Grant
@@ -33,7 +33,7 @@ class _Replica:
 
 
 class Replicas:
-    """The replicas in this node's slots. `is_ours(keys)` says which pages are owned here now."""
+    """The replicas in this node's slots. `is_ours(keys)` says which pages this node owns now."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Replicas:
         self._tiers = tiers
         self._slots: dict[int, _Replica] = {}
         self._by_namespace: Counter[int] = Counter()
-        self.slot_bytes = 0  # of all entries; those whose page is gone count until `expire`
+        self.slot_bytes = 0  # of all entries; an entry whose page is gone counts until `expire`
         self.expired = 0
 
     def __len__(self) -> int:
@@ -61,18 +61,18 @@ class Replicas:
         return isinstance(slot, int) and replica is not None and self._holds(slot, replica)
 
     def count(self, namespace: int) -> int:
-        """Those of one namespace."""
+        """The number of replicas of one namespace."""
         return self._by_namespace[namespace]
 
     def refusals(self, keys: Sequence[bytes], slot_bytes: int) -> dict[bytes, Grant]:
-        """Those of `keys` that there is no more room for, if all the others are granted."""
+        """The `keys` for which there is no room, if all others are granted."""
         room = max(0, self._max_bytes - self.slot_bytes) // slot_bytes
         return dict.fromkeys(keys[room:], _FULL)
 
     def reserved(
         self, namespace: int, keys: Sequence[bytes], grants: Sequence[Grant], slot_bytes: int, now_s: float
     ) -> None:
-        """Replicas of `keys` were asked for: new ones begin, those that are here are renewed."""
+        """An owner asked for replicas of `keys`: new ones begin, existing ones are renewed."""
         until_s = now_s + self._lease_s
         for key, grant in zip(keys, grants, strict=True):
             if grant.status == GRANTED:
@@ -86,12 +86,12 @@ class Replicas:
                     replica.until_s = until_s
 
     def end(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> int:
-        """The owner says that these are not wanted any more; how many went."""
+        """The owner ends these replicas; the number of those that existed."""
         slots = {self._store.find(namespace, key) for key in keys}
         return self._drop([slot for slot in slots if slot != NONE and slot in self], out)
 
     def expire(self, now_s: float, out: list[Action]) -> None:
-        """Drop those whose lease has ended, forget those that are none any more."""
+        """Drop replicas whose lease has ended; forget entries whose page is gone."""
         for slot in [slot for slot, replica in self._slots.items() if not self._holds(slot, replica)]:
             self._forget(slot)
         due = [
@@ -102,7 +102,7 @@ class Replicas:
         self.expired += self._drop(due, out)
 
     def view_changed(self) -> None:
-        """Replicas of pages that are this node's now have become these pages."""
+        """Replicas of pages that this node owns now become these pages."""
         slots = [slot for slot in self._slots if slot in self]
         for slot, ours in zip(slots, self._is_ours(self._keys(slots)), strict=True):
             if ours:

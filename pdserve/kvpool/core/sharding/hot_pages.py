@@ -1,14 +1,14 @@
 """Which of this node's pages have replicas, and where: the owner's side. Pure.
 
-A page that is read more than `hot_reads_s` times a second gets replicas on the next `max_replicas` nodes of
-the ring after its owner, and is found in `counts`: Gets then say how many nodes in a row hold it, so that
-readers spread. Replicas are asked for again every third of their lease, which renews them. They end when the
-page has cooled to half of what made it hot (so that they do not come and go), or is this node's no more.
+A page with more than `hot_reads_s` reads per second gets replicas on the next `max_replicas` nodes of the
+ring after its owner. `counts` says how many nodes in a row hold it; answers to Get pass this on, so that
+readers spread. Every third of a lease the node asks again, which renews the replicas. They end when the page
+has cooled to half of `hot_reads_s`, so that they do not come and go; or when this node owns the page no more.
 
-What readers read elsewhere is not seen here. Reads spread evenly, so the page's rate is taken as the rate
-seen here times the number of nodes that hold it.
+This node does not see reads on other nodes. Reads spread evenly, so the page's rate is the rate seen here
+times the number of nodes that hold it.
 
-The first successor is the next owner when this one goes. So a hot page outlives its node.
+The first successor is the next owner when this node goes. So a hot page outlives its node.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Replication:
         return len(self._pages)
 
     def advance(self, heat: Heat, ring: Ring, mine: int, now_s: float, out: list[Action]) -> None:
-        """Once a second or so: who became hot, who cooled, who needs renewal. `mine`: our number in the
-        ring.
+        """About once a second: find hot pages, end cooled ones, renew the others. `mine` is this node's
+        number in the ring.
         """
         heat.advance(now_s)
         self._end_cold(heat, now_s, out)
@@ -62,12 +62,12 @@ class Replication:
         self._renew(now_s, out)
 
     def view_changed(self) -> None:
-        """Others follow each page now, or own it: begin anew. Replicas left over end with their leases."""
+        """Owners and successors are others now: begin anew. Existing replicas end with their leases."""
         self._pages.clear()
         self.counts.clear()
 
     def made(self, event: ReplicasMade, now_s: float) -> None:
-        """A successor answered; every AskReplicas has one answer."""
+        """A successor answered. Every AskReplicas has one answer."""
         slots = self._asked.pop((event.node, event.namespace), [])
         for slot, key, ok in zip(slots, event.keys, event.mask, strict=False):
             page = self._pages.get(slot)
@@ -79,7 +79,7 @@ class Replication:
             self._count(page, now_s)
 
     def filled(self, slot: int) -> None:
-        """Another page is in the slot now."""
+        """A new page is in the slot."""
         if self._pages.pop(slot, None) is not None:
             self.counts.pop(slot, None)
 
@@ -127,7 +127,7 @@ class Replication:
             )
 
     def _count(self, page: _HotPage, now_s: float) -> int:
-        """How many successors in a row hold the page now."""
+        """The number of successors in a row that hold the page."""
         count = 0
         for node in page.successors:
             if page.held.get(node, 0.0) <= now_s:

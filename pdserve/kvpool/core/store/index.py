@@ -1,9 +1,8 @@
-"""Which slot holds which page. Pure; about 200 bytes per page in all, lookups O(1) at any size.
+"""Which slot holds which page. Pure; about 200 bytes per page in all, O(1) lookups at any size.
 
-`Index` maps (namespace, key) to a slot, once per page: committed pages, and apart from them pages being
-written, so that nobody can find a page that is not committed. What else is known of a slot lies in typed
-arrays by slot number (`Facts`), because a Python object per page would cost more than the page's whole share
-here.
+`Index` maps (namespace, key) to a slot. Pages being written are in a table of their own, so that no lookup
+finds a page before its commit. Other facts of a slot lie in typed arrays by slot number (`Facts`): a Python
+object per page would take more memory than all of this.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from pdserve.kvpool.policies.base import EvictionPolicy, Links
 from pdserve.kvpool.policies.ttl import Ttl
 
 NONE: Final = -1
-REASONS: Final = ("capacity", "quota", "slab", "ttl", "dropped")  # why a page went
+REASONS: Final = ("capacity", "quota", "slab", "ttl", "dropped")  # why a page was removed
 
 
 class Facts:
-    """What is known of each slot, by slot number. Meaningless where the slot is free."""
+    """Facts of each slot, by slot number. Meaningless where the slot is free."""
 
     def __init__(self, slots: int) -> None:
-        self.key: list[bytes | None] = [None] * slots  # the index's own object
+        self.key: list[bytes | None] = [None] * slots  # the same object as in the index
         self.namespace = array("I", bytes(4 * slots))
         self.length_bytes = array("I", bytes(4 * slots))
         self.checksum = array("Q", bytes(8 * slots))
@@ -34,7 +33,7 @@ class Facts:
 
 
 class NamespacePages:
-    """The pages of one namespace, the orders in which they are evicted, and its bounds.
+    """The pages of one namespace, their orders of eviction, and its limits.
 
     `slot_bytes` counts all of its slots, whatever their state (RESERVED, QUARANTINED, COMMITTED, DOOMED).
     """
@@ -62,23 +61,23 @@ class NamespacePages:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.space = number  # what its rows in the slot table carry; another after each clear
+        self.space = number  # in its rows of the slot table; a new one after each clear
         self.committed: dict[bytes, int] = {}
         self.writing: dict[bytes, int] = {}
-        self.page_bytes = 0  # lengths of the committed ones, added up
+        self.page_bytes = 0  # of the committed pages
         self.slot_bytes = 0
         self.hits = 0
         self.tier_hits = 0  # of the hits: pages that came up from a tier for it
         self.misses = 0
-        self.gone = dict.fromkeys(REASONS, 0)  # pages, by why they went
-        self.operations = 0  # requests that name it, refused ones included
+        self.gone = dict.fromkeys(REASONS, 0)  # pages removed, by reason
+        self.operations = 0  # requests for it, refused ones included
         self.read_bytes = 0  # of the hits
         self.written = 0  # pages committed
         self.written_bytes = 0
         self.policy = "lru"
         self.quota_bytes: int | None = None
         self.orders: dict[int, EvictionPolicy] = {}  # by size class
-        self.expiry: Ttl | None = None  # all committed pages, where they end by themselves
+        self.expiry: Ttl | None = None  # of all committed pages, where pages expire
 
     @property
     def ttl_s(self) -> float | None:
@@ -86,11 +85,11 @@ class NamespacePages:
 
     @property
     def evictions(self) -> int:
-        """Pages that went for lack of room."""
+        """Pages removed to make room."""
         return self.gone["capacity"] + self.gone["quota"] + self.gone["slab"]
 
     def lookup(self, now_s: float) -> Callable[[bytes], int | None]:
-        """What finds the slots of committed pages that have not ended; good for one request."""
+        """A function that finds slots of committed pages that have not expired. Valid for one request."""
         expiry, committed = self.expiry, self.committed
         if expiry is None:
             return committed.get
@@ -102,7 +101,7 @@ class NamespacePages:
         return find
 
     def order(self, slot_bytes: int, links: Links) -> EvictionPolicy:
-        """The order of eviction of one size class; made empty at the first call."""
+        """The order of eviction of one size class. The first call makes it, empty."""
         order = self.orders.get(slot_bytes)
         if order is None:
             order = self.orders[slot_bytes] = make_policy(self.policy, links, self.ttl_s)
@@ -116,18 +115,18 @@ class Index:
         self._namespaces: dict[int, NamespacePages] = {}
 
     def namespace(self, number: int) -> NamespacePages:
-        """Its pages; made empty at the first call."""
+        """Its pages. The first call makes them, empty."""
         pages = self._namespaces.get(number)
         if pages is None:
             pages = self._namespaces[number] = NamespacePages(number)
         return pages
 
     def get(self, number: int) -> NamespacePages | None:
-        """Its pages; None when there never were any, or it is dropped."""
+        """Its pages; None when it never had any, or was dropped."""
         return self._namespaces.get(number)
 
     def forget(self, number: int) -> None:
-        """Forget a namespace that has no pages any more."""
+        """Remove a namespace without pages."""
         pages = self._namespaces.pop(number, None)
         assert pages is None or not (pages.committed or pages.writing)
 
@@ -137,7 +136,7 @@ class Index:
         return NONE if pages is None else pages.committed.get(key, NONE)
 
     def orders(self, slot_bytes: int) -> list[EvictionPolicy]:
-        """Of all namespaces, for one size class."""
+        """The orders of all namespaces, for one size class."""
         return [pages.orders[slot_bytes] for pages in self._namespaces.values() if slot_bytes in pages.orders]
 
     def __len__(self) -> int:

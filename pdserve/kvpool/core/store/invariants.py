@@ -1,4 +1,4 @@
-"""Recounts a store and asserts that every page and every byte is accounted for. Slow: for tests. Pure."""
+"""Recounts a store, and asserts that every page and every byte is counted once. Slow: for tests. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check(store: PageStore) -> None:
 
 
 def _swept(store: PageStore) -> set[int]:
-    """Slots that are to be swept, each in one sweep."""
+    """All SWEEPING slots; each is in one sweep."""
     swept: set[int] = set()
     for sweep in store.sweeps:
         assert sweep.slot_of

@@ -1,12 +1,12 @@
-"""Pages that were dropped all at once, and whose slots are freed little by little. Pure.
+"""Pages that were dropped together, and whose slots are freed little by little. Pure.
 
-To clear a namespace of a million pages, its index and orders of eviction are taken away whole, and the states
-of its slots become SWEEPING in one vectorised look: from then on nobody finds a page of it. What was taken
-away is a `Sweep`. Its bytes count as free, for whoever needs room sweeps first. Nobody holds any of its
-slots: held pages are dropped one by one before.
+To clear a namespace of a million pages, the store takes away its index and its orders of eviction as a whole,
+and one vectorised step makes the states of its slots SWEEPING. From then on no lookup finds a page of it. A
+`Sweep` has what was taken away. Its bytes count as free: a reservation that needs room sweeps first. No
+reader holds any of its slots: held pages are dropped one by one before.
 
-Their rows in the slot table stand until they are swept. After a crash in between they belong to nobody: they
-carry the number that the namespace's rows had before it was cleared.
+Rows of the slot table stay COMMITTED until they are swept. After a crash in between they are void: they carry
+the space that the namespace had before the clear.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHUNK_SLOTS: Final = 1024  # freed at a time: about 2 ms
 
 
 class Sweep:
-    """What one clear left to do."""
+    """What one clear has left to do."""
 
     def __init__(self, slot_of: dict[bytes, int], orders: dict[int, EvictionPolicy]) -> None:
         self.slot_of = slot_of
@@ -29,7 +29,7 @@ class Sweep:
             order.close()
 
     def take(self, slot_bytes: int | None) -> tuple[int, list[int]]:
-        """Up to CHUNK_SLOTS slots and their size; of the given class, or of any. They are to be freed."""
+        """Take out up to CHUNK_SLOTS slots of one class, and their size. The class is given, or any."""
         for size in list(self.orders) if slot_bytes is None else [slot_bytes]:
             order = self.orders.get(size)
             if order is None:

@@ -49,7 +49,7 @@ class PageStore(SlotStates):
 
     @cached_property
     def expiry_links(self) -> Links:
-        """Links of the lists of pages that end by themselves."""
+        """Links of the lists of pages that expire."""
         return Links(self.slots.slots)
 
     # --- writing
@@ -132,7 +132,7 @@ class PageStore(SlotStates):
         out.append(CommitRows(slots, keys, spaces, lengths, checksums, sequences, now_s))
 
     def quarantine(self, slot: int) -> None:
-        """A RESERVED page will not be committed; its key is free to be reserved again, its slot is not."""
+        """A RESERVED page will not be committed. Its key may be reserved again, its slot may not."""
         del self.index.namespace(self.facts.namespace[slot]).writing[self.key_of(slot)]
         self.move(slot, self.slots.slot_bytes(slot), QUARANTINED)
 
@@ -146,7 +146,7 @@ class PageStore(SlotStates):
     # --- reading
 
     def touch(self, pages: NamespacePages, slot_bytes: int, slots: list[int], now_s: float) -> None:
-        """Pages of `pages` were read, of one class."""
+        """Pages of one namespace and class were read."""
         on_hit = pages.orders[slot_bytes].on_hit
         for slot in slots:
             on_hit(slot, now_s)
@@ -155,8 +155,8 @@ class PageStore(SlotStates):
     # --- dropping
 
     def clear(self, namespace: int, space: int, out: list[Action]) -> int:
-        """Drop every page of the namespace, however many, in one look at all slots' states (1 ms for a
-        million slots); how many. `space` is what its rows carry from now on, used by no row before.
+        """Drop every page of the namespace, in one step over all slots' states (1 ms for a million slots).
+        The number of pages. Rows carry `space` from now on, a number that no row had before.
         """
         pages = self.index.namespace(namespace)
         count = len(pages.committed)
@@ -184,7 +184,7 @@ class PageStore(SlotStates):
         return count
 
     def forget(self, namespace: int) -> None:
-        """The namespace is dropped, and has neither pages nor reservations left."""
+        """Remove a dropped namespace without pages and reservations."""
         self.index.forget(namespace)
         self._over_quota.discard(namespace)
 
@@ -198,9 +198,9 @@ class PageStore(SlotStates):
         ttl_s: float | None = None,
         quota_bytes: int | None = None,
     ) -> None:
-        """Set how the namespace's pages are evicted, when they end, and how many bytes of slots it may have
-        in all, reservations included. Pages that are there get their place in a new order at once (0.2 s
-        for a million); what is beyond a lowered quota goes little by little. Raises ConfigError.
+        """Set the namespace's order of eviction, the time to live of its pages, and the bytes of slots that
+        it may have, reservations included. Existing pages are ordered anew at once (0.2 s for a million);
+        `tick` evicts pages beyond a lowered quota. Raises ConfigError.
         """
         check_policy(policy, ttl_s)
         if quota_bytes is not None and quota_bytes < 0:
@@ -218,15 +218,13 @@ class PageStore(SlotStates):
             self.next_work_s = 0.0
 
     def reorder(self, pages: NamespacePages, by_use: npt.NDArray[np.int64]) -> None:
-        """Make the namespace's orders anew; `by_use` are all of its committed pages, unused for longest
-        first.
-        """
+        """Make the namespace's orders anew. `by_use`: its committed pages, the least recently used first."""
         reorder(pages, by_use, self.facts, self.slots, self.links)
         if pages.expiry is not None:
             self._expect(pages.expiry.next_end_s + EXPIRY_SLACK_S)
 
     def tick(self, now_s: float, out: list[Action]) -> None:
-        """A little of what can wait: pages that ended, pages beyond a lowered quota, slots to be swept."""
+        """Some of the work that can wait: expired pages, pages beyond a lowered quota, SWEEPING slots."""
         self.next_work_s = float("inf")
         for pages in self.index:
             if pages.expiry is not None:

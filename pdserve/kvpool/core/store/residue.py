@@ -1,12 +1,12 @@
-"""Whose bytes may still lie in each slot, also in a free one. Pure.
+"""Which namespace's bytes still lie in each slot, free slots included. Pure.
 
-A page that is gone leaves its bytes where they were. The next writer of its slot may send fewer than it
-reserved, or none, and commit all the same; so a slot with bytes of another namespace is wiped before its
-grant is known. Bytes of the same namespace stay: whoever may read the new page could read the old one.
+A removed page leaves its bytes in the slot. The next writer may send fewer bytes than it reserved, or none,
+and still commit. So a slot with bytes of another namespace is wiped before the writer knows its grant. Bytes
+of the same namespace stay: a client that may read the new page could read the old one too.
 
-A slab that gets another class has its bytes in other slots. They are one namespace's if all its slots were;
-else nobody's in particular, and every one is wiped at its next use. So it is with all that a restart did not
-keep. The memory of a fresh arena is zero: its first filling costs nothing.
+When a slab gets another class, its bytes lie in other slots. If all its slots had bytes of one namespace, the
+new slots have too. Otherwise the bytes are UNKNOWN, and each slot is wiped at its next use. The same holds
+for all slots that a restart did not keep. The memory of a new arena is zero: its first use costs nothing.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ import numpy.typing as npt
 
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 
-NOBODY: Final = 0  # zeros
+NOBODY: Final = 0  # the slot is zero
 UNKNOWN: Final = (1 << 32) - 1
 
 
 class Residue:
-    """Of every slot of an allocator: the number of a namespace, NOBODY or UNKNOWN."""
+    """For each slot: the number of a namespace, NOBODY or UNKNOWN."""
 
     def __init__(self, slots: SlotAllocator) -> None:
         self._slots = slots
         self._of = array("I", bytes(4 * slots.slots))
-        self._around = array("I", bytes(4 * slots.slabs))  # of a slab's bytes that its class has in no slot
-        self._class = array("Q", bytes(8 * slots.slabs))  # that `_of` is by; a slab keeps it when unassigned
+        self._around = array("I", bytes(4 * slots.slabs))  # of the slab's bytes outside its slots
+        self._class = array(
+            "Q", bytes(8 * slots.slabs)
+        )  # the slab's class when `_of` was set; kept when it is unassigned
 
     def assigned(self, slab: int) -> None:
-        """The slab, of free slots all, has got its class."""
+        """A class was given to a slab; all its slots are free."""
         slot_bytes = self._slots.slab_class[slab]
         if self._class[slab] == slot_bytes:
             return
@@ -44,7 +46,7 @@ class Residue:
         self._class[slab] = slot_bytes
 
     def take(self, slots: list[int], namespace: int) -> list[tuple[int, int]]:
-        """A namespace gets these slots; the bytes of the arena, each from and to, to be wiped before."""
+        """A namespace gets these slots; the byte ranges of the arena to wipe before, half-open."""
         wipe, of = [], self._of
         for slot in [slot for slot in slots if of[slot] != namespace]:
             if of[slot] != NOBODY:
@@ -54,7 +56,7 @@ class Residue:
         return wipe
 
     def restore(self, slots: npt.NDArray[np.int64], namespaces: npt.NDArray[np.uint32]) -> None:
-        """After a restart: the slots of the pages that were kept, and whose they are."""
+        """After a restart: the slots of the pages kept, and their namespaces."""
         of = np.frombuffer(self._of, np.uint32)
         of[:] = UNKNOWN
         of[slots] = namespaces

@@ -1,4 +1,4 @@
-"""A store takes over the pages that recovery found: vectorised, a million within a second. Pure."""
+"""A store takes over the pages that table_scan.py found: vectorised, a million in a second. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pdserve.kvpool.core.store.table_scan import TableContents
 from pdserve.kvpool.core.store.victims import distinct, sorted_by
 from pdserve.kvpool.protocol.slot_table import COMMITTED, QUARANTINED
 
-_NOBODY = 0  # the namespace of a quarantined slot that says none
+_NOBODY = 0  # the namespace of a quarantined slot is unknown
 
 
 def restore(store: PageStore, contents: TableContents, now_s: float) -> None:
-    """Take over what recovery kept, into an empty store; quarantined slots have no key any more."""
+    """Fill an empty store. Quarantined slots have no key."""
     taken = np.sort(np.concatenate([contents.slots, np.array(contents.quarantined, dtype=np.int64)]))
     store.slots.restore(contents.slab_class, taken)
     store.residue.restore(contents.slots, contents.namespaces)
@@ -69,12 +69,12 @@ def _restore_keys(store: PageStore, contents: TableContents, by_age: npt.NDArray
 
 
 def _not_later(committed_s: npt.NDArray[np.float64], now_s: float) -> npt.NDArray[np.float64]:
-    """Times of commit; what is later than now, or no time at all, is of another boot: now."""
+    """Times of commit. A time later than now, or NaN, is of another boot: it becomes now."""
     return np.where(committed_s <= now_s, committed_s, now_s)
 
 
 def _place(column: list[bytes | None], slots: npt.NDArray[np.int64], keys: list[bytes]) -> None:
-    """`column[slot] = key` for each, a run of neighbouring slots at a time: most lie side by side."""
+    """`column[slot] = key` for each, in runs of neighbouring slots: most slots are neighbours."""
     firsts = np.flatnonzero(np.diff(slots, prepend=-2) != 1).tolist()
     for first, end in pairwise([*firsts, len(slots)]):
         slot = int(slots[first])

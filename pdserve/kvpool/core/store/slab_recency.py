@@ -1,4 +1,4 @@
-"""Which slabs were used last, so that size classes share the arena by recency. Pure; O(1)."""
+"""When each slab was last used: size classes share the arena by recency. Pure; O(1)."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class SlabUse:
         self._last_used = NONE
 
     def use(self, slots: list[int], last_use: array[int], uses: int) -> int:
-        """Pages were committed, or read: note when in `last_use`, by slot, and for their slabs. `uses` is the
-        counter before; returns what it is after.
+        """Pages were committed or read: note it in `last_use`, by slot, and for their slabs. `uses` is the
+        counter of uses before; returns the counter after.
         """
         slots_per_slab, slab = self._slots.slots_per_slab, NONE
         for slot in slots:
@@ -51,7 +51,7 @@ class SlabUse:
     def _use_slab(self, slab: int, use: int) -> None:
         of_class = self._of_class[self._slots.slab_class[slab]]
         of_class[slab] = use
-        if slab != self._last_used:  # else it is the last already
+        if slab != self._last_used:  # otherwise it is last already
             of_class.move_to_end(slab)
             self._last_used = slab
 
@@ -60,8 +60,8 @@ class SlabUse:
         return len(self._of_class) > (slot_bytes in self._of_class)
 
     def coldest(self, slot_bytes: int, is_idle: Callable[[int], bool]) -> tuple[int, int]:
-        """Of the idle slabs of other classes the one unused for longest, and its last use; NONE if there is
-        none. Those skipped are few: who holds a page used it a lease ago at most.
+        """The least recently used idle slab of another class, and its last use; NONE if there is none. Few
+        slabs are skipped: a held page was used a lease ago at most.
         """
         best = best_use = NONE
         for other, of_class in self._of_class.items():
@@ -85,7 +85,7 @@ class SlabUse:
                 self.add(slot_bytes, slab, int(last_use[slab]))
 
     def check(self) -> None:
-        """Assert that each assigned slab is there once, in order. For tests."""
+        """Assert that each assigned slab is present once, in order. For tests."""
         for slot_bytes, of_class in self._of_class.items():
             assert list(of_class.values()) == sorted(of_class.values())
             assert all(self._slots.slab_class[slab] == slot_bytes for slab in of_class)

@@ -9,9 +9,10 @@ The arena is `slabs` slabs of `slab_bytes`. A slab is unassigned, or holds slots
 
 A slot's size class is the page's length rounded up to 4 KiB, at least `min_slot_bytes`. Slabs are assigned
 when a class first needs one, and unassigned when their last slot is freed, so space moves between classes.
-Within a slab, slots never used lie at and after `bump`; freed ones form a list threaded through `next_free`.
+Within a slab, slots at and after `bump` were never used; freed slots form a list threaded through
+`next_free`.
 
-This module knows free and not free; what a slot that is not free is for, `store.py` knows.
+This module knows only free and not free; slot_states.py knows the other states.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-SLOT_ALIGN_BYTES = 4096  # a page starts on a memory page, whatever the class
+SLOT_ALIGN_BYTES = 4096  # every slot starts on a memory page
 NONE = -1
 
 

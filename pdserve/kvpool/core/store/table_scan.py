@@ -1,9 +1,9 @@
-"""What a slot table found at start still says: a vectorised scan that believes no row without proof. Pure.
+"""What a restart keeps of a slot table: a vectorised scan that proves every row. Pure.
 
-A row is kept when all of it holds: it says COMMITTED, its guard matches, its namespace exists, its slab's
-class is the class of its length, its position lies in the slab, and no newer row has the same key. A row that
-says RESERVED (or something impossible) is quarantined: its writer may be alive and writing into the slot. Any
-other row that is not free is dropped, alone. The pages' bytes are not read: readers check them.
+A row is kept when all of this holds: its state is COMMITTED, its guard matches, its namespace exists, its
+slab has the class of its length, its position lies in the slab, and no newer row has the same key. A row that
+is RESERVED, or in an impossible state, is quarantined: its writer may be alive and writing into the slot. Any
+other row that is not FREE is dropped. The pages' bytes are not read: readers check them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KEY_DTYPE: Final = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class TableContents:
-    """The rows kept, by ascending slot, as columns of one length; and what became of the others."""
+    """The rows kept, by ascending slot, as columns of one length; and the other rows."""
 
     slab_class: list[int]
     slots: Int64s
@@ -53,7 +53,7 @@ def scan(
     namespaces: Mapping[int, int],
 ) -> TableContents:
     """Read `rows` of shape [layout.rows] and `slab_class` of shape [layout.slabs]. `namespaces`: the number
-    of the namespace by the number that its rows carry (its space); other rows belong to nobody.
+    of each namespace by its space, the number in its rows. Rows of other spaces are void.
     """
     classes = _valid_classes(layout, slab_class)
     known = np.array(sorted(namespaces), dtype=np.uint32)
@@ -93,7 +93,7 @@ def scan(
 
 
 class _Block(NamedTuple):
-    """What a block of rows says; of the rows to keep all that is needed, while they are in the cache."""
+    """A block of rows, and the columns of those to keep: copied while the block is in the CPU's cache."""
 
     slots: Int64s
     keys: list[bytes]
@@ -108,7 +108,7 @@ class _Block(NamedTuple):
 def _scan_block(
     layout: TableLayout, classes: Int64s, known: npt.NDArray[np.uint32], rows: Rows, first: int
 ) -> _Block:
-    """`rows` begin at slot `first`; `known` are the spaces whose rows belong to somebody."""
+    """`rows` begin at slot `first`; `known` are the spaces of existing namespaces."""
     state = rows["state"].copy()
     slots = np.arange(first, first + len(rows))
     slab = slots // layout.slots_per_slab
@@ -134,7 +134,7 @@ def _scan_block(
 
 
 def _valid_classes(layout: TableLayout, slab_class: npt.NDArray[np.uint64]) -> Int64s:
-    """The slab classes, 0 where one is impossible."""
+    """The slab classes; 0 for impossible ones."""
     valid = (slab_class >= layout.min_slot_bytes) & (slab_class <= layout.slab_bytes)
     valid &= slab_class % np.uint64(SLOT_ALIGN_BYTES) == 0
     return np.where(valid, slab_class, 0).astype(np.int64)
@@ -143,8 +143,8 @@ def _valid_classes(layout: TableLayout, slab_class: npt.NDArray[np.uint64]) -> I
 def _repeated(
     words: npt.NDArray[np.uint64], facts: Mapping[str, npt.NDArray[Any]], keys: Sequence[bytes]
 ) -> Int64s:
-    """The places of pages whose key a newer one has. Sorting one word of the keys finds whether there can be
-    any; almost always there is none.
+    """The places of pages whose key a newer page has. A sort by one word of the keys shows whether there can
+    be any; almost always there is none.
     """
     ordered = np.sort(words)
     if not (ordered[1:] == ordered[:-1]).any():

@@ -1,4 +1,4 @@
-"""Which page goes first, over all orders of eviction; and orders made anew for pages that are there. Pure."""
+"""Which page to evict first, over all orders of eviction; and orders made anew for existing pages. Pure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pdserve.kvpool.core.store.index import Facts, NamespacePages
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 from pdserve.kvpool.policies.base import EvictionPolicy, Links
 
-MAX_SKIPPED: Final = 1024  # held pages passed over in search of victims
+MAX_SKIPPED: Final = 1024  # held pages skipped in search of victims
 
 
 def best_victims(
     orders: Iterable[EvictionPolicy], facts: Facts, holds: Collection[int], count: int
 ) -> list[int]:
-    """Up to `count` slots that nobody holds: again and again, of each order's best victim, the one unused for
-    longest.
+    """Up to `count` slots that nobody holds. Each is the least recently used among the best victims of all
+    orders.
     """
     each = []
     for order in orders:
@@ -33,8 +33,8 @@ def best_victims(
 
 
 def coldest(index: Iterable[NamespacePages], pages: int) -> Iterator[int]:
-    """About so many slots, those that would be evicted first, of each namespace and class its share. Ends
-    with the first change of an order.
+    """About `pages` slots that would be evicted first, an equal share of each namespace and class. A change
+    of an order ends the iterator.
     """
     orders = [order for namespace in index for order in namespace.orders.values() if len(order)]
     for order in orders:
@@ -44,7 +44,7 @@ def coldest(index: Iterable[NamespacePages], pages: int) -> Iterator[int]:
 def reorder(
     pages: NamespacePages, by_use: npt.NDArray[np.int64], facts: Facts, slots: SlotAllocator, links: Links
 ) -> None:
-    """Make the namespace's orders anew; `by_use` are all of its committed pages, unused for longest first."""
+    """Make the namespace's orders anew. `by_use`: its committed pages, the least recently used first."""
     for order in pages.orders.values():
         order.close()
     pages.orders = {}
@@ -64,8 +64,8 @@ def reorder(
 
 
 def sorted_by(values: npt.NDArray[np.uint64], slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """`slots` by ascending `values`, of one length; slots are not negative. Where a value and a slot fit one
-    word, words are sorted, which takes a fifth of the time of `argsort`.
+    """`slots` by ascending `values`; both of one length, slots not negative. Where a value and a slot fit one
+    word, words are sorted: a fifth of the time of `argsort`.
     """
     if not len(slots):
         return slots
@@ -77,7 +77,7 @@ def sorted_by(values: npt.NDArray[np.uint64], slots: npt.NDArray[np.int64]) -> n
 
 
 def distinct(values: npt.NDArray[Any]) -> list[int]:
-    """The different values; quick where there is but one."""
+    """The different values, ascending; quick where there is only one."""
     if len(values) and (values == values[0]).all():
         return [int(values[0])]
     found: list[int] = np.unique(values).tolist()

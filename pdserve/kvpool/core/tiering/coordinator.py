@@ -1,5 +1,5 @@
-"""All that NodeState has to do with the tiers below memory: pages down (tiering.py), pages up (promotion.py).
-Pure. Without tiers it costs nothing.
+"""The tiers as NodeState sees them: pages written to tiers (demotion.py), pages loaded from tiers
+(promotion.py), and which pages the tiers have (tier_index.py). Pure. Without tiers it costs nothing.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import TypeAlias
 from pdserve.kvpool.core.events import Action, PagesFound, PagesGone, PagesLoaded, PagesStored
 from pdserve.kvpool.core.sessions import Session
 from pdserve.kvpool.core.store.page_store import PageStore
-from pdserve.kvpool.core.tiering.demotion import Tiering
+from pdserve.kvpool.core.tiering.demotion import Demotions
 from pdserve.kvpool.core.tiering.promotion import PinPage, Promotions
-from pdserve.kvpool.core.tiering.tier_index import TieringLimits, TierSpec
+from pdserve.kvpool.core.tiering.tier_index import TierIndexes, TieringLimits, TierSpec
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings, TierStatus
 from pdserve.kvpool.protocol.messages import Get, Pin
 
@@ -22,9 +22,9 @@ OnCommit: TypeAlias = Callable[[list[int], float, list[Action]], None]
 
 
 class Tiers:
-    """`settings(namespace)`: what it wants, None when it is gone. `pin` gives a page to a
-    client; `on_commit(slots, now_s, out)` and `found(namespace, key, now_s, out)` are called for pages that
-    can be read from now on: those that came up, those that a tier turned out to have.
+    """`settings(namespace)`: what the namespace wants, None when it is gone. `pin` gives a page to a client.
+    `on_commit(slots, now_s, out)` is called for pages that were loaded, `found(namespace, key, now_s, out)`
+    for pages that a tier turned out to have.
     """
 
     def __init__(
@@ -38,8 +38,9 @@ class Tiers:
         found: Found,
     ) -> None:
         self._found = found
-        self._tiering = Tiering(store, tiers, limits, settings)
-        self._promotions = Promotions(store, self._tiering, limits, pin, on_commit)
+        self._index = TierIndexes(tiers)
+        self._demotions = Demotions(store, self._index, limits, settings)
+        self._promotions = Promotions(store, self._index, limits, pin, on_commit)
         self._unwanted: set[int] = set()
         self.any = bool(tiers)
 
@@ -47,32 +48,36 @@ class Tiers:
 
     def has(self, namespace: int, key: bytes) -> bool:
         """Whether a tier has the page."""
-        return self.any and self._tiering.has(namespace, key)
+        return self.any and self._index.has(namespace, key)
 
     # --- what happens
 
     def handle(self, event: TierEvent, now_s: float, out: list[Action]) -> None:
+        """A tier reports."""
         if isinstance(event, PagesLoaded):
             self._promotions.loaded(event, now_s, out)
         elif isinstance(event, PagesStored):
-            self._tiering.stored(event, now_s, out)
+            self._demotions.stored(event, now_s, out)
         elif isinstance(event, PagesGone):
-            self._tiering.gone(event)
+            self._demotions.gone(event)
         else:
-            self._tiering.found(event, now_s, out)
+            self._demotions.found(event, now_s, out)
             for page in event.pages:
-                if self.has(page.namespace, page.key):
-                    self._found(page.namespace, page.key, now_s, out)
+                namespace = self._index.namespace_of(page.space)
+                if namespace is not None and self.has(namespace, page.key):
+                    self._found(namespace, page.key, now_s, out)
 
     def committed(self, slot: int) -> None:
         """A client wrote the page."""
         if self.any:
-            self._tiering.committed(slot)
+            self._demotions.committed(slot)
 
-    def configured(self, namespace: int) -> None:
-        """The namespace has other settings now."""
-        if self.any and self._tiering.unwanted(namespace):
-            self._unwanted.add(namespace)
+    def configured(self, namespace: int, space: int) -> None:
+        """The namespace was opened, with this space, or has other settings now."""
+        if self.any:
+            self._index.set_space(namespace, space, [])
+            if self._demotions.unwanted(namespace):
+                self._unwanted.add(namespace)
 
     def get(
         self,
@@ -90,12 +95,13 @@ class Tiers:
 
     @property
     def ready(self) -> bool:
-        return self._tiering.ready
+        """Whether the tiers have told all that they hold."""
+        return self._index.ready
 
     @property
     def behind(self) -> bool:
         """Whether the tiers cannot keep up for the moment."""
-        return self.any and self._tiering.behind
+        return self.any and self._demotions.behind
 
     @property
     def free_bytes(self) -> int:
@@ -103,30 +109,35 @@ class Tiers:
         return sum(max(0, tier.capacity_bytes - tier.used_bytes) for tier in self.status())
 
     def namespaces(self) -> list[int]:
-        return self._tiering.namespaces()
+        return self._index.namespaces()
 
     def keys(self, namespace: int) -> list[bytes]:
-        return self._tiering.keys(namespace)
+        return self._index.keys(namespace)
 
     def length(self, namespace: int, key: bytes) -> int:
-        return self._tiering.find(namespace, key)[1]
+        return self._index.find(namespace, key)[1]
 
     def place(self, namespace: int, key: bytes) -> tuple[str, int]:
         """Name of the first tier that has the page, and its length; ("", 0) when none has."""
-        number, length_bytes = self._tiering.find(namespace, key)
-        return (self._tiering.tiers[number].spec.name, length_bytes) if length_bytes else ("", 0)
+        number, length_bytes = self._index.find(namespace, key)
+        return (self._index.tiers[number].spec.name, length_bytes) if length_bytes else ("", 0)
 
     def forget(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> None:
         """Drop pages from all tiers."""
         if self.any and keys:
-            self._tiering.forget(namespace, keys, out)
+            self._demotions.forget(namespace, keys, out)
 
-    def clear(self, namespace: int, *, dropped: bool, out: list[Action]) -> int:
-        """Forget all pages of the namespace; how many."""
+    def clear(self, namespace: int, space: int | None, out: list[Action]) -> int:
+        """Void all pages of the namespace; how many. `space`: its new one, None when it is dropped."""
         if not self.any:
             return 0
+        self._stop(namespace, out)
+        return self._index.set_space(namespace, space, out)
+
+    def _stop(self, namespace: int, out: list[Action]) -> None:
+        """What is under way for the namespace is not wanted any more."""
         self._promotions.clear(namespace, out)
-        return self._tiering.clear(namespace, dropped=dropped, out=out)
+        self._demotions.clear(namespace)
 
     def expire(self, session: Session, now_s: float, out: list[Action]) -> None:
         if session.gets:
@@ -138,25 +149,28 @@ class Tiers:
     def pump(self, now_s: float, out: list[Action]) -> None:
         """Start the stores that are due; called when everything else is decided."""
         for namespace in self._unwanted:
-            self.clear(namespace, dropped=False, out=out)
+            if self._demotions.unwanted(namespace):  # it is not gone meanwhile
+                self._stop(namespace, out)
+                self._index.forget_space(self._index.space_of(namespace), out)
         self._unwanted.clear()
-        if self.any and self._tiering.due:
-            self._tiering.pump(now_s, out)
+        if self.any and self._demotions.due:
+            self._demotions.pump(now_s, out)
 
     @property
     def next_deadline_s(self) -> float:
         """Of the tiers' own; Gets that wait are their sessions'."""
-        return self._tiering.next_deadline_s()
+        return self._demotions.next_deadline_s()
 
     # --- status, conservation
 
     def status(self) -> list[TierStatus]:
-        return self._tiering.status()
+        """Of each tier, from the top down."""
+        return [tier.status() for tier in self._index.tiers]
 
     def counters(self) -> dict[str, int]:
         if not self.any:
             return {}
-        return {"evicted_unwritten": self._tiering.evicted_unwritten, **self._promotions.counters()}
+        return {"evicted_unwritten": self._demotions.evicted_unwritten, **self._promotions.counters()}
 
     def reserved_slots(self) -> list[int]:
         """Those that are being filled from a tier."""
@@ -164,5 +178,6 @@ class Tiers:
 
     def check(self) -> None:
         """Slow: for tests."""
-        self._tiering.check()
+        self._index.check()
+        self._demotions.check()
         self._promotions.check()

@@ -1,33 +1,32 @@
-"""Which pages go down to the tiers, and what is known to be there. Pure; appends its actions to `out`.
+"""Which pages are written to the tiers, and when. Pure; appends its actions to `out`.
 
-A page is in at most one slot of the arena and in any number of tiers; its bytes never change, so a copy is
-never out of date. Down:
+A page is in at most one slot of the arena and in any number of tiers. Its bytes never change, so a copy is
+never out of date. What happens to a page:
 
     commit         -> stored in the first tier at once    write = "all", or a namespace of media "ssd"
     coldest pages  -> stored in the first tier            while more than `watermark` of the arena is in use
     tier i drops it for lack of room -> tier i + 1        by the shell, as far as that one keeps up
     found after a restart, in no tier -> as after commit, some at a time, once the tiers told what they have
 
-so that evicting a cold page is free: it is in a tier already. A slot being stored is held. Stores under way
-are bounded in pages and bytes; when a tier is slower than the writers, pages are evicted unwritten, which is
-counted, and nobody waits. Up: promotion.py.
+So evicting a cold page is free: it is in a tier already. A slot that is being stored is held. The stores
+under way are bounded in pages and bytes. When a tier is slower than the writers, pages are evicted
+unwritten, which is counted, and nobody waits. The way back is in promotion.py, what the tiers have in
+tier_index.py.
 
-The index here says what the tiers reported. Everything that changes a tier is done by its one writer thread,
-in the order of our actions, and reported in that order; so what was decided since a report was made is what
-must be remembered here: pages discarded while they were being stored (`void`), and for each namespace below
-which sequence pages are void (`_void_before`), since the shell passes pages from tier to tier by itself.
+Everything that changes a tier is done by its one writer thread, in the order of our actions, and reported in
+that order. So only what was decided since must be remembered here: pages that were discarded while they were
+being stored (`void`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from pdserve.kvpool.core.events import (
     Action,
-    ForgetNamespace,
     ForgetPages,
     PagesFound,
     PagesGone,
@@ -35,11 +34,10 @@ from pdserve.kvpool.core.events import (
     SlotPage,
     StorePages,
 )
-from pdserve.kvpool.core.store.index import NONE
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.victims import coldest
-from pdserve.kvpool.core.tiering.tier_index import TierIndex, TieringLimits, TierSpec
-from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings, TierStatus
+from pdserve.kvpool.core.tiering.tier_index import TierIndexes, TieringLimits
+from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings
 from pdserve.kvpool.protocol.slot_table import COMMITTED
 from pdserve.kvpool.tiers.base import REFUSED, STORED, PageName, TierPage
 
@@ -55,25 +53,26 @@ UNSAVED_STEP_S: Final = 0.005  # between steps: others get their turn
 class _Store:
     """A slot being written to the first tier, held meanwhile."""
 
+    namespace: int
     page: TierPage
     void: bool = False
 
 
-class Tiering:
-    """All tiers of a node. `settings(namespace)` says what the namespace wants; None: it is gone."""
+class Demotions:
+    """Pages on their way to tiers. `settings(namespace)`: what the namespace wants, None when it is gone."""
 
     def __init__(
         self,
         store: PageStore,
-        tiers: Sequence[TierSpec],
+        index: TierIndexes,
         limits: TieringLimits,
         settings: Callable[[int], NamespaceSettings | None],
     ) -> None:
         self._store = store
         self._settings = settings
         self._limits = limits
-        self.tiers = [TierIndex(spec) for spec in tiers]
-        self._void_before: dict[int, int] = {}
+        self._index = index
+        self._tiers = index.tiers
         self._stores: dict[int, _Store] = {}  # by slot
         self._store_bytes = 0
         self._storing_bytes: dict[int, int] = {}  # the same by namespace, for their quotas
@@ -86,22 +85,8 @@ class Tiering:
         self._unsaved: list[tuple[int, int]] = []  # namespace, first slot: to be looked through for pages
         self._unsaved_at_s = 0.0  # when the next step is due
         self.evicted_unwritten = 0
-        if tiers:
+        if index.tiers:
             store.on_evict = self._evicted
-
-    # --- looking
-
-    def find(self, namespace: int, key: bytes, above: int = -1) -> tuple[int, int]:
-        """The first tier under number `above` that has the page, and its length; (NONE, 0) when none has."""
-        for number in range(above + 1, len(self.tiers)):
-            pages = self.tiers[number].pages.get(namespace)
-            if pages is not None and key in pages:
-                return number, pages[key]
-        return NONE, 0
-
-    def has(self, namespace: int, key: bytes) -> bool:
-        """Whether any tier has it."""
-        return self.find(namespace, key)[0] != NONE
 
     def sinks(self, namespace: int) -> bool:
         """Whether pages of the namespace go to the tiers. Those with a time to live do not: neither a tier's
@@ -122,7 +107,7 @@ class Tiering:
         """Whether memory is full and more pages wait to be stored than can be under way: what comes in now
         may displace them.
         """
-        waiting = bool(self._at_once or self._scan) and not self.tiers[0].backoff.failures
+        waiting = bool(self._at_once or self._scan) and not self._tiers[0].backoff.failures
         return waiting and self._above_watermark()
 
     @property
@@ -131,7 +116,7 @@ class Tiering:
 
     def committed(self, slot: int) -> None:
         """A page was written by a client."""
-        if not self.tiers:
+        if not self._tiers:
             return
         self._commits += 1
         self._committed_bytes += self._store.facts.length_bytes[slot]
@@ -144,7 +129,7 @@ class Tiering:
 
     def _wants_all(self, namespace: int) -> bool:
         settings = self._settings(namespace)
-        return settings is not None and (self.tiers[0].spec.write == "all" or settings.media == "ssd")
+        return settings is not None and (self._tiers[0].spec.write == "all" or settings.media == "ssd")
 
     def _find_unsaved(self, now_s: float) -> None:
         """One step through pages that an earlier incarnation had committed, and perhaps not stored yet."""
@@ -152,7 +137,7 @@ class Tiering:
         slots = self._store.committed_slots(start, UNSAVED_PAGES, namespace).tolist()
         key_of = self._store.facts.key
         for slot in slots:
-            if not self.has(namespace, key_of[slot] or b"") and self._wants_all(namespace):
+            if not self._index.has(namespace, key_of[slot] or b"") and self._wants_all(namespace):
                 self._at_once[slot] = self._store.facts.sequence[slot]
         if len(slots) == UNSAVED_PAGES:
             self._unsaved.append((namespace, slots[-1] + 1))
@@ -160,7 +145,7 @@ class Tiering:
 
     def pump(self, now_s: float, out: list[Action]) -> None:
         """Start as many stores as may be under way."""
-        if not self.tiers or not self.tiers[0].ready or now_s < self.tiers[0].backoff.retry_at_s:
+        if not self._tiers or not self._tiers[0].ready or now_s < self._tiers[0].backoff.retry_at_s:
             self._commits = self._committed_bytes = 0
             return
         if self._unsaved and not self._at_once and now_s >= self._unsaved_at_s:
@@ -201,56 +186,58 @@ class Tiering:
             return False
         namespace, key, length = facts.namespace[slot], facts.key[slot], facts.length_bytes[slot]
         assert key is not None
-        if not self.sinks(namespace) or self.has(namespace, key) or length >= self.tiers[0].largest_bytes:
+        if (
+            not self.sinks(namespace)
+            or self._index.has(namespace, key)
+            or length >= self._tiers[0].largest_bytes
+        ):
             return False
         settings = self._settings(namespace)
         assert settings is not None
-        held = self._storing_bytes.get(namespace, 0)
-        held += sum(tier.page_bytes.get(namespace, 0) for tier in self.tiers)
-        if settings.tier_quota_bytes and held + length > settings.tier_quota_bytes:
-            return False
-        return facts.sequence[slot] >= self._void_before.get(namespace, 0)
+        held = self._storing_bytes.get(namespace, 0) + self._index.page_bytes(namespace)
+        return not settings.tier_quota_bytes or held + length <= settings.tier_quota_bytes
 
     def _begin(self, slot: int) -> SlotPage:
         facts = self._store.facts
         key = facts.key[slot]
         assert key is not None
+        namespace = facts.namespace[slot]
         page = TierPage(
-            facts.namespace[slot],
+            self._index.space_of(namespace),
             key,
             facts.length_bytes[slot],
             facts.checksum[slot],
             facts.sequence[slot],
         )
-        self._stores[slot] = _Store(page)
-        self._count(page, page.length_bytes)
+        self._stores[slot] = _Store(namespace, page)
+        self._count(namespace, page.length_bytes)
         self._store.hold(slot)
         return SlotPage(slot, self._store.slots.offset(slot), page)
 
-    def _count(self, page: TierPage, size_bytes: int) -> None:
+    def _count(self, namespace: int, size_bytes: int) -> None:
         self._store_bytes += size_bytes
-        under_way = self._storing_bytes.pop(page.namespace, 0) + size_bytes
+        under_way = self._storing_bytes.pop(namespace, 0) + size_bytes
         if under_way:
-            self._storing_bytes[page.namespace] = under_way
+            self._storing_bytes[namespace] = under_way
 
     # --- what the tiers report
 
     def stored(self, event: PagesStored, now_s: float, out: list[Action]) -> None:
         """The end of stores that `pump` began."""
-        tier = self.tiers[event.tier]
+        tier = self._tiers[event.tier]
         tier.used_bytes = event.used_bytes
         for slot, status in zip(event.slots, event.statuses, strict=True):
             storing = self._stores.pop(slot)
             page = storing.page
-            self._count(page, -page.length_bytes)
+            self._count(storing.namespace, -page.length_bytes)
             in_use = self._store.state(slot) == COMMITTED
             self._store.let_go(slot, out)
             if status == STORED:
                 tier.stored += 1
                 if not storing.void and self._valid(page):
-                    tier.add(page.namespace, page.key, page.length_bytes)
+                    tier.add(page.space, page.key, page.length_bytes)
                     if in_use:
-                        self._drop_copy(slot, page.namespace, out)
+                        self._drop_copy(slot, storing.namespace, out)
             elif status == REFUSED:
                 tier.largest_bytes = min(tier.largest_bytes, page.length_bytes)
             else:
@@ -272,7 +259,7 @@ class Tiering:
 
     def found(self, event: PagesFound, now_s: float, out: list[Action]) -> None:
         """Pages that survived in the tier, or that came down from the one above it."""
-        tier = self.tiers[event.tier]
+        tier = self._tiers[event.tier]
         tier.used_bytes = event.used_bytes
         if event.failed:
             tier.store_failed += event.failed
@@ -282,15 +269,15 @@ class Tiering:
         void = []
         for page in event.pages:
             if self._valid(page):
-                tier.add(page.namespace, page.key, page.length_bytes)
+                tier.add(page.space, page.key, page.length_bytes)
             else:
-                void.append(PageName(page.namespace, page.key, page.length_bytes))
+                void.append(PageName(page.space, page.key, page.length_bytes))
         if void:
             out.append(ForgetPages(event.tier, tuple(void)))
         if event.last:
             tier.ready = True
             self._scan = True
-            if self.ready:
+            if self._index.ready:
                 numbers = [pages.number for pages in self._store.index if pages.committed]
                 self._unsaved = [(n, 0) for n in numbers if self._wants_all(n) and self.sinks(n)]
 
@@ -298,98 +285,53 @@ class Tiering:
         """Pages that left the tier. One that was forgotten while it came in from above is known again until
         then.
         """
-        tier = self.tiers[event.tier]
+        tier = self._tiers[event.tier]
         tier.used_bytes = event.used_bytes
         for name in event.names:
-            tier.gone += tier.remove(name.namespace, name.key)
+            tier.gone += tier.remove(name.space, name.key)
 
     def _valid(self, page: TierPage) -> bool:
-        return self.sinks(page.namespace) and page.sequence >= self._void_before.get(page.namespace, 0)
+        """Whether the page counts, and is wanted in a tier."""
+        namespace = self._index.namespace_of(page.space)
+        return namespace is not None and self.sinks(namespace)
 
     # --- forgetting
 
-    def forget(
-        self, namespace: int, keys: Sequence[bytes], out: list[Action], only: int | None = None
-    ) -> None:
-        """These pages are not what they should be, or not wanted: in every tier, or in one."""
-        for number, tier in enumerate(self.tiers):
-            if only is None or number == only:
-                lengths = tier.pages.get(namespace, {})
-                names = tuple(PageName(namespace, key, lengths.get(key, 0)) for key in keys)
-                for key in keys:
-                    tier.remove(namespace, key)
-                out.append(ForgetPages(number, names))
-        if only is None:
-            gone = set(keys)
-            for storing in self._stores.values():
-                if storing.page.namespace == namespace and storing.page.key in gone:
-                    storing.void = True
+    def forget(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> None:
+        """These pages are not what they should be, or not wanted: in every tier."""
+        self._index.forget(namespace, keys, out)
+        gone = set(keys)
+        for storing in self._stores.values():
+            if storing.namespace == namespace and storing.page.key in gone:
+                storing.void = True
 
-    @property
-    def ready(self) -> bool:
-        """Whether the tiers have told all that they hold."""
-        return all(tier.ready for tier in self.tiers)
-
-    def namespaces(self) -> list[int]:
-        """Those that have pages in a tier."""
-        return sorted({number for tier in self.tiers for number, pages in tier.pages.items() if pages})
-
-    def keys(self, namespace: int) -> list[bytes]:
-        """Of the namespace's pages in any tier, each once."""
-        return list(dict.fromkeys(key for tier in self.tiers for key in tier.pages.get(namespace, ())))
+    def clear(self, namespace: int) -> None:
+        """What is being stored for the namespace is not wanted any more."""
+        for storing in self._stores.values():
+            if storing.namespace == namespace:
+                storing.void = True
 
     def unwanted(self, namespace: int) -> bool:
         """Whether there are pages of a namespace that is to have none here."""
-        return not self.sinks(namespace) and any(tier.pages.get(namespace) for tier in self.tiers)
-
-    def clear(self, namespace: int, *, dropped: bool, out: list[Action]) -> int:
-        """Forget all pages of the namespace; how many."""
-        if not self.tiers:
-            return 0
-        before_sequence = self._store.next_sequence
-        if dropped:
-            self._void_before.pop(namespace, None)  # its number says it all: it is not used again
-        else:
-            self._void_before[namespace] = before_sequence
-        count = sum(tier.clear(namespace) for tier in self.tiers)
-        out.append(ForgetNamespace(namespace, before_sequence))
-        return count
+        return not self.sinks(namespace) and bool(self._index.page_bytes(namespace))
 
     def _evicted(self, slot: int) -> None:
         facts = self._store.facts
         key = facts.key[slot]
         assert key is not None
-        if self.sinks(facts.namespace[slot]) and not self.has(facts.namespace[slot], key):
+        if self.sinks(facts.namespace[slot]) and not self._index.has(facts.namespace[slot], key):
             self.evicted_unwritten += 1
 
-    # --- time, status, conservation
+    # --- time, conservation
 
     def next_deadline_s(self) -> float:
         """When a tier that failed may be tried again, if something waits for it, or the next step is due."""
-        if self.tiers and not self._stores:
-            if self.tiers[0].backoff.failures and (self._at_once or self._unsaved):
-                return self.tiers[0].backoff.retry_at_s
+        if self._tiers and not self._stores:
+            if self._tiers[0].backoff.failures and (self._at_once or self._unsaved):
+                return self._tiers[0].backoff.retry_at_s
             if self._unsaved:
                 return self._unsaved_at_s
         return float("inf")
-
-    def status(self) -> list[TierStatus]:
-        return [
-            TierStatus(
-                name=tier.spec.name,
-                kind=tier.spec.kind,
-                capacity_bytes=tier.spec.capacity_bytes,
-                used_bytes=tier.used_bytes,
-                pages=len(tier),
-                writable=not tier.backoff.failures,
-                counters={"stored": tier.stored, "store_failed": tier.store_failed, "gone": tier.gone},
-            )
-            for tier in self.tiers
-        ]
-
-    def storing(self) -> Iterator[int]:
-        """Slots held by stores under way."""
-        return iter(self._stores)
 
     def check(self) -> None:
         """Assert that what is counted is there. Slow: for tests."""
@@ -398,7 +340,3 @@ class Tiering:
         for slot, storing in self._stores.items():
             assert self._store.holds(slot)
             assert self._store.facts.sequence[slot] == storing.page.sequence
-        for tier in self.tiers:
-            for namespace, pages in tier.pages.items():
-                assert tier.page_bytes.get(namespace, 0) == sum(pages.values())
-                assert not pages or self._settings(namespace) is not None

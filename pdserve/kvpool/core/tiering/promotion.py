@@ -22,8 +22,7 @@ from pdserve.kvpool.core.sessions import PendingGet, Session
 from pdserve.kvpool.core.store.index import NONE
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.room import DropBudget
-from pdserve.kvpool.core.tiering.demotion import Tiering
-from pdserve.kvpool.core.tiering.tier_index import TieringLimits
+from pdserve.kvpool.core.tiering.tier_index import TierIndexes, TieringLimits
 from pdserve.kvpool.protocol.messages import HIT, MISS, Get, Got, Pin
 from pdserve.kvpool.protocol.slot_table import QUARANTINED, RESERVED
 from pdserve.kvpool.tiers.base import GONE, LOADED, PageName, TierPage
@@ -36,6 +35,7 @@ class Load:
     """A slot being filled from a tier."""
 
     slot: int
+    namespace: int
     name: PageName
     sequence: int
     tier: int
@@ -52,13 +52,13 @@ class Promotions:
     def __init__(
         self,
         store: PageStore,
-        tiering: Tiering,
+        index: TierIndexes,
         limits: TieringLimits,
         pin: PinPage,
         on_commit: Callable[[list[int], float, list[Action]], None],
     ) -> None:
         self._store = store
-        self._tiering = tiering
+        self._index = index
         self._limits = limits
         self._pin = pin
         self._on_commit = on_commit
@@ -110,7 +110,7 @@ class Promotions:
         load = self._by_name.get((namespace, key))
         if load is not None:
             return load if load.name.length_bytes == length_bytes and not load.late else None
-        tier, found_bytes = self._tiering.find(namespace, key)
+        tier, found_bytes = self._index.find(namespace, key)
         if tier == NONE or found_bytes != length_bytes:
             return None
         slot_bytes = self._store.slots.class_of(length_bytes)
@@ -125,7 +125,8 @@ class Promotions:
             self.refused += 1
             return None
         slot = slots[0]
-        load = Load(slot, PageName(namespace, key, length_bytes), self._store.facts.sequence[slot], tier)
+        name = PageName(self._index.space_of(namespace), key, length_bytes)
+        load = Load(slot, namespace, name, self._store.facts.sequence[slot], tier)
         self._loads[slot] = self._by_name[namespace, key] = load
         self._load_bytes += slot_bytes
         batches.setdefault(tier, []).append(self._slot_page(load))
@@ -133,7 +134,7 @@ class Promotions:
 
     def _slot_page(self, load: Load) -> SlotPage:
         name = load.name
-        page = TierPage(name.namespace, name.key, name.length_bytes, 0, load.sequence)
+        page = TierPage(name.space, name.key, name.length_bytes, 0, load.sequence)
         return SlotPage(load.slot, self._store.slots.offset(load.slot), page)
 
     # --- its end
@@ -163,8 +164,8 @@ class Promotions:
         """That tier has it no more: the next one, or a miss."""
         name = load.name
         self.failed += status != GONE
-        self._tiering.forget(name.namespace, [name.key], out, only=load.tier)
-        tier, length_bytes = self._tiering.find(name.namespace, name.key)
+        self._index.forget(load.namespace, [name.key], out, only=load.tier)
+        tier, length_bytes = self._index.find(load.namespace, name.key)
         if tier != NONE and length_bytes == name.length_bytes:
             load.tier = tier
             out.append(LoadPages(tier, (self._slot_page(load),)))
@@ -176,7 +177,7 @@ class Promotions:
     def _end(self, load: Load) -> None:
         del self._loads[load.slot]
         if not load.void:
-            del self._by_name[load.name.namespace, load.name.key]
+            del self._by_name[load.namespace, load.name.key]
         self._load_bytes -= self._store.slots.slot_bytes(load.slot)
 
     def _resolve(self, load: Load, slot: int, now_s: float, out: list[Action]) -> None:
@@ -221,7 +222,7 @@ class Promotions:
     def clear(self, namespace: int, out: list[Action]) -> None:
         """What is being loaded for the namespace is not wanted any more."""
         for load in list(self._loads.values()):
-            if load.name.namespace == namespace and not load.void:
+            if load.namespace == namespace and not load.void:
                 load.void = True
                 del self._by_name[namespace, load.name.key]
                 self._store.quarantine(load.slot)
@@ -246,7 +247,7 @@ class Promotions:
         for slot, load in self._loads.items():
             assert self._store.state(slot) == (QUARANTINED if load.void else RESERVED)
             assert self._store.facts.sequence[slot] == load.sequence
-            assert load.void == (self._by_name.get((load.name.namespace, load.name.key)) is not load)
+            assert load.void == (self._by_name.get((load.namespace, load.name.key)) is not load)
         assert self._load_bytes == sum(self._store.slots.slot_bytes(slot) for slot in self._loads)
         for get in {get for load in self._loads.values() for get in load.waiting}:
             assert get.session.gets[get.request.id] is get

@@ -1,15 +1,26 @@
-"""pdserve.kvpool.core.tiering.tier_index."""
+"""Which pages are in which tier, as far as the node knows. Pure.
+
+The index here says what the tiers reported. It may be wrong in one direction only: a page that is thought to
+be in a tier and is not is a miss. A page counts only in the current space of its namespace (catalog.py): once
+a namespace was cleared or dropped, nothing that a tier says of the old space counts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
+from pdserve.kvpool.core.events import Action, ForgetPages, ForgetSpace
+from pdserve.kvpool.core.store.index import NONE
+from pdserve.kvpool.protocol.cluster_messages import TierStatus
 from pdserve.kvpool.tiers.backoff import Backoff
+from pdserve.kvpool.tiers.base import PageName
 
 Write: TypeAlias = Literal["cold", "all"]
+_NO_SPACE: Final = -1
 
 
 class TierSpec(msgspec.Struct, frozen=True):
@@ -33,11 +44,11 @@ class TieringLimits(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class TierIndex:
-    """What is in one tier, as far as we know: lengths by namespace and key."""
+    """What is in one tier: lengths in bytes by space and key."""
 
     spec: TierSpec
     pages: dict[int, dict[bytes, int]] = field(default_factory=dict)
-    page_bytes: dict[int, int] = field(default_factory=dict)  # by namespace
+    page_bytes: dict[int, int] = field(default_factory=dict)  # by space
     ready: bool = False  # all that survived was reported
     used_bytes: int = 0  # as the tier last said
     largest_bytes: int = 1 << 62  # pages of this length were refused
@@ -46,23 +57,128 @@ class TierIndex:
     store_failed: int = 0
     gone: int = 0
 
-    def add(self, namespace: int, key: bytes, length_bytes: int) -> None:
-        pages = self.pages.setdefault(namespace, {})
+    def add(self, space: int, key: bytes, length_bytes: int) -> None:
+        pages = self.pages.setdefault(space, {})
         old = pages.get(key, 0)
         pages[key] = length_bytes
-        self.page_bytes[namespace] = self.page_bytes.get(namespace, 0) + length_bytes - old
+        self.page_bytes[space] = self.page_bytes.get(space, 0) + length_bytes - old
 
-    def remove(self, namespace: int, key: bytes) -> bool:
-        pages = self.pages.get(namespace)
+    def remove(self, space: int, key: bytes) -> bool:
+        """Whether it was there."""
+        pages = self.pages.get(space)
         length = pages.pop(key, None) if pages else None
         if length is None:
             return False
-        self.page_bytes[namespace] -= length
+        self.page_bytes[space] -= length
         return True
 
-    def clear(self, namespace: int) -> int:
-        self.page_bytes.pop(namespace, None)
-        return len(self.pages.pop(namespace, ()))
+    def clear(self, space: int) -> int:
+        """How many pages the space had."""
+        self.page_bytes.pop(space, None)
+        return len(self.pages.pop(space, ()))
+
+    def status(self) -> TierStatus:
+        return TierStatus(
+            name=self.spec.name,
+            kind=self.spec.kind,
+            capacity_bytes=self.spec.capacity_bytes,
+            used_bytes=self.used_bytes,
+            pages=len(self),
+            writable=not self.backoff.failures,
+            counters={"stored": self.stored, "store_failed": self.store_failed, "gone": self.gone},
+        )
 
     def __len__(self) -> int:
         return sum(map(len, self.pages.values()))
+
+
+class TierIndexes:
+    """Of all tiers of a node, from the top down, asked by namespace."""
+
+    def __init__(self, tiers: Sequence[TierSpec]) -> None:
+        self.tiers = [TierIndex(spec) for spec in tiers]
+        self._spaces: dict[int, int] = {}  # by namespace
+        self._namespaces: dict[int, int] = {}  # by space
+
+    @property
+    def ready(self) -> bool:
+        """Whether the tiers have told all that they hold."""
+        return all(tier.ready for tier in self.tiers)
+
+    def find(self, namespace: int, key: bytes, above: int = -1) -> tuple[int, int]:
+        """The first tier under number `above` that has the page, and its length; (NONE, 0) when none has."""
+        space = self._spaces.get(namespace, _NO_SPACE)
+        for number in range(above + 1, len(self.tiers)):
+            pages = self.tiers[number].pages.get(space)
+            if pages is not None and key in pages:
+                return number, pages[key]
+        return NONE, 0
+
+    def has(self, namespace: int, key: bytes) -> bool:
+        """Whether any tier has the page."""
+        return self.find(namespace, key)[0] != NONE
+
+    def space_of(self, namespace: int) -> int:
+        """Of an open namespace."""
+        return self._spaces[namespace]
+
+    def namespace_of(self, space: int) -> int | None:
+        """None when it is the space of none any more."""
+        return self._namespaces.get(space)
+
+    def namespaces(self) -> list[int]:
+        """Those that have pages in a tier."""
+        spaces = {space for tier in self.tiers for space, pages in tier.pages.items() if pages}
+        return sorted(self._namespaces[space] for space in spaces)
+
+    def keys(self, namespace: int) -> list[bytes]:
+        """Of the namespace's pages in any tier, each once."""
+        space = self._spaces.get(namespace, _NO_SPACE)
+        return list(dict.fromkeys(key for tier in self.tiers for key in tier.pages.get(space, ())))
+
+    def page_bytes(self, namespace: int) -> int:
+        """Of the namespace's pages in all tiers."""
+        space = self._spaces.get(namespace, _NO_SPACE)
+        return sum(tier.page_bytes.get(space, 0) for tier in self.tiers)
+
+    # --- changes
+
+    def set_space(self, namespace: int, space: int | None, out: list[Action]) -> int:
+        """The namespace's current space; None: it is gone. What tiers have of another space is forgotten; how
+        many pages.
+        """
+        old = self._spaces.pop(namespace, None)
+        count = 0
+        if old is not None and old != space:
+            count = self.forget_space(old, out)
+            del self._namespaces[old]
+        if space is not None:
+            self._spaces[namespace] = space
+            self._namespaces[space] = namespace
+        return count
+
+    def forget_space(self, space: int, out: list[Action]) -> int:
+        """Forget all pages of the space; how many."""
+        out.append(ForgetSpace(space))
+        return sum(tier.clear(space) for tier in self.tiers)
+
+    def forget(
+        self, namespace: int, keys: Sequence[bytes], out: list[Action], only: int | None = None
+    ) -> None:
+        """Forget these pages in every tier, or in the tier `only`."""
+        space = self._spaces.get(namespace, _NO_SPACE)
+        for number, tier in enumerate(self.tiers if space != _NO_SPACE else ()):
+            if only is None or number == only:
+                lengths = tier.pages.get(space, {})
+                names = tuple(PageName(space, key, lengths.get(key, 0)) for key in keys)
+                for key in keys:
+                    tier.remove(space, key)
+                out.append(ForgetPages(number, names))
+
+    def check(self) -> None:
+        """Assert that what is counted is there. Slow: for tests."""
+        assert {space: number for number, space in self._spaces.items()} == self._namespaces
+        for tier in self.tiers:
+            for space, pages in tier.pages.items():
+                assert tier.page_bytes.get(space, 0) == sum(pages.values())
+                assert not pages or space in self._namespaces

@@ -80,8 +80,8 @@ class Arena:
         table = memoryview(self._table_map)
         self._slab_class = layout.slab_class(table)
         self._rows = RowWriter(table, layout)
-        self.namespaces = Namespaces()
-        self.contents = self._recover(table) if kept else None
+        self.namespaces = Namespaces(incarnation)
+        self.contents = self._recover(table, incarnation) if kept else None
         self._write_header(table, incarnation)
 
     @property
@@ -212,10 +212,11 @@ class Arena:
         finally:
             os.close(fd)
 
-    def _recover(self, table: memoryview) -> TableContents:
+    def _recover(self, table: memoryview, incarnation: int) -> TableContents:
         started_s = time.monotonic()
         try:
-            self.namespaces = Namespaces.load((self._directory / "namespaces.json").read_bytes())
+            text = (self._directory / "namespaces.json").read_bytes()
+            self.namespaces = Namespaces.load(text, incarnation)
         except FileNotFoundError:
             pass  # the earlier node had none
         except FrameError as error:

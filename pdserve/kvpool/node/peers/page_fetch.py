@@ -15,7 +15,7 @@ import asyncio
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -128,7 +128,7 @@ class PageFetch:
         for key, length in zip(keys, lengths, strict=True):
             by_length[length].append(key)
         fetched = Fetched()
-        for length, some in by_length.items():
+        for length, some in _messages(by_length):
             request = _reserve(number, some, length, replica)
             reserved = await self._local.call(request)
             if not isinstance(reserved, m.Reserved):
@@ -182,6 +182,14 @@ class PageFetch:
         name, geometry, generation = space
         reply = await self._local.call(lambda n: m.OpenNamespace(n, name, dict(geometry), generation))
         return expected(reply, m.Opened, self._config.name).namespace
+
+
+def _messages(by_length: Mapping[int, list[bytes]]) -> Iterator[tuple[int, list[bytes]]]:
+    """The keys by length, as many as one message may be for."""
+    for length, keys in by_length.items():
+        most = m.pages_a_message(length)
+        for start in range(0, len(keys), most):
+            yield length, keys[start : start + most]
 
 
 def _reserve(number: int, keys: list[bytes], length: int, replica: bool) -> Callable[[int], m.Reserve]:

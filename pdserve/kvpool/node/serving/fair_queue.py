@@ -89,12 +89,11 @@ class Queued(Generic[T]):
     keys: int  # it takes so many of the flow's operations and bytes
     size_bytes: int
     since_s: float
-    cost: float
 
-
-def cost_of(keys: int, size_bytes: int) -> float:
-    """What a request uses of its flow's share."""
-    return keys * KEY_COST_BYTES + size_bytes
+    @property
+    def cost(self) -> float:
+        """What it uses of its flow's share."""
+        return self.keys * KEY_COST_BYTES + self.size_bytes
 
 
 class Flow(Generic[T]):
@@ -116,8 +115,6 @@ class Flow(Generic[T]):
         return bool(self.operations.rate or self.bytes.rate)
 
     def ready_at_s(self, keys: int, size_bytes: int, now_s: float) -> float:
-        if not keys:
-            return now_s
         return max(self.operations.ready_at_s(keys, now_s), self.bytes.ready_at_s(size_bytes, now_s))
 
     def take(self, keys: int, size_bytes: int) -> None:
@@ -188,16 +185,12 @@ class FairQueue(Generic[T]):
         flow.take(keys, size_bytes)
         return True
 
-    def put(
-        self, number: int, item: T, keys: int, size_bytes: int, now_s: float, cost: float | None = None
-    ) -> bool:
-        """Let a request wait. `cost`: if another than that of its keys and bytes (of a large request's parts
-        the first takes all of the tokens). False when its flow's queue is full now: read no more from that
-        client until `has_room`.
+    def put(self, number: int, item: T, keys: int, size_bytes: int, now_s: float) -> bool:
+        """Let a request wait. False when its flow's queue is full now: read no more from that client until
+        `has_room`.
         """
         flow = self._flow(number, now_s)
-        cost = cost_of(keys, size_bytes) if cost is None else cost
-        flow.queue.append(Queued(item, number, keys, size_bytes, now_s, cost))
+        flow.queue.append(Queued(item, number, keys, size_bytes, now_s))
         self.waiting += 1
         if len(flow.queue) == 1:
             self._activate(flow, now_s)

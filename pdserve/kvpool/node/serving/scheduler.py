@@ -1,21 +1,20 @@
 """In which order a node serves its clients' requests. asyncio, in the node's loop.
 
 While nothing waits and a namespace is within its rates, a request is served in the very call that read it;
-what this costs is one look at a set. A *turn* is one round of the event loop: all sockets that have something
-to read, then what was called for later. Once a turn has served `TURN_KEYS`, and wherever a rate is exceeded,
-requests wait in the fair queue (fairness.py), from which each turn serves as many again. So a client that
-sends without end delays another by one turn, and not by all that it has sent. Nor by all that it asks for at
-once: a Get, Reserve or Commit of many pages is served in parts (parts.py), one after the other through the
-same queue. The first takes what the whole costs of a rate; once it was served the others never wait for one.
+this costs one look at a set. A *turn* is one round of the event loop: first all sockets with something to
+read, then the calls that were asked for. Once a turn has served `TURN_KEYS`, and wherever a rate is exceeded,
+requests wait in the fair queue (fair_queue.py), from which each turn serves as many again. So a client that
+sends without end delays another by one turn, and not by all that it has sent. A request is never divided: the
+protocol bounds it (MAX_PAGES, MAX_BATCH_BYTES), and one that is larger than a turn is a turn of its own.
 
-What never waits: requests that free something or end what was granted (Commit, Abort, Release, Discard), that
-the node lives by (Ping, messages between nodes), and what is asked rarely (opening, status, administration).
-They are bounded by what was granted, or by `FRAMES_A_TURN` of each connection. Of large commits each turn
-serves one part beside what it takes from the queue; their client is not read from until the last was served.
+Some requests never wait: those that free something or end what was granted (Commit, Abort, Release, Discard),
+those that the node lives by (Ping, messages between nodes), and rare ones (opening, status, administration).
+They are bounded by what was granted, or by `FRAMES_A_TURN` of each connection. After a large commit its
+connection is read from again in the next turn.
 
 When a namespace's queue is full, the connection whose request filled it is not read from until half of the
-queue is gone: TCP tells the client's sends to wait. What waits too long is answered with a Fault
-`overloaded`, so that a connection which is not read from, and may be gone, is read from again.
+queue is gone: TCP tells the client's sends to wait. A request that waited too long is answered with a Fault
+`overloaded`, so that its connection, whose client may be gone, is read from again.
 
 Requests of other nodes are not the tenants': they wait in a flow of their own, without limits.
 """
@@ -24,20 +23,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol, TypeAlias, cast
 
 from pdserve.kvpool.core.events import Event, Received
 from pdserve.kvpool.core.state import NodeState
-from pdserve.kvpool.node.serving.fair_queue import MAX_QUEUED_S, FairQueue, Queued, cost_of
-from pdserve.kvpool.node.serving.request_split import Divisible, Gathered, divide, part_keys, size
+from pdserve.kvpool.node.serving.fair_queue import MAX_QUEUED_S, FairQueue
 from pdserve.kvpool.node.timers import call_at
 from pdserve.kvpool.protocol import messages as m
 
 logger = logging.getLogger(__name__)
 
-TURN_KEYS: Final = 32  # about 0.1 ms of a node's time; one part (parts.py) may be more, and is a turn then
+TURN_KEYS: Final = 32  # about 0.1 ms of a node's time
 REQUEST_KEYS: Final = 4  # what a request costs beside its keys, in keys
 WIPED_AS_A_KEY: Final = 256 * 1024  # bytes
 PEERS: Final = 0  # the flow of the other nodes; namespaces are numbered from 1
@@ -59,7 +56,9 @@ class Client(Protocol):
         """Read nothing more until `resume`."""
         ...
 
-    def resume(self) -> None: ...
+    def resume(self) -> None:
+        """Read again from the next round of the loop on."""
+        ...
 
 
 class Serving:
@@ -82,9 +81,6 @@ class Serving:
         self._revision = -1
         self._watched: Item | None = None  # the request being served: what it is not given does not count
         self._watched_flow = PEERS
-        self._gathered: dict[tuple[int, int], Gathered] = {}  # connection, id of a part
-        self._commits: dict[int, deque[m.Commit]] = {}  # parts by connection; the first has its turn next
-        self._last_part = 0
         self._turn_keys = 0  # served in this turn
         self._turn: asyncio.Handle | None = None  # the next one
         self._timer: asyncio.Handle | None = None
@@ -116,12 +112,10 @@ class Serving:
         self._turn_keys += keys + REQUEST_KEYS
         self._feed(Received(client.number, request))
 
-    def answered(self, connection: int, reply: m.Reply) -> m.Reply | None:
-        """What to send for an answer: nothing while other parts of the request have none."""
+    def answered(self, connection: int, reply: m.Reply) -> None:
+        """A request was answered: the bytes that it was not given count for nothing."""
         if self._watched is not None:
             self._give_back(self._watched, connection, reply)
-        gathered = self._gathered.pop((connection, getattr(reply, "id", 0)), None) if self._gathered else None
-        return reply if gathered is None else gathered.add(reply)
 
     def _give_back(self, watched: Item, connection: int, reply: m.Reply) -> None:
         asker, request = watched
@@ -137,23 +131,10 @@ class Serving:
             given = sum(grant.status == m.GRANTED for grant in reply.grants)
         self._queue.give_back(self._watched_flow, (len(request.keys) - given) * self._page_bytes(request))
 
-    def _give_back_unserved(self, removed: Iterable[Queued[Item]]) -> None:
-        """What the first part of a request took of its flow's bytes for these, which will not be served."""
-        untaken = set()
-        for queued in removed:
-            connection, request = queued.item
-            if queued.keys:  # a first part: nothing was taken yet, for those that follow neither
-                untaken.add((queued.flow, connection))
-            elif (queued.flow, connection) not in untaken:
-                self._queue.give_back(queued.flow, self._size_bytes(request))
-
     def gone(self, connection: int) -> None:
-        """A client went."""
+        """A client disconnected."""
         if self._queue.waiting:
-            self._give_back_unserved(self._queue.remove(lambda item: item[0] == connection))
-        self._commits.pop(connection, None)
-        for asker, part in [gathered for gathered in self._gathered if gathered[0] == connection]:
-            del self._gathered[asker, part]
+            self._queue.remove(lambda item: item[0] == connection)
         for paused in self._paused.values():
             paused.discard(connection)
 
@@ -184,66 +165,22 @@ class Serving:
             self._feed(Received(client.number, message))  # costs the namespace nothing: it is refused
             return
         now_s, keys, size_bytes = self._loop.time(), len(message.keys), self._size_bytes(message)
-        parts = [message]
-        if isinstance(message, m.Get | m.Reserve):
-            keys_a_part = part_keys(message, self._page_bytes(message), wipes=type(message) in self._wiping)
-            parts = cast(list[Queueable], self._divide(client.number, message, keys_a_part))
-        fits = self._turn_keys + self._keys_of(parts[0]) <= TURN_KEYS or not self._turn_keys
+        fits = not self._turn_keys or self._turn_keys + self._keys_of(message) <= TURN_KEYS
         if fits and self._queue.admit(flow, keys, size_bytes, now_s):
-            self._serve(flow, client.number, parts.pop(0))
-            keys = size_bytes = 0
-        room = True
-        for part in parts:
-            cost = cost_of(len(part.keys), self._size_bytes(part))
-            room = self._queue.put(flow, (client.number, part), keys, size_bytes, now_s, cost)
-            keys = size_bytes = 0
-        if not room:
+            self._serve(flow, client.number, message)
+            return
+        if not self._queue.put(flow, (client.number, message), keys, size_bytes, now_s):
             self._paused.setdefault(flow, set()).add(client.number)
             client.pause()
-        if parts:
-            self._arm()
-
-    def _divide(self, connection: int, request: Divisible, keys: int) -> list[Divisible]:
-        """The parts of a request, of so many keys, whose answers are gathered from now on; the request where
-        it is small.
-        """
-        if size(request) <= keys:
-            return [request]
-        parts = divide(request, keys, self._next_part)
-        gathered = Gathered(request, parts)
-        for part in parts:
-            self._gathered[connection, part.id] = gathered
-        return parts
-
-    def _next_part(self) -> int:
-        self._last_part -= 1
-        return self._last_part
-
-    def _commit(self, client: Client, commit: m.Commit) -> None:
-        if len(commit.slots) <= TURN_KEYS or client.number not in self._state.sessions:
-            self._serve_commit(client.number, commit)
-            return
-        # each turn serves one part beside as much of the queue
-        parts = cast(list[m.Commit], self._divide(client.number, commit, TURN_KEYS))
-        self._commits.setdefault(client.number, deque()).extend(parts)
-        client.pause()
         self._arm()
 
-    def _next_commit(self) -> None:
-        """Serve one part, of each connection in turn."""
-        connection = next(iter(self._commits))
-        parts = self._commits.pop(connection)
-        part = parts.popleft()
-        if parts:
-            self._commits[connection] = parts
-        elif connection in self._clients:
-            self._clients[connection].resume()
-        self._serve_commit(connection, part)
-
-    def _serve_commit(self, connection: int, commit: m.Commit) -> None:
-        self._feed(Received(connection, commit))
+    def _commit(self, client: Client, commit: m.Commit) -> None:
+        self._feed(Received(client.number, commit))
         if self._queue.ready:
             self._charge(commit)
+        if len(commit.slots) > TURN_KEYS:
+            client.pause()
+            client.resume()
 
     def _serve(self, flow: int, connection: int, message: Queueable) -> None:
         self._turn_keys += self._keys_of(message) + REQUEST_KEYS
@@ -254,15 +191,13 @@ class Serving:
     def _next_turn(self) -> None:
         self._turn = None
         self._turn_keys = 0
-        if self._queue.waiting or self._commits:
+        if self._queue.waiting:
             self._run()
 
     def _run(self) -> None:
         """Serve one turn's worth of what waits."""
         if self._turn is None:
             self._turn_keys = 0
-        if self._commits:
-            self._next_commit()
         while self._turn_keys < TURN_KEYS:
             queued = self._queue.next(self._loop.time())
             if queued is None:
@@ -280,7 +215,7 @@ class Serving:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._queue.ready or self._commits:
+        if self._queue.ready:
             if self._turn is None:
                 self._turn = self._loop.call_soon(self._next_turn)
         elif self._queue.waiting:
@@ -290,15 +225,12 @@ class Serving:
 
     def _sweep(self) -> None:
         self._sweeper = None
-        expired = self._queue.expired(self._loop.time())
-        self._give_back_unserved(expired)
-        for queued in expired:
+        for queued in self._queue.expired(self._loop.time()):
             self.overloaded += 1
             connection, message = queued.item
-            reply = self.answered(connection, self._overloaded(message))
             client = self._clients.get(connection)
-            if client is not None and reply is not None:
-                client.send(reply)
+            if client is not None:
+                client.send(self._overloaded(message))
         self._run()
 
     def _overloaded(self, message: Queueable) -> m.Fault:

@@ -12,14 +12,22 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from pdserve.errors import ConfigError, PdserveError
-from pdserve.kvpool.core.events import Event, ForgetNamespace, ForgetPages, LoadPages, StorePages
+from pdserve.kvpool.core.events import (
+    Event,
+    ForgetPages,
+    ForgetSpace,
+    LoadPages,
+    SaveNamespaces,
+    StorePages,
+)
 from pdserve.kvpool.core.tiering.tier_index import TieringLimits, TierSpec
 from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.namespaces.takeover import take_over
 from pdserve.kvpool.node.config.node import PoolNodeConfig, TierConfig
+from pdserve.kvpool.node.tiers.namespace_list import NamespaceListWriter
 from pdserve.kvpool.node.tiers.worker import TierWorker
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
-from pdserve.kvpool.tiers.base import PageName, TierSettings
+from pdserve.kvpool.tiers.base import NumberedTier, PageName, TierSettings
 from pdserve.kvpool.tiers.registry import open_tier
 
 logger = logging.getLogger(__name__)
@@ -53,12 +61,24 @@ class NodeTiers:
             raise
         for above, below in zip(self._workers, self._workers[1:], strict=False):
             above.below = below
-        saved = [worker.tier.namespaces() for worker in self._workers]
-        self.namespaces, self._believed, problems = take_over(namespaces, saved)
-        for problem in problems:
-            logger.warning("node %s: tiers: pages are dropped: %s", config.name, problem)
-        if config.fresh and not takes_over:
-            self._believed = [set() for _ in self._workers]
+        self.namespaces = self._take_over(namespaces, fresh=config.fresh and not takes_over)
+        tiers = [worker.tier for worker in self._workers]
+        self._list_writer = NamespaceListWriter(config.name, tiers, self._post) if tiers else None
+
+    def _take_over(self, namespaces: Namespaces, *, fresh: bool) -> Namespaces:
+        """The node's namespaces, and what they mean for each tier."""
+        node = self._config.name
+        found = take_over(namespaces, [worker.tier.namespaces() for worker in self._workers])
+        for problem in found.problems:
+            logger.warning("node %s: tiers: pages are dropped: %s", node, problem)
+        for number in found.namespaces.numbers if fresh else ():
+            found.namespaces.void_tiers(number)
+        for worker, spaces in zip(self._workers, found.numbers, strict=True):
+            if spaces is not None and isinstance(worker.tier, NumberedTier):
+                problem = worker.tier.adopt_numbers({} if fresh else spaces)
+                if problem:
+                    logger.warning("node %s: tiers: pages are dropped: %s", node, problem)
+        return found.namespaces
 
     def _claim(self, config: TierConfig, memory: Bytes1D, until_s: float) -> TierWorker | None:
         """The tier, or None where it cannot be opened in time. Blocks."""
@@ -101,8 +121,11 @@ class NodeTiers:
     def start(self, deliver: Callable[[Event], None]) -> None:
         """Begin to work. `deliver` takes events from any thread."""
         self._deliver = deliver
-        for worker, believed, config in zip(self._workers, self._believed, self._opened, strict=True):
-            worker.start(believed, self.namespaces.dump(), config.threads)
+        if self._list_writer is not None:
+            self._list_writer.start(self.namespaces.dump(), self.namespaces.revision)
+        spaces = self.namespaces.tier_spaces
+        for worker, config in zip(self._workers, self._opened, strict=True):
+            worker.start(spaces, config.threads)
 
     def stop(self) -> None:
         """Within STOP_TIMEOUT_S, all together. Blocks."""
@@ -110,7 +133,8 @@ class NodeTiers:
             self._close()
             return
         deadline_s = time.monotonic() + STOP_TIMEOUT_S
-        for worker in self._workers:
+        hangs = self._list_writer is not None and not self._list_writer.stop(deadline_s)
+        for worker in self._workers[1 if hangs else 0 :]:  # the list is written to the first tier
             worker.stop(deadline_s)
 
     def acts(self) -> dict[type, Callable[[Any], None]]:
@@ -119,17 +143,17 @@ class NodeTiers:
             StorePages: lambda action: self._workers[action.tier].store(action),
             LoadPages: lambda action: self._workers[action.tier].load(action),
             ForgetPages: lambda action: self._workers[action.tier].forget(action),
-            ForgetNamespace: self._forget_namespace,
+            ForgetSpace: self._forget_space,
         }
 
-    def save_namespaces(self, text: str) -> None:
-        """Keep the list for a start after a reboot."""
-        for worker in self._workers:
-            worker.save_namespaces(text)
+    def save_namespaces(self, action: SaveNamespaces) -> None:
+        """Keep the list for a start after a reboot; NamespacesSaved follows, if there are tiers."""
+        if self._list_writer is not None:
+            self._list_writer.save(action.text, action.revision)
 
-    def _forget_namespace(self, action: ForgetNamespace) -> None:
+    def _forget_space(self, action: ForgetSpace) -> None:
         for worker in self._workers:
-            worker.forget_namespace(action)
+            worker.forget_space(action)
 
     def _post(self, event: Event) -> None:
         assert self._deliver is not None

@@ -22,8 +22,8 @@ import numpy as np
 
 from pdserve.kvpool.core.events import (
     Event,
-    ForgetNamespace,
     ForgetPages,
+    ForgetSpace,
     LoadPages,
     PagesFound,
     PagesGone,
@@ -31,7 +31,6 @@ from pdserve.kvpool.core.events import (
     PagesStored,
     SlotPage,
     StorePages,
-    TierForgotNamespace,
 )
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.tiers.backoff import Backoff
@@ -84,14 +83,11 @@ class TierWorker:
         self._threads: list[threading.Thread] = []
         self._stopping = False
         self._backoff = Backoff()
-        self._scanned = False
-        self._unsaved = ""  # the list of namespaces that the tier has not saved yet
         self._spill_lock = threading.Lock()
         self._spill_bytes = 0
 
-    def start(self, known: Collection[int], namespaces: str, readers: int) -> None:
-        """`known`: the namespaces whose pages are to be believed. `namespaces`: the list to save."""
-        self._unsaved = namespaces
+    def start(self, known: Collection[int], readers: int) -> None:
+        """`known`: the spaces whose pages count. `readers`: how many threads read."""
         loops = [lambda: self._write_loop(known), *[self._read_loop] * readers]
         for loop in loops:
             thread = threading.Thread(target=loop, name=self._where, daemon=True)
@@ -127,17 +123,13 @@ class TierWorker:
     def forget(self, action: ForgetPages) -> None:
         self._writes.put(lambda: self._forget(action.names))
 
-    def forget_namespace(self, action: ForgetNamespace) -> None:
-        self._writes.put(lambda: self._forget_namespace(action.namespace, action.before_sequence))
-
-    def save_namespaces(self, text: str) -> None:
-        self._writes.put(lambda: self._save_namespaces(text))
+    def forget_space(self, action: ForgetSpace) -> None:
+        self._writes.put(lambda: self.tier.forget_space(action.space))
 
     # --- the writer's thread
 
     def _write_loop(self, known: Collection[int]) -> None:
         self._guarded(lambda: self._scan(known))
-        self._guarded(lambda: self._save_namespaces(self._unsaved))
         self._post(PagesFound(self._number, (), self.tier.used_bytes, last=True))
         more = False
         while True:
@@ -158,29 +150,9 @@ class TierWorker:
                 return
             count += len(pages)
             self._post(PagesFound(self._number, tuple(pages), self.tier.used_bytes))
-        self._scanned = True
         if count:
             took_ms = (time.monotonic() - started_s) * 1000
             logger.info("%s: found %d pages in %.0f ms", self._where, count, took_ms)
-
-    def _save_namespaces(self, text: str) -> None:
-        self._unsaved = text
-        problem = self._save_unsaved()
-        if problem:
-            logger.warning(
-                "%s: no pages go there until its list of namespaces can be saved: %s", self._where, problem
-            )
-
-    def _save_unsaved(self) -> str:
-        """ "" or why the tier takes no pages: by the list it has, they might be another namespace's."""
-        if not self._unsaved:
-            return ""
-        if not self._scanned:
-            return "what is there was not all looked at"
-        problem = self.tier.save_namespaces(self._unsaved)
-        if not problem:
-            self._unsaved = ""
-        return problem
 
     def _maintain(self) -> bool:
         try:
@@ -199,9 +171,7 @@ class TierWorker:
 
     def _put(self, pages: Sequence[TierPage], data: Sequence[PageMemory]) -> PutResult:
         try:
-            problem = self._save_unsaved()
-            failed = PutResult([WRITE_FAILED] * len(pages), problem)
-            result = failed if problem else self.tier.put(pages, data)
+            result = self.tier.put(pages, data)
         except Exception as error:  # boundary: each store must be reported
             logger.exception("%s: put", self._where)
             result = PutResult([WRITE_FAILED] * len(pages), repr(error))
@@ -219,19 +189,6 @@ class TierWorker:
         self.tier.forget(names)
         # also where a page came in from above, or was found by the scan, after it was forgotten
         self._post(PagesGone(self._number, tuple(names), self.tier.used_bytes))
-
-    def _forget_namespace(self, namespace: int, before_sequence: int) -> None:
-        try:
-            problem = self.tier.forget_namespace(namespace, before_sequence)
-        except Exception as error:  # boundary: each must be reported
-            logger.exception("%s: forget_namespace", self._where)
-            problem = repr(error)
-        self._say(problem)
-        self._post(TierForgotNamespace(self._number, namespace, before_sequence, problem))
-
-    def _say(self, problem: str) -> None:
-        if problem:
-            logger.warning("%s: what was dropped may come back at a reboot: %s", self._where, problem)
 
     # --- from tier to tier
 
@@ -293,7 +250,7 @@ class TierWorker:
                 self._guarded(job)
 
     def _load(self, pages: Sequence[SlotPage]) -> None:
-        names = [PageName(one.page.namespace, one.page.key, one.page.length_bytes) for one in pages]
+        names = [PageName(one.page.space, one.page.key, one.page.length_bytes) for one in pages]
         try:
             results = self.tier.read(names, [self._slot(one) for one in pages])
         except Exception:  # boundary: each load must be reported

@@ -13,14 +13,17 @@ import mmap
 import os
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
+
+from msgspec.structs import replace
 
 from pdserve.kvpool.tiers.base import PageMemory, TierPage, padded
 from pdserve.kvpool.tiers.ssd.segment_format import (
     BLOCK_BYTES,
     Record,
+    SegmentHeader,
     decode_record_header,
     encode_footer,
     encode_record_header,
@@ -33,6 +36,8 @@ from pdserve.kvpool.tiers.ssd.segment_format import (
 MAX_BATCH_PAGES: Final = 256  # per write: two buffers each, and a call takes 1,024
 SCAN_CHUNK_BYTES: Final = 1 << 20
 _LIVE, _READ = 1, 2
+SpaceOf: TypeAlias = Callable[[int, int, int], int]
+"""(number, segment, sequence) -> the space that a record of version 1 is in."""
 _scratch = threading.local()
 
 
@@ -42,9 +47,10 @@ class SegmentFile:
     `users` counts readers under the tier's lock; the file is closed when it is doomed and none is left.
     """
 
-    def __init__(self, path: Path, fd: int, number: int, nonce: int, *, direct: bool) -> None:
+    def __init__(self, path: Path, fd: int, header: SegmentHeader, *, direct: bool) -> None:
         self.path = path
-        self.number = number
+        self.number = header.number
+        self.version = header.version
         self.direct = direct
         self.file_bytes = 0
         self.end_block = 1  # where the next record goes
@@ -55,9 +61,9 @@ class SegmentFile:
         self.live_bytes = 0
         self.read_bytes = 0
         self._fd = fd
-        self._nonce = nonce
+        self._nonce = header.nonce
         self._blocks = array("I")
-        self._namespaces = array("I")
+        self._spaces = array("Q")
         self._lengths = array("I")
         self._flags = bytearray()
         self._records: list[Record] = []  # for the footer
@@ -72,9 +78,10 @@ class SegmentFile:
         try:
             fd, direct = _open(path, flags, direct=direct)
             os.posix_fallocate(fd, 0, size_bytes)
-            segment = cls(path, fd, number, nonce, direct=direct)
+            header = SegmentHeader(number, nonce)
+            segment = cls(path, fd, header, direct=direct)
             segment.file_bytes = size_bytes
-            head = _aligned(encode_segment_header(number, nonce))
+            head = _aligned(encode_segment_header(header))
             try:
                 _write(fd, [head], 0)
             except OSError as error:
@@ -91,9 +98,9 @@ class SegmentFile:
         return segment
 
     @classmethod
-    def open(cls, path: Path, *, direct: bool) -> SegmentFile | None:
-        """An existing file with its records; None when it is no segment. Raises OSError, also where it cannot
-        be told.
+    def open(cls, path: Path, *, direct: bool, space_of: SpaceOf) -> SegmentFile | None:
+        """An existing file with its records; None when it is no segment. `space_of`: of records of version 1.
+        Raises OSError, also where it cannot be told.
         """
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -106,26 +113,33 @@ class SegmentFile:
             if reads.error is not None:
                 raise reads.error
             return None
-        number, nonce, records, sealed = found
         try:
             fd, direct = _open(path, os.O_RDWR | os.O_CLOEXEC, direct=direct)
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES):
                 raise
             fd, direct = _open(path, os.O_RDONLY | os.O_CLOEXEC, direct=direct)  # still good to read
-        segment = cls(path, fd, number, nonce, direct=direct)
+        segment = cls(path, fd, found.header, direct=direct)
         segment.file_bytes = file_bytes
-        for record in records:
+        for record in found.records:
             segment._append(record)
-        segment.sealed = sealed
+        if segment.version == 1:
+            of_records = [
+                space_of(one.page.space, segment.number, one.page.sequence) for one in found.records
+            ]
+            segment._spaces = array("Q", of_records)
+        segment.sealed = found.sealed
         return segment
 
-    def take_records(self) -> list[Record]:
+    def take_pages(self) -> list[TierPage]:
         """What was appended so far, in order, kept until the segment is sealed and this was called."""
         records = self._records
         if self.sealed:
             self._records = []
-        return records
+        pages = [record.page for record in records]
+        if self.version != 1:
+            return pages
+        return [replace(page, space=space) for page, space in zip(pages, self._spaces, strict=True)]
 
     # --- writing
 
@@ -167,7 +181,7 @@ class SegmentFile:
 
     def seal(self) -> None:
         """Write the footer and give the unused rest back. Raises OSError; then it stays as it was."""
-        body = _aligned(encode_footer(self._records, self.end_block, self._nonce))
+        body = _aligned(encode_footer(self._records, self.end_block, self._nonce, self.version))
         _write(self._fd, [body], self.end_block * BLOCK_BYTES)
         end = self.end_block * BLOCK_BYTES + len(body)
         os.ftruncate(self._fd, end)
@@ -185,7 +199,7 @@ class SegmentFile:
         self._records.append(record)
         self.keys.append(page.key)
         self._blocks.append(record.block)
-        self._namespaces.append(page.namespace)
+        self._spaces.append(page.space)
         self._lengths.append(page.length_bytes)
         self._flags.append(0)
         self.end_block = max(self.end_block, record.end_block)
@@ -199,8 +213,8 @@ class SegmentFile:
     def total_bytes(self) -> int:
         return self.file_bytes
 
-    def namespace(self, ordinal: int) -> int:
-        return self._namespaces[ordinal]
+    def space(self, ordinal: int) -> int:
+        return self._spaces[ordinal]
 
     def length(self, ordinal: int) -> int:
         return self._lengths[ordinal]
@@ -246,10 +260,13 @@ class SegmentFile:
         wanted = BLOCK_BYTES + size
         if _read(self._fd, [head, into[:size]], block * BLOCK_BYTES) != wanted:
             return None
-        record = decode_record_header(head, self._nonce, block)
+        record = decode_record_header(head, self._nonce, block, self.version)
         if record is None or (record.page.key, record.page.length_bytes) != (self.keys[ordinal], length):
             return None
-        return record
+        space = self._spaces[ordinal]
+        if self.version == 1:
+            return replace(record, page=replace(record.page, space=space))
+        return record if record.page.space == space else None
 
     def close(self) -> None:
         """Once."""

@@ -8,8 +8,8 @@ A segment is a file of 4 KiB blocks, written once from start to end and never ch
             last        trailer, when the segment is sealed: magic, version, count, where the footer starts,
                         checksum of the footer, nonce, guard
 
-All numbers are little-endian. A record's header says namespace (by its persistent number), key, length, the
-writer's checksum (0: none), the digest of the bytes as stored, sequence, and its own block number. A guard is
+All numbers are little-endian. A record's header says space, key, length, the writer's checksum (0: none), the
+digest of the bytes as stored, sequence, and its own block number. A guard is
 XXH3-64 of everything before it in its block; the segment's random nonce and the block's own number are among
 that, so that neither an older file's block nor a page whose bytes imitate a header is ever taken for one.
 Digests are XXH3-64 of the page's `length_bytes` bytes; the writer's checksum is used as digest where there
@@ -19,6 +19,9 @@ Opening a sealed segment reads its trailer and footer. If either is damaged, or 
 writer died), the records are read one by one: a block that is no valid header is passed over, so that damage
 costs the record it is in and none behind it; a record whose bytes do not match its digest is left out, which
 is also how a torn last record ends the segment.
+
+Version 1 differs in one field: records and entries carry the number of a namespace in place of its space
+(numbered_pages.py). It is read, and footers of it are written for segments that were not sealed.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ from pdserve.kvpool.protocol.page_bytes import checksum_bytes
 from pdserve.kvpool.tiers.base import TIER_ALIGN_BYTES, TierPage, padded
 
 BLOCK_BYTES: Final = TIER_ALIGN_BYTES
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
+VERSIONS: Final = (1, 2)
 MAX_PAGE_BYTES: Final = 2 << 30
 
 _SEGMENT_MAGIC: Final = int.from_bytes(b"PDVSeg01", "little")
@@ -43,7 +47,7 @@ _RECORD_MAGIC: Final = int.from_bytes(b"PDVRec01", "little")
 _TRAILER_MAGIC: Final = int.from_bytes(b"PDVEnd01", "little")
 
 _SEGMENT = struct.Struct("<QQQQ")  # magic, version, number, nonce
-_RECORD = struct.Struct("<QQQQ32sQQQQQ")  # magic, version, nonce, block, key, namespace, length, checksum,
+_RECORD = struct.Struct("<QQQQ32sQQQQQ")  # magic, version, nonce, block, key, space, length, checksum,
 #                                           digest, sequence
 _TRAILER = struct.Struct("<QQQQQQ")  # magic, version, nonce, count, footer's first block, footer's checksum
 _GUARD = struct.Struct("<Q")
@@ -52,11 +56,11 @@ ENTRY_DTYPE: Final = np.dtype(
     [
         ("key", "V32"),
         ("block", "<u4"),
-        ("namespace", "<u4"),
+        ("number", "<u4"),  # of version 1
         ("length_bytes", "<u8"),
         ("checksum", "<u8"),
         ("sequence", "<u8"),
-        ("spare", "<u8"),
+        ("space", "<u8"),  # since version 2
     ]
 )
 
@@ -66,7 +70,9 @@ ReadAt: TypeAlias = Callable[[int, int], Bytes]
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):
-    """A page and the block its record starts at. `digest` is 0 where it comes from a footer."""
+    """A page and the block its record starts at. `digest` is 0 where it comes from a footer. In version 1 the
+    page's `space` is the number of its namespace.
+    """
 
     block: int
     page: TierPage
@@ -75,6 +81,22 @@ class Record(msgspec.Struct, frozen=True, gc=False):
     @property
     def end_block(self) -> int:
         return self.block + record_blocks(self.page.length_bytes)
+
+
+class SegmentHeader(msgspec.Struct, frozen=True):
+    """What a segment's first block says."""
+
+    number: int
+    nonce: int
+    version: int = FORMAT_VERSION
+
+
+class SegmentContents(msgspec.Struct, frozen=True):
+    """What a segment file says; `sealed`: its footer was used."""
+
+    header: SegmentHeader
+    records: list[Record]
+    sealed: bool
 
 
 class Footer(msgspec.Struct, frozen=True):
@@ -98,32 +120,40 @@ def footer_blocks(count: int) -> int:
 # --- blocks
 
 
-def encode_segment_header(number: int, nonce: int) -> bytes:
+def encode_segment_header(header: SegmentHeader) -> bytes:
     """One block."""
-    return _block(_SEGMENT.pack(_SEGMENT_MAGIC, FORMAT_VERSION, number, nonce))
+    return _block(_SEGMENT.pack(_SEGMENT_MAGIC, header.version, header.number, header.nonce))
 
 
-def decode_segment_header(block: Bytes) -> tuple[int, int] | None:
-    """Number and nonce; None when it is no segment of this version."""
+def decode_segment_header(block: Bytes) -> SegmentHeader | None:
+    """None when it is no segment of a version that is read."""
     if not _guarded(block, _SEGMENT):
         return None
     magic, version, number, nonce = _SEGMENT.unpack_from(block)
-    return (number, nonce) if (magic, version) == (_SEGMENT_MAGIC, FORMAT_VERSION) else None
+    if magic != _SEGMENT_MAGIC or version not in VERSIONS:
+        return None
+    return SegmentHeader(number, nonce, version)
 
 
 def encode_record_header(
-    buffer: bytearray | memoryview, at: int, nonce: int, block: int, page: TierPage, digest: int
+    buffer: bytearray | memoryview,
+    at: int,
+    nonce: int,
+    block: int,
+    page: TierPage,
+    digest: int,
+    version: int = FORMAT_VERSION,
 ) -> None:
     """Write a record's header into `buffer` at `at`; the rest of its block must be zero or old headers'."""
     _RECORD.pack_into(
         buffer,
         at,
         _RECORD_MAGIC,
-        FORMAT_VERSION,
+        version,
         nonce,
         block,
         page.key,
-        page.namespace,
+        page.space,
         page.length_bytes,
         page.checksum,
         digest,
@@ -133,51 +163,55 @@ def encode_record_header(
     _GUARD.pack_into(buffer, at + _RECORD.size, guard)
 
 
-def decode_record_header(block_bytes: Bytes, nonce: int, block: int) -> Record | None:
-    """The record that starts at this block; None when none does."""
+def decode_record_header(
+    block_bytes: Bytes, nonce: int, block: int, version: int = FORMAT_VERSION
+) -> Record | None:
+    """The record of this version that starts at this block; None when none does."""
     if not _guarded(block_bytes, _RECORD):
         return None
-    magic, version, of_segment, at, key, namespace, length, checksum, digest, sequence = _RECORD.unpack_from(
+    magic, found, of_segment, at, key, space, length, checksum, digest, sequence = _RECORD.unpack_from(
         block_bytes
     )
-    if (magic, version, of_segment, at) != (_RECORD_MAGIC, FORMAT_VERSION, nonce, block):
+    if (magic, found, of_segment, at) != (_RECORD_MAGIC, version, nonce, block):
         return None
-    if not 0 < length <= MAX_PAGE_BYTES or namespace >= 1 << 32:
+    if not 0 < length <= MAX_PAGE_BYTES:
         return None
-    return Record(block, TierPage(namespace, key, length, checksum, sequence), digest)
+    return Record(block, TierPage(space, key, length, checksum, sequence), digest)
 
 
-def encode_footer(records: Sequence[Record], first_block: int, nonce: int) -> bytes:
+def encode_footer(
+    records: Sequence[Record], first_block: int, nonce: int, version: int = FORMAT_VERSION
+) -> bytes:
     """Footer and trailer, whole blocks, to be written at `first_block`."""
     entries = np.zeros(len(records), ENTRY_DTYPE)
     if records:
         pages = [record.page for record in records]
         entries["key"] = np.frombuffer(b"".join(page.key for page in pages), "V32")
         entries["block"] = [record.block for record in records]
-        entries["namespace"] = [page.namespace for page in pages]
+        entries[_name_field(version)] = np.array([page.space for page in pages], "<u8")
         entries["length_bytes"] = [page.length_bytes for page in pages]
         entries["checksum"] = np.array([page.checksum for page in pages], "<u8")
         entries["sequence"] = np.array([page.sequence for page in pages], "<u8")
     body = entries.tobytes()
     body += bytes(padded(len(body)) - len(body))
     digest = xxhash.xxh3_64_intdigest(body)
-    trailer = _TRAILER.pack(_TRAILER_MAGIC, FORMAT_VERSION, nonce, len(records), first_block, digest)
+    trailer = _TRAILER.pack(_TRAILER_MAGIC, version, nonce, len(records), first_block, digest)
     return body + _block(trailer)
 
 
-def decode_trailer(block_bytes: Bytes, nonce: int, block: int) -> Footer | None:
+def decode_trailer(block_bytes: Bytes, segment: SegmentHeader, block: int) -> Footer | None:
     """From the file's last block, number `block`; None when it is no trailer of this segment."""
     if not _guarded(block_bytes, _TRAILER):
         return None
     magic, version, of_segment, count, first_block, digest = _TRAILER.unpack_from(block_bytes)
-    if (magic, version, of_segment) != (_TRAILER_MAGIC, FORMAT_VERSION, nonce):
+    if (magic, version, of_segment) != (_TRAILER_MAGIC, segment.version, segment.nonce):
         return None
     if first_block < 1 or first_block + footer_blocks(count) != block + 1:
         return None
     return Footer(count, first_block, digest)
 
 
-def decode_footer(body: Bytes, footer: Footer) -> list[Record] | None:
+def decode_footer(body: Bytes, footer: Footer, version: int = FORMAT_VERSION) -> list[Record] | None:
     """The records in order; None when the footer is damaged. `body`: its blocks without the trailer."""
     if xxhash.xxh3_64_intdigest(body) != footer.digest:
         return None
@@ -191,7 +225,7 @@ def decode_footer(body: Bytes, footer: Footer) -> list[Record] | None:
         return None
     columns = (
         entries[name].tolist()
-        for name in ("block", "namespace", "key", "length_bytes", "checksum", "sequence")
+        for name in ("block", _name_field(version), "key", "length_bytes", "checksum", "sequence")
     )
     return [Record(block, TierPage(*rest)) for block, *rest in zip(*columns, strict=True)]
 
@@ -199,31 +233,31 @@ def decode_footer(body: Bytes, footer: Footer) -> list[Record] | None:
 # --- whole segments
 
 
-def read_index(read: ReadAt, file_bytes: int) -> tuple[int, int, list[Record], bool] | None:
-    """Number, nonce, records, and whether the footer was used; None when the file is no segment at all.
+def read_index(read: ReadAt, file_bytes: int) -> SegmentContents | None:
+    """What the file holds; None when it is no segment at all.
 
     Without a footer every record's bytes are read and checked.
     """
-    head = decode_segment_header(read(0, BLOCK_BYTES))
-    if head is None:
+    header = decode_segment_header(read(0, BLOCK_BYTES))
+    if header is None:
         return None
-    number, nonce = head
     last = file_bytes // BLOCK_BYTES - 1
-    footer = decode_trailer(read(last * BLOCK_BYTES, BLOCK_BYTES), nonce, last) if last > 0 else None
+    footer = decode_trailer(read(last * BLOCK_BYTES, BLOCK_BYTES), header, last) if last > 0 else None
     if footer is not None:
         size = (last - footer.first_block) * BLOCK_BYTES
-        records = decode_footer(read(footer.first_block * BLOCK_BYTES, size), footer)
+        records = decode_footer(read(footer.first_block * BLOCK_BYTES, size), footer, header.version)
         if records is not None:
-            return number, nonce, records, True
-    return number, nonce, list(scan_records(read, file_bytes, nonce)), False
+            return SegmentContents(header, records, sealed=True)
+    return SegmentContents(header, list(scan_records(read, file_bytes, header)), sealed=False)
 
 
-def scan_records(read: ReadAt, file_bytes: int, nonce: int) -> Iterator[Record]:
+def scan_records(read: ReadAt, file_bytes: int, segment: SegmentHeader) -> Iterator[Record]:
     """Every whole record, found by its header and checked against its digest."""
     blocks = file_bytes // BLOCK_BYTES
     block = 1
     while block < blocks:
-        record = decode_record_header(read(block * BLOCK_BYTES, BLOCK_BYTES), nonce, block)
+        head = read(block * BLOCK_BYTES, BLOCK_BYTES)
+        record = decode_record_header(head, segment.nonce, block, segment.version)
         if record is None:
             block = _next_candidate(read, block + 1, blocks)
             continue
@@ -252,6 +286,11 @@ def _next_candidate(read: ReadAt, block: int, blocks: int) -> int:
             return block + int(found[0])
         block += whole
     return blocks
+
+
+def _name_field(version: int) -> str:
+    """The column of a footer that says whose a page is."""
+    return "number" if version == 1 else "space"
 
 
 def _block(head: bytes) -> bytes:

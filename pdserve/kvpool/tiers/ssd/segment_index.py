@@ -23,7 +23,7 @@ class SegmentIndex:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._places: dict[int, dict[bytes, int]] = {}  # namespace -> key -> place
+        self._places: dict[int, dict[bytes, int]] = {}  # space -> key -> place
         self.segments: dict[int, SegmentFile] = {}  # by number, ascending
 
     def add_segment(self, segment: SegmentFile) -> None:
@@ -33,9 +33,9 @@ class SegmentIndex:
         """These records are the ones that count for their pages from now on."""
         with self._lock:
             for ordinal in ordinals:
-                namespace, key = segment.namespace(ordinal), segment.keys[ordinal]
-                self._delete(namespace, key)
-                self._places.setdefault(namespace, {})[key] = segment.number << _ORDINAL_BITS | ordinal
+                space, key = segment.space(ordinal), segment.keys[ordinal]
+                self._delete(space, key)
+                self._places.setdefault(space, {})[key] = segment.number << _ORDINAL_BITS | ordinal
                 segment.set_live(ordinal)
 
     def take(self, names: Sequence[PageName]) -> list[tuple[int, int, int, SegmentFile]]:
@@ -45,7 +45,7 @@ class SegmentIndex:
         found = []
         with self._lock:
             for at, name in enumerate(names):
-                place = self._places.get(name.namespace, {}).get(name.key)
+                place = self._places.get(name.space, {}).get(name.key)
                 if place is None:
                     continue
                 segment, ordinal = self.segments[place >> _ORDINAL_BITS], place & _ORDINAL_MASK
@@ -65,23 +65,23 @@ class SegmentIndex:
     def forget(self, names: Sequence[PageName]) -> None:
         with self._lock:
             for name in names:
-                self._delete(name.namespace, name.key)
+                self._delete(name.space, name.key)
 
-    def forget_namespace(self, namespace: int) -> None:
+    def forget_space(self, space: int) -> None:
         with self._lock:
-            keys = list(self._places.get(namespace, ()))
+            keys = list(self._places.get(space, ()))
         for first in range(0, len(keys), _AT_A_TIME):
             with self._lock:
                 for key in keys[first : first + _AT_A_TIME]:
-                    self._delete(namespace, key)
+                    self._delete(space, key)
         with self._lock:
-            self._places.pop(namespace, None)  # of the one thread that inserts, so it is empty
+            self._places.pop(space, None)  # of the one thread that inserts, so it is empty
 
     def live(self, segment: SegmentFile) -> list[PageName]:
         """The pages that are found in this segment."""
         with self._lock:
             return [
-                PageName(segment.namespace(ordinal), segment.keys[ordinal], segment.length(ordinal))
+                PageName(segment.space(ordinal), segment.keys[ordinal], segment.length(ordinal))
                 for ordinal in range(len(segment))
                 if segment.is_live(ordinal)
             ]
@@ -128,8 +128,8 @@ class SegmentIndex:
                 self._close(segment)
             self.segments.clear()
 
-    def _delete(self, namespace: int, key: bytes) -> None:
-        place = self._places.get(namespace, {}).pop(key, None)
+    def _delete(self, space: int, key: bytes) -> None:
+        place = self._places.get(space, {}).pop(key, None)
         if place is not None:
             self.segments[place >> _ORDINAL_BITS].set_dead(place & _ORDINAL_MASK)
 

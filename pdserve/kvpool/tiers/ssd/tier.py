@@ -2,15 +2,14 @@
 
     <path>/lock               held by the node that uses the directory
            00000042.seg       segment_format.py; the one with the largest number is being written
-           namespaces.json    the node's list of namespaces, for a start after a reboot
-           forgotten.json     which pages of them are void
-           origins.json       from which segment on each number of a namespace means that namespace
+           namespaces.json    in the first tier: the node's list of namespaces, for a start after a reboot
+           version1.json      while there are pages of format version 1: numbered_pages.py
 
 The index (segment_index.py) is in memory, about 200 bytes per page. It is read from the segments' footers at
 a start, newest segment last, so that of several records of one page the newest counts. A reader that found a
 segment keeps its file open until it is done, so that a segment can be dropped at any time.
 
-Making room is decided in segment_plan.py and done here, step by step in `maintain`, so that writes wait for a
+Making room is decided in compaction.py and done here, step by step in `maintain`, so that writes wait for a
 few MiB at most. Room is kept for one segment more than the one being written: compaction needs a place to
 move pages to. When writes are faster than that, the oldest segment goes as it is.
 
@@ -25,7 +24,7 @@ import mmap
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -52,14 +51,13 @@ from pdserve.kvpool.tiers.base import (
     padded,
 )
 from pdserve.kvpool.tiers.durable_files import (
-    Forgotten,
-    Origins,
     claim_directory,
     read_options,
     read_text,
-    write_durably,
+    save_text,
 )
 from pdserve.kvpool.tiers.ssd.compaction import Compact, Drop, Plan, make_room
+from pdserve.kvpool.tiers.ssd.numbered_pages import NumberedPages
 from pdserve.kvpool.tiers.ssd.segment_file import MAX_BATCH_PAGES, SegmentFile
 from pdserve.kvpool.tiers.ssd.segment_format import BLOCK_BYTES, footer_blocks, record_blocks
 from pdserve.kvpool.tiers.ssd.segment_index import SegmentIndex
@@ -100,10 +98,9 @@ class SegmentTier:
         self._index = SegmentIndex()
         self._current: SegmentFile | None = None
         self._used_bytes = sum(path.stat().st_size for path in self._files())
-        self._forgotten = Forgotten(self._path / "forgotten.json")
-        self._origins = Origins(self._path / "origins.json", believe=self._forgotten.readable)
-        numbers = [int(path.stem) for path in self._files() if path.stem.isdecimal()]
-        self._last_number = max([*numbers, self._origins.next_segment - 1])
+        self._numbered = NumberedPages(self._path)
+        numbers = (int(path.stem) for path in self._files() if path.stem.isdecimal())
+        self._last_number = max(numbers, default=0)
         self._headers = mmap.mmap(-1, MAX_BATCH_PAGES * BLOCK_BYTES)
         self._moving: tuple[Plan, int, int] | None = None  # under way: next ordinal, bytes moved so far
         self._unsynced_since_s: float | None = None
@@ -120,44 +117,42 @@ class SegmentTier:
         """See `Tier`."""
         return read_text(self._path / "namespaces.json")
 
-    def save_namespaces(self, text: str) -> str:
-        """See `Tier`. Not before it is durable which records the list does not speak of."""
-        return self._origins.save() or write_durably(self._path / "namespaces.json", text)
+    def save_namespaces(self, text: str | None) -> str:
+        """See `Tier`."""
+        return save_text(self._path / "namespaces.json", text)
 
     # --- starting
+
+    def adopt_numbers(self, spaces: Mapping[int, int]) -> str:
+        """See `NumberedTier`."""
+        return self._numbered.adopt(spaces)
 
     def scan(self, known: Collection[int]) -> Iterator[list[TierPage]]:
         """See `Tier`. Footers are small: a million pages are 72 MB to read."""
         known = set(known)
+        any_numbered = False
         for path in self._files():
             try:
-                segment = SegmentFile.open(path, direct=self._direct)
+                segment = SegmentFile.open(path, direct=self._direct, space_of=self._numbered.space)
             except OSError as error:
                 logger.warning("node %s: %s: %s: left alone", self._settings.node, path, error.strerror)
+                any_numbered = True  # for all that is known
                 continue
             if segment is None or segment.number in self._index.segments:
                 self._used_bytes -= path.stat().st_size
                 logger.warning("node %s: %s is no segment and is removed", self._settings.node, path)
                 path.unlink(missing_ok=True)
                 continue
+            any_numbered |= segment.version == 1
             pages = self._adopt(segment, known)
             for first in range(0, len(pages), SCAN_BATCH_PAGES):
                 yield pages[first : first + SCAN_BATCH_PAGES]
-        problem = self._origins.settle(known, self._last_number + 1)
-        if problem:
-            logger.warning("node %s: %s", self._settings.node, problem)
-        else:
-            self._forgotten.keep_only(known)
+        if not any_numbered:
+            self._numbered.end()
 
     def _adopt(self, segment: SegmentFile, known: set[int]) -> list[TierPage]:
-        """Index what is valid in a segment that was found; those pages."""
-        valid = [
-            (ordinal, record.page)
-            for ordinal, record in enumerate(segment.take_records())
-            if record.page.namespace in known
-            and self._origins.has(record.page.namespace, segment.number)
-            and not self._forgotten.covers(record.page.namespace, record.page.sequence)
-        ]
+        """Index the pages of known spaces in a segment that was found; those pages."""
+        valid = [(n, page) for n, page in enumerate(segment.take_pages()) if page.space in known]
         self._last_number = max(self._last_number, segment.number)
         self._index.add_segment(segment)
         self._index.insert(segment, [ordinal for ordinal, _ in valid])
@@ -296,7 +291,7 @@ class SegmentTier:
         except OSError as error:
             logger.warning("node %s: %s: %s", self._settings.node, segment.path, error.strerror)
             return ReadResult(READ_FAILED)
-        if record is None or record.page.namespace != name.namespace:
+        if record is None:
             return ReadResult(CORRUPT)
         if checksum_bytes(into[: name.length_bytes].data) != record.digest:
             return ReadResult(CORRUPT)
@@ -308,11 +303,9 @@ class SegmentTier:
         """See `Tier`."""
         self._index.forget(names)
 
-    def forget_namespace(self, namespace: int, before_sequence: int) -> str:
+    def forget_space(self, space: int) -> None:
         """See `Tier`."""
-        problem = self._forgotten.add(namespace, before_sequence)
-        self._index.forget_namespace(namespace)
-        return problem
+        self._index.forget_space(space)
 
     # --- room
 
@@ -352,7 +345,7 @@ class SegmentTier:
     def _move(self, segment: SegmentFile, chosen: list[int]) -> bool:
         """Append these records to the current segment; False when that cannot be done."""
         names = [
-            PageName(segment.namespace(ordinal), segment.keys[ordinal], segment.length(ordinal))
+            PageName(segment.space(ordinal), segment.keys[ordinal], segment.length(ordinal))
             for ordinal in chosen
         ]
         memory = _page_memories([name.length_bytes for name in names])

@@ -9,20 +9,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pdserve.kvpool.core.durable_answers import FORGET_TIMEOUT_S
+from pdserve.kvpool.core.durable_answers import SAVE_TIMEOUT_S
 from pdserve.kvpool.core.events import (
     Action,
     Answer,
-    ForgetNamespace,
     ForgetPages,
+    ForgetSpace,
     LoadPages,
+    NamespacesSaved,
     PagesFound,
     PagesGone,
     PagesLoaded,
     PagesStored,
+    SaveNamespaces,
     SlotPage,
     StorePages,
-    TierForgotNamespace,
 )
 from pdserve.kvpool.core.startup_hold import MAX_HELD
 from pdserve.kvpool.core.tiering.tier_index import TieringLimits, TierSpec
@@ -58,7 +59,8 @@ class Rig:
         self.writes: list[list[Action | TierPage]] = [[] for _ in specs]
         self.loads: list[LoadPages] = []
         self.disks: list[dict[tuple[int, bytes], TierPage]] = [{} for _ in specs]
-        self.contents: dict[int, tuple[int, bytes]] = {}  # of slots
+        self.saves: list[SaveNamespaces] = []
+        self.contents: dict[int, tuple[int, bytes]] = {}  # of slots: space and key
         handle = self.node.state.handle
 
         def following(event: object, now_s: float) -> list[Action]:
@@ -76,9 +78,11 @@ class Rig:
         for action in actions:
             if isinstance(action, StorePages | ForgetPages):
                 self.writes[action.tier].append(action)
-            elif isinstance(action, ForgetNamespace):
+            elif isinstance(action, ForgetSpace):
                 for writes in self.writes:
                     writes.append(action)
+            elif isinstance(action, SaveNamespaces):
+                self.saves.append(action)
             elif isinstance(action, LoadPages):
                 self.loads.append(action)
 
@@ -87,7 +91,7 @@ class Rig:
         grants = self.node.put(self.c, ns, *keys, length=length)
         for k, grant in zip(keys, grants, strict=True):
             if grant.status == m.GRANTED:
-                self.contents[grant.slot] = (ns, key(k))
+                self.contents[grant.slot] = (self.node.state.namespaces[ns].tier_space, key(k))
         return statuses(grants)
 
     def write(self, tier: int = 0, status: int = STORED) -> None:
@@ -96,26 +100,28 @@ class Rig:
         disk = self.disks[tier]
         if isinstance(action, StorePages):
             for one in action.pages:
-                assert self.contents[one.slot] == (one.page.namespace, one.page.key), "the slot was changed"
+                assert self.contents[one.slot] == (one.page.space, one.page.key), "the slot was changed"
                 if status == STORED:
-                    disk[one.page.namespace, one.page.key] = one.page
+                    disk[one.page.space, one.page.key] = one.page
             slots = tuple(one.slot for one in action.pages)
             event = PagesStored(tier, slots, (status,) * len(slots), len(disk), status == WRITE_FAILED)
             self.node.do(event)
         elif isinstance(action, TierPage):
             if status == STORED:
-                disk[action.namespace, action.key] = action
+                disk[action.space, action.key] = action
             stored = (action,) if status == STORED else ()
             self.node.do(PagesFound(tier, stored, 0, failed=int(status == WRITE_FAILED)))
         elif isinstance(action, ForgetPages):
             for name in action.names:
-                disk.pop((name.namespace, name.key), None)
+                disk.pop((name.space, name.key), None)
             self.node.do(PagesGone(tier, action.names, len(disk)))
-        elif isinstance(action, ForgetNamespace):
-            for where in [where for where in disk if where[0] == action.namespace]:
-                assert disk.pop(where).sequence < action.before_sequence
-            problem = "" if status == STORED else "the disk is full"
-            self.node.do(TierForgotNamespace(tier, action.namespace, action.before_sequence, problem))
+        elif isinstance(action, ForgetSpace):
+            for where in [where for where in disk if where[0] == action.space]:
+                del disk[where]
+
+    def save(self, problem: str = "") -> list[Action]:
+        """The newest list is durable, or it could not be written."""
+        return self.node.do(NamespacesSaved(self.saves[-1].revision, problem))
 
     def load(self, at: int = 0, status: int | None = None) -> list[Action]:
         """Carry out one of the loads."""
@@ -128,7 +134,7 @@ class Rig:
         )
 
     def _load(self, tier: int, one: SlotPage, status: int | None) -> tuple[int, int]:
-        where = (one.page.namespace, one.page.key)
+        where = (one.page.space, one.page.key)
         assert self.node.state.store.state(one.slot) in (RESERVED, QUARANTINED), "not ours to write into"
         page = self.disks[tier].get(where)
         if page is None or page.length_bytes != one.page.length_bytes:
@@ -145,7 +151,7 @@ class Rig:
     def lose_from(self, tier: int, *keys: int) -> None:
         names = tuple(PageName(self.ns, key(k), self.disks[tier][self.ns, key(k)].length_bytes) for k in keys)
         for name in names:
-            del self.disks[tier][name.namespace, name.key]
+            del self.disks[tier][name.space, name.key]
         self.node.do(PagesGone(tier, names, 0))
 
     def ask(self, *keys: int, length: int = 4 * KIB, c: int | None = None) -> list[list[int]]:
@@ -175,7 +181,7 @@ class Rig:
 
     def commits(self) -> None:
         """Enough for a pass over the coldest pages."""
-        self.node.state.tiers._tiering._scan = True
+        self.node.state.tiers._demotions._scan = True
         self.node.pass_time(0.0)
 
     def counter(self, name: str) -> int:
@@ -348,69 +354,52 @@ def test_a_namespace_cleared_or_dropped_has_no_pages_in_tiers_either() -> None:
         assert rig.node.exists(rig.c, ns, 1, 2) == [0, 0]
 
 
-@pytest.mark.parametrize("drop", [False, True])
-def test_a_clear_or_drop_is_answered_once_every_tier_has_made_it_durable(drop: bool) -> None:
+VOIDING = {
+    "clear": lambda rig: m.Clear(77, rig.ns),
+    "drop": lambda rig: m.DropNamespace(77, "ns"),
+    "replace": lambda rig: ReplaceNamespace(77, "ns", "new"),
+}
+
+
+@pytest.mark.parametrize("how", sorted(VOIDING))
+def test_pages_are_said_to_be_gone_once_the_list_that_says_so_is_durable(how: str) -> None:
     rig = Rig(SSD, DIRECTORY)
     rig.sink(1, 2)
-    request = m.DropNamespace(77, "ns") if drop else m.Clear(77, rig.ns)
-    assert answers(rig.node.send(rig.c, request), rig.c) == []
-    rig.drain(0)
+    before = len(rig.saves)
+    assert answers(rig.node.send(rig.c, VOIDING[how](rig)), rig.c) == []
+    assert len(rig.saves) > before
+    rig.drain()
     assert answers(rig.node.actions, rig.c) == []
-    rig.drain(1)
-    [done] = answers(rig.node.actions, rig.c)
+    [done] = answers(rig.save(), rig.c)
     assert isinstance(done, m.Done)
     assert done.id == 77
     assert done.count >= 2
-    assert rig.node.pass_time(FORGET_TIMEOUT_S) == []
+    assert rig.node.pass_time(SAVE_TIMEOUT_S) == []
 
 
 @pytest.mark.parametrize("why", ["failed", "late"])
-def test_a_clear_that_a_tier_could_not_make_durable_is_an_error(why: str) -> None:
+@pytest.mark.parametrize("how", sorted(VOIDING))
+def test_what_could_not_be_made_durable_is_an_error_until_it_is(how: str, why: str) -> None:
     rig = Rig(SSD, DIRECTORY)
     rig.sink(1)
-    rig.node.send(rig.c, m.Clear(77, rig.ns))
-    rig.drain(0)
-    if why == "failed":
-        rig.write(1, WRITE_FAILED)
-    else:
-        assert rig.node.state.next_deadline_s <= rig.node.now_s + FORGET_TIMEOUT_S
-        rig.node.pass_time(FORGET_TIMEOUT_S)
-    [fault] = answers(rig.node.actions, rig.c)
-    assert isinstance(fault, m.Fault)
-    assert (fault.id, fault.code) == (77, "not_durable")
-    assert ("the disk is full" if why == "failed" else "did not answer") in fault.message
-    assert rig.node.exists(rig.c, rig.ns, 1) == [0]
-    rig.drain()  # an answer that comes now is none
-
-
-@pytest.mark.parametrize("why", ["failed", "late"])
-@pytest.mark.parametrize(
-    "request_", [m.DropNamespace(77, "ns"), ReplaceNamespace(77, "ns", "new")], ids=["drop", "replace"]
-)
-def test_a_drop_that_a_tier_could_not_make_durable_is_made_so_when_it_is_asked_for_again(
-    request_: m.Request, why: str
-) -> None:
-    rig = Rig(SSD, DIRECTORY)
-    rig.sink(1)
+    request = VOIDING[how](rig)
     for _ in range(2):
-        assert answers(rig.node.send(rig.c, request_), rig.c) == []
-        rig.drain(0)
+        assert answers(rig.node.send(rig.c, request), rig.c) == []
         if why == "failed":
-            rig.write(1, WRITE_FAILED)
+            [fault] = answers(rig.save("the disk is full"), rig.c)
         else:
-            rig.node.pass_time(FORGET_TIMEOUT_S)
-        [fault] = answers(rig.node.actions, rig.c)
+            assert rig.node.state.next_deadline_s <= rig.node.now_s + SAVE_TIMEOUT_S
+            [fault] = answers(rig.node.pass_time(SAVE_TIMEOUT_S), rig.c)
         assert isinstance(fault, m.Fault)
-        assert fault.code == "not_durable"
-    assert answers(rig.node.send(rig.c, request_), rig.c) == []
-    rig.drain(0)
-    said = []
-    while rig.writes[1]:
-        rig.write(1)
-        said += answers(rig.node.actions, rig.c)
-    [done] = said
+        assert (fault.id, fault.code) == (77, "not_durable")
+        assert ("the disk is full" if why == "failed" else "did not answer") in fault.message
+    attempts = len(rig.saves)
+    assert answers(rig.node.send(rig.c, request), rig.c) == []
+    assert len(rig.saves) > attempts or why == "late", "asking again tries again"
+    [done] = answers(rig.save(), rig.c)
     assert isinstance(done, m.Done)
-    assert isinstance(answers(rig.node.send(rig.c, request_), rig.c)[0], m.Done), "it is written down by now"
+    if how == "drop":
+        assert isinstance(answers(rig.node.send(rig.c, request), rig.c)[0], m.Done), "it is durable by now"
 
 
 def test_pages_stored_before_a_clear_and_reported_after_it_are_not_found() -> None:
@@ -532,7 +521,7 @@ def test_with_write_all_every_page_is_stored_at_once() -> None:
 def test_media_decide_where_a_page_goes() -> None:
     rig = Rig()
     wanted = NamespaceSettings()
-    tiering = rig.node.state.tiers._tiering
+    tiering = rig.node.state.tiers._demotions
     tiering._settings = lambda namespace: wanted
     wanted = NamespaceSettings(media="dram")
     rig.put(1)
@@ -551,7 +540,7 @@ def test_media_decide_where_a_page_goes() -> None:
 
 def test_stores_under_way_count_for_a_namespaces_quota() -> None:
     rig = Rig(TierSpec("ssd", "ssd", 1 << 30, write="all"))
-    rig.node.state.tiers._tiering._settings = lambda namespace: NamespaceSettings(tier_quota_bytes=4 * KIB)
+    rig.node.state.tiers._demotions._settings = lambda namespace: NamespaceSettings(tier_quota_bytes=4 * KIB)
     rig.put(1, 2)
     [[store]] = rig.writes
     assert isinstance(store, StorePages)
@@ -727,7 +716,7 @@ class Clients(RuleBasedStateMachine):
             self.rig.drain()
         assert self.gets == {} or self.node.pass_time(2.0)
         assert self.gets == {}, "a Get was not answered"
-        for page_tier, disk in zip(self.node.state.tiers._tiering.tiers, self.rig.disks, strict=True):
+        for page_tier, disk in zip(self.node.state.tiers._index.tiers, self.rig.disks, strict=True):
             known = {(ns, k) for ns, pages in page_tier.pages.items() for k in pages}
             assert known <= disk.keys(), "a page is thought to be in a tier where it is not"
         for connection in self.connections:
@@ -772,7 +761,7 @@ def exists(rig: Rig, request_id: int, *keys: int) -> list[Action]:
 
 def found(rig: Rig, *keys: int, last: bool = False) -> list[Action]:
     pages = tuple(TierPage(rig.ns, key(k), 4 * KIB, 0, 1) for k in keys)
-    rig.disks[0] |= {(page.namespace, page.key): page for page in pages}
+    rig.disks[0] |= {(page.space, page.key): page for page in pages}
     return rig.node.do(PagesFound(0, pages, 0, last=last))
 
 

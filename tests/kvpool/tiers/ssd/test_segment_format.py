@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from pdserve.kvpool.tiers.base import TierPage, padded
 from pdserve.kvpool.tiers.ssd.segment_format import (
     BLOCK_BYTES,
     Record,
+    SegmentHeader,
     encode_footer,
     encode_record_header,
     encode_segment_header,
@@ -19,14 +22,15 @@ from pdserve.kvpool.tiers.ssd.segment_format import (
 from tests.support.kvpool.tier_tools import contents, key, page
 
 NONCE = 0x1234_5678_9ABC_DEF0
+HEADER = SegmentHeader(7, NONCE)
 
 
 def segment(lengths: list[int], *, sealed: bool, spare_blocks: int = 0) -> tuple[bytes, list[Record]]:
     """A file as the tier writes it, and its records."""
-    file = bytearray(encode_segment_header(7, NONCE))
+    file = bytearray(encode_segment_header(HEADER))
     records = []
     for n, length in enumerate(lengths):
-        found, _ = page(n, length, namespace=1 + n % 3)
+        found, _ = page(n, length, space=(1 + n % 3) << 40)
         data = contents(n, length).tobytes()
         header = bytearray(BLOCK_BYTES)
         block = len(file) // BLOCK_BYTES
@@ -42,12 +46,11 @@ def index(file: bytes) -> tuple[list[tuple[int, TierPage]], bool] | None:
     found = read_index(lambda offset, size: file[offset : offset + size], len(file))
     if found is None:
         return None
-    number, nonce, records, by_footer = found
-    assert (number, nonce) == (7, NONCE)
-    return [(record.block, record.page) for record in records], by_footer
+    assert found.header == HEADER
+    return plain(found.records), found.sealed
 
 
-def plain(records: list[Record]) -> list[tuple[int, TierPage]]:
+def plain(records: Sequence[Record]) -> list[tuple[int, TierPage]]:
     return [(record.block, record.page) for record in records]
 
 
@@ -64,7 +67,7 @@ def test_a_sealed_segment_is_read_from_its_footer() -> None:
 
     found = read_index(read, len(file))
     assert found is not None
-    assert (plain(found[2]), found[3]) == (plain(records), True)
+    assert (plain(found.records), found.sealed) == (plain(records), True)
     assert sum(size for _, size in reads) == 3 * BLOCK_BYTES  # header, trailer, footer
 
 
@@ -111,7 +114,7 @@ def test_a_page_that_imitates_a_record_is_none() -> None:
     found = TierPage(1, key(1), len(copied), 0, 1)
     header = bytearray(BLOCK_BYTES)
     encode_record_header(header, 0, NONCE, 3, found, checksum_bytes(copied))
-    head = encode_segment_header(7, NONCE)
+    head = encode_segment_header(HEADER)
     file = head + bytes(2 * BLOCK_BYTES) + bytes(header) + copied
     assert index(file) == ([(3, found)], False)
     header[50] ^= 1  # the real record is damaged: what is inside is still none
@@ -164,6 +167,6 @@ def test_whatever_the_damage_no_page_is_made_up(
 @given(st.binary(max_size=3 * BLOCK_BYTES))
 def test_random_bytes_are_no_segment(data: bytes) -> None:
     assert index(data) is None
-    found = index(encode_segment_header(7, NONCE) + data)
+    found = index(encode_segment_header(HEADER) + data)
     assert found is not None
     assert found[0] == []

@@ -79,7 +79,7 @@ def test_space_of_forgotten_pages_is_used_again_before_anything_leaves(rig: Rig)
 def test_a_segment_without_pages_is_removed(rig: Rig) -> None:
     rig.put(range(40))
     files = len(rig.files)
-    rig.tier.forget_namespace(1, 1000)
+    rig.tier.forget_space(1)
     rig.settle()
     assert len(rig.files) == 1 < files
 
@@ -124,43 +124,6 @@ def test_a_file_that_is_no_segment_is_removed_and_harms_nobody(rig: Rig) -> None
     assert len(rig.files) == 1
     assert rig.read(range(5)) == [LOADED] * 5
     assert rig.tier.used_bytes == sum(file.stat().st_size for file in rig.files)
-
-
-def in_the_way(path: Path) -> Path:
-    """Nothing can be written durably under this name until this is removed."""
-    made = path.with_suffix(".new")
-    made.mkdir()
-    return made
-
-
-def test_a_list_of_namespaces_is_not_kept_while_what_it_does_not_name_is_not_void(rig: Rig) -> None:
-    rig.put(range(5))
-    assert rig.tier.save_namespaces("1 is one") == ""
-    rig.tier.close()
-    obstacle = in_the_way(rig.path / "origins.json")
-    rig.open(known=[2])
-    assert "origins" in rig.tier.save_namespaces("1 is another")
-    rig.tier.close()
-    rig.open(known=[2])
-    assert rig.tier.namespaces() == "1 is one"
-    obstacle.rmdir()
-    assert rig.tier.save_namespaces("1 is another") == ""
-    rig.tier.close()
-    rig.open()
-    assert rig.found == []
-
-
-@pytest.mark.parametrize("name", ["origins.json", "forgotten.json"])
-def test_where_it_cannot_be_known_which_pages_are_void_all_are(rig: Rig, name: str) -> None:
-    rig.put(range(5))
-    rig.tier.close()
-    (rig.path / name).write_text("{")
-    rig.open()
-    assert rig.found == []
-    assert rig.put([7]) == [STORED]
-    rig.tier.close()
-    rig.open()
-    assert [one.key for one in rig.found] == [page(7, LENGTH)[0].key]
 
 
 def test_a_segment_that_cannot_be_read_for_a_moment_is_left_alone(

@@ -1,0 +1,118 @@
+"""Blocks of docs/benchmarks/pool.md: page transfers, and the goals they are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from docs.generate.benchmarks.goals import Goal, goal_table
+from docs.generate.benchmarks.results import NO_RUN, Run, origin, runs
+from docs.generate.markdown import table
+
+LARGE_BYTES = 1 << 20
+Lines = list[dict[str, Any]]
+
+
+def speed() -> str:
+    """The newest run: its origin and a row for each path, page size and checksum."""
+    kept = runs("pool")
+    if not kept:
+        return NO_RUN
+    run = kept[0]
+    rows, beside = _own(run), _perftest(run)
+    stores = list(rows[0].get("peers", {}))
+    columns = (
+        *("path", "page", "checksum", "memcpy GB/s", "get GB/s", "put GB/s", "get / memcpy", "put / memcpy"),
+        "one page, get, p50 / p99 µs",
+        *(f"{name.capitalize()} get / put GB/s" for name in stores),
+        "`ucx_perftest` GB/s, its settings / ours",
+    )
+    return origin(run) + "\n" + table(columns, (_cells(row, beside) for row in rows))
+
+
+def goals() -> str:
+    """Each goal, and what every kept run reached."""
+    kept = runs("pool")
+    if not kept:
+        return NO_RUN
+    return goal_table(GOALS, kept)
+
+
+def same_host(run: Run, figure: str, checksum: str = "off") -> list[float]:
+    """A figure of same-host transfers of pages of 1 MiB and more."""
+    return [row[figure] for row in _large(run, "shm", checksum)]
+
+
+def over_perftest(run: Run, figure: str) -> list[float]:
+    """UCX transfers of pages of 1 MiB and more without checksums, over `ucx_perftest` at its own settings."""
+    beside = _perftest(run)
+    return [
+        row[figure] / beside[row["page_bytes"]]["ucx_perftest"]
+        for row in _large(run, "ucx", "off")
+        if "ucx_perftest" in beside.get(row["page_bytes"], {})
+    ]
+
+
+def _own(run: Run) -> Lines:
+    return [line for line in run.lines if "peer" not in line]
+
+
+def _large(run: Run, path: str, checksum: str) -> Lines:
+    return [
+        row
+        for row in _own(run)
+        if row["path"] == path and row["checksum"] == checksum and row["page_bytes"] >= LARGE_BYTES
+    ]
+
+
+def _perftest(run: Run) -> dict[int, dict[str, float]]:
+    found: dict[int, dict[str, float]] = {}
+    for line in run.lines:
+        if "peer" in line:
+            found.setdefault(line["page_bytes"], {})[line["peer"]] = line["gbps"]
+    return found
+
+
+def _cells(row: Mapping[str, Any], beside: Mapping[int, Mapping[str, float]]) -> Iterator[str]:
+    size = row["page_bytes"]
+    yield from (row["path"], f"{size // 1024} KiB", row["checksum"])
+    yield from (f"{row[name]:.1f}" for name in ("memcpy_gbps", "get_gbps", "put_gbps"))
+    yield from (f"{row[name]:.2f}" for name in ("get_over_memcpy", "put_over_memcpy"))
+    yield f"{row['single_get_p50_us']:.0f} / {row['single_get_p99_us']:.0f}"
+    for peer in row.get("peers", {}).values():
+        yield f"{peer['get_gbps']:.1f} / {peer['put_gbps']:.1f}"
+    yield " / ".join(f"{gbps:.1f}" for gbps in beside.get(size, {}).values()) if row["path"] == "ucx" else ""
+
+
+def _over_mooncake(path: str) -> Callable[[Run], list[float]]:
+    def found(run: Run) -> list[float]:
+        return [
+            row[f"{what}_gbps"] / row["peers"]["mooncake"][f"{what}_gbps"]
+            for row in _large(run, path, "off")
+            if "mooncake" in row.get("peers", {})
+            for what in ("get", "put")
+        ]
+
+    return found
+
+
+def _one_page(figure: str) -> Callable[[Run], list[float]]:
+    def found(run: Run) -> list[float]:
+        rows = [row for row in _own(run) if row["path"] == "shm" and row["checksum"] == "on"]
+        return [row[figure] for row in rows if row["page_bytes"] == min(one["page_bytes"] for one in rows)]
+
+    return found
+
+
+GOALS = (
+    Goal("same host, no checksum: get / memcpy", lambda run: same_host(run, "get_over_memcpy"), 0.85),
+    Goal("same host, no checksum: put / memcpy", lambda run: same_host(run, "put_over_memcpy"), 0.75),
+    Goal("same host, with checksum: get / memcpy", lambda run: same_host(run, "get_over_memcpy", "on"), 0.5),
+    Goal("same host, with checksum: put / memcpy", lambda run: same_host(run, "put_over_memcpy", "on"), 0.5),
+    Goal("same host: get and put / Mooncake over TCP", _over_mooncake("shm"), 4, places=1),
+    Goal("UCX: get and put / Mooncake over TCP", _over_mooncake("ucx"), 1, places=1),
+    Goal("UCX: get / `ucx_perftest`", lambda run: over_perftest(run, "get_gbps"), 0.8),
+    Goal("UCX: put / `ucx_perftest`", lambda run: over_perftest(run, "put_gbps"), 0.8),
+    Goal("one 64 KiB page, same host, get, p50 in µs", _one_page("single_get_p50_us"), 150, False, 0),
+    Goal("one 64 KiB page, same host, get, p99 in µs", _one_page("single_get_p99_us"), 1000, False, 0),
+)

@@ -1,0 +1,39 @@
+"""The block of docs/benchmarks/reliability.md that has raw lines: a quiet namespace beside a loud one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from docs.generate.benchmarks.results import NO_RUN, Run, met, origin, runs
+from docs.generate.markdown import table
+from docs.generate.product import QUIET_GOAL
+
+COLUMNS = (
+    *("commit", "data path", "limit MB/s", "asked / limit", "p99 alone, ms", "beside / alone"),
+    *("load on another node / alone", f"beside ≤ {QUIET_GOAL}"),
+)
+
+
+def quiet() -> str:
+    """All kept runs, the newest first."""
+    kept = runs("quiet")
+    if not kept:
+        return NO_RUN
+    rows = [_cells(run, line) for run in kept for line in run.lines]
+    origins = "\n".join(f"Run of {run.origin['commit']}:\n\n{origin(run)}" for run in kept)
+    return f"{origins}\n{table(COLUMNS, rows)}"
+
+
+def _cells(run: Run, line: dict[str, Any]) -> tuple[str, ...]:
+    limit = line["limit_bytes_s"]
+    asked = [phase["asked_bytes_s"] for phase in line["phases"] if phase["neighbour"] == "here"]
+    return (
+        run.origin["commit"],
+        line["path"],
+        f"{limit / 1e6:.0f}",
+        f"{min(asked) / limit:.0f} ×",
+        f"{line['alone_p99_us'] / 1e3:.2f}",
+        f"{line['ratio']:.2f}",
+        f"{line['control']:.2f}",
+        met(line["ratio"] <= QUIET_GOAL and not any(phase["missed"] for phase in line["phases"])),
+    )

@@ -1,0 +1,87 @@
+"""Blocks of docs/benchmarks/router.md: the router beside other routers, and the goals it is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from docs.generate.benchmarks.goals import Goal, goal_table
+from docs.generate.benchmarks.results import NO_RUN, Run, origin, runs
+from docs.generate.markdown import table
+
+OURS = "pdserve"
+LONG = 1000
+
+
+def beside_others() -> str:
+    """The newest run: a row for each number of streams and router."""
+    kept = runs("router")
+    if not kept:
+        return NO_RUN
+    columns = (
+        *("streams", "router", "requests/s", "first byte, added ms, p50 / p99", "chunk, added ms, p99"),
+        *("CPU µs, request / chunk", "memory MB", "processor use of the load"),
+    )
+    rows = [_cells(line) for line in kept[0].lines if line["router"] != "direct"]
+    return origin(kept[0]) + "\n" + table(columns, rows)
+
+
+def goals() -> str:
+    """Each goal, and what every kept run reached; a column for each run, with its machine."""
+    kept = runs("router")
+    if not kept:
+        return NO_RUN
+    return goal_table(GOALS, kept)
+
+
+def requests_over(run: Run, other: str, streams: int) -> list[float]:
+    """Requests/s of our router over those of another; empty where that was not measured."""
+    over: dict[str, float] = _row(run, streams).get("rps_over", {})
+    return [over[other]] if other in over else []
+
+
+def _row(run: Run, streams: int) -> dict[str, Any]:
+    found = (line for line in run.lines if line["router"] == OURS and line["streams"] == streams)
+    return next(found, {})
+
+
+def _cells(line: dict[str, Any]) -> Iterator[str]:
+    def shown(name: str, form: str) -> str:
+        value = line[name]
+        return "-" if value is None else format(value, form)
+
+    yield f"{line['streams']:,}"
+    yield line["router"]
+    yield shown("rps", ",.0f")
+    yield f"{shown('added_ttft_ms_p50', '.1f')} / {shown('added_ttft_ms_p99', '.1f')}"
+    yield shown("added_chunk_ms_p99", ".1f")
+    yield f"{shown('cpu_us_per_request', '.0f')} / {shown('cpu_us_per_chunk', '.0f')}"
+    yield shown("rss_mb", ".0f")
+    yield f"{100 * line['load_busy']:.0f}%"
+
+
+def _figure(streams: int, name: str) -> Callable[[Run], list[float]]:
+    def found(run: Run) -> list[float]:
+        value = _row(run, streams).get(name)
+        return [] if value is None else [value]
+
+    return found
+
+
+def _over(other: str, streams: int) -> Callable[[Run], list[float]]:
+    return lambda run: requests_over(run, other, streams)
+
+
+GOALS = (
+    Goal("requests/s over sglang-router, 16 connections", _over("sglang-router", 16), 1.5),
+    Goal("requests/s over sglang-router, 64 connections", _over("sglang-router", 64), 1.5),
+    Goal("requests/s over smg, 16 connections", _over("smg", 16), 3),
+    Goal("requests/s over smg, 64 connections", _over("smg", 64), 3),
+    Goal("CPU of a request in µs, 16 connections", _figure(16, "cpu_us_per_request"), 100, False, 0),
+    Goal("CPU of a streamed chunk in µs, 1,000 streams", _figure(LONG, "cpu_us_per_chunk"), 30, False, 0),
+    Goal("chunk delay in ms, p99, 1,000 streams", _figure(LONG, "added_chunk_ms_p99"), 15, False, 1),
+    Goal("memory in MB, 1,000 streams", _figure(LONG, "rss_mb"), 100, False, 0),
+    Goal("added to the first byte in ms, p50, 1 stream", _figure(1, "added_ttft_ms_p50"), 0.35, False, 3),
+    Goal("added to the first byte in ms, p50, 64 streams", _figure(64, "added_ttft_ms_p50"), 1.5, False),
+    Goal("added to the first byte in ms, p99, 64 streams", _figure(64, "added_ttft_ms_p99"), 10, False),
+)

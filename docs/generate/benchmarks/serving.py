@@ -1,0 +1,133 @@
+"""Blocks of docs/benchmarks/serving.md: conversations beside other servers, rates, and parts of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from docs.generate.benchmarks.results import (
+    NO_RUN,
+    Run,
+    alike,
+    kinds,
+    measured,
+    met,
+    origin,
+    runs,
+    weighed,
+)
+from docs.generate.markdown import table
+from docs.generate.product import (
+    RESULTS,
+    GoalRow,
+    Summary,
+    Tried,
+    best,
+    goal_rows,
+    summaries,
+    times,
+    weights_text,
+)
+
+
+def comparisons(results: Path = RESULTS) -> list[tuple[Run, list[Summary]]]:
+    """For each kind of comparison the kept runs of its newest command, and the summaries of its rounds."""
+    names = [name for name in reversed(kinds(results)) if name.startswith("compare-")]
+    joined = [run for run in (alike(name, results) for name in names) if run is not None]
+    return [(run, summaries(measured(run), run.origin["against"][0])) for run in joined]
+
+
+def goal_list(results: Path = RESULTS) -> list[GoalRow]:
+    """The rows of the goals, in the order of the comparisons."""
+    return [row for _, found in comparisons(results) for row in goal_rows(found, _hop_ms(results))]
+
+
+def goals(results: Path = RESULTS) -> str:
+    """Each goal and what was measured."""
+    rows = goal_list(results)
+    if not rows:
+        return NO_RUN
+    cells = ((row.goal, row.load, row.contender, row.measured, met(row.met)) for row in rows)
+    return table(("goal", "load", "server", "measured", "met"), cells)
+
+
+def compared(results: Path = RESULTS) -> str:
+    """Every comparison: its origin, and a table for each load."""
+    parts: list[str] = []
+    for run, found in comparisons(results):
+        parts.append(f"### {run.files[0].rpartition('-20')[0]}\n\n{origin(run)}")
+        for load in dict.fromkeys(one.load for one in found):
+            rows = (_cells(one) for one in found if one.load == load)
+            parts.append(f"Load: {load}.\n\n{table(COLUMNS, rows)}")
+    return "\n".join(parts) or NO_RUN
+
+
+COLUMNS = (
+    *("device cache", "server", "rounds", "first token, turn 1, ms", "over plain"),
+    *("first token from turn 2, ms", "over plain", "prompt tokens/s from turn 2", "over plain"),
+    *("cached, %", "from storage, %", "could be cached, %", "failed"),
+)
+
+
+def _cells(one: Summary) -> tuple[str, ...]:
+    return (
+        *(one.size, one.contender, str(one.rounds)),
+        *(_figure(one.first_turn_ms), times(one.first_turn_over)),
+        *(_figure(one.later_turns_ms), times(one.later_turns_over)),
+        *(_figure(one.prompt_tokens_s), times(one.prompt_tokens_s_over)),
+        *map(_share, (one.cached_share, one.storage_share, one.reusable_share)),
+        str(one.failed),
+    )
+
+
+def swept(results: Path = RESULTS) -> str:
+    """The newest search for the highest rate."""
+    kept = runs("sweep", results)
+    if not kept:
+        return NO_RUN
+    run = kept[0]
+    rates = sorted((line for line in run.lines if "rate_s" in line), key=lambda one: float(one["rate_s"]))
+    chosen = best([msgspec.convert(rate, Tried) for rate in rates])
+    highest = f"{chosen.rate_s:.3g} requests/s" if chosen else "none"
+    columns = ("requests/s", "in time, %", "requests in time/s", "first token p50, ms", "p99, ms", "failed")
+    rows = []
+    for rate in rates:
+        whole = rate["outcome"]["all"]
+        first = whole["first_token_ms"]
+        head = (f"{rate['rate_s']:.3g}", f"{100 * rate['in_time']:.0f}", f"{rate['goodput_s']:.3g}")
+        rows.append((*head, _figure(first["p50"]), _figure(first["p99"]), str(whole["failed"])))
+    said = f"Load: {run.origin['load']}. Highest rate that holds: {highest}."
+    return f"{origin(run)}\n{said}\n\n{table(columns, rows)}"
+
+
+def parts(kind: str, results: Path = RESULTS) -> str:
+    """The newest run of `weights` or `overlap`: where the time to the first token goes."""
+    kept = runs(kind, results)
+    if not kept:
+        return NO_RUN
+    run = kept[0]
+    lines = [line for turn in weighed(run) for line in weights_text(turn)]
+    return "\n".join((origin(run), f"Load: {run.origin['load']}.", "", *_fenced(lines)))
+
+
+def _fenced(lines: list[str]) -> Iterator[str]:
+    yield "```text"
+    yield from lines
+    yield "```\n"
+
+
+def _hop_ms(results: Path) -> float | None:
+    """From the end of the prefill until the decode worker has the pages, in a first turn."""
+    kept = runs("weights", results)
+    turns = weighed(kept[0]) if kept else []
+    return turns[0].parts.get("publish", 0.0) + turns[0].parts.get("pull", 0.0) if turns else None
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f}"

@@ -1,0 +1,123 @@
+"""Everything that the documents read from pdserve. No other module of this package imports it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple, cast, get_args
+
+import typer
+
+import pdserve.bench
+from pdserve.bench.pool.quiet import GOAL as QUIET_GOAL
+from pdserve.bench.serving.parts import Weights
+from pdserve.bench.serving.report.goals import Row as GoalRow
+from pdserve.bench.serving.report.goals import goal_rows, times
+from pdserve.bench.serving.report.weights_report import text as weights_text
+from pdserve.bench.serving.summary import Measured, Summary, summaries
+from pdserve.bench.serving.sweep import Tried, best
+from pdserve.cli import SUB_COMMANDS, load
+from pdserve.engine.metric_names import METRICS as WORKER_METRICS
+from pdserve.engine.worker import WorkerConfig
+from pdserve.kvpool.client.metric_names import CLIENT_METRICS
+from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.metrics.names import METRICS as POOL_METRICS
+from pdserve.kvpool.protocol.messages import PROTOCOL_VERSION, Reply, Request
+from pdserve.kvpool.protocol.slot_table import ROW_DTYPE, TABLE_VERSION
+from pdserve.kvpool.tiers.ssd.segment_format import ENTRY_DTYPE as SEGMENT_ENTRY_DTYPE
+from pdserve.kvpool.tiers.ssd.segment_format import FORMAT_VERSION as SEGMENT_VERSION
+from pdserve.metric import Definition
+from pdserve.router.app.routes import make_app
+from pdserve.router.config.router import RouterConfig
+from pdserve.router.metrics.names import METRICS as ROUTER_METRICS
+from pdserve.settings.config_file import Option, options
+from pdserve.up.config import ClusterSettings
+
+__all__ = [
+    "CONFIGURED",
+    "LISTED",
+    "METRICS",
+    "PROTOCOL_VERSION",
+    "QUIET_GOAL",
+    "REPLIES",
+    "REQUESTS",
+    "RESULTS",
+    "ROOT",
+    "ROW_DTYPE",
+    "SEGMENT_ENTRY_DTYPE",
+    "SEGMENT_VERSION",
+    "TABLE_VERSION",
+    "Configured",
+    "Definition",
+    "GoalRow",
+    "Measured",
+    "Option",
+    "Summary",
+    "Tried",
+    "Weights",
+    "best",
+    "commands",
+    "goal_rows",
+    "openapi_document",
+    "options_of",
+    "summaries",
+    "times",
+    "weights_text",
+]
+
+ROOT: Final = Path(__file__).parents[2]
+RESULTS: Final = Path(pdserve.bench.__file__).parent / "results"
+
+
+class Configured(NamedTuple):
+    """One configuration struct: the title and anchor of its section, and the commands that read it.
+    `has_flags`: each of its options is also a flag of these commands.
+    """
+
+    title: str
+    anchor: str
+    struct: type[Any]
+    commands: Sequence[str]
+    has_flags: bool = True
+
+
+CONFIGURED: Final = (
+    Configured("Cluster: `[cluster]`", "cluster", ClusterSettings, ("pdserve up",), False),
+    Configured("Router: `[router]`", "router", RouterConfig, ("pdserve router",)),
+    Configured(
+        "Workers: `[worker]`, `[[prefill]]`, `[[decode]]`, `[[agg]]`",
+        "workers",
+        WorkerConfig,
+        ("pdserve prefill", "pdserve decode", "pdserve agg"),
+    ),
+    Configured("Pool node: `[[pool]]`", "pool-node", PoolNodeConfig, ("pdserve pool serve",)),
+)
+
+METRICS: Final[dict[str, tuple[Definition, ...]]] = {
+    "Router": tuple(ROUTER_METRICS),
+    "Workers": (*WORKER_METRICS, *CLIENT_METRICS),
+    "Pool nodes": tuple(POOL_METRICS),
+}
+LISTED: Final = [one for definitions in METRICS.values() for one in definitions]
+"""All metrics of pdserve. Tests compare them with what the processes show."""
+
+REQUESTS: Final[tuple[Any, ...]] = get_args(Request)
+REPLIES: Final[tuple[Any, ...]] = get_args(Reply)
+
+
+def options_of(struct: type[Any]) -> list[Option]:
+    """The options of a configuration struct, in the order of their declaration."""
+    return list(options(struct))
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Each sub-command's words and its click command; a command of commands has `.commands`."""
+    for name, sub in SUB_COMMANDS.items():
+        yield f"pdserve {name}", typer.main.get_command(load(sub.target))
+
+
+def openapi_document() -> dict[str, Any]:
+    """The document that the router publishes as `/openapi.json`."""
+    nobody = cast(Any, None)  # the routes ask the router only when they are called
+    document: dict[str, Any] = make_app(nobody).openapi()
+    return document

@@ -1,0 +1,32 @@
+"""What the user is told once the cluster is ready: its URL, a request to try, the live page. Pure."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Final
+
+from pdserve.up.plan import Plan
+
+API_KEYS: Final = "PDSERVE_API_KEYS"
+"""In the router's environment: API keys that clients must show."""
+
+
+def announcement(plan: Plan, model: str, environment: Mapping[str, str]) -> list[str]:
+    """Lines for the console. `environment` is the supervisor's, which the router inherits."""
+    url = plan.router_url
+    router = plan.processes[-1]
+    keys = router.config.get("access", {}).get("keys_file") or {**environment, **router.env}.get(API_KEYS)
+    body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
+    words = [
+        "curl",
+        *(["-k"] if url.startswith("https:") else []),  # the certificate names another host
+        *(["-H", "'Authorization: Bearer YOUR_KEY'"] if keys else []),
+        f"{url}/v1/chat/completions",
+        *("-H", "'Content-Type: application/json'", "-d", shlex.quote(json.dumps(body))),
+    ]
+    lines = [f"{plan.settings.name} is ready at {url} (Ctrl-C stops it). Try:", f"  {' '.join(words)}"]
+    if plan.live_page:
+        lines.append(f"live page: {plan.live_page}, its password is [admin] key in {router.config_path}")
+    return lines

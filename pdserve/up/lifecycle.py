@@ -1,0 +1,427 @@
+"""The life of a cluster's processes: events in, actions out. Pure: the time is an argument.
+
+A process goes through these phases:
+
+    NEW ──stage begins──► QUEUED ──slot──► STARTING ──ready──► READY
+                            ▲                 │                  │
+                            │               ended              ended
+                            │                 ▼                  ▼
+                            ├──pause over── BACKOFF ◄──may be restarted──┤
+                            │                                            │
+                            └──SIGUSR1 asked for its end─────────────────┤
+                                                         ENDED ◄──may not┘
+
+- A stage begins once every process of the stage before has been ready. At most `start_parallelism` processes
+  are STARTING.
+- A process that ends before it was ever ready stops the cluster. Later it is restarted as restart.py says.
+- SIGUSR1 restarts the processes in the order of their start, each once the one before is ready again.
+- Stopping goes through the stages in reverse. A stage is told to end, and killed when its grace is over.
+
+The owner calls `handle` with each event, carries out the actions in order, and calls `handle(Tick())` at
+`wake_at_s`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Final, TypeAlias, assert_never
+
+from pdserve.up.plan import STOP_SLACK_S, Plan, ProcessSpec
+from pdserve.up.restart import restart_delay_s
+
+PROGRESS_INTERVAL_S: Final = 5.0
+
+
+@dataclass(frozen=True)
+class BecameReady:
+    """A process that was started is ready."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process has ended, and its session with it."""
+
+    name: str
+    status: int
+    """Exit status; negative: minus the signal that killed it."""
+    lines: Sequence[str] = ()
+    """Its last lines of output."""
+    problem: str = ""
+    """Why it could not even be started."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True)
+class RenewAsked:
+    """SIGUSR1: restart every process."""
+
+
+@dataclass(frozen=True)
+class StopAsked:
+    """A signal to stop; a second one stops at once."""
+
+    by: str
+    """The signal's name."""
+
+
+Event: TypeAlias = BecameReady | Ended | Tick | RenewAsked | StopAsked
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start this process. `BecameReady` and `Ended` follow."""
+
+    name: str
+    again: bool
+    """It was ready before: its log is continued."""
+
+
+@dataclass(frozen=True)
+class Terminate:
+    """Ask this process to end."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End this process and its whole session at once."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Reload:
+    """SIGHUP: this process replaces its own children, and refuses no client meanwhile."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Say:
+    """A line for the console."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Announce:
+    """All processes are ready: tell the user how to reach the cluster."""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """No process is left: end the supervisor with this status."""
+
+    status: int
+
+
+Action: TypeAlias = Start | Terminate | Kill | Reload | Say | Announce | Exit
+
+
+class Phase(Enum):
+    """See the module's picture."""
+
+    NEW = auto()
+    QUEUED = auto()
+    STARTING = auto()
+    READY = auto()
+    BACKOFF = auto()
+    ENDED = auto()
+
+
+RUNNING: Final = frozenset({Phase.STARTING, Phase.READY})
+
+
+@dataclass
+class _Process:
+    spec: ProcessSpec
+    phase: Phase = Phase.NEW
+    was_ready: bool = False
+    since_s: float = 0.0
+    """Start of the phase."""
+    until_s: float | None = None
+    """End of the phase at the latest: a start that is late, a pause that is over."""
+    restarts_s: list[float] = field(default_factory=list)
+    kill_at_s: float | None = None
+    """It was asked to end, and has until then."""
+    renewing: bool = False
+    """SIGUSR1 asked for its end, which is no failure."""
+    problem: str = ""
+    """Why it is being killed."""
+
+    @property
+    def due_s(self) -> float | None:
+        """When it needs something: a kill, or the end of its phase."""
+        return self.until_s if self.kill_at_s is None else self.kill_at_s
+
+
+class Lifecycle:
+    """Decides for all processes of one plan, once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._settings = plan.settings
+        self._stages = [[_Process(spec) for spec in stage] for stage in plan.stages]
+        self._processes = {process.spec.name: process for stage in self._stages for process in stage}
+        self._stage = -1
+        """Index of the stage that is starting; the number of stages once all have been ready."""
+        self._queue: deque[_Process] = deque()
+        self._progress_at_s = 0.0
+        self._to_renew: deque[_Process] = deque()
+        self._renewed: _Process | None = None
+        """SIGUSR1 restarts it now."""
+        self._is_renewing = False
+        self._renew_asked = False
+        self._exit_status: int | None = None
+        """Set: the cluster is stopping."""
+        self._stopping: list[_Process] = []
+        """The stage that is stopping, and no process of it that had ended before."""
+        self._stop_signals = 0
+        self._actions: list[Action] = []
+
+    @property
+    def wake_at_s(self) -> float | None:
+        """When the next `Tick` is due."""
+        times = [one.due_s for one in self._processes.values() if one.due_s is not None]
+        if self._is_starting:
+            times.append(self._progress_at_s)
+        return min(times, default=None)
+
+    def begin(self, now_s: float) -> list[Action]:
+        """Start the first stage."""
+        self._progress_at_s = now_s + PROGRESS_INTERVAL_S
+        self._begin_stage(now_s)
+        return self._taken()
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """What must be done now, in this order."""
+        match event:
+            case BecameReady(name):
+                self._on_ready(self._processes[name], now_s)
+            case Ended(name):
+                self._on_ended(self._processes[name], event, now_s)
+            case Tick():
+                self._on_tick(now_s)
+            case RenewAsked():
+                self._renew_asked = True
+            case StopAsked(by):
+                self._on_stop_asked(by, now_s)
+            case _:
+                assert_never(event)
+        if self._exit_status is None:
+            self._fill_slots(now_s)
+            self._renew(now_s)
+        return self._taken()
+
+    def _taken(self) -> list[Action]:
+        taken, self._actions = self._actions, []
+        return taken
+
+    def _say(self, text: str) -> None:
+        self._actions.append(Say(text))
+
+    # --- starting
+
+    @property
+    def _is_starting(self) -> bool:
+        return self._exit_status is None and self._stage < len(self._stages)
+
+    def _begin_stage(self, now_s: float) -> None:
+        self._stage += 1
+        if self._stage == len(self._stages):
+            self._actions.append(Announce())
+            return
+        for process in self._stages[self._stage]:
+            self._enqueue(process, now_s)
+        self._fill_slots(now_s)
+
+    def _enqueue(self, process: _Process, now_s: float) -> None:
+        self._enter(process, Phase.QUEUED, now_s)
+        self._queue.append(process)
+
+    def _fill_slots(self, now_s: float) -> None:
+        starting = sum(process.phase is Phase.STARTING for process in self._processes.values())
+        while self._queue and starting < self._settings.start_parallelism:
+            process = self._queue.popleft()
+            self._enter(process, Phase.STARTING, now_s, self._settings.start_timeout_s)
+            self._say(f"starting {process.spec.name}")
+            self._actions.append(Start(process.spec.name, again=process.was_ready))
+            starting += 1
+
+    def _enter(self, process: _Process, phase: Phase, now_s: float, for_s: float | None = None) -> None:
+        process.phase, process.since_s, process.problem = phase, now_s, ""
+        process.until_s = None if for_s is None else now_s + for_s
+        if phase is not Phase.READY:
+            process.kill_at_s = None
+
+    def _on_ready(self, process: _Process, now_s: float) -> None:
+        if process.phase is not Phase.STARTING or process.problem:
+            return
+        self._say(f"{process.spec.name} is ready after {now_s - process.since_s:.1f} s")
+        self._enter(process, Phase.READY, now_s)
+        process.was_ready = True
+        if self._exit_status is not None:
+            return
+        if process is self._renewed and not process.renewing:
+            self._renewed = None
+        if self._is_starting and all(one.was_ready for one in self._stages[self._stage]):
+            self._begin_stage(now_s)
+
+    # --- ending, and starting again
+
+    def _on_ended(self, process: _Process, end: Ended, now_s: float) -> None:
+        words = end.problem or process.problem or f"{end.name} {describe_status(end.status)}"
+        if process.phase is Phase.STARTING and not (end.problem or process.problem):
+            words += " before it was ready"
+        if self._exit_status is not None:
+            self._enter(process, Phase.ENDED, now_s)
+            self._stop_next(now_s)
+        elif process.renewing:
+            process.renewing = False
+            self._enqueue(process, now_s)
+        else:
+            self._on_death(process, words, end, now_s)
+
+    def _on_death(self, process: _Process, words: str, end: Ended, now_s: float) -> None:
+        spec, log = process.spec, f"its whole log: {process.spec.log_path}"
+        self._enter(process, Phase.ENDED, now_s)
+        if not process.was_ready:
+            self._fail(f"{words}; {log}", end.lines, now_s)
+            return
+        delay_s = restart_delay_s(spec.restart, end.status, process.restarts_s, now_s, self._settings)
+        if delay_s is not None:
+            self._show_death(words, end.lines)
+            self._say(f"restarting {spec.name} in {delay_s:.1f} s")
+            self._enter(process, Phase.BACKOFF, now_s, delay_s)
+            process.restarts_s.append(now_s)
+        elif spec.role == "router" or self._settings.stop_on_loss:
+            self._fail(f"{words} and is not restarted; {log}", end.lines, now_s)
+        else:
+            if end.status != 0:
+                self._show_death(words, end.lines)
+            self._say(f"{words} and stays ended; the others go on; {log}")
+            if process is self._renewed:
+                self._renewed = None
+
+    def _on_tick(self, now_s: float) -> None:
+        for process in self._processes.values():
+            if process.due_s is None or now_s < process.due_s:
+                continue
+            if process.phase is Phase.BACKOFF:
+                self._enqueue(process, now_s)
+                continue
+            if process.kill_at_s is None:
+                limit_s = self._settings.start_timeout_s
+                process.problem = f"{process.spec.name} was not ready within {limit_s:.0f} s"
+            process.kill_at_s = process.until_s = None
+            self._actions.append(Kill(process.spec.name))
+        if self._is_starting and now_s >= self._progress_at_s:
+            self._progress_at_s = now_s + PROGRESS_INTERVAL_S
+            starting = [one for one in self._processes.values() if one.phase is Phase.STARTING]
+            if starting:
+                waits = ", ".join(f"{one.spec.name} ({now_s - one.since_s:.0f} s)" for one in starting)
+                self._say(f"waiting for {waits}")
+
+    # --- SIGUSR1
+
+    def _renew(self, now_s: float) -> None:
+        """Go on with the restart of all processes, as far as it can go now."""
+        if self._is_starting or self._renewed is not None:
+            return
+        if not self._is_renewing and self._renew_asked:
+            self._is_renewing, self._renew_asked = True, False
+            self._to_renew.extend(self._processes.values())
+            self._say("SIGUSR1: restarting all processes, one after the other")
+        while self._to_renew:
+            process = self._to_renew.popleft()
+            if process.phase not in RUNNING:
+                continue  # it is started anyway, or has ended for good
+            if process.spec.role == "router" and process.spec.config.get("processes", 1) > 1:
+                self._actions.append(Reload(process.spec.name))
+                continue
+            self._renewed, process.renewing = process, True
+            self._terminate(process, now_s)
+            return
+        if self._is_renewing:
+            self._is_renewing = False
+            self._say("all processes have been restarted")
+            self._renew(now_s)
+
+    def _terminate(self, process: _Process, now_s: float) -> None:
+        process.kill_at_s = now_s + self._grace_s(process.spec)
+        self._actions.append(Terminate(process.spec.name))
+
+    def _grace_s(self, spec: ProcessSpec) -> float:
+        """`stop_grace_s`, and more where the process's own table gives it more."""
+        own_s: float = spec.config.get("stop_grace_s", 0.0)
+        slack_s = STOP_SLACK_S.get(spec.role, 0.0) if own_s else 0.0
+        return max(self._settings.stop_grace_s, own_s + slack_s)
+
+    # --- stopping
+
+    def _fail(self, message: str, lines: Sequence[str], now_s: float) -> None:
+        self._show_death(message, lines)
+        self._say("stopping all processes")
+        self._stop(1, now_s)
+
+    def _show_death(self, message: str, lines: Sequence[str]) -> None:
+        self._say(f"error: {message}")
+        if lines:
+            self._say(f"its last {len(lines)} lines:")
+        for line in lines:
+            self._say(f"    {line}")
+
+    def _on_stop_asked(self, by: str, now_s: float) -> None:
+        self._stop_signals += 1
+        if self._stop_signals > 1:
+            self._actions += [Kill(one.spec.name) for one in self._stopping if one.phase in RUNNING]
+            return
+        self._say(f"{by}: stopping all processes (once more: at once)")
+        if self._exit_status is None:
+            self._stop(0, now_s)
+
+    def _stop(self, status: int, now_s: float) -> None:
+        self._exit_status = status
+        for process in self._processes.values():
+            process.until_s = None
+            if process.phase not in RUNNING:
+                process.phase = Phase.ENDED
+        self._stage = len(self._stages)
+        self._stop_next(now_s)
+
+    def _stop_next(self, now_s: float) -> None:
+        """When the stage that is stopping has ended, tell the one below it to end."""
+        while all(process.phase is Phase.ENDED for process in self._stopping):
+            for process in self._stopping:
+                self._say(f"{process.spec.name} has stopped")
+            self._stage -= 1
+            if self._stage < 0:
+                assert self._exit_status is not None
+                self._actions.append(Exit(self._exit_status))
+                self._stopping = []
+                return
+            self._stopping = [one for one in self._stages[self._stage] if one.phase in RUNNING]
+            for process in self._stopping:
+                self._terminate(process, now_s)
+                if self._stop_signals > 1:
+                    self._actions.append(Kill(process.spec.name))
+
+
+def describe_status(status: int) -> str:
+    """An exit status in words."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"

@@ -1,0 +1,172 @@
+"""README.md and docs/: current, linked, readable, and built strictly into a site that needs no network."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urldefrag, urlsplit
+
+import pytest
+
+from docs.generate.markdown import with_block
+from docs.generate.pages import stale
+from docs.generate.product import ROOT
+from tests.support.prose import headings, links, sentences, without_code, without_generated
+
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+BENCHMARKS = DOCS / "benchmarks"
+REFERENCE = DOCS / "reference"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+WRITTEN = [page for page in PAGES if page.parent != REFERENCE]
+MAX_README_LINES = 200
+MAX_SENTENCE_WORDS = 25
+NAMED = re.compile(r"`((?:pdserve|launch|docs|tests)/[\w./-]*\w/?)`")
+"""Paths of the layout that the modules move to. None is there yet: the check below says when one is."""
+MEASURED = re.compile(r"\d ?×|\d ?[GM]B/s|\d tokens/s|\d requests/s|\b(?:p50|p99)\b")
+
+
+def built(source: Path, to: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(to)],
+        cwd=source,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    to = tmp_path_factory.mktemp("site")
+    done = built(ROOT, to)
+    assert done.returncode == 0, done.stderr
+    return to
+
+
+class Html(HTMLParser):
+    """Anchors of a page, what its links lead to, and what a browser loads for it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.anchors: set[str] = set()
+        self.hrefs: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value for name, value in attrs if value}
+        self.anchors |= {found[name] for name in ("id", "name") if name in found}
+        if tag == "a" and "href" in found:
+            self.hrefs.append(found["href"])
+        if "src" in found:
+            self.loaded.append(found["src"])
+        if tag == "link" and found.get("rel") in ("stylesheet", "icon", "preconnect", "preload"):
+            self.loaded.append(found["href"])
+
+
+def test_the_generated_parts_are_current() -> None:
+    assert [str(path.relative_to(ROOT)) for path in stale()] == [], "run launch/docs.sh --write"
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= MAX_README_LINES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    lost = []
+    for link in links(page.read_text()):
+        target = page.parent / link.path if link.path else page
+        if not target.exists() or (link.anchor and link.anchor not in set(headings(target.read_text()))):
+            lost.append(link.target)
+    assert lost == []
+
+
+def test_files_that_pages_name_are_there() -> None:
+    named = {name for page in WRITTEN for name in NAMED.findall(page.read_text())}
+    assert len(named) > 20
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+
+
+def test_the_site_has_no_lost_links(site: Path) -> None:
+    pages = {path: Html(path.read_text()) for path in site.rglob("*.html") if path.name != "404.html"}
+    assert len(pages) == len([page for page in PAGES if page.is_relative_to(DOCS)])
+    lost = []
+    for path, page in pages.items():
+        for href in page.hrefs:
+            if urlsplit(href).scheme:
+                continue
+            name, anchor = urldefrag(unquote(href))
+            target = (path.parent / name).resolve() if name else path
+            if target not in pages:
+                lost += [] if target.exists() else [(path.name, href)]
+            elif anchor and anchor not in pages[target].anchors:
+                lost.append((path.name, href))
+    assert lost == []
+
+
+def test_the_site_loads_nothing_from_other_hosts(site: Path) -> None:
+    loaded = {found for path in site.rglob("*.html") for found in Html(path.read_text()).loaded}
+    assert loaded
+    assert [found for found in sorted(loaded) if urlsplit(found).netloc] == []
+    styles = "".join(path.read_text() for path in site.rglob("*.css"))
+    assert re.findall(r"@import|url\(['\"]?https?:", styles) == []
+
+
+def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    shutil.copytree(DOCS, tmp_path / "docs")
+    page = tmp_path / "docs" / "install.md"
+    page.write_text(page.read_text() + "\n[lost](cluster.md#nowhere)\n")
+    done = built(tmp_path, tmp_path / "site")
+    assert done.returncode != 0
+    assert "nowhere" in done.stderr
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_sentences_are_short(page: Path) -> None:
+    found = [one for one in sentences(page.read_text()) if len(one.split()) > MAX_SENTENCE_WORDS]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in WRITTEN if page.parent != BENCHMARKS],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_measured_figures_stand_under_benchmarks_only(page: Path) -> None:
+    assert MEASURED.findall(without_code(without_generated(page.read_text()))) == []
+
+
+def test_every_page_of_benchmarks_says_where_its_figures_come_from() -> None:
+    for page in BENCHMARKS.glob("*.md"):
+        text = page.read_text()
+        assert "Raw lines: `pdserve/bench/results/" in text or "| raw lines |" in text, page.name
+
+
+def test_a_block_is_replaced_between_its_markers_only() -> None:
+    page = "a\n<!-- x:begin -->\nold\n<!-- x:end -->\nb\n"
+    assert with_block(page, "x", "new\n") == page.replace("old", "new")
+    with pytest.raises(ValueError, match="markers of y"):
+        with_block(page, "y", "new")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("One two. Three four?\n- five\n- six seven", 4),
+        ("| a cell | another one. And more |", 3),
+        ("```\nno. sentence. here\n```\nOne.", 1),
+        ("A `b. c` [d e](f.md) g.", 1),
+    ],
+)
+def test_sentences_are_found(text: str, count: int) -> None:
+    assert len(list(sentences(text))) == count

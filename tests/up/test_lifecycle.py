@@ -1,0 +1,422 @@
+"""The supervisor's decisions: a random world against the rules, and each case in words. No process starts."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pdserve.up import lifecycle as lc
+from pdserve.up.config import ClusterFile, ClusterSettings
+from pdserve.up.plan import Plan, make_plan
+
+NAMES = ("pool0", "prefill0", "decode0", "router")
+STAGES = (("pool0",), ("prefill0", "decode0"), ("router",))
+
+
+def plan_of(tables: dict[str, dict[str, Any]] | None = None, **cluster: Any) -> Plan:
+    """One process of each role; `tables` adds to theirs."""
+    tables = tables or {}
+    cluster = {"start_parallelism": 2, "stop_grace_s": 5.0, "start_timeout_s": 60.0, **cluster}
+    file = ClusterFile(
+        cluster=ClusterSettings(restart_backoff_s=1.0, **cluster),
+        router=tables.get("router", {}),
+        **{role: [tables.get(role, {})] for role in ("pool", "prefill", "decode")},
+    )
+    return make_plan(file, program=("x",), run_dir=Path("/run"), uid=0, ports=iter(range(7000, 7100)))
+
+
+class World:
+    """Processes that do as they are told, and a clock."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.lifecycle = lc.Lifecycle(plan)
+        self.now_s = 0.0
+        self.alive: list[str] = []
+        """In the order of their start."""
+        self.done: list[lc.Action] = []
+        self.said: list[str] = []
+        self.exit: int | None = None
+        self.take(self.lifecycle.begin(0.0))
+
+    def tell(self, event: lc.Event) -> list[lc.Action]:
+        actions = self.lifecycle.handle(event, self.now_s)
+        self.take(actions)
+        return actions
+
+    def take(self, actions: list[lc.Action]) -> None:
+        for action in actions:
+            assert self.exit is None, "nothing comes after the end"
+            self.done.append(action)
+            if isinstance(action, lc.Start):
+                assert action.name not in self.alive
+                self.alive.append(action.name)
+            elif isinstance(action, lc.Terminate | lc.Kill | lc.Reload):
+                assert action.name in self.alive
+            elif isinstance(action, lc.Say):
+                self.said.append(action.text)
+            elif isinstance(action, lc.Exit):
+                assert not self.alive
+                self.exit = action.status
+
+    def ready(self, *names: str) -> None:
+        for name in names:
+            self.tell(lc.BecameReady(name))
+
+    def end(self, name: str, status: int = 0, **more: Any) -> list[lc.Action]:
+        self.alive.remove(name)
+        return self.tell(lc.Ended(name, status, **more))
+
+    def wait(self, seconds: float) -> list[lc.Action]:
+        """Time passes; what is due meanwhile is done when it is due."""
+        until_s = self.now_s + seconds
+        actions: list[lc.Action] = []
+        while (at_s := self.lifecycle.wake_at_s) is not None and at_s <= until_s:
+            self.now_s = max(self.now_s, at_s)
+            actions += self.tell(lc.Tick())
+        self.now_s = until_s
+        return actions
+
+    def up(self) -> World:
+        for stage in STAGES:
+            self.ready(*stage)
+        assert isinstance(self.done[-1], lc.Announce)
+        self.said.clear()
+        return self
+
+
+class AnyWorld(RuleBasedStateMachine):
+    """Whatever happens in whatever order, the rules of lifecycle.py's docstring hold."""
+
+    @initialize(
+        parallelism=st.integers(1, 3),
+        never=st.sets(st.sampled_from(["pool", "prefill", "decode", "router"])),
+        stop_on_loss=st.booleans(),
+        restarts=st.integers(0, 3),
+        processes=st.sampled_from([1, 2]),
+    )
+    def start(
+        self, parallelism: int, never: set[str], stop_on_loss: bool, restarts: int, processes: int
+    ) -> None:
+        tables: dict[str, dict[str, Any]] = {role: {"restart": "never"} for role in never}
+        tables.setdefault("router", {})["processes"] = processes
+        plan = plan_of(
+            tables, start_parallelism=parallelism, stop_on_loss=stop_on_loss, max_restarts=restarts
+        )
+        self.parallelism = parallelism
+        self.is_ready: set[str] = set()
+        self.was_ready: set[str] = set()
+        self.killed: set[str] = set()
+        self.told: set[str] = set()
+        self.stopped = False
+        self.world = World(plan)
+        self.check(self.world.done)
+
+    def check(self, actions: list[lc.Action]) -> None:
+        for action in actions:
+            if isinstance(action, lc.Start):
+                assert not self.stopped
+                assert action.again == (action.name in self.was_ready)
+                stage = next(i for i, names in enumerate(STAGES) if action.name in names)
+                assert all(name in self.was_ready for names in STAGES[:stage] for name in names)
+                self.killed.discard(action.name)
+            elif isinstance(action, lc.Terminate):
+                self.told.add(action.name)
+            elif isinstance(action, lc.Kill):
+                self.killed.add(action.name)
+            elif isinstance(action, lc.Announce):
+                assert self.was_ready == set(NAMES)
+            elif isinstance(action, lc.Say) and action.text.endswith("stopping all processes"):
+                self.stopped = True
+
+    @precondition(lambda self: self.world.exit is None)
+    @rule(data=st.data())
+    def a_process_is_ready(self, data: st.DataObject) -> None:
+        if waiting := [name for name in self.world.alive if name not in self.is_ready]:
+            name = data.draw(st.sampled_from(waiting))
+            late = name in self.killed
+            if not late:
+                self.is_ready.add(name)
+                self.was_ready.add(name)
+            self.check(self.world.tell(lc.BecameReady(name)))
+
+    @precondition(lambda self: self.world.alive)
+    @rule(data=st.data(), status=st.sampled_from([0, 1, -9]))
+    def a_process_ends(self, data: st.DataObject, status: int) -> None:
+        name = data.draw(st.sampled_from(self.world.alive))
+        self.is_ready.discard(name)
+        self.told.discard(name)
+        self.check(self.world.end(name, status))
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, 70.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.check(self.world.wait(seconds))
+
+    @precondition(lambda self: self.world.exit is None)
+    @rule()
+    def sigusr1(self) -> None:
+        self.check(self.world.tell(lc.RenewAsked()))
+
+    @precondition(lambda self: self.world.exit is None)
+    @rule()
+    def stop(self) -> None:
+        self.stopped = True
+        self.check(self.world.tell(lc.StopAsked("SIGTERM")))
+
+    @invariant()
+    def no_more_start_at_once_than_may(self) -> None:
+        assert len(set(self.world.alive) - self.is_ready) <= self.parallelism
+
+    @invariant()
+    def at_most_one_is_renewed_at_a_time(self) -> None:
+        if not self.stopped:
+            assert len(self.told & set(self.world.alive)) <= 1
+
+    def teardown(self) -> None:
+        """It can always be stopped: all that is alive ends when it is told to, and nothing is left."""
+        world = self.world
+        if world.exit is None:
+            self.stop()
+        for _ in range(len(NAMES) + 1):
+            for name in sorted(self.told & set(world.alive)):
+                self.told.discard(name)
+                self.check(world.end(name))
+        assert world.exit is not None
+        assert world.alive == []
+
+
+TestAnyWorld = AnyWorld.TestCase
+TestAnyWorld.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def names(actions: list[lc.Action], kind: type[Any]) -> list[str]:
+    return [action.name for action in actions if isinstance(action, kind)]
+
+
+def test_stages_start_in_order_each_once_the_one_before_is_ready() -> None:
+    world = World(plan_of())
+    for stage in STAGES:
+        assert world.alive[-len(stage) :] == list(stage)
+        world.ready(*stage)
+    assert isinstance(world.done[-1], lc.Announce)
+    assert world.said == [
+        *("starting pool0", "pool0 is ready after 0.0 s"),
+        *("starting prefill0", "starting decode0"),
+        *("prefill0 is ready after 0.0 s", "decode0 is ready after 0.0 s"),
+        *("starting router", "router is ready after 0.0 s"),
+    ]
+
+
+def test_a_stage_starts_no_more_processes_at_once_than_may() -> None:
+    world = World(plan_of(start_parallelism=1))
+    world.ready("pool0")
+    assert world.alive == ["pool0", "prefill0"]
+    world.ready("prefill0")
+    assert world.alive == ["pool0", "prefill0", "decode0"]
+
+
+def test_slow_starts_are_told_every_few_seconds() -> None:
+    world = World(plan_of())
+    world.wait(11.0)
+    assert world.said == ["starting pool0", "waiting for pool0 (5 s)", "waiting for pool0 (10 s)"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"status": 3}, "decode0 exited with status 3 before it was ready"),
+        ({"status": -9}, "decode0 was killed by SIGKILL before it was ready"),
+        (
+            {"status": 1, "problem": "/run/decode0.log: cannot be written"},
+            "/run/decode0.log: cannot be written",
+        ),
+    ],
+)
+def test_a_process_that_ends_before_it_was_ever_ready_stops_the_cluster(
+    more: dict[str, Any], message: str
+) -> None:
+    world = World(plan_of())
+    world.ready("pool0", "prefill0")
+    world.said.clear()
+    world.end("decode0", lines=["one", "two"], **more)
+    assert world.said == [
+        f"error: {message}; its whole log: /run/decode0.log",
+        *("its last 2 lines:", "    one", "    two", "stopping all processes"),
+    ]
+    assert names(world.done, lc.Terminate) == ["prefill0"]
+    world.end("prefill0")
+    world.end("pool0")
+    assert world.exit == 1
+    assert "router" not in names(world.done, lc.Start)
+
+
+def test_a_process_that_is_late_is_killed_and_reported() -> None:
+    world = World(plan_of(start_timeout_s=60.0))
+    assert names(world.wait(60.0), lc.Kill) == ["pool0"]
+    world.ready("pool0")  # too late
+    world.end("pool0", -9)
+    assert "error: pool0 was not ready within 60 s; its whole log: /run/pool0.log" in world.said
+    assert world.exit == 1
+
+
+def test_a_process_that_dies_later_is_started_again_after_a_pause_that_doubles() -> None:
+    world = World(plan_of(max_restarts=2)).up()
+    for pause_s in (1.0, 2.0):
+        world.said.clear()
+        world.end("decode0", 4)
+        assert world.said == ["error: decode0 exited with status 4", f"restarting decode0 in {pause_s:.1f} s"]
+        assert world.wait(pause_s - 0.1) == []
+        assert world.wait(0.1)[-1] == lc.Start("decode0", again=True)
+        world.ready("decode0")
+    world.end("decode0", 4)
+    assert world.said[-1] == (
+        "decode0 exited with status 4 and stays ended; the others go on; its whole log: /run/decode0.log"
+    )
+    assert world.exit is None
+
+
+@pytest.mark.parametrize(("status", "fails"), [(0, False), (4, True)])
+def test_a_process_that_is_not_restarted_stays_ended_and_the_others_go_on(status: int, fails: bool) -> None:
+    world = World(plan_of({"pool": {"restart": "never"}})).up()
+    world.end("pool0", status)
+    assert any(line.startswith("error: ") for line in world.said) is fails
+    assert "stays ended; the others go on" in world.said[-1]
+    assert names(world.done, lc.Terminate) == []
+
+
+@pytest.mark.parametrize(("name", "stop_on_loss"), [("router", False), ("decode0", True)])
+def test_the_routers_end_and_any_with_stop_on_loss_takes_the_cluster_down(
+    name: str, stop_on_loss: bool
+) -> None:
+    world = World(plan_of(stop_on_loss=stop_on_loss)).up()
+    world.end(name, 0)
+    assert world.said[-2:] == [
+        f"error: {name} exited with status 0 and is not restarted; its whole log: /run/{name}.log",
+        "stopping all processes",
+    ]
+    for one in ("router", "prefill0", "decode0", "pool0"):
+        if one in world.alive:
+            world.end(one)
+    assert world.exit == 1
+
+
+def test_a_stop_goes_through_the_stages_in_reverse_each_within_its_grace() -> None:
+    world = World(plan_of({"decode": {"stop_grace_s": 20.0}}, stop_grace_s=5.0)).up()
+    assert names(world.tell(lc.StopAsked("SIGINT")), lc.Terminate) == ["router"]
+    assert names(world.end("router"), lc.Terminate) == ["prefill0", "decode0"]
+    assert names(world.wait(4.9), lc.Kill) == []
+    assert names(world.wait(0.1), lc.Kill) == ["prefill0"]
+    world.end("prefill0", -9)
+    assert names(world.wait(22.9), lc.Kill) == []
+    assert names(world.wait(0.1), lc.Kill) == ["decode0"]  # its own 20 s, and 8 s for its end
+    assert names(world.end("decode0", -9), lc.Terminate) == ["pool0"]
+    world.end("pool0")
+    assert world.exit == 0
+    stopped = [line.split()[0] for line in world.said if line.endswith("has stopped")]
+    assert stopped == ["router", "prefill0", "decode0", "pool0"]
+
+
+def test_a_second_signal_stops_at_once() -> None:
+    world = World(plan_of()).up()
+    world.tell(lc.StopAsked("SIGINT"))
+    assert names(world.tell(lc.StopAsked("SIGINT")), lc.Kill) == ["router"]
+    assert names(world.end("router", -9), lc.Kill) == ["prefill0", "decode0"]
+
+
+def test_a_stop_while_starting_stops_what_has_started() -> None:
+    world = World(plan_of())
+    world.ready("pool0")
+    assert names(world.tell(lc.StopAsked("SIGTERM")), lc.Terminate) == ["prefill0", "decode0"]
+    world.end("decode0")
+    world.end("prefill0", 1)
+    world.end("pool0")
+    assert world.exit == 0
+
+
+def renewed(world: World, name: str) -> None:
+    """It ended as it was told to, was started again, and is ready."""
+    assert names(world.end(name), lc.Start) == [name]
+    world.ready(name)
+
+
+def test_sigusr1_restarts_each_process_once_the_one_before_is_ready() -> None:
+    world = World(plan_of()).up()
+    world.tell(lc.RenewAsked())
+    for name in NAMES:
+        assert names(world.done, lc.Terminate)[-1] == name
+        renewed(world, name)
+    assert world.said[0] == "SIGUSR1: restarting all processes, one after the other"
+    assert world.said[-1] == "all processes have been restarted"
+    assert not any("error" in line for line in world.said)
+    assert names(world.end("decode0", 4), lc.Start) == []  # a failure again
+    assert world.said[-1] == "restarting decode0 in 1.0 s"
+
+
+def test_sigusr1_leaves_a_router_of_several_processes_to_itself() -> None:
+    world = World(plan_of({"router": {"processes": 2}})).up()
+    world.tell(lc.RenewAsked())
+    for name in NAMES[:-1]:
+        renewed(world, name)
+    assert world.done[-2:] == [lc.Reload("router"), lc.Say("all processes have been restarted")]
+
+
+def test_a_renewed_process_that_does_not_end_is_killed_after_its_grace() -> None:
+    world = World(plan_of(stop_grace_s=5.0)).up()
+    world.tell(lc.RenewAsked())
+    assert names(world.wait(5.0), lc.Kill) == ["pool0"]
+    assert names(world.end("pool0", -9), lc.Start) == ["pool0"]
+
+
+def test_a_renewed_process_that_dies_again_is_restarted_as_often_as_any_other_and_then_left() -> None:
+    world = World(plan_of(max_restarts=1)).up()
+    world.tell(lc.RenewAsked())
+    renewed(world, "pool0")
+    renewed(world, "prefill0")
+    world.end("decode0")
+    world.end("decode0", 5)
+    world.wait(1.0)
+    world.end("decode0", 5)
+    assert world.said[-1].startswith("decode0 exited with status 5 before it was ready and stays ended")
+    assert world.done[-1] == lc.Terminate("router")
+    renewed(world, "router")
+    assert world.said[-1] == "all processes have been restarted"
+
+
+def test_a_process_that_is_ready_only_after_it_was_told_to_end_is_not_renewed_by_that() -> None:
+    world = World(plan_of()).up()
+    world.end("pool0", 1)
+    world.wait(1.0)
+    world.tell(lc.RenewAsked())  # it is starting
+    world.ready("pool0")
+    assert names(world.done, lc.Terminate) == ["pool0"]
+    renewed(world, "pool0")
+    assert names(world.done, lc.Terminate) == ["pool0", "prefill0"]
+
+
+def test_sigusr1_before_all_are_ready_is_done_afterwards_and_one_that_comes_meanwhile_too() -> None:
+    world = World(plan_of())
+    world.tell(lc.RenewAsked())
+    for stage in STAGES:
+        world.ready(*stage)
+    assert names(world.done, lc.Terminate) == ["pool0"]
+    world.tell(lc.RenewAsked())
+    for name in NAMES:
+        renewed(world, name)
+    assert names(world.done, lc.Terminate) == [*NAMES, "pool0"]
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (3, "exited with status 3"),
+        (-signal.SIGKILL, "was killed by SIGKILL"),
+        (-99, "was killed by signal 99"),
+    ],
+)
+def test_status_in_words(status: int, words: str) -> None:
+    assert lc.describe_status(status) == words
