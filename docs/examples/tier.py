@@ -32,8 +32,8 @@ BLOCK_BYTES = 65536  # SQLite's page size
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS pages (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
-    namespace INTEGER, key BLOB, checksum TEXT, digest TEXT, sequence INTEGER, length INTEGER, data BLOB,
-    UNIQUE (namespace, key));
+    space TEXT, key BLOB, checksum TEXT, digest TEXT, sequence INTEGER, length INTEGER, data BLOB,
+    UNIQUE (space, key));
 CREATE TABLE IF NOT EXISTS names (id INTEGER PRIMARY KEY, text TEXT);
 """
 
@@ -51,6 +51,7 @@ class SqliteTier:
         self.capacity_bytes = settings.capacity_bytes
         self._lock_fd = claim_directory(settings)
         self._lock = threading.Lock()
+        self._writing = threading.Lock()  # a text must not wait for the end of a batch's transaction
         self._closed = False
         self._database = sqlite3.connect(
             settings.path / "pages.sqlite", isolation_level=None, check_same_thread=False
@@ -72,21 +73,22 @@ class SqliteTier:
         """The text that `save_namespaces` kept."""
         with self._lock:
             found = self._database.execute("SELECT text FROM names").fetchone()
-        return str(found[0]) if found else None
+        return None if found is None or found[0] is None else str(found[0])
 
-    def save_namespaces(self, text: str) -> str:
-        """Keep the text; the problem in words, or an empty string."""
-        return self._change("INSERT OR REPLACE INTO names VALUES (1, ?)", (text,))
+    def save_namespaces(self, text: str | None) -> str:
+        """Keep the text, or none; the problem in words, or an empty string."""
+        with self._writing:
+            return self._change("INSERT OR REPLACE INTO names VALUES (1, ?)", (text,))
 
     def scan(self, known: Collection[int]) -> Iterator[list[TierPage]]:
-        """Drop the pages of unknown namespaces, and report the others in batches."""
+        """Drop the pages of unknown spaces, and report the others in batches."""
         marks = ", ".join("?" for _ in known)
-        self._change(f"DELETE FROM pages WHERE namespace NOT IN ({marks})", tuple(known))
+        self._change(f"DELETE FROM pages WHERE space NOT IN ({marks})", tuple(map(str, known)))
         last = 0
         while True:
             with self._lock:
                 rows = self._database.execute(
-                    "SELECT number, namespace, key, length, checksum, sequence FROM pages "
+                    "SELECT number, space, key, length, checksum, sequence FROM pages "
                     "WHERE number > ? ORDER BY number LIMIT 1000",
                     (last,),
                 ).fetchall()
@@ -96,24 +98,25 @@ class SqliteTier:
             yield [_page(*row[1:]) for row in rows]
 
     def put(self, pages: Sequence[TierPage], data: Sequence[PageMemory]) -> PutResult:
-        """Store a batch. A page that is too large spoils no other page."""
-        statuses, problem = [], ""
+        """Store a batch in one transaction. A page that is too large spoils no other page."""
+        with self._writing:
+            return self._put(pages, data)
+
+    def _put(self, pages: Sequence[TierPage], data: Sequence[PageMemory]) -> PutResult:
+        if problem := self._change("BEGIN"):
+            return PutResult([WRITE_FAILED] * len(pages), problem)
+        statuses = []
         for page, memory in zip(pages, data, strict=True):
             if page.length_bytes > self.capacity_bytes // 4:
                 statuses.append(REFUSED)
                 continue
             self._make_room(page.length_bytes)
-            stored = memory[: page.length_bytes].tobytes()
-            digest = page.checksum or checksum_bytes(stored)
-            problem = self._change(
-                "INSERT OR REPLACE INTO pages (namespace, key, checksum, digest, sequence, length, data) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (
-                    *(page.namespace, page.key, str(page.checksum), str(digest)),
-                    *(page.sequence, page.length_bytes, stored),
-                ),
-            )
-            statuses.append(WRITE_FAILED if problem else STORED)
+            failed = self._insert(page, memory[: page.length_bytes].tobytes())
+            statuses.append(WRITE_FAILED if failed else STORED)
+            problem = problem or failed
+        if failed := self._change("COMMIT"):
+            self._change("ROLLBACK")
+            return PutResult([WRITE_FAILED] * len(pages), failed)
         return PutResult(statuses, problem)
 
     def read(self, names: Sequence[PageName], into: Sequence[PageMemory]) -> list[ReadResult]:
@@ -123,11 +126,11 @@ class SqliteTier:
     def forget(self, names: Sequence[PageName]) -> None:
         """Find these pages no more."""
         for name in names:
-            self._change("DELETE FROM pages WHERE namespace = ? AND key = ?", (name.namespace, name.key))
+            self._change("DELETE FROM pages WHERE space = ? AND key = ?", (str(name.space), name.key))
 
-    def forget_namespace(self, namespace: int, before_sequence: int) -> str:
-        """Find no page of the namespace any more. The deletion is durable at once."""
-        return self._change("DELETE FROM pages WHERE namespace = ?", (namespace,))
+    def forget_space(self, space: int) -> None:
+        """Find no page of the space any more."""
+        self._change("DELETE FROM pages WHERE space = ?", (str(space),))
 
     def maintain(self) -> bool:
         """There is no work in the background."""
@@ -144,9 +147,9 @@ class SqliteTier:
         try:
             with self._lock:
                 row = self._database.execute(
-                    "SELECT namespace, key, length, checksum, sequence, digest, data FROM pages "
-                    "WHERE namespace = ? AND key = ? AND length = ?",
-                    (name.namespace, name.key, name.length_bytes),
+                    "SELECT space, key, length, checksum, sequence, digest, data FROM pages "
+                    "WHERE space = ? AND key = ? AND length = ?",
+                    (str(name.space), name.key, name.length_bytes),
                 ).fetchone()
         except sqlite3.Error:
             return ReadResult(READ_FAILED)
@@ -158,21 +161,32 @@ class SqliteTier:
         memory[: len(data)] = np.frombuffer(data, np.uint8)
         return ReadResult(LOADED, _page(*facts))
 
+    def _insert(self, page: TierPage, stored: bytes) -> str:
+        digest = page.checksum or checksum_bytes(stored)
+        return self._change(
+            "INSERT OR REPLACE INTO pages (space, key, checksum, digest, sequence, length, data) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                *(str(page.space), page.key, str(page.checksum), str(digest)),
+                *(page.sequence, page.length_bytes, stored),
+            ),
+        )
+
     def _make_room(self, length_bytes: int) -> None:
         """Let the oldest pages leave. `leaving` is told while they can still be read."""
         wanted = self.capacity_bytes - length_bytes - 4 * BLOCK_BYTES
         while self.used_bytes > wanted:
             with self._lock:
                 rows = self._database.execute(
-                    "SELECT namespace, key, length FROM pages ORDER BY number LIMIT 8"
+                    "SELECT space, key, length FROM pages ORDER BY number LIMIT 8"
                 ).fetchall()
             if not rows:
                 return
-            leaving = [PageName(*row) for row in rows]
+            leaving = [PageName(int(space), key, length) for space, key, length in rows]
             self._settings.leaving(leaving)
             self.forget(leaving)
 
-    def _change(self, statement: str, values: tuple[object, ...]) -> str:
+    def _change(self, statement: str, values: tuple[object, ...] = ()) -> str:
         try:
             with self._lock:
                 self._database.execute(statement, values)
@@ -181,6 +195,6 @@ class SqliteTier:
         return ""
 
 
-def _page(namespace: int, key: bytes, length: int, checksum: str, sequence: int) -> TierPage:
-    """Checksums are text in the table: SQLite's integers have 63 bits and a sign."""
-    return TierPage(namespace, key, length, int(checksum), sequence)
+def _page(space: str, key: bytes, length: int, checksum: str, sequence: int) -> TierPage:
+    """Spaces and checksums are text in the table: SQLite's integers have 63 bits and a sign."""
+    return TierPage(int(space), key, length, int(checksum), sequence)

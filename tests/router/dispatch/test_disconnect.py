@@ -10,46 +10,12 @@ from typing import Any
 import pytest
 
 from pdserve.router.config.limits import Deadlines
-from tests.support.router.harness import Connection, Harness, chat_body, disagg, run
-from tests.support.router.mock_worker import ANSWER, EVENTS, Gate, MockWorker, hang, stream
+from tests.support.router.harness import Connection, chat_body, disagg, run
+from tests.support.router.mock_worker import ANSWER, EVENTS, Gate, hang, stream
 
 CHAT = "/v1/chat/completions"
 PATIENT = Deadlines(settle_s=100.0, prefill_s=100.0, total_s=200.0)
 """A worker that is hung up on within the test was hung up on for the client that left."""
-
-
-async def leave_at(harness: Harness, worker: MockWorker, gate: Gate) -> None:
-    client = await harness.connect()
-    await client.send(CHAT, json.dumps(chat_body(stream=True, user="u")).encode())
-    await gate.reached.wait()
-    client.leave()
-    await worker.wait_until(lambda: worker.disconnected == 1)
-    await harness.assert_nothing_leaked()
-
-
-def test_leaving_while_settling() -> None:
-    async def main() -> None:
-        async with disagg(deadlines=PATIENT) as (harness, [prefill], [decode]):
-            await harness.chat(user="u")
-            gate = Gate()
-            decode.script("/pd/settled", hang(gate))
-            await leave_at(harness, decode, gate)
-            assert len(prefill.requests) == 1
-            assert harness.stats.client_aborts == {"settle": 1}
-
-    run(main())
-
-
-def test_leaving_during_prefill() -> None:
-    async def main() -> None:
-        async with disagg(deadlines=PATIENT) as (harness, [prefill], [decode]):
-            gate = Gate()
-            prefill.script("/pd/prefill", hang(gate))
-            await leave_at(harness, prefill, gate)
-            assert decode.requests == []
-            assert harness.stats.client_aborts == {"prefill": 1}
-
-    run(main())
 
 
 def test_leaving_after_a_large_body() -> None:
@@ -136,45 +102,6 @@ def test_leaving_under_a_server_that_only_speaks_asgi() -> None:
             await harness.assert_nothing_leaked()
             assert sent == []
             assert harness.stats.client_aborts == {"prefill": 1}
-
-    run(main())
-
-
-@pytest.mark.parametrize("gate_after", [-1, 0])
-def test_leaving_before_the_first_token(gate_after: int) -> None:
-    async def main() -> None:
-        async with disagg(decode=2) as (harness, _, decodes):
-            gate = Gate()
-            home = harness.router.dispatcher
-            for decode in decodes:
-                decode.script(CHAT, stream(EVENTS, gate, gate_after))
-            assert home is not None
-            client = await harness.connect()
-            await client.send(CHAT, json.dumps(chat_body(stream=True)).encode())
-            await gate.reached.wait()
-            client.leave()
-            [asked] = [decode for decode in decodes if decode.requests]
-            await asked.wait_until(lambda: asked.disconnected == 1)
-            await harness.assert_nothing_leaked()
-            assert harness.stats.client_aborts == {"decode": 1}
-            assert sum(harness.stats.decode_retries.values()) == 0
-
-    run(main())
-
-
-def test_leaving_in_mid_stream() -> None:
-    async def main() -> None:
-        async with disagg() as (harness, _, [decode]):
-            gate = Gate()
-            decode.script(CHAT, stream(EVENTS, gate, gate_after=2))
-            client = await harness.connect()
-            await client.send(CHAT, json.dumps(chat_body(stream=True)).encode())
-            await client.head()
-            assert await client.chunk() in (EVENTS[0], EVENTS[0] + EVENTS[1])
-            client.leave()
-            await decode.wait_until(lambda: decode.disconnected == 1)
-            await harness.assert_nothing_leaked()
-            assert harness.stats.client_aborts == {"stream": 1}
 
     run(main())
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.router.harness import chat_body, disagg, run
-from tests.support.router.mock_worker import ANSWER, REPORT, Gate, Script, answer, close, hang, stream
+from tests.support.router.mock_worker import ANSWER, REPORT, Gate, hang, stream
 
 CHAT = "/v1/chat/completions"
 LONG: dict[str, Any] = {"messages": [{"role": "user", "content": "word " * 1000}]}
@@ -38,40 +38,11 @@ def test_the_decode_worker_pulls_while_prefill_computes_and_is_hung_up_on_after_
     run(main())
 
 
-@pytest.mark.parametrize("script", [close(), answer(503, {}), answer(200, {"pulled_tokens": 0})])
-def test_a_pull_that_fails_changes_nothing(script: Script) -> None:
-    async def main() -> None:
-        async with disagg(**AHEAD) as (harness, _, [decode]):
-            decode.script("/pd/pull", script)
-            response = await harness.chat(**LONG)
-            assert response.body == ANSWER
-            assert harness.stats.prefill == {"ok": 1}
-            assert sum(harness.stats.decode_retries.values()) == 0
-
-    run(main())
-
-
 @pytest.mark.parametrize("settings", [{}, {"pull_ahead_tokens": 0}, {"pull_ahead_tokens": 2000}])
 def test_shorter_prompts_are_not_pulled_ahead(settings: dict[str, int]) -> None:
     async def main() -> None:
         async with disagg(**settings) as (harness, _, [decode]):
             await harness.chat(**LONG)
             assert [request.path for request in decode.requests] == [CHAT]
-
-    run(main())
-
-
-def test_a_client_that_leaves_ends_the_pull() -> None:
-    async def main() -> None:
-        async with disagg(**AHEAD) as (harness, [prefill], [decode]):
-            pulling = Gate()
-            prefill.script("/pd/prefill", hang(Gate()))
-            decode.script("/pd/pull", hang(pulling))
-            client = await harness.connect()
-            await client.send(CHAT, json.dumps(chat_body(**LONG)).encode())
-            await pulling.reached.wait()
-            client.leave()
-            await decode.wait_until(lambda: decode.disconnected == 1)
-            await harness.settle()
 
     run(main())
