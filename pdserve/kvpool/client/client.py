@@ -5,9 +5,9 @@ A batch is split by owner on the ring and the parts run in parallel (batch.py). 
 bring is asked for where it may be instead (routing.py says where): at the earlier owner while pages move, at
 the owner when a hot page's replica did not have it, at the new owner when a write came to the wrong node.
 
-Operations never raise for what the pool may do: a node that is away, late or full makes its keys misses
-(reads) or unstored (writes), and is counted. Every call is bounded by the time-outs of its configuration,
-whatever the pool does: its own, and `restart_wait_s` more while a node is being upgraded (deadline.py).
+Operations do not raise for faults of the pool: a node that is away, late or full makes its keys misses
+(reads) or unstored (writes), and is counted. Every call ends within its configured time-out, and
+`restart_wait_s` later at most while a node is being upgraded (deadline.py).
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ class PoolClient:
         return {node: places for node, places in jobs.items() if node in links and links[node].reachable}
 
     def _plan_reads(self, keys: Sequence[bytes], rings: Rings, page_bytes: int) -> dict[str, list[int]]:
-        """Whom to ask for each key: its owner, or for a hot page the less loaded of two of its holders."""
+        """The node to ask for each key: its owner, or for a hot page the less loaded of two holders."""
         owners = rings.split(keys)
         if not len(self._hot) or len(rings.ring.nodes) < 2:
             return owners

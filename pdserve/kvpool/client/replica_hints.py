@@ -1,8 +1,8 @@
 """Which pages are hot, as a client remembers it: their owners said how many other nodes hold them. Pure.
 
-A page that many want would keep one node busy. Its readers spread: each read goes to the owner or one of the
-replicas, of two chosen at random the one that has less to do for us. What is remembered is bounded and ends
-by itself, so that an owner is asked again now and then and can say otherwise.
+A page that many clients read would keep one node busy, so its reads are spread. Each read goes to the less
+loaded of two holders (owner or replica) chosen at random. Hints are bounded in number and expire, so an owner
+is asked again now and then and can say otherwise.
 """
 
 from __future__ import annotations
