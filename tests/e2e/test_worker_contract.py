@@ -7,7 +7,7 @@ import asyncio
 import httpx
 import pytest
 
-from tests.e2e.conftest import Cluster
+from tests.support.e2e.site import Cluster
 from tests.support.router.contract import CASES, IDS, Check
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
