@@ -11,8 +11,8 @@ Three kinds, by `huge_pages`:
 
 With a NUMA node the arena's pages are bound to it (mbind(2), set_mempolicy(2)) before they are allocated.
 The policy belongs to the file, so it holds for pages that clients touch first. The call is made by its
-number: the C library has no function for it. `numactl` would bind all memory of the process, and only that of the process.
-A tmpfs with `mpol=` needs root and a mount for each node.
+number: the C library has no function for it. `numactl` would bind all memory of this process, and no page
+that a client touches first. A tmpfs with `mpol=` needs root, and a mount for each node.
 
 Everything is allocated here, at the start: what the machine cannot do is an error then, in one line that says
 what to do.

@@ -1,8 +1,8 @@
 """A node's UCX data path: one endpoint per client. asyncio.
 
 UCX takes 0.6 s to load, in a thread; on a slow machine this is more than a client waits for. A node that
-other hosts can reach loads it at once. A node that only its own host can reach seldom needs it (for a client in
-another container, say). It loads the library a while after its start, when first reads have been answered,
+other hosts can reach loads it at once. A node that only its own host can reach seldom needs it (for a client
+in another container, say). It loads the library a while after its start, when first reads have been answered,
 and makes the rest ready when such a client connects.
 """
 
