@@ -26,7 +26,7 @@ from pdserve.kvpool.tiers.base import (
     TierPage,
     TierSettings,
 )
-from pdserve.kvpool.tiers.durable_files import claim_directory, read_options
+from pdserve.kvpool.tiers.durable_files import claim_directory, read_options, read_text, save_text
 
 BLOCK_BYTES = 65536  # SQLite's page size
 SCHEMA = """
@@ -34,7 +34,6 @@ CREATE TABLE IF NOT EXISTS pages (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     space TEXT, key BLOB, checksum TEXT, digest TEXT, sequence INTEGER, length INTEGER, data BLOB,
     UNIQUE (space, key));
-CREATE TABLE IF NOT EXISTS names (id INTEGER PRIMARY KEY, text TEXT);
 """
 
 
@@ -56,7 +55,8 @@ class SqliteTier:
             settings.path / "pages.sqlite", isolation_level=None, check_same_thread=False
         )
         self._database.execute(f"PRAGMA page_size = {BLOCK_BYTES}")
-        self._database.execute("PRAGMA synchronous = FULL")  # what was stored survives a crash
+        self._database.execute("PRAGMA journal_mode = WAL")
+        self._database.execute("PRAGMA synchronous = NORMAL")  # a power failure may cost the last pages
         self._database.executescript(SCHEMA)
         self._database.execute(f"PRAGMA max_page_count = {max(8, self.capacity_bytes // BLOCK_BYTES)}")
 
@@ -70,15 +70,11 @@ class SqliteTier:
 
     def namespaces(self) -> str | None:
         """The text that `save_namespaces` kept."""
-        with self._lock:
-            found = self._database.execute("SELECT text FROM names").fetchone()
-        return str(found[0]) if found else None
+        return read_text(self._settings.path / "namespaces.json")
 
     def save_namespaces(self, text: str | None) -> str:
-        """Keep the text, or none; the problem in words, or an empty string."""
-        if text is None:
-            return self._change("DELETE FROM names", ())
-        return self._change("INSERT OR REPLACE INTO names VALUES (1, ?)", (text,))
+        """Keep the text, or none, through a power failure; the problem in words, or an empty string."""
+        return save_text(self._settings.path / "namespaces.json", text)
 
     def scan(self, known: Collection[int]) -> Iterator[list[TierPage]]:
         """Drop the pages of unknown spaces, and report the others in batches."""
