@@ -60,6 +60,10 @@ class PoolError(PdserveError):
     """A pool operation did not happen; the caller treats it as a miss."""
 
 
+class PageMismatch(PoolError, ValueError):
+    """The buffers given for one call are not pages of one length: a fault of the caller."""
+
+
 class PoolUnavailable(PoolError):
     """The node cannot be reached, or went away while the operation ran."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,19 +18,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Place:
-    """An attribute of a module of SGLang, dotted where it lies in a class.
-
-    `parameters` are names among its parameters, or among the fields of a record. `attributes` are names that
-    its code sets on `self`. `texts` are string constants in its code: keys of a dictionary that it fills.
-    `calls` are names that its code mentions, so it may still call them.
-    """
+    """An attribute of a module of SGLang, dotted where it lies in a class, and what is counted on of it."""
 
     module: str
     attribute: str
-    parameters: tuple[str, ...] = ()
-    attributes: tuple[str, ...] = ()
-    texts: tuple[str, ...] = ()
-    calls: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()  # among its parameters, or the fields of a record
+    attributes: tuple[str, ...] = ()  # its code sets them on `self`
+    texts: tuple[str, ...] = ()  # string constants in its code: keys of a dictionary that it fills
+    calls: tuple[str, ...] = ()  # its code mentions them, so it may still call them
 
     @property
     def name(self) -> str:
@@ -41,6 +37,26 @@ class Place:
         for part in self.attribute.split("."):
             target = getattr(target, part)
         return target
+
+
+_LINE = re.compile(
+    r"(?P<attribute>[\w.]+)(\((?P<parameters>.*)\))?"
+    r"( sets (?P<attributes>.*)| fills in (?P<texts>.*)| uses (?P<calls>.*))?"
+)
+
+
+def places(module: str, *lines: str) -> tuple[Place, ...]:
+    """Places of one module, one a line: `name`, `Class.name`, `name(parameter, parameter)`; after it perhaps
+    `sets attribute`, `fills in text` or `uses name`, each with more names behind commas.
+    """
+    found = []
+    for line in lines:
+        match = _LINE.fullmatch(line)
+        assert match is not None, line
+        names = {kind: tuple(said.split(", ")) for kind, said in match.groupdict().items() if said}
+        [attribute] = names.pop("attribute")
+        found.append(Place(module, attribute, **names))
+    return tuple(found)
 
 
 def missing_places(places: Iterable[Place]) -> Iterator[str]:

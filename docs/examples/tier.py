@@ -26,7 +26,7 @@ from pdserve.kvpool.tiers.base import (
     TierPage,
     TierSettings,
 )
-from pdserve.kvpool.tiers.durable_files import claim_directory, read_options, read_text, save_text
+from pdserve.kvpool.tiers.durable_files import claim_directory, read_options
 
 BLOCK_BYTES = 65536  # SQLite's page size
 SCHEMA = """
@@ -34,6 +34,7 @@ CREATE TABLE IF NOT EXISTS pages (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     space TEXT, key BLOB, checksum TEXT, digest TEXT, sequence INTEGER, length INTEGER, data BLOB,
     UNIQUE (space, key));
+CREATE TABLE IF NOT EXISTS names (id INTEGER PRIMARY KEY, text TEXT);
 """
 
 
@@ -50,13 +51,13 @@ class SqliteTier:
         self.capacity_bytes = settings.capacity_bytes
         self._lock_fd = claim_directory(settings)
         self._lock = threading.Lock()
+        self._writing = threading.Lock()  # a text must not wait for the end of a batch's transaction
         self._closed = False
         self._database = sqlite3.connect(
             settings.path / "pages.sqlite", isolation_level=None, check_same_thread=False
         )
         self._database.execute(f"PRAGMA page_size = {BLOCK_BYTES}")
-        self._database.execute("PRAGMA journal_mode = WAL")
-        self._database.execute("PRAGMA synchronous = NORMAL")  # a power failure may cost the last pages
+        self._database.execute("PRAGMA synchronous = FULL")  # what was stored survives a crash
         self._database.executescript(SCHEMA)
         self._database.execute(f"PRAGMA max_page_count = {max(8, self.capacity_bytes // BLOCK_BYTES)}")
 
@@ -70,11 +71,14 @@ class SqliteTier:
 
     def namespaces(self) -> str | None:
         """The text that `save_namespaces` kept."""
-        return read_text(self._settings.path / "namespaces.json")
+        with self._lock:
+            found = self._database.execute("SELECT text FROM names").fetchone()
+        return None if found is None or found[0] is None else str(found[0])
 
     def save_namespaces(self, text: str | None) -> str:
-        """Keep the text, or none, through a power failure; the problem in words, or an empty string."""
-        return save_text(self._settings.path / "namespaces.json", text)
+        """Keep the text, or none; the problem in words, or an empty string."""
+        with self._writing:
+            return self._change("INSERT OR REPLACE INTO names VALUES (1, ?)", (text,))
 
     def scan(self, known: Collection[int]) -> Iterator[list[TierPage]]:
         """Drop the pages of unknown spaces, and report the others in batches."""
@@ -94,24 +98,25 @@ class SqliteTier:
             yield [_page(*row[1:]) for row in rows]
 
     def put(self, pages: Sequence[TierPage], data: Sequence[PageMemory]) -> PutResult:
-        """Store a batch. A page that is too large spoils no other page."""
-        statuses, problem = [], ""
+        """Store a batch in one transaction. A page that is too large spoils no other page."""
+        with self._writing:
+            return self._put(pages, data)
+
+    def _put(self, pages: Sequence[TierPage], data: Sequence[PageMemory]) -> PutResult:
+        if problem := self._change("BEGIN"):
+            return PutResult([WRITE_FAILED] * len(pages), problem)
+        statuses = []
         for page, memory in zip(pages, data, strict=True):
             if page.length_bytes > self.capacity_bytes // 4:
                 statuses.append(REFUSED)
                 continue
             self._make_room(page.length_bytes)
-            stored = memory[: page.length_bytes].tobytes()
-            digest = page.checksum or checksum_bytes(stored)
-            problem = self._change(
-                "INSERT OR REPLACE INTO pages (space, key, checksum, digest, sequence, length, data) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (
-                    *(str(page.space), page.key, str(page.checksum), str(digest)),
-                    *(page.sequence, page.length_bytes, stored),
-                ),
-            )
-            statuses.append(WRITE_FAILED if problem else STORED)
+            failed = self._insert(page, memory[: page.length_bytes].tobytes())
+            statuses.append(WRITE_FAILED if failed else STORED)
+            problem = problem or failed
+        if failed := self._change("COMMIT"):
+            self._change("ROLLBACK")
+            return PutResult([WRITE_FAILED] * len(pages), failed)
         return PutResult(statuses, problem)
 
     def read(self, names: Sequence[PageName], into: Sequence[PageMemory]) -> list[ReadResult]:
@@ -124,7 +129,7 @@ class SqliteTier:
             self._change("DELETE FROM pages WHERE space = ? AND key = ?", (str(name.space), name.key))
 
     def forget_space(self, space: int) -> None:
-        """Find no page of the space that was put so far."""
+        """Find no page of the space any more."""
         self._change("DELETE FROM pages WHERE space = ?", (str(space),))
 
     def maintain(self) -> bool:
@@ -156,6 +161,17 @@ class SqliteTier:
         memory[: len(data)] = np.frombuffer(data, np.uint8)
         return ReadResult(LOADED, _page(*facts))
 
+    def _insert(self, page: TierPage, stored: bytes) -> str:
+        digest = page.checksum or checksum_bytes(stored)
+        return self._change(
+            "INSERT OR REPLACE INTO pages (space, key, checksum, digest, sequence, length, data) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                *(str(page.space), page.key, str(page.checksum), str(digest)),
+                *(page.sequence, page.length_bytes, stored),
+            ),
+        )
+
     def _make_room(self, length_bytes: int) -> None:
         """Let the oldest pages leave. `leaving` is told while they can still be read."""
         wanted = self.capacity_bytes - length_bytes - 4 * BLOCK_BYTES
@@ -170,7 +186,7 @@ class SqliteTier:
             self._settings.leaving(leaving)
             self.forget(leaving)
 
-    def _change(self, statement: str, values: tuple[object, ...]) -> str:
+    def _change(self, statement: str, values: tuple[object, ...] = ()) -> str:
         try:
             with self._lock:
                 self._database.execute(statement, values)

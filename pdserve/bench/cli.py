@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import typer
 
-from pdserve.bench.commands import offline
-from pdserve.bench.commands.chaos import chaos
 from pdserve.bench.commands.compare import compare
-from pdserve.bench.commands.hot import hot
+from pdserve.bench.commands.endurance import chaos, soak
 from pdserve.bench.commands.multiturn import multiturn
-from pdserve.bench.commands.pool import pool
-from pdserve.bench.commands.quiet import quiet
-from pdserve.bench.commands.restart import restart
+from pdserve.bench.commands.nodes import hot, quiet, restart
+from pdserve.bench.commands.offline import index, policies
+from pdserve.bench.commands.pool import pool, tier
 from pdserve.bench.commands.router import router
-from pdserve.bench.commands.soak import soak
 from pdserve.bench.commands.sweep import sweep
-from pdserve.bench.commands.tier import tier
 from pdserve.bench.commands.weights import weights
 
 app = typer.Typer(
@@ -26,6 +22,6 @@ app = typer.Typer(
     help="Measure serving, router and pool, and put the pool under faults.",
 )
 SERVING = (multiturn, compare, sweep, weights, router)
-POOL = (pool, tier, offline.policies, offline.index, quiet, hot, restart, soak, chaos)
+POOL = (pool, tier, policies, index, quiet, hot, restart, soak, chaos)
 for command in (*SERVING, *POOL):
     app.command()(command)

@@ -19,8 +19,9 @@ from pdserve.bench.peers.process import free_ports
 from pdserve.bench.stores import BenchError
 from pdserve.errors import PoolError
 from pdserve.kvpool.admin.node_client import NodeClient
+from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE
-from pdserve.kvpool.protocol.messages import StatusReport
+from pdserve.kvpool.protocol.messages import DataPathChoice, StatusReport
 from pdserve.settings.toml_text import to_toml
 
 START_TIMEOUT_S: Final = 60.0  # allocating many GiB takes a while
@@ -166,6 +167,14 @@ def pool_of(
             node.await_ready()
         await_settled(nodes)
         yield nodes
+
+
+def client_of(
+    nodes: Sequence[NodeProcess], data_path: DataPathChoice = "shm", **changes: Any
+) -> PoolClientConfig:
+    """A client of these nodes. `changes`: other settings than the usual ones."""
+    refs = [PoolNodeRef(node=node.name, address=node.address) for node in nodes]
+    return PoolClientConfig(nodes=refs, data_path=data_path, **changes)
 
 
 def await_settled(nodes: Sequence[NodeProcess], within_s: float = SETTLE_TIMEOUT_S) -> float:

@@ -8,7 +8,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,9 +23,11 @@ CHANGES: Final = (
     ":/",
     ":(top,exclude)pdserve/bench/results",
     ":(top,exclude)README.md",
+    ":(top,exclude)docs",
 )
 KEY_OPTION: Final = "--api-key"
-PACKAGES: Final = ("sglang", "torch", "ucxx-cu13", "numpy")
+PEERS: Final = ("mooncake-transfer-engine-non-cuda", "redis", "sglang-router", "smg", "vllm-router")
+PACKAGES: Final = ("sglang", "torch", "ucxx-cu13", "numpy", *PEERS)
 
 
 def provenance(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
@@ -35,8 +38,13 @@ def provenance(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
         "machine": _machine(),
         "load_before": [round(load, 2) for load in os.getloadavg()],
         "command": " ".join(["pdserve", *without_keys(sys.argv[1:])]),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
+        "versions": {"python": platform.python_version(), **_versions(packages)},
     }
+
+
+def in_words(origin: Mapping[str, Any]) -> str:
+    """An origin for people, in a line."""
+    return f"{origin['command']} (commit {origin['commit'] or 'unknown'}, {origin['date']})"
 
 
 def without_keys(words: Sequence[str]) -> list[str]:
@@ -68,8 +76,8 @@ def _text(path: str) -> str:
 
 
 def _commit() -> str:
-    """Of the checkout this runs from, with a + where it was changed since, but for results and the README;
-    empty where there is none.
+    """Of the checkout that this runs from; empty where there is none. A + says that it was changed since,
+    results and documents aside.
     """
     here = Path(__file__).parent
 
@@ -83,8 +91,10 @@ def _commit() -> str:
         return ""
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+def _versions(packages: Sequence[str]) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for package in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found

@@ -26,7 +26,7 @@ from pdserve.errors import RequestError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
 
 LIMIT_S: Final = 600.0
-"""For one prompt, should the router neither hang up nor die."""
+"""For one prompt, where the router neither hangs up nor ends."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ class PullAhead:
             fetch = asyncio.create_task(fetch_pages(self._engine.tokenizer_manager, up_to, asked))
             self._fetches.add(fetch)
             fetch.add_done_callback(self._fetches.discard)
-            await asyncio.shield(fetch)  # whoever hangs up: the pages are wanted all the same
+            await asyncio.shield(fetch)  # the pages are wanted also when the caller hangs up
         return steps[done - 1].tokens if done else 0
 
     def _steps(self, tokens: Sequence[int], asked: Any) -> list[Step]:
-        """Every `step_tokens`, but for what follows the last of them: that is the request's own to pull."""
+        """A step at every `step_tokens`. The request itself pulls the pages behind the last of them."""
         ends = range(self._step_tokens, len(tokens), self._step_tokens)
         if not ends:
             return []
@@ -98,7 +98,7 @@ class PullAhead:
         return [Step(end, last_page) for end, last_page in zip(ends, keys, strict=True)]
 
     async def _committed(self, steps: Sequence[Step]) -> int:
-        """How many of the steps, the first of which is there, are there without a gap."""
+        """The number of steps whose pages are committed without a gap; those of the first are."""
         there = await self._pool.exists([key for step in steps[1:] for key in step.keys])
         ranks = len(steps[0].keys)
         count = 1

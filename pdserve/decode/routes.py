@@ -1,4 +1,4 @@
-"""`POST /pd/settled`: are a request's pages in the pool? Tells, or waits, bounded."""
+"""`POST /pd/settled`: whether a request's pages are in the pool, after a bounded wait."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """When are a finished request's pages in the pool? Follows each request from its start to the commit of its
 last page.
 
-SGLang stores prompt and output pages after it has answered, and says nothing when it is done. The next turn
-of the conversation may come at once and go to another worker, so somebody must know: the worker that
-answered. It names the pages (the hash chain over prompt and output tokens) and lets the pool report their
-commit. `/pd/settled` asks here.
+SGLang stores prompt and output pages after it has answered, and does not report the end of it. The next turn
+of the conversation may arrive at once at another worker. So the worker that answered follows the pages: it
+names them (the hash chain over prompt and output tokens) and lets the pool report their commit. `/pd/settled`
+asks here.
 
-Bounded: at most `limit` requests are remembered, the oldest forgotten first; each is followed for at most
-`timeout_s` after its answer. After one whose last page never came (the pool is full, or refuses pages),
-nobody waits for another's longer than a moment, until one's does come.
+Bounds: at most `limit` requests are remembered, and the oldest is forgotten first. Each is followed for at
+most `timeout_s` after its answer. If the last page of a request never came (the pool is full, or refuses
+pages), questions wait only `MOMENT_S`, until the last page of some request comes again.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class _Pages:
 
 
 class _Followed:
-    """One request: first what SGLang knows of it, then its pages' keys, in the end two numbers. Thousands are
-    remembered, and a request with its texts, tokens and images can be megabytes.
+    """One request. At first it holds SGLang's record, then the keys of its pages, in the end two numbers.
+    Thousands are remembered, and a record with its texts, tokens and images can have megabytes.
     """
 
     def __init__(self, request: HttpRequest) -> None:
@@ -76,12 +76,10 @@ class WriteBack:
         self._limit = limit
         self._followed: OrderedDict[str, _Followed] = OrderedDict()
         self._publishing = True
-        """Of the request followed to its end last, a last page has come."""
+        """A last page of the request that ended last has come."""
 
     def follow(self, request: HttpRequest) -> None:
-        """Start to follow a request; called before SGLang sees it, so that its next turn always finds it
-        known.
-        """
+        """Start to follow a request. Called before SGLang sees it, so its next turn always finds it."""
         earlier = self._followed.pop(request.request_id, None)
         if earlier is not None:
             earlier.task.cancel()
@@ -110,7 +108,7 @@ class WriteBack:
         return _settlement(request_id, followed.task.result(), waited_ms, True)
 
     def unsettled(self) -> int:
-        """Requests that are followed still."""
+        """The number of requests whose pages may still come."""
         return sum(not followed.task.done() for followed in self._followed.values())
 
     async def close(self) -> None:

@@ -1,11 +1,12 @@
-"""When is a worker that was asked to stop at its end?
+"""When a worker that was asked to stop may end.
 
     serving --begin--> draining --is_over--> closed
 
-A draining worker says so on `/pd/ready`, so that routers send nothing new. They hear of it at their next
-probe only, so what comes until then is served. The drain is over once every router that is connected has
-heard, no request runs, and no page of an answered one is on its way to the pool; or when its time is up; or
-at once, when asked again. What is still running then is aborted.
+A draining worker says so on `/pd/ready`, so that routers send it nothing new. A router learns of it at its
+next probe, so requests that arrive until then are served. The drain is over when three things hold: every
+connected router knows, no request runs, and no page of an answered request is on its way to the pool. It is
+also over when its time is up, or when the worker is asked to stop once more. Requests that still run then are
+aborted.
 
 Pure: `now_s` is any clock that only goes forward.
 """
@@ -19,16 +20,16 @@ Client: TypeAlias = tuple[str, int]
 """Host and port at the other end of a connection."""
 
 ASKED_LATELY_S = 10.0
-"""Who has not asked for so long is no router that probes."""
+"""A client that has not asked for this long is no router that probes."""
 
 
 class Drain:
-    """The state of one worker's end. `connected` tells who holds a connection to it now."""
+    """The end of one worker. `connected` gives the clients that hold a connection to it now."""
 
     def __init__(self, grace_s: float, notice_s: float, connected: Callable[[], Set[Client]]) -> None:
         """`grace_s`: longest drain; `notice_s`: longest wait for routers to hear of it."""
         self.is_closed = False
-        """What comes now is refused."""
+        """New requests are refused."""
         self.running = 0
         """HTTP requests being answered."""
         self._grace_s = grace_s
@@ -45,11 +46,11 @@ class Drain:
         return self._begun_s is not None
 
     def add(self, pending: Callable[[], int]) -> None:
-        """Something else to wait for: how much of it there is."""
+        """Wait also until `pending` returns 0."""
         self._pending.append(pending)
 
     def asked(self, client: Client, now_s: float) -> None:
-        """Somebody asks whether the worker is ready, and is answered."""
+        """A client asks whether the worker is ready, and is answered."""
         self._asked_s.pop(client, None)
         if not self.is_draining:
             self._asked_s[client] = now_s
@@ -57,7 +58,7 @@ class Drain:
                 del self._asked_s[first]
 
     def begin(self, now_s: float) -> None:
-        """The worker is asked to stop; once more: at once."""
+        """The worker is asked to stop. A second call ends the drain at once."""
         self._is_hurried = self.is_draining
         self._begun_s = now_s if self._begun_s is None else self._begun_s
 
@@ -68,7 +69,7 @@ class Drain:
         return max(0.0, self._begun_s + self._grace_s - now_s)
 
     def is_over(self, now_s: float) -> bool:
-        """Nothing is left that may be waited for; from then on new requests are refused."""
+        """Nothing is left to wait for. From then on new requests are refused."""
         assert self._begun_s is not None
         since_s = now_s - self._begun_s
         self.is_closed = self.left_s(now_s) == 0.0 or (

@@ -1,4 +1,4 @@
-"""What a worker can tell about its model directory and its address before it loads anything."""
+"""Checks of a worker's model directory and address, before it loads anything."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Fingerprints of what turns a client's body into tokens: workers that differ in them make other pages of the
-same prompt, and share none. Pure.
+"""Fingerprints of the tokenizer and the chat template. Pure.
+
+Workers that differ in them make other pages of the same prompt, and share none.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ SAMPLE: Final = (
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """By what it makes of a sample, and by its vocabulary; empty where there is none."""
+    """Of the tokens of a sample and the size of the vocabulary; empty without a tokenizer."""
     if tokenizer is None:
         return ""
     said = [*tokenizer.encode(SAMPLE), len(tokenizer)]

@@ -1,10 +1,10 @@
 """`POST /pd/prefill`: compute a prompt's pages and answer once they are committed in the pool.
 
-SGLang answers a prefill before it has even queued the copy of its pages; a decode worker sent there at once
-would find nothing. So the worker names the prompt's pages from the token ids SGLang itself made of it and
-lets the pool report their commit. The wait is bounded by `publish_timeout_s`; what is not there by then is
-reported as missing, and the decode worker computes it. So are the pages of prompts with images, which cannot
-be named here and so are not waited for.
+SGLang answers a prefill before it has even queued the copy of its pages. A decode worker that looked for them
+at once would find nothing. So the worker names the prompt's pages from SGLang's own token ids, and lets the
+pool report their commit. The wait is at most `publish_timeout_s`. Pages that are not committed by then are
+reported as missing, and the decode worker computes them. Pages of prompts with images cannot be named here:
+they are not waited for, and are reported as missing.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ class Prefill:
         self._names = names
         self._publish_timeout_s = publish_timeout_s
         self._metrics = metrics
-        # False after a prefill none of whose pages arrived (the pool is full, or its slabs too small): the
-        # next ones wait a moment only, until one's do
         self._publishing = True
+        """False after a prefill of which no last page arrived (the pool is full, or its slabs are too small).
+        The next ones wait a moment only, until a last page arrives again.
+        """
 
     def router(self) -> APIRouter:
         """The FastAPI router with the route."""
@@ -122,7 +123,7 @@ class Prefill:
         return sum(await self._pool.exists(keys)) if keys else 0
 
     async def _unless_left(self, record: HttpRequest, published: Coroutine[None, None, int]) -> int:
-        """The outcome, or 0 as soon as the client is gone: nobody waits for the answer then."""
+        """The outcome, or 0 as soon as the client has left."""
         waiting = asyncio.create_task(published)
         leaving = asyncio.create_task(record.left.wait())
         try:

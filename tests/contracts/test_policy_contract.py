@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,6 +13,7 @@ from docs.examples.eviction import ReadOnce
 from pdserve.errors import ConfigError
 from pdserve.kvpool.policies import POLICIES, make_policy
 from pdserve.kvpool.policies.base import EvictionPolicy, Links
+from tests.support.kvpool.profiled import calls_of
 
 EXAMPLE = "the documents' example"
 NAMES = (*POLICIES, EXAMPLE)
@@ -102,14 +101,12 @@ def test_the_slots_of_a_closed_policy_are_removed_one_by_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_million_pages_are_restored_within_a_tenth_of_a_second_of_cpu(name: str) -> None:
-    slots = np.random.default_rng(1).permutation(1_000_000)
+def test_pages_are_restored_without_a_call_for_each(name: str) -> None:
+    slots = np.random.default_rng(1).permutation(10_000)
     policy = make(name, Links(len(slots)))
     times_s = np.zeros(len(slots))
-    started_s = time.process_time()
-    policy.restore(slots, times_s)
-    assert time.process_time() - started_s < 0.3, "0.05 s on a quiet machine"
-    assert len(policy) == len(slots)
+    assert calls_of(lambda: policy.restore(slots, times_s)) < 50
+    assert list(policy.victims()) == slots.tolist()
 
 
 def test_unknown_policies_are_refused_with_the_nearest_name() -> None:

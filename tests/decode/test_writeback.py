@@ -100,7 +100,7 @@ def test_the_oldest_request_is_forgotten_at_the_limit() -> None:
     asyncio.run(run())
 
 
-def test_a_request_is_cut_short_is_not_waited_for() -> None:
+def test_a_request_that_was_cut_short_is_not_waited_for() -> None:
     async def run() -> None:
         write_back = make(ScriptedPool())
         request = answered_request("a", list(range(8)), [1])

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from pdserve.pages import page_hashes
-from tests.e2e.conftest import Alone, Reference, ask_all
 from tests.support.e2e.arena import flip, page_offset
 from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, http
 from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences
+from tests.support.e2e.site import Reference, Site, ask_all
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -27,11 +27,11 @@ class Agg:
 
 
 @pytest.fixture(scope="module")
-def agg(alone: Alone, agg_worker: Worker, run_dir: Path) -> Iterator[Agg]:
+def agg(site: Site, agg_worker: Worker, run_dir: Path) -> Iterator[Agg]:
     router = Router(run_dir, agg=[agg_worker], name="router-agg")
     try:
         router.start()
-        yield Agg(alone.pools["aggpool"], agg_worker, router)
+        yield Agg(site.pools["aggpool"], agg_worker, router)
     finally:
         router.stop()
 

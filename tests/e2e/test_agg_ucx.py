@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from pdserve.pages import page_hashes
-from tests.e2e.conftest import Alone
 from tests.support.e2e.arena import flip, page_offset
 from tests.support.e2e.cluster import PoolNode, Worker, eventually, http
 from tests.support.e2e.prompts import LOGPROB_TOLERANCE, PAGE, token_ids
+from tests.support.e2e.site import Site
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -34,8 +34,8 @@ class Agg:
 
 
 @pytest.fixture(scope="module")
-def agg(alone: Alone, ucx_worker: Worker) -> Agg:
-    return Agg([alone.pools["ucxpool0"], alone.pools["ucxpool1"]], ucx_worker)
+def agg(site: Site, ucx_worker: Worker) -> Agg:
+    return Agg([site.pools["ucxpool0"], site.pools["ucxpool1"]], ucx_worker)
 
 
 def forced_logprobs(
@@ -56,6 +56,13 @@ def apart(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
+def is_pulled_whole(worker: Worker, prompt: list[int], forced: list[int]) -> bool:
+    """With empty caches of its own the worker finds every whole page of the prompt."""
+    worker.flush()
+    _, meta = forced_logprobs(worker, prompt, forced)
+    return bool(meta["cached_tokens"] == len(prompt) // PAGE * PAGE)
+
+
 def test_forced_tokens_are_as_likely_from_the_pool_as_cold(agg: Agg) -> None:
     prompts = [token_ids(300 + length, length) for length in LENGTHS]
     forced = [token_ids(700 + length, FORCED) for length in LENGTHS]
@@ -71,6 +78,10 @@ def test_forced_tokens_are_as_likely_from_the_pool_as_cold(agg: Agg) -> None:
 
 
 def test_both_nodes_hold_a_share_of_the_pages(agg: Agg) -> None:
+    before = [pool.status().pages for pool in agg.pools]
+    forced_logprobs(agg.worker, token_ids(350, 2000), token_ids(750, FORCED))
+    total = sum(before) + (2000 + FORCED) // PAGE
+    eventually(lambda: sum(pool.status().pages for pool in agg.pools) >= total, "all pages stored", 20.0)
     pages = [pool.status().pages for pool in agg.pools]
     assert min(pages) > 0.2 * sum(pages)
 
@@ -85,12 +96,8 @@ def test_a_dead_node_costs_its_pages_only_and_the_answer_is_the_same(agg: Agg) -
     assert meta["cached_tokens"] < len(prompt) // PAGE * PAGE
     agg.pools[1].start()
 
-    def served_from_the_pool() -> bool:
-        agg.worker.flush()
-        _, meta = forced_logprobs(agg.worker, prompt, forced)
-        return bool(meta["cached_tokens"] == len(prompt) // PAGE * PAGE)
-
-    eventually(served_from_the_pool, "the node's pages are found again after its restart", 30.0, 0.5)
+    found_again = "the node's pages are found again after its restart"
+    eventually(lambda: is_pulled_whole(agg.worker, prompt, forced), found_again, 30.0, 0.5)
 
 
 def test_the_check_fails_when_a_page_is_wrong(agg: Agg) -> None:
@@ -108,6 +115,7 @@ def test_the_check_fails_when_a_page_is_wrong(agg: Agg) -> None:
                 offsets[pool.name] = page_offset(pool, info["namespace"], info["kv_geometry"], key, segments)
         return len(offsets) == 1
 
+    eventually(lambda: is_pulled_whole(agg.worker, prompt, forced), "all pages are in the pool", 30.0, 0.5)
     eventually(one_node_has_it, "the page is at its owner and nowhere else", 30.0, 0.2)
     ((name, offset),) = offsets.items()
     arena = agg.pools[0].directory / "arena" / name / "arena"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import engine_settings
 from tests.support.e2e.cluster import PoolNode, free_port, pdserve, to_toml
+from tests.support.e2e.site import engine_settings
 
 pytestmark = pytest.mark.timeout(300)
 

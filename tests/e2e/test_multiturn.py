@@ -9,9 +9,9 @@ import pytest
 from pdserve.bench.serving.figures import outcome_of
 from pdserve.bench.serving.load.plan import Shape, make_load
 from pdserve.bench.serving.load.run import Server, run_load
-from tests.e2e.conftest import Alone
 from tests.support.e2e.cluster import Worker, eventually, http
 from tests.support.e2e.prompts import PAGE
+from tests.support.e2e.site import Site
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -40,11 +40,11 @@ def test_a_chat_is_about_as_long_as_planned(agg_worker: Worker) -> None:
 
 
 def test_it_is_told_which_pages_came_from_the_pools_memory_and_which_from_its_ssd(
-    alone: Alone, agg_worker: Worker
+    site: Site, agg_worker: Worker
 ) -> None:
     load, pool = (
         make_load(Shape(users=1, rounds=1, turn_tokens=10 * PAGE + 7, output_tokens=1), 73),
-        alone.pools["aggpool"],
+        site.pools["aggpool"],
     )
 
     def cached() -> tuple[int | None, int | None]:

@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.conftest import Cluster
 from tests.support.e2e.cluster import http
+from tests.support.e2e.site import Cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 

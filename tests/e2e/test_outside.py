@@ -17,8 +17,8 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.conftest import Alone
 from tests.support.e2e.cluster import Router, Worker
+from tests.support.e2e.site import Site
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -51,8 +51,8 @@ LOADS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def router(alone: Alone, agg_worker: Worker, run_dir: Path) -> Iterator[Router]:
-    router = Router(run_dir, name="router-etcd", extra={"etcd": {"endpoints": [alone.etcd.url]}})
+def router(site: Site, agg_worker: Worker, run_dir: Path) -> Iterator[Router]:
+    router = Router(run_dir, name="router-etcd", extra={"etcd": {"endpoints": [site.etcd.url]}})
     try:
         router.start()
         yield router
@@ -60,8 +60,8 @@ def router(alone: Alone, agg_worker: Worker, run_dir: Path) -> Iterator[Router]:
         router.stop()
 
 
-def test_a_worker_registers_itself_once_it_is_ready(alone: Alone, agg_worker: Worker, router: Router) -> None:
-    assert alone.etcd.keys("/pdserve/") == [f"/pdserve/pool/workers/agg/127.0.0.1:{agg_worker.port}"]
+def test_a_worker_registers_itself_once_it_is_ready(site: Site, agg_worker: Worker, router: Router) -> None:
+    assert site.etcd.keys("/pdserve/") == [f"/pdserve/pool/workers/agg/127.0.0.1:{agg_worker.port}"]
     body = {"model": "demo-tiny", "prompt": "found by etcd", "max_tokens": 1}
     answer = httpx.post(f"{router.url}/v1/completions", json=body, timeout=60.0, trust_env=False)
     assert answer.headers["x-pdserve-decode"] == f"127.0.0.1:{agg_worker.port}"

@@ -12,8 +12,8 @@ from docs.generate.product import LISTED
 from pdserve.engine.metric_names import METRICS
 from pdserve.kvpool.client.metric_names import CLIENT_METRICS
 from pdserve.metric import Definition
-from tests.e2e.conftest import Cluster
 from tests.support.e2e.cluster import Router, Worker, http, pdserve
+from tests.support.e2e.site import Cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 

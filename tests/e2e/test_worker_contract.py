@@ -7,16 +7,17 @@ import asyncio
 import httpx
 import pytest
 
-from tests.e2e.conftest import Cluster
-from tests.support.router.contract import CHECKS, Check
+from tests.support.e2e.site import Cluster
+from tests.support.router.contract import CASES, IDS, Check
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_a_decode_worker(cluster: Cluster, check: Check) -> None:
+@pytest.mark.parametrize(("role", "check"), CASES, ids=IDS)
+def test_a_real_worker(cluster: Cluster, role: str, check: Check) -> None:
     async def main() -> None:
-        async with httpx.AsyncClient(base_url=cluster.decode[0].url, timeout=60) as client:
+        worker = cluster.decode[0] if role == "decode" else cluster.prefill[0]
+        async with httpx.AsyncClient(base_url=worker.url, timeout=60) as client:
             await check(client, "demo-tiny")
 
     asyncio.run(main())

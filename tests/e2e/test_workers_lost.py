@@ -1,5 +1,5 @@
 """Workers that pause, drain, are restarted and die, in the middle of streams, behind a router of two
-processes. The last tests of the cluster: they leave a decode worker dead.
+processes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import Cluster
 from tests.support.e2e.cluster import Router, Worker, eventually, free_port, http
 from tests.support.e2e.prompts import token_ids
+from tests.support.e2e.site import Cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -217,7 +217,7 @@ class Load:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         async with asyncio.TaskGroup() as group:
-            for number in range(4):
+            for number in range(2):
                 group.create_task(self.user(number + 1))
             await self.more()
             yield

@@ -4,41 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pdserve.engine.http.cache_report import Found
-from pdserve.engine.http.request import HttpRequest, RequestTracking, current_request
+from pdserve.engine.http.request import HttpRequest, current_request
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import PageNames
 from pdserve.engine.sglang.prompt import Prefilled
 from pdserve.engine.sglang.tokenizer_manager import SglangRequest
 from pdserve.pages import page_hashes
 from pdserve.prefill import routes
+from tests.support.engine.manager import Client, State, scope_of, serve
 
-PAGE = 4
+PAGE, TIMEOUT_S, GRACE_S = 4, 60.0, routes.FOUND_GRACE_S
 PROMPT = list(range(16))
+PAGES = page_hashes(PROMPT, PAGE)
+NAMES = PageNames(PAGE, [b""])
 
 
-@dataclass
 class Pool:
-    """Holds `committed`; a wait for anything else lasts its whole time."""
+    """Holds `committed`, and notes each wait with its timeout. A pool that `hangs` answers none."""
 
-    committed: set[bytes] = field(default_factory=set)
-    cancelled: bool = False
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    def __init__(self, committed: Sequence[bytes] = (), hangs: bool = False) -> None:
+        self.committed = set(committed)
+        self.waits: list[tuple[list[bytes], float]] = []
+        self.is_cancelled = False
+        self.asked = asyncio.Event()
+        self._hangs = hangs
 
     async def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+        self.waits.append((list(keys), timeout_s))
         self.asked.set()
-        if not self.committed.issuperset(keys) and timeout_s > routes.FOUND_GRACE_S:
+        if self._hangs:
             try:
-                await asyncio.sleep(timeout_s)
+                await asyncio.Event().wait()
             except asyncio.CancelledError:
-                self.cancelled = True
+                self.is_cancelled = True
                 raise
         return await self.exists(keys)
 
@@ -46,131 +51,102 @@ class Pool:
         return [key in self.committed for key in keys]
 
 
-@dataclass
-class State:
-    dispatched: bool = True
-    finished: bool = True
+def route(pool: Pool) -> routes.Prefill:
+    engine = SimpleNamespace(app_state=None, tokenizer_manager=None)
+    return routes.Prefill(
+        engine,
+        pool,  # type: ignore[arg-type]
+        names=NAMES,
+        publish_timeout_s=TIMEOUT_S,
+        metrics=WorkerMetrics(),
+    )
 
 
-class Engine:
-    """Stands in for SGLang's objects; nothing here is called."""
-
-    app_state = None
-    tokenizer_manager: Any = None
-
-
-def serve(
+def published(
     pool: Pool,
     monkeypatch: pytest.MonkeyPatch,
-    cached: int,
-    *,
-    leaves: bool = False,
+    cached: int = 0,
     prompt: list[int] | None = PROMPT,
-) -> tuple[dict[str, Any], float]:
-    """One /pd/prefill of PROMPT of which SGLang had `cached` tokens: the answer, and how long it took."""
+    leaves: bool = False,
+) -> tuple[int, int]:
+    """(published, missing) pages of one /pd/prefill of PROMPT of which SGLang had `cached` tokens."""
 
     async def prefill_request(*_: Any) -> None: ...
 
     async def run_prefill(*_: Any) -> Prefilled:
         request = current_request()
         assert request is not None
-        request.requests["r"] = SglangRequest("r", State(), prompt)
+        request.requests["r"] = SglangRequest("r", State(True, True), prompt)
         return Prefilled(len(PROMPT), [Found(cached)], {"r": cached})
 
     monkeypatch.setattr(routes, "prefill_request", prefill_request)
     monkeypatch.setattr(routes, "run_prefill", run_prefill)
-    prefill = routes.Prefill(
-        Engine(), pool, names=PageNames(PAGE, [b""]), publish_timeout_s=60.0, metrics=WorkerMetrics()
-    )  # type: ignore[arg-type]
-    answer: list[dict[str, Any]] = []
-
-    class Request:
-        async def body(self) -> bytes:
-            return b"{}"
-
-    async def app(_scope: Any, receive: Any, send: Any) -> None:
-        response = await prefill.prefill(Request(), "/generate")  # type: ignore[arg-type]
-        answer.append(json.loads(bytes(response.body)))
+    answers: list[dict[str, Any]] = []
 
     async def run() -> None:
-        messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        client = Client()
 
-        async def send(_: Any) -> None: ...
+        async def app(_scope: Any, receive: Any, send: Any) -> None:
+            asked: Any = SimpleNamespace(body=lambda: asyncio.sleep(0, b"{}"))
+            response = await route(pool).prefill(asked, "/generate")
+            answers.append(json.loads(bytes(response.body)))
 
-        scope = {"type": "http", "path": "/pd/prefill", "headers": []}
-        started: list[HttpRequest] = []
-        serving = asyncio.create_task(
-            RequestTracking(app, started.append)(scope, messages.get, send)  # type: ignore[arg-type]
-        )
-        if leaves:
-            await pool.asked.wait()
-            messages.put_nowait({"type": "http.disconnect"})
-        await serving
+        async with asyncio.TaskGroup() as group:
+            group.create_task(serve(app, scope_of("/pd/prefill"), client))
+            if leaves:
+                await pool.asked.wait()
+                client.leave()
 
-    began_s = time.monotonic()
-    asyncio.run(asyncio.wait_for(run(), 20))
-    return answer[0], time.monotonic() - began_s
+    asyncio.run(run())
+    return answers[0]["published_pages"], answers[0]["missing_pages"]
 
 
-def test_all_pages_committed(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer, _ = serve(Pool(set(page_hashes(PROMPT, PAGE))), monkeypatch, 0)
-    assert (answer["published_pages"], answer["missing_pages"]) == (4, 0)
-
-
-def test_pages_that_the_pool_lost_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang has them in its own cache, and stores a page only once."""
-    answer, took_s = serve(Pool(set(page_hashes(PROMPT, PAGE)[2:])), monkeypatch, 8)
-    assert (answer["published_pages"], answer["missing_pages"]) == (2, 2)
-    assert took_s < 10
-
-
-def test_a_prompt_found_whole_whose_pages_are_lost_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole number of pages, of which SGLang never says that it found the last."""
-    answer, took_s = serve(Pool(), monkeypatch, len(PROMPT) - PAGE)
-    assert (answer["published_pages"], answer["missing_pages"]) == (0, 4)
-    assert took_s < 10
+@pytest.mark.parametrize(
+    ("committed", "cached", "answer", "waits"),
+    [
+        (PAGES, 0, (4, 0), [(PAGES[-1:], TIMEOUT_S)]),
+        # SGLang has them in its own cache, and stores a page only once: those that the pool lost never come
+        (PAGES[2:], 8, (2, 2), [(PAGES[-1:], TIMEOUT_S)]),
+        # a whole number of pages, of which SGLang never says that it found the last
+        ([], len(PROMPT) - PAGE, (0, 4), [(PAGES[-1:], GRACE_S)]),
+    ],
+    ids=["all committed", "lost by the pool", "found whole and lost"],
+)
+def test_the_last_page_is_waited_for_where_it_was_computed_here(
+    monkeypatch: pytest.MonkeyPatch, committed: list[bytes], cached: int, answer: Any, waits: Any
+) -> None:
+    pool = Pool(committed)
+    assert published(pool, monkeypatch, cached) == answer
+    assert pool.waits == waits
 
 
 def test_a_prompt_of_which_more_than_the_last_page_is_computed_is_waited_for() -> None:
-    request = HttpRequest("id", "/pd/prefill", requests={"r": SglangRequest("r", State(), PROMPT)})
-    pages = page_hashes(PROMPT, PAGE)
+    request = HttpRequest("id", "/pd/prefill", requests={"r": SglangRequest("r", State(True, True), PROMPT)})
     for cached, found in [(0, 0), (4, 1), (8, 2), (12, 4)]:
-        assert PageNames(PAGE, [b""]).found_of_prompts(request, {"r": cached}) == pages[:found]
+        assert NAMES.found_of_prompts(request, {"r": cached}) == PAGES[:found]
 
 
 def test_pages_that_cannot_be_named_are_not_said_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt with an image gets its token ids in the scheduler."""
-    answer, _ = serve(Pool(), monkeypatch, 0, prompt=None)
-    assert (answer["published_pages"], answer["missing_pages"]) == (0, 4)
+    pool = Pool()
+    assert published(pool, monkeypatch, prompt=None) == (0, 4)
+    assert pool.waits == []
 
 
 def test_a_client_that_leaves_ends_the_wait_for_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = Pool()
-    _, took_s = serve(pool, monkeypatch, 0, leaves=True)
-    assert took_s < 10
-    assert pool.cancelled
+    pool = Pool(hangs=True)
+    assert published(pool, monkeypatch, leaves=True) == (0, 4)
+    assert pool.is_cancelled
 
 
 def test_when_nothing_arrives_only_the_first_prefill_waits_its_whole_time() -> None:
     async def run() -> list[float]:
-        asked: list[float] = []
+        pool = Pool()
+        prefill = route(pool)
+        for round_ in range(4):
+            if round_ == 2:
+                pool.committed.update(PAGES)
+            await prefill._published(PAGES, PAGES[-1:], set())
+        return [timeout_s for _, timeout_s in pool.waits]
 
-        class Full(Pool):
-            async def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
-                asked.append(timeout_s)
-                return await self.exists(keys)
-
-        pool = Full()
-        prefill = routes.Prefill(
-            Engine(), pool, names=PageNames(PAGE, [b""]), publish_timeout_s=60.0, metrics=WorkerMetrics()
-        )  # type: ignore[arg-type]
-        keys = page_hashes(PROMPT, PAGE)
-        for _ in range(2):
-            await prefill._published(keys, keys[-1:], set())
-        pool.committed.update(keys)
-        for _ in range(2):
-            await prefill._published(keys, keys[-1:], set())
-        return asked
-
-    grace = routes.FOUND_GRACE_S
-    assert asyncio.run(run()) == [60.0, grace, grace, 60.0]
+    assert asyncio.run(run()) == [TIMEOUT_S, GRACE_S, GRACE_S, TIMEOUT_S]

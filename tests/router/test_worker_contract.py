@@ -5,16 +5,16 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from tests.support.router.contract import CHECKS, Check
+from tests.support.router.contract import CASES, IDS, Check
 from tests.support.router.harness import run
 from tests.support.router.mock_worker import MockWorker, workers
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_mock_worker(check: Check) -> None:
+@pytest.mark.parametrize(("role", "check"), CASES, ids=IDS)
+def test_the_mock_worker(role: str, check: Check) -> None:
     async def main() -> None:
-        mock = MockWorker("decode")
+        mock = MockWorker(role)
         async with workers(mock), httpx.AsyncClient(base_url=mock.url, timeout=60) as client:
-            await check(client, (await client.get("/pd/info")).json()["model"])
+            await check(client, mock.info["model"])
 
     run(main(), timeout_s=120)

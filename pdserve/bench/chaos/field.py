@@ -22,7 +22,7 @@ from pdserve.bench.chaos.disk import Disk, small_disk
 from pdserve.bench.chaos.proxy import Relay, relays
 from pdserve.bench.chaos.records import Ended, Record, to_line
 from pdserve.bench.chaos.worker import NAMESPACE, READ_TOKEN, WRITE_TOKEN, WorkerConfig
-from pdserve.bench.node_processes import NodeProcess, await_settled, pool_of
+from pdserve.bench.node_processes import NodeProcess, await_settled, client_of, pool_of
 from pdserve.bench.peers.process import free_ports
 from pdserve.bench.stores import BenchError
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
@@ -199,9 +199,8 @@ class Field:
 
     def direct(self, **changes: Any) -> PoolClientConfig:
         """A client that reaches every node past the relays."""
-        refs = [PoolNodeRef(node=node.name, address=node.address) for node in self.nodes]
-        own = {"nodes": refs, "checksum": self.settings.checksum, "token": WRITE_TOKEN}
-        return PoolClientConfig(**{**own, **TIMEOUTS, **changes})
+        own = {"checksum": self.settings.checksum, "token": WRITE_TOKEN}
+        return client_of(self.nodes, **{**own, **TIMEOUTS, **changes})
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from rich.table import Table
 
 from pdserve.bench.chaos.faults.outcome import LeftOut, recorded
 from pdserve.bench.chaos.faults.perform import abandon_on, perform, until_free
@@ -21,6 +22,7 @@ from pdserve.bench.chaos.records import Acted, Ended, Record, read_lines
 from pdserve.bench.chaos.starvation import watching
 from pdserve.bench.node_processes import NodeProcess
 from pdserve.bench.stores import BenchError
+from pdserve.bench.tables import table
 from pdserve.errors import ConfigError, PoolError
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,18 @@ class Outcome(msgspec.Struct, frozen=True):
     @property
     def passed(self) -> bool:
         return all(row.verdict != "MISS" for row in self.rows)
+
+
+def figures_table(outcome: Outcome) -> Table:
+    """The figures for people."""
+    plan = outcome.replay.plan
+    done, planned = outcome.carried_out, outcome.faults
+    faults = f"{done} faults" if done == planned else f"{done} of {planned} faults"
+    title = f"Chaos: seed {plan.seed}, {plan.minutes:g} minutes, {plan.nodes} nodes, {faults}"
+    starved = f"Not judged: {outcome.starved_s:.0f} s in which a node waited for a processor."
+    columns = ("", "figure", "goal", "seen", " ")
+    rows = ((row.number, row.what, row.goal, row.figure, row.verdict) for row in outcome.rows)
+    return table(title, columns, rows, left=columns, caption=starved if outcome.starved_s else None)
 
 
 def load_replay(path: Path) -> Replay:

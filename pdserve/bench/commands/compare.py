@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -10,16 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.console import Console
 
 from pdserve.bench.commands import load_options as options
-from pdserve.bench.commands.options import choices, failed_with
+from pdserve.bench.commands import options as common
+from pdserve.bench.commands.output import Output, failed_with, say
 
 if TYPE_CHECKING:
     from pdserve.bench.serving.compare import Launch
     from pdserve.bench.serving.load.plan import Shape
-    from pdserve.bench.serving.load.run import Say
-    from pdserve.bench.serving.summary import Measured, Summary
+    from pdserve.bench.serving.summary import Measured
 
 PAGE_SIZE: Final = 64
 SHARES: Final = {"small": 0.3, "large": 1.1}
@@ -63,11 +61,11 @@ def compare(
     seed: options.Seed = 1,
     concurrency: options.Concurrency = 2,
     model: ModelPath = Path(options.DEMO_MODEL),
-    pool_capacity: Annotated[str, typer.Option(help="Memory of the pool node.")] = "2GiB",
+    pool_capacity: common.PoolCapacity = "2GiB",
     silence: options.Silence = 300.0,
-    plot: Annotated[Path | None, typer.Option(help="Draw the medians into this PNG file.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Keep logs and configuration in this directory.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Origin, every round, then the medians.")] = False,
+    plot: common.Plot = None,
+    out: common.Out = None,
+    as_json: common.AsJson = False,
     extra: ExtraArgs = None,
 ) -> None:
     """The same conversations against plain SGLang, SGLang with its file storage and with Mooncake, and
@@ -77,27 +75,21 @@ def compare(
     measured or any ask failed; what was measured is shown all the same.
     """
     from pdserve.bench.node_processes import stopped_cleanly
-    from pdserve.bench.origin import provenance
-    from pdserve.bench.plot import pyplot
     from pdserve.bench.serving.compare import compare as run
     from pdserve.bench.serving.contenders import cache_tokens
-    from pdserve.bench.serving.report.tables import plot_summaries
+    from pdserve.bench.serving.report.tables import plot_summaries, summaries_table
     from pdserve.bench.serving.summary import summaries
 
-    names, chosen = _contenders(against), choices("sizes", sizes, tuple(SHARES))
+    names, chosen = _contenders(against), common.choices("sizes", sizes, tuple(SHARES))
     options.check_model(model)
-    if plot is not None:
-        pyplot()  # before the work: is it there?
     loads = options.loads_of(load or [], preset, scale, {"users": users, "rounds": rounds, "spread": spread})
     tokens = {size: cache_tokens(loads.values(), SHARES[size], concurrency, PAGE_SIZE) for size in chosen}
-    say = partial(typer.echo, err=True)
-    origin = {"load": "; ".join(loads), "model": model.name, "seed": seed, "against": names}
-    if as_json:
-        typer.echo(json.dumps({**provenance(), **origin, "device_tokens": tokens}))
+    load_origin = {"load": "; ".join(loads), "model": model.name, "seed": seed, "against": names}
+    output = Output(as_json, plot, **load_origin, device_tokens=tokens)
     for line in _unfit(loads, tokens):
         say(f"WARNING: {line}")
     measured: list[Measured] = []
-    keep = partial(_keep, measured, as_json, say)
+    keep = partial(_keep, measured, output)
     with stopped_cleanly(), _launching(tokens, model, pool_capacity, out, extra or []) as launch:
         problems = run(
             *(names, chosen, repeat, loads, seed, launch, keep, say),
@@ -106,7 +98,11 @@ def compare(
             limit_s=60 * minutes,
         )
     found = summaries(measured, names[0])
-    _print(found, model.name, as_json)
+    for summary in found:
+        output.row(summary)
+    for title in dict.fromkeys(summary.load for summary in found):
+        its = [summary for summary in found if summary.load == title]
+        output.show(summaries_table(its, f"{title}, {model.name}"))
     if plot is not None and found:
         plot_summaries(plot, found, model.name)
     failed_with(problems)
@@ -117,32 +113,16 @@ def _contenders(against: str) -> list[str]:
     from pdserve.bench.serving.contenders import DEAD, NAMES
 
     there = [name for name in NAMES if name != DEAD and (name != "mooncake" or is_installed())]
-    return choices("against", against, NAMES) if against else there
+    return common.choices("against", against, NAMES) if against else there
 
 
-def _keep(measured: list[Measured], as_json: bool, say: Say, one: Measured) -> None:
-    import msgspec
-
+def _keep(measured: list[Measured], output: Output, one: Measured) -> None:
     from pdserve.bench.serving.report.tables import remarks
 
     measured.append(one)
-    if as_json:
-        typer.echo(msgspec.json.encode(one).decode())
+    output.row(one)
     for line in remarks(one.outcome):
         say(f"{one.contender}, {one.size}: {line}")
-
-
-def _print(found: list[Summary], model: str, as_json: bool) -> None:
-    """As JSON lines, or a table for each load."""
-    import msgspec
-
-    from pdserve.bench.serving.report.tables import summaries_table
-
-    for summary in found if as_json else ():
-        typer.echo(msgspec.json.encode(summary).decode())
-    for load in () if as_json else dict.fromkeys(summary.load for summary in found):
-        its = [summary for summary in found if summary.load == load]
-        Console().print(summaries_table(its, f"{load}, {model}"))
 
 
 def _unfit(loads: dict[str, Shape], tokens: dict[str, int]) -> Iterator[str]:

@@ -11,7 +11,9 @@ from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from pdserve.bench.serving.load.plan import Load, Shape
+    from pdserve.bench.serving.load.words import Api
 
+APIS: Final[tuple[Api, ...]] = ("completions", "chat")
 DEMO_MODEL: Final = "models/demo-small"
 
 Preset: TypeAlias = Annotated[

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from pdserve.bench.commands import load_options as options
-from pdserve.bench.commands.options import choices
+from pdserve.bench.commands import options as common
+from pdserve.bench.commands.output import Output, say
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from pdserve.bench.serving.load.plan import Load, Shape
     from pdserve.bench.serving.load.run import Server
-    from pdserve.bench.serving.load.words import Api
 
 
 def multiturn(
@@ -45,22 +42,19 @@ def multiturn(
     model: options.ModelName = "",
     api_key: options.ApiKey = "",
     silence: options.Silence = 120.0,
-    plot: Annotated[Path | None, typer.Option(help="Draw the turns into this PNG file.")] = None,
+    plot: common.Plot = None,
     records: Annotated[Path | None, typer.Option(help="Keep every ask's times in this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Where it was measured, then the outcome.")] = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """Conversations against any server of OpenAI's API: first-token time by turn, throughput, cached tokens.
 
     In the open loop latency counts from the planned time. Fails when every ask failed.
     """
-    from pdserve.bench.plot import pyplot
     from pdserve.bench.serving.load.plan import make_load
     from pdserve.bench.serving.load.run import Server
 
     if lockstep and (rate is not None or trace is not None):
         raise ConfigError("--lockstep is for the closed loop: leave out --rate and --trace")
-    if plot is not None:
-        pyplot()  # before the work: is it there?
     if trace is not None:
         load = options.trace_load(trace, requests, scale, speed, max_tokens, seed)
         name = f"{trace.stem}, {len(load.sessions)} requests, scale {scale:g}, speed {speed:g}"
@@ -73,7 +67,7 @@ def multiturn(
         given = {"users": users, "rounds": rounds, "output_tokens": output_tokens, "spread": spread}
         shape = options.shape_of(preset, scale, {**given, **lengths})
         load, name = make_load(shape, seed, rate), _name(preset, shape, rate, lockstep)
-    chosen = cast("Api", choices("api", api, ("completions", "chat"))[0])
+    (chosen,) = common.choices("api", api, options.APIS)
     server = Server(url, api=chosen, model=model, api_key=api_key, silence_s=silence)
     _run(server, load, name, concurrency, lockstep, plot, records, as_json)
 
@@ -100,27 +94,19 @@ def _run(
     """Send it, show what came of it. Raises typer.Exit where nothing did."""
     import msgspec
 
-    from pdserve.bench.origin import provenance
     from pdserve.bench.serving.figures import outcome_of
     from pdserve.bench.serving.load.run import run_load
     from pdserve.bench.serving.report.tables import plot_turns, remarks, turns_table
 
     if records is not None:
         _write(records, "ab", b"")  # before the work: can it be written?
-    origin = provenance()
-    say = partial(typer.echo, err=True)
+    output = Output(as_json, plot, load=name, seed=load.seed)
     run = run_load(server, load, say, concurrency=concurrency, lockstep=lockstep)
     outcome = outcome_of(run)
-    if as_json:
-        typer.echo(json.dumps({**origin, "load": name, "seed": load.seed}))
-        typer.echo(msgspec.json.encode(outcome).decode())
-    else:
-        console = Console()
-        console.print(turns_table(outcome, f"{name}: {outcome.model} at {server.url}"))
-        for line in remarks(outcome):
-            console.print(line, highlight=False, markup=False)
+    output.row(outcome)
+    output.show(turns_table(outcome, f"{name}: {outcome.model} at {server.url}"), *remarks(outcome))
     if records is not None:
-        _write(records, "wb", b"".join(msgspec.json.encode(record) + b"\n" for record in run.records))
+        _write(records, "wb", msgspec.json.Encoder().encode_lines(run.records))
     if plot is not None:
         plot_turns(plot, outcome, f"{name}: {outcome.model}")
     if outcome.all.failed == outcome.all.asks:

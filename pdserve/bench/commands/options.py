@@ -1,21 +1,31 @@
-"""Options that several commands have."""
+"""Options that several commands have, and what their words mean."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias, TypeVar, cast
 
 import typer
 
 from pdserve.errors import ConfigError
 
+if TYPE_CHECKING:
+    from pdserve.kvpool.protocol.messages import DataPathChoice
 
-class Judged(Protocol):
-    """An outcome (a msgspec struct) that reached its goal or did not."""
+PATHS: Final[tuple[DataPathChoice, ...]] = ("shm", "ucx")
 
-    @property
-    def passed(self) -> bool: ...
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="JSON lines: the origin, then each result.")]
+Plot: TypeAlias = Annotated[Path | None, typer.Option(help="Draw the results into this PNG file.")]
+Out: TypeAlias = Annotated[
+    Path | None, typer.Option(help="Keep logs, configuration and records in this directory.")
+]
+DataPath: TypeAlias = Annotated[str, typer.Option(help="Data path of all clients: shm or ucx.")]
+NodeCapacity: TypeAlias = Annotated[str, typer.Option(help="Memory of each node.")]
+PoolCapacity: TypeAlias = Annotated[str, typer.Option(help="Memory of the pool node.")]
+PageSizes: TypeAlias = Annotated[str, typer.Option(help="Page sizes, separated by commas.")]
+Nodes: TypeAlias = Annotated[int, typer.Option(min=1, help="Pool nodes.")]
+
+T = TypeVar("T", bound=str)
 
 
 def page_sizes(text: str) -> list[int]:
@@ -31,31 +41,18 @@ def page_sizes(text: str) -> list[int]:
     return sizes
 
 
-def choices(option: str, text: str, allowed: tuple[str, ...]) -> list[str]:
+def choices(option: str, text: str, allowed: tuple[T, ...]) -> list[T]:
     """Words separated by commas. Raises ConfigError for one that is not allowed."""
     words = text.split(",")
     for word in words:
         if word not in allowed:
             raise ConfigError(f"--{option}: '{word}' is not one of {', '.join(allowed)}")
-    return words
+    return cast("list[T]", words)
 
 
-def conclude(outcome: Judged, as_json: bool, show: Callable[[], None]) -> None:
-    """Print an outcome, as one JSON object or by `show`. Raises typer.Exit where it did not pass."""
-    import msgspec
-
-    if as_json:
-        told: dict[str, Any] = msgspec.to_builtins(outcome)
-        typer.echo(json.dumps({**told, "passed": outcome.passed}))
-    else:
-        show()
-    if not outcome.passed:
-        raise typer.Exit(1)
-
-
-def failed_with(problems: Sequence[str]) -> None:
-    """Say what went wrong, a line each. Raises typer.Exit where anything did."""
-    for problem in problems:
-        typer.echo(f"FAILED: {problem}", err=True)
-    if problems:
-        raise typer.Exit(1)
+def numbers(option: str, text: str) -> list[int]:
+    """Whole numbers separated by commas. Raises ConfigError."""
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ConfigError(f"--{option}: {text!r} is no list of positive numbers separated by commas")
+    return [int(word) for word in words]

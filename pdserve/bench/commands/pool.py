@@ -1,31 +1,33 @@
-"""`pdserve bench pool`."""
+"""`pdserve bench pool` and `pdserve bench tier`: how fast a node and its SSD tier move pages."""
 
 from __future__ import annotations
 
 import itertools
-import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
+from pdserve.bench.commands import options
 from pdserve.bench.commands.options import choices, page_sizes
+from pdserve.bench.commands.output import Output
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from pdserve.bench.pool.speed import PoolFigures
 
 
 BANDWIDTH_PEERS = ("ucx_perftest", "ucx_perftest_tuned")  # with UCX's own settings for TCP, and with ours
 STORE_PEERS = ("mooncake", "redis")
 PEERS = (*STORE_PEERS, *BANDWIDTH_PEERS)
+ON_OFF = ("on", "off")
 
 
 def pool(
-    pages: Annotated[str, typer.Option(help="Page sizes, separated by commas.")] = "64KiB,1MiB,4MiB",
+    pages: options.PageSizes = "64KiB,1MiB,4MiB",
     path: Annotated[str, typer.Option(help="Data paths: shm, ucx.")] = "shm,ucx",
     checksum: Annotated[str, typer.Option(help="With checksums or without: on, off.")] = "on,off",
     batch: Annotated[int, typer.Option(min=1, help="Pages per put and get.")] = 32,
@@ -34,29 +36,28 @@ def pool(
     peer: Annotated[
         list[str] | None, typer.Option(help=f"Measure this beside the pool: {', '.join(PEERS)}.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the results into this PNG file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line, as measured.")] = False,
+    plot: options.Plot = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Put and get throughput of a pool node on this machine, against a plain memory copy in the same run, and
     against other stores where they are asked for.
     """
     # imported here: `pdserve bench --help` needs none of it
     from pdserve.bench.peers.registry import perftest_gbps, stores
-    from pdserve.bench.plot import plot_pool, pyplot
+    from pdserve.bench.plot import plot_pool, size_name
     from pdserve.bench.pool.own_node import bench_node
     from pdserve.bench.pool.speed import Workload, measure
     from pdserve.bench.stores import PoolStore
     from pdserve.sizes import parse_bytes
 
     sizes = page_sizes(pages)
-    paths = choices("path", path, ("shm", "ucx"))
-    checksums = [word == "on" for word in choices("checksum", checksum, ("on", "off"))]
+    paths = choices("path", path, options.PATHS)
+    checksums = [word == "on" for word in choices("checksum", checksum, ON_OFF)]
     peers = [choices("peer", name, PEERS)[0] for name in peer or []]
     capacity_bytes = parse_bytes(capacity)
     if capacity_bytes < 4 * batch * max(sizes):
         raise ConfigError(f"--capacity {capacity} holds no 4 batches of {batch} pages of {max(sizes)} bytes")
-    if plot is not None:
-        pyplot()  # before the work: is it there?
+    output = Output(as_json, plot)
     figures: list[PoolFigures] = []
     beside = {
         (name, size): perftest_gbps(name, size) for name in peers if name in BANDWIDTH_PEERS for size in sizes
@@ -69,66 +70,75 @@ def pool(
             workload = Workload(path_name, with_checksum, size, batch, seconds, capacity_bytes)
             with connect(path_name, with_checksum) as client:
                 figures.append(measure(PoolStore(client), workload, peer_stores))
-            if as_json:
-                typer.echo(json.dumps(_plain(figures[-1])))
-    if as_json:
-        for (name, size), gbps in beside.items():
-            typer.echo(json.dumps({"peer": name, "page_bytes": size, "gbps": gbps}))
-    else:
-        _print_tables(figures, beside)
+            output.row(figures[-1], checksum=ON_OFF[not with_checksum])
+    for (name, size), gbps in beside.items():
+        output.row({"peer": name, "page_bytes": size, "gbps": gbps})
+    output.show(*_pool_tables(figures))
+    output.show(*(f"{name}, {size_name(size)}: {gbps:.2f} GB/s" for (name, size), gbps in beside.items()))
     if plot is not None:
         plot_pool(plot, figures, beside, f"Batches of {batch} pages, medians, one machine, one run")
 
 
-def _plain(figures: PoolFigures) -> dict[str, Any]:
-    import msgspec
-
-    whole: dict[str, Any] = msgspec.to_builtins(figures)
-    return {**whole, "checksum": "on" if figures.checksum else "off"}
-
-
-def _print_tables(figures: list[PoolFigures], beside: dict[tuple[str, int], float]) -> None:
+def _pool_tables(figures: list[PoolFigures]) -> Iterator[Table]:
     from pdserve.bench.plot import size_name
+    from pdserve.bench.tables import table
 
-    console = Console()
-    title = "Pool on this machine: GB/s, over a memory copy, and µs for getting one page"
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    columns = ("copy", "get", "put", "get/copy", "put/copy", "p50", "p99")
-    for name in ("path", "sum", "page", *columns):
-        table.add_column(name, justify="left" if name in ("path", "sum") else "right", no_wrap=True)
-    for row in figures:
-        table.add_row(
-            row.path,
-            "on" if row.checksum else "off",
-            size_name(row.page_bytes),
-            *(f"{value:.2f}" for value in (row.memcpy_gbps, row.get_gbps, row.put_gbps)),
-            *(f"{value:.2f}" for value in (row.get_over_memcpy, row.put_over_memcpy)),
-            *(f"{value:.0f}" for value in (row.single_get_p50_us, row.single_get_p99_us)),
-        )
-    console.print(table)
+    which = [(row.path, ON_OFF[not row.checksum], size_name(row.page_bytes)) for row in figures]
+    rates = [
+        (row.memcpy_gbps, row.get_gbps, row.put_gbps, row.get_over_memcpy, row.put_over_memcpy)
+        for row in figures
+    ]
+    delays = [(row.single_get_p50_us, row.single_get_p99_us) for row in figures]
+    yield table(
+        "Pool on this machine: GB/s, over a memory copy, and µs for getting one page",
+        ("path", "sum", "page", "copy", "get", "put", "get/copy", "put/copy", "p50", "p99"),
+        (
+            (*name, *(f"{gbps:.2f}" for gbps in of_row), *(f"{us:.0f}" for us in delay))
+            for name, of_row, delay in zip(which, rates, delays, strict=True)
+        ),
+        left=("path", "sum"),
+        no_wrap=True,
+    )
     if figures[0].peers:
-        console.print(_peers_table(figures))
-    for (name, size), gbps in beside.items():
-        console.print(f"{name}, {size_name(size)}: {gbps:.2f} GB/s")
+        yield table(
+            "Stores beside it in the same rounds: GB/s, and the pool over them",
+            ("path", "sum", "page", "peer", "get", "put", "pool get", "pool put"),
+            (
+                (
+                    *(*name, peer, f"{its.get_gbps:.2f}", f"{its.put_gbps:.2f}"),
+                    *(f"{row.get_gbps / its.get_gbps:.1f} ×", f"{row.put_gbps / its.put_gbps:.1f} ×"),
+                )
+                for name, row in zip(which, figures, strict=True)
+                for peer, its in row.peers.items()
+            ),
+            left=("path", "sum", "peer"),
+            no_wrap=True,
+        )
 
 
-def _peers_table(figures: list[PoolFigures]) -> Table:
+def tier(
+    path: Annotated[Path, typer.Argument(help="A directory on the SSD; its own are made and removed there.")],
+    pages: options.PageSizes = "64KiB,1MiB,4MiB",
+    size: Annotated[str, typer.Option(help="Bytes written and read per round.")] = "1GiB",
+    threads: Annotated[int, typer.Option(min=1, help="Threads that read.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Medians are taken over so many.")] = 3,
+    fio: Annotated[bool, typer.Option(help="Measure fio beside it, where it is installed.")] = True,
+    as_json: options.AsJson = False,
+) -> None:
+    """Write and read throughput of the SSD tier, against plain direct I/O in the same run."""
     from pdserve.bench.plot import size_name
+    from pdserve.bench.pool.tier import measure_tier
+    from pdserve.bench.tables import table
+    from pdserve.sizes import parse_bytes
 
-    title = "Stores beside it in the same rounds: GB/s, and the pool over them"
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("path", "sum", "page", "peer", "get", "put", "pool get", "pool put"):
-        left = name in ("path", "sum", "peer")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
-    for row in figures:
-        for name, peer in row.peers.items():
-            table.add_row(
-                row.path,
-                "on" if row.checksum else "off",
-                size_name(row.page_bytes),
-                name,
-                *(f"{gbps:.2f}" for gbps in (peer.get_gbps, peer.put_gbps)),
-                f"{row.get_gbps / peer.get_gbps:.1f} ×",
-                f"{row.put_gbps / peer.put_gbps:.1f} ×",
-            )
-    return table
+    sizes, total_bytes = page_sizes(pages), parse_bytes(size)
+    output = Output(as_json)
+    rows = []
+    for page_bytes in sizes:
+        row = measure_tier(path, page_bytes, total_bytes, threads, rounds, fio=fio)
+        output.row(row)
+        writes = (row.put_gbps, row.plain_write_gbps, row.fio_write_gbps)
+        rates = (*writes, row.load_gbps, row.plain_read_gbps, row.fio_read_gbps)
+        rows.append((size_name(page_bytes), *(f"{rate:.2f}" if rate else "-" for rate in rates)))
+    columns = ("page", "put", "plain write", "fio write", "load", "plain read", "fio read")
+    output.show(table("SSD tier: GB/s", columns, rows))

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from pdserve.bench.commands import load_options as options
+from pdserve.bench.commands import options as common
 from pdserve.bench.commands.compare import ExtraArgs
-from pdserve.bench.commands.options import choices, failed_with
+from pdserve.bench.commands.output import Output, failed_with, say
 
 if TYPE_CHECKING:
     from pdserve.bench.serving.load.plan import Shape
     from pdserve.bench.serving.load.run import Server
-    from pdserve.bench.serving.load.words import Api
     from pdserve.bench.serving.sweep import Tried
 
 
@@ -51,8 +48,8 @@ def sweep(
     device_tokens: options.DeviceTokens = 16384,
     api_key: options.ApiKey = "",
     silence: options.Silence = 120.0,
-    plot: Annotated[Path | None, typer.Option(help="Draw the rates into this PNG file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Origin, then each rate, then the best.")] = False,
+    plot: common.Plot = None,
+    as_json: common.AsJson = False,
     extra: ExtraArgs = None,
 ) -> None:
     """The highest rate of asks whose first tokens come in time, and what becomes of those above it.
@@ -61,40 +58,31 @@ def sweep(
     Fails when no rate was met, every ask of one failed, or the server was lost; what was measured before is
     shown.
     """
-    from pdserve.bench.origin import provenance
-    from pdserve.bench.plot import pyplot
     from pdserve.bench.serving.load.run import Server
     from pdserve.bench.serving.report.tables import plot_sweep, sweep_table
     from pdserve.bench.serving.sweep import best as best_of
 
-    if plot is not None:
-        pyplot()  # before the work: is it there?
     shape = options.shape_of(preset, scale, {"rounds": rounds, "output_tokens": output_tokens})
-    chosen = cast("Api", choices("api", api, ("completions", "chat"))[0])
+    (chosen,) = common.choices("api", api, options.APIS)
     title = f"{preset}, scale {scale:g}, first token within {limit_ms:g} ms for {share:.0%}"
-    if as_json:
-        typer.echo(json.dumps({**provenance(), "load": title, "seed": seed}))
+    output = Output(as_json, plot, load=title, seed=seed)
     search = {"limit_s": limit_ms / 1e3, "share": share, "start_s": start, "steps": steps, "seconds": seconds}
     search["time_limit_s"] = 60 * minutes
     with _served(url, model, device_tokens, extra or []) as (at, name):
         server = Server(at, api=chosen, model=name, api_key=api_key, silence_s=silence)
-        tried, problems = _search(server, shape, seed, at != url, as_json, search)
+        tried, problems = _search(server, shape, seed, at != url, output, search)
     best = best_of(tried)
-    if as_json:
-        typer.echo(json.dumps({"best_rate_s": None if best is None else best.rate_s}))
-    else:
-        Console().print(sweep_table(tried, best, title))
+    output.row({"best_rate_s": None if best is None else best.rate_s})
+    output.show(sweep_table(tried, best, title))
     if plot is not None and tried:
         plot_sweep(plot, tried, limit_ms, title)
     failed_with([*problems, *(["no rate was met"] if best is None else [])])
 
 
 def _search(
-    server: Server, shape: Shape, seed: int, warm: bool, as_json: bool, search: dict[str, Any]
+    server: Server, shape: Shape, seed: int, warm: bool, output: Output, search: dict[str, Any]
 ) -> tuple[list[Tried], list[str]]:
     """All rates tried, each shown as it was, and what ended the search early; `warm`: warm the server up."""
-    import msgspec
-
     from pdserve.bench.serving.compare import warm_up
     from pdserve.bench.serving.sweep import sweep as rates
     from pdserve.bench.stores import BenchError
@@ -103,10 +91,9 @@ def _search(
     try:
         if warm:
             warm_up(server, shape)
-        for one in rates(server, shape, seed, partial(typer.echo, err=True), **search):
+        for one in rates(server, shape, seed, say, **search):
             tried.append(one)
-            if as_json:
-                typer.echo(msgspec.json.encode(one).decode())
+            output.row(one)
     except BenchError as error:
         return tried, [str(error)]
     return tried, []

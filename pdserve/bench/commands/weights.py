@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pdserve.bench.commands import load_options as options
+from pdserve.bench.commands import options as common
 from pdserve.bench.commands.compare import ExtraArgs, ModelPath
-from pdserve.bench.commands.options import failed_with
+from pdserve.bench.commands.output import Output, failed_with, say
 
 
 def weights(
@@ -29,12 +28,12 @@ def weights(
     ] = None,
     device_tokens: options.DeviceTokens = 16384,
     model: ModelPath = Path(options.DEMO_MODEL),
-    pool_capacity: Annotated[str, typer.Option(help="Memory of the pool node.")] = "2GiB",
+    pool_capacity: common.PoolCapacity = "2GiB",
     seed: options.Seed = 1,
     silence: options.Silence = 300.0,
-    plot: Annotated[Path | None, typer.Option(help="Draw the median requests into this PNG file.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Keep logs and configuration in this directory.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Origin, every request, then the medians.")] = False,
+    plot: common.Plot = None,
+    out: common.Out = None,
+    as_json: common.AsJson = False,
     extra: ExtraArgs = None,
 ) -> None:
     """Where the time to the first token goes when prefill and decode are two workers, one request at a time.
@@ -42,11 +41,7 @@ def weights(
     Starts a pool node, a prefill worker, a decode worker and a router on this machine. Fails when any request
     did.
     """
-    import msgspec
-
     from pdserve.bench.node_processes import stopped_cleanly
-    from pdserve.bench.origin import provenance
-    from pdserve.bench.plot import pyplot
     from pdserve.bench.serving.cluster import workplace
     from pdserve.bench.serving.contenders import Setting
     from pdserve.bench.serving.load.plan import Shape
@@ -55,12 +50,9 @@ def weights(
     from pdserve.bench.serving.weights import weights as run
 
     options.check_model(model)
-    if plot is not None:
-        pyplot()  # before the work: is it there?
     title = f"{repeat} conversations of {rounds} turns of {tokens:,} new tokens, one at a time, {model.name}"
     shape = Shape(users=repeat, rounds=rounds, turn_tokens=tokens, output_tokens=output_tokens)
-    if as_json:
-        typer.echo(json.dumps({**provenance(), "load": title, "seed": seed}))
+    output = Output(as_json, plot, load=title, seed=seed)
     with stopped_cleanly(), workplace(out) as (directory, memory):
         setting = Setting(
             model_path=str(model.resolve()),
@@ -72,13 +64,13 @@ def weights(
             arena_directory=memory,
             extra_args=tuple(extra or ()),
         )
-        samples, problems = run(shape, seed, setting, partial(typer.echo, err=True), silence)
+        samples, problems = run(shape, seed, setting, say, silence)
     turns = sorted({one.turn for one in samples})
     found = [weigh([one for one in samples if one.turn == turn]) for turn in turns]
-    for line in [*samples, *found] if as_json else ():
-        typer.echo(msgspec.json.encode(line).decode())
-    for of_turn in () if as_json else found:
-        typer.echo("\n".join(text(of_turn)))
+    for line in [*samples, *found]:
+        output.row(line)
+    for of_turn in found:
+        output.show(*text(of_turn))
     if plot is not None and samples:
         plot_weights(plot, samples, title)
     failed_with(problems)

@@ -13,11 +13,10 @@ from typing import Final
 
 import msgspec
 
-from pdserve.bench.node_processes import NodeProcess, pool_of
+from pdserve.bench.node_processes import NodeProcess, client_of, pool_of
 from pdserve.bench.pool.load_process import CONNECT_TIMEOUT_S, Board, DriverConfig, driving, fill, make_keys
 from pdserve.bench.stores import BenchError
 from pdserve.kvpool.client.client import PoolClient
-from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.kvpool.protocol.messages import DataPathChoice
@@ -27,15 +26,20 @@ GEOMETRY: Final = {"hot": "1"}
 CANDIDATES: Final = 4096
 
 
-class Hot(msgspec.Struct, frozen=True):
-    """One run. Shares are of the reads served; rates in pages and 10^9 bytes per second."""
+class HotSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure. All pages of the prefix have one owner."""
 
     replicas: int
-    path: str
+    path: DataPathChoice
     nodes: int
     readers: int
     prefix_pages: int
     page_bytes: int
+
+
+class Hot(HotSettings, frozen=True, kw_only=True):
+    """One run. Shares are of the reads served; rates in pages and 10^9 bytes per second."""
+
     reads: dict[str, int]  # by node
     busiest_share: float
     pages_s: float
@@ -43,33 +47,21 @@ class Hot(msgspec.Struct, frozen=True):
     missed: int
 
 
-def hot(
-    replicas: int,
-    *,
-    path: DataPathChoice,
-    nodes: int,
-    readers: int,
-    prefix_pages: int,
-    page_bytes: int,
-    warm_up_s: float,
-    seconds: float,
-    directory: Path,
-) -> Hot:
+def hot(settings: HotSettings, warm_up_s: float, seconds: float, directory: Path) -> Hot:
     """Run it in `directory`. Raises BenchError."""
-    directory.mkdir(parents=True, exist_ok=True)
-    settings = {
-        "capacity_bytes": max(128 << 20, 16 * prefix_pages * page_bytes),
+    page_bytes, batch = settings.page_bytes, settings.prefix_pages
+    node_settings = {
+        "capacity_bytes": max(128 << 20, 16 * batch * page_bytes),
         "slab_bytes": max(4 << 20, page_bytes),
         "keep": False,
-        "replicas": {"max_replicas": replicas},
+        "replicas": {"max_replicas": settings.replicas},
     }
-    with pool_of(nodes, directory, settings) as processes:
-        refs = [PoolNodeRef(node=node.name, address=node.address) for node in processes]
-        config = PoolClientConfig(nodes=refs, data_path=path, connect_timeout_s=CONNECT_TIMEOUT_S)
+    with pool_of(settings.nodes, directory, node_settings) as processes:
+        config = client_of(processes, settings.path, connect_timeout_s=CONNECT_TIMEOUT_S)
         with closing(PoolClient(config, NAMESPACE, GEOMETRY, name="hot")) as client:
-            keys = _of_one_node(processes, prefix_pages)
+            keys = _of_one_node(processes, batch)
             fill(client, keys, page_bytes)
-        board = Board(directory / "board", readers)
+        board = Board(directory / "board", settings.readers)
         drivers = [
             DriverConfig(
                 name=f"reader{index}",
@@ -81,9 +73,9 @@ def hot(
                 threads=1,
                 keys=keys,
                 page_bytes=page_bytes,
-                batch=prefix_pages,
+                batch=batch,
             )
-            for index in range(readers)
+            for index in range(settings.readers)
         ]
         with driving(drivers, directory):
             board.go(True)
@@ -97,12 +89,7 @@ def hot(
     if not pages or not sum(reads.values()):
         raise BenchError("the readers read nothing: run longer")
     return Hot(
-        replicas=replicas,
-        path=path,
-        nodes=nodes,
-        readers=readers,
-        prefix_pages=prefix_pages,
-        page_bytes=page_bytes,
+        **msgspec.structs.asdict(settings),
         reads=reads,
         busiest_share=round(max(reads.values()) / sum(reads.values()), 3),
         pages_s=round(pages / took_s, 1),

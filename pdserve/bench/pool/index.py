@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -41,18 +42,16 @@ class IndexFigures(msgspec.Struct, frozen=True, kw_only=True):
     write_ns: float
 
 
-def measure_all(sizes: list[int]) -> list[IndexFigures]:
+def measure_all(sizes: list[int]) -> Iterator[IndexFigures]:
     """Raises BenchError when a process dies (too little memory for so many pages)."""
-    found = []
     for pages in sizes:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             try:
-                found.append(process.submit(measure, pages).result())
+                yield process.submit(measure, pages).result()
             except OSError as error:  # BrokenProcessPool is a RuntimeError
                 raise BenchError(f"{pages} pages: {error}") from error
             except RuntimeError as error:
                 raise BenchError(f"{pages} pages: the process ended: is there memory for them?") from error
-    return found
 
 
 def measure(pages: int) -> IndexFigures:

@@ -30,7 +30,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from pdserve.bench.node_processes import NodeProcess, pool_of
+from pdserve.bench.node_processes import NodeProcess, client_of, pool_of
 from pdserve.bench.pool.load_process import (
     CONNECT_TIMEOUT_S,
     Board,
@@ -44,7 +44,6 @@ from pdserve.bench.pool.neighbour_process import AskerConfig
 from pdserve.bench.stores import BenchError
 from pdserve.kvpool.admin.node_client import NodeClient
 from pdserve.kvpool.client.client import PoolClient
-from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings, PutNamespace
 from pdserve.kvpool.protocol.messages import DataPathChoice, Done
 
@@ -124,7 +123,9 @@ def quiet(path: DataPathChoice, limit_bytes_s: float, phases: int, phase_s: floa
         )
         _each_thread(elsewhere.node.pid, run_when_idle)
         stack.enter_context(_processors(here.node))
-        client = PoolClient(_client_of(here.node, path), "quiet", GEOMETRY, name="quiet")
+        client = PoolClient(
+            client_of([here.node], path, connect_timeout_s=CONNECT_TIMEOUT_S), "quiet", GEOMETRY, name="quiet"
+        )
         stack.enter_context(closing(client))
         keys = make_keys("quiet", QUIET_PAGES)
         fill(client, keys, QUIET_PAGE_BYTES)
@@ -167,7 +168,7 @@ def _place(name: str, path: DataPathChoice, limit_bytes_s: float, directory: Pat
         loud = [
             DriverConfig(
                 name=f"loud{index}",
-                client=_client_of(node, path),
+                client=client_of([node], path, connect_timeout_s=CONNECT_TIMEOUT_S),
                 namespace="loud",
                 geometry=GEOMETRY,
                 board=board.path,
@@ -185,11 +186,6 @@ def _place(name: str, path: DataPathChoice, limit_bytes_s: float, directory: Pat
         with driving(loud, within), driving([asker], within, "pdserve.bench.pool.neighbour_process"):
             yield _Place(node, board)
             board.go(False)
-
-
-def _client_of(node: NodeProcess, path: DataPathChoice) -> PoolClientConfig:
-    refs = [PoolNodeRef(node=node.name, address=node.address)]
-    return PoolClientConfig(nodes=refs, data_path=path, connect_timeout_s=CONNECT_TIMEOUT_S)
 
 
 @contextmanager

@@ -19,10 +19,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.bench.node_processes import NodeProcess, pool_of
+from pdserve.bench.node_processes import NodeProcess, client_of, pool_of
 from pdserve.bench.stores import BenchError
 from pdserve.kvpool.client.client import PoolClient
-from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.protocol.base import KEY_BYTES
 
 GOAL_S: Final = 1.0
@@ -71,15 +70,15 @@ def restart(pages: int, rounds: int, seed: int, directory: Path, say: Callable[[
     capacity = (-(-pages * PAGE_BYTES // SLAB_BYTES) + SPARE_SLABS) * SLAB_BYTES
     settings = {"capacity_bytes": capacity, "slab_bytes": SLAB_BYTES, "min_slot_bytes": PAGE_BYTES}
     keys = np.random.default_rng(seed).integers(0, 256, (pages, KEY_BYTES), np.uint8)
-    with pool_of(1, directory, {**settings, "keep": False}) as (node,):
-        refs = [PoolNodeRef(node=node.name, address=node.address)]
-        config = PoolClientConfig(nodes=refs, data_path="shm")
-        with closing(PoolClient(config, "restart", {"restart": "1"})) as client:
-            _fill(client, keys, say)
-            found = []
-            for number in range(rounds):
-                found.append(_restart(node, client, keys))
-                say(f"restart {number + 1} of {rounds}: first hit after {found[-1].first_hit_s:.3f} s")
+    with (
+        pool_of(1, directory, {**settings, "keep": False}) as (node,),
+        closing(PoolClient(client_of([node]), "restart", {"restart": "1"})) as client,
+    ):
+        _fill(client, keys, say)
+        found = []
+        for number in range(rounds):
+            found.append(_restart(node, client, keys))
+            say(f"restart {number + 1} of {rounds}: first hit after {found[-1].first_hit_s:.3f} s")
     return Restarts(
         pages=pages,
         first_hit_s=statistics.median(one.first_hit_s for one in found),

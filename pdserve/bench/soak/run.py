@@ -26,12 +26,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.bench.node_processes import NodeProcess, pool_of
+from pdserve.bench.node_processes import NodeProcess, client_of, pool_of
 from pdserve.bench.soak import client as c
 from pdserve.bench.soak.drift import Drift, drift
 from pdserve.bench.stores import BenchError
 from pdserve.errors import PoolError
-from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.protocol.messages import DataPathChoice
 
 logger = logging.getLogger(__name__)
@@ -159,13 +158,12 @@ def _running(
     with ExitStack() as stack:
         settings = {"capacity_bytes": capacity_bytes, "slab_bytes": 4 << 20, "keep": False}
         processes = stack.enter_context(pool_of(nodes, directory, settings))
-        refs = [PoolNodeRef(node=node.name, address=node.address) for node in processes]
         clients = {}
         pages = int(nodes * capacity_bytes * OVERCOMMIT) // (16 * 1024)
         for index, (path, kind) in enumerate(product(PATHS, RENEW_S)):
             config = c.SoakClientConfig(
                 name=f"client-{path}{kind}",
-                client=PoolClientConfig(nodes=refs, data_path=path),
+                client=client_of(processes, path),
                 board=str(board_path),
                 row=1 + index * c.THREADS,
                 pages=pages // c.BATCH,

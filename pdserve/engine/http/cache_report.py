@@ -1,20 +1,22 @@
-"""Prompt tokens that were found cached: what the client is told, and what this worker itself found.
+"""Cached prompt tokens: the count that the client is told, and the count that this worker found.
 
-SGLang counts, for each of its requests, the prompt tokens that it did not compute. A client means something
-else by `cached_tokens` in three cases:
+`cached_tokens` is the number of prompt tokens that some cache held before the client's request started.
+SGLang counts, for each of its own requests, the prompt tokens that it did not compute. In three cases the
+two differ:
 
-- A prefill worker was asked first: here all of the prompt is found, put into the pool just before. The client
-  is told what the prefill worker found.
-- A stream is gone on with here: what its first worker computed is found. The client is told what that one
-  found.
+- A prefill worker computed the prompt first, so this worker finds all of it. The client is told the count of
+  the prefill worker.
+- This worker continues another worker's stream, and finds the prompt that the other computed. The client is
+  told the count of the first worker.
 - `n` > 1: SGLang computes the prompt in a request of its own, and every choice finds it. The client is told
-  what that request found.
+  the count of that request.
 
-The router says what was found before, prompt by prompt: `x-pdserve-prefilled: DEVICE/HOST/POOL, ...`. The
-numbers are replaced where SGLang makes the answer, so usage, `meta_info` and the details agree in every form
-of it. What this worker itself found stands in the answer's header `x-pdserve-cached: device=D, host=H,
-pool=P, ssd=S, computed=C` (pool: in a pool node's memory; ssd: brought up from a tier below it): the router
-learns from it where prompts live.
+The router sends the earlier count, prompt by prompt: `x-pdserve-prefilled: DEVICE/HOST/POOL, ...`. The counts
+are replaced where SGLang makes the answer, so usage, `meta_info` and the details agree in every form of it.
+
+The answer's header `x-pdserve-cached: device=D, host=H, pool=P, ssd=S, computed=C` has the counts of this
+worker itself. `pool` is a pool node's memory, `ssd` a tier below it. The router learns from it where the
+pages of prompts are.
 """
 
 from __future__ import annotations
@@ -35,32 +37,32 @@ class Found(NamedTuple):
 
     @property
     def by_memory(self) -> tuple[int, int, int]:
-        """Device, host, pool: its memory and what is below it together."""
+        """Device, host, and pool with its tiers."""
         return self.device, self.host, self.pool + self.ssd
 
 
 class Reuse:
-    """What one HTTP request found, prompt by prompt."""
+    """The cached tokens of one HTTP request, prompt by prompt."""
 
     def __init__(self, told: list[Found]) -> None:
-        """`told`: what an earlier stage found; empty where there was none."""
+        """`told`: the counts of an earlier stage; empty where there was none."""
         self._told = told
         self._prompts = self._choices = 1
         self._numbers: dict[str, int] = {}
         self._own: dict[int, tuple[Found, int]] = {}  # by prompt: what was found of so many tokens
 
     def begin(self, prompts: int, choices: int) -> None:
-        """SGLang has begun to serve the request: so many prompts, and so many choices for each."""
+        """SGLang begins the request: the number of its prompts, and of choices for each."""
         self._prompts, self._choices = prompts, choices
 
     def sent(self, rid: str) -> None:
-        """An SGLang request went to the scheduler. They come in order: with several choices first one for
-        each prompt, to compute it, then the choices of each.
+        """An SGLang request went to the scheduler. Their order is known: with several choices first one
+        request for each prompt, to compute it, then the choices of each prompt.
         """
         self._numbers[rid] = len(self._numbers)
 
     def found(self, rid: str, own: Found, prompt_tokens: int) -> Found | None:
-        """An SGLang request found `own` of its prompt. Returns what is said instead, if anything."""
+        """An SGLang request found `own` of its prompt. Returns the count to tell instead, if any."""
         number = self._numbers.get(rid)
         if number is None:
             return None
@@ -73,8 +75,8 @@ class Reuse:
         return first if self._choices > 1 else None
 
     def by_tier(self) -> dict[str, int]:
-        """Where the prompts' tokens came from, those computed here among them; of a stream of several prompts
-        those that are known so far. Empty before the first.
+        """Prompt tokens by source, the computed ones included. While a stream of several prompts runs, only
+        of prompts whose count is known. Empty before the first.
         """
         if not self._own:
             return {}
@@ -83,13 +85,13 @@ class Reuse:
         return {**found._asdict(), "computed": max(0, sum(lengths) - sum(found))}
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The header that says so; none before it is known."""
+        """The header with these counts; none before the first is known."""
         said = ", ".join(f"{tier}={tokens}" for tier, tokens in self.by_tier().items())
         return [(CACHED_HEADER, said.encode())] if said else []
 
 
 def parse_prefilled(value: bytes) -> list[Found]:
-    """The value of `x-pdserve-prefilled`; [] for one that is none."""
+    """Parse `x-pdserve-prefilled`; [] for a value that is malformed."""
     try:
         return [Found(*map(int, one.split(b"/"))) for one in value.split(b",")]
     except (ValueError, TypeError):

@@ -1,12 +1,12 @@
 """One HTTP request as a middleware of ours sees it, between the server and SGLang's app.
 
-It is the only reader of the server's `receive`: it passes the body on to SGLang, and once the body is through
-it waits for the disconnect, so that one is seen at once in every phase. A server says "disconnected" also
-once the answer is complete (uvicorn does at once): that is no client that left.
+It is the only reader of the server's `receive`. It passes the body on to SGLang and then waits for the
+disconnect, so a client that leaves is noticed at once in every phase. A server reports a disconnect also when
+the answer is complete (uvicorn does at once); then no client has left.
 
-What the end of this server aborted is no answer, whatever SGLang makes of it. If nothing was sent yet, a 503
-says so; otherwise nothing more is sent, and the server closes the connection without the end of the answer.
-So a router asks another worker, or lets it go on.
+A request that this server's end aborted has no valid answer, whatever SGLang makes of it. If nothing was sent
+yet, it is answered with a 503. Otherwise nothing more is sent, and the server closes the connection without
+the end of the answer. So the router asks another worker, or lets another continue the stream.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _BODY_QUEUE_MESSAGES = 8  # the server's own flow control does the rest
 
 
 class BrokenOff(PdserveError):
-    """The app need not go on: of this answer nothing more is sent."""
+    """Nothing more of this answer is sent, so the app need not continue."""
 
 
 def stopping() -> RequestError:
-    """What is said to who comes, or is not answered yet, when the worker ends."""
+    """The answer to new and unanswered requests when the worker ends."""
     return RequestError(503, "this worker stops", type_="server_error", code="worker_stopping")
 
 
@@ -83,7 +83,7 @@ class Connection:
             await self._messages.put(message)
 
     async def receive(self) -> MutableMapping[str, Any]:
-        """For the app. A disconnect is told to everyone who asks, as servers do."""
+        """For the app. After a disconnect every call reports it, as servers do."""
         if self._ended is None:
             message = await self._messages.get()
             if message["type"] != "http.disconnect":
@@ -92,8 +92,8 @@ class Connection:
         return self._ended
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """For the app. The head waits for the first piece of the body: then its headers are known. Raises
-        BrokenOff where the end of this server has aborted the request.
+        """For the app. The head is held until the first piece of the body, when its headers are known.
+        Raises BrokenOff where the end of this server has aborted the request.
         """
         if self._is_stopped():
             await self._break_off()

@@ -1,9 +1,9 @@
 """A worker's weights do not change while it runs.
 
-SGLang can replace them in place (`/update_weights_from_*`). The pool would then mix pages of the old and the
-new weights under one namespace, whose name says which weights they are of; nobody could tell them apart. New
-weights are a new worker. So are new LoRA adapters: one that is loaded later gets a random id, which is part
-of its pages' keys, so no other worker would find them.
+SGLang can replace them in place (`/update_weights_from_*`). A namespace of the pool is named after the
+weights, and would then hold pages of the old and the new weights. Nobody could tell them apart. So new
+weights need a new worker, and so do new LoRA adapters. An adapter that is loaded later gets a random id,
+which is a part of its pages' keys, so no other worker would find its pages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ADAPTER_REFUSAL = RequestError(
 
 
 class FixedWeights:
-    """ASGI middleware: refuses the routes that would change weights, or add some."""
+    """ASGI middleware: refuses the routes that change or add weights."""
 
     def __init__(self, app: AsgiApp) -> None:
         self._app = app

@@ -1,17 +1,17 @@
-"""Who may reach which route of a worker.
+"""Which clients may reach which routes of a worker.
 
-SGLang's server has some ninety routes: generation beside others that flush caches, detach the storage
-backend, read or replace weights and stop generation, all open to whoever reaches the port. Its own
-`--admin-api-key` would guard some of them, and stand in its log. So:
+SGLang's server has some ninety routes. Besides generation there are routes that flush caches, detach the
+storage backend, read or replace weights, and stop generation. All are open to every client that reaches the
+port. SGLang's own `--admin-api-key` guards only some of them, and appears in its log. So:
 
 | worker | health, metrics | generation, `/pd/*` | everything else |
 |---|---|---|---|
-| with the cluster's token | all | who has the token | who has the token |
+| with the cluster's token | all | clients with the token | clients with the token |
 | without one | all | all | this host |
 
-The token comes as `Authorization: Bearer TOKEN`; the router sends it. Lists say what is open, so a route
-that a next SGLang adds is not. SGLang asks its own server for a first generation while it starts: until it
-is ready, this host may do so without the token.
+The router sends the token as `Authorization: Bearer TOKEN`. The lists name the open routes, so a route that a
+next SGLang adds is closed. SGLang asks its own server for a first generation while it starts. Until it is
+ready, this host may do so without the token.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ SERVING_PATHS = frozenset(
     }
 )
 SERVING_PREFIXES = ("/v1/", "/pd/")
-"""What a worker without a token serves to all: what a router and an OpenAI client need."""
+"""Routes that a worker without a token serves to all: those that a router and an OpenAI client use."""
 
 
 class Starting:
-    """Whether SGLang still starts."""
+    """Whether SGLang is still starting."""
 
     def __init__(self) -> None:
         self.is_over = False
 
     def end(self) -> None:
-        """SGLang has asked itself what it asks at the start."""
+        """SGLang has had its first generation."""
         self.is_over = True
 
 
@@ -91,7 +91,7 @@ class Guard:
 
 
 class Draining:
-    """ASGI middleware: counts what is answered while a worker drains, and refuses what comes after that."""
+    """ASGI middleware: counts running requests, and refuses new ones once the drain is over."""
 
     def __init__(self, app: AsgiApp, drain: Drain) -> None:
         self._app = app

@@ -1,9 +1,9 @@
-"""The spans of a request at a worker, below the router's (`traceparent`). Installed only where traces are
-wanted.
+"""The spans of a request at a worker, children of the router's span (`traceparent`). Installed only where
+traces are wanted.
 
     decode /v1/chat/completions        the worker's first span
-      queue | pull | compute           as SGLang says them: waiting, reading from the pool, computing
-      prefill, publish, pool wait ...  what a prefill worker does and asks the pool (`tracing.timed`)
+      queue | pull | compute           from SGLang's times: waiting, reading from the pool, computing
+      prefill, publish, pool wait ...  steps of a prefill worker (`tracing.timed`)
 """
 
 from __future__ import annotations

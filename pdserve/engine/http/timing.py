@@ -1,4 +1,4 @@
-"""Where the time to a request's first token went, as SGLang says it, for the caller and counted.
+"""Where the time to a request's first token went: told to the caller, and counted.
 
 SGLang 0.5.23 gives it in `meta_info` of every answer (with `--enable-metrics`, which every worker has):
 `queue_time` (its waiting queue, `storage_prefetch_wait` within it), `prefill_finished_time` and

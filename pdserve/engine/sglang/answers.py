@@ -7,32 +7,28 @@ from typing import Any, Final
 
 from pdserve.engine.http.cache_report import Found, Reuse
 from pdserve.engine.http.timing import FirstToken
-from pdserve.sglang_places import Place
+from pdserve.sglang_places import places
 
 SSD_DETAIL: Final = "ssd"
 """Our key in `cached_tokens_details`: so many of its `storage` came from a tier below the pool's memory."""
 
-_TOKENIZER = "sglang.srt.managers.tokenizer_manager"
-_TIMES = "sglang.srt.observability.req_time_stats"
 PLACES: Final = (
-    Place(
-        _TOKENIZER,
-        "TokenizerManager._handle_batch_output",
-        texts=(
-            *("id", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens"),
-            *("cached_tokens_details", "reasoning_tokens", "text", "output_ids", "meta_info"),
-        ),
-        calls=("convert_to_output_meta_info",),
+    *places(
+        "sglang.srt.managers.tokenizer_manager",
+        "TokenizerManager._handle_batch_output uses convert_to_output_meta_info",
+        "TokenizerManager._handle_batch_output fills in id, finish_reason, text, output_ids, meta_info",
+        "TokenizerManager._handle_batch_output fills in prompt_tokens, completion_tokens, reasoning_tokens",
+        "TokenizerManager._handle_batch_output fills in cached_tokens, cached_tokens_details",
     ),
-    Place(
-        _TIMES,
-        "SchedulerReqTimeStats.convert_to_output_meta_info",
-        texts=("queue_time", "storage_prefetch_wait", "forward_entry_time", "prefill_finished_time"),
+    *places(
+        "sglang.srt.observability.req_time_stats",
+        "SchedulerReqTimeStats.convert_to_output_meta_info fills in queue_time, storage_prefetch_wait",
+        "SchedulerReqTimeStats.convert_to_output_meta_info fills in forward_entry_time",
+        "SchedulerReqTimeStats.convert_to_output_meta_info fills in prefill_finished_time",
     ),
-    Place(
+    *places(
         "sglang.srt.managers.io_struct",
-        "BatchStrOutput",
-        parameters=("rids", "prompt_tokens", "cached_tokens", "cached_tokens_details"),
+        "BatchStrOutput(rids, prompt_tokens, cached_tokens, cached_tokens_details)",
     ),
 )
 

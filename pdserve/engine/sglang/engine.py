@@ -9,20 +9,25 @@ from pdserve.engine.drain import Drain
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
 from pdserve.engine.sglang.tokenizer_manager import watch
-from pdserve.sglang_places import Place
+from pdserve.sglang_places import places
 
-_LOAD = ("num_running_reqs", "num_waiting_reqs", "num_waiting_uncached_tokens", "num_used_tokens")
-_MANAGER = "sglang.srt.managers.tokenizer_manager"
 PLACES: Final = (
-    Place(_MANAGER, "TokenizerManager.init_model_config", attributes=("model_config", "is_generation")),
-    Place(_MANAGER, "TokenizerManager.init_running_status", attributes=("server_status",)),
-    Place(_MANAGER, "ServerStatus.Up"),
-    Place(_MANAGER, "TokenizerManager.init_ipc_channels", attributes=("load_snapshot_reader",)),
-    Place(
-        "sglang.srt.managers.load_snapshot", "create_load_snapshot_reader", calls=("ShmLoadSnapshotReader",)
+    *places(
+        "sglang.srt.managers.tokenizer_manager",
+        "TokenizerManager.__init__ sets server_args",
+        "TokenizerManager.init_model_config sets model_config, served_model_name, is_generation",
+        "TokenizerManager.init_running_status sets server_status",
+        "TokenizerManager.init_ipc_channels sets load_snapshot_reader",
+        "ServerStatus.Up",
     ),
-    Place("sglang.srt.managers.load_snapshot", "ShmLoadSnapshotReader.read_all", parameters=("self",)),
-    Place("sglang.srt.managers.load_snapshot", "LoadSnapshot", parameters=(*_LOAD, "max_total_num_tokens")),
+    *places(
+        "sglang.srt.managers.load_snapshot",
+        "create_load_snapshot_reader uses ShmLoadSnapshotReader",
+        "ShmLoadSnapshotReader.read_all(self)",
+        "LoadSnapshot(num_running_reqs, num_waiting_reqs, num_waiting_uncached_tokens)",
+        "LoadSnapshot(num_used_tokens, max_total_num_tokens)",
+    ),
+    *places("sglang.srt.server_args", "ServerArgs(chat_template, enable_deterministic_inference, dp_size)"),
 )
 
 

@@ -12,7 +12,7 @@ from sglang.srt.model_loader.checkpoint_quantization import resolve_checkpoint_q
 
 from pdserve.errors import StartupError
 from pdserve.pages import KvGeometry, adapter_fingerprint, all_rank_suffixes, model_fingerprint
-from pdserve.sglang_places import Place
+from pdserve.sglang_places import places
 
 # Arguments of SGLang by which equal model files give other keys and values.
 _VALUE_OPTIONS = (
@@ -32,21 +32,14 @@ _OF_MODELOPT = "modelopt"
 _OF_FP8 = ("fp8", "mxfp8")
 
 PLACES: Final = (
-    Place(
+    *places(
         "sglang.srt.server_args",
-        "ServerArgs",
-        parameters=(
-            *("model_path", "page_size", "kv_cache_dtype", "hicache_mem_layout", "load_format", "lora_paths"),
-            *("tp_size", "pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "dcp_size"),
-            *("enable_dp_attention", "json_model_override_args", *_VALUE_OPTIONS),
-        ),
+        "ServerArgs(model_path, page_size, kv_cache_dtype, hicache_mem_layout, load_format, lora_paths)",
+        "ServerArgs(tp_size, pp_size, dp_size, attn_dp_size, attn_cp_size, dcp_size, enable_dp_attention)",
+        f"ServerArgs(json_model_override_args, {', '.join(_VALUE_OPTIONS)})",
     ),
-    Place(
-        "sglang.srt.model_loader.checkpoint_quantization",
-        "resolve_checkpoint_quant_spec",
-        parameters=("hf_config",),
-    ),
-    Place("sglang.srt.configs.model_config", "ModelConfig.from_server_args", parameters=("server_args",)),
+    *places("sglang.srt.model_loader.checkpoint_quantization", "resolve_checkpoint_quant_spec(hf_config)"),
+    *places("sglang.srt.configs.model_config", "ModelConfig.from_server_args(server_args)"),
 )
 
 

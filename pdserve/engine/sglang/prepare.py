@@ -1,5 +1,5 @@
-"""What a process needs around its first import of SGLang, decided by the environment a worker hands to its
-children.
+"""Steps of a process before and after its first import of SGLang. A worker's environment, which its children
+inherit, decides them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Iterator
 
-from pdserve.engine.device import ENGINE_ENV, NO_COMPILER_ENV, SGLANG_CPU_ENV, Device
+from pdserve.engine.device import ENGINE_ENV, IDLE_THREADS_ENV, NO_COMPILER_ENV, SGLANG_CPU_ENV, Device
 
 
 def choose(device: Device) -> None:
@@ -21,6 +21,8 @@ def choose(device: Device) -> None:
         os.environ[SGLANG_CPU_ENV] = "1"
         # nothing is compiled on CPU, and to import the compiler is a fifth of a start
         os.environ[NO_COMPILER_ENV] = "1"
+        for name, value in IDLE_THREADS_ENV.items():
+            os.environ.setdefault(name, value)
     before_sglang()
 
 
@@ -31,10 +33,10 @@ def is_on_cpu() -> bool:
 
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
-    """No garbage collection in the block, and none ever of what the block leaves.
+    """No garbage collection in the block, and later none of the objects that it leaves.
 
-    For imports of SGLang: they make millions of objects that stay, and a quarter of their time would go into
-    looking through these again and again.
+    For imports of SGLang: they make millions of objects that stay. A quarter of the time would go into
+    collections that look through them again and again.
     """
     gc.disable()
     try:

@@ -1,8 +1,8 @@
 """A client's body as SGLang's own serving code understands it, reduced to its prefill.
 
-Nothing of chat templates, tools or tokenisation is ours: the body goes through the same SGLang classes as on
-the decode worker, so both see the same token ids. What is changed afterwards concerns generation only: one
-token, greedy, no grammar, no logprobs, since the answer is thrown away.
+Chat templates, tools and tokenisation are SGLang's: the body goes through the same classes as on the decode
+worker, so both see the same token ids. Afterwards only the generation is changed: one token, greedy, no
+grammar, no logprobs. The answer is thrown away.
 """
 
 from __future__ import annotations
@@ -25,42 +25,30 @@ from pdserve.engine.http.endpoints import CHAT, GENERATE, check_endpoint
 from pdserve.engine.sglang.answers import found_of
 from pdserve.engine.sglang.children.pulls import PULL_ID
 from pdserve.errors import RequestError
-from pdserve.sglang_places import Place
+from pdserve.sglang_places import places
 
-_SERVING = "sglang.srt.entrypoints.openai"
-_CONVERTED = ("request", "raw_request")
 PLACES: Final = (
-    Place("sglang.srt.entrypoints.api_contract", "generate_contract_error", parameters=("body",)),
-    Place(
-        f"{_SERVING}.serving_chat", "OpenAIServingChat._convert_to_internal_request", parameters=_CONVERTED
+    *places("sglang.srt.entrypoints.api_contract", "generate_contract_error(body)"),
+    *places(
+        "sglang.srt.entrypoints.openai.serving_chat",
+        "OpenAIServingChat._convert_to_internal_request(request, raw_request)",
+        "OpenAIServingChat._validate_request(request)",
     ),
-    Place(f"{_SERVING}.serving_chat", "OpenAIServingChat._validate_request", parameters=("request",)),
-    Place(
-        f"{_SERVING}.serving_completions",
-        "OpenAIServingCompletion._convert_to_internal_request",
-        parameters=_CONVERTED,
+    *places(
+        "sglang.srt.entrypoints.openai.serving_completions",
+        "OpenAIServingCompletion._convert_to_internal_request(request, raw_request)",
+        "OpenAIServingCompletion._validate_request(request)",
     ),
-    Place(
-        f"{_SERVING}.serving_completions",
-        "OpenAIServingCompletion._validate_request",
-        parameters=("request",),
+    *places(
+        "sglang.srt.entrypoints.http_server", "lifespan uses openai_serving_chat, openai_serving_completion"
     ),
-    Place(
-        "sglang.srt.entrypoints.http_server",
-        "lifespan",
-        texts=(),
-        calls=("openai_serving_chat", "openai_serving_completion"),
-    ),
-    Place(
+    *places(
         "sglang.srt.managers.io_struct",
-        "GenerateReqInput",
-        parameters=(
-            *("text", "input_ids", "input_embeds", "sampling_params", "rid", "stream", "return_logprob"),
-            *("extra_key", "cache_salt", "lora_path"),
-        ),
+        "GenerateReqInput(text, input_ids, input_embeds, sampling_params, rid, stream, return_logprob)",
+        "GenerateReqInput(extra_key, cache_salt, lora_path)",
+        "GenerateReqInput.contains_mm_input(self)",
     ),
-    Place("sglang.srt.managers.io_struct", "GenerateReqInput.contains_mm_input", parameters=("self",)),
-    Place("sglang.srt.managers.tokenizer_manager", "TokenizerManager._tokenize_texts", parameters=("texts",)),
+    *places("sglang.srt.managers.tokenizer_manager", "TokenizerManager._tokenize_texts(texts)"),
 )
 
 # Sampling parameters that could end or constrain the single token, or make more than one sequence of it.
@@ -78,12 +66,12 @@ _GENERATION_ONLY = (
 )
 
 _native_body: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(GenerateReqInput)
-"""As SGLang's own route reads it: types are checked, what is unknown is ignored."""
+"""As SGLang's own route reads it: types are checked, unknown fields are ignored."""
 
 
 @dataclass(frozen=True)
 class Prefilled:
-    """What the prefill of a body did."""
+    """The outcome of a body's prefill."""
 
     prompt_tokens: int
     found: list[Found]  # what was cached of each prompt

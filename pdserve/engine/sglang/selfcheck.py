@@ -1,9 +1,9 @@
-"""Start-up self-check: SGLang still has every place pdserve leans on, and what we put there computes the
-right thing.
+"""Start-up self-check: SGLang still has every place that pdserve leans on, and our replacements compute the
+right results.
 
-SGLang only logs what a plugin raises, and a hook that silently missed its place would serve wrong answers or
-kill a thread later. So a worker checks before it starts anything, and stops with one line that names what is
-missing.
+SGLang only logs what a plugin raises. A hook that silently missed its place would serve wrong answers, or
+kill a thread later. So a worker checks before it starts anything, and stops with one line that names what
+does not fit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 
 from pdserve.engine.device import Device
 from pdserve.errors import StartupError
-from pdserve.sglang_places import Place, missing_places
+from pdserve.sglang_places import missing_places, places
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,10 @@ MODULES: Final = (
     *("geometry", "prompt", "server", "server_args", "storage", "tokenizer_manager"),
 )
 """The modules of this package that lean on SGLang; each declares its `PLACES`."""
-HASHES: Final = (
-    Place("sglang.srt.mem_cache.utils", "get_hash_str", ("token_ids", "prior_hash", "page_size")),
-    Place("sglang.srt.mem_cache.utils", "storage_namespace_seed", ("extra_key", "cache_salt")),
+HASHES: Final = places(
+    "sglang.srt.mem_cache.utils",
+    "get_hash_str(token_ids, prior_hash, page_size)",
+    "storage_namespace_seed(extra_key, cache_salt)",
 )
 
 

@@ -4,13 +4,13 @@
         engine = Engine(drain, metrics)
         serve(parse_args(argv), drain, engine, configure_app=add_our_routes)    # until SIGTERM or Ctrl-C
 
-The end: the worker drains (drain.py), unless one of SGLang's processes has failed. Then what still runs is
-aborted, the schedulers asked to release what they hold (a storage backend closes its connections there), the
-HTTP server stopped, every child killed. Children die with this process even when it is killed outright:
+The end: the worker drains (drain.py), unless one of SGLang's processes has failed. Then requests that still
+run are aborted. The schedulers release their resources: a storage backend closes its connections. The HTTP
+server stops, and every child is killed. Children end with this process even when it is killed outright, since
 SGLang sets PR_SET_PDEATHSIG in each.
 
-SGLang's own end (0.5.23, `sigterm_watchdog`) looks every 5 s, waits for running requests without a limit, and
-takes new ones meanwhile.
+SGLang's own end (0.5.23, `sigterm_watchdog`) polls every 5 s, waits for running requests without a limit, and
+accepts new ones meanwhile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, Final
 from pdserve.engine.drain import Client, Drain
 from pdserve.engine.sglang.engine import Engine
 from pdserve.errors import StartupError
-from pdserve.sglang_places import Place
+from pdserve.sglang_places import places
 
 logger = logging.getLogger(__name__)
 
@@ -38,32 +38,27 @@ _RELEASE_S = 2.0  # for schedulers to release what they hold
 _STOP_S = 6.0  # beyond the drain, after which the process ends without asking again
 _POLL_S = 0.05
 
-_SERVER = "sglang.srt.entrypoints.http_server"
-_MANAGER = "sglang.srt.managers.tokenizer_manager"
 PLACES: Final = (
-    Place(
-        _SERVER,
-        "launch_server",
-        parameters=(
-            *("server_args", "launch_callback", "init_tokenizer_manager_func"),
-            *("run_scheduler_process_func", "run_detokenizer_process_func"),
-        ),
+    *places(
+        "sglang.srt.entrypoints.http_server",
+        "launch_server(server_args, launch_callback, init_tokenizer_manager_func)",
+        "launch_server(run_scheduler_process_func, run_detokenizer_process_func)",
+        "app.add_middleware",
+        "app.state",
     ),
-    Place(_SERVER, "app.add_middleware"),
-    Place(_SERVER, "app.state"),
-    Place("sglang.srt.entrypoints.engine", "init_tokenizer_manager", parameters=("server_args", "port_args")),
-    Place("sglang.srt.utils", "kill_process_tree", parameters=("parent_pid", "include_parent")),
-    Place("sglang.srt.managers.io_struct", "ShutdownReq"),
-    Place(_MANAGER, "TokenizerManager.auto_create_handle_loop", calls=("signal_handler_class",)),
-    Place(_MANAGER, "SignalHandler.sigterm_handler"),
-    Place(_MANAGER, "SignalHandler.running_phase_sigquit_handler"),
-    Place(
-        _MANAGER, "TokenizerManager.init_running_status", attributes=("rid_to_state", "_subprocess_watchdog")
+    *places("sglang.srt.entrypoints.engine", "init_tokenizer_manager(server_args, port_args)"),
+    *places("sglang.srt.utils", "kill_process_tree(parent_pid, include_parent)"),
+    *places("sglang.srt.utils.watchdog", "SubprocessWatchdog.stop(self)"),
+    *places("sglang.srt.managers.io_struct", "ShutdownReq"),
+    *places(
+        "sglang.srt.managers.tokenizer_manager",
+        "TokenizerManager.auto_create_handle_loop uses signal_handler_class",
+        "TokenizerManager.auto_create_handle_loop uses sigterm_handler, running_phase_sigquit_handler",
+        "TokenizerManager.init_running_status sets rid_to_state, _subprocess_watchdog",
+        "TokenizerManager.set_server_stop_hook sets _server_stop_hook",
+        "TokenizerManager._dispatch_to_scheduler(obj)",
+        "TokenizerManager.abort_request(abort_all)",
     ),
-    Place(_MANAGER, "TokenizerManager.set_server_stop_hook", attributes=("_server_stop_hook",)),
-    Place(_MANAGER, "TokenizerManager._dispatch_to_scheduler", parameters=("obj",)),
-    Place(_MANAGER, "TokenizerManager.abort_request", parameters=("abort_all",)),
-    Place("sglang.srt.utils.watchdog", "SubprocessWatchdog.stop", parameters=("self",)),
 )
 
 
@@ -136,7 +131,7 @@ def serve(
 
 
 def clients() -> set[Client]:
-    """Who holds a connection to this process."""
+    """The clients that hold a connection to this process."""
     import psutil
 
     found = psutil.Process().net_connections("tcp")
@@ -162,9 +157,7 @@ class _Ending:
         self._last_resort: threading.Timer | None = None
 
     def handler_class(self) -> Callable[[Any], Any]:
-        """What SGLang instantiates in its event loop, with the tokenizer manager, in place of its
-        SignalHandler.
-        """
+        """In place of SGLang's SignalHandler, which SGLang instantiates in its event loop."""
         ending = self
 
         class Handler:
@@ -184,7 +177,7 @@ class _Ending:
 
     @property
     def unfinished(self) -> int:
-        """Requests that SGLang has."""
+        """The number of requests that SGLang has."""
         return len(self._manager.rid_to_state)
 
     def begin(self, manager: Any) -> None:

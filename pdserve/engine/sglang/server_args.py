@@ -15,15 +15,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from pdserve.errors import ConfigError
-from pdserve.sglang_places import Place
+from pdserve.sglang_places import places
 
 _SECRET = frozenset({"api_key", "admin_api_key"})
 _SHOWN_CHARACTERS = 60
 
 PLACES: Final = (
-    Place("sglang.srt.server_args", "prepare_server_args", parameters=("argv",)),
-    Place("sglang.srt.server_args", "ServerArgs.resolve_once", parameters=("self",)),
-    Place("sglang.srt.arg_groups.model_override_base", "resolved_view", parameters=("server_args",)),
+    *places("sglang.srt.server_args", "prepare_server_args(argv)", "ServerArgs.resolve_once(self)"),
+    *places("sglang.srt.arg_groups.model_override_base", "resolved_view(server_args)"),
 )
 
 

@@ -26,44 +26,24 @@ from pdserve.engine.sglang.children.ssd_tokens import SsdTokens
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.hicache.ssd_pages import came_from_ssd
 from pdserve.pages import KvGeometry
-from pdserve.sglang_places import Place
+from pdserve.sglang_places import places
 
-_STORAGE = "sglang.srt.mem_cache.hicache_storage"
-_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller"
 PLACES: Final = (
-    Place(_STORAGE, "HiCacheStorage.batch_exists", parameters=("keys", "extra_info")),
-    Place(_STORAGE, "HiCacheStorage.batch_get_v1", parameters=("keys", "host_indices", "extra_info")),
-    Place(_STORAGE, "HiCacheStorage.batch_set_v1", parameters=("keys", "host_indices", "extra_info")),
-    Place(_STORAGE, "HiCacheStorage.register_mem_pool_host", parameters=("mem_pool_host",)),
-    Place(
-        _STORAGE,
-        "HiCacheStorageConfig",
-        parameters=(
-            *("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_size", "dcp_size"),
-            *("is_mla_model", "extra_config"),
-        ),
+    *places(
+        "sglang.srt.mem_cache.hicache_storage",
+        "HiCacheStorage.batch_exists(keys, extra_info)",
+        "HiCacheStorage.batch_get_v1(keys, host_indices, extra_info)",
+        "HiCacheStorage.batch_set_v1(keys, host_indices, extra_info)",
+        "HiCacheStorage.register_mem_pool_host(mem_pool_host)",
+        "HiCacheStorageConfig(tp_rank, tp_size, pp_rank, pp_size, attn_cp_size, dcp_size)",
+        "HiCacheStorageConfig(is_mla_model, extra_config)",
     ),
-    Place(
-        "sglang.srt.mem_cache.pool_host.mha",
-        "MHATokenToKVPoolHost.get_page_buffer_meta",
-        parameters=("indices",),
-    ),
-    Place(
-        _CONTROLLER,
-        "HybridCacheController.attach_storage_backend",
-        parameters=("storage_backend", "prefetch_threshold", "storage_backend_extra_config"),
-    ),
-    Place(
-        _CONTROLLER,
-        "HybridCacheController._page_transfer_with_stable_layout",
-        parameters=("operation",),
-        calls=("_page_transfer",),
-    ),
-    Place(
-        _CONTROLLER,
-        "HybridCacheController._page_backup_with_stable_layout",
-        parameters=("operation",),
-        calls=("_page_backup",),
+    *places("sglang.srt.mem_cache.pool_host.mha", "MHATokenToKVPoolHost.get_page_buffer_meta(indices)"),
+    *places(
+        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller",
+        "HybridCacheController.attach_storage_backend(storage_backend, storage_backend_extra_config)",
+        "HybridCacheController._page_transfer_with_stable_layout(operation) uses _page_transfer",
+        "HybridCacheController._page_backup_with_stable_layout(operation) uses _page_backup",
     ),
 )
 

@@ -31,28 +31,26 @@ from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.sglang.answers import first_token, is_aborted, replace_counts
 from pdserve.engine.sglang.continuation import Continuation, extend_prompt, marked
 from pdserve.errors import RequestError
-from pdserve.sglang_places import Place
+from pdserve.sglang_places import places
 
 _SET_BY_SGLANG = ("rid", "lora_id", "mm_hashes", "positional_embed_overrides")
 
-_MODULE = "sglang.srt.managers.tokenizer_manager"
-_RECORDS = "sglang.srt.managers.io_struct"
 PLACES: Final = (
-    Place(_MODULE, "TokenizerManager.generate_request", parameters=("obj", "request")),
-    Place(
-        _MODULE, "TokenizerManager._init_req_state", parameters=("obj", "request"), calls=("rid_to_state",)
+    *places(
+        "sglang.srt.managers.tokenizer_manager",
+        "TokenizerManager.generate_request(obj, request)",
+        "TokenizerManager._init_req_state(obj, request) uses rid_to_state",
+        "TokenizerManager._send_one_request(tokenized_obj)",
+        "TokenizerManager._send_batch_request(tokenized_objs)",
+        "TokenizerManager._handle_batch_output(recv_obj)",
+        "TokenizerManager.abort_request(rid)",
+        "TokenizerManager.init_running_status sets rid_to_state",
+        "ReqState(finished, output_ids, obj, dispatched, abort_sent)",
     ),
-    Place(_MODULE, "TokenizerManager._send_one_request", parameters=("tokenized_obj",)),
-    Place(_MODULE, "TokenizerManager._send_batch_request", parameters=("tokenized_objs",)),
-    Place(_MODULE, "TokenizerManager._handle_batch_output", parameters=("recv_obj",)),
-    Place(_MODULE, "TokenizerManager.abort_request", parameters=("rid", "abort_all")),
-    Place(_MODULE, "TokenizerManager.init_running_status", attributes=("rid_to_state",)),
-    Place(_MODULE, "ReqState", parameters=("finished", "output_ids", "obj", "dispatched", "abort_sent")),
-    Place(_RECORDS, "GenerateReqInput", parameters=_SET_BY_SGLANG),
-    Place(
-        _RECORDS,
-        "TokenizedGenerateReqInput",
-        parameters=("rid", "input_ids", "mm_inputs", "extra_key", "lora_id", "cache_salt"),
+    *places(
+        "sglang.srt.managers.io_struct",
+        f"GenerateReqInput({', '.join(_SET_BY_SGLANG)})",
+        "TokenizedGenerateReqInput(rid, input_ids, mm_inputs, extra_key, lora_id, cache_salt)",
     ),
 )
 

@@ -55,7 +55,7 @@ def drain(
 def follow(
     node: NodeClient, token: str, timeout_s: float, deadline_s: float, show: Callable[[str], None]
 ) -> list[str]:
-    """Wait until the node has left; the names of those that are in the ring now. `show` gets a line for each
+    """Wait until the node has left; the names of the nodes in the ring now. `show` gets a line for each
     step. Raises PoolTimeout, PoolRefused when it is an owner again, and PoolUnavailable when it went without
     anybody knowing that it had left.
     """

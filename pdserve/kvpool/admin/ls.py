@@ -37,7 +37,7 @@ def ls(
     token_file: TokenFile = None,
     timeout: Timeout = TIMEOUT_S,
 ) -> None:
-    """List pages of a namespace: key, length, where it lies, who reads it."""
+    """List pages of a namespace: key, length, where it lies, how many read it."""
     secret = chosen_token(token, token_file)
     nodes = all_nodes(address, secret, timeout) if everyone else [NodeAddress("", address)]
 

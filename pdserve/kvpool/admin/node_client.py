@@ -1,6 +1,6 @@
 """Asking pool nodes, for the command line: one question to one node, or the same to all at once.
 
-Every question has a deadline; who does not answer is an error of that node alone.
+Every question has a deadline. A node that does not answer is an error for that node alone.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def fetch_status(address: str, deadline_s: float) -> StatusReport:
 
 
 def all_nodes(address: str, token: str, timeout_s: float) -> list[NodeAddress]:
-    """Every node that the one at `address` knows, itself too, by name; not those that left in good order."""
+    """Every node that the one at `address` knows, itself too, by name; without nodes that left."""
     with NodeClient(address, token, timeout_s) as node:
         report = node.status()
         ring = node.nodes

@@ -173,7 +173,7 @@ def drop(
     token_file: TokenFile = None,
     timeout: Timeout = TIMEOUT_S,
 ) -> None:
-    """Drop a namespace and all of its pages, on all nodes. Who opens it again finds it empty."""
+    """Drop a namespace and all of its pages, on all nodes. A client that opens it again finds it empty."""
     secret = chosen_token(token, token_file)
     with NodeClient(address, secret, timeout) as node:
         known = _find(node, name)
@@ -220,7 +220,7 @@ def _find(node: NodeClient, name: str) -> NamespaceRecord | None:
 def _tell(
     address: str, token: str, timeout_s: float, before: NamespaceRecord, what: dict[str, Any], json: bool
 ) -> None:
-    """Wait until every node knows a record newer than `before`, and say who does not."""
+    """Wait until every node knows a record newer than `before`, and name the nodes that do not."""
     late = _behind(address, token, timeout_s, before)
     if json:
         typer.echo(as_json({**what, "nodes_behind": sorted(late)}))

@@ -45,7 +45,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Nodes:
-    """Samples every node that those at some addresses know; who that is is asked anew each time."""
+    """Samples every node of the pools at some addresses. Each sample asks anew which nodes there are."""
 
     def __init__(self, addresses: Sequence[str], token: str, timeout_s: float) -> None:
         self._addresses = list(addresses)
@@ -72,7 +72,7 @@ class Nodes:
         return rows
 
     def _nodes(self) -> list[NodeAddress]:
-        """Those that answer, those that these know, and under their addresses those that nobody knows."""
+        """The nodes that answer, the nodes that these know, and the other addresses as they were given."""
         found: dict[str, NodeAddress] = {}
         answered: list[str] = []
         errors: dict[str, PoolError] = {}

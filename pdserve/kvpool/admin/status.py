@@ -158,7 +158,7 @@ def _memory_table(report: StatusReport) -> Table:
 
 
 def _counts_table(report: StatusReport) -> Table:
-    """Two columns of counters, so that they fit a screen; those that are zero are left out."""
+    """Two columns of counters, so that they fit a screen; zeros are left out."""
     table = make_table("since its start", "", "", "", "", left=1)
     table.show_header = False
     table.columns[2].justify = "left"

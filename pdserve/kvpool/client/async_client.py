@@ -190,7 +190,7 @@ class AsyncPoolClient:
                 return reply.mask
             if not isinstance(reply, m.Fault) or reply.code != "too_many_waiters":
                 raise link.refused(reply)
-            # others wait on this connection, some perhaps for nobody any more: their place comes free
+            # the waits of tasks that were cancelled still count: their places come free
             if time.monotonic() + WAITERS_RETRY_S >= deadline.at_s:
                 raise PoolTimeout(f"pool node {node}: {reply.message}")
             await asyncio.sleep(WAITERS_RETRY_S)
@@ -201,7 +201,7 @@ class AsyncPoolClient:
         """Where each node is: as configured, else as the view says."""
         known = self.rings.addresses
         if len(known) <= 1:
-            known = {**self._seeds, **known}  # nobody else would tell when the others are back
+            known = {**self._seeds, **known}  # this one does not tell when the others are back
         return {node: self._seeds.get(node, address) for node, address in known.items()}
 
     def _link(self, node: str) -> AsyncNodeLink:

@@ -219,6 +219,8 @@ class NodeLink:
     def _check_usable(self, deadline: Deadline) -> None:
         """Wait while the node restarts. Raises PoolUnavailable when it is down, PoolTimeout."""
         health = self._health
+        if health.state is NodeState.UP:
+            return
         if health.state is NodeState.RESTARTING:
             deadline.put_off()
             with self._changed:

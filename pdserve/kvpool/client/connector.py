@@ -1,6 +1,4 @@
-"""Which transport a client uses: what its configuration forces, or what the node chooses when it is left to
-it.
-"""
+"""Which transport a client uses: the configured one, or with `auto` the one that the node chooses."""
 
 from __future__ import annotations
 
@@ -11,7 +9,8 @@ from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.protocol.address import is_remote
 from pdserve.kvpool.transports.base import Connection, OnView
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
-from pdserve.kvpool.transports.shm import ShmConnection, host_id
+from pdserve.kvpool.transports.data_path import open_data_path
+from pdserve.kvpool.transports.shm import host_id
 
 
 class ConfiguredConnector:
@@ -32,11 +31,7 @@ class ConfiguredConnector:
         views = on_view is not None
         hello = make_hello(self._name, self._host_id, config.data_path, config.token, views=views)
         channel = ControlChannel.connect(address, hello, deadline_s, on_view)
-        if channel.welcome.data_path == "shm":
-            return ShmConnection.open(channel, self._config.checksum, deadline_s)
-        from pdserve.kvpool.transports.ucx_client import UcxConnection
-
-        return UcxConnection.open(channel, self._config.ucx, self._config.checksum, deadline_s)
+        return open_data_path(channel, ucx=config.ucx, checksum=config.checksum, deadline_s=deadline_s)
 
 
 def _takes_ucx(config: PoolClientConfig) -> bool:
@@ -50,10 +45,10 @@ def _load_ucx() -> None:
     """Only where it is used: it costs a second of CPU and 170 MB."""
     from pdserve.kvpool.transports.ucx import UcxLibrary
 
-    with contextlib.suppress(StartupError):  # who connects is told
+    with contextlib.suppress(StartupError):  # `connect` raises it again
         UcxLibrary()
 
 
 def connector_for(config: PoolClientConfig, name: str) -> ConfiguredConnector:
-    """`name` says in the node's log who connected."""
+    """`name` names the client in the node's log."""
     return ConfiguredConnector(config, name)

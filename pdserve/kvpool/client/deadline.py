@@ -1,16 +1,15 @@
 """When an operation of a pool client must be done. Pure.
 
-A node that says it is being upgraded is back in a moment, with all its pages: an operation that gave up then
-would be a miss for nothing. So it may take longer by the configured `restart_wait_s`, in all, however many
-nodes restart meanwhile, and only if one did. With the defaults a read or a write ends within 8 s then, of the
-10 s that SGLang grants a storage backend.
+A node that says it is being upgraded is back in a moment, with all its pages. An operation that gave up then
+would be a needless miss. So it may take `restart_wait_s` longer if a node restarts; once, however many do.
+With the defaults a read or a write then ends within 8 s. SGLang grants a storage backend 10 s.
 """
 
 from __future__ import annotations
 
 
 class Deadline:
-    """Shared by the parts of one operation, on whatever threads."""
+    """Shared by the parts of one operation, on any thread."""
 
     __slots__ = ("_latest_s", "at_s")
 

@@ -1,6 +1,6 @@
-"""Where a worker finds the pool: the nodes in its configuration, or those that etcd knows of.
+"""Where a worker finds the pool: the nodes in its configuration, or the nodes registered in etcd.
 
-Asked once, at the worker's start: from then on the nodes themselves tell who is there.
+It asks once, at the worker's start. From then on the nodes' own views say which nodes there are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One node's part of a batch: ask, read and write pages over one connection, and count what became of them.
+"""One node's part of a batch: ask, read and write pages over one connection, and count the outcomes.
 
-Used by one thread per connection. Nothing here decides which node to ask, or whether to ask again: see
-client.py and link.py.
+Used by one thread per connection. Which node to ask, and whether to ask again, is decided in client.py and
+connection_pool.py.
 """
 
 from __future__ import annotations

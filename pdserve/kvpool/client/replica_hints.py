@@ -1,23 +1,39 @@
 """Which pages are hot, as a client remembers it: their owners said how many other nodes hold them. Pure.
 
-A page that many want would keep one node busy. Its readers spread: each read goes to the owner or one of the
-replicas, of two chosen at random the one that has less to do for us. What is remembered is bounded and ends
-by itself, so that an owner is asked again now and then and can say otherwise.
+A page that many clients read would keep one node busy, so its reads are spread. Each read goes to the less
+loaded of two holders (owner or replica) chosen at random. Hints are bounded in number and expire, so an owner
+is asked again now and then and can say otherwise.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
+
+from pdserve.kvpool.cluster.ring import Ring
 
 MAX_HINTS: Final = 65_536  # 4 million tokens of hot prefixes; some 20 MB
 HINT_S: Final = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """What became of a batch of reads; lists by place."""
+
+    keys: Sequence[bytes]
+    found: Sequence[bool]
+    first_asked: Sequence[str]
+    last_asked: Sequence[str]
+    replicas: Mapping[int, int]  # by place, for pages that were read: how many the node knows of
+
+
 class HotPages:
     """Keys, each with how many replicas it has. Not thread-safe."""
 
-    def __init__(self, max_hints: int = MAX_HINTS, hint_s: float = HINT_S) -> None:
+    def __init__(self, rng: random.Random, max_hints: int = MAX_HINTS, hint_s: float = HINT_S) -> None:
+        self._random = rng
         self._max_hints = max_hints
         self._hint_s = hint_s
         self._hints: dict[bytes, tuple[int, float]] = {}  # replicas, end; the oldest first
@@ -46,6 +62,47 @@ class HotPages:
             del self._hints[key]
             return 0
         return hint[0]
+
+    def spread(
+        self,
+        keys: Sequence[bytes],
+        owners: Mapping[str, Sequence[int]],
+        ring: Ring,
+        load_bytes: Mapping[str, int],
+        page_bytes: int,
+        now_s: float,
+    ) -> dict[str, list[int]]:
+        """Places by the node to read them from, hot pages divided between their holders. `load_bytes`: of
+        each node that is up, how much is being read from it.
+        """
+        loads = dict(load_bytes)
+        chosen: dict[str, list[int]] = {}
+        for owner, places in owners.items():
+            for place in places:
+                node, copies = owner, self.replicas(keys[place], now_s)
+                if copies:
+                    successors = [one.node for one in ring.successors(keys[place], copies + 1)]
+                    holders = [node for node in successors if node in load_bytes] or [owner]
+                    node = choose(holders, loads, self._random.random(), self._random.random())
+                    loads[node] = loads.get(node, 0) + page_bytes
+                chosen.setdefault(node, []).append(place)
+        return chosen
+
+    def learn(self, reads: Reads, owners: Mapping[str, Sequence[int]], now_s: float) -> int:
+        """Note what owners said of the pages that they served, and which replicas were missing; how many
+        pages replicas served.
+        """
+        served = 0
+        for owner, places in owners.items():
+            for place in places:
+                if reads.last_asked[place] == owner:
+                    if reads.first_asked[place] != owner:
+                        self.forget(reads.keys[place])
+                    if place in reads.replicas:
+                        self.note(reads.keys[place], reads.replicas[place], now_s)
+                elif reads.first_asked[place] != owner:
+                    served += reads.found[place]
+        return served
 
 
 def choose(holders: Sequence[str], load_bytes: Mapping[str, int], first: float, second: float) -> str:

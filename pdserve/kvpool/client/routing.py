@@ -1,21 +1,21 @@
 """Which nodes to ask for a page: the ring that counts, and the one before it while pages move. Pure.
 
 Every node tells its clients its view of the ring: in Welcome, and in a View frame whenever it changes. Nodes
-agree in the end, not at once, so a client has several words to choose from. It keeps the last word of each
-node, and of those the one of the largest epoch counts. A node that cannot be reached any more has no say: so
-a pool that was started anew, with small epochs, is believed as soon as nobody speaks for the old one.
+agree in the end, not at once, so views differ for a moment. A client keeps the last view of each node, and
+the view with the largest epoch counts. The view of a node that cannot be reached does not count. So a pool
+that was started anew, with small epochs, is believed as soon as no node of the old one answers.
 
-Until a node has spoken (epoch 0: it knows of no membership) the configured list is the ring. It is, too,
-where several nodes speak of themselves alone: they were not told of each other, and it is the clients that
-make a pool of them. One that speaks so may also be the last of a pool; `_is_last_survivor` tells when it is.
+A node of epoch 0 knows of no membership: until another view comes, the configured list is the ring. It is the
+ring, too, where each of several nodes names itself alone: nobody told them of each other, and their clients
+make a pool of them. A node that names itself alone may also be the last of a pool (`_is_last_survivor`).
 
     read     the owner, then the owner on the ring before (`Search`)
-    write    the owner; who answers MOVED has told a newer view before
+    write    the owner; a node that answers MOVED has sent a newer view before
 
-That neither has a page is true only of one view. The new owner may be asked just before it pulls the page,
-and by the time that its "no" is here the pages have moved: the view says that nobody else has any, or the
-earlier owner has dropped what it gave away. So a search that ends under another view than it began under
-starts again. A node tells its clients a view before it acts on it, which is what makes this enough.
+A miss is true of one view only. The new owner may be asked just before it pulls the page. When its answer
+arrives the pages may have moved: the view has no earlier ring any more, or the earlier owner has dropped
+them. So a search that ends under another view than it began under starts again. That is enough, because a
+node sends its clients a view before it acts on it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Rings:
     def others(
         self, keys: Sequence[bytes], places: Sequence[int], asked: Mapping[int, Collection[str]]
     ) -> dict[str, list[int]]:
-        """Whom to ask next for the keys at `places`: by node, those of which it is the first of owner and
-        previous owner that was not `asked` for that place. Keys nobody else may have are left out.
+        """The next node to ask for each key at `places`: owner or previous owner, the first of the two that
+        was not `asked` for that place. Places by node; keys without such a node are left out.
         """
         found: dict[str, list[int]] = {}
         left = list(places)
@@ -81,7 +81,7 @@ class Rings:
 
 
 class Search:
-    """Whom to ask for keys until each is found, or nobody is left who may have it."""
+    """The nodes to ask for keys, round by round, until each is found or no node is left that may have it."""
 
     def __init__(self, keys: Sequence[bytes], rings: Rings) -> None:
         """`rings`: by which the first nodes were chosen."""
@@ -91,9 +91,9 @@ class Search:
         self._asked: dict[int, set[str]] = {}
 
     def further(self, missed: Sequence[int], asked: Sequence[str], rings: Rings) -> dict[str, list[int]]:
-        """Whom to ask next for the places that were `missed`, by node; empty at the end.
+        """The next nodes to ask for the places that were `missed`, by node; empty at the end.
 
-        `asked`: by place, the node asked last. `rings`: those that count now.
+        `asked`: by place, the node asked last. `rings`: the view that counts now.
         """
         if rings is not self._rings:
             if self._views == MAX_VIEWS:
@@ -119,7 +119,7 @@ class ViewBook:
         self._retired: dict[str, int] = {}  # by node: the incarnation before, whose words may still arrive
 
     def on_view(self, node: str, incarnation: int, view: View | Welcome) -> bool:
-        """A node told its view; whether another ring counts now. Nonsense is passed over."""
+        """A node sent its view; whether another ring counts now. A view that makes no ring is ignored."""
         if view.epoch <= 0 or not view.nodes or self._retired.get(node) == incarnation:
             return False
         self._lost.discard(node)
@@ -136,7 +136,7 @@ class ViewBook:
         return self._choose()
 
     def on_unreachable(self, node: str) -> bool:
-        """The node cannot be reached: its word does not count; whether another ring counts now."""
+        """The node cannot be reached, so its view does not count; whether another ring counts now."""
         self._lost.add(node)
         self._latest_views.pop(node, None)
         return self._choose()
@@ -145,7 +145,7 @@ class ViewBook:
         if not self._latest_views:
             return False
         node, (_, best) = max(
-            self._latest_views.items(), key=lambda word: (word[1][1].epoch, word[1][1].previous is None)
+            self._latest_views.items(), key=lambda said: (said[1][1].epoch, said[1][1].previous is None)
         )
         if _is_alone(node, best) and not self._is_last_survivor(best):
             best = self._static if len(self._latest_views) > 1 else self.rings
@@ -154,8 +154,8 @@ class ViewBook:
         return changed
 
     def _is_last_survivor(self, alone: Rings) -> bool:
-        """Whether a node that speaks of itself alone is what is left of a pool: it knows more than those who
-        speak of several, or nobody else can be reached.
+        """Whether a node that names itself alone is the rest of a pool: its view is newer than the views that
+        name several nodes, or no other node can be reached.
         """
         several = [rings for node, (_, rings) in self._latest_views.items() if not _is_alone(node, rings)]
         if several or (len(self.rings.ring.nodes) > 1 and 0 < self.rings.epoch < alone.epoch):
@@ -177,7 +177,7 @@ class ViewBook:
 
 
 def _is_alone(node: str, rings: Rings) -> bool:
-    """Whether the node knows of nobody else."""
+    """Whether the node names itself alone."""
     return rings.previous is None and [other.node for other in rings.ring.nodes] == [node]
 
 

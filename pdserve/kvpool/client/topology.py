@@ -1,9 +1,9 @@
 """The nodes of the pool as a client knows them at the moment, each with its link. Thread-safe.
 
-Views come from every connection (views.py chooses among them); with a new one links to new nodes appear, and
-those to nodes that are gone end when what runs on them has ended. While a node is down the others are asked
-for their view, by the thread that tries to reach it, so that a client whose connections are idle learns that
-its pages are somewhere else now.
+Views come from every connection, and routing.py chooses among them. With a new view, links to new nodes
+appear. Links to nodes that left end when the operations on them have ended. While a node is down, the thread
+that tries to reach it asks the others for their view. So a client whose connections are idle learns where its
+pages are now.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class PoolLinks:
         with self._lock:
             wanted = set(self.rings.addresses)
             if len(wanted) == 1:
-                wanted |= self._seeds.keys()  # nobody else would tell us when they are back
+                wanted |= self._seeds.keys()  # this one does not tell when the others are back
             before = self._links
             if not self._closed:
                 self._links = {node: before.get(node) or self._make_link(node) for node in wanted}

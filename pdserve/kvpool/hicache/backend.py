@@ -7,11 +7,11 @@ itself for statistics):
     batch_get_v1(keys, host_indices)    pool -> host KV pool, at most 128 pages
     batch_set_v1(keys, host_indices)    host KV pool -> pool, at most 128 pages
 
-What SGLang does not forgive, and this module therefore guarantees: an exception would kill the calling thread
-for good, so nothing is raised, and a full-length list is always returned; a call that takes long stalls every
-later one, so each ends within the client's time-outs (seconds at most) and a pool that is away is refused
-without waiting (`link.py`); when `batch_get_v1` returns, nothing writes into the host pages any more. There
-is no negative cache: a page that was missing a millisecond ago may have been committed since.
+SGLang needs three guarantees. An exception would kill the calling thread for good, so nothing is raised, and
+a list of full length is always returned. A slow call stalls every later one, so each ends within the client's
+time-outs (seconds at most), and a pool that is down is refused at once (client/node_health.py). When
+`batch_get_v1` returns, nothing writes into the host pages any more. There is no negative cache: a page that
+was missing a millisecond ago may have been committed since.
 
 Pages move without a copy of ours: `get_page_buffer_meta` gives the address of each segment of a page in the
 host pool (two for page_first layouts, 2 x layers for layer_first, one for MLA), and the transport reads and

@@ -45,7 +45,7 @@ class ControlChannel:
     ) -> ControlChannel:
         """Connect and shake hands. `on_view` is told the views that the node pushes, whenever we read.
 
-        Raises PoolUnavailable (nobody there), PoolRestarting, PoolTimeout, PoolRefused (the node said no),
+        Raises PoolUnavailable (nobody listens), PoolRestarting, PoolTimeout, PoolRefused (the node said no),
         FrameError (it is no pool node), ConfigError (malformed address).
         """
         session = ControlSession(address, hello)

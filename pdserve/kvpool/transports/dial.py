@@ -1,7 +1,7 @@
-"""Host names to addresses, within a deadline: the system's look-up takes as long as it likes.
+"""Opening a node's socket within a deadline, from the look-up of its name on.
 
-It runs in a thread, one for a name at a time. While the name service is slow or away, the addresses that a
-name had last are used.
+The system's look-up has no time-out, so it runs in a thread, one for a name at a time. While the name service
+is slow or away, the last known addresses of the name are used.
 """
 
 from __future__ import annotations

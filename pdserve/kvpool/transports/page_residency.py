@@ -1,11 +1,11 @@
 """Making the pages of a mapped arena present before they are needed, and absent before it is unmapped.
 
-A first access to a page that this process has mapped but not touched is a fault of half a microsecond per
-4 KiB, as much as copying them. So whoever maps an arena to move bytes lets a thread touch it all at once.
+The first access to a mapped page is a page fault: half a microsecond per 4 KiB, as much as copying it. So a
+thread touches the whole arena as soon as it is mapped.
 
-Unmapping it costs the kernel as much again, 50 ms for a GiB; and Python, which unmaps where the last
-reference goes, holds the GIL meanwhile: a worker whose pool node was restarted would stand still. So a thread
-lets go of the pages first, a little at a time, and then there is next to nothing to unmap.
+Unmapping costs the kernel as much again: 50 ms for a GiB. Python unmaps where the last reference goes, and
+holds the GIL meanwhile, so a worker whose pool node was restarted would stand still. A thread therefore drops
+the pages first, a piece at a time, and leaves next to nothing to unmap.
 """
 
 from __future__ import annotations

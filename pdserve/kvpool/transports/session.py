@@ -26,8 +26,9 @@ wait, and hand events on; everything above is decided here. Not covered: time, a
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Final, TypeAlias
+
+import msgspec
 
 from pdserve.errors import FrameError, PoolError, PoolRefused, PoolRestarting, PoolUnavailable
 from pdserve.kvpool.protocol.cluster_messages import View
@@ -44,33 +45,30 @@ from pdserve.kvpool.protocol.messages import (
     Welcome,
 )
 
+NO_REPLY: Final = (Abort, Release)
 RESTARTING: Final = frozenset({"upgrading", "stopping"})  # codes of a hang-up that is soon over
 
 
-@dataclass(frozen=True, slots=True)
-class Greeted:
+class Greeted(msgspec.Struct, frozen=True):
     """The node takes us. Once, and before every other event but Ended."""
 
     welcome: Welcome
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
+class Answered(msgspec.Struct, frozen=True):
     """The reply to the request with this id; once for each that was sent."""
 
     request_id: int
     reply: Reply
 
 
-@dataclass(frozen=True, slots=True)
-class ViewPushed:
+class ViewPushed(msgspec.Struct, frozen=True):
     """The node has a new view of the ring."""
 
     view: View
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """The last event. `fault`: what the node said as it hung up."""
 
     error: PoolError
@@ -107,7 +105,7 @@ class ControlSession:
         """
         self.check()
         frame = encode_frame(message)
-        if not isinstance(message, Abort | Release):
+        if not isinstance(message, NO_REPLY):
             self._unanswered.add(_id(message))
         return frame
 

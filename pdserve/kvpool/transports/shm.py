@@ -30,7 +30,7 @@ _Mappings: TypeAlias = "weakref.WeakValueDictionary[tuple[int, int, int], Mappin
 
 
 class ShmConnector:
-    """Opens connections that map the node's memory, whatever the node itself would choose."""
+    """Opens connections that map the node's memory, also where the node would choose another path."""
 
     def __init__(self, client: str, *, checksum: bool = True, token: str = "") -> None:
         self._client = client
@@ -93,7 +93,7 @@ class ShmConnection:
 
 
 class Mapping:
-    """One incarnation's arena and table in this process's memory; unmapped when nobody uses it any more.
+    """One incarnation's arena and table in this process's memory; unmapped with its last connection.
 
     `memory` is the arena, shape [arena_bytes], `rows` reads the slot table.
     """

@@ -4,7 +4,7 @@ Why a worker of its own for every connection, on both sides:
 
 - UCX can cancel a posted receive only while no message has matched it. To be certain that nothing lands in a
   buffer any more, the endpoint is closed by force and the worker destroyed, which closes its sockets and
-  queue pairs. With one worker per connection that hurts nobody else.
+  queue pairs. With one worker per connection no other connection is hurt.
 - Tags match per worker, so a client cannot reach into another client's transfers, and messages that nobody
   received go away with the connection.
 - The price is small: 1 to 6 ms at connect, 6 to 12 descriptors, up to 4 MB (fewer transports, less of each).

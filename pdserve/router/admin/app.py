@@ -32,7 +32,7 @@ from pdserve.router.api.errors import error_of
 from pdserve.router.api.request_body import UNREADABLE
 from pdserve.router.app.error_handlers import add_error_handlers
 from pdserve.router.app.router import Router
-from pdserve.router.fleet.registry import FleetError
+from pdserve.router.fleet.membership import FleetError
 from pdserve.router.fleet.worker import Role, Worker
 from pdserve.router.metrics.exposition import exposition
 from pdserve.router.metrics.snapshot import Snapshot
@@ -184,7 +184,7 @@ def _add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
         """A worker joins: it is used once a probe finds it ready and fit."""
         try:
             joining = msgspec.json.decode(await request.body(), type=Joining)
-            worker = fleet.join(joining.url, joining.role)
+            worker = fleet.members.join(joining.url, joining.role)
         except UNREADABLE as error:
             return _refused(RequestError(400, f"{error}"))
         except FleetError as error:
@@ -195,14 +195,14 @@ def _add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
     async def leave(worker_id: str) -> Response:
         """A worker leaves: it finishes what it has."""
         try:
-            worker = fleet.leave(worker_id)
+            worker = fleet.members.leave(worker_id)
         except FleetError as error:
             return _refused(_of_fleet(error))
         return fastapi.responses.JSONResponse({"id": worker.id, "in_flight": await in_flight(worker)})
 
     async def drain(worker_id: str, draining: bool) -> Response:
         try:
-            worker = fleet.drain(worker_id, draining)
+            worker = fleet.members.drain(worker_id, draining)
         except FleetError as error:
             return _refused(_of_fleet(error))
         return fastapi.responses.JSONResponse(

@@ -191,7 +191,7 @@ def _worker(worker: Worker, in_flight: int | None) -> WorkerView:
         state = "refused"
     elif not worker.ready:
         state = "down"
-    elif worker.retry_at_s > 0:
+    elif worker.circuit.retry_at_s > 0:
         state = "failing"
     else:
         state = "draining" if worker.draining else "ready"

@@ -60,14 +60,14 @@ def collect(stats: Stats, fleet: Fleet, gate: Entrance, upstream: Upstream, sess
 def _of_workers(fleet: Fleet) -> dict[str, dict[Labels, int]]:
     workers = {(worker.id, worker.role): worker for worker in fleet.workers}
     in_flight: dict[Labels, int] = dict.fromkeys(workers, 0)
-    for worker in fleet.at_work:
+    for worker in fleet.members.at_work:
         key = worker.id, worker.role
         in_flight[key] = in_flight.get(key, 0) + worker.in_flight
     return {
         "worker_requests_in_flight": in_flight,
         "worker_healthy": {key: int(w.ready and w.refused is None) for key, w in workers.items()},
         "worker_draining": {key: int(w.draining) for key, w in workers.items()},
-        "worker_circuit_open": {key: int(w.retry_at_s > 0) for key, w in workers.items()},
+        "worker_circuit_open": {key: int(w.circuit.retry_at_s > 0) for key, w in workers.items()},
         "worker_refused": {key: int(w.refused is not None) for key, w in workers.items()},
     }
 

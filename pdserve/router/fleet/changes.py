@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterator
 
 import msgspec
 
-from pdserve.router.fleet.registry import Act, Fleet, FleetError
+from pdserve.router.fleet.membership import Act, FleetError
+from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Role, Worker
 
 logger = logging.getLogger(__name__)
@@ -31,26 +32,26 @@ class FleetChange(msgspec.Struct, tag="fleet", frozen=True):
     def apply(self, fleet: Fleet) -> None:
         """Raises FleetError where the fleet is so already, or cannot be."""
         if self.act == "join":
-            fleet.join(self.worker, self.role)
+            fleet.members.join(self.worker, self.role)
         elif self.act == "leave":
-            fleet.leave(self.worker)
+            fleet.members.leave(self.worker)
         elif self.act == "unjoin":
-            fleet.unjoin(self.worker)
+            fleet.members.unjoin(self.worker)
         elif self.act in ("drain", "undrain"):
-            fleet.drain(self.worker, self.act == "drain")
+            fleet.members.drain(self.worker, self.act == "drain")
 
     def follow(self, fleet: Fleet) -> None:
         """As `apply`, where another process was told: it tells nobody, and what it cannot do yet the fleet
         remembers.
         """
-        told, fleet.told = fleet.told, None
+        told, fleet.members.told = fleet.members.told, None
         try:
             self.apply(fleet)
         except FleetError as error:  # it is as the others want it already, or etcd has yet to name it
             logger.info("not done here: %s", error)
-            fleet.expect(self.act, self.worker)
+            fleet.members.expect(self.act, self.worker)
         finally:
-            fleet.told = told
+            fleet.members.told = told
 
 
 class Changes:

@@ -13,7 +13,8 @@ import logging
 from pdserve.discovery.etcd import EtcdMember, EtcdMembership
 from pdserve.discovery.workers import WORKERS, WorkerEtcdConfig
 from pdserve.errors import PoolError
-from pdserve.router.fleet.registry import Fleet, FleetError
+from pdserve.router.fleet.membership import FleetError
+from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import ROLES, Role, Worker
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class Discovery:
         self._missing[key] = loop.call_later(self._patience_s, self._gone, key)
 
     def _sync(self) -> None:
-        joined, left = self._fleet.sync("etcd", self._usable())
+        joined, left = self._fleet.members.sync("etcd", self._usable())
         for worker in joined:
             logger.info("%s worker %s: etcd knows of it", worker.role, worker.id)
         for worker in left:
@@ -83,7 +84,7 @@ class Discovery:
         for url, role in self._urls.values():
             try:
                 worker = Worker(role, url)
-                self._fleet.check("etcd", worker)
+                self._fleet.members.check("etcd", worker)
                 usable[url] = role
             except (ValueError, FleetError) as error:
                 self._say(str(error))

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from pdserve.router.config.addresses import parse_base_url
+from pdserve.router.fleet.circuit_breaker import CircuitBreaker
 
 Role = Literal["prefill", "decode", "agg"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "agg")
@@ -49,7 +50,7 @@ class Worker:
     """One worker. `in_flight` is raised when the worker is selected, and lowered when the request ends."""
 
     __slots__ = (
-        "circuit_failures",
+        "circuit",
         "drained",
         "elsewhere",
         "free_kv_tokens",
@@ -65,11 +66,9 @@ class Worker:
         "queued_tokens",
         "ready",
         "refused",
-        "retry_at_s",
         "role",
         "sources",
         "stopping",
-        "trial",
     )
 
     def __init__(self, role: Role, url: str) -> None:
@@ -98,11 +97,7 @@ class Worker:
         self.info: WorkerInfo | None = None
         self.refused: str | None = None
         self.probe_failures = 0
-        self.circuit_failures = 0
-        self.retry_at_s = 0.0
-        """0: the circuit is closed. Otherwise it is open until this time, and half-open after it."""
-        self.trial = 0
-        """Number of the request that tries whether the worker is well; a failure raises it too."""
+        self.circuit = CircuitBreaker()
 
     def __repr__(self) -> str:
         return f"Worker({self.role} {self.id})"

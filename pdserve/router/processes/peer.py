@@ -48,7 +48,9 @@ class Peer:
         """Until the parent is gone; then the server stops."""
         sock.setblocking(False)
         self._router.metrics = self._metrics_of_all
-        self._router.fleet.told = lambda act, worker, role: self._channel.send(FleetChange(act, worker, role))
+        self._router.fleet.members.told = lambda act, worker, role: self._channel.send(
+            FleetChange(act, worker, role)
+        )
         self._router.told_reload = lambda: self._channel.send(Reload())
         tasks = asyncio.create_task(self._announce()), asyncio.create_task(self._report())
         try:

@@ -17,8 +17,7 @@ from pdserve.bench.chaos.field import Field, Settings
 from pdserve.bench.chaos.pages import SHAPES
 from pdserve.bench.chaos.plan import Fault, Kind, Plan
 from pdserve.bench.chaos.records import Acted, Ended, Lost, Moved, Record, Restarted, Upgraded, read_lines
-from pdserve.bench.chaos.report import table
-from pdserve.bench.chaos.run import Outcome, Replay
+from pdserve.bench.chaos.run import Outcome, Replay, figures_table
 from pdserve.bench.stores import BenchError
 from pdserve.errors import PoolRefused, PoolUnavailable
 from pdserve.kvpool.protocol.messages import (
@@ -288,5 +287,7 @@ def test_a_visitor_that_goes_away_as_it_joins_is_noted(field: Field, monkeypatch
 
 def test_the_title_counts_what_was_carried_out() -> None:
     replay = Replay(Plan(7, 2.0, 3, []), Settings())
-    assert table(Outcome(replay, [], 0.0, 5, 5)).title == "Chaos: seed 7, 2 minutes, 3 nodes, 5 faults"
-    assert str(table(Outcome(replay, [], 0.0, 5, 3)).title).endswith("3 of 5 faults")
+    assert (
+        figures_table(Outcome(replay, [], 0.0, 5, 5)).title == "Chaos: seed 7, 2 minutes, 3 nodes, 5 faults"
+    )
+    assert str(figures_table(Outcome(replay, [], 0.0, 5, 3)).title).endswith("3 of 5 faults")

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from pdserve.bench.chaos.field import Settings
+from pdserve.bench.chaos.field import Settings, save
 from pdserve.bench.chaos.plan import make_plan
-from pdserve.bench.chaos.run import Replay, run
+from pdserve.bench.chaos.run import Replay, load_replay
+from tests.support.bench.commands import bench, results
 
 SEED = "94"
 FLIP_SEED = 17
@@ -21,12 +20,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(360)]
 
 
 def chaos(*arguments: str) -> tuple[int, dict[str, Any]]:
-    command = [sys.executable, "-m", "pdserve", "bench", "chaos", "--json", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
-    assert done.returncode in (0, 1), done.stderr
-    assert done.stdout, done.stderr
-    outcome = json.loads(done.stdout)
-    assert isinstance(outcome, dict)
+    done = bench("chaos", "--json", *arguments)
+    (outcome,) = results(done)
     return done.returncode, outcome
 
 
@@ -56,14 +51,14 @@ def test_faults_cost_misses_and_nothing_else(tmp_path: Path) -> None:
     assert returncode == ("MISS" in found["R8"])  # a restart takes longer than 1 s beside other tests
 
 
-def test_without_checksums_a_flipped_bit_is_reported_and_the_run_fails_again_from_its_file(
+def test_without_checksums_a_flipped_bit_is_reported_and_a_kept_run_fails_from_its_file(
     tmp_path: Path,
 ) -> None:
     plan = make_plan(FLIP_SEED, 0.07, nodes=1, kinds=["flip"])
-    settings = Settings(capacity_bytes=32 << 20, lease_s=1.0, checksum=False)
-    outcome = run(Replay(plan, settings), tmp_path, lambda line: None)
-    (failed,) = {row.verdict for row in outcome.rows if row.number == "R1"}
-    assert failed == "MISS"
-    again, replayed = chaos("--replay", str(tmp_path / "plan.json"))
-    assert (again, verdicts(replayed)["R1"]) == (1, {"MISS"})
-    assert replayed["replay"] == msgspec.to_builtins(outcome.replay)
+    replay = Replay(plan, Settings(capacity_bytes=32 << 20, lease_s=1.0, checksum=False))
+    save(tmp_path / "plan.json", replay)
+    kept = tmp_path / "kept"
+    returncode, outcome = chaos("--replay", str(tmp_path / "plan.json"), "--out", str(kept))
+    assert (returncode, verdicts(outcome)["R1"]) == (1, {"MISS"})
+    assert outcome["replay"] == msgspec.to_builtins(replay)
+    assert load_replay(kept / "plan.json") == replay

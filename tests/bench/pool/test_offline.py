@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from pdserve.bench.pool.index import measure
+from pdserve.bench.pool import index
 from pdserve.bench.pool.policies import Cache, replay
-from pdserve.bench.pool.traces import GENERATED, Request, read_trace
+from pdserve.bench.pool.traces import GENERATED, Request, multi_turn, read_trace, scanning, skewed
+from pdserve.bench.stores import BenchError
 from pdserve.errors import ConfigError
-
-
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pdserve", "bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+from tests.support.bench.commands import assert_refused, bench, bench_here, results
 
 
 def lru_by_list(requests: list[Request], capacity: int) -> int:
@@ -55,19 +52,24 @@ def test_pages_past_their_time_are_no_hits() -> None:
     assert [cache.request([1, 2], now_s) for now_s in (0.0, 4.9, 5.0)] == [0, 2, 0]
 
 
-@pytest.mark.parametrize("name", sorted(GENERATED))
-def test_a_seed_makes_the_same_trace_in_order_of_time(name: str) -> None:
-    requests = GENERATED[name](5)
-    assert requests == GENERATED[name](5)
-    assert requests != GENERATED[name](6)
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(skewed, requests=5000, blocks=3000),
+        partial(scanning, requests=5000, blocks=300, scan=750),
+        partial(multi_turn, sessions=100),
+    ],
+)
+def test_a_seed_makes_the_same_trace_in_order_of_time(make: Callable[[int], list[Request]]) -> None:
+    requests = make(5)
+    assert requests == make(5)
+    assert requests != make(6)
     assert [now_s for now_s, _ in requests] == sorted(now_s for now_s, _ in requests)
 
 
 def test_what_is_used_again_outlives_a_scan_under_arc_and_lfu_but_not_under_lru() -> None:
-    requests = GENERATED["scanning"](1)
-    rates = {
-        policy: replay("scanning", requests, policy, 10_000).hit_rate for policy in ("lru", "lfu", "arc")
-    }
+    requests = scanning(1, requests=20_000, blocks=1200, scan=3000)
+    rates = {policy: replay("scanning", requests, policy, 2000).hit_rate for policy in ("lru", "lfu", "arc")}
     assert min(rates["arc"], rates["lfu"]) > rates["lru"] + 0.02
 
 
@@ -86,13 +88,14 @@ def test_policies_prints_a_table_and_one_json_object_per_figure(tmp_path: Path) 
     trace = tmp_path / "my_trace.jsonl"
     trace.write_text('{"timestamp": 0, "hash_ids": [1, 2]}\n' * 4)
     options = ("--no-generated", "--trace", str(trace), "--policy", "lru,ttl", "--capacity", "1,100")
-    done = bench("policies", "--json", *options)
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = results(bench_here("policies", "--json", *options))
     assert [(row["trace"], row["policy"], row["capacity_blocks"]) for row in rows] == [
         ("my trace", policy, capacity) for policy in ("lru", "ttl") for capacity in (1, 100)
     ]
     assert [row["hit_rate"] for row in rows] == [0.0, 0.75, 0.0, 0.75]
-    table = bench("policies", *options).stdout
+    table = bench_here("policies", *options).stdout
+    assert table.startswith("pdserve bench policies --no-generated")
+    assert "(commit " in table.splitlines()[0]
     assert "my trace" in table
     assert "75.0" in table
 
@@ -106,22 +109,20 @@ def test_policies_prints_a_table_and_one_json_object_per_figure(tmp_path: Path) 
     ],
 )
 def test_bad_options_end_with_one_line(arguments: tuple[str, ...], complaint: str) -> None:
-    done = bench(*arguments)
-    assert (done.returncode, len(done.stderr.strip().splitlines())) == (2, 1)
-    assert complaint in done.stderr
+    assert_refused(complaint, *arguments)
 
 
 def test_the_index_is_measured_in_a_process_of_its_own() -> None:
-    done = bench("index", "--json", "--pages", "20000")
-    assert done.returncode == 0, done.stderr
-    [row] = [json.loads(line) for line in done.stdout.splitlines()]
+    [row] = results(bench("index", "--json", "--pages", "20000"))
     assert row["pages"] == 20_000
     assert 100 < row["bytes_per_page"] < 400
-    assert 0 < row["find_ns"] < row["write_ns"]
+    assert min(row["find_ns"], row["miss_ns"], row["write_ns"]) > 0
 
 
-def test_the_index_figures_are_of_pages_that_are_found() -> None:
-    assert measure(1000).pages == 1000
+def test_an_index_that_finds_nothing_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "_write", lambda store, keys: 1)  # nothing is written
+    with pytest.raises(BenchError, match="does not find what was written"):
+        index.measure(100)
 
 
 def test_the_kept_run_has_the_known_hit_rates_of_lru_on_the_conversation_trace() -> None:

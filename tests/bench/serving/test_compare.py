@@ -29,8 +29,8 @@ from pdserve.settings.toml_text import to_toml
 from pdserve.up.cli import SCHEMAS, check_tables
 from pdserve.up.config import read_cluster_file
 from pdserve.up.plan import make_plan
-from tests.bench.serving.test_multiturn import serving
 from tests.support.bench.scripted import ScriptedServer
+from tests.support.bench.serving import serving
 from tests.support.router.mock_worker import Received, Wire
 
 SETTING = Setting(

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +18,13 @@ from pdserve.bench.serving.load.plan import Shape, make_load
 from pdserve.bench.serving.load.records import Cached, Run
 from pdserve.bench.serving.load.run import Server, run_load
 from pdserve.bench.stores import BenchError
+from tests.support.bench.commands import bench_here
 from tests.support.bench.scripted import ScriptedServer, answer_events, event
+from tests.support.bench.serving import serving
 from tests.support.router import mock_worker as mock
 from tests.support.router.mock_worker import Received, Script, Wire
 
 SHAPE = Shape(users=3, rounds=2, system_tokens=6, turn_tokens=20, output_tokens=4)
-
-
-@contextmanager
-def serving(server: ScriptedServer) -> Iterator[ScriptedServer]:
-    """The server in a thread of its own: the client has an event loop to itself."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    asyncio.run_coroutine_threadsafe(server.start(), loop).result(30)
-    try:
-        yield server
-    finally:
-        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(30)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(30)
-        loop.close()
 
 
 def load_it(server: ScriptedServer, shape: Shape = SHAPE, rate_s: float | None = None, **more: Any) -> Run:
@@ -227,28 +210,14 @@ def test_the_closed_loop_has_so_many_asks_at_a_time(concurrency: int, most: int)
 
 
 def bench(url: str, *words: str) -> tuple[int, str, str]:
-    import subprocess
-
-    command = [sys.executable, "-m", "pdserve", "bench", "multiturn", url, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = bench_here("multiturn", url, *words)
     return done.returncode, done.stdout, done.stderr
 
 
 def test_the_command_prints_where_it_measured_and_what_and_draws_it(tmp_path: Path) -> None:
     picture, records = tmp_path / "turns.png", tmp_path / "records.jsonl"
     with serving(ScriptedServer()) as server:
-        words = (
-            "--preset",
-            "eic",
-            "--scale",
-            "0.01",
-            "--users",
-            "2",
-            "--rounds",
-            "2",
-            "--plot",
-            str(picture),
-        )
+        words = ("--scale", "0.01", "--users", "2", "--rounds", "2", "--plot", str(picture))
         status, out, err = bench(server.url, *words, "--records", str(records), "--json")
     assert status == 0, err
     origin, outcome = map(json.loads, out.splitlines())

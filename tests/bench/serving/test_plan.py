@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from pdserve.bench.serving.figures import figures_of, outcome_of, quantiles_ms
 from pdserve.bench.serving.load.plan import PRESETS, Load, Shape, Span, make_load, replay_load
-from pdserve.bench.serving.load.records import Cached, Record, Run
+from pdserve.bench.serving.load.records import Cached
 from pdserve.bench.serving.load.words import ChatTalk, IdTalk, ids_of, words_of
+from tests.support.bench.serving import record, run
 
 shapes = st.builds(
     Shape,
@@ -193,17 +194,6 @@ def test_a_chat_repeats_its_messages() -> None:
 
 
 # --- figures
-
-
-def record(turn: int, first_s: float | None, **more: Any) -> Record:
-    given = {"session": 0, "planned_s": 0.0, "due_s": 0.0, "sent_s": 0.0, "done_s": 2.0}
-    tokens = {"prompt_tokens": 100, "output_tokens": 10}
-    return Record(turn=turn, first_s=first_s, **{**given, **tokens, **more})
-
-
-def run(*records: Record, **more: Any) -> Run:
-    given = {"model": "m", "wall_s": 2.0, "client_cpu": 0.1, "lags_s": [0.0], "open_loop": False}
-    return Run(records=list(records), **{**given, **more})
 
 
 def test_latency_counts_from_the_planned_time() -> None:

@@ -23,9 +23,8 @@ from pdserve.bench.serving.sweep import (
     sweep,
 )
 from pdserve.bench.stores import BenchError
-from tests.bench.serving.test_multiturn import serving
-from tests.bench.serving.test_plan import record, run
 from tests.support.bench.scripted import ScriptedServer
+from tests.support.bench.serving import record, run, serving
 from tests.support.router import mock_worker as mock
 from tests.support.router.mock_worker import Received, Wire
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ import pytest
 from pdserve.bench.soak.drift import Drift, drift
 from pdserve.bench.soak.run import Sample, Soaked, watched
 from pdserve.bench.stores import BenchError
+from tests.support.bench.commands import bench, results
 
 TIMES_S = [float(second) for second in range(100)]
 
@@ -94,10 +92,7 @@ def test_a_short_run_reads_right_bytes_and_holds_nothing_at_rest(tmp_path: Path)
     """Its growth is not judged: such a run is all warm-up."""
     picture = tmp_path / "soak.png"
     arguments = ("--minutes", "0.15", "--every", "0.4", "--nodes", "1", "--plot", str(picture), "--json")
-    command = [sys.executable, "-m", "pdserve", "bench", "soak", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode in (0, 1), done.stderr
-    outcome = json.loads(done.stdout)
+    (outcome,) = results(bench("soak", *arguments))
     assert outcome["wrong"] == 0
     assert sum(outcome["pages_read"].values()) > 0
     clients = {"client-shm", "client-shm-renewed", "client-ucx", "client-ucx-renewed"}

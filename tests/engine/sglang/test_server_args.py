@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from pdserve.engine.args import NEEDED, NEEDED_ON_CPU, needed, server_argv
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.demo.model import make_demo_model
+from pdserve.engine.sglang.geometry import kv_identity
 from pdserve.engine.sglang.server_args import check_needs, parse_args, resolved
 from pdserve.errors import ConfigError
 
@@ -94,6 +95,16 @@ def test_the_arguments_and_the_environment_stay_as_they_are(engine: EngineConfig
     found = resolved(raw)
     assert (raw.chunked_prefill_size, found.chunked_prefill_size is None) == (None, False)
     assert dict(os.environ) == before
+
+
+def test_geometry_is_of_what_the_arguments_come_to(engine: EngineConfig) -> None:
+    """SGLang turns the old flag for data parallel attention into its new argument when it resolves."""
+    found = resolve(engine, "--tp-size", "4", "--dp-size", "2", "--enable-dp-attention")
+    assert (found.attn_dp_size, found.enable_dp_attention) == (2, False)
+    identity = kv_identity(found)
+    assert identity.geometry.tp_size == "2"
+    assert identity.rank_suffixes == [b"tp0/2", b"tp1/2"]
+    assert (identity.geometry.layout, identity.geometry.page_size) == ("page_first_direct", "64")
 
 
 @pytest.mark.parametrize(

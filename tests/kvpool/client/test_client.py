@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 import pytest
 from msgspec.structs import replace
 
-from pdserve.errors import PoolTimeout, PoolUnavailable
+from pdserve.errors import PageMismatch, PoolError, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import GetView
+from pdserve.kvpool.protocol.page_bytes import PageBuffers
 from tests.support.kvpool.faulty import PAGE_BYTES, Pool, empty_page, holds, key, keys, page_of
 
 SOON_S = 20.0
@@ -69,6 +70,31 @@ def test_pages_are_split_by_owner_and_come_back(pool: Pool) -> None:
     assert min(held) > 0
     assert (client.counters.pages_written, client.counters.pages_read) == (COUNT, COUNT)
     assert client.counters.bytes_read == COUNT * PAGE_BYTES
+    client.close()
+
+
+@pytest.mark.parametrize("move", [PoolClient.get, PoolClient.put])
+@pytest.mark.parametrize(
+    "pages",
+    [
+        [
+            page_of(key(0)),
+            [*page_of(key(1)), page_of(key(1))[0]],
+        ],  # longer: it would reach into the next slot
+        [page_of(key(0)), page_of(key(1))[::-1]],
+        [page_of(key(0))],
+    ],
+    ids=["longer", "cut in another way", "one missing"],
+)
+def test_pages_of_one_call_that_are_not_cut_alike_are_refused_before_anything_moves(
+    pool: Pool, move: Callable[..., list[bool]], pages: list[PageBuffers]
+) -> None:
+    client = pool.client()
+    with pytest.raises(PageMismatch) as caught:
+        move(client, keys(2), pages)
+    assert isinstance(caught.value, PoolError)
+    assert isinstance(caught.value, ValueError)
+    assert client.exists(keys(2)) == [False] * 2
     client.close()
 
 
@@ -311,7 +337,7 @@ def test_close_ends_operations_under_way_with_misses(pool: Pool) -> None:
     first, first_found = in_thread(lambda: get(client, wanted))
     reading.wait(SOON_S)  # every node's one connection is in use
     others = [in_thread(lambda: get(client, wanted)) for _ in range(3)]
-    until(lambda: client._threads._work_queue.qsize() > 0)
+    until(lambda: client._runner._threads._work_queue.qsize() > 0)
     client.close()
     go_on.set()
     for thread, found in [(first, first_found), *others]:

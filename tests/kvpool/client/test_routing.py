@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 
 import pytest
 from hypothesis import given
@@ -215,7 +216,7 @@ def test_a_search_ends_however_fast_the_view_changes() -> None:
 
 
 def test_a_hint_ends_by_itself_and_when_its_owner_says_so() -> None:
-    hot = HotPages(hint_s=10.0)
+    hot = HotPages(random.Random(7), hint_s=10.0)
     hot.note(KEYS[0], 2, 0.0)
     assert hot.replicas(KEYS[0], 9.9) == 2
     assert hot.replicas(KEYS[0], 10.0) == 0
@@ -228,7 +229,7 @@ def test_a_hint_ends_by_itself_and_when_its_owner_says_so() -> None:
 
 
 def test_hints_are_bounded_and_the_oldest_goes() -> None:
-    hot = HotPages(max_hints=3)
+    hot = HotPages(random.Random(7), max_hints=3)
     for n in (0, 1, 2, 0, 3):
         hot.note(KEYS[n], 1, 0.0)
     assert [hot.replicas(KEYS[n], 1.0) for n in range(4)] == [1, 0, 1, 1]

@@ -19,34 +19,14 @@ from pdserve.kvpool.core.events import (
     TransferDone,
 )
 from pdserve.kvpool.protocol import messages as m
-from tests.support.kvpool.node_model import KIB, Node, answers, commit, key, statuses
+from tests.support.kvpool.node_model import KIB, Node, answers, commit, key, opened, statuses
 
 HIT, MISS = m.HIT, m.MISS
 GRANTED, PRESENT, BUSY, FULL, TOO_LARGE = m.GRANTED, m.PRESENT, m.BUSY, m.FULL, m.TOO_LARGE
 
 
-def test_a_page_is_readable_from_its_commit_on_and_not_before() -> None:
-    node = Node()
-    writer, reader = node.connect(), node.connect()
-    ns = node.open(writer)
-    [grant] = node.reserve(writer, ns, 1)
-    assert (grant.status, node.exists(reader, ns, 1)) == (GRANTED, [0])
-    assert node.get(reader, ns, 1)[0].status == MISS
-    assert node.commit(writer, grant, checksum=99) == [1]
-    [pin] = node.get(reader, ns, 1)
-    assert (pin.status, pin.slot, pin.offset, pin.sequence, pin.checksum) == (
-        HIT,
-        grant.slot,
-        grant.offset,
-        grant.sequence,
-        99,
-    )
-
-
 def test_rows_are_written_before_the_replies_that_tell_of_them() -> None:
-    node = Node()
-    c = node.connect()
-    ns = node.open(c)
+    node, c, ns = opened()
     actions = node.send(c, m.Reserve(9, ns, [key(1)], [100, 200]))
     [grant] = answers(actions, c)[0].grants  # type: ignore[union-attr]
     assert actions == [
@@ -64,36 +44,9 @@ def test_rows_are_written_before_the_replies_that_tell_of_them() -> None:
     assert cleared[3:] == [Answer(c, m.Done(11, 1))]
 
 
-def test_present_busy_and_the_same_key_twice() -> None:
-    node = Node()
-    a, b = node.connect(), node.connect()
-    ns = node.open(a)
-    node.put(a, ns, 1)
-    assert statuses(node.reserve(a, ns, 1, 2, 2)) == [PRESENT, GRANTED, BUSY]
-    assert statuses(node.reserve(b, ns, 1, 2, 3)) == [PRESENT, BUSY, GRANTED]
-
-
-def test_a_page_larger_than_a_slab_is_too_large_whatever_it_says() -> None:
-    node = Node()
-    c = node.connect()
-    ns = node.open(c)
-    for length in (64 * KIB + 1, 1 << 40, 1 << 63):
-        assert statuses(node.reserve(c, ns, 1, length=length)) == [TOO_LARGE]
-
-
-def test_a_page_of_another_length_is_a_miss() -> None:
-    node = Node()
-    c = node.connect()
-    ns = node.open(c)
-    node.put(c, ns, 1, length=5000)
-    assert statuses(node.get(c, ns, 1, length=5001)) == [MISS]  # type: ignore[arg-type]
-    assert statuses(node.get(c, ns, 1, length=5000)) == [HIT]  # type: ignore[arg-type]
-
-
 def test_evicts_the_least_recently_used_and_skips_pinned_pages() -> None:
-    node = Node(slabs=1, slab_bytes=16 * KIB)
-    c, reader = node.connect(), node.connect()
-    ns = node.open(c)
+    node, c, ns = opened(slabs=1, slab_bytes=16 * KIB)
+    reader = node.connect()
     node.put(c, ns, 1, 2, 3, 4)
     [pin1] = node.get(reader, ns, 1)
     node.release(c, *node.get(c, ns, 2))
@@ -108,9 +61,7 @@ def test_evicts_the_least_recently_used_and_skips_pinned_pages() -> None:
 
 
 def test_the_slot_of_an_evicted_page_is_reserved_as_it_is() -> None:
-    node = Node(slabs=1, slab_bytes=8 * KIB)
-    c = node.connect()
-    ns = node.open(c)
+    node, c, ns = opened(slabs=1, slab_bytes=8 * KIB)
     old = node.put(c, ns, 1, 2)[0]
     actions = node.send(c, m.Reserve(9, ns, [key(3)], [100]))
     [grant] = answers(actions, c)[0].grants  # type: ignore[union-attr]
@@ -121,9 +72,8 @@ def test_the_slot_of_an_evicted_page_is_reserved_as_it_is() -> None:
 
 
 def test_full_when_everything_is_pinned_or_reserved() -> None:
-    node = Node(slabs=1, slab_bytes=16 * KIB)
-    c, reader = node.connect(), node.connect()
-    ns = node.open(c)
+    node, c, ns = opened(slabs=1, slab_bytes=16 * KIB)
+    reader = node.connect()
     node.put(c, ns, 1, 2)
     pins = node.get(reader, ns, 1, 2)
     assert statuses(node.reserve(c, ns, 3, 4, 5)) == [GRANTED, GRANTED, FULL]
@@ -132,9 +82,7 @@ def test_full_when_everything_is_pinned_or_reserved() -> None:
 
 
 def test_exists_is_no_use_of_a_page_but_get_is() -> None:
-    node = Node(slabs=1, slab_bytes=8 * KIB)
-    c = node.connect()
-    ns = node.open(c)
+    node, c, ns = opened(slabs=1, slab_bytes=8 * KIB)
     node.put(c, ns, 1, 2)
     node.exists(c, ns, 1)
     node.put(c, ns, 3)
@@ -145,9 +93,7 @@ def test_exists_is_no_use_of_a_page_but_get_is() -> None:
 
 
 def test_a_new_size_class_takes_over_the_slab_unused_for_longest() -> None:
-    node = Node(slabs=2, slab_bytes=16 * KIB)
-    c = node.connect()
-    ns = node.open(c)
+    node, c, ns = opened(slabs=2, slab_bytes=16 * KIB)
     node.put(c, ns, *range(8))
     node.release(c, *node.get(c, ns, 0))  # the slab of 0..3 is the fresher one now
     node.put(c, ns, 100, length=16 * KIB)
@@ -156,9 +102,7 @@ def test_a_new_size_class_takes_over_the_slab_unused_for_longest() -> None:
 
 
 def test_a_busy_class_grows_at_the_cost_of_an_idle_one() -> None:
-    node = Node(slabs=3, slab_bytes=16 * KIB)
-    c = node.connect()
-    ns = node.open(c)
+    node, c, ns = opened(slabs=3, slab_bytes=16 * KIB)
     node.put(c, ns, *range(8))
     for k in range(100, 110):
         node.put(c, ns, k, length=8 * KIB)
@@ -167,9 +111,8 @@ def test_a_busy_class_grows_at_the_cost_of_an_idle_one() -> None:
 
 
 def test_takeover_leaves_slabs_alone_that_hold_pins_or_reservations() -> None:
-    node = Node(slabs=2, slab_bytes=8 * KIB)
-    c, reader = node.connect(), node.connect()
-    ns = node.open(c)
+    node, c, ns = opened(slabs=2, slab_bytes=8 * KIB)
+    reader = node.connect()
     node.put(c, ns, 1, 2, 3)
     node.get(reader, ns, 1)
     node.reserve(c, ns, 4)
@@ -180,9 +123,7 @@ def test_takeover_leaves_slabs_alone_that_hold_pins_or_reservations() -> None:
 
 
 def test_a_pin_ends_with_its_lease_and_is_counted() -> None:
-    node = Node(slabs=1, slab_bytes=4 * KIB, lease_s=10)
-    c = node.connect()
-    ns = node.open(c)
+    node, c, ns = opened(slabs=1, slab_bytes=4 * KIB, lease_s=10)
     node.put(c, ns, 1)
     node.get(c, ns, 1)
     assert node.state.next_deadline_s == node.now_s + 10
@@ -193,27 +134,9 @@ def test_a_pin_ends_with_its_lease_and_is_counted() -> None:
     assert statuses(node.reserve(c, ns, 2)) == [GRANTED]
 
 
-def test_reading_again_extends_the_lease_and_each_get_needs_its_release() -> None:
-    node = Node(lease_s=10)
-    c = node.connect()
-    ns = node.open(c)
-    node.put(c, ns, 1)
-    [pin] = node.get(c, ns, 1)
-    node.pass_time(6)
-    node.get(c, ns, 1)
-    node.pass_time(6)
-    assert node.status().pins == 2
-    node.release(c, pin)
-    assert node.status().pins == 1
-    node.release(c, pin)
-    node.release(c, pin)
-    assert node.status().pins == 0
-
-
 def test_an_overdue_mapped_reservation_is_quarantined_until_its_writer_stops() -> None:
-    node = Node(reservation_lease_s=10)
-    slow, other = node.connect(), node.connect()
-    ns = node.open(slow)
+    node, slow, ns = opened(reservation_lease_s=10)
+    other = node.connect()
     [grant] = node.reserve(slow, ns, 1)
     node.pass_time(10)
     status = node.status()
@@ -227,9 +150,8 @@ def test_an_overdue_mapped_reservation_is_quarantined_until_its_writer_stops() -
 
 @pytest.mark.parametrize("end", ["abort", "disconnect"])
 def test_quarantine_ends_when_the_writer_aborts_or_is_gone(end: str) -> None:
-    node = Node(reservation_lease_s=10)
-    c, d = node.connect(), node.connect()
-    ns = node.open(c)
+    node, c, ns = opened(reservation_lease_s=10)
+    d = node.connect()
     [grant] = node.reserve(c, ns, 1)
     node.pass_time(10)
     if end == "abort":
@@ -241,9 +163,8 @@ def test_quarantine_ends_when_the_writer_aborts_or_is_gone(end: str) -> None:
 
 
 def test_what_a_dead_client_held_is_free_at_once() -> None:
-    node = Node()
-    dying, other = node.connect(), node.connect()
-    ns = node.open(dying)
+    node, dying, ns = opened()
+    other = node.connect()
     node.put(dying, ns, 1)
     node.get(dying, ns, 1)
     node.reserve(dying, ns, 2)
@@ -255,9 +176,8 @@ def test_what_a_dead_client_held_is_free_at_once() -> None:
 
 
 def test_slots_of_a_writer_that_we_hung_up_on_stay_quarantined_for_a_while() -> None:
-    node = Node(quarantine_s=20)
-    c, other = node.connect(), node.connect()
-    ns = node.open(c)
+    node, c, ns = opened(quarantine_s=20)
+    other = node.connect()
     node.reserve(c, ns, 1)
     node.disconnect(c, by_peer=False)
     assert node.status().quarantined_bytes == 4 * KIB
@@ -267,31 +187,9 @@ def test_slots_of_a_writer_that_we_hung_up_on_stay_quarantined_for_a_while() -> 
     assert node.status().quarantined_bytes == 0
 
 
-def test_commit_is_for_the_holder_of_that_very_reservation() -> None:
-    node = Node()
-    a, b = node.connect(), node.connect()
-    ns = node.open(a)
-    [grant] = node.reserve(a, ns, 1)
-    [theirs] = node.reserve(b, ns, 2)
-    assert node.commit(b, grant) == [0]
-    wrong = m.Grant(GRANTED, grant.slot, grant.offset, grant.sequence + 17)
-    assert node.commit(a, wrong, theirs, grant) == [0, 0, 1]
-    assert node.commit(a, grant) == [0]
-
-
-def test_commit_after_abort_does_nothing() -> None:
-    node = Node()
-    c = node.connect()
-    ns = node.open(c)
-    grants = node.reserve(c, ns, 1, 2)
-    node.abort(c, grants[0])
-    assert node.commit(c, *grants) == [0, 1]
-
-
 def test_one_connection_may_reserve_only_its_share() -> None:
-    node = Node(max_reserved_bytes=8 * KIB)
-    a, b = node.connect(), node.connect()
-    ns = node.open(a)
+    node, a, ns = opened(max_reserved_bytes=8 * KIB)
+    b = node.connect()
     grants = node.reserve(a, ns, 1, 2, 3)
     assert statuses(grants) == [GRANTED, GRANTED, FULL]
     assert statuses(node.reserve(b, ns, 3)) == [GRANTED]
@@ -302,53 +200,10 @@ def test_one_connection_may_reserve_only_its_share() -> None:
 # --- waiting
 
 
-def test_wait_is_answered_by_the_commit_of_the_last_key() -> None:
-    node = Node()
-    a, b = node.connect(), node.connect()
-    ns = node.open(a)
-    node.put(a, ns, 1)
-    assert node.send(b, m.Wait(50, ns, [key(1), key(2), key(3), key(2)], 5)) == []
-    node.put(a, ns, 2)
-    [grant] = node.reserve(a, ns, 3)
-    actions = node.send(a, commit(51, grant))
-    assert answers(actions, b) == [m.Present(50, b"\1\1\1\1")]
-    assert node.status().waiters == 0
-
-
-def test_wait_is_answered_at_its_deadline_with_what_there_is() -> None:
-    node = Node()
-    c = node.connect()
-    ns = node.open(c)
-    node.put(c, ns, 1)
-    node.send(c, m.Wait(50, ns, [key(1), key(2)], 5))
-    assert node.state.next_deadline_s == node.now_s + 5
-    assert node.pass_time(4.9) == []
-    assert answers(node.pass_time(0.1), c) == [m.Present(50, b"\1\0")]
-
-
-@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("-inf")])
-def test_wait_without_time_is_answered_at_once(timeout_s: float) -> None:
-    node = Node()
-    c = node.connect()
-    ns = node.open(c)
-    assert node.ask(c, m.Wait(50, ns, [key(1)], timeout_s), m.Present).mask == b"\0"
-
-
 def test_an_endless_wait_ends() -> None:
-    node = Node()
-    c = node.connect()
-    ns = node.open(c)
+    node, c, ns = opened()
     node.send(c, m.Wait(50, ns, [key(1)], float("inf")))
     assert len(node.pass_time(601)) == 1
-
-
-def test_too_many_waits_are_refused() -> None:
-    node = Node(max_waiters=2)
-    c = node.connect()
-    ns = node.open(c)
-    for i in range(2):
-        node.send(c, m.Wait(50 + i, ns, [key(1)], 5))
-    assert node.ask(c, m.Wait(60, ns, [key(1)], 5), m.Fault).code == "too_many_waiters"
 
 
 # --- namespaces
@@ -366,18 +221,9 @@ def test_a_namespace_with_another_geometry_is_refused_by_the_name_of_the_field()
     assert "(absent)" in node.ask(c, m.OpenNamespace(9, "a", {"dtype": "bfloat16"}), m.Fault).message
 
 
-def test_namespaces_do_not_share_keys() -> None:
-    node = Node()
-    c = node.connect()
-    a, b = node.open(c, "a"), node.open(c, "b")
-    node.put(c, a, 1)
-    assert (node.exists(c, a, 1), node.exists(c, b, 1)) == ([1], [0])
-
-
 def test_dropping_a_namespace_frees_its_pages_ends_its_writes_and_its_number() -> None:
-    node = Node()
-    c, d = node.connect(), node.connect()
-    ns = node.open(c)
+    node, c, ns = opened()
+    d = node.connect()
     node.put(c, ns, 1, 2)
     [pin] = node.get(d, ns, 1)
     [grant] = node.reserve(c, ns, 3)
@@ -392,44 +238,6 @@ def test_dropping_a_namespace_frees_its_pages_ends_its_writes_and_its_number() -
     node.release(d, pin)
     assert node.status().free_bytes == node.status().capacity_bytes
     assert node.open(c) == ns + 1
-
-
-def test_clear_keeps_the_namespace() -> None:
-    node = Node()
-    c = node.connect()
-    ns = node.open(c)
-    node.put(c, ns, 1, 2)
-    assert node.ask(c, m.Clear(9, ns), m.Done).count == 2
-    assert node.exists(c, ns, 1, 2) == [0, 0]
-
-
-def test_clear_ends_what_is_being_written() -> None:
-    node = Node()
-    c, other = node.connect(), node.connect()
-    ns, spared = node.open(c), node.open(c, "spared")
-    [grant] = node.reserve(c, ns, 1)
-    [kept] = node.reserve(c, spared, 1)
-    node.send(other, m.Clear(9, ns))
-    assert node.status().quarantined_bytes == 4 * KIB
-    assert node.commit(c, grant, kept) == [0, 1]
-    assert node.exists(c, ns, 1) == [0]
-    assert node.status().quarantined_bytes == 0
-    node.put(c, ns, 1)
-    assert node.exists(c, ns, 1) == [1]
-
-
-def test_discard_drops_only_that_very_page_and_leaves_it_to_its_readers() -> None:
-    node = Node()
-    c = node.connect()
-    ns = node.open(c)
-    node.put(c, ns, 1)
-    [pin] = node.get(c, ns, 1)
-    assert node.ask(c, m.Discard(9, ns, [key(1), key(2)], [pin.sequence + 1, 1]), m.Done).count == 0
-    assert node.ask(c, m.Discard(9, ns, [key(1)], [pin.sequence]), m.Done).count == 1
-    assert node.exists(c, ns, 1) == [0]
-    assert node.put(c, ns, 1)[0].slot != pin.slot
-    node.release(c, pin)
-    assert node.status().used_bytes == 4 * KIB
 
 
 # --- UCX
@@ -456,15 +264,6 @@ def test_ucx_receives_are_started_before_the_grant_and_commit_waits_for_them() -
     assert answers(node.send(c, commit(10, one, two)), c) == []
     assert node.exists(c, ns, 1, 2) == [1, 0]
     assert answers(node.do(TransferDone(c, two.tag, True)), c) == [m.Committed(10, b"\1\1")]
-
-
-def test_ucx_a_failed_receive_is_not_committed_and_frees_the_slot() -> None:
-    node, c, ns = ucx_node()
-    one, two = node.reserve(c, ns, 1, 2)
-    node.do(TransferDone(c, one.tag, False))
-    node.send(c, commit(10, one, two))
-    assert answers(node.do(TransferDone(c, two.tag, False)), c) == [m.Committed(10, b"\0\0")]
-    assert node.status().free_bytes == node.status().capacity_bytes
 
 
 def test_ucx_an_overdue_receive_is_cancelled_and_freed_when_that_is_done() -> None:
@@ -514,15 +313,6 @@ def test_ucx_sends_start_before_the_answer_and_hold_the_page_beyond_its_release(
     assert node.status().used_bytes == 0
 
 
-def test_ucx_the_end_of_a_lease_cancels_its_sends() -> None:
-    node, c, ns = ucx_node()
-    [grant] = node.reserve(c, ns, 1)
-    node.do(TransferDone(c, grant.tag, True))
-    node.send(c, commit(9, grant))
-    [pin] = node.get(c, ns, 1)
-    assert node.pass_time(10) == [CancelTransfers(c, (pin.tag,))]
-
-
 def test_ucx_leases_that_end_together_cancel_their_sends_at_once() -> None:
     node, c, ns = ucx_node()
     grants = node.reserve(c, ns, 1, 2)
@@ -556,9 +346,7 @@ def test_commits_that_contradict_themselves_are_refused(checksum: int) -> None:
 
 
 def test_status_conserves_bytes_and_counts_hits_and_misses() -> None:
-    node = Node()
-    c = node.connect()
-    ns = node.open(c)
+    node, c, ns = opened()
     node.put(c, ns, 1, 2)
     node.get(c, ns, 1, 2, 3)
     node.reserve(c, ns, 4)

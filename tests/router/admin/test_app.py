@@ -16,9 +16,9 @@ from pdserve.router.config.limits import Probe
 from pdserve.router.config.router import Admin, RouterConfig
 from pdserve.router.config.tenants import Access
 from pdserve.router.tenants.api_keys import key_line
-from tests.router.processes.test_parent import counted
 from tests.support.router.harness import Harness, disagg, run
 from tests.support.router.mock_worker import ANSWER, EVENTS, STREAM, Gate, MockWorker, stream, workers
+from tests.support.router.process import counted
 
 KEY = "administrators-key-of-this-test"
 ADMIN = Admin(key=KEY)

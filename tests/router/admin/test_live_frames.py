@@ -85,7 +85,7 @@ def test_workers_have_one_state_and_the_pool_is_added_up() -> None:
     for name, worker in workers.items():
         worker.ready = name != "down"
     workers["draining"].drained = True
-    workers["failing"].retry_at_s = 5.0
+    workers["failing"].circuit.retry_at_s = 5.0
     workers["no"].refused = "it does not fit"
     space = m.NamespaceStatus(
         "s", 7, 700, {}, 3, 1, 5, 800, settings=NamespaceSettings(quota_bytes=1000), counters={}

@@ -139,7 +139,7 @@ def test_the_page_shows_workers_flow_caches_pool_and_errors(tmp_path: Path) -> N
 
                 def drain() -> None:
                     worker = decodes[1].id
-                    loop.call_soon_threadsafe(harness.router.fleet.drain, worker, True)
+                    loop.call_soon_threadsafe(harness.router.fleet.members.drain, worker, True)
 
                 looking = asyncio.create_task(asyncio.to_thread(look, url, node, drain))
                 first = True

@@ -464,14 +464,14 @@ def test_a_worker_that_joins_lets_in_what_waits(access: Access) -> None:
     async def main() -> None:
         async with disagg(access=access, admission=ONE_SLOT, decode=2) as (harness, _, [one, two]):
             fleet = harness.router.fleet
-            fleet.leave(two.id)
+            fleet.members.leave(two.id)
             gate = Gate()
             one.script(CHAT, stream(EVENTS, gate, 1))
             first = await asking(harness, ALICE, stream=True)
             await gate.reached.wait()
             second = await asking(harness, ALICE)
             await until_waiting(harness, 1)
-            fleet.join(two.url, "decode")
+            fleet.members.join(two.url, "decode")
             assert (await second.response()).headers["x-pdserve-decode"] == two.id
             gate.open.set()
             await first.response()

@@ -225,7 +225,7 @@ def test_who_joins_at_a_start_is_not_who_answers_first(
 def test_a_worker_whose_name_cannot_be_looked_up_leaves_the_others_probed(host: str) -> None:
     async def main() -> None:
         async with disagg(probe=OFTEN) as (harness, _, [good]):
-            nowhere = harness.router.fleet.join("http://127.0.0.1:1", "decode")
+            nowhere = harness.router.fleet.members.join("http://127.0.0.1:1", "decode")
             nowhere.id = f"{host}:1"
             await harness.until(lambda: nowhere.probe_failures > 1)
             good.ready = False
@@ -263,7 +263,7 @@ def test_no_worker_waits_for_its_probe_until_another_has_answered_its_own(path: 
             await until(harness, good, False)
             good.ready = True
             await until(harness, good, True)
-            harness.router.fleet.join(new.url, "decode")
+            harness.router.fleet.members.join(new.url, "decode")
             await until(harness, new, True)
             gate.open.set()
 
@@ -277,9 +277,9 @@ def test_a_worker_that_has_left_is_no_longer_probed_until_it_comes_again() -> No
     async def main() -> None:
         async with disagg(probe=OFTEN) as (harness, _, [left]):
             await harness.until(lambda: probed() == 2)
-            harness.router.fleet.leave(left.id)
+            harness.router.fleet.members.leave(left.id)
             await harness.until(lambda: probed() == 1)
-            harness.router.fleet.join(left.url, "decode")
+            harness.router.fleet.members.join(left.url, "decode")
             await until(harness, left, True)
             assert probed() == 2
 
@@ -294,7 +294,7 @@ def test_a_worker_whose_words_cannot_be_read_leaves_the_others_probed(path: str,
             odd = MockWorker("decode")
             odd.script(path, *[json_of(said)] * 1000)
             async with workers(odd):
-                harness.router.fleet.join(odd.url, "decode")
+                harness.router.fleet.members.join(odd.url, "decode")
                 await harness.until(lambda: len(odd.scripts[path]) < 998)
                 good.ready = False
                 await until(harness, good, False)

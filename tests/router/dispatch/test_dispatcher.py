@@ -107,7 +107,7 @@ def test_a_prefill_worker_with_all_its_connections_in_use_is_not_held_to_have_fa
             await gate.reached.wait()
             for _ in range(4):
                 assert (await harness.chat()).headers["x-pdserve-plan"].endswith("stage=busy")
-            assert harness.router.fleet.by_id[prefill.id].circuit_failures == 0
+            assert harness.router.fleet.by_id[prefill.id].circuit.failures == 0
             gate.open.set()
             assert (await holding).body == ANSWER
 
@@ -279,7 +279,7 @@ def test_a_session_leaves_a_drained_worker_once_its_pages_are_settled(prefill: i
         async with disagg(prefill=prefill, decode=2) as (harness, _, decodes):
             first = await harness.chat(headers=SESSION)
             [home, other] = sorted(decodes, key=lambda worker: worker.id != first.headers["x-pdserve-decode"])
-            harness.router.fleet.drain(home.id, True)
+            harness.router.fleet.members.drain(home.id, True)
             gate = Gate()
             home.script("/pd/settled", stream([b'{"known":true,"settled":true}'], gate, gate_after=0))
             moved = asyncio.create_task(harness.chat(headers=SESSION))

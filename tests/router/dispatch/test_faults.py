@@ -401,7 +401,7 @@ class Stage:
         seen.counted = {name: dict(getattr(stats, name)) for name in COUNTERS if getattr(stats, name)}
         if stats.retries_refused:
             seen.counted["retries_refused"] = {"": stats.retries_refused}
-        failures = {name: by_id[worker.id].circuit_failures for name, worker in self.workers.items()}
+        failures = {name: by_id[worker.id].circuit.failures for name, worker in self.workers.items()}
         seen.blamed = {name: count for name, count in failures.items() if count}
         paths = {name: sorted(r.path for r in worker.requests) for name, worker in self.workers.items()}
         seen.asked = {name: asked for name, asked in paths.items() if asked}

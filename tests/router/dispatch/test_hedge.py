@@ -117,9 +117,9 @@ def test_there_is_no_hedge_without_a_worker_or_a_budget_for_it(why: str) -> None
             asking = asyncio.create_task(harness.chat())
             await gate.reached.wait()
             if why == "leave":
-                harness.router.fleet.leave(second.id)
+                harness.router.fleet.members.leave(second.id)
             elif why == "drain":
-                harness.router.fleet.drain(second.id, True)
+                harness.router.fleet.members.drain(second.id, True)
             assert (await asking).body == ANSWER  # the decode worker computes the prompt
             assert (second.requests, harness.stats.hedges) == ([], 0)
 

@@ -15,9 +15,9 @@ import pytest
 from pdserve.bench.router.contenders import mock_worker
 from pdserve.bench.router.load import Load, run_load
 from pdserve.router.config.limits import Probe
-from tests.router.processes.test_serving import RouterProcess
 from tests.support.router.harness import chat_body, disagg, run
 from tests.support.router.mock_worker import EVENTS, STREAM, Gate, answer, close, hang, stream
+from tests.support.router.process import RouterProcess
 
 CHAT = "/v1/chat/completions"
 COUNT = 200

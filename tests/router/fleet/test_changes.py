@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.changes import Changes, FleetChange
-from pdserve.router.fleet.registry import Act, Fleet, FleetError
+from pdserve.router.fleet.membership import Act, FleetError
+from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Role, Worker
 
 URLS = [f"http://h{i}:1" for i in range(3)]
@@ -44,15 +45,15 @@ def name_in_etcd(fleet: Fleet, urls: Iterable[str]) -> None:
     named: dict[str, Role] = {}
     for url in urls:
         with suppress(FleetError):
-            fleet.check("etcd", Worker("decode", url))
+            fleet.members.check("etcd", Worker("decode", url))
             named[url] = "decode"
-    fleet.sync("etcd", named)
+    fleet.members.sync("etcd", named)
 
 
 @given(st.lists(ACTS, max_size=12))
 def test_replayed_changes_make_the_same_fleet(acts: list[tuple[Act, str, Role]]) -> None:
     changes, fleet, late = Changes(), Fleet.from_config(CONFIG), Fleet.from_config(CONFIG)
-    fleet.told = lambda act, worker, role: changes.note(FleetChange(act, worker, role))
+    fleet.members.told = lambda act, worker, role: changes.note(FleetChange(act, worker, role))
     for act, url, role in acts:
         with suppress(FleetError):
             FleetChange(act, url if act == "join" else url.removeprefix("http://"), role).apply(fleet)
@@ -89,8 +90,8 @@ def test_every_process_comes_to_the_same_fleet_whatever_etcd_names(
         if act != "gone":
             FleetChange(act, worker, role).follow(other)
 
-    one.told = tell
-    other.told = lambda act, worker, role: changes.note(FleetChange(act, worker, role))
+    one.members.told = tell
+    other.members.told = lambda act, worker, role: changes.note(FleetChange(act, worker, role))
     named: set[str] = set()
     for event in events:
         if isinstance(event, set):
@@ -114,12 +115,12 @@ def test_every_process_comes_to_the_same_fleet_whatever_etcd_names(
 def test_a_worker_of_etcd_that_was_to_leave_stays_away_for_as_long_as_etcd_names_it() -> None:
     fleet = Fleet(())
     both: dict[str, Role] = {URLS[0]: "decode", URLS[1]: "decode"}
-    fleet.sync("etcd", both)
-    fleet.leave(IDS[0])
-    fleet.sync("etcd", {**both, URLS[2]: "decode"})
+    fleet.members.sync("etcd", both)
+    fleet.members.leave(IDS[0])
+    fleet.members.sync("etcd", {**both, URLS[2]: "decode"})
     assert set(fleet.by_id) == {IDS[1], IDS[2]}
-    fleet.sync("etcd", {URLS[1]: "decode"})
-    fleet.sync("etcd", both)
+    fleet.members.sync("etcd", {URLS[1]: "decode"})
+    fleet.members.sync("etcd", both)
     assert set(fleet.by_id) == {IDS[0], IDS[1]}
 
 

@@ -210,7 +210,7 @@ def test_a_worker_of_a_model_that_is_not_configured_is_refused() -> None:
     async def main() -> None:
         first, second = group("a", decodes=1), group("b", decodes=1)
         async with workers(*second), before(*first, models=("a",), probe=Probe(interval_s=0.02)) as harness:
-            odd = harness.router.fleet.join(second[1].url, "decode")
+            odd = harness.router.fleet.members.join(second[1].url, "decode")
             while odd.refused is None:  # noqa: ASYNC110 - probes report to nobody else
                 await asyncio.sleep(0.005)
             assert "none of the configured models ('a')" in odd.refused
@@ -241,7 +241,7 @@ def test_workers_of_one_model_that_can_do_different_things_are_refused() -> None
         first = group("a", decodes=2)
         first[2].info["tasks"] = ["embed"]
         async with workers(first[2]), before(*first[:2], probe=Probe(interval_s=0.02)) as harness:
-            odd = harness.router.fleet.join(first[2].url, "decode")
+            odd = harness.router.fleet.members.join(first[2].url, "decode")
             while odd.refused is None:  # noqa: ASYNC110 - as above
                 await asyncio.sleep(0.005)
             assert "differ in tasks" in odd.refused

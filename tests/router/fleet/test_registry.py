@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.router.fleet.registry import Fleet, FleetError
+from pdserve.router.fleet.membership import FleetError
+from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Worker, WorkerInfo
 
 GEOMETRY = {"layers": 2, "dtype": "float32"}
@@ -220,7 +221,7 @@ def test_context_length_is_what_every_worker_takes() -> None:
 
 
 def join(fleet: Fleet, url: str, role: Any = "decode") -> Worker:
-    worker = fleet.join(url, role)
+    worker = fleet.members.join(url, role)
     assert fleet.on_info(worker, info(role)) is None
     fleet.on_probe_ready(worker)
     return worker
@@ -228,7 +229,7 @@ def join(fleet: Fleet, url: str, role: Any = "decode") -> Worker:
 
 def test_a_worker_that_joins_is_used_once_a_probe_found_it_ready() -> None:
     fleet = make("decode")
-    new = fleet.join("http://new:1", "decode")
+    new = fleet.members.join("http://new:1", "decode")
     assert new not in fleet.snapshot("m", 0).decode
     assert join(fleet, "http://new:1") is new
     assert fleet.snapshot("m", 0).decode == (fleet.by_id["h0:1"], new)
@@ -238,7 +239,7 @@ def test_a_worker_that_leaves_is_out_at_once_and_its_requests_are_counted_to_the
     fleet = make("decode", "decode")
     leaving, other = fleet.workers
     fleet.on_selected(leaving, 0.0)
-    assert fleet.leave(leaving.id) is leaving
+    assert fleet.members.leave(leaving.id) is leaving
     assert fleet.snapshot("m", 0).decode == (other,)
     fleet.on_failure(leaving, 0.0)
     fleet.on_released(leaving)
@@ -250,7 +251,7 @@ def test_a_worker_that_leaves_is_out_at_once_and_its_requests_are_counted_to_the
 
 def test_the_last_worker_of_a_model_takes_the_model_with_it() -> None:
     fleet = make("decode")
-    fleet.leave("h0:1")
+    fleet.members.leave("h0:1")
     assert fleet.models == ()
     assert fleet.workers == ()
 
@@ -258,11 +259,11 @@ def test_the_last_worker_of_a_model_takes_the_model_with_it() -> None:
 def test_a_draining_worker_gets_nothing_new_and_can_be_asked_about_what_it_did() -> None:
     fleet = make("prefill", "decode", "decode")
     prefill, first, second = fleet.workers
-    fleet.drain(first.id, True)
-    fleet.drain(prefill.id, True)
+    fleet.members.drain(first.id, True)
+    fleet.members.drain(prefill.id, True)
     snapshot = fleet.snapshot("m", 0)
     assert (snapshot.prefill, snapshot.decode, snapshot.draining) == ((), (second,), (first,))
-    fleet.drain(first.id, False)
+    fleet.members.drain(first.id, False)
     assert fleet.snapshot("m", 0).decode == (first, second)
 
 
@@ -280,7 +281,7 @@ def test_a_worker_that_says_it_stops_is_drained_until_another_one_is_there() -> 
     assert fleet.on_probe_ready(first)  # it was away too shortly to be missed
     assert fleet.snapshot("m", 0).decode == (first, second)
     assert first.incarnation != was
-    fleet.drain(first.id, True)
+    fleet.members.drain(first.id, True)
     fleet.on_probe_ready(first)
     assert first.draining  # what the admin API said holds
 
@@ -288,11 +289,11 @@ def test_a_worker_that_says_it_stops_is_drained_until_another_one_is_there() -> 
 @pytest.mark.parametrize(
     ("code", "act"),
     [
-        ("bad_url", lambda fleet: fleet.join("https://h:1", "decode")),
-        ("other_role", lambda fleet: fleet.join("http://h0:1", "prefill")),
-        ("unknown_worker", lambda fleet: fleet.leave("h9:1")),
-        ("unknown_worker", lambda fleet: fleet.drain("h9:1", True)),
-        ("bad_url", lambda fleet: fleet.sync("etcd", {"http://h1:1": "decode", "h2": "decode"})),
+        ("bad_url", lambda fleet: fleet.members.join("https://h:1", "decode")),
+        ("other_role", lambda fleet: fleet.members.join("http://h0:1", "prefill")),
+        ("unknown_worker", lambda fleet: fleet.members.leave("h9:1")),
+        ("unknown_worker", lambda fleet: fleet.members.drain("h9:1", True)),
+        ("bad_url", lambda fleet: fleet.members.sync("etcd", {"http://h1:1": "decode", "h2": "decode"})),
     ],
 )
 def test_what_cannot_be_done_is_said_and_changes_nothing(code: str, act: Any) -> None:
@@ -306,33 +307,33 @@ def test_what_cannot_be_done_is_said_and_changes_nothing(code: str, act: Any) ->
 
 def test_a_source_names_exactly_its_workers_and_leaves_the_others_alone() -> None:
     fleet = Fleet([])
-    fleet.sync("config", {"http://a:1": "prefill", "http://b:1": "decode"})
-    by_hand = fleet.join("http://c:1", "decode")
-    fleet.sync("etcd", {"http://b:1": "decode", "http://d:1": "decode"})
-    joined, left = fleet.sync("config", {"http://e:1": "decode"})
+    fleet.members.sync("config", {"http://a:1": "prefill", "http://b:1": "decode"})
+    by_hand = fleet.members.join("http://c:1", "decode")
+    fleet.members.sync("etcd", {"http://b:1": "decode", "http://d:1": "decode"})
+    joined, left = fleet.members.sync("config", {"http://e:1": "decode"})
     assert [w.id for w in joined] == ["e:1"]
     assert [w.id for w in left] == ["a:1"]
     assert list(fleet.by_id) == ["b:1", "c:1", "d:1", "e:1"]  # etcd still has b
-    assert [w.id for w in fleet.sync("etcd", {})[1]] == ["b:1", "d:1"]
+    assert [w.id for w in fleet.members.sync("etcd", {})[1]] == ["b:1", "d:1"]
     assert list(fleet.by_id) == ["c:1", "e:1"]
     assert by_hand in fleet.workers
 
 
 def test_a_worker_that_changes_its_role_joins_anew() -> None:
     fleet = Fleet([])
-    fleet.sync("etcd", {"http://a:1": "prefill"})
+    fleet.members.sync("etcd", {"http://a:1": "prefill"})
     old = fleet.by_id["a:1"]
-    joined, left = fleet.sync("etcd", {"http://a:1": "decode"})
+    joined, left = fleet.members.sync("etcd", {"http://a:1": "decode"})
     assert left == [old]
     assert [(w.id, w.role) for w in joined] == [("a:1", "decode")]
     with pytest.raises(FleetError, match="etcd has it as 'decode'"):
-        fleet.sync("config", {"http://a:1": "prefill"})
+        fleet.members.sync("config", {"http://a:1": "prefill"})
 
 
 def test_a_worker_that_is_away_does_not_keep_others_out() -> None:
     fleet = make("decode")
     fleet.on_probe_not_ready(fleet.workers[0])
-    new = fleet.join("http://new:1", "decode")
+    new = fleet.members.join("http://new:1", "decode")
     assert fleet.on_info(new, info(page_size=32)) is None
     fleet.on_probe_ready(new)
     refused = fleet.on_info(fleet.workers[0], info())  # it comes back as it was
@@ -362,15 +363,15 @@ def test_snapshots_are_right_however_they_are_cached(events: list[tuple[str, int
         now_s += passed_s
         if what == "leave":
             url, role = f"http://h{index}:1", fleet.by_id[f"h{index}:1"].role
-            fleet.leave(f"h{index}:1")
+            fleet.members.leave(f"h{index}:1")
             join(fleet, url, role)
         worker = fleet.by_id[f"h{index}:1"]
         if what in ("drain", "undrain"):
-            fleet.drain(worker.id, what == "drain")
+            fleet.members.drain(worker.id, what == "drain")
         elif what == "failure":
             fleet.on_failure(worker, now_s)
         elif what == "answering":
-            fleet.on_trial_answering(worker, worker.trial, now_s)
+            fleet.on_trial_answering(worker, worker.circuit.trial, now_s)
         elif what == "success":
             fleet.on_success(worker)
         elif what == "ready":

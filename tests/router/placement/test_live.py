@@ -112,6 +112,7 @@ def test_what_a_decode_worker_found_corrects_what_is_believed_of_it() -> None:
         async with disagg(decode_policy="cache_aware") as (harness, _, [decode]):
             trust = harness.router.dispatcher.placer.prefixes._trust
             worker = harness.router.fleet.by_id[decode.id]
+            decode.script("/v1/chat/completions", answered_with(""), answered_with(""))  # it does not say
             for _ in range(2):
                 await harness.chat(messages=conversation(LONG * 2))
             assert worker.incarnation not in trust

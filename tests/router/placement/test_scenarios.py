@@ -68,7 +68,7 @@ class Scenario:
                 self._join(name, role)  # type: ignore[arg-type]
 
     def _join(self, name: str, role: Role) -> None:
-        worker = self.fleet.join(f"http://{name}:1", role)
+        worker = self.fleet.members.join(f"http://{name}:1", role)
         self.fleet.on_info(worker, WorkerInfo(role, "m"))
         self.fleet.on_probe_ready(worker)
 
@@ -90,10 +90,10 @@ class Scenario:
         self.fleet.on_probe_ready(self.fleet.by_id[f"{name}:1"])
 
     def drain(self, name: str) -> None:
-        self.fleet.drain(f"{name}:1", True)
+        self.fleet.members.drain(f"{name}:1", True)
 
     def leave(self, name: str) -> None:
-        self.fleet.leave(f"{name}:1")
+        self.fleet.members.leave(f"{name}:1")
 
     def wait(self, seconds: str) -> None:
         self.now_s += float(seconds)

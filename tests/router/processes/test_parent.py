@@ -1,253 +1,300 @@
-"""Several router processes behind one port: sharing, replacing, stopping, and what they tell each other."""
+"""The parent of several router processes, as a state machine: children that die, hang or cannot be started at
+any moment, reloads, and a stop. The children are stand-ins and time is virtual. Real processes are started in
+test_processes.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
+import random
 import signal
-from pathlib import Path
+import socket
+from types import SimpleNamespace
+from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
+import msgspec
+import pytest
 
-from tests.router.processes.test_serving import RouterProcess, start_streaming
-from tests.support.router.harness import Response, chat_body, run
-from tests.support.router.mock_worker import ANSWER, EVENTS, Gate, MockWorker, Received, Wire, stream, workers
+from pdserve.errors import ConfigError, StartupError
+from pdserve.router.config.router import RouterConfig
+from pdserve.router.fleet.changes import FleetChange
+from pdserve.router.fleet.health_check import STRICT, FirstRound
+from pdserve.router.metrics.snapshot import Snapshot
+from pdserve.router.processes import parent as parent_module
+from pdserve.router.processes.channel import ChannelClosed
+from pdserve.router.processes.child import READY_TIMEOUT_S, Child, Setup
+from pdserve.router.processes.messages import (
+    Collect,
+    Collected,
+    Last,
+    NewShares,
+    Ready,
+    Refused,
+    Reload,
+    Reports,
+)
+from pdserve.router.processes.parent import Parent
+from pdserve.router.processes.shared_limits import Report
+from tests.support.virtual_time import run_virtually
 
-CHAT = "/v1/chat/completions"
-
-
-def counted(text: str, name: str) -> float:
-    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
-    return sum(s.value for s in samples if s.name == name)
-
-
-async def ask(router: RouterProcess, path: str = CHAT) -> Response:
-    """One request on a connection of its own."""
-    client = await router.connect()
-    try:
-        method = "POST" if path == CHAT else "GET"
-        await client.send(path, json.dumps(chat_body()).encode() if path == CHAT else b"", method=method)
-        return await client.response()
-    finally:
-        client.leave()
-
-
-def pids_of(router: RouterProcess) -> set[int]:
-    path = Path(f"/proc/{router.process.pid}/task/{router.process.pid}/children")
-    return {int(pid) for pid in path.read_text().split() if is_router(int(pid))}
-
-
-def is_router(pid: int) -> bool:
-    try:
-        return b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):  # it has just ended
-        return False
+PROCESSES = 3
+LIMIT = 5
+CONFIG = RouterConfig(
+    decode=("http://w:1",), host="127.0.0.1", port=0, processes=PROCESSES, stop_grace_s=5.0, watch_config_s=0
+)
 
 
-async def children(router: RouterProcess) -> set[int]:
-    return pids_of(router)
+class World:
+    """What happens to the children, and what must hold of them."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.has_faults = True
+        self.config: RouterConfig | ConfigError = CONFIG
+        self.made: list[StandIn] = []
+        self.joined: set[str] = set()
+        self.refused: frozenset[str] = frozenset()
+        self.reloads = 0
+        self.sums: list[Snapshot] = []
+        self.is_stopping = False
+
+    def is_hit(self, share: float) -> bool:
+        return self.has_faults and self.dice.random() < share
+
+    def load(self) -> RouterConfig:
+        if isinstance(self.config, ConfigError):
+            raise self.config
+        return self.config
+
+    @property
+    def alive(self) -> list[StandIn]:
+        return [child for child in self.made if not child.over.is_set()]
+
+    @property
+    def serving(self) -> list[StandIn]:
+        return [child for child in self.alive if child.is_ready.is_set() and not child.is_terminated]
+
+    @property
+    def requests(self) -> int:
+        """Known to the parent once it has asked: of a killed child, what it had told before."""
+        return sum(child.told if child.was_killed else child.requests for child in self.made)
 
 
-def exists(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
+class StandIn(Child):
+    """A child without a process."""
 
+    world: World
 
-async def until(condition) -> None:  # type: ignore[no-untyped-def]
-    async with asyncio.timeout(100):
-        while not await condition():  # noqa: ASYNC110 - other processes have no event for it
-            await asyncio.sleep(0.05)
-
-
-def test_processes_share_the_port_and_add_up_their_metrics_and_are_replaced_without_a_failure(
-    tmp_path: Path,
-) -> None:
-    async def main() -> None:
-        decode, other = MockWorker("decode"), MockWorker("decode")
-        async with workers(decode, other):
-            file = tmp_path / "router.toml"
-            file.write_text(f'decode = ["{decode.url}"]\nprocesses = 2\n')
-            router = await RouterProcess.start("--config", str(file))
-            await router.listening()
-            answers = await asyncio.gather(*(ask(router) for _ in range(20)))
-            assert {answer.body for answer in answers} == {ANSWER}
-
-            async def added_up() -> (
-                bool
-            ):  # a process counts a request a moment after its answer, and has 2 s to tell
-                text = (await ask(router, "/metrics")).body.decode()
-                assert counted(text, "pdserve_router_requests_total") <= 20
-                assert counted(text, "pdserve_router_worker_healthy") <= 1
-                return (
-                    counted(text, "pdserve_router_requests_total") == 20
-                    and counted(text, "pdserve_router_worker_healthy") == 1
-                )
-
-            await until(added_up)
-            before = await children(router)
-            assert len(before) == 2
-            gate = Gate()
-            decode.script(CHAT, stream(EVENTS, gate, gate_after=1))
-            client = await start_streaming(router)
-            file.write_text(f'decode = ["{other.url}"]\nprocesses = 2\n')
-            router.process.send_signal(signal.SIGHUP)
-            count, stop = 0, asyncio.Event()
-
-            async def load() -> None:
-                nonlocal count
-                while not stop.is_set():
-                    assert (await ask(router)).body == ANSWER
-                    count += 1
-
-            loading = asyncio.create_task(load())
-
-            async def replaced() -> bool:
-                there = await children(router)
-                return len(there - before) == 2 and len(there) <= 3  # one old child still has a stream
-
-            await until(replaced)
-            gate.open.set()
-            rest = b""
-            while data := await client.chunk():
-                rest += data
-            assert rest == b"".join(EVENTS[1:])
-
-            async def alone() -> bool:
-                return not (await children(router) & before)
-
-            await until(alone)
-            seen = count
-
-            async def served_by_the_new() -> bool:
-                return count > seen or loading.done()
-
-            await until(served_by_the_new)
-            stop.set()
-            await loading
-            assert len(other.got(CHAT)) > 0
-
-            victim = min(await children(router))
-            os.kill(victim, signal.SIGKILL)
-
-            async def again() -> bool:
-                there = await children(router)
-                return victim not in there and len(there) == 2
-
-            await until(again)
-            router.process.send_signal(signal.SIGTERM)
-            assert (await router.ended())[0] == 0
-
-    run(main(), timeout_s=300)
-
-
-def test_children_end_with_their_parent() -> None:
-    async def main() -> None:
-        decode = MockWorker("decode")
-        async with workers(decode):
-            router = await RouterProcess.start("--decode", decode.url, "--processes", "2")
-            await router.listening()
-            pids = await children(router)
-            router.process.kill()
-
-            async def gone() -> bool:
-                return not any(exists(pid) for pid in pids)
-
-            await until(gone)
-            await router.ended()
-
-    run(main(), timeout_s=150)
-
-
-def test_a_tenants_limits_hold_over_all_processes(tmp_path: Path) -> None:
-    async def main() -> None:
-        decode = MockWorker("decode")
-        running = most = done = 0
-        enough = asyncio.Event()
-
-        async def count(wire: Wire, request: Received) -> None:
-            nonlocal running, most, done
-            running += 1
-            most = max(most, running)
-            if running == 3:
-                enough.set()
-            await enough.wait()
-            await wire.body(200, ANSWER)
-            running -= 1
-            done += 1
-
-        decode.script(CHAT, *[count] * 24)
-        async with workers(decode):
-            file = tmp_path / "router.toml"
-            file.write_text(f'decode = ["{decode.url}"]\nprocesses = 2\n[tenant_defaults]\nconcurrency = 3\n')
-            router = await RouterProcess.start("--config", str(file))
-            await router.listening()
-            answers = await asyncio.gather(*(ask(router) for _ in range(24)))
-            assert {answer.status for answer in answers} == {200}
-            assert (most, done) == (3, 24)
-
-            file.write_text(f'decode = ["{decode.url}"]\nprocesses = 2\n[tenant_defaults]\nrequests_s = 20\n')
-            before = await children(router)
-            router.process.send_signal(signal.SIGHUP)
-
-            async def replaced() -> bool:
-                there = await children(router)
-                return len(there) == 2 and not there & before
-
-            await until(replaced)
-            loop = asyncio.get_running_loop()
-            begun_s, let_in = loop.time(), 0
-            while loop.time() < begun_s + 3:
-                statuses = [
-                    answer.status for answer in await asyncio.gather(*(ask(router) for _ in range(4)))
-                ]
-                assert set(statuses) <= {200, 429}
-                let_in += statuses.count(200)
-            took_s = loop.time() - begun_s
-            # a second's worth at once, what was let in before the other process heard of it, and the rate
-            assert 20 <= let_in <= 20 + 16 + 20 * took_s
-            router.process.terminate()
-            await router.ended()
-
-    run(main(), timeout_s=150)
-
-
-def test_a_reload_takes_over_the_lists_of_workers(tmp_path: Path) -> None:
-    async def main() -> None:
-        first, second = MockWorker("decode"), MockWorker("decode")
-        async with workers(first, second):
-            file = tmp_path / "router.toml"
-            file.write_text(f'decode = ["{first.url}"]\nwatch_config_s = 0.05\nprobe.interval_s = 0.1\n')
-            router = await RouterProcess.start("--config", str(file))
-            await router.listening()
-            file.write_text(f'decode = ["{second.url}"\n')  # no TOML: nothing changes
-            assert (await ask(router)).body == ANSWER
-            router.process.send_signal(signal.SIGHUP)
-            assert (await ask(router)).body == ANSWER
-            file.write_text(f'decode = ["{second.url}"]\nwatch_config_s = 0.05\nclient_keepalive_s = 5.0\n')
-
-            async def moved() -> bool:
-                response = await ask(router)
-                assert response.status in (200, 503)  # the second is used once it was probed
-                return response.headers.get("x-pdserve-decode") == second.id
-
-            await until(moved)
-            router.process.send_signal(signal.SIGTERM)
-            status, said = await router.ended()
-            assert status == 0
-            assert "not changed" in said
-            assert f"joined: decode {second.id}; left: decode {first.id}" in said
-            assert "taken over at the next start only: client_keepalive_s, probe" in said
-
-    run(main(), timeout_s=150)
-
-
-def test_a_child_that_cannot_start_ends_the_router() -> None:
-    async def main() -> None:
-        router = await RouterProcess.start(
-            "--decode", "http://127.0.0.1:1", "--processes", "2", "--decode-policy", "x"
+    def __init__(
+        self, setup: Setup, listening: socket.socket, admin: Any, on_message: Any, first: FirstRound
+    ) -> None:
+        world = self.world
+        if world.is_hit(0.1):
+            raise StartupError("no router process can be started")
+        assert listening.fileno() >= 0
+        self.number, self.setup, self.place = len(world.made), setup, listening
+        self.has_admin = admin is not None
+        self.is_ready, self.is_stopping, self.has_left = asyncio.Event(), False, False
+        self.metrics = Snapshot()
+        self.on_message = on_message
+        self.over = asyncio.Event()
+        self.is_terminated = self.was_ready = self.was_killed = False
+        self.requests = self.told = self.reloads = 0
+        self.share = self.share_number = 0
+        self.known = {change.worker for change in first.changes}
+        if first is not STRICT:
+            assert first.refused == world.refused
+        self.channel: Any = SimpleNamespace(send=self.hear, collect=self.collect)
+        self.process: Any = SimpleNamespace(
+            pid=self.number, terminate=self.terminate, kill=lambda: self.end(-9)
         )
-        status, said = await router.ended()
-        assert status == 1
-        assert "unknown policy 'x'" in said
+        self.serving = asyncio.create_task(self.live())
+        self.ended = asyncio.create_task(self.exit_status())
+        world.made.append(self)
 
-    run(main(), timeout_s=150)
+    async def live(self) -> None:
+        starting = asyncio.create_task(self.start())
+        await self.over.wait()
+        starting.cancel()
+
+    async def start(self) -> None:
+        await asyncio.sleep(self.world.dice.uniform(0.1, 3.0))
+        if self.world.is_hit(0.1):
+            self.end(1)
+        elif not self.world.is_hit(0.05):  # or it hangs
+            self.was_ready = True
+            self.on_message(self, Ready())
+            self.report()
+
+    async def exit_status(self) -> int:
+        await self.over.wait()
+        return self.status
+
+    def end(self, status: int) -> None:
+        if not self.over.is_set():
+            self.status, self.was_killed = status, status != 0
+            self.over.set()
+
+    def terminate(self) -> None:
+        """Somebody else serves on its socket, or did until a fault; then it is about to be replaced."""
+        if not self.world.is_stopping and self.was_ready:
+            others = [child for child in self.world.made if child.place is self.place and child is not self]
+            assert any(child.was_ready and not child.is_terminated for child in others)
+        self.is_terminated = True
+        asyncio.get_running_loop().call_later(
+            60.0 if self.world.is_hit(0.1) else self.world.dice.uniform(0, 4), self.leave
+        )
+
+    def leave(self) -> None:
+        if not self.over.is_set():
+            self.told = self.requests
+            self.on_message(self, Last(self.own_metrics()))
+            self.end(0)
+
+    def own_metrics(self) -> Snapshot:
+        return Snapshot({"requests": {("/", "200"): self.requests}, "requests_in_flight": {(): 1}})
+
+    async def collect(self, timeout_s: float) -> Snapshot:
+        if self.over.is_set():
+            raise ChannelClosed("gone")
+        if self.world.is_hit(0.2):
+            await asyncio.sleep(timeout_s)
+            raise ChannelClosed("silent")
+        self.told = self.requests
+        return self.own_metrics()
+
+    def report(self) -> None:
+        if not self.over.is_set():
+            report = Report(LIMIT, 0, 0, self.share_number, 0.0, 0.0)
+            self.on_message(self, Reports({"tenant": report}))
+
+    def hear(self, message: object) -> None:
+        if isinstance(message, FleetChange):
+            self.known.add(message.worker)
+        elif isinstance(message, Reload):
+            self.reloads += 1
+        elif isinstance(message, NewShares) and not self.over.is_set():
+            share = message.tenants["tenant"]
+            assert share.granted is not None
+            self.share, self.share_number = share.granted, share.number
+            asyncio.get_running_loop().call_later(0.1, self.report)
+        elif isinstance(message, Collected):
+            self.world.sums.append(message.metrics)
+
+
+def happens(world: World) -> None:
+    """One thing, at random."""
+    dice, alive = world.dice, world.alive
+    what = dice.choice(["requests", "die", "reload", "wrong", "fixed", "join", "refuse", "keys", "collect"])
+    if what == "reload":
+        world.config = msgspec.structs.replace(CONFIG, log_level=dice.choice(["debug", "info", "error"]))
+    elif what == "wrong":
+        world.config = ConfigError("wrong")
+    elif what == "fixed":  # what a reload cannot change
+        world.config = msgspec.structs.replace(CONFIG, processes=PROCESSES + 1)
+    if what in ("reload", "wrong", "fixed"):
+        os.kill(os.getpid(), signal.SIGHUP)
+    if not alive:
+        return
+    child = dice.choice(alive)
+    if what == "die":
+        child.end(1)
+    elif what == "requests" and child in world.serving:
+        child.requests += dice.randrange(10)
+    elif what == "collect":
+        child.on_message(child, Collect(0))
+    elif what == "refuse":
+        world.refused = frozenset({f"r:{dice.randrange(9)}"})
+        child.on_message(child, Refused(world.refused))
+    elif what == "join":
+        change = FleetChange("join", f"http://joined:{len(world.joined) + 1}")
+        world.joined.add(change.worker)
+        child.known.add(change.worker)
+        child.on_message(child, change)
+    elif what == "keys":
+        before = {other: other.reloads for other in alive}
+        child.on_message(child, Reload())
+        assert {other for other in alive if other.reloads > before[other]} == set(alive) - {child}
+
+
+async def is_quiet(world: World) -> None:
+    """Long enough for every restart, and for children that hang."""
+    world.has_faults = False
+    await asyncio.sleep(3 * PROCESSES * READY_TIMEOUT_S)
+
+
+def check_quiet(world: World) -> None:
+    """All places are served by one configuration, and nobody is left over."""
+    children = world.serving
+    assert world.alive == children
+    assert len({child.place for child in children}) == len(children) == PROCESSES
+    assert len({child.setup.config.log_level for child in children}) == 1
+    assert all(child.known == world.joined for child in children)
+    assert sum(child.share for child in children) == LIMIT
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_happens_every_place_is_served_and_nobody_is_left_behind(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(seed)
+    monkeypatch.setattr(StandIn, "world", world, raising=False)
+    monkeypatch.setattr(parent_module, "Child", StandIn)
+
+    async def main() -> None:
+        world.has_faults = False
+        source: Any = SimpleNamespace(path=None, load=world.load)
+        running = asyncio.create_task(Parent(CONFIG, source, STRICT).run())
+        await is_quiet(world)
+        check_quiet(world)
+        world.has_faults = True
+        for _ in range(60):
+            await asyncio.sleep(world.dice.uniform(0, 3))
+            happens(world)
+        await is_quiet(world)
+        check_quiet(world)
+
+        world.config = msgspec.structs.replace(CONFIG, log_level="warning")
+        os.kill(os.getpid(), signal.SIGHUP)
+        await is_quiet(world)
+        check_quiet(world)
+        assert {child.setup.config.log_level for child in world.serving} == {"warning"}
+
+        child = world.serving[0]
+        child.on_message(child, Collect(1))
+        await asyncio.sleep(1)
+        seen = [one.value("requests", "/", "200") for one in world.sums]
+        assert seen == sorted(seen)  # counters never fall
+        assert seen[-1] == world.requests
+        assert world.sums[-1].value("requests_in_flight") == PROCESSES
+        assert world.sums[-1].is_whole
+
+        for _ in range(world.dice.randrange(3)):  # it may be stopped amid anything
+            world.has_faults = True
+            happens(world)
+            await asyncio.sleep(world.dice.uniform(0, 3))
+        world.is_stopping = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        await running
+        assert world.alive == []
+
+    run_virtually(main())
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_child_that_cannot_start_at_first_ends_the_router(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(seed)
+    monkeypatch.setattr(StandIn, "world", world, raising=False)
+    monkeypatch.setattr(parent_module, "Child", StandIn)
+    monkeypatch.setattr(world, "is_hit", lambda share: world.dice.random() < 0.5)
+
+    async def main() -> None:
+        world.is_stopping = True
+        with pytest.raises(StartupError):
+            await Parent(CONFIG, None, STRICT).run()
+        assert world.alive == []
+
+    run_virtually(main())

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
-import re
 import signal
 import socket
-import sys
 
 import pytest
 
 from pdserve.errors import StartupError
 from pdserve.router.server.listening import bind
-from tests.support.router.harness import Connection, chat_body, run
+from tests.support.router.harness import chat_body, run
 from tests.support.router.mock_worker import ANSWER, EVENTS, Gate, MockWorker, stream, workers
-
-CHAT = "/v1/chat/completions"
-PR_SET_PDEATHSIG = 1
-PRCTL = ctypes.CDLL(None).prctl
+from tests.support.router.process import CHAT, RouterProcess
 
 
 def lingering(seconds: float) -> str:
@@ -30,58 +24,6 @@ def lingering(seconds: float) -> str:
     return f"{patched}; from pdserve.cli import main; main()"
 
 
-class RouterProcess:
-    """`pdserve router` as a child, on a free port."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-        self.port = 0
-
-    @classmethod
-    async def start(cls, *arguments: str, program: str | None = None) -> RouterProcess:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *(("-m", "pdserve") if program is None else ("-c", program)),
-            "router",
-            "--port",
-            "0",
-            *arguments,
-            stderr=asyncio.subprocess.PIPE,
-            preexec_fn=lambda: PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL),  # what a failed test leaves behind
-        )
-        return cls(process)
-
-    async def listening(self) -> None:
-        assert self.process.stderr is not None
-        while match := await self.process.stderr.readline():
-            if found := re.search(rb"listening on http://[^:]+:(\d+)", match):
-                self.port = int(found[1])
-                return
-        raise AssertionError("the router ended before it listened")
-
-    async def connect(self) -> Connection:
-        return Connection(*await asyncio.open_connection("127.0.0.1", self.port))
-
-    async def refuses(self) -> None:
-        """Until the listener is closed."""
-        with pytest.raises(OSError):  # noqa: PT012
-            while True:
-                (await self.connect()).leave()
-                await asyncio.sleep(0.01)
-
-    async def ended(self) -> tuple[int, str]:
-        _, said = await self.process.communicate()
-        return self.process.returncode or 0, said.decode()
-
-
-async def start_streaming(router: RouterProcess) -> Connection:
-    client = await router.connect()
-    await client.send(CHAT, json.dumps(chat_body(stream=True)).encode())
-    assert (await client.head()).status == 200
-    assert await client.chunk() == EVENTS[0]
-    return client
-
-
 def test_running_streams_are_finished_before_the_router_stops() -> None:
     async def main() -> None:
         decode = MockWorker("decode")
@@ -90,7 +32,7 @@ def test_running_streams_are_finished_before_the_router_stops() -> None:
             decode.script(CHAT, stream(EVENTS, gate, gate_after=1))
             router = await RouterProcess.start("--decode", decode.url)
             await router.listening()
-            client = await start_streaming(router)
+            client = await router.start_streaming()
             router.process.send_signal(signal.SIGTERM)
             await router.refuses()
             gate.open.set()
@@ -111,7 +53,7 @@ def test_what_comes_on_an_idle_connection_while_the_router_stops_is_answered_and
             await router.listening()
             gate = Gate()
             decode.script(CHAT, stream(EVENTS, gate, gate_after=1))
-            streaming = await start_streaming(router)
+            streaming = await router.start_streaming()
             idle, new, busy = [await router.connect() for _ in range(3)]
             body = json.dumps(chat_body()).encode()
             for client in (idle, busy):
@@ -172,7 +114,7 @@ def test_a_stream_that_outlasts_the_grace_ends_in_an_error_event() -> None:
             decode.script(CHAT, stream(EVENTS, Gate(), gate_after=1))
             router = await RouterProcess.start("--decode", decode.url, "--stop-grace-s", "0.2")
             await router.listening()
-            client = await start_streaming(router)
+            client = await router.start_streaming()
             router.process.send_signal(signal.SIGTERM)
             last = await client.chunk()
             assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "router_stopping"
@@ -202,6 +144,17 @@ def test_what_cannot_be_started_says_so_in_one_line(arguments: list[str], status
         assert "Traceback" not in text
 
     run(main())
+
+
+def test_a_child_that_cannot_start_ends_the_router() -> None:
+    async def main() -> None:
+        several = ("--processes", "2", "--decode-policy", "x")
+        router = await RouterProcess.start("--decode", "http://127.0.0.1:1", *several)
+        status, said = await router.ended()
+        assert status == 1
+        assert "unknown policy 'x'" in said
+
+    run(main(), timeout_s=60)
 
 
 def test_workers_that_do_not_fit_end_the_process() -> None:

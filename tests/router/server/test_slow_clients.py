@@ -213,7 +213,7 @@ def test_a_head_without_end_during_an_answer_ends_the_connection_and_is_no_fault
             assert harness.stats.client_aborts == {"stream": 1}
             assert harness.stats.stream_errors == {}
             [known] = harness.router.fleet.workers
-            assert known.circuit_failures == 0
+            assert known.circuit.failures == 0
             client.leave()
 
     run(main())

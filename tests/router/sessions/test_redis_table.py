@@ -192,7 +192,7 @@ def test_a_session_that_had_to_move_is_followed_by_the_other_router(redis_url: s
             async with routed(config) as first, routed(config) as second:
                 session = {"x-session-id": "moves"}
                 home = (await first.chat(headers=session)).headers["x-pdserve-decode"]
-                first.router.fleet.drain(home, True)
+                first.router.fleet.members.drain(home, True)
                 moved = (await first.chat(headers=session)).headers
                 assert moved["x-pdserve-decode"] != home
                 await eventually(probe, named("moves").of_model("m"), moved["x-request-id"])
@@ -221,10 +221,10 @@ def test_what_redis_has_from_before_it_was_away_does_not_undo_later_turns(redis_
                 first = (await router.chat(headers=session)).headers
                 await eventually(probe, named("s").of_model("m"), first["x-request-id"])
                 table._failed(TimeoutError())
-                router.router.fleet.drain(first["x-pdserve-decode"], True)
+                router.router.fleet.members.drain(first["x-pdserve-decode"], True)
                 moved = (await router.chat(headers=session)).headers
                 assert moved["x-pdserve-decode"] != first["x-pdserve-decode"]
-                router.router.fleet.drain(first["x-pdserve-decode"], False)
+                router.router.fleet.members.drain(first["x-pdserve-decode"], False)
                 table._away_until_s = 0.0
                 last = (await router.chat(headers=session)).headers
                 assert last["x-pdserve-decode"] == moved["x-pdserve-decode"]
@@ -249,7 +249,7 @@ def test_a_session_that_began_anew_at_another_router_is_followed_there(redis_url
                     home = (await first.chat(headers=session)).headers
                     await eventually(probe, key, home["x-request-id"])
                 await probe._redis.delete(probe._name(key.links[-1]))
-                second.router.fleet.drain(home["x-pdserve-decode"], True)
+                second.router.fleet.members.drain(home["x-pdserve-decode"], True)
                 anew = (await second.chat(headers=session)).headers
                 await eventually(probe, key, anew["x-request-id"])
                 followed = (await first.chat(headers=session)).headers

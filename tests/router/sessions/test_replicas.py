@@ -30,7 +30,7 @@ class Replica:
         self.fleet = Fleet(())
         for name in names:
             for role in ("prefill", "decode"):
-                worker = self.fleet.join(f"http://{role}-{name}:1", role)  # type: ignore[arg-type]
+                worker = self.fleet.members.join(f"http://{role}-{name}:1", role)  # type: ignore[arg-type]
                 self.fleet.on_info(worker, WorkerInfo(role, "m"))  # type: ignore[arg-type]
                 self.fleet.on_probe_ready(worker)
         self.placer = Placer(CONFIG, self.fleet)

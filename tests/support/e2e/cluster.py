@@ -97,15 +97,22 @@ class Process:
         assert self.popen is not None
 
         def check() -> bool:
-            assert self.popen is not None
-            if self.popen.poll() is not None:
-                raise AssertionError(f"{self.name} exited with {self.popen.returncode}:\n{self.tail()}")
+            self.assert_running()
             return ready()
 
         try:
             eventually(check, f"{self.name} ready", timeout_s, 0.1)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.tail()}") from error
+
+    @property
+    def is_running(self) -> bool:
+        return self.popen is not None and self.popen.poll() is None
+
+    def assert_running(self) -> None:
+        assert self.popen is not None
+        if self.popen.poll() is not None:
+            raise AssertionError(f"{self.name} exited with {self.popen.returncode}:\n{self.tail()}")
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Signal the process itself (not its children) and wait for its end."""
@@ -123,6 +130,12 @@ class Process:
             self.popen.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.popen.wait(STOP_TIMEOUT_S)
+        self.end()
+
+    def end(self) -> None:
+        """SIGKILL to the whole group; idempotent."""
+        if self.popen is None:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait(STOP_TIMEOUT_S)
@@ -241,6 +254,19 @@ class Worker:
         assert self.process is not None
         self.process.wait_ready(lambda: http_ok(f"{self.url}/pd/ready"))
         return self
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.is_running
+
+    def assert_running(self) -> None:
+        assert self.process is not None
+        self.process.assert_running()
+
+    def end(self) -> None:
+        """At once, without a drain."""
+        if self.process is not None:
+            self.process.end()
 
     def generate(self, input_ids: list[int], max_new_tokens: int, **more: Any) -> dict[str, Any]:
         """SGLang's own /generate, greedy, with the log-probability of each output token."""

@@ -126,6 +126,13 @@ class Node:
         return self.state.status(0, self.now_s)
 
 
+def opened(**limits: Any) -> tuple[Node, int, int]:
+    """A node, a client of it, and the number of a namespace that the client has opened."""
+    node = Node(**limits)
+    client = node.connect()
+    return node, client, node.open(client)
+
+
 def commit(request_id: int, *grants: m.Grant, checksum: int = 7) -> m.Commit:
     return m.Commit(
         request_id,

@@ -1,5 +1,5 @@
-"""What the router needs of a decode worker, as checks that the mock (test_contract.py) and a real worker
-(tests/e2e/test_worker_contract.py) both pass. Each takes a client of the worker and its model's name.
+"""What the router needs of workers, as checks that the mock (tests/router/test_worker_contract.py) and real
+workers (tests/e2e/test_worker_contract.py) both pass. Each takes a client of the worker and its model's name.
 """
 
 from __future__ import annotations
@@ -11,19 +11,43 @@ from typing import Any
 import httpx
 import msgspec
 
+from pdserve.router.dispatch.prefill import PrefillReport
 from pdserve.router.dispatch.settle import SettledReport
+from pdserve.router.dispatch.stream_marks import MARK, StreamMarks
 from pdserve.router.fleet.worker import WorkerInfo, WorkerLoad
+from pdserve.router.metrics.names import CACHES, TIERS
+from pdserve.router.request.cache_report import parse_cached
+from pdserve.router.request.timing import parse_timing
 
 Check = Callable[[httpx.AsyncClient, str], Awaitable[None]]
 HEADERS = {"x-request-id": "contract-1"}
+CHAT = "/v1/chat/completions"
+ENDPOINT = {"endpoint": CHAT}
 
 
 def body(model: str, **more: Any) -> dict[str, Any]:
     return {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4} | more
 
 
+async def streamed(client: httpx.AsyncClient, path: str, **asked: Any) -> tuple[httpx.Response, list[bytes]]:
+    """An answered stream: its head, and its events and comments."""
+    async with client.stream("POST", path, **asked) as response:
+        data = b"".join([piece async for piece in response.aiter_raw()])
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert data.endswith(b"data: [DONE]\n\n")
+    return response, [part + b"\n\n" for part in data.split(b"\n\n") if part]
+
+
+def text_of(events: list[bytes]) -> str:
+    chunks = [json.loads(one[6:]) for one in events if one.startswith(b"data: {")]
+    return "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"])
+
+
 async def a_worker_describes_itself(client: httpx.AsyncClient, model: str) -> None:
-    assert (await client.get("/pd/ready")).json()["ready"] is True
+    ready = (await client.get("/pd/ready")).json()
+    assert ready["ready"] is True
+    msgspec.convert(ready["load"], WorkerLoad | None)
     info = msgspec.json.decode((await client.get("/pd/info")).content, type=WorkerInfo)
     assert info.context_length > 0
     assert info.page_size > 0
@@ -32,26 +56,76 @@ async def a_worker_describes_itself(client: httpx.AsyncClient, model: str) -> No
 
 
 async def an_answer_is_json(client: httpx.AsyncClient, model: str) -> None:
-    response = await client.post("/v1/chat/completions", json=body(model), headers=HEADERS)
+    response = await client.post(CHAT, json=body(model), headers=HEADERS)
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("application/json")
     assert response.json()["choices"][0]["finish_reason"]
 
 
 async def a_stream_is_whole_events_that_end_in_done(client: httpx.AsyncClient, model: str) -> None:
-    asked = client.stream("POST", "/v1/chat/completions", json=body(model, stream=True), headers=HEADERS)
-    async with asked as response:
-        assert response.headers["content-type"].startswith("text/event-stream")
-        pieces = [piece async for piece in response.aiter_raw()]
-    text = b"".join(pieces)
-    assert text.endswith(b"data: [DONE]\n\n")
-    events = [event for event in text.split(b"\n\n") if event]
+    _, events = await streamed(client, CHAT, json=body(model, stream=True), headers=HEADERS)
     assert all(event.startswith(b"data: ") for event in events)
     assert json.loads(events[0][6:])["object"] == "chat.completion.chunk"
 
 
+async def headers_tell_where_the_prompt_came_from_and_what_took_how_long(
+    client: httpx.AsyncClient, model: str
+) -> None:
+    response = await client.post(CHAT, json=body(model), headers=HEADERS)
+    streaming, _ = await streamed(client, CHAT, json=body(model, stream=True), headers=HEADERS)
+    for answered in (response, streaming):
+        tokens = parse_cached(answered.headers["x-pdserve-cached"])
+        assert set(tokens) == set(TIERS)
+        assert sum(tokens.values()) == response.json()["usage"]["prompt_tokens"]
+        assert "compute" in parse_timing(answered.headers["server-timing"])
+
+
+async def a_stream_has_marks_when_they_are_asked_for(client: httpx.AsyncClient, model: str) -> None:
+    asked = body(model, stream=True, temperature=0)
+    response, parts = await streamed(client, CHAT, json=asked, headers={**HEADERS, "x-pdserve-marks": "1"})
+    assert response.headers["x-pdserve-marks"] == "1"
+    marks = [list(map(int, part.removeprefix(MARK).split())) for part in parts if part.startswith(MARK)]
+    assert marks
+    tokens = 0
+    for _, first, *token_ids in marks:  # every token is told once, in order
+        assert first == tokens
+        tokens += len(token_ids)
+    assert marks[-1][0] <= len(text_of(parts))
+    _, unmarked = await streamed(client, CHAT, json=asked, headers=HEADERS)
+    assert text_of(unmarked) == text_of(parts)
+
+
+async def a_lost_stream_goes_on_from_any_of_its_marks(client: httpx.AsyncClient, model: str) -> None:
+    asked = json.dumps(body(model, stream=True, temperature=0)).encode()
+    headers = {**HEADERS, "x-pdserve-marks": "1", "content-type": "application/json"}
+    _, parts = await streamed(client, CHAT, content=asked, headers=headers)
+    ends = [place + 1 for place, part in enumerate(parts) if part.startswith(MARK)]
+    for end in ends:
+        marks = StreamMarks()
+        marks.begin(is_marked=True)
+        before = marks.take(b"".join(parts[:end]), at_end=False)
+        response, rest = await streamed(
+            client, "/pd/continue", params=ENDPOINT, content=marks.continue_body(asked), headers=headers
+        )
+        assert response.headers["x-pdserve-marks"] == "1"
+        assert text_of([*before.split(b"\n\n"), *rest]) == text_of(parts)
+
+
+async def what_cannot_be_continued_is_refused(client: httpx.AsyncClient, model: str) -> None:
+    asked = json.dumps(body(model, stream=True)).encode()
+    for line in (b"", b"nonsense", b'{"characters": "x", "token_ids": []}'):
+        response = await client.post("/pd/continue", params=ENDPOINT, content=line + b"\n" + asked)
+        assert response.status_code == 400
+
+
+async def a_pull_is_answered(client: httpx.AsyncClient, model: str) -> None:
+    response = await client.post("/pd/pull", params=ENDPOINT, json=body(model), headers=HEADERS)
+    assert response.status_code == 200
+    assert isinstance(response.json()["pulled_tokens"], int | None)
+
+
 async def a_worker_tells_whether_a_request_is_settled(client: httpx.AsyncClient, model: str) -> None:
-    await client.post("/v1/chat/completions", json=body(model), headers={"x-request-id": "contract-2"})
+    await client.post(CHAT, json=body(model), headers={"x-request-id": "contract-2"})
     asked = {"request_id": "contract-2", "timeout_s": 5.0}
     response = await client.post("/pd/settled", json=asked)
     assert response.status_code == 200
@@ -59,14 +133,35 @@ async def a_worker_tells_whether_a_request_is_settled(client: httpx.AsyncClient,
     assert report.known
 
 
-async def a_workers_load_is_of_the_form_the_router_reads(client: httpx.AsyncClient, model: str) -> None:
-    msgspec.convert((await client.get("/pd/ready")).json()["load"], WorkerLoad | None)
+async def a_prefill_is_reported(client: httpx.AsyncClient, model: str) -> None:
+    asked = body(model)
+    response = await client.post("/pd/prefill", params=ENDPOINT, json=asked, headers=HEADERS)
+    assert response.status_code == 200
+    report = msgspec.json.decode(response.content, type=PrefillReport)
+    assert set(report.cached) == set(CACHES)
+    assert sum(report.by_tier.values()) == report.prompt_tokens > 0
+    assert len(report.cached_by_prompt) == 1
+    assert report.prefill_ms > 0
 
 
-CHECKS: list[Check] = [
-    a_worker_describes_itself,
-    a_workers_load_is_of_the_form_the_router_reads,
-    an_answer_is_json,
-    a_stream_is_whole_events_that_end_in_done,
-    a_worker_tells_whether_a_request_is_settled,
-]
+async def what_is_no_request_is_not_computed(client: httpx.AsyncClient, model: str) -> None:
+    response = await client.post("/pd/prefill", params=ENDPOINT, content=b"{nonsense", headers=HEADERS)
+    assert response.status_code == 400
+
+
+CHECKS: dict[str, list[Check]] = {
+    "decode": [
+        a_worker_describes_itself,
+        an_answer_is_json,
+        a_stream_is_whole_events_that_end_in_done,
+        headers_tell_where_the_prompt_came_from_and_what_took_how_long,
+        a_stream_has_marks_when_they_are_asked_for,
+        a_lost_stream_goes_on_from_any_of_its_marks,
+        what_cannot_be_continued_is_refused,
+        a_pull_is_answered,
+        a_worker_tells_whether_a_request_is_settled,
+    ],
+    "prefill": [a_worker_describes_itself, a_prefill_is_reported, what_is_no_request_is_not_computed],
+}
+CASES = [(role, check) for role, checks in CHECKS.items() for check in checks]
+IDS = [f"{role}-{check.__name__}" for role, check in CASES]

@@ -115,9 +115,16 @@ ANSWER = (
     b'"message":{"role":"assistant","content":"hello","tool_calls":null},"logprobs":null,'
     b'"finish_reason":"stop"}],"usage":{"prompt_tokens":3,"total_tokens":5,"completion_tokens":2}}'
 )
+TOLD = (
+    "x-pdserve-cached: device=0, host=0, pool=0, ssd=0, computed=3\r\n"
+    "server-timing: queue;dur=0.1, compute;dur=1.0\r\n"
+)
+"""What every worker says in the head of an answer."""
+MARKS = [b": pd 2 0 7 8\n\n", b": pd 5 2 9 10\n\n"]
+"""After the first two of `EVENTS`, for a caller that asks for them."""
 REPORT = {
     "prompt_tokens": 40,
-    "cached": {"device": 8, "host": 0, "pool": 16},
+    "cached": {"device": 8, "host": 0, "pool": 16, "ssd": 0},
     "cached_by_prompt": [[8, 0, 16]],
     "published_pages": 2,
     "missing_pages": 0,
@@ -244,7 +251,11 @@ class MockWorker:
         elif request.path == "/pd/info":
             await wire.json(200, self.info)
         elif request.path == "/pd/prefill":
-            await wire.json(200, REPORT)
+            try:
+                request.json()
+                await wire.json(200, REPORT)
+            except ValueError:
+                await wire.json(400, {"error": {"message": "no JSON"}})
         elif request.path == "/pd/settled":
             await wire.json(
                 200,
@@ -257,10 +268,15 @@ class MockWorker:
                     "waited_ms": 0.1,
                 },
             )
+        elif request.path == "/pd/pull":
+            await wire.json(200, {"pulled_tokens": 0})
+        elif request.path == "/pd/continue":
+            await _continue(wire, request)
         elif request.method == "POST" and request.json().get("stream"):
-            await stream(EVENTS)(wire, request)
+            marks = request.headers.get("x-pdserve-marks") == "1"
+            await (marked_from(0) if marks else stream(EVENTS))(wire, request)
         elif request.method == "POST":
-            await wire.body(200, ANSWER)
+            await answered_with(TOLD)(wire, request)
         else:
             await wire.json(404, {"detail": "Not Found"})
 
@@ -296,7 +312,7 @@ def stream(events: list[bytes], gate: Gate | None = None, gate_after: int = 0) -
     async def run(wire: Wire, request: Received) -> None:
         if gate is not None and gate_after < 0:
             await gate.passed()
-        await wire.head(200, "text/event-stream; charset=utf-8")
+        await wire.head(200, "text/event-stream; charset=utf-8", extra=TOLD)
         for i, data in enumerate(events):
             if gate is not None and i == gate_after:
                 await gate.passed()
@@ -306,6 +322,30 @@ def stream(events: list[bytes], gate: Gate | None = None, gate_after: int = 0) -
         await wire.end()
 
     return run
+
+
+def marked_from(characters: int) -> Script:
+    """The usual stream behind so many characters of it, with marks."""
+
+    async def run(wire: Wire, request: Received) -> None:
+        await wire.head(200, "text/event-stream; charset=utf-8", extra=TOLD + "x-pdserve-marks: 1\r\n")
+        for data, mark in zip(EVENTS, MARKS, strict=False):
+            if int(mark.split()[2]) > characters:
+                await wire.chunk(data + mark)
+        await wire.chunk(b"".join(EVENTS[len(MARKS) :]))
+        await wire.end()
+
+    return run
+
+
+async def _continue(wire: Wire, request: Received) -> None:
+    """The rest of the usual stream, from the mark that the caller has."""
+    try:
+        so_far = json.loads(request.body.partition(b"\n")[0])
+        script = marked_from(int(so_far["characters"]))
+    except ValueError:
+        script = answer(400, {"error": {"message": "no mark"}})
+    await script(wire, request)
 
 
 def hang(gate: Gate) -> Script:

@@ -14,11 +14,11 @@ import signal
 from typing import Any, Final
 
 from pdserve.engine.sglang import prepare
-from pdserve.sglang_places import Place
+from pdserve.sglang_places import places
 
 PLACES: Final = (
-    Place("sglang.srt.managers.scheduler", "run_scheduler_process"),
-    Place("sglang.srt.managers.detokenizer_manager", "run_detokenizer_process"),
+    *places("sglang.srt.managers.scheduler", "run_scheduler_process"),
+    *places("sglang.srt.managers.detokenizer_manager", "run_detokenizer_process"),
 )
 
 prepare.before_sglang()

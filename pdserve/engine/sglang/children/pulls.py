@@ -1,13 +1,12 @@
-"""Requests that only fetch: SGLang pulls their prompt's pages from the pool into its host memory, and no
-more.
+"""Requests that only fetch pages: SGLang pulls them from the pool into its host memory, and computes nothing.
 
-SGLang fetches pages from storage only for requests that wait to be scheduled, and has no other way in. So a
-request whose id begins with PULL_ID waits like any other while its pages come, and is taken out of the queue
-when none of them is under way any more: by then they are in the tree of host pages, where the real request
-finds them. It is never computed, not even where nothing was found or host memory is short. SGLang's counts of
-waiting requests and tokens include it for that while, those of aborted requests too.
+SGLang fetches pages from storage only for requests that wait to be scheduled. So a request whose id begins
+with PULL_ID waits like any other while its pages come. When no page is on its way any more, it is taken out
+of the queue. By then the pages are in the tree of host pages, where the real request finds them. Such a
+request is never computed, not even where nothing was found or host memory is short. Meanwhile SGLang's
+counts of waiting requests and tokens include it, and in the end its count of aborted requests.
 
-All ranks of a worker decide alike: SGLang ends a fetch on all of them in the same step.
+All ranks of a worker decide alike, since SGLang ends a fetch on all of them in the same step.
 """
 
 from __future__ import annotations
@@ -16,23 +15,22 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final
 
-from pdserve.sglang_places import Place
+from pdserve.sglang_places import places
 
 PULL_ID: Final = "pdserve-pull-"
-"""How the ids of such requests begin."""
+"""The prefix of the ids of such requests."""
 
 _MARK: Final = "__pdserve_pulls__"
 
 PLACES: Final = (
-    Place("sglang.srt.managers.scheduler", "Scheduler._process_hicache_events", parameters=("self",)),
-    Place("sglang.srt.managers.scheduler", "Scheduler.abort_request", parameters=("recv_req",)),
-    Place("sglang.srt.managers.io_struct", "AbortReq", parameters=("rid",)),
-    Place("sglang.srt.managers.schedule_batch", "Req.__init__", attributes=("rid", "cache_request_handle")),
-    Place(
-        "sglang.srt.mem_cache.unified_radix_cache",
-        "UnifiedRadixCache.has_ongoing_prefetch",
-        parameters=("handle",),
+    *places(
+        "sglang.srt.managers.scheduler",
+        "Scheduler._process_hicache_events(self)",
+        "Scheduler.abort_request(recv_req)",
     ),
+    *places("sglang.srt.managers.io_struct", "AbortReq(rid)"),
+    *places("sglang.srt.managers.schedule_batch", "Req.__init__ sets rid, cache_request_handle"),
+    *places("sglang.srt.mem_cache.unified_radix_cache", "UnifiedRadixCache.has_ongoing_prefetch(handle)"),
 )
 
 

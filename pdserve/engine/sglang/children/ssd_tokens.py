@@ -1,9 +1,9 @@
-"""How many of a request's tokens the pool had below its memory: counted in SGLang's scheduler process.
+"""Tokens of a request that a pool node brought up from a tier: counted in SGLang's scheduler process.
 
-SGLang says of each request how many of its tokens came from storage, not where that had them. Its one reading
-thread knows which request a batch of pages is for, and our backend how many of them a pool node had to bring
-up from a tier. They are added up by request here, and said beside SGLang's count (`cached_tokens_details`).
-Of pages that were read for a request and then not used they are the last, so it is at most SGLang's count.
+SGLang counts the tokens of each request that came from storage, but not from which tier. Its one reading
+thread knows the request of a batch of pages; our backend knows how many of the pages came from a tier. Here
+they are added up by request, and reported beside SGLang's count (`cached_tokens_details`). Some pages are
+read and then not used; so the count is at most SGLang's.
 """
 
 from __future__ import annotations
@@ -14,31 +14,26 @@ from typing import Any, Final
 
 from pdserve.engine.sglang.answers import SSD_DETAIL
 from pdserve.kvpool.hicache import ssd_pages
-from pdserve.sglang_places import Place
+from pdserve.sglang_places import places
 
 MAX_REQUESTS: Final = 4096
 
-_CONTROLLER = "sglang.srt.managers.cache_controller"
-_STREAMER = "sglang.srt.managers.scheduler_components.output_streamer"
 PLACES: Final = (
-    Place(
-        _CONTROLLER,
-        "HiCacheController._page_get_zero_copy",
-        parameters=("operation", "hash_values", "host_indices", "extra_info"),
-        calls=("batch_get_v1",),
+    *places(
+        "sglang.srt.managers.cache_controller",
+        "HiCacheController._page_get_zero_copy(operation, hash_values, host_indices, extra_info)",
+        "HiCacheController._page_get_zero_copy uses batch_get_v1",
+        "PrefetchOperation.__init__ sets request_id",
     ),
-    Place(_CONTROLLER, "PrefetchOperation.__init__", attributes=("request_id",)),
-    Place(
-        _STREAMER,
-        "SchedulerOutputStreamer.get_cached_tokens_details",
-        parameters=("req",),
-        texts=("storage",),
+    *places(
+        "sglang.srt.managers.scheduler_components.output_streamer",
+        "SchedulerOutputStreamer.get_cached_tokens_details(req) fills in storage",
     ),
 )
 
 
 class SsdTokens:
-    """By SGLang's request id: the newest that have any. One thread adds, another asks."""
+    """By SGLang's request id, of the newest requests that have any. One thread adds, another reads."""
 
     def __init__(self) -> None:
         self._of: dict[str, int] = {}
@@ -48,7 +43,7 @@ class SsdTokens:
         return self._of.get(rid, 0)
 
     def counting(self, page_get: Callable[..., int]) -> Callable[..., int]:
-        """For `HiCacheController._page_get_zero_copy`, which reads a batch: how many pages from its start."""
+        """Wrap `HiCacheController._page_get_zero_copy`. It reads a batch and returns how many pages came."""
 
         @functools.wraps(page_get)
         def counted(controller: Any, operation: Any, *args: Any, **kwargs: Any) -> int:
@@ -66,7 +61,7 @@ class SsdTokens:
     def telling(
         self, details_of: Callable[[Any, Any], dict[str, Any] | None]
     ) -> Callable[[Any, Any], dict[str, Any] | None]:
-        """For `SchedulerOutputStreamer.get_cached_tokens_details`."""
+        """Wrap `SchedulerOutputStreamer.get_cached_tokens_details`."""
 
         @functools.wraps(details_of)
         def told(streamer: Any, req: Any) -> dict[str, Any] | None:

@@ -66,8 +66,8 @@ def _unpinned(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _resting(on_idle: Callable[[Any], None]) -> Callable[[Any], None]:
-    """While pages are copied, put or got and nothing can be computed, SGLang's scheduler polls for the end of
-    it without a pause. Here the threads that move the pages, and the other workers, want that processor.
+    """While pages move and nothing can be computed, SGLang's scheduler polls without a pause. Here the
+    threads that move the pages, and the other workers, need that core.
     """
 
     @functools.wraps(on_idle)
@@ -81,8 +81,8 @@ def _resting(on_idle: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def _publishing(stash_chunked_request: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     """A chunk's pages go to the pool while the next chunk is computed. SGLang submits their copy to host
-    memory after launching the next chunk, which on a GPU is at once; here it is when that one has been
-    computed.
+    memory after it has launched the next chunk. On a GPU a launch returns at once; here it returns when that
+    chunk has been computed.
     """
 
     @functools.wraps(stash_chunked_request)

@@ -1,4 +1,4 @@
-"""Control connections of a node to others: one each, opened when needed, shared by all who ask. asyncio."""
+"""Control connections of a node to its peers: one each, opened when needed, shared by callers. asyncio."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdserve.kvpool.transports.async_control import AsyncControl
 
 @dataclass
 class _Link:
-    """`idle`: nobody has used it since it was last looked at."""
+    """`idle`: no call has used it since the last `close_idle`."""
 
     control: AsyncControl | None = None
     connecting: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -24,8 +24,8 @@ class _Link:
 
 
 class PeerControls:
-    """Connections by address. A peer that does not answer costs its caller the time-out, and nobody else
-    anything.
+    """Connections by address. A peer that does not answer costs its caller the time-out, and no other
+    caller.
     """
 
     def __init__(self, hello: Hello) -> None:
@@ -37,11 +37,11 @@ class PeerControls:
     async def call(
         self, address: str, make: Callable[[int], Request], timeout_s: float, *, node: str = ""
     ) -> tuple[Reply, Welcome]:
-        """The reply to `make(id)`, and how the peer had greeted us. `node`: who must be there, if it matters.
+        """The reply to `make(id)`, and the peer's Welcome. `node`: the name that the peer must have, if any.
 
-        Raises PoolTimeout (no answer in time), PoolUnavailable (nobody there, or hung up), PoolRefused (it
-        wants none of us, or is another node), FrameError, ConfigError (the address is none). After a time-out
-        the next call makes a new connection.
+        Raises PoolTimeout (no answer in time), PoolUnavailable (nobody listens, or it hung up), PoolRefused
+        (it takes no connection of ours, or is another node), FrameError, ConfigError (a malformed address).
+        After a time-out the next call makes a new connection.
         """
         if self._closed:
             raise PoolRefused("the node stops")
@@ -70,7 +70,7 @@ class PeerControls:
             link.users -= 1
 
     def close_idle(self) -> None:
-        """Close what nobody used since the last call of this."""
+        """Close the connections that were not used since the last call of this."""
         for address, link in list(self._links.items()):
             if link.idle and not link.users:
                 self._drop(link, link.control)

@@ -20,7 +20,8 @@ from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.transports.base import CORRUPT, OK, Connection
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
-from pdserve.kvpool.transports.shm import ShmConnection, host_id
+from pdserve.kvpool.transports.data_path import open_data_path
+from pdserve.kvpool.transports.shm import host_id
 
 R = TypeVar("R", bound=m.Reply)
 
@@ -148,12 +149,7 @@ class PeerLink:
         if channel.welcome.node != self.peer:
             channel.close()
             raise PoolRefused(f"at {self.address} is pool node {channel.welcome.node}, not {self.peer}")
-        if channel.welcome.data_path == "shm":
-            return ShmConnection.open(channel, True, deadline_s)
-        # imported only where it is used: loading UCX costs a second and 170 MB
-        from pdserve.kvpool.transports.ucx_client import UcxConnection
-
-        return UcxConnection.open(channel, config.ucx.options, True, deadline_s)
+        return open_data_path(channel, ucx=config.ucx.options, checksum=True, deadline_s=deadline_s)
 
     def _id(self) -> int:
         self._last_id += 1

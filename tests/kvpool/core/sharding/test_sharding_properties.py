@@ -1,4 +1,4 @@
-"""The node of test_state_properties under views that change: foreign pages, replicas, new owners that ask."""
+"""The clients of client_machine under views that change: foreign pages, replicas, new owners that ask."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.core.events import LOCAL, AskReplicas, Connected, ReplicasMade, ViewChanged
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import EndReplicas, ListOwned, Owned
-from tests.kvpool.core.test_state_properties import KEYS, Clients
-from tests.support.kvpool.node_model import KIB, answers, key
+from tests.support.kvpool.client_machine import KEYS, TIMES, Clients, Page
+from tests.support.kvpool.node_model import KIB, answers, commit, key
 
 NODES = [m.NodeAddress(f"n{i}", "") for i in range(4)]
 
@@ -34,24 +34,31 @@ class ClientsOfMany(Clients):
         if not same or not self.epoch:
             self.epoch += 1
             self.ring = Ring([NODES[i] for i in nodes], self.epoch)
-        self.act(self.node.do(ViewChanged(self.ring, stable)))  # type: ignore[arg-type]
+        self.act(self.node.do(ViewChanged(self.ring, stable)))
+
+    def foreign(self, k: int) -> bool:
+        alone = [node.node for node in self.ring.nodes] == ["n0"]
+        if not self.epoch or alone:
+            return False
+        return not self.ring.nodes or self.ring.owner(key(k)).node != "n0"
 
     @rule(ns=st.integers(0, 1), keys=KEYS, ok=st.booleans())
     def replica(self, ns: int, keys: list[int], ok: bool) -> None:
         namespace = self.namespaces[ns]
         request = m.Reserve(5, namespace, [key(k) for k in keys], [4 * KIB], replica=True)
         actions = self.node.send(LOCAL, request)
-        self.act(actions)  # type: ignore[arg-type]
+        self.act(actions)
         [reply] = answers(actions, LOCAL)
         assert isinstance(reply, m.Reserved)
         granted = [grant for grant in reply.grants if grant.status == m.GRANTED]
-        if ok and granted:
-            self.node.commit(LOCAL, *granted)
-        elif granted:
-            self.node.abort(LOCAL, *granted)
         for k, grant in zip(keys, reply.grants, strict=True):
             if ok and grant.status == m.GRANTED:
-                self.committed[namespace, k] = (grant.slot, grant.sequence, 7)
+                self.pages[namespace, k] = Page(grant.slot, grant.sequence, 7, self.node.now_s)
+                self.waits_for(namespace, k)
+        if granted and ok:
+            self.act(self.node.send(LOCAL, commit(5, *granted)))
+        elif granted:
+            self.node.abort(LOCAL, *granted)
 
     @rule(ns=st.integers(0, 1), keys=KEYS)
     def end_replicas(self, ns: int, keys: list[int]) -> None:
@@ -74,12 +81,9 @@ class ClientsOfMany(Clients):
         wanted = [key(k) for k in present if f"n{node}" in names]
         assert sorted(told) == sorted(k for k in wanted if self.ring.owner(k).node == f"n{node}")
 
-    @rule(seconds=st.floats(0.1, 6), ok=st.booleans())
+    @rule(seconds=TIMES, ok=st.booleans())
     def hot(self, seconds: float, ok: bool) -> None:
-        actions = self.node.pass_time(seconds)
-        self.act(actions)  # type: ignore[arg-type]
-        self.settle(actions)  # type: ignore[arg-type]
-        for ask in actions:
+        for ask in self.pass_time(seconds):
             if isinstance(ask, AskReplicas):
                 self.node.do(ReplicasMade(ask.node, ask.namespace, ask.keys, [ok] * len(ask.keys)))
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool.core.events import TransferDone
@@ -12,7 +10,7 @@ from pdserve.kvpool.core.store.index import NamespacePages
 from pdserve.kvpool.policies import POLICIES
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.messages import BUSY, FULL, GRANTED, HIT, MISS, PRESENT
-from tests.support.kvpool.node_model import KIB, Node, answers, key, statuses
+from tests.support.kvpool.node_model import KIB, Node, answers, key, opened, statuses
 
 # --- quota
 
@@ -39,9 +37,8 @@ def test_a_namespace_at_its_quota_evicts_its_own_pages_though_the_node_has_room(
 
 
 def test_reservations_and_pages_still_read_count_for_the_quota() -> None:
-    node = Node()
-    c, reader = node.connect(), node.connect()
-    ns = node.open(c)
+    node, c, ns = opened()
+    reader = node.connect()
     node.state.store.configure_namespace(ns, quota_bytes=12 * KIB)
     node.put(c, ns, 1)
     [pin] = node.get(reader, ns, 1)
@@ -53,9 +50,7 @@ def test_reservations_and_pages_still_read_count_for_the_quota() -> None:
 
 
 def test_a_page_larger_than_the_quota_is_refused_and_evicts_nothing() -> None:
-    node = Node()
-    c = node.connect()
-    ns = node.open(c)
+    node, c, ns = opened()
     node.state.store.configure_namespace(ns, quota_bytes=8 * KIB)
     node.put(c, ns, 1, 2)
     assert statuses(node.reserve(c, ns, 3, length=12 * KIB)) == [FULL]
@@ -63,9 +58,7 @@ def test_a_page_larger_than_the_quota_is_refused_and_evicts_nothing() -> None:
 
 
 def test_a_lowered_quota_is_reached_by_itself() -> None:
-    node = Node()
-    c = node.connect()
-    ns = node.open(c)
+    node, c, ns = opened()
     node.put(c, ns, *range(8))
     node.state.store.configure_namespace(ns, quota_bytes=12 * KIB)
     node.send(c, m.Ping(1))
@@ -75,63 +68,12 @@ def test_a_lowered_quota_is_reached_by_itself() -> None:
     assert node.state.next_deadline_s > node.now_s
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    quota=st.integers(0, 20),
-    steps=st.lists(
-        st.tuples(
-            st.sampled_from(
-                ["reserve", "commit", "abort", "get", "release", "discard", "clear", "other", "time"]
-            ),
-            st.lists(st.integers(0, 15), min_size=1, max_size=6),
-            st.sampled_from([4 * KIB, 8 * KIB, 16 * KIB]),
-        ),
-        max_size=40,
-    ),
-)
-def test_a_quota_is_never_overshot(quota: int, steps: list[tuple[str, list[int], int]]) -> None:
-    node = Node(slabs=4, slab_bytes=16 * KIB, lease_s=10, reservation_lease_s=8)
-    c, other = node.connect(), node.connect()
-    ns, theirs = node.open(c, "bounded"), node.open(c, "free")
-    node.state.store.configure_namespace(ns, quota_bytes=quota * 4 * KIB)
-    grants: list[m.Grant] = []
-    pins: list[m.Pin] = []
-    for step, keys, length in steps:
-        if step == "reserve":
-            grants += [g for g in node.reserve(c, ns, *keys, length=length) if g.status == GRANTED]
-        elif step == "commit" and grants:
-            node.send(c, m.Commit(1, [grants[0].slot], [grants[0].sequence], [1]))
-            grants.pop(0)
-        elif step == "abort" and grants:
-            node.abort(c, grants.pop())
-        elif step == "get":
-            pins += [pin for pin in node.get(other, ns, *keys, length=length) if pin.status == HIT]
-        elif step == "release" and pins:
-            node.release(other, pins.pop())
-        elif step == "discard" and pins:
-            slot = pins[-1].slot
-            found = node.state.store.facts.key[slot]
-            node.send(c, m.Discard(2, ns, [found or key(0)], [pins[-1].sequence]))
-        elif step == "clear" and keys[0] < 3:
-            node.send(c, m.Clear(3, ns))
-        elif step == "other":
-            node.put(other, theirs, *set(keys), length=length)
-        elif step == "time":
-            node.pass_time(4)
-        store = node.state.store  # `check`, at each step, recounts slot_bytes
-        used = pages_of(node, ns).slot_bytes
-        assert used <= quota * 4 * KIB
-        assert store.free_bytes >= 0
-
-
 # --- time to live
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_page_ends_its_time_after_its_commit_for_everybody_who_asks(policy: str) -> None:
-    node = Node()
-    c = node.connect()
-    ns = node.open(c)
+    node, c, ns = opened()
     node.state.store.configure_namespace(ns, policy=policy, ttl_s=10)
     node.put(c, ns, 1, 2)
     node.now_s += 6
@@ -149,9 +91,7 @@ def test_a_page_ends_its_time_after_its_commit_for_everybody_who_asks(policy: st
 
 
 def test_pages_that_end_together_are_freed_in_chunks() -> None:
-    node = Node(slabs=3, slab_bytes=4096 * KIB)
-    c = node.connect()
-    ns = node.open(c)
+    node, c, ns = opened(slabs=3, slab_bytes=4096 * KIB)
     node.state.store.configure_namespace(ns, ttl_s=10)
     out: list[object] = []
     store = node.state.store
@@ -170,9 +110,7 @@ def test_pages_that_end_together_are_freed_in_chunks() -> None:
 
 
 def test_a_time_to_live_set_later_counts_from_the_commit() -> None:
-    node = Node()
-    c = node.connect()
-    ns = node.open(c)
+    node, c, ns = opened()
     node.put(c, ns, 1)
     node.now_s += 8
     node.put(c, ns, 2)
@@ -188,9 +126,7 @@ def test_a_time_to_live_set_later_counts_from_the_commit() -> None:
 
 @pytest.mark.parametrize(("policy", "gone"), [("lru", 2), ("fifo", 1), ("lfu", 3), ("arc", 3)])
 def test_each_namespace_is_evicted_by_its_own_policy(policy: str, gone: int) -> None:
-    node = Node(slabs=1, slab_bytes=16 * KIB)
-    c = node.connect()
-    ns = node.open(c)
+    node, c, ns = opened(slabs=1, slab_bytes=16 * KIB)
     node.state.store.configure_namespace(ns, policy=policy)
     node.put(c, ns, 1, 2, 3, 4)
     for k in (2, 2, 4, 1):
@@ -202,9 +138,7 @@ def test_each_namespace_is_evicted_by_its_own_policy(policy: str, gone: int) -> 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_changed_policy_takes_the_pages_that_are_there(policy: str) -> None:
-    node = Node(slabs=1, slab_bytes=16 * KIB)
-    c = node.connect()
-    ns = node.open(c)
+    node, c, ns = opened(slabs=1, slab_bytes=16 * KIB)
     node.put(c, ns, 1, 2, 3, 4)
     node.release(c, *node.get(c, ns, 1))
     node.state.store.configure_namespace(ns, policy=policy, ttl_s=100 if policy == "ttl" else None)
@@ -215,9 +149,7 @@ def test_a_changed_policy_takes_the_pages_that_are_there(policy: str) -> None:
 
 
 def test_settings_that_cannot_be_are_refused_and_change_nothing() -> None:
-    node = Node()
-    c = node.connect()
-    ns = node.open(c)
+    node, _, ns = opened()
     store = node.state.store
     for bad in ({"policy": "lru2"}, {"policy": "ttl"}, {"ttl_s": -1.0}, {"quota_bytes": -1}):
         with pytest.raises(ConfigError):
@@ -230,9 +162,8 @@ def test_settings_that_cannot_be_are_refused_and_change_nothing() -> None:
 
 
 def test_a_client_that_has_pinned_its_share_misses_and_others_do_not() -> None:
-    node = Node(max_pinned_bytes=8 * KIB)
-    c, other = node.connect(), node.connect()
-    ns = node.open(c)
+    node, c, ns = opened(max_pinned_bytes=8 * KIB)
+    other = node.connect()
     node.put(c, ns, 1, 2, 3)
     pins = node.get(c, ns, 1, 2, 1, 3)
     assert [pin.status for pin in pins] == [HIT, HIT, HIT, MISS]
@@ -243,9 +174,7 @@ def test_a_client_that_has_pinned_its_share_misses_and_others_do_not() -> None:
 
 
 def test_a_read_refused_for_too_many_pins_counts_as_a_miss_of_its_namespace() -> None:
-    node = Node(max_pinned_bytes=8 * KIB)
-    c = node.connect()
-    ns = node.open(c)
+    node, c, ns = opened(max_pinned_bytes=8 * KIB)
     node.put(c, ns, 1, 2, 3)
     node.get(c, ns, 1, 2, 3, 4)
     [counted] = node.status().namespaces
@@ -271,9 +200,7 @@ def test_ucx_messages_under_way_are_bounded_per_connection() -> None:
 
 
 def test_a_page_that_a_request_is_told_to_be_present_does_not_go_for_its_other_pages() -> None:
-    node = Node(slabs=1, slab_bytes=8 * KIB)
-    c = node.connect()
-    ns = node.open(c)
+    node, c, ns = opened(slabs=1, slab_bytes=8 * KIB)
     node.put(c, ns, 1, 2)
     assert statuses(node.reserve(c, ns, 3, 1, 4)) == [GRANTED, PRESENT, FULL]
     assert node.exists(c, ns, 1, 2) == [1, 0]
@@ -281,9 +208,7 @@ def test_a_page_that_a_request_is_told_to_be_present_does_not_go_for_its_other_p
 
 
 def test_a_request_for_more_than_there_is_room_for_gets_what_there_is() -> None:
-    node = Node(slabs=1, slab_bytes=16 * KIB)
-    c = node.connect()
-    ns = node.open(c)
+    node, c, ns = opened(slabs=1, slab_bytes=16 * KIB)
     node.put(c, ns, 1, 2, 3)
     node.get(c, ns, 1, 2)
     assert statuses(node.reserve(c, ns, 4, 1, 5, 6, 4, 6)) == [GRANTED, PRESENT, GRANTED, FULL, BUSY, FULL]

@@ -18,7 +18,7 @@ from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.slot_table import TableLayout
 from pdserve.kvpool.testing.inproc import InprocNode
-from tests.support.kvpool.node_model import KIB, Node, key
+from tests.support.kvpool.node_model import KIB, Node, key, opened
 
 SLAB_BYTES = 68 * KIB  # with slots of 8 KiB and more: every class leaves a tail
 LENGTHS = (100, 8 * KIB, 10 * KIB, 12 * KIB, 20 * KIB)
@@ -100,9 +100,7 @@ def wiped(node: Node) -> int:
 
 
 def test_one_namespace_has_nothing_wiped_whatever_it_does() -> None:
-    node = Node(slabs=2, slab_bytes=64 * KIB)
-    c = node.connect()
-    ns = node.open(c)
+    node, c, ns = opened(slabs=2, slab_bytes=64 * KIB)
     for n in range(60):
         node.reserve(c, ns, n, length=(4 * KIB, 12 * KIB)[n % 20 > 9])
         assert wiped(node) == 0

@@ -155,10 +155,10 @@ def test_a_policy_of_another_package_is_found_by_its_entry_point(monkeypatch: py
     point = EntryPoint(
         "mine",
         "pdserve.router.placement.policies.round_robin:RoundRobin",
-        "pdserve.router.placement.policies",
+        "pdserve.router.policies",
     )
     broken = EntryPoint(
-        "broken", "pdserve.router.placement.policies.round_robin:Nothing", "pdserve.router.placement.policies"
+        "broken", "pdserve.router.placement.policies.round_robin:Nothing", "pdserve.router.policies"
     )
     monkeypatch.setattr("pdserve.router.placement.policies.entry_points", lambda group: [point, broken])
     assert policy("mine").choose(ask(), fleet([0])).reason == "round-robin"

@@ -1,0 +1,102 @@
+"""`pdserve bench soak` and `pdserve bench chaos`: a pool under steady load, and under faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pdserve.bench.commands import options
+from pdserve.bench.commands.options import choices
+from pdserve.bench.commands.output import Output, say, workplace
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from pdserve.bench.soak.run import Soaked
+
+
+def soak(
+    minutes: Annotated[float, typer.Option(min=0.1, help="How long; the goal is for 60.")] = 60.0,
+    nodes: options.Nodes = 2,
+    capacity: Annotated[
+        str, typer.Option(help="Memory of each node; half of what is written fits.")
+    ] = "128MiB",
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between samples.")] = 5.0,
+    operations: Annotated[
+        float, typer.Option(min=0.1, help="Operations a second of each of 8 threads.")
+    ] = 50.0,
+    plot: options.Plot = None,
+    out: options.Out = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Steady load, and what grows under it: memory, descriptors, threads, pins (R16). Fails beyond 1 %,
+    where a client read nothing, and where more than 0.1 % of the operations failed.
+    """
+    import msgspec
+
+    from pdserve.bench.plot import plot_soak
+    from pdserve.bench.soak.run import soak as run
+    from pdserve.sizes import parse_bytes
+
+    capacity_bytes = parse_bytes(capacity)
+    output = Output(as_json, plot)
+    with workplace(out) as kept:
+        outcome, samples = run(minutes, nodes, capacity_bytes, every, operations, kept, say)
+        (kept / "samples.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(samples))
+    if plot is not None:
+        plot_soak(plot, samples, f"{minutes:g} minutes, {outcome.operations:,} operations")
+    output.conclude(outcome, lambda: [_soak_table(outcome)])
+
+
+def _soak_table(outcome: Soaked) -> Table:
+    from pdserve.bench.tables import table
+
+    read = sum(outcome.pages_read.values())
+    title = (
+        f"{outcome.minutes:g} minutes: {outcome.operations:,} operations, {read:,} pages read, "
+        f"{outcome.wrong} wrong, {outcome.failed} operations failed"
+    )
+    rows = (
+        (
+            *(one.process, one.what.replace("_", " "), f"{one.drift.first:,.1f}", f"{one.drift.last:,.1f}"),
+            *(f"{one.drift.share:+.2%}", "pass" if one.passed else "MISS"),
+        )
+        for one in outcome.watched
+    )
+    columns = ("process", "what", "first quarter", "last quarter", "growth", "≤ 1 %")
+    caption = f"MISS: {'; '.join(outcome.complaints)}" if outcome.complaints else None
+    return table(title, columns, rows, left=("process", "what"), caption=caption)
+
+
+def chaos(
+    seed: Annotated[int, typer.Option(help="Which faults come when, and what clients ask.")] = 1,
+    minutes: Annotated[float, typer.Option(min=0.1, help="How long.")] = 1.0,
+    replay: Annotated[Path | None, typer.Option(help="Do as this run's plan.json says.")] = None,
+    kinds: Annotated[str, typer.Option(help="Kinds of faults, separated by commas; empty: all.")] = "",
+    capacity: options.NodeCapacity = "128MiB",
+    lease: Annotated[float, typer.Option(min=0.1, help="Leases of readers and writers, s.")] = 5.0,
+    checksum: Annotated[bool, typer.Option(help="Off shows that the checks can fail.")] = True,
+    out: options.Out = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Three nodes under faults, clients that check every byte; figures R1 to R14. Fails if one is missed."""
+    import logging
+
+    from pdserve.bench.chaos.field import Settings
+    from pdserve.bench.chaos.plan import KINDS, make_plan
+    from pdserve.bench.chaos.run import Replay, figures_table, load_replay, run
+    from pdserve.sizes import parse_bytes
+
+    if replay is not None:
+        what = load_replay(replay)
+    else:
+        chosen = choices("kinds", kinds, KINDS) if kinds else KINDS
+        plan = make_plan(seed, minutes, kinds=[kind for kind in KINDS if kind in chosen])
+        what = Replay(plan, Settings(parse_bytes(capacity), lease, checksum))
+    output = Output(as_json)
+    with workplace(out) as kept:
+        logging.basicConfig(filename=kept / "chaos.log", level=logging.INFO)
+        outcome = run(what, kept, (lambda line: None) if as_json else say)
+    output.conclude(outcome, lambda: [figures_table(outcome)])

@@ -1,0 +1,132 @@
+"""`pdserve bench quiet`, `hot` and `restart`: how nodes share their time, and how soon they are back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pdserve.bench.commands import options
+from pdserve.bench.commands.output import Output, say, workplace
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from pdserve.bench.pool.quiet import Quiet
+    from pdserve.bench.pool.restart import Restarts
+
+
+def quiet(
+    path: options.DataPath = "shm",
+    limit: Annotated[
+        str, typer.Option(help="The loud namespace's bytes a second; it asks for 10 times.")
+    ] = "50MB",
+    phases: Annotated[
+        int, typer.Option(min=1, help="Phases of each kind: alone, load on another node, on this one.")
+    ] = 5,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of a phase.")] = 5.0,
+    as_json: options.AsJson = False,
+) -> None:
+    """A quiet namespace beside one at 10 times its limit: p99 over p99 alone (R7). Fails beyond 1.3."""
+    from pdserve.bench.pool.quiet import quiet as run
+    from pdserve.sizes import parse_bytes
+
+    (chosen,) = options.choices("path", path, options.PATHS)
+    limit_bytes_s = parse_bytes(limit)
+    output = Output(as_json)
+    with workplace() as directory:
+        outcome = run(chosen, limit_bytes_s, phases, seconds, directory)
+    output.conclude(outcome, lambda: _quiet_shown(outcome))
+
+
+def _quiet_shown(outcome: Quiet) -> list[Table | str]:
+    from pdserve.bench.tables import table
+
+    columns = ("neighbour", "gets", "missed", "p50 µs", "p99 µs", "asked MB/s", "had MB/s")
+    rows = [
+        (
+            *(phase.neighbour, str(phase.gets), str(phase.missed)),
+            *(f"{phase.p50_us:.0f}", f"{phase.p99_us:.0f}"),
+            *(f"{rate / 1e6:.0f}" for rate in (phase.asked_bytes_s, phase.loud_bytes_s)),
+        )
+        for phase in outcome.phases
+    ]
+    verdict = "pass" if outcome.passed else "MISS"
+    shown: list[Table | str] = [
+        table("A quiet namespace's gets", columns, rows),
+        f"p99 beside over alone: {outcome.ratio:.2f} (goal: at most 1.3, none missed): {verdict}",
+        f"with the same load on another node: {outcome.control:.2f}; that much is this machine's",
+    ]
+    if not outcome.loud_enough:
+        shown.append(
+            "the neighbour asked for less than 10 times its limit: this machine is too busy to measure it"
+        )
+    return shown
+
+
+def hot(
+    replicas: Annotated[str, typer.Option(help="Runs with so many copies, separated by commas.")] = "0,2",
+    path: options.DataPath = "ucx",
+    nodes: options.Nodes = 3,
+    readers: Annotated[int, typer.Option(min=1, help="Reader processes.")] = 4,
+    pages: Annotated[int, typer.Option(min=1, help="Pages of the prefix, all of one owner.")] = 8,
+    page: Annotated[str, typer.Option(help="Size of a page.")] = "256KiB",
+    warm_up: Annotated[float, typer.Option(min=0, help="Seconds of reading before it counts.")] = 5.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds that count.")] = 10.0,
+    as_json: options.AsJson = False,
+) -> None:
+    """Many readers of one hot prefix: the busiest node's share of reads, and throughput, by replicas."""
+    from pdserve.bench.pool.hot_pages import HotSettings
+    from pdserve.bench.pool.hot_pages import hot as run
+    from pdserve.bench.tables import table
+    from pdserve.sizes import parse_bytes
+
+    (chosen,) = options.choices("path", path, options.PATHS)
+    copies = [int(word) for word in options.choices("replicas", replicas, tuple(map(str, range(16))))]
+    page_bytes = parse_bytes(page)
+    output = Output(as_json)
+    rows = []
+    for count in copies:
+        settings = HotSettings(
+            replicas=count,
+            path=chosen,
+            nodes=nodes,
+            readers=readers,
+            prefix_pages=pages,
+            page_bytes=page_bytes,
+        )
+        with workplace() as directory:
+            outcome = run(settings, warm_up, seconds, directory)
+        output.row(outcome)
+        reads = " ".join(f"{number:,}" for number in outcome.reads.values())
+        rates = (f"{outcome.pages_s:,.0f}", f"{outcome.gbps:.2f}", str(outcome.missed))
+        rows.append((str(count), f"{outcome.busiest_share:.0%}", reads, *rates))
+    columns = ("replicas", "busiest node's share", "reads by node", "pages/s", "GB/s", "missed")
+    output.show(table("One hot prefix", columns, rows))
+
+
+def restart(
+    pages: Annotated[int, typer.Option(min=1, help="Pages in the node, of 4 KiB each.")] = 1_000_000,
+    rounds: Annotated[int, typer.Option(min=1, help="Kills and restarts.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the pages' keys.")] = 1,
+    as_json: options.AsJson = False,
+) -> None:
+    """Kill -9 and restart of a node full of pages: time to the first hit, pages kept (R8). Fails beyond 1 s,
+    or below 99.9 % kept, or read of a sample.
+    """
+    from pdserve.bench.pool.restart import restart as run
+
+    output = Output(as_json)
+    with workplace() as directory:
+        outcome = run(pages, rounds, seed, directory, say)
+    output.conclude(outcome, lambda: _restarts_shown(outcome))
+
+
+def _restarts_shown(outcome: Restarts) -> list[str]:
+    times = ", ".join(f"{one.first_hit_s:.3f}" for one in outcome.restarts)
+    kept = f"{outcome.kept:.3%} of the pages kept, {outcome.read:.3%} of a sample read (goal: 99.9 %)"
+    return [
+        f"{outcome.pages:,} pages; first hit {times} s after the start",
+        f"median {outcome.first_hit_s:.3f} s (goal: 1 s)",
+        f"{kept}, {outcome.wrong} wrong: {'pass' if outcome.passed else 'MISS'}",
+    ]

@@ -1,0 +1,150 @@
+"""A batch of keys, split over nodes and threads: each node's keys are one piece of work, or several.
+
+The thread that calls takes the last piece itself, and then the pieces that no other thread has begun. So a
+batch makes progress where no thread can be had, and a batch for one node costs no change of threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_all
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, TypeVar
+
+from pdserve.errors import PoolError
+from pdserve.kvpool.client.connection_pool import OpenConnection
+from pdserve.kvpool.client.deadline import Deadline
+from pdserve.kvpool.client.operations import Tally
+from pdserve.kvpool.client.topology import PoolLinks
+from pdserve.kvpool.protocol.messages import MAX_KEYS
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass
+class Batch(Generic[T]):
+    """Some keys, and what became of each. `part` does the keys at some places, over one connection."""
+
+    keys: Sequence[bytes]
+    result: list[T]
+    deadline: Deadline
+    part: Callable[[OpenConnection, list[int]], list[T]]
+    repeatable: bool = True  # also after the node has answered part of it
+    most: int = MAX_KEYS  # keys of one message
+    page_bytes: int = 0  # of a page that is read: what it weighs on the node meanwhile
+    asked: list[str] = field(init=False)
+    """By place, the node asked last."""
+
+    def __post_init__(self) -> None:
+        self.asked = [""] * len(self.keys)
+
+
+class BatchRunner:
+    """The threads of one client. Thread-safe."""
+
+    def __init__(self, links: PoolLinks, tally: Tally, connections_per_node: int, nodes: int) -> None:
+        self._links = links
+        self._tally = tally
+        self._connections_per_node = connections_per_node
+        self._lock = threading.Lock()
+        self._closed = False
+        self._nodes = 0  # that there are threads for
+        self._threads = self._make_threads(nodes)
+
+    def run(self, jobs: Mapping[str, list[int]], batch: Batch[T]) -> None:
+        """Do `batch.part` once per node and message with the places of its keys. Where a node failed the
+        batch's `result` stays as it is.
+        """
+        pieces = [
+            _Piece(partial(self._do, node, places[start : start + batch.most], batch))
+            for node, places in jobs.items()
+            for start in range(0, len(places), batch.most)
+        ]
+        # Every step of a piece has the deadline, so joining needs none of its own. All are joined whatever
+        # happens, because one may be writing into the caller's buffers.
+        for piece in pieces[:-1]:
+            self._submit(piece)
+        try:
+            for piece in reversed(pieces):
+                piece.run()
+        finally:
+            for piece in pieces:
+                piece.join()
+        for piece in pieces:
+            piece.outcome.result()
+
+    def close(self) -> None:
+        """Batches under way end by themselves, refused."""
+        self._closed = True
+        self._threads.shutdown(wait=False)  # not `cancel_futures`: `wait_all` would never see those as done
+
+    def _do(self, node: str, places: list[int], batch: Batch[T]) -> None:
+        for place in places:
+            batch.asked[place] = node
+        try:
+            link = self._links.link(node)
+            with link.busy(batch.page_bytes * len(places)):
+                answers = link.use(
+                    batch.deadline, lambda opened: batch.part(opened, places), repeatable=batch.repeatable
+                )
+        except PoolError as error:
+            logger.debug("pool node %s: %s", node, error)
+            self._tally.add(failures=1)
+            return
+        for place, answer in zip(places, answers, strict=True):
+            batch.result[place] = answer
+
+    def _submit(self, piece: _Piece) -> None:
+        """Let a thread run the piece, if there is one."""
+        if len(self._links.links) > self._nodes:
+            self._add_threads()
+        while True:
+            threads = self._threads
+            try:
+                threads.submit(piece.run)
+                return
+            except RuntimeError:  # no thread can be started, or the process ends; the piece may be queued
+                if threads is self._threads:
+                    return
+
+    def _make_threads(self, nodes: int) -> ThreadPoolExecutor:
+        self._nodes = nodes
+        workers = max(1, nodes * self._connections_per_node)
+        return ThreadPoolExecutor(workers, thread_name_prefix="pdserve-pool")
+
+    def _add_threads(self) -> None:
+        """The pool has grown. Threads come as they are needed; what the old ones have to do they finish."""
+        with self._lock:
+            nodes = len(self._links.links)
+            if nodes > self._nodes and not self._closed:
+                old, self._threads = self._threads, self._make_threads(nodes)
+                old.shutdown(wait=False)
+
+
+class _Piece:
+    """A part of a batch, done by the first thread that comes to it, and by none once it is joined."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.outcome: Future[None] = Future()
+        self._work = work
+        self._taken = threading.Lock()
+
+    def run(self) -> None:
+        if not self._taken.acquire(blocking=False):
+            return
+        try:
+            self._work()
+        except BaseException as error:
+            self.outcome.set_exception(error)
+            raise
+        self.outcome.set_result(None)
+
+    def join(self) -> None:
+        if self._taken.acquire(blocking=False):
+            self.outcome.set_result(None)
+        wait_all([self.outcome])

@@ -1,0 +1,180 @@
+"""The processes that the end-to-end tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tests.support.e2e.cluster import PoolNode, Router, Worker
+from tests.support.e2e.prompts import NEW_TOKENS, Answer, first_turns, second_turn
+from tests.support.e2e.servers import Servers
+from tests.support.kvpool.etcd_server import EtcdServer
+
+CHUNK_TOKENS: Final = 512
+PULL_AHEAD: Final = {"pull_ahead_tokens": 2 * CHUNK_TOKENS}
+NEEDS: Final = {
+    "file_worker": ("file",),
+    "ucx_worker": ("ucx",),
+    "agg_worker": ("agg",),
+    "cluster": ("prefill0", "decode0", "prefill1", "decode1"),
+}
+"""The servers that a test needs which asks for one of these fixtures. Tests that need none come first, then
+those of each line: so most servers start once.
+"""
+
+
+def place(fixtures: Collection[str]) -> int:
+    """Where a test that asks for these fixtures stands in the order of all."""
+    return max((i for i, fixture in enumerate(NEEDS, 1) if fixture in fixtures), default=0)
+
+
+def engine_settings(model: Path, **more: Any) -> dict[str, Any]:
+    """Engine settings that every test worker shares; float32, since exact tokens are compared."""
+    return {
+        "model_path": model,
+        "served_model_name": "demo-tiny",
+        "dtype": "float32",
+        "page_size": 64,
+        "context_length": 4096,
+        "max_total_tokens": 40000,
+        "hicache_size_gb": 1,
+        **more,
+    }
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What plain SGLang, without HiCache and pool, answers."""
+
+    prompts: list[list[int]]
+    first: list[Answer]
+    second_prompts: list[list[int]]
+    second: list[Answer]
+
+    @classmethod
+    def of(cls, plain: Worker) -> Reference:
+        """Computed cold: SGLang's cache is emptied before every prompt."""
+        prompts = first_turns()
+        first = ask_cold(plain, prompts)
+        second_prompts = [second_turn(p, a, i) for i, (p, a) in enumerate(zip(prompts, first, strict=True))]
+        return cls(prompts, first, second_prompts, ask_cold(plain, second_prompts))
+
+
+def ask_all(worker: Worker, prompts: list[list[int]]) -> list[Answer]:
+    """Greedy answers one after the other, straight from a worker."""
+    return [Answer.of(worker.generate(prompt, NEW_TOKENS)) for prompt in prompts]
+
+
+def ask_cold(worker: Worker, prompts: list[list[int]]) -> list[Answer]:
+    """The same, each computed whole."""
+    answers = []
+    for prompt in prompts:
+        worker.flush()
+        answers.append(Answer.of(worker.generate(prompt, NEW_TOKENS)))
+    return answers
+
+
+@dataclass
+class Cluster:
+    """Two disaggregated pairs on one pool node, each pair behind its own router and both behind a third. The
+    first pair computes prompts in chunks, and pulls long ones ahead.
+    """
+
+    pool: PoolNode
+    prefill: list[Worker]
+    decode: list[Worker]
+    pairs: list[Router]
+    router: Router
+
+    @classmethod
+    def of(cls, run_dir: Path, servers: Servers, pool: PoolNode) -> Cluster:
+        prefill, decode = (
+            [servers.workers[f"{role}{i}"] for i in range(2)] for role in ("prefill", "decode")
+        )
+        pairs = [
+            Router(run_dir, prefill=[prefill[0]], decode=[decode[0]], name="router-pair0", extra=PULL_AHEAD),
+            Router(run_dir, prefill=[prefill[1]], decode=[decode[1]], name="router-pair1"),
+        ]
+        router = Router(run_dir, prefill=prefill, decode=decode, name="router-all")
+        return cls(pool, prefill, decode, pairs, router)
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [*self.prefill, *self.decode]
+
+    def flush(self) -> None:
+        """Empty every worker's own caches."""
+        for worker in self.workers:
+            worker.flush()
+
+
+@dataclass
+class Site:
+    """Pool nodes, etcd, and the servers on them."""
+
+    pools: dict[str, PoolNode]
+    etcd: EtcdServer
+    servers: Servers
+    reference: Reference | None = None
+
+    def use(self, fixtures: Collection[str], later: Sequence[Collection[str]]) -> None:
+        """Before a test that asks for these fixtures: what it needs is ready, the reference computed.
+        `later`: the fixtures of following tests.
+        """
+        following = [self._needed(one) for one in later]
+        if "reference" in fixtures and self.reference is None:
+            self.servers.use(["plain"], [self._needed(fixtures), *following])
+            self.reference = Reference.of(self.servers.workers["plain"])
+            following = [self._needed(one) for one in later]
+        self.servers.use(self._needed(fixtures), following)
+
+    def _needed(self, fixtures: Collection[str]) -> list[str]:
+        plain = ["plain"] if "reference" in fixtures and self.reference is None else []
+        return [*plain, *(name for one, names in NEEDS.items() if one in fixtures for name in names)]
+
+    @classmethod
+    def of(cls, run_dir: Path, model: Path) -> Site:
+        peers = [f"unix:{run_dir}/ucxpool{i}.sock" for i in range(2)]
+        ssd = {"kind": "ssd", "path": run_dir / "ssd", "capacity_bytes": "512MiB", "write": "all"}
+        pools = {
+            "pool0": PoolNode(run_dir),
+            "aggpool": PoolNode(run_dir, "aggpool", extra={"tiers": [ssd]}),
+            **{
+                name: PoolNode(run_dir, name, "128MiB", extra={"cluster": {"peers": peers}})
+                for name in ("ucxpool0", "ucxpool1")
+            },
+        }
+        etcd = EtcdServer(run_dir)
+        workers = _workers(run_dir, model, pools, etcd)
+        return cls(pools, etcd, Servers({worker.name: worker for worker in workers}))
+
+    def stop(self) -> None:
+        self.servers.stop()
+        for pool in self.pools.values():
+            pool.stop()
+        self.etcd.kill()
+
+
+def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdServer) -> list[Worker]:
+    exact = engine_settings(model)
+    chunked = engine_settings(model, extra_args=["--chunked-prefill-size", str(CHUNK_TOKENS)])
+    bytes_of_two = engine_settings(model, dtype="bfloat16", layout="layer_first")
+    file = engine_settings(model, layout="layer_first")
+    pages = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(run_dir / "pages")}
+    registered = {"etcd": {"endpoints": [etcd.url]}}
+    to_file = {"storage": "file", "stop_grace_s": 600.0}
+    stepwise = {"pull_step_tokens": CHUNK_TOKENS}
+    shm = {"nodes": [pools["aggpool"].ref], "checksum": False}
+    ucx = {"nodes": [pools[f"ucxpool{i}"].ref for i in range(2)], "data_path": "ucx", "checksum": False}
+    disaggregated = {"nodes": [pools["pool0"].ref], "retry_after_s": 0.2}
+    return [
+        Worker("agg", "plain", run_dir, exact, settings={"storage": "none"}),
+        Worker("agg", "agg", run_dir, exact, shm, registered),
+        Worker("agg", "ucx", run_dir, bytes_of_two, ucx),
+        Worker("agg", "file", run_dir, file, settings=to_file, env=pages),
+        Worker("prefill", "prefill0", run_dir, chunked, disaggregated),
+        Worker("prefill", "prefill1", run_dir, exact, disaggregated),
+        *(Worker("decode", f"decode{i}", run_dir, exact, disaggregated, stepwise) for i in range(2)),
+    ]

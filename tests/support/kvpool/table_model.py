@@ -1,0 +1,53 @@
+"""A slot table in memory that follows a node's actions, as the shell would write it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdserve.kvpool.core.events import AssignSlab, CommitRows, FreeRows, ReserveRows, SaveNamespaces
+from pdserve.kvpool.core.store.table_scan import TableContents, scan
+from pdserve.kvpool.protocol.slot_table import RowWriter, TableLayout
+from tests.support.kvpool.node_model import KIB, Node
+
+LAYOUT = TableLayout(4 * 64 * KIB, 64 * KIB, 4 * KIB)
+
+
+class Table:
+    """A table that follows a Node's actions, as the shell would write it."""
+
+    def __init__(self) -> None:
+        self.buffer = bytearray(LAYOUT.table_bytes)
+        self.rows = LAYOUT.table_rows(self.buffer)
+        self.classes = LAYOUT.slab_class(self.buffer)
+        self.writer = RowWriter(self.buffer, LAYOUT)
+        self.namespaces = ""
+
+    def follow(self, actions: list[object]) -> None:
+        for action in actions:
+            if isinstance(action, ReserveRows):
+                self.writer.reserve(action.slots, action.space)
+            elif isinstance(action, CommitRows):
+                self.writer.commit(*msgspec.structs.astuple(action))
+            elif isinstance(action, FreeRows):
+                self.writer.free(action.slots)
+            elif isinstance(action, AssignSlab):
+                self.classes[action.slab] = action.slot_bytes
+            elif isinstance(action, SaveNamespaces):
+                self.namespaces = action.text
+
+    def scan(self) -> TableContents:
+        return scan(LAYOUT, self.classes, self.rows, {1: 1})
+
+
+def following_table(table: Table) -> Node:
+    """A node whose actions the table follows."""
+    node = Node()
+    handle = node.state.handle
+
+    def following(event: object, now_s: float) -> list[object]:
+        actions = handle(event, now_s)  # type: ignore[arg-type]
+        table.follow(actions)  # type: ignore[arg-type]
+        return actions  # type: ignore[return-value]
+
+    node.state.handle = following  # type: ignore[method-assign, assignment]
+    return node
