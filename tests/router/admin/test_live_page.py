@@ -23,10 +23,10 @@ from pdserve.router.admin.live_page import password_as_bearer
 from pdserve.router.config.router import Admin
 from pdserve.router.server.listening import bind
 from pdserve.router.server.uvicorn_server import make_server
-from tests.router.request.test_timing import TOLD, telling
 from tests.support.e2e.cluster import PoolNode
 from tests.support.router.harness import Harness, disagg, run
 from tests.support.router.mock_worker import REPORT, answer
+from tests.support.router.streams import TOLD, telling
 
 KEY = "administrators-key-of-this-test"
 CHAT = "/v1/chat/completions"

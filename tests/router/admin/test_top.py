@@ -16,8 +16,8 @@ from pdserve.router.admin.live_frames import Frame, NodeView, Point, Problem, Sp
 from pdserve.router.admin.top_cli import decode, view
 from pdserve.router.config.router import Admin
 from tests.router.admin.test_live_page import CACHED, KEY, shown
-from tests.router.request.test_timing import TOLD, telling
 from tests.support.router.harness import disagg, run
+from tests.support.router.streams import TOLD, telling
 
 CHAT = "/v1/chat/completions"
 FRAME = Frame(
