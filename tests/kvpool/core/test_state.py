@@ -162,19 +162,6 @@ def test_quarantine_ends_when_the_writer_aborts_or_is_gone(end: str) -> None:
     assert statuses(node.reserve(d, ns, 1)) == [GRANTED]
 
 
-def test_what_a_dead_client_held_is_free_at_once() -> None:
-    node, dying, ns = opened()
-    other = node.connect()
-    node.put(dying, ns, 1)
-    node.get(dying, ns, 1)
-    node.reserve(dying, ns, 2)
-    node.send(dying, m.Wait(node.next_id(), ns, [key(3)], 5))
-    node.disconnect(dying)
-    status = node.status()
-    assert (status.reserved_bytes, status.quarantined_bytes, status.pins, status.waiters) == (0, 0, 0, 0)
-    assert statuses(node.reserve(other, ns, 2)) == [GRANTED]
-
-
 def test_slots_of_a_writer_that_we_hung_up_on_stay_quarantined_for_a_while() -> None:
     node, c, ns = opened(quarantine_s=20)
     other = node.connect()

@@ -12,7 +12,7 @@ from pdserve.router.metrics.names import METRICS, PARTS, TIERS, turn_label
 from pdserve.router.request import cache_report, timing
 from tests.support.router.harness import Harness, disagg, run
 from tests.support.router.mock_worker import EVENTS, REPORT, answer
-from tests.support.router.streams import TOLD, telling
+from tests.support.router.streams import TIMING, telling
 
 CHAT = "/v1/chat/completions"
 
@@ -85,7 +85,7 @@ def test_a_stream_says_where_its_time_went_and_metrics_count_it() -> None:
     async def main() -> None:
         async with disagg() as (harness, _, [decode]):
             cached = "x-pdserve-cached: device=0, host=0, pool=32, computed=8\r\n"
-            decode.script(CHAT, telling(TOLD + cached, computes_s=0.02))
+            decode.script(CHAT, telling(TIMING + cached, computes_s=0.02))
             headers = await streamed(harness)
             said = dict(part.split(";dur=") for part in headers["server-timing"].split(", "))
             assert list(said) == ["prefill", "publish", "pull", "decode", "router"]

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pdserve.kvpool.core.events import Action, CancelTransfers, StartReceive, StartSend, TransferDone
 from pdserve.kvpool.core.namespace_admin import Rules
+from pdserve.kvpool.core.store import lazy_free, page_store, room
 from pdserve.kvpool.policies import POLICIES
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings, PutNamespace
@@ -76,6 +78,9 @@ class Clients(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
+        self.patched = pytest.MonkeyPatch()
+        for module in (lazy_free, room, page_store):
+            self.patched.setattr(module, "CHUNK_SLOTS", 2)  # so that sweeping takes several steps
         rules = Rules(admin_token=digest("root"), named={"secret": SECRET})
         self.node = Node(
             slabs=4,
@@ -210,6 +215,7 @@ class Clients(RuleBasedStateMachine):
     def commit(self, client: int, checksum: int, data: st.DataObject, foreign: bool) -> None:
         names = [name for name, held in self.held.items() if foreign or held.client == client]
         names += self.granted[-6:]  # most of these have ended
+        names += [(slot, sequence + 17) for slot, sequence in names[:2]]
         if names:
             chosen = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=4))
             self.send_commit(client, chosen, checksum)
@@ -423,7 +429,9 @@ class Clients(RuleBasedStateMachine):
             self.act(self.node.disconnect(connection))
         for tag, (connection, _) in list(self.transfers.items()):
             self.node.do(TransferDone(connection, tag, False))
-        self.node.pass_time(100)
+        for _ in range(20):  # until everything is swept
+            self.node.pass_time(10)
+        self.patched.undo()
         status = self.node.status()
         assert (status.reserved_bytes, status.quarantined_bytes, status.pins, status.waiters) == (0, 0, 0, 0)
         assert status.used_bytes + status.free_bytes == status.capacity_bytes
