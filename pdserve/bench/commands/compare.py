@@ -74,7 +74,7 @@ def compare(
     All are started on this machine, one after the other, and take turns. Fails when one of them could not be
     measured or any ask failed; what was measured is shown all the same.
     """
-    from pdserve.bench.node_processes import stopped_cleanly
+    from pdserve.bench.processes import stopped_cleanly
     from pdserve.bench.serving.compare import compare as run
     from pdserve.bench.serving.contenders import cache_tokens
     from pdserve.bench.serving.report.tables import plot_summaries, summaries_table

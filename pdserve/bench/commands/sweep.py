@@ -102,7 +102,7 @@ def _search(
 @contextmanager
 def _served(url: str, model: str, device_tokens: int, extra: list[str]) -> Iterator[tuple[str, str]]:
     """(where to ask, for which model); a contender of `pdserve bench compare` runs until the block ends."""
-    from pdserve.bench.node_processes import stopped_cleanly
+    from pdserve.bench.processes import stopped_cleanly
     from pdserve.bench.serving.cluster import launched, workplace
     from pdserve.bench.serving.contenders import NAMES, Setting
 

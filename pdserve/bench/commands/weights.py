@@ -41,7 +41,7 @@ def weights(
     Starts a pool node, a prefill worker, a decode worker and a router on this machine. Fails when any request
     did.
     """
-    from pdserve.bench.node_processes import stopped_cleanly
+    from pdserve.bench.processes import stopped_cleanly
     from pdserve.bench.serving.cluster import workplace
     from pdserve.bench.serving.contenders import Setting
     from pdserve.bench.serving.load.plan import Shape
