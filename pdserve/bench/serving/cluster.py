@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +19,7 @@ import psutil
 
 from pdserve.bench.node_processes import memory_dir
 from pdserve.bench.peers.mooncake import mooncake_servers
+from pdserve.bench.processes import Child
 from pdserve.bench.serving.contenders import DEAD, Setting, contender
 from pdserve.bench.stores import BenchError
 from pdserve.settings.toml_text import to_toml
