@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -75,11 +75,8 @@ class NodeProcess(Child):
 
     def status(self) -> StatusReport:
         """Raises PoolUnavailable, PoolTimeout, PoolRefused."""
-        node = NodeClient(self.address, timeout_s=ASK_TIMEOUT_S)
-        try:
+        with closing(NodeClient(self.address, timeout_s=ASK_TIMEOUT_S)) as node:
             return node.status()
-        finally:
-            node.close()
 
     def kill(self) -> None:
         """kill -9."""

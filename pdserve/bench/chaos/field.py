@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -117,32 +118,25 @@ class WorkerProcess(Child):
             self.process.terminate()
 
 
+@dataclass
 class Field:
-    """All of it. `stop` is set when the run is over: faults under way repair what they did at once."""
+    """All of it. `stop` is set when the run is over: faults under way repair what they did at once.
+    `visitor(name)` makes another node of the pool, not started yet. `disks`: one for each node.
+    """
 
-    def __init__(
-        self,
-        seed: int,
-        settings: Settings,
-        nodes: list[NodeProcess],
-        ways: list[Relay],
-        workers: list[WorkerProcess],
-        output: Path,
-        visitor: Callable[[str], NodeProcess],
-        disks: list[Disk],
-    ) -> None:
-        """`visitor(name)` makes another node of the pool, not started yet. `disks`: one for each node."""
-        self.seed = seed
-        self.settings = settings
-        self.nodes = nodes
-        self.ways = ways
-        self.workers = workers
-        self.stop = threading.Event()
-        self.ring = Ring([NodeAddress(node.name, node.address) for node in nodes])
-        self.output = output
-        self.visitor = visitor
-        self.disks = disks
-        self._lock = threading.Lock()
+    seed: int
+    settings: Settings
+    nodes: list[NodeProcess]
+    ways: list[Relay]
+    workers: list[WorkerProcess]
+    output: Path
+    visitor: Callable[[str], NodeProcess]
+    disks: list[Disk]
+    stop: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.ring = Ring([NodeAddress(node.name, node.address) for node in self.nodes])
 
     def note(self, record: Record) -> None:
         """Thread-safe."""
