@@ -16,7 +16,7 @@ from pdserve.bench.commands.output import Output, failed_with, say
 
 if TYPE_CHECKING:
     from pdserve.bench.serving.load.plan import Shape
-    from pdserve.bench.serving.summary import Measured
+    from pdserve.bench.serving.summary import Measured, Summary
 
 PAGE_SIZE: Final = 64
 SHARES: Final = {"small": 0.3, "large": 1.1}
@@ -78,7 +78,7 @@ def compare(
     from pdserve.bench.serving.cluster import launched
     from pdserve.bench.serving.compare import compare as run
     from pdserve.bench.serving.contenders import cache_tokens
-    from pdserve.bench.serving.report.tables import plot_summaries, summaries_table
+    from pdserve.bench.serving.report.tables import plot_summaries
     from pdserve.bench.serving.summary import summaries
 
     names, chosen = _contenders(against), common.choices("sizes", sizes, tuple(SHARES))
@@ -104,11 +104,7 @@ def compare(
             limit_s=60 * minutes,
         )
     found = summaries(measured, names[0])
-    for summary in found:
-        output.row(summary)
-    for title in dict.fromkeys(summary.load for summary in found):
-        its = [summary for summary in found if summary.load == title]
-        output.show(summaries_table(its, f"{title}, {model.name}"))
+    _print(found, model.name, output)
     if plot is not None and found:
         plot_summaries(plot, found, model.name)
     failed_with(problems)
@@ -129,6 +125,17 @@ def _keep(measured: list[Measured], output: Output, one: Measured) -> None:
     output.row(one)
     for line in remarks(one.outcome):
         say(f"{one.contender}, {one.size}: {line}")
+
+
+def _print(found: list[Summary], model: str, output: Output) -> None:
+    """As JSON lines, or a table for each load."""
+    from pdserve.bench.serving.report.tables import summaries_table
+
+    for summary in found:
+        output.row(summary)
+    for load in dict.fromkeys(summary.load for summary in found):
+        its = [summary for summary in found if summary.load == load]
+        output.show(summaries_table(its, f"{load}, {model}"))
 
 
 def _unfit(loads: dict[str, Shape], tokens: dict[str, int]) -> Iterator[str]:
