@@ -28,6 +28,7 @@ from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.protocol.base import KEY_BYTES
 
 REST_S: Final = 0.01
+START_TIMEOUT_S: Final = 60.0
 CONNECT_TIMEOUT_S: Final = (
     10.0  # nodes of one host load UCX for their first client by it: not what is measured
 )
@@ -82,6 +83,14 @@ class Board:
 
     def go(self, work: bool) -> None:
         self._rows[0, GO] = work
+
+    def await_work(self) -> None:
+        """Until every thread has done something. Raises BenchError."""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not self._rows[1:, OPERATIONS].all():
+            if time.monotonic() > deadline_s:
+                raise BenchError(f"a load driver did nothing within {START_TIMEOUT_S:.0f} s")
+            time.sleep(REST_S)
 
     def totals(self, rows: slice = slice(1, None)) -> dict[str, int]:
         """Since the start."""
