@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any, ParamSpec
+
+P = ParamSpec("P")
 
 
 class _Jumping(selectors.DefaultSelector):
@@ -41,3 +44,13 @@ def run_virtually(main: Coroutine[Any, Any, None]) -> None:
     """Run a test on a loop of its own."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(main)
+
+
+def virtually(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """The asynchronous test as one that pytest runs, in virtual time."""
+
+    @wraps(test)
+    def run(*arguments: P.args, **named: P.kwargs) -> None:
+        run_virtually(test(*arguments, **named))
+
+    return run

@@ -79,7 +79,7 @@ class AdminApp:
             password_as_bearer(headers)
         try:
             if scope["path"] != "/health":
-                self._router.entrance.authenticate_admin(headers)
+                self._router.gate.authenticate_admin(headers)
         except RequestError as error:
             return error
         length = headers.get(b"content-length", b"0")
@@ -110,7 +110,7 @@ def _make_app(router: Router) -> fastapi.FastAPI:
                     "cache": tenant.cache,
                     **_use_of(tenant.name, totals),
                 }
-                for tenant in router.entrance.tenants.all
+                for tenant in router.gate.tenants.all
             ]
         }
 
@@ -121,7 +121,7 @@ def _make_app(router: Router) -> fastapi.FastAPI:
             router.reload_all()
         except ConfigError as error:
             return _refused(RequestError(409, f"Nothing was changed: {error}", code="bad_configuration"))
-        return fastapi.responses.JSONResponse({"tenants": [t.name for t in router.entrance.tenants.all]})
+        return fastapi.responses.JSONResponse({"tenants": [t.name for t in router.gate.tenants.all]})
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:

@@ -1,7 +1,7 @@
-"""The entrance of the router: whose request is it, may it come in now, and what has it used when it is over.
+"""The gate: whose request it is, whether it may run now, and what it has used when it is over.
 
-`Tenants` and `Admission` decide; here are the clock, the futures of who waits, and the timer that looks after
-them while anybody does.
+`Tenants` and `FairQueue` decide. The gate has the clock, a future for each waiting request, and a timer that
+runs while requests wait.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable
 
 from pdserve.errors import RequestError
-from pdserve.router.admission.queue import Admission, State, Ticket
+from pdserve.router.admission.queue import FairQueue, State, Ticket
 from pdserve.router.api.errors import NoWorkerError, TooManyError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.models import Models
@@ -28,10 +28,10 @@ from pdserve.tokens import bearer, digest, same
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
-"""How late a waiting request may be refused, or hear of a worker that came."""
+"""Bound on how late a waiting request is refused, or learns of a new worker."""
 
 
-class Entrance:
+class Gate:
     """Lets requests in. Make it inside the running loop."""
 
     def __init__(self, config: RouterConfig, fleet: Fleet) -> None:
@@ -44,26 +44,26 @@ class Entrance:
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._log = ThrottledLog(logger)
-        self.admission = Admission(config.admission.queue_length)
+        self.queue = FairQueue(config.admission.queue_length)
         self.tenants = Tenants()
         self.queue_wait = Histogram()
         self.unknown_keys = 0
-        """Requests refused for their key, or for having none."""
+        """Requests refused because their key is unknown or missing."""
         self._admin_key = admin_key_digest(config.admin)
         self.configure(config)
 
     def configure(self, config: RouterConfig) -> None:
-        """Read the keys again and take over tenants and their limits. Raises ConfigError, and changes
-        nothing then.
+        """Read the keys again and take over tenants and their limits. Raises ConfigError, and then changes
+        nothing.
         """
         keys = load_keys(config.access)
         self.tenants.configure(keys, config.tenants, config.tenant_defaults, self._loop.time())
         self._queue_s = config.admission.queue_s
         self._running_per_worker = config.admission.running_per_worker
-        self.admission.queue_length = config.admission.queue_length
+        self.queue.queue_length = config.admission.queue_length
 
     def authenticate(self, headers: dict[bytes, bytes]) -> TenantState:
-        """Whose request it is. Raises RequestError (401)."""
+        """The tenant whose key the headers have. Raises RequestError (401)."""
         if not self.tenants.has_keys:
             return self.tenants.anonymous
         key = bearer(headers.get(b"authorization"))
@@ -73,7 +73,7 @@ class Entrance:
         return tenant
 
     def authenticate_admin(self, headers: dict[bytes, bytes]) -> None:
-        """Let administrators pass. Raises RequestError (401)."""
+        """Check the administrators' key. Raises RequestError (401)."""
         key = bearer(headers.get(b"authorization"))
         if not same(digest(key), self._admin_key):
             raise self._unknown(key)
@@ -91,8 +91,8 @@ class Entrance:
         return self._models.resolve(requested, call.endpoint, self._fleet.tasks)
 
     async def enter(self, call: Call) -> Ticket:
-        """Wait until the call may be served; who entered must `leave`. Raises RequestError: 429 for who is
-        over a limit or waits too long, 503 where no worker is ready.
+        """Wait until the call may run. Each call that entered must `leave`. Raises RequestError: 429 if its
+        tenant is over a limit or it waits too long, 503 if no worker is ready.
         """
         tenant, model, now_s = call.tenant, call.model, self._loop.time()
         slots = self._slots(model, now_s)
@@ -101,7 +101,7 @@ class Entrance:
         estimate = call.facts.prompt_tokens_estimate
         tenant.take(estimate, now_s)
         ticket = Ticket(tenant, model, now_s, now_s + self._queue_s)
-        changed = self.admission.arrive(ticket, slots, now_s)
+        changed = self.queue.arrive(ticket, slots, now_s)
         if self._waiters:
             self._wake(changed)
         try:
@@ -112,17 +112,17 @@ class Entrance:
             if ticket.state is State.REFUSED:
                 tenant.use.refused += 1
                 self._refuse(ticket)
-        except BaseException:  # refused, or its client left
+        except BaseException:  # refused, or the client left
             now_s = self._loop.time()
             tenant.settle(estimate, 0, 0, now_s)
-            self._wake(self.admission.leave(ticket, now_s))
+            self._wake(self.queue.leave(ticket, now_s))
             raise
         tenant.use.requests += 1
         call.answer.meter = Meter(estimate, call.endpoint.usage)
         return ticket
 
     def leave(self, call: Call, ticket: Ticket) -> None:
-        """A call that entered is over, in whatever way."""
+        """A call that entered is over: charge what it used, and let a waiting call run."""
         meter = call.answer.meter
         assert meter is not None
         now_s = self._loop.time()
@@ -132,15 +132,15 @@ class Entrance:
         else:
             used = 0, 0  # refused, or failed, before any worker said that it computed the prompt
         ticket.tenant.settle(meter.charged_tokens, *used, now_s)
-        changed = self.admission.leave(ticket, now_s)
+        changed = self.queue.leave(ticket, now_s)
         if self._waiters:
             self._wake(changed)
 
     def fill(self) -> None:
-        """Somebody who waits may be let in now: there are more workers, or a tenant has a larger share."""
+        """Let waiting calls run where there are more workers now, or a tenant has a larger share."""
         now_s = self._loop.time()
-        for model in self.admission.busy_lanes:
-            self._wake(self.admission.resize(model, self._slots(model, now_s), now_s))
+        for model in self.queue.busy_lanes:
+            self._wake(self.queue.resize(model, self._slots(model, now_s), now_s))
 
     def close(self) -> None:
         """Stop the timer."""
@@ -168,9 +168,9 @@ class Entrance:
             "tenant %s: a request was refused after %.1f s in the queue; %d wait",
             ticket.tenant.name,
             waited_s,
-            self.admission.waiting,
+            self.queue.waiting,
         )
-        raise TooManyError("The server is busy.", self.admission.retry_after_s(ticket.lane), "overloaded")
+        raise TooManyError("The server is busy.", self.queue.retry_after_s(ticket.lane), "overloaded")
 
     def _wake(self, changed: Iterable[Ticket]) -> None:
         for ticket in changed:
@@ -179,6 +179,6 @@ class Entrance:
                 waiter.set_result(None)
 
     def _tick(self) -> None:
-        self._wake(self.admission.expire(self._loop.time()))
+        self._wake(self.queue.expire(self._loop.time()))
         self.fill()
         self._timer = self._loop.call_later(TICK_S, self._tick) if self._waiters else None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pdserve.metric import Labels
-from pdserve.router.admission.gate import Entrance
+from pdserve.router.admission.gate import Gate
 
 
-def gate_metrics(gate: Entrance) -> dict[str, dict[Labels, int]]:
+def gate_metrics(gate: Gate) -> dict[str, dict[Labels, int]]:
     """Counters and gauges by name, then by labels. Tenants are as many as the keys file names."""
     tenants = gate.tenants.all
     requests: dict[Labels, int] = {}

@@ -1,21 +1,21 @@
-"""Admission: which request is answered now, which waits, which is refused. Pure.
+"""The fair queue: which request runs now, which waits, which is refused. Pure.
 
-Requests of one model share the slots of its workers: a *lane*. Slots are so many for each worker, but bound
-only how many requests run on all of them: which worker has how many, placement decides. Within a lane:
+Requests of one model share the slots of its workers: a *lane*. The number of slots bounds the requests on all
+workers together; placement decides which worker gets how many. Within a lane:
 
-- A request runs at once when a slot is free, its tenant is below its own concurrency, and nobody of its
-  tenant waits before it. Else it waits in its tenant's queue, first come first served.
-- A slot that gets free goes to the waiting tenant with the fewest running requests for its weight. Slots are
-  what is scarce, so with enough to do every tenant ends up with its weight's share of them, however many
-  requests it sends (weighted max-min fairness). Equals take turns, by weight (stride scheduling, Waldspurger
-  1995), so that tenants share what cannot be divided, like a single slot, over time.
-- The queue of each lane is bounded, so a flooded model takes nothing from the others. When it is full,
-  the tenant with most waiting there for its weight loses its newest request, which may be the one that came:
-  a tenant that floods the queue cannot keep the others out of it.
-- A request that is still waiting at its deadline is refused.
+- A request runs at once when a slot is free, its tenant is below its own concurrency, and no request of its
+  tenant waits. Otherwise it waits in its tenant's queue, first come first served.
+- A free slot goes to the waiting tenant with the fewest running requests for its weight. With enough load
+  each tenant gets its weight's share of the slots, however many requests it sends (weighted max-min
+  fairness). Equal tenants take turns by weight (stride scheduling, Waldspurger 1995), so that they also
+  share a single slot over time.
+- The queue of each lane is bounded, so a flooded model takes nothing from the others. In a full queue the
+  tenant with most waiting requests for its weight loses its newest one, which may be the request that just
+  came. A tenant that floods the queue cannot keep the others out of it.
+- A request that still waits at its deadline is refused.
 
-Each ticket is in one state; every method returns the tickets whose state it changed to RUNNING or REFUSED,
-for the caller to wake.
+Each ticket is in one state. Every method returns the tickets that it changed to RUNNING or REFUSED, for the
+caller to wake.
 
     NEW -> RUNNING -> OVER
     NEW -> WAITING -> RUNNING | REFUSED | OVER (its client left)
@@ -31,7 +31,7 @@ from pdserve.router.tenants.tenant import TenantState
 
 MAX_RETRY_AFTER_S = 60.0
 _SMOOTHING = 0.05
-"""Weight of the newest of the service times that the mean is made of."""
+"""Weight of the newest service time in the running mean."""
 
 
 class State(enum.Enum):
@@ -54,7 +54,7 @@ class Ticket:
         self.lane = lane
         self.arrived_s = now_s
         self.deadline_s = deadline_s
-        """When it is refused if it still waits."""
+        """A ticket that still waits then is refused."""
         self.started_s = 0.0
         self.state = State.NEW
         self.number = 0
@@ -79,10 +79,10 @@ class _Lane:
         self.turn = 0.0
         """The highest turn that was taken."""
         self.turn_of: dict[TenantState, float] = {}
-        """A tenant's next turn; one that was away does not catch up."""
+        """A tenant's next turn. A tenant that was away does not catch up."""
 
     def next(self) -> Ticket | None:
-        """The ticket that gets a free slot; None when nobody may have one."""
+        """The ticket that gets a free slot; None if no tenant may run more."""
         best: Ticket | None = None
         best_rank = (0.0, 0.0, 0)
         for tenant, queue in self.queues.items():
@@ -94,7 +94,7 @@ class _Lane:
         return best
 
 
-class Admission:
+class FairQueue:
     """All lanes."""
 
     def __init__(self, queue_length: int) -> None:
@@ -130,7 +130,7 @@ class Admission:
         return changed + self._fill(lane, now_s)
 
     def leave(self, ticket: Ticket, now_s: float) -> list[Ticket]:
-        """A ticket's request is over, however it ended and whatever state it is in."""
+        """A ticket's request is over, in any state and however it ended."""
         lane = self._lanes.get(ticket.lane)
         if lane is None or ticket.state not in (State.RUNNING, State.WAITING):
             ticket.state = State.OVER
@@ -152,13 +152,15 @@ class Admission:
         if not self.waiting:
             return []
         started = self._fill(lane, now_s)
-        if tenant.limits.concurrency and tenant.waiting:  # its own limit may hold it back in another lane
+        if (
+            tenant.limits.concurrency and tenant.waiting
+        ):  # its own limit may have held it back in another lane
             for other in self._lanes.values():
                 started += self._fill(other, now_s)
         return started
 
     def resize(self, name: str, slots: int, now_s: float) -> list[Ticket]:
-        """A lane has another number of slots; running requests stay."""
+        """Change a lane's number of slots. Running requests stay."""
         lane = self._lanes.get(name)
         if lane is None:
             return []
@@ -166,7 +168,7 @@ class Admission:
         return self._fill(lane, now_s)
 
     def expire(self, now_s: float) -> list[Ticket]:
-        """Refuse what waits past its deadline."""
+        """Refuse the tickets that wait past their deadlines."""
         late = [
             ticket
             for lane in self._lanes.values()
@@ -179,7 +181,7 @@ class Admission:
         return late
 
     def retry_after_s(self, name: str) -> float:
-        """When a refused request may try again: about when the queue before it is worked off."""
+        """When a refused request can try again: about when the queue is worked off."""
         lane = self._lanes.get(name)
         if lane is None or not lane.slots:
             return 1.0
@@ -187,7 +189,7 @@ class Admission:
         return min(MAX_RETRY_AFTER_S, waiting * lane.service_s / lane.slots)
 
     def held_back(self, tenant: TenantState) -> int:
-        """How many of its requests would run now if its concurrency were larger."""
+        """Requests of the tenant that would run now if its concurrency were larger."""
         return sum(
             max(0, min(len(lane.queues[tenant]), lane.slots - lane.running))
             for lane in self._lanes.values()
@@ -196,7 +198,7 @@ class Admission:
 
     @property
     def busy_lanes(self) -> list[str]:
-        """Lanes that somebody waits in."""
+        """Lanes with waiting tickets."""
         return [name for name, lane in self._lanes.items() if lane.queues]
 
     def _start(self, lane: _Lane, ticket: Ticket, now_s: float) -> None:
@@ -218,7 +220,7 @@ class Admission:
         return started
 
     def _make_room(self, lane: _Lane, newcomer: TenantState) -> list[Ticket]:
-        """Refuse the newest ticket of the tenant that waits most; none where that is the newcomer."""
+        """Refuse the newest ticket of the tenant that waits most, unless that tenant is the newcomer."""
         queues = lane.queues
         greedy = max(queues, key=lambda t: (len(queues[t]) / t.limits.weight, t.name), default=None)
         if greedy is None or greedy is newcomer:
@@ -254,4 +256,4 @@ class Admission:
             assert lane.running == sum(lane.running_of.values())
             assert all(lane.running_of.values())
             assert all(lane.queues.values())
-            assert lane.running >= lane.slots or lane.next() is None, "a slot is free that somebody waits for"
+            assert lane.running >= lane.slots or lane.next() is None, "a slot is free while a ticket waits"

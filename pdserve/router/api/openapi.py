@@ -1,8 +1,7 @@
-"""The published OpenAPI document: FastAPI's, with the routes that go past FastAPI and the errors as they are.
+"""The published OpenAPI document: FastAPI's own, with the endpoints that bypass FastAPI and the real errors.
 
-`sglang_schemas.json` holds the schemas of SGLang's routes, made from SGLang's own models by
-tests/support/openapi.py. The router passes bodies on unread. So the document is SGLang's word, and the router
-checks nothing by it.
+`sglang_schemas.json` holds the schemas of SGLang's routes; tests/support/openapi.py makes it from SGLang's
+own models. The router passes bodies on and does not check them against the document.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _EVENT = {
     "required": ["data"],
     "properties": {"data": {"type": "string", "description": "JSON, in the end `[DONE]`."}},
 }
-"""Of the server-sent events, each."""
+"""One server-sent event."""
 _ERRORS = {
     400: "The request is not valid, or the model cannot do it.",
     401: "No API key that is known.",
@@ -69,10 +68,10 @@ _HEADERS = {
 
 
 def complete(document: dict[str, Any]) -> dict[str, Any]:
-    """FastAPI's document of the ordinary routes, with all that it does not know."""
+    """FastAPI's document of the ordinary routes, completed."""
     components = document.setdefault("components", {})
     schemas = json.loads(files("pdserve.router.api").joinpath("sglang_schemas.json").read_text("utf-8"))
-    # the router reads a model's name there too, to choose among several
+    # the router also reads a model name there, to choose among several
     schemas["GenerateReqInput"]["properties"]["model"] = {"type": ["string", "null"], "default": None}
     one = {"$ref": f"{_REF}GeneratedOne"}
     schemas |= {

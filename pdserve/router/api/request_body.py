@@ -1,8 +1,8 @@
-"""What the router reads of a request: as little as planning needs.
+"""What the router reads of a request body: only what planning needs.
 
-`RequestView` decodes the few fields that planning looks at; msgspec checks the syntax of everything else and
-throws it away, and `messages` and `prompt` stay raw bytes. The body itself goes on to the worker byte for
-byte, so a parameter that the router has never heard of works.
+`RequestView` decodes a few fields. msgspec checks the syntax of everything else and drops it; `messages` and
+`prompt` stay raw bytes. The worker gets the body byte for byte, so parameters that the router does not know
+work.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import msgspec
 from pdserve.errors import RequestError
 
 BYTES_PER_TOKEN = 4
-"""Rule of thumb for natural-language text under the usual tokenizers; an estimate only ever moves work."""
+"""Rule of thumb for natural-language text and the usual tokenizers. Estimates only decide placement."""
 BYTES_PER_TOKEN_ID = 6
-"""A token id of a vocabulary of some 100,000, its comma and perhaps a blank."""
+"""A token id of a vocabulary of about 100,000, with comma and blank."""
 _EMPTY = msgspec.Raw(b"")
 
 
@@ -47,7 +47,7 @@ class RequestView(msgspec.Struct, gc=False):
 
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding raises for what is no JSON, not of the form that is looked for, or nested too deeply."""
+"""What decoding raises for bytes that are not JSON, of another form, or nested too deeply."""
 _decoder = msgspec.json.Decoder(RequestView)
 _TOKEN_IDS = re.compile(rb"[\[\s]+\d")
 _NOTHING = re.compile(rb'null|""|\[\s*\]')
@@ -56,7 +56,7 @@ _FIELD = re.compile(r" - at `\$\.(?P<field>[A-Za-z_]+)[^`]*`$")
 
 
 def parse_request(body: bytes) -> RequestView:
-    """The request in `body`. Raises RequestError (400) for what is not a JSON object of that form."""
+    """The request in `body`. Raises RequestError (400) for anything but a JSON object of that form."""
     try:
         return _decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -74,7 +74,7 @@ def parse_request(body: bytes) -> RequestView:
 
 
 def bytes_per_token(prompt_json: bytes) -> int:
-    """How many bytes of the prompt's JSON make a token, roughly: less for text than for token ids."""
+    """Roughly how many bytes of the prompt's JSON make a token: fewer for text than for token ids."""
     return BYTES_PER_TOKEN_ID if _TOKEN_IDS.match(prompt_json) else BYTES_PER_TOKEN
 
 
@@ -84,5 +84,5 @@ def estimate_prompt_tokens(prompt_json: bytes) -> int:
 
 
 def has_several_prompts(prompt_json: bytes) -> bool:
-    """The prompt is a list of prompts, be it of one."""
+    """The prompt is a list of prompts, also of a single one."""
     return _PROMPTS.match(prompt_json) is not None

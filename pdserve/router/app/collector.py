@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from pdserve.metric import Labels
-from pdserve.router.admission.gate import Entrance
+from pdserve.router.admission.gate import Gate
 from pdserve.router.admission.metrics import gate_metrics
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.metrics.snapshot import Snapshot
@@ -18,7 +18,7 @@ from pdserve.router.upstream.client import Upstream
 V = TypeVar("V")
 
 
-def collect(stats: Stats, fleet: Fleet, gate: Entrance, upstream: Upstream, sessions: int) -> Snapshot:
+def collect(stats: Stats, fleet: Fleet, gate: Gate, upstream: Upstream, sessions: int) -> Snapshot:
     """All metrics as they are now. The snapshot shares nothing with the counters."""
     values: dict[str, Mapping[Labels, float] | float] = {
         "requests": stats.requests,

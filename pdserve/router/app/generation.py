@@ -10,7 +10,7 @@ from typing import Final
 
 from pdserve.errors import RequestError
 from pdserve.logs import served_request
-from pdserve.router.admission.gate import Entrance
+from pdserve.router.admission.gate import Gate
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.errors import error_of
 from pdserve.router.api.request_body import estimate_prompt_tokens, has_several_prompts, parse_request
@@ -43,7 +43,7 @@ class GenerationHandler:
     def __init__(
         self,
         config: RouterConfig,
-        entrance: Entrance,
+        gate: Gate,
         dispatcher: Dispatcher,
         deadlines: Deadlines,
         stats: Stats,
@@ -52,7 +52,7 @@ class GenerationHandler:
         self.targets: Final = {path.encode("ascii"): path for path in ENDPOINTS}
         """Path by request target."""
         self._tracer = tracer
-        self._entrance = entrance
+        self._gate = gate
         self._dispatcher = dispatcher
         self._deadlines = deadlines
         self._stats = stats
@@ -94,7 +94,7 @@ class GenerationHandler:
 
     async def _serve(self, call: Call, client: Client) -> None:
         try:
-            call.tenant = self._entrance.authenticate(call.headers)
+            call.tenant = self._gate.authenticate(call.headers)
             body = await self._read_body(call, client)
         except RequestError as error:
             await self._refuse_body(call, client, error)
@@ -108,12 +108,12 @@ class GenerationHandler:
         client.watch(call.on_client_gone)
         try:
             self._understand(call, body)
-            ticket = await self._entrance.enter(call)
+            ticket = await self._gate.enter(call)
             call.planned_s = self._loop.time()
             try:
                 await self._dispatcher.serve(call)
             finally:
-                self._entrance.leave(call, ticket)
+                self._gate.leave(call, ticket)
         except RequestError as error:
             await call.answer.send_error(error)
         finally:
@@ -123,12 +123,12 @@ class GenerationHandler:
         """Fill in what planning needs. Raises RequestError."""
         call.body = body
         view = parse_request(body)
-        call.model = model = self._entrance.model_of(call, view.model)
+        call.model = model = self._gate.model_of(call, view.model)
         self._turns[model] += 1
         session, scope = find_session_key(self._sources, call.header, view, body), view.model or model
         if session is not None:
             session = session.of_model(scope)
-        if self._entrance.tenants.has_keys:  # tenants share neither caches nor sessions, nor see others' load
+        if self._gate.tenants.has_keys:  # tenants share neither caches nor sessions, nor see others' load
             call.answer.shows_figures = self._shows_load
             if call.endpoint.is_salted:
                 call.body = isolated(body, view.cache_salt, call.tenant.cache)

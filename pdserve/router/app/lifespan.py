@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from pdserve.router.admission.gate import Entrance
+from pdserve.router.admission.gate import Gate
 from pdserve.router.app.router import Router
 from pdserve.router.app.routes import make_app
 from pdserve.router.config.router import RouterConfig
@@ -34,7 +34,7 @@ async def open_router(
     tracer = tracer or open_tracer(config.tracing, "pdserve-router")
     fleet, stats = Fleet.from_config(config), Stats()
     token = cluster_token(config.access)
-    entrance = Entrance(config, fleet)
+    gate = Gate(config, fleet)
     upstream = Upstream(config.limits, token)
     prober = Prober(config.probe, fleet, upstream, stats, token=token)
     shared = SharedSessions(config.session) if config.session.redis.url else None
@@ -42,7 +42,7 @@ async def open_router(
     tasks: list[asyncio.Task[None]] = []
     try:
         dispatcher = Dispatcher(config, fleet, upstream, stats, shared)
-        router = Router(config, fleet, entrance, upstream, dispatcher, stats, make_app, tracer)
+        router = Router(config, fleet, gate, upstream, dispatcher, stats, make_app, tracer)
         if discovery is not None:
             await discovery.first()
             tasks.append(asyncio.create_task(discovery.run(), name="router-discovery"))
@@ -56,7 +56,7 @@ async def open_router(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await prober.close()
-        entrance.close()
+        gate.close()
         upstream.close()
         if shared is not None:
             await shared.close()

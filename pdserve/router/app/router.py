@@ -10,7 +10,7 @@ from fastapi.responses import Response
 
 from pdserve.errors import RequestError
 from pdserve.logs import served_request
-from pdserve.router.admission.gate import Entrance
+from pdserve.router.admission.gate import Gate
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.errors import error_of
 from pdserve.router.app.collector import collect
@@ -37,7 +37,7 @@ class Router:
         self,
         config: RouterConfig,
         fleet: Fleet,
-        entrance: Entrance,
+        gate: Gate,
         upstream: Upstream,
         dispatcher: Dispatcher,
         stats: Stats,
@@ -47,12 +47,12 @@ class Router:
         """`make_app` makes the application of the ordinary routes."""
         self.config = config
         self.fleet = fleet
-        self.entrance = entrance
+        self.gate = gate
         self.upstream = upstream
         self.dispatcher = dispatcher
         self.stats = stats
         self.created_s = int(time.time())
-        self.generation = GenerationHandler(config, entrance, dispatcher, upstream.deadlines, stats, tracer)
+        self.generation = GenerationHandler(config, gate, dispatcher, upstream.deadlines, stats, tracer)
         self._generation_paths = frozenset(ENDPOINTS)
         self.metrics: Callable[[], Awaitable[Snapshot]] = self._metrics
         """Those of all of the router's processes together. Raises RequestError when there is no sum."""
@@ -90,13 +90,13 @@ class Router:
         """Why an ordinary route is not for this client: with API keys, what is not open to all needs one, and
         metrics, which tell tenants of each other, the administrators' key.
         """
-        if not self.entrance.tenants.has_keys or path in OPEN_PATHS:
+        if not self.gate.tenants.has_keys or path in OPEN_PATHS:
             return None
         try:
             if path == "/metrics":
-                self.entrance.authenticate_admin(headers)
+                self.gate.authenticate_admin(headers)
             else:
-                self.entrance.authenticate(headers)
+                self.gate.authenticate(headers)
         except RequestError as error:
             return error
         return None
@@ -104,7 +104,7 @@ class Router:
     def own_metrics(self) -> Snapshot:
         """The metrics of this process."""
         sessions = len(self.dispatcher.placer.sessions)
-        return collect(self.stats, self.fleet, self.entrance, self.upstream, sessions)
+        return collect(self.stats, self.fleet, self.gate, self.upstream, sessions)
 
     async def _metrics(self) -> Snapshot:
         return self.own_metrics()
@@ -147,7 +147,7 @@ class Router:
 
     def reload(self) -> None:
         """Read the API keys anew. Raises ConfigError, and changes nothing then."""
-        self.entrance.configure(self.config)
+        self.gate.configure(self.config)
 
     def reload_all(self) -> None:
         """The same, in all of the router's processes. The others only log what is wrong."""

@@ -47,7 +47,7 @@ def make_app(router: Router) -> fastapi.FastAPI:
     async def ready() -> JSONResponse:
         """200 when requests can be answered; `degraded` says what is missing."""
         state = router.readiness()
-        if router.entrance.tenants.has_keys:  # open to all, and what is where is not for all
+        if router.gate.tenants.has_keys:  # open to all, and what is where is not for all
             del state["workers"], state["models"]
         return JSONResponse(state, 200 if state["ready"] else 503)
 

@@ -1,8 +1,8 @@
-"""Which model a request means, and which a worker may serve. Pure.
+"""Which model a request means, and which models workers may serve. Pure.
 
-Workers say what they serve; those of one model are a group, with its own placement, sessions, prefix table
-and queue. The configuration may name the models there are to be (`models`): a worker of another is refused,
-and a request for one that no worker serves yet is told to come again, not that there is no such model.
+Workers say which model they serve. The workers of one model are a group with its own placement, sessions,
+prefix table and queue. The configuration can name the expected models (`models`): a worker of another model
+is refused. A request for an expected model that no worker serves yet gets a 503 instead of a 404.
 """
 
 from __future__ import annotations
@@ -14,25 +14,21 @@ from pdserve.router.api.endpoints import Endpoint
 from pdserve.router.api.errors import NoWorkerError
 
 DEFAULT_MODEL = "default"
-"""SGLang's own name for whatever it serves; its documentation's examples send it."""
+"""SGLang's name for the model that it serves, as in the examples of its documentation."""
 MAX_ADAPTER_CHARS = 256
-"""Any name behind a served model's leads to it, and session keys begin with what the client wrote: so what
-clients can make the router remember is bounded.
-"""
+"""Session keys begin with the name that the client wrote, adapter included. So the name is bounded."""
 
 
 class Models:
     """The models of one router."""
 
     def __init__(self, wanted: Sequence[str] = (), default: str = "") -> None:
-        """`wanted`: the models there are to be, empty: whatever workers serve. `default`: what a request
-        means that names none.
-        """
+        """`wanted`: the expected models; empty: any. `default`: the model of requests that name none."""
         self._wanted = tuple(wanted)
         self._default = default
 
     def refusal(self, model: str) -> str | None:
-        """Why a worker of `model` is not wanted, or None."""
+        """Why a worker of `model` is refused, or None."""
         if not self._wanted or model in self._wanted:
             return None
         return f"serves {model!r}, which is none of the configured models ({_names(self._wanted)})"
@@ -41,9 +37,9 @@ class Models:
         """The served model that a request to `endpoint` means. `BASE:ADAPTER` names a LoRA adapter of BASE,
         as in SGLang. `served`: what each model's workers can do.
 
-        Raises NoWorkerError for a model that no worker serves yet; RequestError 404 for one that there is
-        not, and 400 when none is named and the choice is not unique, when the model cannot do it, and for an
-        adapter's name that is too long.
+        Raises NoWorkerError for an expected model that no worker serves yet. Raises RequestError 404 for an
+        unknown model, and 400 when no model is named and several are served, when the model cannot do the
+        endpoint's task, and for an adapter's name that is too long.
         """
         model = requested if requested and requested in served else self._named(requested, served)
         if endpoint.task is not None and endpoint.task not in served[model]:

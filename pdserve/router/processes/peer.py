@@ -41,8 +41,8 @@ class Peer:
         self._channel = Channel[FromParent](FROM_PARENT, self._on_message)
         self._refused: frozenset[str] = frozenset()
         """As the parent knows them."""
-        entrance = router.entrance
-        self._limits = SharedLimits(entrance.tenants, entrance.admission.held_back)
+        gate = router.gate
+        self._limits = SharedLimits(gate.tenants, gate.queue.held_back)
 
     async def run(self, sock: socket.socket) -> None:
         """Until the parent is gone; then the server stops."""
@@ -100,7 +100,7 @@ class Peer:
                 message.follow(self._router.fleet)
             case NewShares():
                 self._limits.apply(message.tenants, asyncio.get_running_loop().time())
-                self._router.entrance.fill()
+                self._router.gate.fill()
             case Reload():
                 try:
                     self._router.reload()

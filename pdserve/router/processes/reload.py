@@ -16,7 +16,7 @@ from pdserve.router.fleet.registry import Fleet, listed_workers
 logger = logging.getLogger(__name__)
 
 TAKEN_OVER = ("prefill", "decode", "agg", "tenants", "tenant_defaults", "admission")
-"""The workers here, the rest by `Entrance.configure`."""
+"""The workers here, the rest by `Gate.configure`."""
 
 
 def take_over(before: RouterConfig, load: Callable[[], RouterConfig], fleet: Fleet) -> RouterConfig:

@@ -1,17 +1,17 @@
-"""Cache isolation: every request of a tenant carries a `cache_salt` that only this router gives.
+"""Cache isolation: each request of a tenant carries a `cache_salt` that only this router gives.
 
-SGLang (0.5.23) takes the salt as the first link of the hash chain that names a prompt's pages, on device,
-host and in the pool, so requests of different salts never find each other's pages, and no first-token time
-tells one tenant what another has sent. Chat, completions and `/generate` take it as a top-level field, a
-string or, for a batch, a list of them.
+SGLang (0.5.23) starts the hash chain that names a prompt's pages with the salt, on device, on host and in the
+pool. So requests with different salts never find each other's pages, and no first-token time tells a tenant
+what another one has sent. The salt is a top-level member: a string, or a list of strings for a batch.
 
-The body is not parsed for this: the salt is appended as its last member. Where a name comes twice, the last
-one counts, in the router's parser (msgspec) as in those behind it (json, orjson, pydantic), however the
-client spelt it (`cache\\u005fsalt`); tests/router/tenants/test_cache_salt.py holds all four to that.
+The router appends the salt as the body's last member and does not parse the body for this. When a name comes
+twice, the last one counts, however the client spells it (`cache\\u005fsalt`). That holds for the router's
+parser (msgspec) and the workers' (json, orjson, pydantic); tests/router/tenants/test_cache_salt.py checks
+all four.
 
-A salt is one of: none (the shared namespace), `tenant/NAME` and `tenant/NAME/SALT`, where SALT is the
-client's own, which so divides the tenant's cache further, and `shared/SALT`. Names have no slash, so no
-client's salt leads out of its namespace.
+A salt is one of: none (the shared namespace), `tenant/NAME`, `tenant/NAME/SALT` and `shared/SALT`. SALT is
+the client's own and divides its cache further. Names have no slash, so no client's salt leads out of its
+namespace.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _salts = msgspec.json.Decoder(str | list[str] | None)
 
 
 def isolated(body: bytes, given: msgspec.Raw, namespace: str) -> bytes:
-    """`body`, a JSON object whose `cache_salt` is `given` (empty: none), in a cache namespace. Raises
-    RequestError (400) for a salt that is none.
+    """`body`, a JSON object whose `cache_salt` is `given` (empty: none), with the salt of `namespace`. Raises
+    RequestError (400) if `given` is not a salt.
     """
     try:
         salts = _salts.decode(given) if given else None

@@ -43,9 +43,9 @@ class TenantState:
         self.name = name
         self.limits = limits
         self.running = 0
-        """Requests let in and not over. `Admission` counts them."""
+        """Requests let in and not over. The fair queue counts them."""
         self.waiting = 0
-        """Requests in the queue. `Admission` counts them."""
+        """Requests in the queue. The fair queue counts them."""
         self.granted = granted
         """Its concurrency in this process, of several (`processes.shared_limits`). None: all of it."""
         self.grant_number = 0

@@ -24,7 +24,7 @@ from pdserve.kvpool.admin.sampling import Rates, add, rates
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE, DEAD, LEAVING, LEFT, Drain, Member
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_frame
-from tests.kvpool.node.test_node import get, keys, open_namespace, put, small_config, soon
+from tests.support.kvpool.nodes import get, keys, open_namespace, put, small_config, soon
 from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena
 
 

@@ -20,9 +20,8 @@ from pdserve.kvpool.protocol.cluster_messages import ClusterState, Gossip, Names
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.shm import host_id
 from pdserve.tokens import digest
-from tests.kvpool.node.peers.test_gossip import Processes
-from tests.kvpool.node.peers.test_gossip import processes as processes
-from tests.kvpool.node.test_node import small_config
+from tests.support.kvpool.clustered import Processes
+from tests.support.kvpool.nodes import small_config
 from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena
 
 PAGE_BYTES = 24 * 1024

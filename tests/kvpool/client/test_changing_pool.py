@@ -15,10 +15,10 @@ from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.protocol.cluster_messages import Drain
 from pdserve.kvpool.protocol.messages import Done
-from tests.kvpool.node.peers.test_gossip import Processes
-from tests.kvpool.node.test_node import small_config
 from tests.support.kvpool.clients import Blocking
+from tests.support.kvpool.clustered import Processes
 from tests.support.kvpool.faulty import keys
+from tests.support.kvpool.nodes import small_config
 from tests.support.kvpool.pools import KIB, ProcessPool, arena_dir, remove_arena
 
 PAGE_BYTES = 16 * KIB

@@ -12,9 +12,8 @@ from pdserve.discovery.config import EtcdConfig
 from pdserve.errors import StartupError
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.client.locate import locate_pool
-from tests.kvpool.node.peers.test_etcd import in_etcd, settings
-from tests.kvpool.node.peers.test_gossip import running
-from tests.support.kvpool.etcd_server import EtcdServer
+from tests.support.kvpool.clustered import running
+from tests.support.kvpool.etcd_server import EtcdServer, in_etcd, settings
 
 
 @pytest.fixture

@@ -29,7 +29,8 @@ from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_reply, encode_frame
 from pdserve.kvpool.transports.control import make_hello
 from pdserve.settings.config_file import load_config
-from tests.kvpool.node.test_node import (
+from tests.support.kvpool.mounts import mounted
+from tests.support.kvpool.nodes import (
     get,
     keys,
     open_namespace,
@@ -41,7 +42,6 @@ from tests.kvpool.node.test_node import (
     soon,
     with_node,
 )
-from tests.support.kvpool.mounts import mounted
 from tests.support.kvpool.pools import ProcessPool, arena_dir
 
 HELLO = encode_frame(make_hello("attacker", "", "none"))
@@ -146,7 +146,10 @@ ENDS_WITH_A_WORD = {
     "a message of no number": (frame(b"\x92\xcd\x7f\xff\x01"), "not a pool request"),
     "a reply": (encode_frame(m.Done(1)), "not a pool request"),
     "no hello": (encode_frame(m.Ping(1)), "must be Hello"),
-    "another version": (encode_frame(m.Hello(99, "new", 1, "h")), "client new version 99"),
+    "another version": (
+        encode_frame(m.Hello(99, "new", 1, "h")),
+        "speaks version 1 of the pool protocol, client new version 99",
+    ),
     "a data path there is not": (encode_frame(make_hello("x", "", "inproc")), "does not go over a socket"),
     "garbage after hello": (HELLO + b"\xff" * 50, "does not speak"),
     "hello twice": (HELLO + HELLO, None),

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,94 +36,36 @@ from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_reply, encode_frame
 from pdserve.kvpool.protocol.slot_table import ROW_DTYPE, TableLayout
 from pdserve.kvpool.transports import page_residency
-from pdserve.kvpool.transports.base import OK, Connection
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.ucx import UcxLibrary
-from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena
-
-KIB = 1024
-PAGE_BYTES = 24 * KIB
-Start = Callable[..., ProcessPool]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a node process with these options over small ones; killed after the test."""
-    pools: list[ProcessPool] = []
-
-    def make(**options: Any) -> ProcessPool:
-        pools.append(ProcessPool(small_config(**options), tmp_path, "shm"))
-        return pools[-1]
-
-    yield make
-    for pool in pools:
-        pool.kill()
-        remove_arena(pool.config)
-    if arena_dir().exists():
-        arena_dir().rmdir()
-
-
-def small_config(**options: Any) -> PoolNodeConfig:
-    sizes = {"capacity_bytes": "16MiB", "slab_bytes": "1MiB", "min_slot_bytes": "8KiB", "quarantine_s": 0.2}
-    return PoolNodeConfig(
-        **{"name": "node", "arena_dir": arena_dir(), "max_reserved_share": 1.0, "max_pinned_share": 1.0}
-        | sizes
-        | options
-    )
-
-
-def soon(seconds: float = 10.0) -> float:
-    return time.monotonic() + seconds
-
-
-def page_of(key: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The bytes that belong to a key: so a reader knows what is right."""
-    return np.frombuffer((key * (PAGE_BYTES // 32 + 1))[:PAGE_BYTES], np.uint8)
-
-
-def open_namespace(connection: Connection, name: str = "ns", **geometry: str) -> int:
-    reply = connection.call(m.OpenNamespace(1, name, geometry), soon())
-    assert isinstance(reply, m.Opened)
-    return reply.namespace
-
-
-def put(connection: Connection, ns: int, keys: list[bytes]) -> list[bytes]:
-    """Write pages; the keys whose commit was acknowledged."""
-    reserved = connection.call(m.Reserve(2, ns, keys, [PAGE_BYTES]), soon())
-    assert isinstance(reserved, m.Reserved)
-    granted = [(k, g) for k, g in zip(keys, reserved.grants, strict=True) if g.status == m.GRANTED]
-    grants = [g for _, g in granted]
-    sums = connection.write_pages(grants, [[page_of(k)] for k, _ in granted], soon())
-    commit = m.Commit(3, [g.slot for g in grants], [g.sequence for g in grants], sums)
-    committed = connection.call(commit, soon())
-    assert isinstance(committed, m.Committed)
-    return [k for (k, _), ok in zip(granted, committed.mask, strict=True) if ok]
-
-
-def get(connection: Connection, ns: int, keys: list[bytes]) -> list[bytes]:
-    """The keys found. Fails when any delivered page has wrong bytes."""
-    got = connection.call(m.Get(4, ns, keys, [PAGE_BYTES]), soon())
-    assert isinstance(got, m.Got)
-    hits = [(k, p) for k, p in zip(keys, got.pins, strict=True) if p.status == m.HIT]
-    pages = [[np.zeros(PAGE_BYTES, np.uint8)] for _ in hits]
-    outcomes = connection.read_pages([p for _, p in hits], pages, soon())  # type: ignore[arg-type]
-    for (key, _), outcome, [page] in zip(hits, outcomes, pages, strict=True):
-        assert outcome != OK or np.array_equal(page, page_of(key))
-    connection.post(m.Release([p.slot for _, p in hits], [p.sequence for _, p in hits]))
-    return [k for (k, _), outcome in zip(hits, outcomes, strict=True) if outcome == OK]
-
-
-def keys(count: int, seed: int) -> list[bytes]:
-    rng = np.random.default_rng(seed)
-    return [rng.bytes(32) for _ in range(count)]
-
+from tests.support.kvpool.nodes import (
+    PAGE_BYTES,
+    Start,
+    StartProcess,
+    connect_when_ready,
+    get,
+    keys,
+    open_namespace,
+    put,
+    raw_socket,
+    reply_of,
+    say_hello,
+    serve_fails,
+    small_config,
+    soon,
+    wait_for_socket,
+    with_node,
+)
+from tests.support.kvpool.pools import arena_dir, remove_arena
 
 # --- dying and coming back
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_killed_in_the_middle_of_writes_it_keeps_all_that_was_acknowledged(start: Start, seed: int) -> None:
-    pool = start()
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_in_the_middle_of_writes_it_keeps_all_that_was_acknowledged(
+    start_process: StartProcess, seed: int
+) -> None:
+    pool = start_process()
     acknowledged: list[list[bytes]] = [[] for _ in range(3)]
     attempted: list[list[bytes]] = [[] for _ in range(3)]
     begun = threading.Barrier(4)
@@ -146,7 +88,7 @@ def test_killed_in_the_middle_of_writes_it_keeps_all_that_was_acknowledged(start
     for thread in threads:
         thread.start()
     begun.wait(10)
-    wanted = 20 + 60 * seed
+    wanted = 20 + 120 * seed
     deadline = soon()
     while sum(map(len, acknowledged)) < wanted and time.monotonic() < deadline:
         time.sleep(0)  # let the writers get so far
@@ -174,8 +116,10 @@ def test_a_writer_killed_between_reserve_and_commit_leaves_nothing_reserved(star
     pool = start()
     code = (
         "import sys, time\nfrom pdserve.kvpool.protocol import messages as m\n"
-        "from pdserve.kvpool.transports.shm import ShmConnector\n"
-        "c = ShmConnector('victim').connect(sys.argv[1], time.monotonic() + 10)\n"
+        "from pdserve.kvpool.client.config import PoolClientConfig\n"
+        "from pdserve.kvpool.client.connector import ConfiguredConnector\n"
+        "connector = ConfiguredConnector(PoolClientConfig(data_path='shm'), 'victim')\n"
+        "c = connector.connect(sys.argv[1], time.monotonic() + 10)\n"
         "ns = c.call(m.OpenNamespace(1, 'ns', {}), time.monotonic() + 10).namespace\n"
         f"c.call(m.Reserve(2, ns, [bytes(32)], [{PAGE_BYTES}]), time.monotonic() + 10)\n"
         "print('reserved', flush=True)\ntime.sleep(60)"
@@ -249,9 +193,9 @@ def test_memory_of_another_size_is_replaced_and_said_so(start: Start) -> None:
     put(connection, open_namespace(connection), keys(5, 1))
     connection.close()
     pool.kill()
-    again = start(name="resized", capacity_bytes="8MiB")
-    assert "other sizes" in again.log.read_text()
-    assert fetch_status(again.address, soon()).pages == 0
+    pool.restart(capacity_bytes="8MiB")
+    assert "other sizes" in pool.log.read_text()
+    assert fetch_status(pool.address, soon()).pages == 0
 
 
 def test_a_clean_stop_keeps_pages_when_told_to_and_fresh_forgets_them(tmp_path: Path) -> None:
@@ -286,25 +230,6 @@ def test_a_clean_stop_keeps_pages_when_told_to_and_fresh_forgets_them(tmp_path: 
 
 def fields(config: PoolNodeConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in config.__struct_fields__}
-
-
-def wait_for_socket(path: Path) -> None:
-    deadline = soon()
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def connect_when_ready(address: str) -> Connection:
-    from pdserve.kvpool.transports.shm import ShmConnector
-
-    deadline = soon()
-    while True:
-        try:
-            return ShmConnector("test").connect(address, soon(2))
-        except PoolError:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
 
 
 def test_a_client_of_another_host_cannot_insist_on_mapped_memory(start: Start) -> None:
@@ -372,24 +297,8 @@ def test_an_unexpected_error_stops_the_node_and_the_next_start_has_its_pages(
 # --- what keeps it from starting
 
 
-def serve_fails(*flags: str) -> str:
-    """The one line that `pdserve pool serve` ends with."""
-    code = "import sys; from pdserve.cli import main; main(sys.argv[1:])"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "pool", "serve", "--arena-dir", str(arena_dir()), *flags],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode != 0
-    lines = done.stderr.splitlines()
-    assert len(lines) == 1, done.stderr
-    return lines[0]
-
-
-def test_what_is_wrong_at_the_start_is_said_in_one_line(start: Start) -> None:
-    pool = start(name="first")
+def test_what_is_wrong_at_the_start_is_said_in_one_line(start_process: StartProcess) -> None:
+    pool = start_process(name="first")
     in_use = serve_fails("--name", "first", "--capacity-bytes", "16MiB", "--slab-bytes", "1MiB")
     assert f"pid {pool.pid}" in in_use
     assert "in use" in in_use
@@ -408,8 +317,8 @@ def test_what_is_wrong_at_the_start_is_said_in_one_line(start: Start) -> None:
     assert '"unix:/path" or "tcp:host:port"' in serve_fails("--listen", "7700")
 
 
-def test_open_files_are_raised_to_what_is_allowed_and_too_few_are_said(start: Start) -> None:
-    pool = start()
+def test_open_files_are_raised_to_what_is_allowed_and_too_few_are_said(start_process: StartProcess) -> None:
+    pool = start_process()
     soft, hard = resource.prlimit(pool.pid, resource.RLIMIT_NOFILE)
     assert soft == hard
     assert "open files" not in pool.log.read_text()
@@ -421,8 +330,8 @@ def test_open_files_are_raised_to_what_is_allowed_and_too_few_are_said(start: St
     assert f"needs {hard + 128} open files, this process may have {hard}" in line
 
 
-def test_a_socket_that_nobody_answers_at_is_replaced(start: Start) -> None:
-    pool = start()
+def test_a_socket_that_nobody_answers_at_is_replaced(start_process: StartProcess) -> None:
+    pool = start_process()
     pool.kill()  # its socket file stays
     pool.restart()
     assert fetch_status(pool.address, soon()).node == "node"
@@ -508,49 +417,6 @@ def test_pages_that_were_dropped_while_the_list_could_not_be_saved_do_not_come_b
 # --- bad clients
 
 
-def raw_socket(pool: ProcessPool) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX)
-    sock.settimeout(10)
-    sock.connect(pool.address.removeprefix("unix:"))
-    return sock
-
-
-@pytest.mark.parametrize(
-    "garbage",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\xff" * 100,
-        bytes(100),
-        b"\5\0\0\0\xc1\xc1\xc1\xc1\xc1",
-        encode_frame(m.Ping(1)),
-    ],
-    ids=["http", "ones", "zeros", "no-msgpack", "no-hello"],
-)
-def test_garbage_ends_its_own_connection_with_one_line(start: Start, garbage: bytes) -> None:
-    pool = start()
-    before = pool.log.read_text()
-    with raw_socket(pool) as sock:
-        sock.sendall(garbage)
-        while sock.recv(4096):
-            pass
-    assert fetch_status(pool.address, soon()).connections == 1
-    new = [line for line in pool.log.read_text().removeprefix(before).splitlines() if line]
-    assert len(new) == 1
-    assert "closing the connection" in new[0]
-
-
-def test_another_protocol_version_is_refused_by_name(start: Start) -> None:
-    pool = start()
-    with raw_socket(pool) as sock:
-        sock.sendall(encode_frame(m.Hello(m.PROTOCOL_VERSION + 1, "old", 1, "h")))
-        data = sock.recv(4096)
-    fault = decode_reply(data[4:])
-    assert isinstance(fault, m.Fault)
-    assert fault.code == "protocol_version"
-    assert "version 1" in fault.message
-    assert "version 2" in fault.message
-
-
 def test_a_client_that_does_not_read_is_closed_and_the_others_are_served(start: Start) -> None:
     pool = start()
     connection = pool.connect()
@@ -590,8 +456,7 @@ def test_a_client_that_is_closed_and_never_reads_its_last_replies_is_let_go(
 def test_more_connections_than_allowed_are_refused(start: Start) -> None:
     pool = start()
     pool.kill()
-    pool._file.write_text(pool._file.read_text() + "max_connections = 2\n")
-    pool.restart()
+    pool.restart(max_connections=2)
     held = [pool.connect() for _ in range(2)]
     with pytest.raises(PoolError, match="2 connections"):
         pool.connect()
@@ -653,29 +518,6 @@ def ucx_loads_when_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.E
     monkeypatch.setattr(UcxServer, "_load", load_when_told)
     yield told
     told.set()
-
-
-async def with_node(config: PoolNodeConfig, work: Callable[[PoolNode], Awaitable[None]]) -> None:
-    node = PoolNode(config)
-    task = asyncio.create_task(node.serve())
-    try:
-        await asyncio.to_thread(wait_for_socket, Path(config.listen[0].removeprefix("unix:")))
-        await work(node)
-    finally:
-        node.stop()
-        await task
-        arena_dir().rmdir()
-
-
-async def say_hello(config: PoolNodeConfig, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_unix_connection(config.listen[0].removeprefix("unix:"))
-    writer.write(encode_frame(make_hello("x", "", path)))  # type: ignore[arg-type]
-    return reader, writer
-
-
-async def reply_of(reader: asyncio.StreamReader) -> m.Reply:
-    size = int.from_bytes(await asyncio.wait_for(reader.readexactly(4), 20), "little")
-    return decode_reply(await asyncio.wait_for(reader.readexactly(size), 20))
 
 
 def test_while_ucx_is_loaded_for_one_client_the_others_are_served(
@@ -750,8 +592,8 @@ def test_ucx_is_loaded_at_the_start_where_other_hosts_may_come_in(address: str, 
     assert is_remote(address) == remote
 
 
-def test_connections_to_one_node_share_one_mapping_of_its_memory(start: Start) -> None:
-    pool = start()
+def test_connections_to_one_node_share_one_mapping_of_its_memory(start_process: StartProcess) -> None:
+    pool = start_process()
 
     def mappings() -> int:
         """Those of earlier tests' arenas at the same path end in "(deleted)"."""
@@ -774,8 +616,10 @@ def test_connections_to_one_node_share_one_mapping_of_its_memory(start: Start) -
     until_mapped(0)
 
 
-def test_letting_go_of_a_nodes_memory_holds_up_nobody(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = start()
+def test_letting_go_of_a_nodes_memory_holds_up_nobody(
+    start_process: StartProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = start_process()
     going_on, advise = threading.Event(), page_residency._advise
 
     def advise_when_told(reference: Callable[[], Any], advice: int) -> None:
@@ -835,13 +679,11 @@ def test_status_speaks_to_people_and_to_programs(start: Start) -> None:
     assert len(failed.stderr.splitlines()) == 1
 
 
-def test_sigterm_ends_it_at_once_with_clients_connected(start: Start) -> None:
-    pool = start()
+def test_sigterm_ends_it_at_once_with_clients_connected(start_process: StartProcess) -> None:
+    pool = start_process()
     connection = pool.connect()
-    started_s = time.monotonic()
     pool._process.send_signal(signal.SIGTERM)
     assert pool._process.wait(10) == 0
-    assert time.monotonic() - started_s < 3
     assert not pool.arena_path.exists()  # keep is false in these tests
     with pytest.raises(PoolError):
         connection.call(m.Ping(1), soon())

@@ -6,8 +6,6 @@ import asyncio
 import base64
 import logging
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,43 +15,23 @@ from playwright.sync_api import Page, expect, sync_playwright
 
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
-from pdserve.router.admin.app import AdminApp
 from pdserve.router.admin.live_feed import LiveFeed
 from pdserve.router.admin.live_page import password_as_bearer
 from pdserve.router.config.router import Admin
-from pdserve.router.server.listening import bind
-from pdserve.router.server.uvicorn_server import make_server
-from tests.router.request.test_timing import TOLD, telling
 from tests.support.e2e.cluster import PoolNode
-from tests.support.router.harness import Harness, disagg, run
+from tests.support.router.harness import disagg, run
+from tests.support.router.live_page import CACHED, KEY, shown
 from tests.support.router.mock_worker import REPORT, answer
+from tests.support.router.streams import TIMING, telling
 
-KEY = "administrators-key-of-this-test"
 CHAT = "/v1/chat/completions"
 SHOTS = os.environ.get("PDSERVE_SCREENSHOTS")
 CHROMIUM = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
-CACHED = "x-pdserve-cached: device=10, host=5, pool=100, computed=7\r\n"
 FOUND = {"device": 4, "host": 0, "pool": 10, "ssd": 12}
 EVIL = "<img src=x onerror=document.title='owned'>"
 CLIPPED = (
     "[...document.querySelectorAll('.wide')].filter(e => e.scrollWidth > e.clientWidth).map(e => e.innerText)"
 )
-
-
-@asynccontextmanager
-async def shown(harness: Harness, interval_s: float = 0.2) -> AsyncIterator[str]:
-    """The admin port of a router; its URL."""
-    feed = LiveFeed(harness.router, interval_s)
-    with bind("127.0.0.1", 0) as listening:
-        server = make_server(AdminApp(harness.router, feed), harness.router.config)
-        serving = asyncio.create_task(server.serve(sockets=[listening]))
-        feeding = asyncio.create_task(feed.run())
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        finally:
-            feeding.cancel()
-            server.should_exit = server.force_exit = True
-            await serving
 
 
 def put_pages(node: PoolNode) -> None:
@@ -147,7 +125,7 @@ def test_the_page_shows_workers_flow_caches_pool_and_errors(tmp_path: Path) -> N
                     prefill.script("/pd/prefill", *[answer(200, REPORT | {"cached": FOUND})] * 3)
                     for decode in decodes:
                         decode.scripts.pop(CHAT, None)
-                        decode.script(CHAT, *[telling(TOLD + CACHED)] * 8)
+                        decode.script(CHAT, *[telling(TIMING + CACHED)] * 8)
                     for _ in range(3):
                         assert (await harness.chat(stream=True, user="u")).status == 200
                     logging.getLogger("pdserve.test").warning("a warning of the test")

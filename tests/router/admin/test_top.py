@@ -15,9 +15,9 @@ from pdserve.kvpool.admin.tables import make_console
 from pdserve.router.admin.live_frames import Frame, NodeView, Point, Problem, SpaceView, WorkerView
 from pdserve.router.admin.top_cli import decode, view
 from pdserve.router.config.router import Admin
-from tests.router.admin.test_live_page import CACHED, KEY, shown
-from tests.router.request.test_timing import TOLD, telling
 from tests.support.router.harness import disagg, run
+from tests.support.router.live_page import CACHED, KEY, shown
+from tests.support.router.streams import TIMING, telling
 
 CHAT = "/v1/chat/completions"
 FRAME = Frame(
@@ -100,7 +100,7 @@ def test_the_command_shows_a_live_router_once_and_says_what_is_wrong() -> None:
             while not {"prefill", "decode"} <= set(frame["point"]["parts_s"]):  # a request in its time, whole
                 asked = asyncio.create_task(top(url, "--once", "--json", "--key", KEY))
                 while not asked.done():
-                    decode.script(CHAT, telling(TOLD + CACHED))
+                    decode.script(CHAT, telling(TIMING + CACHED))
                     await harness.chat(stream=True)
                     await asyncio.wait([asked], timeout=0.05)
                 status, said, _ = await asked

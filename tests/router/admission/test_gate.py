@@ -63,7 +63,7 @@ async def asking(harness: Harness, key: str, **more: Any) -> Connection:
 
 
 async def until_waiting(harness: Harness, count: int) -> None:
-    while harness.router.entrance.admission.waiting != count:  # noqa: ASYNC110 - nobody announces it
+    while harness.router.gate.queue.waiting != count:  # noqa: ASYNC110 - nobody announces it
         await asyncio.sleep(0)
 
 
@@ -141,7 +141,7 @@ def test_keys_come_from_the_environment_too(access: Access, monkeypatch: pytest.
         async with disagg(access=access) as (harness, _, _):
             for key in (ALICE, BOB, "c" * 20, "z" * 20):
                 assert (await harness.chat(by(key))).status == 200
-            assert [t.name for t in harness.router.entrance.tenants.all] == ["alice", "bob", "carol"]
+            assert [t.name for t in harness.router.gate.tenants.all] == ["alice", "bob", "carol"]
 
     run(main())
 
@@ -236,7 +236,7 @@ def test_tokens_of_answers_and_prompts_count(access: Access) -> None:
             refused = await harness.chat(by(ALICE))
             assert refused.status == 429
             assert 55 <= int(refused.headers["retry-after"]) <= 70
-            [alice, _] = harness.router.entrance.tenants.all
+            [alice, _] = harness.router.gate.tenants.all
             assert (alice.use.prompt_tokens, alice.use.output_tokens) == (40, 80)
 
     run(main())
@@ -246,7 +246,7 @@ def test_a_stream_without_usage_is_counted_by_its_events(access: Access) -> None
     async def main() -> None:
         async with disagg(access=access) as (harness, _, _):
             assert (await harness.chat(by(ALICE), stream=True)).body == STREAM
-            [alice, _] = harness.router.entrance.tenants.all
+            [alice, _] = harness.router.gate.tenants.all
             # the prompt's 40 are the prefill worker's word
             assert (alice.use.prompt_tokens, alice.use.output_tokens) == (40, len(EVENTS))
 
@@ -278,7 +278,7 @@ def test_a_request_that_computed_nothing_is_not_charged(
             assert (await harness.chat(by(ALICE), messages=long)).status == status
             decode.scripts.clear()
             assert (await harness.chat(by(ALICE))).status == 200
-            [alice, _] = harness.router.entrance.tenants.all
+            [alice, _] = harness.router.gate.tenants.all
             assert (alice.use.prompt_tokens, alice.use.output_tokens) == (3, 2)
 
     run(main())
@@ -291,7 +291,7 @@ def test_tokenizing_is_not_charged(access: Access, path: str) -> None:
             decode.script(path, answer(200, {"tokens": [1, 2], "count": 2}))
             body = {"model": "m", "prompt": "x" * 4000, "tokens": [1, 2]}
             assert (await harness.post(path, body, by(ALICE))).status == 200
-            [alice, _] = harness.router.entrance.tenants.all
+            [alice, _] = harness.router.gate.tenants.all
             assert (alice.use.prompt_tokens, alice.use.output_tokens) == (0, 0)
 
     run(main())
@@ -310,7 +310,7 @@ def test_a_request_whose_deadline_passes_before_the_answer_is_charged_what_may_h
             decode.script(CHAT, raw_answer(HALF) if deadline == "between_chunks_s" else hang(Gate()))
             messages = [{"role": "user", "content": "x" * 400}]
             assert (await harness.chat(by(ALICE), messages=messages)).status == 504
-            [alice, _] = harness.router.entrance.tenants.all
+            [alice, _] = harness.router.gate.tenants.all
             assert 100 <= alice.use.prompt_tokens <= 120
             assert alice.use.output_tokens == 0
 
@@ -322,7 +322,7 @@ def test_a_prompt_that_prefill_computed_is_charged_whatever_becomes_of_it(access
         async with disagg(access=access) as (harness, _, [decode]):
             decode.script(CHAT, close())
             assert (await harness.chat(by(ALICE))).status == 502
-            [alice, _] = harness.router.entrance.tenants.all
+            [alice, _] = harness.router.gate.tenants.all
             assert (alice.use.prompt_tokens, alice.use.output_tokens) == (40, 0)
 
     run(main())
@@ -340,7 +340,7 @@ def test_a_client_that_leaves_before_the_answer_is_charged_what_may_have_been_co
             connection.leave()
             await decode.wait_until(lambda: decode.disconnected == 1)
             await harness.settle()
-            [alice, _] = harness.router.entrance.tenants.all
+            [alice, _] = harness.router.gate.tenants.all
             assert 100 <= alice.use.prompt_tokens <= 120
 
     run(main())
@@ -370,7 +370,7 @@ def test_the_worker_that_answers_alone_says_how_long_one_prompt_is(
             decode.script(path, streamed)
             sent = {"model": "m", "stream": True} | body
             assert (await harness.post(path, sent, by(ALICE))).body == STREAM
-            [alice, _] = harness.router.entrance.tenants.all
+            [alice, _] = harness.router.gate.tenants.all
             assert alice.use.prompt_tokens == pytest.approx(tokens, abs=1)
 
     run(main())
@@ -393,7 +393,7 @@ def test_what_finds_no_slot_waits_and_is_then_served(access: Access) -> None:
             assert (await second.response()).body == ANSWER
             first.leave()
             second.leave()
-        assert sum(harness.router.entrance.queue_wait.counts) == 1
+        assert sum(harness.router.gate.queue_wait.counts) == 1
 
     run(main())
 
@@ -431,7 +431,7 @@ def test_what_waits_too_long_is_answered_429(access: Access) -> None:
             first = await asking(harness, ALICE)
             await gate.reached.wait()
             assert (await harness.chat(by(BOB))).status == 429
-            [alice, bob] = harness.router.entrance.tenants.all
+            [alice, bob] = harness.router.gate.tenants.all
             assert (alice.running, bob.running, bob.use.refused) == (1, 0, 1)
             first.leave()
 

@@ -1,4 +1,4 @@
-"""Admission: slots, queue, fair share. Pure."""
+"""The fair queue: slots, waiting, shares. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.router.admission.queue import Admission, State, Ticket
+from pdserve.router.admission.queue import FairQueue, State, Ticket
 from pdserve.router.config.tenants import TenantLimits
 from pdserve.router.tenants.tenant import TenantState
 
@@ -20,7 +20,7 @@ def tenant(name: str, **limits: float) -> TenantState:
     return TenantState(name, TenantLimits(**limits), 0.0)  # type: ignore[arg-type]
 
 
-def come(admission: Admission, who: TenantState, slots: int, now_s: float = 0.0, lane: str = "m") -> Ticket:
+def come(admission: FairQueue, who: TenantState, slots: int, now_s: float = 0.0, lane: str = "m") -> Ticket:
     ticket = Ticket(who, lane, now_s, now_s + 30.0)
     admission.arrive(ticket, slots, now_s)
     admission.check()
@@ -28,7 +28,7 @@ def come(admission: Admission, who: TenantState, slots: int, now_s: float = 0.0,
 
 
 def test_requests_run_while_there_are_slots_and_then_wait_in_turn() -> None:
-    admission, a = Admission(10), tenant("a")
+    admission, a = FairQueue(10), tenant("a")
     first, second, third = (come(admission, a, 1) for _ in range(3))
     assert [t.state for t in (first, second, third)] == [State.RUNNING, State.WAITING, State.WAITING]
     assert admission.leave(first, 1.0) == [second]
@@ -38,7 +38,7 @@ def test_requests_run_while_there_are_slots_and_then_wait_in_turn() -> None:
 
 
 def test_a_tenant_that_floods_gets_its_share_and_no_more() -> None:
-    admission, flood, quiet = Admission(1000), tenant("flood"), tenant("quiet")
+    admission, flood, quiet = FairQueue(1000), tenant("flood"), tenant("quiet")
     running = [come(admission, flood, 4) for _ in range(100)][:4]
     late = [come(admission, quiet, 4) for _ in range(2)]
     assert [admission.leave(running[i], 1.0) for i in range(2)] == [[late[0]], [late[1]]]
@@ -46,7 +46,7 @@ def test_a_tenant_that_floods_gets_its_share_and_no_more() -> None:
 
 
 def test_tenants_take_turns_at_a_single_slot_by_weight() -> None:
-    admission, flood, quiet = Admission(1000), tenant("flood"), tenant("quiet", weight=2.0)
+    admission, flood, quiet = FairQueue(1000), tenant("flood"), tenant("quiet", weight=2.0)
     running = come(admission, flood, 1)
     for _ in range(19):
         come(admission, flood, 1)
@@ -61,7 +61,7 @@ def test_tenants_take_turns_at_a_single_slot_by_weight() -> None:
 
 
 def test_slots_are_shared_by_weight() -> None:
-    admission, heavy, light = Admission(1000), tenant("heavy", weight=3.0), tenant("light")
+    admission, heavy, light = FairQueue(1000), tenant("heavy", weight=3.0), tenant("light")
     tickets = [come(admission, who, 8) for _ in range(50) for who in (light, heavy)]
     dice = random.Random(1)
     for _ in range(60):
@@ -73,7 +73,7 @@ def test_slots_are_shared_by_weight() -> None:
 
 
 def test_a_tenants_own_concurrency_holds_it_back_and_nobody_else() -> None:
-    admission, narrow, wide = Admission(10), tenant("narrow", concurrency=1), tenant("wide")
+    admission, narrow, wide = FairQueue(10), tenant("narrow", concurrency=1), tenant("wide")
     first, second = come(admission, narrow, 4), come(admission, narrow, 4)
     assert (first.state, second.state) == (State.RUNNING, State.WAITING)
     assert come(admission, wide, 4).state is State.RUNNING
@@ -81,7 +81,7 @@ def test_a_tenants_own_concurrency_holds_it_back_and_nobody_else() -> None:
 
 
 def test_a_tenants_concurrency_counts_over_all_models() -> None:
-    admission, narrow = Admission(10), tenant("narrow", concurrency=1)
+    admission, narrow = FairQueue(10), tenant("narrow", concurrency=1)
     first = come(admission, narrow, 4, lane="m")
     second = come(admission, narrow, 4, lane="other")
     assert second.state is State.WAITING
@@ -89,7 +89,7 @@ def test_a_tenants_concurrency_counts_over_all_models() -> None:
 
 
 def test_what_waits_for_a_slot_is_not_held_back_by_its_tenants_share() -> None:
-    admission, a, b = Admission(10), tenant("a", concurrency=5), tenant("b")
+    admission, a, b = FairQueue(10), tenant("a", concurrency=5), tenant("b")
     a.granted = 1
     for _ in range(4):
         come(admission, a, 3)
@@ -102,14 +102,14 @@ def test_what_waits_for_a_slot_is_not_held_back_by_its_tenants_share() -> None:
 
 
 def test_a_full_queue_refuses_the_newcomer_of_the_tenant_that_fills_it() -> None:
-    admission, a = Admission(2), tenant("a")
+    admission, a = FairQueue(2), tenant("a")
     tickets = [come(admission, a, 1) for _ in range(4)]
     assert tickets[-1].state is State.REFUSED
     assert [t.state for t in tickets[1:3]] == [State.WAITING, State.WAITING]
 
 
 def test_a_full_queue_makes_room_for_others_at_the_expense_of_who_fills_it() -> None:
-    admission, flood, quiet = Admission(4), tenant("flood"), tenant("quiet")
+    admission, flood, quiet = FairQueue(4), tenant("flood"), tenant("quiet")
     tickets = [come(admission, flood, 1) for _ in range(5)]
     polite = Ticket(quiet, "m", 0.0, INF)
     assert admission.arrive(polite, 1, 0.0) == [tickets[-1]]
@@ -118,7 +118,7 @@ def test_a_full_queue_makes_room_for_others_at_the_expense_of_who_fills_it() -> 
 
 
 def test_a_model_that_is_flooded_leaves_the_others_their_queue() -> None:
-    admission, a = Admission(2), tenant("a")
+    admission, a = FairQueue(2), tenant("a")
     flood = [come(admission, a, 1, lane="busy") for _ in range(9)]
     assert flood[-1].state is State.REFUSED
     other = [come(admission, a, 1, lane="other") for _ in range(4)]
@@ -128,7 +128,7 @@ def test_a_model_that_is_flooded_leaves_the_others_their_queue() -> None:
 
 
 def test_what_waits_past_its_deadline_is_refused() -> None:
-    admission, a = Admission(10), tenant("a")
+    admission, a = FairQueue(10), tenant("a")
     _, early, late = come(admission, a, 1), come(admission, a, 1, 1.0), come(admission, a, 1, 2.0)
     assert admission.expire(30.9) == []
     assert admission.expire(31.0) == [early]
@@ -137,7 +137,7 @@ def test_what_waits_past_its_deadline_is_refused() -> None:
 
 
 def test_a_client_that_leaves_the_queue_leaves_no_trace() -> None:
-    admission, a = Admission(10), tenant("a")
+    admission, a = FairQueue(10), tenant("a")
     first, second = come(admission, a, 1), come(admission, a, 1)
     assert admission.leave(second, 1.0) == []
     assert admission.leave(first, 1.0) == []
@@ -147,7 +147,7 @@ def test_a_client_that_leaves_the_queue_leaves_no_trace() -> None:
 
 
 def test_workers_that_come_let_in_what_waits() -> None:
-    admission, a = Admission(10), tenant("a")
+    admission, a = FairQueue(10), tenant("a")
     tickets = [come(admission, a, 1) for _ in range(4)]
     assert admission.resize("m", 3, 1.0) == tickets[1:3]
     assert admission.resize("m", 0, 1.0) == []
@@ -156,7 +156,7 @@ def test_workers_that_come_let_in_what_waits() -> None:
 
 
 def test_retry_after_says_how_long_the_queue_takes() -> None:
-    admission, a = Admission(100), tenant("a")
+    admission, a = FairQueue(100), tenant("a")
     for _ in range(50):
         admission.leave(come(admission, a, 2, 0.0), 2.0)
     for _ in range(12):
@@ -183,7 +183,7 @@ STEPS = st.lists(
 def test_whatever_happens_counts_agree_and_no_slot_stays_free_while_somebody_waits(
     steps: list[tuple[str, int, int, float]], queue_length: int, limits: list[int]
 ) -> None:
-    admission = Admission(queue_length)
+    admission = FairQueue(queue_length)
     tenants = [tenant(f"t{i}", concurrency=limit, weight=1.0 + i) for i, limit in enumerate(limits)]
     slots = {"m": 2, "n": 1}
     tickets: list[Ticket] = []
@@ -222,7 +222,7 @@ def test_whatever_happens_counts_agree_and_no_slot_stays_free_while_somebody_wai
 def test_with_enough_to_do_slots_end_up_shared_by_weight(
     weights: list[int], slots: int, dice: random.Random
 ) -> None:
-    admission = Admission(100_000)
+    admission = FairQueue(100_000)
     tenants = [tenant(f"t{i}", weight=weight) for i, weight in enumerate(weights)]
     tickets = [come_quietly(admission, t, slots) for t in tenants for _ in range(6 * slots)]
     for _ in range(4 * slots):
@@ -232,7 +232,7 @@ def test_with_enough_to_do_slots_end_up_shared_by_weight(
         assert abs(t.running - fair) <= 1 + len(tenants) * 0.5, (t.name, t.running, fair)
 
 
-def come_quietly(admission: Admission, who: TenantState, slots: int) -> Ticket:
+def come_quietly(admission: FairQueue, who: TenantState, slots: int) -> Ticket:
     ticket = Ticket(who, "m", 0.0, INF)
     admission.arrive(ticket, slots, 0.0)
     return ticket

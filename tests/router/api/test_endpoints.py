@@ -56,7 +56,7 @@ def test_a_new_row_is_planned_salted_prefilled_counted_and_documented() -> None:
             assert staged.target == f"/pd/prefill?endpoint={PATH}"
             assert asked.json()["cache_salt"] == staged.json()["cache_salt"] == "tenant/acme"
             assert asked.headers["x-pdserve-marks"] == "1"
-            used = harness.router.entrance.tenants.all[0].use
+            used = harness.router.gate.tenants.all[0].use
             assert (used.prompt_tokens, used.output_tokens) == (101, 7)
             document = (await harness.get("/openapi.json")).json()
             assert "text/event-stream" in document["paths"][PATH]["post"]["responses"]["200"]["content"]

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.router.harness import disagg, run
+from tests.support.router.harness import before, disagg, run
 from tests.support.router.mock_worker import DONE, MockWorker, answer, stream
 
 CHAT = "/v1/chat/completions"
@@ -167,8 +167,6 @@ def test_streams_of_several_choices_tool_calls_and_reasoning_come_through_in_ord
 
 
 def test_embeddings_go_to_workers_that_make_them_and_to_no_others() -> None:
-    from tests.router.fleet.test_models import before
-
     async def main() -> None:
         writer = MockWorker("decode", "writer", namespace="w")
         vectors = MockWorker("decode", "vectors", namespace="v", tasks=["embed"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
@@ -12,10 +10,10 @@ from pdserve.errors import RequestError
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.config.limits import Probe
 from pdserve.router.config.placement import Stickiness
-from pdserve.router.config.router import RouterConfig, Session
+from pdserve.router.config.router import Session
 from pdserve.router.config.tenants import Admission
 from pdserve.router.fleet.models import MAX_ADAPTER_CHARS, Models
-from tests.support.router.harness import FAST, Harness, chat_body, routed, run
+from tests.support.router.harness import Harness, before, chat_body, run
 from tests.support.router.mock_worker import ANSWER, EVENTS, Gate, MockWorker, stream, workers
 
 CHAT = "/v1/chat/completions"
@@ -98,15 +96,6 @@ def test_an_adapters_name_of_any_length_is_not_remembered(path: str) -> None:
 def group(model: str, decodes: int = 2) -> list[MockWorker]:
     made = [MockWorker("prefill", model, namespace=f"ns-{model}")]
     return made + [MockWorker("decode", model, namespace=f"ns-{model}") for _ in range(decodes)]
-
-
-@asynccontextmanager
-async def before(*made: MockWorker, **config: object) -> AsyncIterator[Harness]:
-    """A router before these workers."""
-    async with workers(*made):
-        urls = {role: tuple(w.url for w in made if w.role == role) for role in ("prefill", "decode")}
-        async with routed(RouterConfig(**urls, deadlines=FAST, **config)) as harness:  # type: ignore[arg-type]
-            yield harness
 
 
 async def served_by(harness: Harness, model: str, **headers: str) -> tuple[str, str]:
@@ -195,7 +184,7 @@ def test_a_full_model_holds_up_no_other() -> None:
             busy = asyncio.create_task(harness.post(CHAT, chat_body(model="a", stream=True)))
             await gate.reached.wait()
             waits = asyncio.create_task(harness.post(CHAT, chat_body(model="a")))
-            while not harness.router.entrance.admission.waiting:  # noqa: ASYNC110 - no event for this
+            while not harness.router.gate.queue.waiting:  # noqa: ASYNC110 - no event for this
                 await asyncio.sleep(0)
             assert (await harness.post(CHAT, chat_body(model="b"))).body == ANSWER
             assert not waits.done()

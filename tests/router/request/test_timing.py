@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 
 import pytest
@@ -12,23 +11,10 @@ from hypothesis import strategies as st
 from pdserve.router.metrics.names import METRICS, PARTS, TIERS, turn_label
 from pdserve.router.request import cache_report, timing
 from tests.support.router.harness import Harness, disagg, run
-from tests.support.router.mock_worker import EVENTS, REPORT, Received, Script, Wire, answer
+from tests.support.router.mock_worker import EVENTS, REPORT, answer
+from tests.support.router.streams import TIMING, telling
 
 CHAT = "/v1/chat/completions"
-TOLD = "server-timing: queue;dur=1.0, pull;dur=0.001, compute;dur=3.0\r\n"
-
-
-def telling(headers: str, computes_s: float = 0.0) -> Script:
-    """A stream whose head says what workers say, and whose first token takes so long."""
-
-    async def script(wire: Wire, request: Received) -> None:
-        await wire.head(200, "text/event-stream", extra=headers)
-        await asyncio.sleep(computes_s)
-        for data in EVENTS:
-            await wire.chunk(data)
-        await wire.end()
-
-    return script
 
 
 def value(text: str, name: str, **labels: str) -> float:
@@ -99,7 +85,7 @@ def test_a_stream_says_where_its_time_went_and_metrics_count_it() -> None:
     async def main() -> None:
         async with disagg() as (harness, _, [decode]):
             cached = "x-pdserve-cached: device=0, host=0, pool=32, computed=8\r\n"
-            decode.script(CHAT, telling(TOLD + cached, computes_s=0.02))
+            decode.script(CHAT, telling(TIMING + cached, computes_s=0.02))
             headers = await streamed(harness)
             said = dict(part.split(";dur=") for part in headers["server-timing"].split(", "))
             assert list(said) == ["prefill", "publish", "pull", "decode", "router"]

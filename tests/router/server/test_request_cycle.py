@@ -5,7 +5,6 @@ A target with a query takes uvicorn's way.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -103,26 +102,6 @@ def test_the_connection_ends_with_the_answer_where_the_client_wants_that(
             assert (answer.body, answer.headers["connection"]) == (ANSWER, "close")
             assert await client.reader.read() == b""
             client.leave()
-
-    run(main())
-
-
-@WAYS
-def test_a_connection_is_closed_when_it_was_idle_for_long_and_not_while_it_is_used(target: str) -> None:
-    async def main() -> None:
-        async with disagg(client_keepalive_s=1.0) as (harness, _, [worker]):
-            gate = Gate()
-            worker.script(CHAT, stream(EVENTS, gate, 1))
-            client = await harness.connect()
-            loop = asyncio.get_running_loop()
-            client.writer.write(request(target, body=json.dumps(chat_body(stream=True)).encode()))
-            await gate.reached.wait()
-            await asyncio.sleep(1.2)  # what an idle one would not outlive
-            busy_s = loop.time()
-            gate.open.set()
-            assert (await client.response()).is_whole
-            assert await client.reader.read() == b""
-            assert loop.time() - busy_s > 0.9
 
     run(main())
 

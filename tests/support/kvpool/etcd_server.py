@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
+from pdserve.discovery.config import EtcdConfig
+
 START_TIMEOUT_S = 20.0
 
 
@@ -113,3 +115,13 @@ class EtcdServer:
     def wipe(self) -> None:
         """All its data are lost; while it is down."""
         shutil.rmtree(self._directory / "etcd")
+
+
+def settings(etcd: EtcdServer, **options: Any) -> EtcdConfig:
+    options = {"lease_s": 2, "timeout_s": 5.0, "retry_s": 0.1, **options}
+    return EtcdConfig(endpoints=[etcd.url], **options)
+
+
+def in_etcd(etcd: EtcdServer, **options: Any) -> dict[str, Any]:
+    """Of a node's [cluster]."""
+    return {"cluster": {"membership": "etcd", "etcd": settings(etcd), **options}}

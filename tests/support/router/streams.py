@@ -1,9 +1,12 @@
-"""Streams with marks, as workers send them to a router that asks for marks."""
+"""Streams as workers send them: with timings in the head, and with marks for a router that asks for them."""
 
 from __future__ import annotations
 
+import asyncio
+
 from tests.support.router.mock_worker import (
     DONE,
+    EVENTS,
     CloseConnection,
     Gate,
     Received,
@@ -11,6 +14,21 @@ from tests.support.router.mock_worker import (
     Wire,
     event,
 )
+
+TIMING = "server-timing: queue;dur=1.0, pull;dur=0.001, compute;dur=3.0\r\n"
+
+
+def telling(headers: str, computes_s: float = 0.0) -> Script:
+    """A stream whose head says what workers say, and whose first token takes so long."""
+
+    async def script(wire: Wire, request: Received) -> None:
+        await wire.head(200, "text/event-stream", extra=headers)
+        await asyncio.sleep(computes_s)
+        for data in EVENTS:
+            await wire.chunk(data)
+        await wire.end()
+
+    return script
 
 
 def named(id_: str, content: str, finish: str | None = None) -> bytes:

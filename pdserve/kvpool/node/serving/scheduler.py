@@ -190,7 +190,6 @@ class Serving:
 
     def _next_turn(self) -> None:
         self._turn = None
-        self._turn_keys = 0
         if self._queue.waiting:
             self._run()
 

@@ -21,8 +21,8 @@ from pdserve.kvpool.node.memory.placement import Placement, numa_nodes
 from pdserve.kvpool.protocol.slot_table import TableLayout
 from pdserve.kvpool.transports.base import Connection
 from pdserve.settings.config_file import load_config
-from tests.kvpool.node.test_node import get, keys, open_namespace, put, serve_fails, small_config
 from tests.support.kvpool.mounts import mounted, set_huge_pages
+from tests.support.kvpool.nodes import get, keys, open_namespace, put, serve_fails, small_config
 from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena
 
 MIB = 1 << 20

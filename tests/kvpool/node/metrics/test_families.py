@@ -21,9 +21,7 @@ from pdserve.kvpool.node.metrics.names import METRICS
 from pdserve.kvpool.node.metrics.server import MetricsServer, NodeCollector
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import Member, NamespaceSettings, TierStatus
-from tests.kvpool.node.test_node import PAGE_BYTES, Start, get, keys, open_namespace, put, soon, start
-
-__all__ = ["start"]  # the fixture
+from tests.support.kvpool.nodes import PAGE_BYTES, Start, get, keys, open_namespace, put, soon
 
 Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -177,8 +175,7 @@ def scrape(url: str) -> Values:
 def test_a_real_node_is_scraped(start: Start) -> None:
     pool = start()
     pool.kill()
-    pool._file.write_text(pool._file.read_text() + 'metrics = "127.0.0.1:0"\n')
-    pool.restart()
+    pool.restart(metrics="127.0.0.1:0")
     found = re.search(r"metrics at (http://\S+)", pool.log.read_text())
     assert found
     connection = pool.connect()

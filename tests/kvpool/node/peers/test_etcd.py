@@ -9,7 +9,6 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import msgspec
@@ -19,8 +18,8 @@ from pdserve.discovery.config import EtcdConfig
 from pdserve.discovery.etcd import EtcdMember, EtcdMembership, discover
 from pdserve.errors import ConfigError, PoolError, PoolUnavailable
 from pdserve.kvpool.protocol.cluster_messages import DEAD
-from tests.kvpool.node.peers.test_gossip import ring, running, status_of, until
-from tests.support.kvpool.etcd_server import EtcdServer
+from tests.support.kvpool.clustered import ring, running, status_of, until
+from tests.support.kvpool.etcd_server import EtcdServer, in_etcd, settings
 
 QUIET = {"ping_interval_s": 60.0, "ping_timeout_s": 60.0, "sync_interval_s": 60.0}
 
@@ -30,16 +29,6 @@ def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
     server = EtcdServer(tmp_path)
     yield server
     server.kill()
-
-
-def settings(etcd: EtcdServer, **options: Any) -> EtcdConfig:
-    options = {"lease_s": 2, "timeout_s": 5.0, "retry_s": 0.1, **options}
-    return EtcdConfig(endpoints=[etcd.url], **options)
-
-
-def in_etcd(etcd: EtcdServer, **options: Any) -> dict[str, Any]:
-    """Of a node's [cluster]."""
-    return {"cluster": {"membership": "etcd", "etcd": settings(etcd), **options}}
 
 
 def names(etcd: EtcdServer) -> list[str] | None:

@@ -9,21 +9,18 @@ import select
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from pdserve.errors import PdserveError, PoolError, PoolRefused, StartupError
+from pdserve.errors import PoolError, PoolRefused, StartupError
 from pdserve.kvpool.admin.node_client import ask, fetch_status
 from pdserve.kvpool.admin.upgrade import upgrade
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.node.config.cluster import ClusterConfig
-from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import (
@@ -42,73 +39,12 @@ from pdserve.kvpool.protocol.cluster_messages import (
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_reply, encode_frame
 from pdserve.kvpool.transports.async_control import AsyncControl
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
-from tests.kvpool.node.test_node import small_config
+from tests.support.kvpool.clustered import DETECTED_S, Processes, config_of, ring, running, status_of, until
 from tests.support.kvpool.moving_nodes import page_of, some_keys
-from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena
-from tests.support.kvpool.processor import Stopwatch
-
-DETECTED_S = 2.0  # R10
-QUICK = {
-    "ping_interval_s": 0.05,
-    "ping_timeout_s": 1.0,  # all nodes of a test share a process, and that a busy machine
-    "indirect_timeout_s": 0.3,
-    "sync_interval_s": 0.1,
-    "join_timeout_s": 1.0,
-}
-
-
-def soon(seconds: float = 10.0) -> float:
-    return time.monotonic() + seconds
-
+from tests.support.kvpool.nodes import small_config, soon
+from tests.support.kvpool.pools import ProcessPool
 
 # --- processes
-
-
-class Processes:
-    """Nodes that know the first one's address."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.nodes: dict[str, ProcessPool] = {}
-
-    def start(self, *names: str, **options: Any) -> None:
-        cluster = ClusterConfig(peers=[f"unix:{self.directory}/a.sock"], **options)
-        configs = [small_config(name=name, cluster=cluster) for name in names]
-        with ThreadPoolExecutor(len(names)) as pool:
-            for node in pool.map(lambda config: ProcessPool(config, self.directory, "shm"), configs):
-                self.nodes[node.config.name] = node
-
-    def view(self, of: str) -> tuple[int, str]:
-        report = fetch_status(self.nodes[of].address, soon())
-        return report.epoch, "".join(x.node for x in report.members if x.status == ACTIVE)
-
-    def until(self, wanted: str, *, at: str = "", seconds: float = 10.0) -> float:
-        """How long it took for all (or those nodes) to have this view, while they had a processor."""
-        since = self.stopwatch(at or wanted)
-        while True:
-            views = {name: self.view(name) for name in at or wanted}
-            if {ring for _, ring in views.values()} == {wanted} and len({e for e, _ in views.values()}) == 1:
-                return since.passed_s()
-            assert since.passed_s() < seconds, views
-            time.sleep(0.02)
-
-    def stopwatch(self, names: str) -> Stopwatch:
-        """For what these nodes do."""
-        return Stopwatch(*(self.nodes[name].pid for name in names))
-
-    def close(self) -> None:
-        for node in self.nodes.values():
-            node.kill()
-            remove_arena(node.config)
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    made = Processes(tmp_path)
-    yield made
-    made.close()
-    if arena_dir().exists():
-        arena_dir().rmdir()
 
 
 class Watcher:
@@ -257,46 +193,6 @@ def test_a_paused_node_is_dead_until_it_runs_again_and_then_blames_nobody(proces
 
 
 # --- in this process
-
-
-@contextlib.asynccontextmanager
-async def running(tmp_path: Path, name: str, peers: str = "", **options: Any) -> AsyncIterator[PoolNode]:
-    """A node that serves; its peers by name."""
-    node = PoolNode(config_of(tmp_path, name, peers, **options))
-    serving = asyncio.ensure_future(node.serve())
-    try:
-        await until(lambda: serving.done() or node.gossip._detector is not None)
-        if serving.done():
-            await serving
-        yield node
-    finally:
-        node.stop()
-        with contextlib.suppress(PdserveError):
-            await serving
-
-
-def config_of(tmp_path: Path, name: str, peers: str = "", **options: Any) -> PoolNodeConfig:
-    addresses = [f"unix:{tmp_path}/{peer}.sock" for peer in peers]
-    cluster = ClusterConfig(**{**QUICK, "peers": addresses, **options.pop("cluster", {})})
-    listen = options.pop("listen", [f"unix:{tmp_path}/{name}.sock"])
-    return small_config(
-        name=name, arena_dir=tmp_path / "arenas", listen=listen, keep=False, cluster=cluster, **options
-    )
-
-
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    since = Stopwatch()
-    while not condition():
-        assert since.passed_s() < seconds
-        await asyncio.sleep(0.01)
-
-
-def ring(node: PoolNode) -> str:
-    return "".join(n.node for n in node.gossip.view.nodes)
-
-
-def status_of(node: PoolNode, other: str) -> int:
-    return node.gossip.cluster.members[other].status
 
 
 def test_a_node_alone_tells_its_view_in_welcome_on_request_and_in_its_status(tmp_path: Path) -> None:

@@ -1,0 +1,381 @@
+"""A client connection's states and their limits, in memory and in virtual time: in each state of the module's
+table, what comes of silence, of drops, of a stop, of an answer's end, and of a client that leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pdserve.router.config.router import RouterConfig
+from pdserve.router.server.connection import (
+    CLOSING_S,
+    LINGER_S,
+    MAX_AHEAD,
+    MAX_AHEAD_BYTES,
+    MAX_HEAD_BYTES,
+    ClientConnection,
+    Connections,
+)
+from pdserve.router.server.request_cycle import RequestCycle
+from pdserve.router.server.uvicorn_server import make_server
+from tests.support.virtual_time import virtually
+
+KEEP_ALIVE_S, HEAD_S = 60, 10.0
+HOUR_S = 3600.0
+HEAD = b"POST /direct HTTP/1.1\r\nhost: t\r\ncontent-length: 5\r\n\r\n"
+REQUEST = HEAD + b"hello"
+ORDINARY = b"GET /ordinary HTTP/1.1\r\nhost: t\r\n\r\n"
+
+
+class Transport(asyncio.Transport):
+    """What the client sees of its connection."""
+
+    def __init__(self, can_write_eof: bool = True) -> None:
+        super().__init__()
+        self.protocol: ClientConnection
+        self.sent = b""
+        self.ended_s = self.half_closed_s = None
+        self.was_aborted = self.is_paused = False
+        self._can_write_eof = can_write_eof
+
+    def write(self, data: Any) -> None:
+        assert self.half_closed_s is None
+        self.sent += data
+
+    def can_write_eof(self) -> bool:
+        return self._can_write_eof
+
+    def write_eof(self) -> None:
+        self.half_closed_s = self.protocol.loop.time()
+
+    def is_closing(self) -> bool:
+        return self.ended_s is not None
+
+    def close(self) -> None:
+        if self.ended_s is None:
+            self.ended_s = self.protocol.loop.time()
+            self.protocol.loop.call_soon(self.protocol.connection_lost, None)
+
+    def abort(self) -> None:
+        self.was_aborted = True
+        self.close()
+
+    def pause_reading(self) -> None:
+        self.is_paused = True
+
+    def resume_reading(self) -> None:
+        self.is_paused = False
+
+
+class Client:
+    """A connection, its handler, and its time since it was made."""
+
+    def __init__(self, can_write_eof: bool = True) -> None:
+        loop = asyncio.get_running_loop()
+        self.begun_s = loop.time()
+        self.loop = loop
+        self.cycles: list[RequestCycle] = []
+        self.state = Connections()
+        config = make_server(self.ordinary, RouterConfig(client_keepalive_s=KEEP_ALIVE_S)).config
+        direct: Any = SimpleNamespace(targets={b"/direct": "/direct"}, serve=self.serve)
+        self.connection = ClientConnection(
+            head_s=HEAD_S, direct=direct, config=config, server_state=self.state, app_state={}, _loop=loop
+        )
+        self.transport = self.connection.transport = Transport(can_write_eof)
+        self.transport.protocol = self.connection
+        self.connection.connection_made(self.transport)
+
+    async def serve(self, cycle: RequestCycle) -> None:
+        """The test answers."""
+        self.cycles.append(cycle)
+        await asyncio.sleep(100_000)
+
+    async def ordinary(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def send(self, data: bytes) -> None:
+        self.connection.data_received(data)
+        await self.settle()
+
+    async def settle(self) -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    async def answer(self, number: int = -1) -> None:
+        self.cycles[number].start(200, [], 2)
+        await self.cycles[number].write(b"ok", more=False)
+        await self.settle()
+
+    async def stop(self) -> None:
+        """As the server does it."""
+        self.state.is_stopping = True
+        self.connection.shutdown()
+        await self.settle()
+
+    def after_s(self, at_s: float | None) -> float | None:
+        return None if at_s is None else round(at_s - self.begun_s, 1)
+
+    @property
+    def statuses(self) -> list[int]:
+        return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", self.transport.sent)]
+
+
+async def in_state(state: str, *, can_write_eof: bool = True) -> Client:
+    client = Client(can_write_eof)
+    if state == "head":
+        await client.send(HEAD[:9])
+    elif state == "idle again":
+        await client.send(REQUEST)
+        await client.answer()
+    elif state == "head again":
+        await client.send(REQUEST + HEAD[:9])
+        await client.answer()
+    elif state == "answering":
+        await client.send(REQUEST)
+    elif state == "answering, head":
+        await client.send(REQUEST + HEAD[:9])
+    elif state == "answering, body":
+        await client.send(HEAD + b"hel")
+    elif state == "rest":
+        await client.send(HEAD + b"hel")
+        await client.answer()
+    return client
+
+
+STATES = [
+    "idle",
+    "idle again",
+    "head",
+    "head again",
+    "answering",
+    "answering, head",
+    "answering, body",
+    "rest",
+]
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize(
+    ("state", "ended_s", "half_closed_s", "statuses"),
+    [
+        ("idle", KEEP_ALIVE_S, None, []),
+        ("idle again", KEEP_ALIVE_S, None, [200]),
+        ("head", HEAD_S + CLOSING_S, HEAD_S, [408]),
+        ("head again", HEAD_S + CLOSING_S, HEAD_S, [200, 408]),
+        ("answering", None, None, []),
+        ("answering, head", None, None, []),
+        ("answering, body", None, None, []),
+        ("rest", HEAD_S + CLOSING_S, HEAD_S, [200]),
+    ],
+)
+@virtually
+async def test_each_state_ends_when_its_limit_is_exceeded_and_drops_do_not_extend_it(
+    state: str, ended_s: float | None, half_closed_s: float | None, statuses: list[int], drops: bool
+) -> None:
+    client = await in_state(state)
+    if drops and state in ("head", "head again"):
+        for byte in HEAD[9:20]:
+            await asyncio.sleep(1.0)
+            await client.send(bytes([byte]))
+    elif drops and state == "rest":
+        await asyncio.sleep(9.0)
+        await client.send(b"l")
+    await asyncio.sleep(HOUR_S)
+    transport = client.transport
+    assert client.after_s(transport.ended_s) == ended_s
+    assert client.after_s(transport.half_closed_s) == half_closed_s
+    assert client.statuses == statuses
+    assert transport.was_aborted == (half_closed_s is not None)  # this client never closes
+
+
+@pytest.mark.parametrize("state", STATES)
+@virtually
+async def test_a_server_that_stops_answers_what_comes_within_the_lingering_time_and_closes(
+    state: str,
+) -> None:
+    client = await in_state(state)
+    await client.stop()
+    await asyncio.sleep(LINGER_S / 2)
+    if state.startswith("head"):
+        await client.send(HEAD[9:] + b"hello")
+    elif state.startswith("idle"):
+        await client.send(REQUEST)
+    elif state == "rest":
+        await client.send(b"lo" + REQUEST)
+    if state == "answering, body":
+        await client.send(b"lo")
+    assert not client.transport.is_closing()
+    await client.answer()
+    assert set(client.statuses) == {200}
+    assert client.transport.sent.endswith(b"connection: close\r\n\r\nok")
+    assert client.transport.is_closing()
+
+
+@pytest.mark.parametrize("state", ["idle", "idle again", "head", "rest"])
+@virtually
+async def test_a_server_that_stops_waits_no_longer_than_the_lingering_time(state: str) -> None:
+    client = await in_state(state)
+    await client.stop()
+    await asyncio.sleep(HOUR_S)
+    assert client.after_s(client.transport.half_closed_s or client.transport.ended_s) == LINGER_S
+    assert (408 in client.statuses) == (state == "head")
+
+
+@virtually
+async def test_an_answer_that_promised_to_keep_alive_is_kept_for_the_lingering_time() -> None:
+    client = await in_state("answering")
+    client.cycles[0].start(200, [], 2)
+    await client.stop()
+    await asyncio.sleep(5)
+    await client.cycles[0].write(b"ok", more=False)
+    assert not client.transport.is_closing()
+    await asyncio.sleep(HOUR_S)
+    assert client.after_s(client.transport.ended_s) == 5 + LINGER_S
+    assert b"connection: close" not in client.transport.sent
+
+
+@virtually
+async def test_a_connection_accepted_by_a_server_that_stops_is_closed_soon() -> None:
+    client = Client()
+    client.state.is_stopping = True
+    client.connection.connection_made(client.transport)
+    await asyncio.sleep(HOUR_S)
+    assert client.after_s(client.transport.ended_s) == LINGER_S
+
+
+@pytest.mark.parametrize("state", STATES)
+@virtually
+async def test_a_client_that_leaves_is_seen_and_nothing_is_left_behind(state: str) -> None:
+    client = await in_state(state)
+    gone: list[bool] = []
+    client.connection.watch(lambda: gone.append(True))
+    client.transport.close()
+    await client.settle()
+    assert gone == [True]
+    assert client.connection.is_closing
+    assert all(cycle.disconnected or cycle.response_complete for cycle in client.cycles)
+    assert client.connection not in client.state.connections
+    client.connection.watch(lambda: gone.append(False))  # of a request that begins to watch too late
+    assert gone == [True, False]
+    loop: Any = client.loop
+    assert [t for t in loop._scheduled if not t.cancelled() and "_on_timer" in repr(t)] == []
+
+
+@virtually
+async def test_the_rest_of_a_request_that_was_answered_makes_the_connection_idle() -> None:
+    client = await in_state("rest")
+    await asyncio.sleep(5.0)
+    await client.send(b"lo")
+    await asyncio.sleep(HOUR_S)
+    assert client.after_s(client.transport.ended_s) == 5 + KEEP_ALIVE_S
+
+
+@pytest.mark.parametrize("again", [False, True])
+@virtually
+async def test_a_head_without_end_is_answered_once(again: bool) -> None:
+    client = await in_state("idle again" if again else "idle")
+    await client.send(HEAD[:9] + b"x" * (MAX_HEAD_BYTES - 9))
+    assert 431 not in client.statuses
+    for _ in range(9):
+        await client.send(b"x" * 1000)
+    assert client.statuses == [200, 431] if again else [431]
+    assert client.transport.half_closed_s is not None
+
+
+@virtually
+async def test_a_head_without_end_during_an_answer_ends_the_connection() -> None:
+    client = await in_state("answering, head")
+    await client.send(b"x" * (MAX_HEAD_BYTES + 1))
+    assert client.transport.is_closing()
+    assert client.statuses == []
+
+
+@virtually
+async def test_over_tls_a_connection_closes_without_a_half_closed_state() -> None:
+    client = await in_state("head", can_write_eof=False)
+    await asyncio.sleep(HOUR_S)
+    assert client.statuses == [408]
+    assert client.after_s(client.transport.ended_s) == HEAD_S
+
+
+@virtually
+async def test_many_large_requests_do_not_count_as_one_head() -> None:
+    client = Client()
+    for _ in range(5):
+        body = b"y" * 60_000
+        await client.send(HEAD.replace(b" 5", b" 60000") + body[:50_000])
+        await client.send(body[50_000:] + HEAD[:9])
+        await client.send(HEAD[9:] + b"hello")
+        await client.answer(-1)
+        await client.answer(-1)
+    assert client.statuses == [200] * 10
+
+
+@pytest.mark.parametrize("size", [5, 20_000])
+@virtually
+async def test_pipelined_requests_are_read_within_bounds_and_answered_in_order(size: int) -> None:
+    client = Client()
+    sent = 0
+    while not client.transport.is_paused and sent < 100:
+        await client.send(HEAD.replace(b" 5", b" %d" % size) + b"z" * size)
+        sent += 1
+    assert sent - 1 <= MAX_AHEAD + 1
+    assert (sent - 2) * size <= MAX_AHEAD_BYTES
+    for number in range(sent):
+        assert len(client.cycles) == number + 1
+        await client.answer()
+    assert not client.transport.is_paused
+    assert client.statuses == [200] * sent
+    assert client.state.total_requests == sent
+
+
+@virtually
+async def test_ordinary_and_direct_requests_take_their_turns() -> None:
+    client = Client()
+    await client.send(REQUEST + ORDINARY + REQUEST)
+    assert client.statuses == []
+    await client.answer()
+    assert client.statuses == [200, 200]
+    await client.answer()
+    assert client.statuses == [200, 200, 200]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /direct HTTP/1.1\r\nhost: t\r\n\r\n",
+        b"POST /direct?q HTTP/1.1\r\nhost: t\r\ncontent-length: 0\r\n\r\n",
+        b"POST /direct HTTP/1.0\r\ncontent-length: 0\r\n\r\n",
+        b"POST /direct HTTP/1.1\r\nhost: t\r\nconnection: upgrade\r\nupgrade: x\r\ncontent-length: 0\r\n\r\n",
+    ],
+)
+@virtually
+async def test_what_is_not_plain_goes_to_the_application(data: bytes) -> None:
+    client = Client()
+    await client.send(data)
+    assert client.cycles == []
+    assert client.statuses == [200]
+
+
+@virtually
+async def test_after_an_ordinary_request_a_connection_is_idle() -> None:
+    client = Client()
+    await asyncio.sleep(KEEP_ALIVE_S / 2)
+    await client.send(ORDINARY)
+    await asyncio.sleep(HOUR_S)
+    assert client.statuses == [200]
+    assert client.after_s(client.transport.ended_s) == 1.5 * KEEP_ALIVE_S
+
+
+@virtually
+async def test_what_is_no_http_is_answered_400() -> None:
+    client = Client()
+    await client.send(b"SSH-2.0-x\r\n\r\n")
+    assert client.statuses == [400]
+    assert client.transport.is_closing()

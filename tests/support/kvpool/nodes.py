@@ -1,0 +1,156 @@
+"""What tests of a real node share: small nodes, pages with known bytes, raw connections."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pdserve.errors import PoolError
+from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.node import PoolNode
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.frames import decode_reply, encode_frame
+from pdserve.kvpool.transports.base import OK, Connection
+from pdserve.kvpool.transports.control import make_hello
+from tests.support.kvpool.connectors import connect
+from tests.support.kvpool.local_node import LocalNode
+from tests.support.kvpool.pools import ProcessPool, arena_dir
+
+KIB = 1024
+
+
+PAGE_BYTES = 24 * KIB
+
+
+Start = Callable[..., LocalNode]
+StartProcess = Callable[..., ProcessPool]
+
+
+def small_config(**options: Any) -> PoolNodeConfig:
+    sizes = {"capacity_bytes": "16MiB", "slab_bytes": "1MiB", "min_slot_bytes": "8KiB", "quarantine_s": 0.2}
+    return PoolNodeConfig(
+        **{"name": "node", "arena_dir": arena_dir(), "max_reserved_share": 1.0, "max_pinned_share": 1.0}
+        | sizes
+        | options
+    )
+
+
+def soon(seconds: float = 10.0) -> float:
+    return time.monotonic() + seconds
+
+
+def page_of(key: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The bytes that belong to a key: so a reader knows what is right."""
+    return np.frombuffer((key * (PAGE_BYTES // 32 + 1))[:PAGE_BYTES], np.uint8)
+
+
+def open_namespace(connection: Connection, name: str = "ns", **geometry: str) -> int:
+    reply = connection.call(m.OpenNamespace(1, name, geometry), soon())
+    assert isinstance(reply, m.Opened)
+    return reply.namespace
+
+
+def put(connection: Connection, ns: int, keys: list[bytes]) -> list[bytes]:
+    """Write pages; the keys whose commit was acknowledged."""
+    if len(keys) > m.MAX_PAGES:
+        return put(connection, ns, keys[: m.MAX_PAGES]) + put(connection, ns, keys[m.MAX_PAGES :])
+    reserved = connection.call(m.Reserve(2, ns, keys, [PAGE_BYTES]), soon())
+    assert isinstance(reserved, m.Reserved)
+    granted = [(k, g) for k, g in zip(keys, reserved.grants, strict=True) if g.status == m.GRANTED]
+    grants = [g for _, g in granted]
+    sums = connection.write_pages(grants, [[page_of(k)] for k, _ in granted], soon())
+    commit = m.Commit(3, [g.slot for g in grants], [g.sequence for g in grants], sums)
+    committed = connection.call(commit, soon())
+    assert isinstance(committed, m.Committed)
+    return [k for (k, _), ok in zip(granted, committed.mask, strict=True) if ok]
+
+
+def get(connection: Connection, ns: int, keys: list[bytes]) -> list[bytes]:
+    """The keys found. Fails when any delivered page has wrong bytes."""
+    if len(keys) > m.MAX_PAGES:
+        return get(connection, ns, keys[: m.MAX_PAGES]) + get(connection, ns, keys[m.MAX_PAGES :])
+    got = connection.call(m.Get(4, ns, keys, [PAGE_BYTES]), soon())
+    assert isinstance(got, m.Got)
+    hits = [(k, p) for k, p in zip(keys, got.pins, strict=True) if p.status == m.HIT]
+    pages = [[np.zeros(PAGE_BYTES, np.uint8)] for _ in hits]
+    outcomes = connection.read_pages([p for _, p in hits], pages, soon())  # type: ignore[arg-type]
+    for (key, _), outcome, [page] in zip(hits, outcomes, pages, strict=True):
+        assert outcome != OK or np.array_equal(page, page_of(key))
+    connection.post(m.Release([p.slot for _, p in hits], [p.sequence for _, p in hits]))
+    return [k for (k, _), outcome in zip(hits, outcomes, strict=True) if outcome == OK]
+
+
+def keys(count: int, seed: int) -> list[bytes]:
+    rng = np.random.default_rng(seed)
+    return [rng.bytes(32) for _ in range(count)]
+
+
+def wait_for_socket(path: Path) -> None:
+    deadline = soon()
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def connect_when_ready(address: str) -> Connection:
+    deadline = soon()
+    while True:
+        try:
+            return connect(address, soon(2))
+        except PoolError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def serve_fails(*flags: str) -> str:
+    """The one line that `pdserve pool serve` ends with."""
+    code = "import sys; from pdserve.cli import main; main(sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "pool", "serve", "--arena-dir", str(arena_dir()), *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def raw_socket(pool: LocalNode | ProcessPool) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(10)
+    sock.connect(pool.address.removeprefix("unix:"))
+    return sock
+
+
+async def with_node(config: PoolNodeConfig, work: Callable[[PoolNode], Awaitable[None]]) -> None:
+    node = PoolNode(config)
+    task = asyncio.create_task(node.serve())
+    try:
+        await asyncio.to_thread(wait_for_socket, Path(config.listen[0].removeprefix("unix:")))
+        await work(node)
+    finally:
+        node.stop()
+        await task
+        arena_dir().rmdir()
+
+
+async def say_hello(config: PoolNodeConfig, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_unix_connection(config.listen[0].removeprefix("unix:"))
+    writer.write(encode_frame(make_hello("x", "", path)))  # type: ignore[arg-type]
+    return reader, writer
+
+
+async def reply_of(reader: asyncio.StreamReader) -> m.Reply:
+    size = int.from_bytes(await asyncio.wait_for(reader.readexactly(4), 20), "little")
+    return decode_reply(await asyncio.wait_for(reader.readexactly(size), 20))
