@@ -54,7 +54,7 @@ def pool_storage(pool: PoolClientConfig, namespace: str, geometry: KvGeometry) -
     """
     return {
         "backend_name": "pdserve",
-        "module_path": "pdserve.kvpool.hicache",
+        "module_path": "pdserve.kvpool.hicache.backend",
         "class_name": "PdserveHiCache",
         "interface_v1": 1,
         "pdserve": {

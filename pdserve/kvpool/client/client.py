@@ -17,6 +17,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Final, TypeVar
 
 from pdserve.errors import PageMismatch, PoolError
@@ -295,9 +296,10 @@ def check_pages(keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> int:
         raise PageMismatch(f"{len(keys)} keys, but buffers of {len(pages)} pages")
     if not pages:
         return 0
-    first = [segment.nbytes for segment in pages[0]]
-    for page in pages:
-        if [segment.nbytes for segment in page] != first:
-            sizes = [segment.nbytes for segment in page]
-            raise PageMismatch(f"pages of one call have segments of {first} and of {sizes} bytes")
+    first = list(map(len, pages[0]))
+    if set(map(len, pages)) != {len(first)} or list(map(len, chain.from_iterable(pages))) != first * len(
+        pages
+    ):
+        other = next(sizes for page in pages if (sizes := list(map(len, page))) != first)
+        raise PageMismatch(f"pages of one call have segments of {first} and of {other} bytes")
     return sum(first)

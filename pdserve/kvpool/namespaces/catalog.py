@@ -178,6 +178,7 @@ class Namespaces:
         """The first sequence of a start: above those of every earlier one, also when the clock was set back
         in between. To be saved before it is used. The time alone serves where no list was left.
         """
+        self.revision = max(self.revision, now_us)  # of two lists that know nothing of each other, the later
         first = max(now_us, self.sequences_end)
         self.sequences_end = first + SEQUENCES
         return first

@@ -1,7 +1,7 @@
 """A node's own session with its own state: connection 0, which moves bytes by itself in the node's memory.
 
-Pages that the node pulls from others come in this way, so that they are reserved, committed, bounded and
-accounted for like any client's. Lives in the node's event loop.
+Pages that the node pulls from others take this way, so they are reserved, committed, bounded and accounted
+for like pages of any client. Lives in the node's event loop.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LocalSession:
             future.set_result(message)
 
     def close(self) -> None:
-        """The node stops: whoever waits is told."""
+        """The node stops: tell all callers that wait."""
         self._closed = True
         for future in self._waiting.values():
             if not future.done():

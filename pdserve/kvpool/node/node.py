@@ -198,7 +198,7 @@ class PoolNode:
         await self.gossip.stop(leaving=not self._upgrader.hands_over)
 
     async def _dismiss(self) -> None:
-        """Tell all clients. The next program, if there is one, accepts those that connect from now on."""
+        """Tell all clients. The next program, if there is one, accepts all later connections."""
         self._listeners.close()
         if self._upgrader.hands_over:
             self.handover = self._upgrader.hand_over()
@@ -259,7 +259,7 @@ class PoolNode:
             self._fail(event, error)
 
     def _feed_from_thread(self, event: Event) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there to be told
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the node has ended
             self._loop.call_soon_threadsafe(self.feed, event)
 
     def _fail(self, event: Event, error: Exception) -> None:
@@ -397,13 +397,13 @@ class PoolNode:
     # --- clients
 
     def opened(self, connection: ClientConnection) -> bool:
-        """A socket came; False when there are too many."""
+        """A socket was accepted; False when there are too many."""
         self.all_connections.add(connection)
         self.sockets += 1
         return self.sockets <= self.config.max_connections + MAX_UNGREETED
 
     def closed(self) -> None:
-        """A socket went."""
+        """A socket was closed."""
         self.sockets -= 1
 
     def received(self, connection: ClientConnection, message: Request) -> None:

@@ -81,9 +81,9 @@ class InprocNode:
         self._last_connection = 0
         self._config = tiers or PoolNodeConfig()
         self._tiers: NodeTiers | None = None
-        self._start(1, "")
+        self._start("")
 
-    def _start(self, now_us: int, namespaces: str) -> None:
+    def _start(self, namespaces: str) -> None:
         """`namespaces`: the list of the incarnation before; empty: there was none."""
         self.incarnation = secrets.randbits(62) + 1
         found = Namespaces(self.incarnation)
@@ -92,7 +92,7 @@ class InprocNode:
         slots = SlotAllocator(self.layout.arena_bytes, self.layout.slab_bytes, self.layout.min_slot_bytes)
         self._tiers = tiers = NodeTiers(self._config, self.memory, found)
         self._namespaces = tiers.namespaces
-        store = PageStore(slots, self._namespaces.begin_sequences(now_us))
+        store = PageStore(slots, self._namespaces.begin_sequences(time.time_ns() // 1000))
         self._acts = tiers.acts()
         self.state = NodeState(
             self.name,
@@ -118,7 +118,7 @@ class InprocNode:
             rows = self.layout.table_rows(self.table)
             classes = self.layout.slab_class(self.table)
             contents = scan(self.layout, classes, rows, self._namespaces.numbers_of_spaces)
-            self._start(time.time_ns() // 1000, self._namespaces.dump())
+            self._start(self._namespaces.dump())
             self.state.restore(contents, time.monotonic())
             self.stopped = self.paused = False
             self._changed.notify_all()

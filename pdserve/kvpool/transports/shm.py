@@ -21,27 +21,12 @@ from pdserve.errors import PoolRefused
 from pdserve.kvpool.protocol.messages import Abort, ArenaInfo, Grant, Pin, Release, Reply, Request, Welcome
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.kvpool.protocol.slot_table import RowReader, TableLayout
-from pdserve.kvpool.transports.base import OnView, PageOutcome
-from pdserve.kvpool.transports.control import ControlChannel, make_hello
+from pdserve.kvpool.transports.base import PageOutcome
+from pdserve.kvpool.transports.control import ControlChannel
 from pdserve.kvpool.transports.mapped import MappedPages
 from pdserve.kvpool.transports.page_residency import populate_in_background, unmap_in_background
 
 _Mappings: TypeAlias = "weakref.WeakValueDictionary[tuple[int, int, int], Mapping]"
-
-
-class ShmConnector:
-    """Opens connections that map the node's memory, also where the node would choose another path."""
-
-    def __init__(self, client: str, *, checksum: bool = True, token: str = "") -> None:
-        self._client = client
-        self._checksum = checksum
-        self._token = token
-
-    def connect(self, address: str, deadline_s: float, on_view: OnView | None = None) -> ShmConnection:
-        """Raises PoolUnavailable, PoolTimeout or PoolRefused."""
-        hello = make_hello(self._client, host_id(), "shm", self._token, views=on_view is not None)
-        channel = ControlChannel.connect(address, hello, deadline_s, on_view)
-        return ShmConnection.open(channel, self._checksum, deadline_s)
 
 
 class ShmConnection:

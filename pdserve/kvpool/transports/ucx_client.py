@@ -26,7 +26,6 @@ import numpy as np
 from pdserve.errors import PoolTimeout, PoolUnavailable, StartupError
 from pdserve.kvpool.protocol.messages import (
     Abort,
-    DataPathChoice,
     Get,
     Grant,
     Pin,
@@ -37,8 +36,8 @@ from pdserve.kvpool.protocol.messages import (
     UcxInfo,
 )
 from pdserve.kvpool.protocol.page_bytes import NO_CHECKSUM, Bytes1D, PageBuffers, checksum_page
-from pdserve.kvpool.transports.base import CORRUPT, OK, OnView, PageOutcome
-from pdserve.kvpool.transports.control import ControlChannel, make_hello
+from pdserve.kvpool.transports.base import CORRUPT, OK, PageOutcome
+from pdserve.kvpool.transports.control import ControlChannel
 from pdserve.kvpool.transports.ucx import (
     GREETED_TAG,
     GREETING_BYTES,
@@ -50,34 +49,6 @@ from pdserve.kvpool.transports.ucx import (
 
 GATHER_BELOW_BYTES: Final = 256 * 1024  # mean segment size up to which copying was faster than messages
 SPIN_S: Final = 50e-6  # poll this long before sleeping: shorter than a wake-up costs
-
-
-class UcxConnector:
-    """Opens connections whose pages travel by UCX. Implements `base.Connector`."""
-
-    def __init__(
-        self,
-        client: str,
-        host_id: str,
-        *,
-        checksum: bool = True,
-        options: Mapping[str, str] | None = None,
-        token: str = "",
-        data_path: DataPathChoice = "ucx",
-    ) -> None:
-        self._client = client
-        self._host_id = host_id
-        self._checksum = checksum
-        self._options = dict(options or {})
-        self._token = token
-        self._data_path = data_path
-
-    def connect(self, address: str, deadline_s: float, on_view: OnView | None = None) -> UcxConnection:
-        """Raises PoolUnavailable, PoolTimeout, PoolRefused."""
-        views = on_view is not None
-        hello = make_hello(self._client, self._host_id, self._data_path, self._token, views=views)
-        channel = ControlChannel.connect(address, hello, deadline_s, on_view)
-        return UcxConnection.open(channel, self._options, self._checksum, deadline_s)
 
 
 class UcxConnection:

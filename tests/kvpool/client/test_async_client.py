@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from pdserve.errors import PoolError, PoolRefused, PoolRestarting
+from pdserve.errors import PoolError, PoolRestarting
 from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.protocol import messages as m
@@ -83,6 +84,14 @@ async def until_up(client: AsyncPoolClient) -> None:
         await asyncio.sleep(0.002)  # between looks
 
 
+async def until_found(client: AsyncPoolClient) -> None:
+    """Until the first page is: a machine that is busy may make a short time-out pass."""
+    deadline_s = time.monotonic() + SOON_S
+    while not all(await client.exists([key(1)])):
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.002)  # between looks
+
+
 def test_a_wait_is_woken_by_the_commit_of_its_last_page_or_ends_with_what_is_there(door: Door) -> None:
     async def test() -> None:
         with client_of(door) as client:
@@ -146,7 +155,7 @@ def test_a_silent_node_costs_its_deadline_once_and_is_found_again(door: Door) ->
     async def test() -> None:
         put(door, 1)
         with client_of(door, exists_timeout_s=0.2, connect_timeout_s=0.2) as client:
-            assert await client.exists([key(1)]) == [True]
+            await until_found(client)
             door.manner = Manner.SILENT
             waits = [
                 client.wait([key(1), key(2)], 0.1),
@@ -160,8 +169,7 @@ def test_a_silent_node_costs_its_deadline_once_and_is_found_again(door: Door) ->
                 assert await client.exists([key(1)]) == [False]
             assert asked == [], "a node that is down is left alone"
             door.manner = Manner.SERVES
-            await until_up(client)
-            assert await client.exists([key(1)]) == [True]
+            await until_found(client)
 
     run(test)
 
@@ -169,9 +177,10 @@ def test_a_silent_node_costs_its_deadline_once_and_is_found_again(door: Door) ->
 def test_an_answer_that_came_while_the_loop_was_busy_is_taken_and_ends_no_wait(door: Door) -> None:
     async def test() -> None:
         put(door, 1)
-        with client_of(door, exists_timeout_s=0.2, retry_after_s=60.0) as client:
+        with client_of(door, retry_after_s=60.0) as client:
             waiting = asyncio.create_task(client.wait([key(2)], SOON_S))
             await waiters(door, 1)
+            client.config = replace(client.config, exists_timeout_s=0.2)
             control = client._link("n0")._control
             assert control is not None
             asking = asyncio.create_task(client.exists([key(1)]))
@@ -193,14 +202,18 @@ def test_one_question_without_an_answer_leaves_the_connection_to_the_others(door
     async def test() -> None:
         put(door, 1)
         door.swallows = lambda request: isinstance(request, m.Exists) and request.keys == [key(0)]
-        with client_of(door, exists_timeout_s=0.3) as client:
-            assert await client.exists([key(1)]) == [True]
+        with client_of(door, connect_timeout_s=0.5) as client:
+            await until_found(client)
+            greeted, patient = door.greeted, client.config
+            client.config = replace(patient, exists_timeout_s=0.3)
             asking = asyncio.create_task(client.exists([key(0)]))
+            await asyncio.sleep(0)
+            client.config = patient
             while not asking.done():
                 assert await client.exists([key(1)]) == [True]
             assert await asking == [False]
             assert await client.exists([key(1)]) == [True]
-            assert door.greeted == 1
+            assert door.greeted == greeted
 
     run(test)
 
@@ -239,18 +252,6 @@ def test_an_announced_restart_is_waited_for_also_by_waits_and_once_only(door: Do
             await until(lambda: not client._link("n0").reachable)
             door.manner = Manner.SERVES
             await until_up(client)
-
-    run(test)
-
-
-def test_another_geometry_is_refused_by_name(door: Door) -> None:
-    async def test() -> None:
-        put(door, 1)
-        with client_of(door, {"page_size": "32"}) as client:
-            error = (await client.check())["n0"]
-            assert isinstance(error, PoolRefused)
-            assert "page_size" in str(error)
-            assert await client.wait([key(1)], 5.0) == [False]
 
     run(test)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -14,36 +14,10 @@ from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.deadline import Deadline
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import GetView, View
-from tests.support.kvpool.faulty import PAGE_BYTES, Pool, empty_page, holds, keys, page_of
+from tests.support.kvpool.clients import SOON_S, until
+from tests.support.kvpool.faulty import PAGE_BYTES, Pool, get, keys, put
 
-SOON_S = 20.0
 COUNT = 60
-
-
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.check()
-
-
-def put(client: PoolClient, wanted: list[bytes]) -> list[bool]:
-    return client.put(wanted, [page_of(one) for one in wanted])
-
-
-def get(client: PoolClient, wanted: list[bytes]) -> list[bool]:
-    """Which were read; fails when one that was has wrong bytes."""
-    pages = [empty_page() for _ in wanted]
-    found = client.get(wanted, pages)
-    assert all(holds(page, k) for page, k, hit in zip(pages, wanted, found, strict=True) if hit)
-    return found
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)  # between looks at another thread's work
 
 
 def held(pool: Pool) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from msgspec.structs import replace
@@ -15,41 +15,15 @@ from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import GetView
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
-from tests.support.kvpool.faulty import PAGE_BYTES, Pool, empty_page, holds, key, keys, page_of
+from tests.support.kvpool.clients import SOON_S, until
+from tests.support.kvpool.faulty import PAGE_BYTES, Pool, empty_page, get, key, keys, page_of, put
 
-SOON_S = 20.0
 COUNT = 60
-
-
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.check()
-
-
-def put(client: PoolClient, wanted: list[bytes]) -> list[bool]:
-    return client.put(wanted, [page_of(one) for one in wanted])
-
-
-def get(client: PoolClient, wanted: list[bytes]) -> list[bool]:
-    """Which were read; fails when one that was has wrong bytes."""
-    pages = [empty_page() for _ in wanted]
-    found = client.get(wanted, pages)
-    assert all(holds(page, k) for page, k, hit in zip(pages, wanted, found, strict=True) if hit)
-    return found
 
 
 def owners(pool: Pool, wanted: list[bytes]) -> list[str]:
     ring = Ring([m.NodeAddress(node.name, "", 1) for node in pool.nodes])
     return [ring.owner(one).node for one in wanted]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)  # between looks at another thread's work
 
 
 def in_thread(call: Callable[[], list[bool]]) -> tuple[threading.Thread, list[list[bool]]]:
@@ -103,22 +77,6 @@ def test_no_keys_and_no_nodes() -> None:
     client = pool.client()
     assert client.exists([]) == []
     assert client.exists(keys(2)) == put(client, keys(2)) == get(client, keys(2)) == [False] * 2
-    client.close()
-
-
-def test_a_node_that_is_down_costs_its_own_keys_only_and_is_found_again(pool: Pool) -> None:
-    client = pool.client()
-    wanted = keys(COUNT)
-    put(client, wanted)
-    pool.nodes[1].stop()
-    reachable = [owner != "n1" for owner in owners(pool, wanted)]
-    assert get(client, wanted) == reachable
-    assert client.exists(wanted) == reachable
-    assert put(client, wanted) == reachable
-    assert client.nodes_up == 2
-    pool.nodes[1].restart()
-    until(lambda: client.nodes_up == 3)
-    assert get(client, wanted) == [True] * COUNT
     client.close()
 
 
@@ -369,27 +327,3 @@ def test_clear_while_others_read_and_write_empties_only_our_namespace(pool: Pool
     assert get(other, wanted) == [True] * COUNT
     client.close()
     other.close()
-
-
-def test_a_dropped_namespace_is_opened_again(pool: Pool) -> None:
-    client = pool.client()
-    put(client, keys(9))
-    for node in pool.nodes:
-        connection = pool.connector.connect(f"inproc:{node.name}", time.monotonic() + 1)
-        connection.call(m.DropNamespace(1, "ns"), time.monotonic() + 1)
-        connection.close()
-    assert client.exists(keys(9)) == [False] * 9
-    until(lambda: client.nodes_up == 3)
-    assert put(client, keys(9)) == [True] * 9
-    assert get(client, keys(9)) == [True] * 9
-    client.close()
-
-
-def test_wait_ends_with_the_commit_or_the_time(pool: Pool) -> None:
-    client = pool.client()
-    assert client.wait(keys(3), 0.01) == [False] * 3
-    waiter, found = in_thread(lambda: client.wait(keys(30), SOON_S))
-    put(client, keys(30))
-    waiter.join(SOON_S)
-    assert found == [[True] * 30]
-    client.close()

@@ -155,16 +155,6 @@ def test_a_node_that_came_back_is_found_whatever_went_wrong_meanwhile(
     link.check(soon())
 
 
-def test_where_nobody_listens_the_node_is_tried_more_often(node: Node, make: MakeLink) -> None:
-    link = make(retry_after_s=NEVER_S)
-    node.error = PoolUnavailable("refused")
-    with pytest.raises(PoolUnavailable):
-        link.check(soon())
-    until(lambda: node.attempts >= 3)
-    node.error = None
-    until(lambda: link.up)
-
-
 def test_connections_of_before_a_failure_are_neither_reused_nor_held_against_the_node(
     node: Node, make: MakeLink
 ) -> None:
@@ -393,15 +383,6 @@ def test_waiting_for_a_restart_ends_at_the_deadline_that_it_put_off_and_leaves_t
     node.error = None
     until(lambda: link.up)
     assert link.use(soon(), operation) == 7
-
-
-def test_a_restart_that_never_ends_costs_its_time_once(node: Node, make: MakeLink) -> None:
-    link = make(retry_after_s=NEVER_S, restart_wait_s=0.05)
-    operation = restarting(node, link)
-    with pytest.raises(PoolUnavailable, match="down"):
-        link.use(soon(), operation)
-    for _ in range(5):
-        refused(link)
 
 
 def test_who_waits_for_a_restart_is_let_go_when_the_link_closes(node: Node, make: MakeLink) -> None:

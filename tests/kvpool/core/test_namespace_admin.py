@@ -22,7 +22,7 @@ from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceSettings
 from pdserve.kvpool.protocol.messages import ADMIN, ALL, READ, WRITE
 from pdserve.tokens import digest
-from tests.support.kvpool.node_model import KIB, Node, key
+from tests.support.kvpool.node_model import KIB, Node, key, opened
 
 GUARDED = NamespaceSettings(read_token=digest("r"), write_token=digest("w"), admin_token=digest("a"))
 WITH_ADMIN = Rules(admin_token=digest("root"))
@@ -101,13 +101,6 @@ def test_the_first_worker_decides_the_geometry_of_a_namespace_made_by_an_adminis
     assert record(node, "ns").geometry == {"layout": "a"}
     assert record(node, "ns").settings.weight == 3.0
     assert "geometry_mismatch" in fault(node, admin, m.OpenNamespace(9, "ns", {"layout": "b"}))
-
-
-def test_a_worker_that_says_nothing_of_geometry_and_one_that_does_never_share_pages() -> None:
-    node = Node()
-    connection = node.connect()
-    node.put(connection, node.open(connection, "ns"), 1)
-    assert "geometry_mismatch" in fault(node, connection, m.OpenNamespace(9, "ns", {"layout": "b"}))
 
 
 def test_settings_that_cannot_be_are_refused_in_words() -> None:
@@ -212,60 +205,33 @@ def test_a_switch_that_makes_no_sense_is_refused_and_changes_nothing() -> None:
     assert node.status().pages == 1
 
 
-def test_reservations_and_waits_of_a_dropped_namespace_end() -> None:
-    node = Node()
-    writer, waiter = node.connect(), node.connect()
-    ns = node.open(writer)
-    node.reserve(writer, ns, 1)
-    node.send(waiter, m.Wait(7, ns, [key(1)], 10.0))
-    actions = node.send(writer, m.DropNamespace(1, "ns"))
-    assert Answer(waiter, m.Present(7, b"\0")) in actions
-    assert node.status().reserved_bytes == 0
-
-
 # --- learning from other nodes
 
 
-def test_a_node_that_learns_of_a_drop_serves_nothing_of_it_any_more() -> None:
-    node = Node()
-    a = node.connect()
-    ns = node.open(a)
+@pytest.mark.parametrize(
+    ("news", "kept"),
+    [
+        (NamespaceRecord("ns", 2, 2, {}, dropped=True), False),
+        (NamespaceRecord("ns", 9, 5, {}), False),  # dropped and made again
+        (NamespaceRecord("ns", 5, 1, {"layout": "y"}), False),
+        (NamespaceRecord("ns", 5, 1, {}, NamespaceSettings(weight=9.0)), True),
+        (NamespaceRecord("elsewhere", 1, 1, {}), True),
+        (NamespaceRecord("ns", 0, 0, {"layout": "z"}), True),  # old news
+    ],
+)
+def test_what_other_nodes_know_ends_pages_of_an_older_generation_or_another_geometry(
+    news: NamespaceRecord, kept: bool
+) -> None:
+    node, a, ns = opened()
     node.put(a, ns, 1)
-    known = record(node, "ns")
-    learn(node, NamespaceRecord("ns", known.version + 1, known.generation + 1, {}, dropped=True))
-    assert node.status().pages == 0
-    assert "unknown_namespace" in fault(node, a, m.Exists(9, ns, [key(1)]))
-
-
-def test_a_node_that_was_away_while_a_namespace_was_dropped_and_made_again_drops_its_pages() -> None:
-    node = Node()
-    a = node.connect()
-    ns = node.open(a)
-    node.put(a, ns, 1)
-    learn(node, NamespaceRecord("ns", 9, 5, {}))
-    assert ns not in node.state.namespaces
-    assert node.exists(a, node.open(a), 1) == [0]
-
-
-def test_pages_of_a_geometry_that_lost_are_dropped() -> None:
-    node = Node()
-    a = node.connect()
-    node.put(a, node.open(a, "ns", layout="x"), 1)
-    learn(node, NamespaceRecord("ns", 5, 1, {"layout": "y"}))
-    assert node.status().pages == 0
-    assert "layout = y" in fault(node, a, m.OpenNamespace(9, "ns", {"layout": "x"}))
-
-
-def test_news_of_settings_keeps_pages_and_old_news_changes_nothing() -> None:
-    node = Node()
-    a = node.connect()
-    ns = node.open(a)
-    node.put(a, ns, 1)
-    newer = NamespaceRecord("ns", 5, 1, {}, NamespaceSettings(weight=9.0))
-    learn(node, newer, NamespaceRecord("elsewhere", 1, 1, {}))
-    assert node.exists(a, ns, 1) == [1]
-    assert node.status().namespaces[0].settings.weight == 9.0
-    assert node.do(RecordsLearned([newer, NamespaceRecord("ns", 4, 1, {})])) == []
+    learn(node, news)
+    assert node.status().pages == kept
+    if kept:
+        assert node.exists(a, ns, 1) == [1]
+    else:
+        assert "unknown_namespace" in fault(node, a, m.Exists(9, ns, [key(1)]))
+    assert record(node, news.name).settings == news.settings
+    assert node.do(RecordsLearned([news, NamespaceRecord("ns", 0, 0, {})])) == []
 
 
 def test_nodes_exchange_no_pages_of_different_generations_and_bring_nothing_back() -> None:

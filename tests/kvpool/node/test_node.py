@@ -116,8 +116,10 @@ def test_a_writer_killed_between_reserve_and_commit_leaves_nothing_reserved(star
     pool = start()
     code = (
         "import sys, time\nfrom pdserve.kvpool.protocol import messages as m\n"
-        "from pdserve.kvpool.transports.shm import ShmConnector\n"
-        "c = ShmConnector('victim').connect(sys.argv[1], time.monotonic() + 10)\n"
+        "from pdserve.kvpool.client.config import PoolClientConfig\n"
+        "from pdserve.kvpool.client.connector import ConfiguredConnector\n"
+        "connector = ConfiguredConnector(PoolClientConfig(data_path='shm'), 'victim')\n"
+        "c = connector.connect(sys.argv[1], time.monotonic() + 10)\n"
         "ns = c.call(m.OpenNamespace(1, 'ns', {}), time.monotonic() + 10).namespace\n"
         f"c.call(m.Reserve(2, ns, [bytes(32)], [{PAGE_BYTES}]), time.monotonic() + 10)\n"
         "print('reserved', flush=True)\ntime.sleep(60)"

@@ -29,7 +29,7 @@ from pdserve.kvpool.protocol.cluster_messages import GetView, View
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_frame
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.dial import Resolver
-from pdserve.kvpool.transports.shm import ShmConnector
+from tests.support.kvpool.connectors import connect
 
 WELCOME = m.Welcome(m.PROTOCOL_VERSION, "node", 1, "host", "shm", 30.0)
 HELLO = make_hello("test", "host", "auto")
@@ -292,7 +292,7 @@ def test_a_node_that_lets_its_memory_go_before_it_is_mapped_says_so(peer_for: Ca
 
     peer = peer_for(script)
     with pytest.raises(PoolRestarting):
-        ShmConnector("test").connect(peer.address, soon())
+        connect(peer.address, soon())
 
 
 def test_nobody_there_is_unavailable(tmp_path: Path) -> None:

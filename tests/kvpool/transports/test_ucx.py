@@ -24,13 +24,15 @@ import pytest
 from pdserve.errors import PoolTimeout, PoolUnavailable, StartupError
 from pdserve.kvpool.core.events import CancelTransfers, StartSend
 from pdserve.kvpool.node.ucx import server
-from pdserve.kvpool.node.ucx.server import SHARED_WINDOW_BYTES, TURN_S, WINDOW_BYTES, UcxServer
+from pdserve.kvpool.node.ucx.server import SHARED_WINDOW_BYTES, TURN_S, WINDOW_BYTES, UcxServer, _Peer
 from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.base import KEY_BYTES
 from pdserve.kvpool.protocol.page_bytes import PageBuffers, checksum_page
 from pdserve.kvpool.transports import ucx_client
 from pdserve.kvpool.transports.base import CORRUPT, OK
 from pdserve.kvpool.transports.ucx import CLOSE_WAIT_S, UcxLibrary, UcxLink, ucx_options
-from pdserve.kvpool.transports.ucx_client import UcxConnection, UcxConnector, gathers
+from pdserve.kvpool.transports.ucx_client import UcxConnection, gathers
+from tests.support.kvpool.connectors import connect
 
 MIB = 1 << 20
 BIG_BYTES = 192 * MIB  # long enough under way to be interrupted
@@ -42,7 +44,7 @@ def soon(seconds: float = 20.0) -> float:
 
 
 def key(n: int) -> bytes:
-    return n.to_bytes(m.KEY_BYTES, "little")
+    return n.to_bytes(KEY_BYTES, "little")
 
 
 class Node:
@@ -56,7 +58,9 @@ class Node:
         assert self.process.stdout.readline() == b"ready\n"
 
     def connect(self, checksum: bool = True) -> UcxConnection:
-        return UcxConnector("test", "host", checksum=checksum).connect(self.address, soon())
+        made = connect(self.address, soon(), "ucx", checksum=checksum)
+        assert isinstance(made, UcxConnection)
+        return made
 
     def counters(self) -> dict[str, int]:
         connection = self.connect()
@@ -103,10 +107,19 @@ def empty_page(segment_bytes: list[int]) -> PageBuffers:
     return tuple(np.zeros(length, np.uint8) for length in segment_bytes)
 
 
+def messages_of(keys: list[bytes], segment_bytes: list[int]) -> list[list[bytes]]:
+    """Keys as one message after the other takes them."""
+    most = m.pages_a_message(sum(segment_bytes))
+    return [keys[start : start + most] for start in range(0, len(keys), most)]
+
+
 def reserve(connection: UcxConnection, keys: list[bytes], segment_bytes: list[int]) -> list[m.Grant]:
-    reply = connection.call(m.Reserve(1, 1, keys, segment_bytes), soon())
-    assert isinstance(reply, m.Reserved)
-    return reply.grants
+    grants: list[m.Grant] = []
+    for part in messages_of(keys, segment_bytes):
+        reply = connection.call(m.Reserve(1, 1, part, segment_bytes), soon())
+        assert isinstance(reply, m.Reserved)
+        grants += reply.grants
+    return grants
 
 
 def commit(connection: UcxConnection, grants: list[m.Grant], checksums: list[int]) -> bytes:
@@ -122,9 +135,12 @@ def put(connection: UcxConnection, keys: list[bytes], pages: list[PageBuffers]) 
 
 
 def pin(connection: UcxConnection, keys: list[bytes], segment_bytes: list[int]) -> list[m.Pin]:
-    reply = connection.call(m.Get(3, 1, keys, segment_bytes), soon())
-    assert isinstance(reply, m.Got)
-    return reply.pins
+    pins: list[m.Pin] = []
+    for part in messages_of(keys, segment_bytes):
+        reply = connection.call(m.Get(3, 1, part, segment_bytes), soon())
+        assert isinstance(reply, m.Got)
+        pins += reply.pins
+    return pins
 
 
 LAYOUTS = {
@@ -280,11 +296,13 @@ def test_killed_node_is_noticed_at_once(node: Node) -> None:
 CLIENT = """
 import sys, time, numpy as np
 from pdserve.kvpool.protocol import messages as m
-from pdserve.kvpool.transports.ucx_client import UcxConnector
-connection = UcxConnector("victim", "host").connect(sys.argv[1], time.monotonic() + 20)
+from pdserve.kvpool.client.config import PoolClientConfig
+from pdserve.kvpool.client.connector import ConfiguredConnector
+connector = ConfiguredConnector(PoolClientConfig(data_path="ucx"), "victim")
+connection = connector.connect(sys.argv[1], time.monotonic() + 20)
 length = int(sys.argv[2])
-request = m.Reserve(1, 1, [bytes(32), bytes([1] * 32)], [length])
-grants = connection.call(request, time.monotonic() + 20).grants
+requests = [m.Reserve(n, 1, [bytes([n] * 32)], [length]) for n in (1, 2)]
+grants = [connection.call(one, time.monotonic() + 20).grants[0] for one in requests]
 print("reserved", flush=True)
 connection.write_pages(grants[:1], [(np.ones(length, np.uint8),)], time.monotonic() + 60)
 print("written", flush=True)
@@ -352,9 +370,11 @@ int connect(int fd, const struct sockaddr *address, socklen_t length) {
 """
 GREETER = """
 import sys, time
-from pdserve.kvpool.transports.ucx_client import UcxConnector
+from pdserve.kvpool.client.config import PoolClientConfig
+from pdserve.kvpool.client.connector import ConfiguredConnector
+connector = ConfiguredConnector(PoolClientConfig(data_path="ucx"), "victim")
 sys.stdin.readline()
-UcxConnector("victim", "host").connect(sys.argv[1], time.monotonic() + 20)
+connector.connect(sys.argv[1], time.monotonic() + 20)
 """
 
 
@@ -549,7 +569,7 @@ def test_a_small_read_is_sent_between_the_pages_of_a_big_one(monkeypatch: pytest
         server._loop = asyncio.get_running_loop()
         links = [SlowLink(clock_s), SlowLink(clock_s)]
         for number, link in enumerate(links):
-            peer = server._peers[number] = server._Peer(number, link, clock_s[0])  # type: ignore[arg-type]
+            peer = server._peers[number] = _Peer(number, link, clock_s[0])  # type: ignore[arg-type]
             peer.greeted = True
         for tag in range(100, 150):
             server.perform(StartSend(0, tag, 0, (4096,)))
@@ -594,7 +614,7 @@ def test_a_connection_sends_less_at_a_time_while_others_move_pages() -> None:
         server._loop = asyncio.get_running_loop()
         links = [HeldLink(), HeldLink()]
         for number, link in enumerate(links):
-            peer = server._peers[number] = server._Peer(number, link, 0.0)  # type: ignore[arg-type]
+            peer = server._peers[number] = _Peer(number, link, 0.0)  # type: ignore[arg-type]
             peer.greeted = True
 
         async def at_once(also: bool) -> int:
@@ -650,7 +670,7 @@ def test_a_connection_that_ends_as_a_send_begins_is_left_alone_from_then_on() ->
         )
         server._loop = asyncio.get_running_loop()
         with socket.socket() as sock:
-            peer = server._Peer(0, BrokenLink([0.0], sock.fileno()), 0.0)  # type: ignore[arg-type]
+            peer = _Peer(0, BrokenLink([0.0], sock.fileno()), 0.0)  # type: ignore[arg-type]
             peer.greeted = True
             server._peers[0] = peer
             peer.waiting = {tag: StartSend(0, tag, 0, (4096,)) for tag in (100, 101)}

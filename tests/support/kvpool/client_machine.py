@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pdserve.kvpool.core.events import Action, CancelTransfers, StartReceive, StartSend, TransferDone
 from pdserve.kvpool.core.namespace_admin import Rules
+from pdserve.kvpool.core.store import lazy_free, page_store, room
 from pdserve.kvpool.policies import POLICIES
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings, PutNamespace
@@ -29,7 +31,7 @@ LENGTHS = st.sampled_from([1, 4 * KIB, 4 * KIB, 4 * KIB, 8 * KIB, 16 * KIB, 20 *
 CLIENT = st.integers(0, 3)
 SPACE = st.integers(0, 1)
 CHECKSUM = st.integers(1, (1 << 64) - 1)
-TIMES = st.sampled_from([0.1, 1.0, 2.5, 6.0])
+TIMES = st.sampled_from([0.5, 2.5, 3.0, 6.0])  # exact in binary: deadlines are hit exactly
 TIMEOUTS = st.sampled_from([-1.0, 0.0, float("nan"), 0.5, 3.0, 8.0, 20.0])
 LEASE_S, RESERVATION_S, MAX_WAITS = 10.0, 8.0, 3
 SECRET = NamespaceSettings(read_token=digest("s"))
@@ -76,6 +78,9 @@ class Clients(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
+        self.patched = pytest.MonkeyPatch()
+        for module in (lazy_free, room, page_store):
+            self.patched.setattr(module, "CHUNK_SLOTS", 2)  # so that sweeping takes several steps
         rules = Rules(admin_token=digest("root"), named={"secret": SECRET})
         self.node = Node(
             slabs=4,
@@ -210,6 +215,7 @@ class Clients(RuleBasedStateMachine):
     def commit(self, client: int, checksum: int, data: st.DataObject, foreign: bool) -> None:
         names = [name for name, held in self.held.items() if foreign or held.client == client]
         names += self.granted[-6:]  # most of these have ended
+        names += [(slot, sequence + 17) for slot, sequence in names[:2]]
         if names:
             chosen = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=4))
             self.send_commit(client, chosen, checksum)
@@ -423,7 +429,9 @@ class Clients(RuleBasedStateMachine):
             self.act(self.node.disconnect(connection))
         for tag, (connection, _) in list(self.transfers.items()):
             self.node.do(TransferDone(connection, tag, False))
-        self.node.pass_time(100)
+        for _ in range(20):  # until everything is swept
+            self.node.pass_time(10)
+        self.patched.undo()
         status = self.node.status()
         assert (status.reserved_bytes, status.quarantined_bytes, status.pins, status.waiters) == (0, 0, 0, 0)
         assert status.used_bytes + status.free_bytes == status.capacity_bytes

@@ -125,3 +125,15 @@ def empty_page() -> list[Bytes1D]:
 
 def holds(page: Sequence[Bytes1D], page_key: bytes) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(page, page_of(page_key), strict=True))
+
+
+def put(client: PoolClient, wanted: list[bytes]) -> list[bool]:
+    return client.put(wanted, [page_of(one) for one in wanted])
+
+
+def get(client: PoolClient, wanted: list[bytes]) -> list[bool]:
+    """Which were read; fails when one that was has wrong bytes."""
+    pages = [empty_page() for _ in wanted]
+    found = client.get(wanted, pages)
+    assert all(holds(page, k) for page, k, hit in zip(pages, wanted, found, strict=True) if hit)
+    return found

@@ -16,7 +16,7 @@ from pdserve.errors import NodeFailed, PdserveError
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.transports.base import Connection
-from pdserve.kvpool.transports.shm import ShmConnector
+from tests.support.kvpool.connectors import connect
 
 SOON_S = 20.0
 
@@ -62,7 +62,7 @@ class LocalNode:
         ready.set()
 
     def connect(self, *, timeout_s: float = SOON_S) -> Connection:
-        return ShmConnector("test").connect(self.address, time.monotonic() + timeout_s)
+        return connect(self.address, time.monotonic() + timeout_s)
 
     @property
     def arena_path(self) -> Path:

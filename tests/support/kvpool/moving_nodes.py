@@ -18,7 +18,7 @@ from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.transports.base import OK, Connection
-from pdserve.kvpool.transports.shm import ShmConnector
+from tests.support.kvpool.connectors import connect
 
 PAGE_BYTES = 24 * 1024
 DEADLINE_S = 20.0
@@ -159,7 +159,7 @@ class Nodes:
 
     @contextmanager
     def client(self, name: str) -> Iterator[Client]:
-        connection = ShmConnector("test").connect(f"unix:{self.directory}/{name}.sock", time.monotonic() + 5)
+        connection = connect(f"unix:{self.directory}/{name}.sock", time.monotonic() + 5)
         try:
             yield Client(connection)
         finally:
@@ -267,7 +267,7 @@ class Reader:
             try:
                 if name not in clients:
                     address = f"unix:{self._nodes.directory}/{name}.sock"
-                    clients[name] = Client(ShmConnector("reader").connect(address, time.monotonic() + 5))
+                    clients[name] = Client(connect(address, time.monotonic() + 5))
                 found.update(clients[name].get([keys[i] for i in places]))
             except PoolError:
                 self.errors += 1

@@ -20,6 +20,7 @@ from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import decode_reply, encode_frame
 from pdserve.kvpool.transports.base import OK, Connection
 from pdserve.kvpool.transports.control import make_hello
+from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.pools import ProcessPool, arena_dir
 
@@ -100,12 +101,10 @@ def wait_for_socket(path: Path) -> None:
 
 
 def connect_when_ready(address: str) -> Connection:
-    from pdserve.kvpool.transports.shm import ShmConnector
-
     deadline = soon()
     while True:
         try:
-            return ShmConnector("test").connect(address, soon(2))
+            return connect(address, soon(2))
         except PoolError:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -18,11 +18,12 @@ from pdserve.errors import PoolError
 from pdserve.kvpool.core.sessions import Limits
 from pdserve.kvpool.node.config.cluster import ClusterConfig
 from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.protocol.messages import DataPathChoice
 from pdserve.kvpool.protocol.slot_table import TableLayout
 from pdserve.kvpool.testing.inproc import InprocConnector, InprocNode
 from pdserve.kvpool.transports.base import Connection
-from pdserve.kvpool.transports.shm import ShmConnector, host_id
 from pdserve.settings.toml_text import to_toml
+from tests.support.kvpool.connectors import connect
 
 KIB = 1024
 START_TIMEOUT_S = 120.0
@@ -96,7 +97,9 @@ class ProcessPool:
 
     code = "import sys; from pdserve.cli import main; main(sys.argv[1:])"
 
-    def __init__(self, config: PoolNodeConfig, directory: Path, data_path: str, extra: str = "") -> None:
+    def __init__(
+        self, config: PoolNodeConfig, directory: Path, data_path: DataPathChoice, extra: str = ""
+    ) -> None:
         """`extra`: further lines for the node's configuration."""
         self.config = config
         self.data_path = data_path
@@ -126,7 +129,7 @@ class ProcessPool:
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             try:
-                ShmConnector("probe").connect(self.address, time.monotonic() + 1).close()
+                connect(self.address, time.monotonic() + 1).close()
                 return process
             except PoolError as error:
                 if process.poll() is not None or time.monotonic() > deadline:
@@ -138,11 +141,7 @@ class ProcessPool:
 
     def connect(self, *, checksum: bool = True, timeout_s: float = 5.0) -> Connection:
         deadline = time.monotonic() + timeout_s
-        if self.data_path == "ucx":
-            from pdserve.kvpool.transports.ucx_client import UcxConnector
-
-            return UcxConnector("test", host_id(), checksum=checksum).connect(self.address, deadline)
-        return ShmConnector("test", checksum=checksum).connect(self.address, deadline)
+        return connect(self.address, deadline, self.data_path, checksum=checksum)
 
     @property
     def arena_path(self) -> Path:

@@ -145,7 +145,7 @@ class Arena:
             _unlink_arena(self._directory / "arena")
             for name in ("table", "namespaces.json", "namespaces.new", "lock"):
                 (self._directory / name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # somebody put something else there
+            with contextlib.suppress(OSError):  # another program put something else there
                 self._directory.rmdir()
         os.close(self._lock_fd)
 
@@ -292,8 +292,8 @@ def _lock(name: str, directory: Path, held_fd: int | None) -> int:
 
 
 def _check_private(name: str, directory: Path) -> None:
-    """Others may neither read the pages nor put files of theirs in the place of ours. /dev/shm is
-    everybody's: who made our directory before us could hand us an arena that he reads and writes.
+    """No other user may read the pages, or put files in the place of ours. Every user may write to /dev/shm:
+    another user could make our directory first, and so get an arena that this user reads and writes.
     """
     found = directory.lstat()
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
@@ -334,7 +334,7 @@ def _unlink_arena(arena: Path) -> None:
     if arena.is_symlink():
         home = arena.readlink()
         home.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # somebody put something else there
+        with contextlib.suppress(OSError):  # another program put something else there
             home.parent.rmdir()
     arena.unlink(missing_ok=True)
 

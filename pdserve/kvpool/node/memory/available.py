@@ -86,7 +86,7 @@ def _left_v1(directory: Path) -> int | None:
 
 
 def _left_of(directory: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
-    """Limit less usage; cached file contents that nobody used lately count as free. None: no limit here."""
+    """Limit less usage; cached file contents that were not used lately count as free. None: no limit here."""
     try:
         limit = (directory / limit_name).read_text().strip()
         if limit == "max":

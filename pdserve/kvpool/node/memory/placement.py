@@ -9,8 +9,10 @@ Three kinds, by `huge_pages`:
     advise         2 MiB pages where the kernel finds them, from a tmpfs mounted with huge=advise (or more):
                    transparent huge pages (mm/transhuge.rst)
 
-With a NUMA node the arena's pages are bound to it (mbind(2), set_mempolicy(2)) before they are allocated; the
-policy belongs to the file, so it holds for pages that clients touch first.
+With a NUMA node the arena's pages are bound to it (mbind(2), set_mempolicy(2)) before they are allocated.
+The policy belongs to the file, so it holds for pages that clients touch first. The call is made by its
+number: the C library has no function for it. `numactl` would bind all memory of this process, and no page
+that a client touches first. A tmpfs with `mpol=` needs root, and a mount for each node.
 
 Everything is allocated here, at the start: what the machine cannot do is an error then, in one line that says
 what to do.
@@ -103,7 +105,7 @@ class Placement:
 
     def apply(self, name: str, memory: mmap.mmap) -> None:
         """Tell the kernel how the pages of a mapped arena are meant; those there are moved to their node
-        where nobody else has mapped them. Raises StartupError.
+        where no other process has mapped them. Raises StartupError.
         """
         if self.advise:
             memory.madvise(_MADV_HUGEPAGE)
@@ -252,7 +254,7 @@ def _address(memory: mmap.mmap) -> int:
 
 
 def _free_on_node(node: int) -> int:
-    """Free memory, and cached file contents that nobody used lately."""
+    """Free memory, and cached file contents that were not used lately."""
     text = (_SYS / f"devices/system/node/node{node}/meminfo").read_text()
     found = dict(re.findall(r"(MemFree|Inactive\(file\)):\s+(\d+) kB", text))
     return 1024 * sum(int(value) for value in found.values())

@@ -66,7 +66,9 @@ class NodeSnapshot:
 
 @dataclass(slots=True)
 class Labeller:
-    """Gives namespaces their label, and keeps what is counted under `(other)` from falling when one goes."""
+    """Gives namespaces their label, and keeps counters of `(other)` from falling when a namespace is dropped:
+    Prometheus takes a counter that falls for one that began again at 0, and counts its whole value once more.
+    """
 
     max_namespaces: int
     _named: set[str] = field(default_factory=set)
@@ -75,7 +77,7 @@ class Labeller:
     _gone: dict[tuple[str, Labels], float] = field(default_factory=dict)
 
     def see(self, names: Iterable[str]) -> None:
-        """These are all namespaces there are."""
+        """Take note of all present namespaces."""
         earlier = self._present
         in_order = list(names)
         self._present = set(in_order)
@@ -88,7 +90,7 @@ class Labeller:
         return name if name in self._named or name == NONE else OTHER
 
     def other(self, metric: str, labels: Labels, by_name: Mapping[str, float]) -> float:
-        """The sum of a counter over namespaces without a label, those that are gone included. `labels` are
+        """The sum of a counter over namespaces without a label, dropped ones included. `labels` are
         those beside the namespace.
         """
         key = (metric, labels)
@@ -99,7 +101,7 @@ class Labeller:
         return sum(by_name.values()) + self._gone[key]
 
     def counters(self) -> Iterable[tuple[str, Labels]]:
-        """All that was ever under `(other)`."""
+        """Every counter that was ever counted under `(other)`."""
         return list(self._last)
 
 

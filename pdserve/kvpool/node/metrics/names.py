@@ -67,7 +67,7 @@ METRICS: Final = (
     Definition("pins", "gauge", (), "Leases of readers on pages."),
     Definition("waits", "gauge", (), "`Wait` requests that are open."),
     Definition("connections", "gauge", (), "Clients that shook hands."),
-    Definition("sockets", "gauge", (), "All sockets, those that have not said hello too."),
+    Definition("sockets", "gauge", (), "All sockets, also before their clients said hello."),
     Definition("checksum_failures", "counter", (), "Pages dropped because a reader found them damaged."),
     Definition("reservations_expired", "counter", (), "Reservations that their writers let run out."),
     Definition("leases_expired", "counter", (), "Leases that their readers let run out."),

@@ -94,7 +94,7 @@ class MetricsServer:
         self._timer = loop.call_later(LAG_INTERVAL_S, self._tick)
 
     def close(self) -> None:
-        """Stop serving: at once nobody listens there any more. The server's thread ends by itself soon."""
+        """Stop serving: the address is free at once. The server's thread ends by itself soon."""
         self._timer.cancel()
         with contextlib.suppress(OSError):
             self._server.socket.shutdown(socket.SHUT_RDWR)

@@ -9,7 +9,7 @@ next and which one is dead. Here their decisions are carried out:
     apply      what was learnt goes to clients that asked for views, and to the node's own parts
 
 Every request has a time-out, and runs in a task of its own; there is at most one ping and one `tell` per
-member, so a member that hangs delays nobody. Nothing here is kept on disk.
+member, so a member that hangs delays no other. Nothing here is kept on disk.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class PageFetch:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Ask nobody any more, and wait a moment for threads that write into our memory. Idempotent."""
+        """Ask for nothing more, and wait a moment for threads that write into our memory. Idempotent."""
         self.closed = True
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=STOP_TIMEOUT_S)
@@ -145,7 +145,7 @@ class PageFetch:
     async def _fill(
         self, peer: str, purpose: str, space: Space, mine: list[tuple[bytes, m.Grant]], length: int
     ) -> set[bytes]:
-        """Fill and commit the slots granted to us; the keys of those that were. The others are given back."""
+        """Fill and commit the slots granted to us, and give the others back; returns the committed keys."""
         keys, grants = [key for key, _ in mine], [grant for _, grant in mine]
         slots = [self._memory[grant.offset : grant.offset + length] for grant in grants]
         checksums: list[int | None] = [None] * len(grants)
@@ -197,7 +197,7 @@ def _reserve(number: int, keys: list[bytes], length: int, replica: bool) -> Call
 
 
 async def _in_thread(work: Callable[[], T], name: str) -> T:
-    """Run in a thread that does not outlive the process. Not cancellable: who awaits it must see its end."""
+    """Run in a thread that does not outlive the process. Not cancellable: its caller must see its end."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

@@ -104,7 +104,7 @@ class Rebalancer:
         self._changed()
 
     async def close(self) -> None:
-        """Ask nobody any more. Idempotent."""
+        """Ask for nothing more. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
         await self._pages.close()
@@ -201,7 +201,7 @@ class Rebalancer:
             )
         except StaleView:
             raise
-        except PoolRefused as error:  # it was dropped, or replaced: then its pages are nobody's
+        except PoolRefused as error:  # it was dropped, or replaced: its pages are gone
             logger.info("node %s: namespace %s is not moved: %s", self._config.name, action.namespace, error)
             return Listed(action.ask, [], [], 0, 0)
         here = await self._local.call(lambda n: m.Exists(n, number, owned.keys))

@@ -1,7 +1,7 @@
 """One client's control connection on a node: bytes to frames to requests, replies to bytes. asyncio.
 
 The node behind it is anything with the methods of `Host`: it decides how the client will move pages, is told
-who came and went, and gets every request.
+when clients connect and disconnect, and gets every request.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Host(Protocol):
     meter: Meter
 
     def opened(self, connection: ClientConnection) -> bool:
-        """A socket came; False when there are too many."""
+        """A socket was accepted; False when there are too many."""
         ...
 
     def closed(self) -> None:
-        """A socket went."""
+        """A socket was closed."""
         ...
 
     def choose_path(self, hello: Hello) -> DataPathName | Fault:

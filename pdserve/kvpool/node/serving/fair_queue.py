@@ -14,7 +14,7 @@ before; its finish tag is cost / weight later; the smallest start tag is served,
 tag. Backlogged flows get service in proportion to their weights, to within one request each, whatever sizes
 they ask in; a flow that was idle is served before any backlogged neighbour's next; nothing is idle while
 something may go. Time at which nothing waits is not accounted for: when the queue is empty the virtual time
-takes the largest finish tag, so nobody pays later for what nobody else wanted.
+takes the largest finish tag, so no flow pays later for time that no other flow wanted.
 
 The cost of a request is KEY_COST_BYTES for each key and one for each byte asked for: what the node spends on
 a key, by the time in which memory moves so many bytes.

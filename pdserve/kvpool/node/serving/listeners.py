@@ -25,8 +25,8 @@ class Listeners:
         self._servers: list[tuple[str, asyncio.Server]] = []
 
     async def open(self, addresses: Sequence[str], accept: Callable[[], asyncio.Protocol]) -> None:
-        """Serve at these addresses, and close what was inherited for others. Raises StartupError; those that
-        were opened are open then.
+        """Serve at these addresses, and close what was inherited for others. Raises StartupError; the
+        sockets before the failed one are open then.
         """
         for address in addresses:
             inherited: list[int | None] = [*self._inherited.pop(address, [])]
@@ -95,7 +95,7 @@ async def listen(
 
 
 def _prepare_socket(address: str, path: Path) -> None:
-    """Remove a socket that nobody answers at. Raises StartupError when somebody does."""
+    """Remove a socket file without a process that listens. Raises StartupError when one listens."""
     if len(os.fsencode(path)) > UNIX_PATH_BYTES:
         raise StartupError(
             f"cannot listen at {address}: a Unix socket's path has at most {UNIX_PATH_BYTES} bytes"
@@ -111,7 +111,7 @@ def _prepare_socket(address: str, path: Path) -> None:
             path.unlink(missing_ok=True)
             return
         except OSError:
-            pass  # a full backlog or a stopped process: somebody is there
+            pass  # a full backlog or a stopped process
     raise StartupError(f"cannot listen at {address}: another process does: stop it, or choose another path")
 
 

@@ -1,9 +1,9 @@
 """A node's UCX data path: one endpoint per client. asyncio.
 
-UCX takes 0.6 s to load, in a thread; more than a client waits for on a slow machine. So a node that other
-hosts can reach loads it at once. One that only its own host can reach needs it seldom (for a client in
-another container, say): it loads the library a while after its start, when first reads have been answered,
-and makes the rest ready when such a client comes.
+UCX takes 0.6 s to load, in a thread; on a slow machine this is more than a client waits for. A node that
+other hosts can reach loads it at once. A node that only its own host can reach seldom needs it (for a client
+in another container, say). It loads the library a while after its start, when first reads have been answered,
+and makes the rest ready when such a client connects.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class UcxPath:
     def _load_library(self) -> None:
         try:
             UcxLibrary().context(self._config.ucx.options)
-        except PdserveError as error:  # whoever needs it is told why not
+        except PdserveError as error:  # a client that needs it is told why not
             logger.info("node %s: %s", self._config.name, error)
 
     def load(self) -> asyncio.Task[UcxServer]:

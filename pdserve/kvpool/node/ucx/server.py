@@ -91,7 +91,7 @@ class _Peer:
         self.greeted = False
         self.running: dict[int, _Running] = {}  # by tag, oldest first
         self.waiting: dict[int, StartSend] = {}  # sends not yet begun, by tag
-        self.sending_bytes = 0  # of those that are running
+        self.sending_bytes = 0  # of the transfers that are running
         self.late: dict[int, int] = {}  # by tag, the length of a message whose receive was cancelled
         self.discards: list[Operation] = []  # receives of such messages
         self.turn_asked = False
@@ -194,7 +194,7 @@ class UcxServer:
             raise
 
     def close(self, connection: int) -> None:
-        """The client is gone, or shall be: end its transfers. Idempotent."""
+        """The client disconnected, or is to be disconnected: end its transfers. Idempotent."""
         peer = self._peers.get(connection)
         if peer is not None:
             self._end(peer)
@@ -284,7 +284,7 @@ class UcxServer:
     # -- progress
 
     def _in_turn(self) -> bool:
-        """Whether this turn has time left. The first who asks begins it."""
+        """Whether this turn has time left. The first question of a turn begins it."""
         if self._turn is None:
             assert self._loop is not None
             self._turn = self._loop.call_soon(self._next_turn)
@@ -355,7 +355,7 @@ class UcxServer:
         for peer in active:
             peer.active = False
         for peer in list(self._peers.values()):
-            self._pump(peer)  # first: it may be us who had no time
+            self._pump(peer)  # first: the node itself may have had no time
             reason = self._overdue(peer, now_s)
             if reason and self._peers.get(peer.connection) is peer:
                 self._lose(peer, reason)
@@ -411,12 +411,12 @@ class UcxServer:
 
 
 def _discard_late(peer: _Peer) -> None:
-    """Take what came for receives that were cancelled. Raises PoolUnavailable: nobody asked for a message."""
+    """Take messages for receives that were cancelled. Raises PoolUnavailable: a message had no receive."""
     peer.discards[:] = [operation for operation in peer.discards if not operation.completed]
     while (found := peer.link.unexpected()) is not None:
         tag, length = found
-        if length > max(peer.late.pop(tag, 0), GREETING_BYTES):  # a stranger's greeting harms nobody
-            raise PoolUnavailable("the client sent what nobody asked for")
+        if length > max(peer.late.pop(tag, 0), GREETING_BYTES):  # a stranger's greeting does no harm
+            raise PoolUnavailable("the client sent a message that the node did not ask for")
         peer.discards.append(peer.link.receive(np.empty(length, np.uint8), tag))
     while len(peer.late) > LATE_TAGS:
         del peer.late[next(iter(peer.late))]

@@ -65,31 +65,6 @@ def list_owned(node: Node, connection: int, name: str, epoch: int = 5, limit: in
 # --- who may write what
 
 
-def test_an_ordinary_client_may_not_reserve_what_another_node_owns() -> None:
-    node = node_of_three()
-    client = node.connect()
-    ring = ring_of(3, 5)
-    fresh = list(range(100, 130))
-    mine = [ring.owner(key(n)).node == "n0" for n in fresh]
-    grants = node.reserve(client, 1, *fresh)
-    assert statuses(grants) == [m.GRANTED if own else m.MOVED for own in mine]
-    assert node.status().counters["moved_answers"] == mine.count(False) > 0
-
-
-def test_the_node_itself_and_peers_may() -> None:
-    node = node_of_three()
-    for connection, keys in ((LOCAL, range(100, 110)), (peer(node), range(110, 120))):
-        assert set(statuses(node.reserve(connection, 1, *keys))) == {m.GRANTED}
-
-
-def test_pages_that_moved_are_still_read_while_others_pull_them() -> None:
-    node = node_of_three()
-    node.pass_time(60)
-    client = node.connect()
-    assert node.exists(client, 1, *ALL) == [1] * len(ALL)
-    assert {pin.status for pin in node.get(client, 1, *ALL)} == {m.HIT}
-
-
 def test_alone_there_is_neither_refusal_nor_heat_nor_deadline() -> None:
     node = Node()
     client = node.connect()
@@ -100,17 +75,6 @@ def test_alone_there_is_neither_refusal_nor_heat_nor_deadline() -> None:
 
 
 # --- what a new owner is told
-
-
-@pytest.mark.parametrize("limit", [1, 7, 4096])
-def test_a_new_owner_is_told_every_page_of_its_once(limit: int) -> None:
-    node = node_of_three()
-    for name in ("n1", "n2"):
-        parts = list_owned(node, peer(node) if name == "n1" else 99, name, limit=limit)
-        told = [k for part in parts for k in part.keys]
-        assert sorted(told) == sorted(key(n) for n in owned_by(ring_of(3, 5), name))
-        assert {length for part in parts for length in part.lengths} == {4 * KIB}
-        assert {part.writing for part in parts} == {0}
 
 
 def test_open_reservations_of_a_new_owners_pages_are_counted() -> None:
@@ -146,17 +110,6 @@ def test_a_peer_that_fetches_pages_leaves_no_trace_in_the_hit_rate_and_heat() ->
 # --- dropping
 
 
-def test_foreign_pages_are_dropped_once_nothing_moves_any_more() -> None:
-    node = node_of_three()
-    client = node.connect()
-    mine = owned_by(ring_of(3, 5), "n0")
-    node.do(ViewChanged(ring_of(3, 5), True))
-    node.pass_time(0.01)
-    assert [n for n in ALL if node.exists(client, 1, n) == [1]] == mine
-    assert node.status().counters["foreign_dropped"] == len(ALL) - len(mine)
-    assert node.state.sharding.ownership.next_step_s == float("inf")
-
-
 def test_a_pinned_foreign_page_goes_when_its_reader_has_finished() -> None:
     node = node_of_three()
     reader = node.connect()
@@ -168,19 +121,6 @@ def test_a_pinned_foreign_page_goes_when_its_reader_has_finished() -> None:
     node.release(reader, pin)
     node.pass_time(1.1)
     assert node.exists(reader, 1, foreign) == [0]
-
-
-def test_a_foreign_page_that_was_being_written_goes_too() -> None:
-    node = Node(slabs=8)
-    client = node.connect()
-    namespace = node.open(client)
-    foreign = owned_by(ring_of(3, 5), "n1")[0]
-    grants = node.reserve(client, namespace, foreign)
-    node.do(ViewChanged(ring_of(3, 5), True))
-    node.pass_time(0.01)
-    node.commit(client, *grants)
-    node.pass_time(1.1)
-    assert node.exists(client, namespace, foreign) == [0]
 
 
 def test_dropping_goes_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,14 +324,6 @@ def test_a_replica_stays_while_its_owner_renews_it_and_then_goes() -> None:
     assert node.status().counters["replica_bytes"] == 0
 
 
-def test_replicas_are_not_swept_with_foreign_pages() -> None:
-    node = holder()
-    replica(node, FOREIGN[0])
-    node.do(ViewChanged(ring_of(3, 5), True))
-    node.pass_time(0.01)
-    assert node.exists(node.connect(), 1, FOREIGN[0]) == [1]
-
-
 def test_the_owner_ends_replicas_and_only_those() -> None:
     node = holder()
     mine = owned_by(ring_of(3, 5), "n0")[0]
@@ -410,15 +342,6 @@ def test_a_replica_of_a_page_whose_owner_died_is_the_page() -> None:
     for _ in range(4):
         node.pass_time(10.0)
     assert node.exists(node.connect(), 1, *inherited[:3]) == [1] * 3
-    assert node.status().counters["replicas"] == 0
-
-
-def test_a_replica_that_comes_late_for_a_page_that_is_owned_here_by_now_stays() -> None:
-    node = holder()
-    mine = next(n for n in range(300, 400) if ring_of(3, 5).owner(key(n)).node == "n0")
-    replica(node, mine)
-    node.pass_time(30.0)
-    assert node.exists(node.connect(), 1, mine) == [1]
     assert node.status().counters["replicas"] == 0
 
 
@@ -466,11 +389,6 @@ def test_a_hot_page_is_replicated_on_its_successors_and_readers_are_told() -> No
     node.do(ReplicasMade(successors[0], 1, [key(mine[0])], [True]))
     assert node.get(client, 1, mine[0])[0].replicas == 2
     assert node.get(client, 1, mine[1])[0].replicas == 0
-
-
-def test_a_cold_page_is_not_replicated() -> None:
-    node, client, mine = owner()
-    assert heat_up(node, client, mine[0], reads_s=10) == []
 
 
 def answer_all(node: Node, asks: list[object], ok: bool = True) -> None:

@@ -36,19 +36,6 @@ def test_a_namespace_at_its_quota_evicts_its_own_pages_though_the_node_has_room(
     assert status["b"].evictions == 0
 
 
-def test_reservations_and_pages_still_read_count_for_the_quota() -> None:
-    node, c, ns = opened()
-    reader = node.connect()
-    node.state.store.configure_namespace(ns, quota_bytes=12 * KIB)
-    node.put(c, ns, 1)
-    [pin] = node.get(reader, ns, 1)
-    node.send(c, m.Discard(9, ns, [key(1)], [pin.sequence]))  # read still, so its slot is not free
-    assert statuses(node.reserve(c, ns, 2, 3, 4)) == [GRANTED, GRANTED, FULL]
-    assert pages_of(node, ns).slot_bytes == 12 * KIB
-    node.release(reader, pin)
-    assert statuses(node.reserve(c, ns, 4)) == [GRANTED]
-
-
 def test_a_page_larger_than_the_quota_is_refused_and_evicts_nothing() -> None:
     node, c, ns = opened()
     node.state.store.configure_namespace(ns, quota_bytes=8 * KIB)
@@ -69,25 +56,6 @@ def test_a_lowered_quota_is_reached_by_itself() -> None:
 
 
 # --- time to live
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_page_ends_its_time_after_its_commit_for_everybody_who_asks(policy: str) -> None:
-    node, c, ns = opened()
-    node.state.store.configure_namespace(ns, policy=policy, ttl_s=10)
-    node.put(c, ns, 1, 2)
-    node.now_s += 6
-    node.release(c, *node.get(c, ns, 1))  # being read does not help
-    node.put(c, ns, 3)
-    node.now_s += 4
-    assert node.exists(c, ns, 1, 2, 3) == [0, 0, 1]
-    assert [pin.status for pin in node.get(c, ns, 1, 2, 3)] == [MISS, MISS, HIT]
-    assert node.ask(c, m.Wait(9, ns, [key(1)], 0.0), m.Present).mask == b"\0"
-    assert statuses(node.reserve(c, ns, 2, 3)) == [GRANTED, PRESENT]  # written anew
-    assert node.state.next_deadline_s <= node.now_s + 0.25
-    node.pass_time(0.25)
-    assert node.status().pages == 1
-    assert node.status().namespaces[0].counters["evicted_ttl"] == 2
 
 
 def test_pages_that_end_together_are_freed_in_chunks() -> None:
@@ -173,14 +141,6 @@ def test_a_client_that_has_pinned_its_share_misses_and_others_do_not() -> None:
     assert [pin.status for pin in node.get(c, ns, 3)] == [HIT]
 
 
-def test_a_read_refused_for_too_many_pins_counts_as_a_miss_of_its_namespace() -> None:
-    node, c, ns = opened(max_pinned_bytes=8 * KIB)
-    node.put(c, ns, 1, 2, 3)
-    node.get(c, ns, 1, 2, 3, 4)
-    [counted] = node.status().namespaces
-    assert (counted.hits, counted.misses) == (2, 2)
-
-
 def test_ucx_messages_under_way_are_bounded_per_connection() -> None:
     node = Node(max_messages=4)
     c = node.connect("ucx")
@@ -197,14 +157,6 @@ def test_ucx_messages_under_way_are_bounded_per_connection() -> None:
     node.do(TransferDone(c, pins[0].tag, True))
     again = m.Get(4, ns, [key(1)], [KIB, KIB])
     assert answers(node.send(c, again), c)[0].pins[0].status == HIT  # type: ignore[union-attr]
-
-
-def test_a_page_that_a_request_is_told_to_be_present_does_not_go_for_its_other_pages() -> None:
-    node, c, ns = opened(slabs=1, slab_bytes=8 * KIB)
-    node.put(c, ns, 1, 2)
-    assert statuses(node.reserve(c, ns, 3, 1, 4)) == [GRANTED, PRESENT, FULL]
-    assert node.exists(c, ns, 1, 2) == [1, 0]
-    node.state.check()
 
 
 def test_a_request_for_more_than_there_is_room_for_gets_what_there_is() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pdserve.kvpool.core.events import Received
 from pdserve.kvpool.core.store import lazy_free, room
@@ -89,19 +87,6 @@ def test_whoever_needs_room_gets_it_at_once_in_every_size() -> None:
     assert node.status().counters["evictions"] == 0
 
 
-def test_a_cleared_namespace_is_filled_anew_while_its_old_pages_are_swept() -> None:
-    node, c, ns = full_node()
-    clear(node, c, ns)
-    node.put(c, ns, *range(20))
-    clear(node, c, ns)
-    node.put(c, ns, *range(10, 30))
-    assert node.exists(c, ns, 5, 15, 25) == [0, 1, 1]
-    for _ in range(5):
-        node.pass_time(0.01)
-    assert node.exists(c, ns, 5, 15, 25) == [0, 1, 1]
-    assert node.status().used_bytes == 80 * KIB
-
-
 def test_after_a_crash_in_the_middle_no_cleared_page_comes_back_and_new_ones_do() -> None:
     table = Table()
     node = following_table(table)
@@ -131,55 +116,6 @@ def test_a_slab_with_pages_to_be_swept_can_be_taken_over(small_chunks: int) -> N
     clear(node, c, a)
     node.state.store.max_drops = 17  # no room is made by sweeping alone
     assert statuses(node.reserve(c, b, 100, length=64 * KIB)) == [GRANTED]
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    steps=st.lists(
-        st.tuples(
-            st.sampled_from(["put", "put", "put", "clear", "drop", "get", "release", "tick"]),
-            st.integers(0, 1),
-            st.lists(st.integers(0, 30), min_size=1, max_size=8, unique=True),
-            st.sampled_from([4 * KIB, 4 * KIB, 8 * KIB, 16 * KIB]),
-        ),
-        max_size=40,
-    )
-)
-def test_bytes_are_conserved_whatever_happens_during_a_sweep(
-    steps: list[tuple[str, int, list[int], int]],
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (lazy_free, room, store_module):
-            patch.setattr(module, "CHUNK_SLOTS", 2)
-        node = Node(slabs=4, slab_bytes=16 * KIB)  # every step checks
-        c = node.connect()
-        names = ["a", "b"]
-        numbers = [node.open(c, name) for name in names]
-        pins: list[m.Pin] = []
-        for step, which, keys, length in steps:
-            ns = numbers[which]
-            if step == "put":
-                node.put(c, ns, *keys, length=length)
-            elif step == "clear":
-                clear(node, c, ns)
-                assert node.exists(c, ns, *range(31)) == [0] * 31
-            elif step == "drop":
-                node.send(c, m.DropNamespace(9, names[which]))
-                numbers[which] = node.open(c, names[which])
-            elif step == "get":
-                pins += [pin for pin in node.get(c, ns, *keys, length=length) if pin.status == m.HIT]
-            elif step == "release" and pins:
-                node.release(c, pins.pop())
-            else:
-                node.pass_time(0.01)
-        for number, name in zip(numbers, names, strict=True):
-            clear(node, c, number)
-            node.send(c, m.DropNamespace(9, name))
-        node.disconnect(c)
-        for _ in range(40):
-            node.pass_time(0.01)
-        assert node.status().free_bytes == node.status().capacity_bytes
-        assert not node.state.store.sweeps
 
 
 def test_clearing_pages_takes_no_call_for_each_and_the_next_request_sweeps_few() -> None:

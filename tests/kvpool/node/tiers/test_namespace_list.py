@@ -19,28 +19,28 @@ WAIT_S = 20.0
 
 
 class Disk(MemoryTier):
-    """`gate`: may be closed; each call waits for it. `problem`: what each call answers."""
+    """`gate`: may be closed; each call waits for it. `failures`: so many calls fail."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(TierSettings("n0", path, 1 << 20, {}, lambda names: None))
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Semaphore(0)
-        self.problem = ""
+        self.failures = 0
         self.calls: list[str | None] = []
 
     def save_namespaces(self, text: str | None) -> str:
         self.entered.release()
         assert self.gate.wait(WAIT_S)
         self.calls.append(text)
-        return self.problem or super().save_namespaces(text)
+        self.failures -= 1
+        return "no space" if self.failures >= 0 else super().save_namespaces(text)
 
 
 class Rig:
     def __init__(self, path: Path) -> None:
         self.disks = [Disk(path / str(n)) for n in range(3)]
         self.events: queue.Queue[Event] = queue.Queue()
-        self.pause_over = threading.Event()
         self.writer = NamespaceListWriter("n0", self.disks, self.events.put, lambda: self.now_s)
         self.now_s = 0.0
 
@@ -93,30 +93,22 @@ def test_of_lists_that_wait_only_the_newest_is_written(rig: Rig) -> None:
 @pytest.mark.parametrize("disk", [0, 2])
 def test_a_list_that_could_not_be_written_is_written_later(rig: Rig, disk: int) -> None:
     """The same where an old list of another tier could not be removed."""
-    rig.disks[disk].problem = "no space"
+    rig.disks[disk].failures = 2
     rig.writer.start("one", 1)
     assert rig.next() == (1, "no space")
     rig.writer.save("two", 2)
     assert rig.next() == (2, "no space"), "a new one is tried at once"
-    rig.disks[disk].problem = ""
-    rig.now_s = 1000.0  # the pause is over
     rig.writer.save("three", 3)
     assert rig.next() == (3, "")
     assert rig.kept() == ["three", None, None]
 
 
 def test_after_a_pause_it_is_tried_again_unasked(rig: Rig) -> None:
-    rig.disks[0].problem = "no space"
-    rig.now_s = -1e9  # each pause is over as soon as it begins
-    clock = iter([0.0])
-    rig.writer._clock = lambda: next(clock, 1e9)
+    rig.disks[0].failures = 1
+    times = iter([0.0])
+    rig.writer._clock = lambda: next(times, 1e9)  # the pause is over as soon as it begins
     rig.writer.start("one", 1)
-    assert rig.next() == (1, "no space")
-    rig.disks[0].problem = ""
-    seen = rig.next()
-    while seen != (1, ""):
-        assert seen == (1, "no space")
-        seen = rig.next()
+    assert [rig.next(), rig.next()] == [(1, "no space"), (1, "")]
     assert rig.kept()[0] == "one"
 
 

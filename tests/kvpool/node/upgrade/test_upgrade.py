@@ -37,7 +37,7 @@ from pdserve.kvpool.protocol.cluster_messages import Drain, Upgrade
 from pdserve.kvpool.protocol.frames import encode_frame
 from pdserve.kvpool.transports.base import Connection
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
-from pdserve.kvpool.transports.shm import ShmConnector
+from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.moving_nodes import Nodes
 from tests.support.kvpool.node_model import key
 from tests.support.kvpool.pools import KIB, ProcessPool, arena_dir, remove_arena
@@ -703,7 +703,7 @@ def test_a_client_that_stopped_halfway_gets_no_time_of_the_others(
         await sleep(delay_s)
 
     monkeypatch.setattr(asyncio, "sleep", counted)
-    silent, asking = (ShmConnector("test").connect(f"unix:{tmp_path}/a.sock", soon(SOON_S)) for _ in range(2))
+    silent, asking = (connect(f"unix:{tmp_path}/a.sock", soon(SOON_S)) for _ in range(2))
     reserve(silent)
     assert isinstance(asking.call(Upgrade(1), soon(SOON_S)), m.Done)
     nodes.wait_ended("a")

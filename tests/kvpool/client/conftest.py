@@ -1,0 +1,17 @@
+"""Nodes of this process for tests of the threads' client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.kvpool.faulty import Pool
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    """Three nodes; at the end their books are in order and nothing is held."""
+    pool = Pool()
+    yield pool
+    pool.check()

@@ -1,0 +1,27 @@
+"""Connections of one data path, for tests of nodes and of data paths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pdserve.kvpool.protocol.messages import DataPathChoice
+from pdserve.kvpool.transports.base import Connection, OnView
+from pdserve.kvpool.transports.control import ControlChannel, make_hello
+from pdserve.kvpool.transports.data_path import open_data_path
+from pdserve.kvpool.transports.shm import host_id
+
+
+def connect(
+    address: str,
+    deadline_s: float,
+    data_path: DataPathChoice = "shm",
+    *,
+    client: str = "test",
+    checksum: bool = True,
+    ucx: Mapping[str, str] | None = None,
+    on_view: OnView | None = None,
+) -> Connection:
+    """Raises PoolError."""
+    hello = make_hello(client, host_id(), data_path, views=on_view is not None)
+    channel = ControlChannel.connect(address, hello, deadline_s, on_view)
+    return open_data_path(channel, ucx=ucx or {}, checksum=checksum, deadline_s=deadline_s)
