@@ -134,6 +134,19 @@ def test_a_pin_ends_with_its_lease_and_is_counted() -> None:
     assert statuses(node.reserve(c, ns, 2)) == [GRANTED]
 
 
+def test_reading_again_extends_the_lease_and_each_get_needs_its_release() -> None:
+    node, c, ns = opened(lease_s=10)
+    node.put(c, ns, 1)
+    [pin] = node.get(c, ns, 1)
+    node.pass_time(6)
+    node.get(c, ns, 1)
+    node.pass_time(6)
+    assert node.status().pins == 2
+    for left in (1, 0, 0):
+        node.release(c, pin)
+        assert node.status().pins == left
+
+
 def test_an_overdue_mapped_reservation_is_quarantined_until_its_writer_stops() -> None:
     node, slow, ns = opened(reservation_lease_s=10)
     other = node.connect()
@@ -185,6 +198,15 @@ def test_one_connection_may_reserve_only_its_share() -> None:
 
 
 # --- waiting
+
+
+def test_wait_is_answered_at_its_deadline_with_what_there_is() -> None:
+    node, c, ns = opened()
+    node.put(c, ns, 1)
+    node.send(c, m.Wait(50, ns, [key(1), key(2)], 5))
+    assert node.state.next_deadline_s == node.now_s + 5
+    assert node.pass_time(4.9) == []
+    assert answers(node.pass_time(0.1), c) == [m.Present(50, b"\1\0")]
 
 
 def test_an_endless_wait_ends() -> None:

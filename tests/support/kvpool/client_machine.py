@@ -31,7 +31,7 @@ LENGTHS = st.sampled_from([1, 4 * KIB, 4 * KIB, 4 * KIB, 8 * KIB, 16 * KIB, 20 *
 CLIENT = st.integers(0, 3)
 SPACE = st.integers(0, 1)
 CHECKSUM = st.integers(1, (1 << 64) - 1)
-TIMES = st.sampled_from([0.1, 1.0, 2.5, 6.0])
+TIMES = st.sampled_from([0.5, 2.5, 3.0, 6.0])  # exact in binary: deadlines are hit exactly
 TIMEOUTS = st.sampled_from([-1.0, 0.0, float("nan"), 0.5, 3.0, 8.0, 20.0])
 LEASE_S, RESERVATION_S, MAX_WAITS = 10.0, 8.0, 3
 SECRET = NamespaceSettings(read_token=digest("s"))
