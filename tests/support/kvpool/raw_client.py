@@ -14,18 +14,6 @@ from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.kvpool.transports.base import Connection
 from tests.support.kvpool.pools import KIB, Pool
-from tests.support.kvpool.raw_client import (
-    LAYERS,
-    PAGE_BYTES,
-    Client,
-    _ids,
-    client,
-    eventually,
-    keys,
-    pages_of,
-    same,
-    soon,
-)
 
 R = TypeVar("R")
 
