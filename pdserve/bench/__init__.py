@@ -1,4 +1,4 @@
-"""`pdserve bench`: measurements of serving, router and pool, and the pool under faults.
+"""Measurements of serving, router and pool, and the pool under faults.
 
-Here stand the parts that several benchmarks share. May import every part of pdserve but doctor.
+The modules at the top are shared by several benchmarks. Every part of pdserve but doctor may be imported.
 """

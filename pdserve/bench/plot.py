@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,29 +38,46 @@ def pyplot() -> Any:
     return plt
 
 
+@contextmanager
+def picture(path: Path, rows: int, columns: int, title: str = "", **options: Any) -> Iterator[Any]:
+    """An array of panels, shape [rows, columns], that is kept as a PNG when the block ends. Raises
+    BenchError.
+    """
+    plt = pyplot()
+    figure, axes = plt.subplots(rows, columns, squeeze=False, layout="constrained", **options)
+    try:
+        yield axes
+        for axis in axes.flat:
+            axis.spines[["top", "right"]].set_visible(False)
+        if title:
+            figure.suptitle(title)
+        figure.savefig(path, dpi=120)
+    finally:
+        plt.close(figure)
+
+
 def plot_pool(
     path: Path, figures: Sequence[PoolFigures], perftest_gbps: dict[tuple[str, int], float], title: str
 ) -> None:
     """Draw get and put by page size, one row of panels with checksums and one without, as a PNG."""
-    plt = pyplot()
     checksums = sorted({row.checksum for row in figures}, reverse=True)
     sizes = sorted({row.page_bytes for row in figures})
-    shape = {"nrows": len(checksums), "ncols": 2, "figsize": (12, 1 + 3.8 * len(checksums))}
-    figure, axes = plt.subplots(**shape, sharey=True, squeeze=False, layout="constrained")
-    for checksum, panels in zip(checksums, axes, strict=True):
-        rows = [row for row in figures if row.checksum == checksum]
-        for operation, axis in zip(("get", "put"), panels, strict=True):
-            bars = pool_bars(rows, operation, perftest_gbps)
-            _bars(axis, bars, sizes)
-            axis.set_title(f"{operation}, checksums {'on' if checksum else 'off'}", loc="left")
-        panels[0].set_ylabel("GB/s")
-    handles = {
-        name: bar for axis in axes.flat for bar, name in zip(*axis.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    size = (12, 1 + 3.8 * len(checksums))
+    with picture(path, len(checksums), 2, title, figsize=size, sharey=True) as axes:
+        for checksum, panels in zip(checksums, axes, strict=True):
+            rows = [row for row in figures if row.checksum == checksum]
+            for operation, axis in zip(("get", "put"), panels, strict=True):
+                _bars(axis, pool_bars(rows, operation, perftest_gbps), sizes)
+                axis.set_title(f"{operation}, checksums {'on' if checksum else 'off'}", loc="left")
+            panels[0].set_ylabel("GB/s")
+        handles = {
+            name: bar
+            for axis in axes.flat
+            for bar, name in zip(*axis.get_legend_handles_labels(), strict=True)
+        }
+        axes[0, 0].figure.legend(
+            handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False
+        )
 
 
 def pool_bars(
@@ -96,7 +114,6 @@ def _bars(axis: Any, bars: dict[str, dict[int, float]], sizes: list[int]) -> Non
         drawn = axis.bar(left, heights, width * 0.92, label=name, color=COLOURS[name])
         axis.bar_label(drawn, fmt="%.1f", fontsize=7, padding=1)
     axis.set_xticks(range(len(sizes)), [f"{size_name(size)} pages" for size in sizes])
-    axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(axis="x", length=0)
 
 
@@ -110,7 +127,6 @@ def size_name(size_bytes: int) -> str:
 
 def plot_soak(path: Path, samples: Sequence[Sample], title: str) -> None:
     """Draw each process's private memory, descriptors and threads, and what nodes hold, over the minutes."""
-    plt = pyplot()
     panels = {
         "anonymous_bytes": ("private memory, MiB", 2**20),
         "descriptors": ("open descriptors", 1),
@@ -119,28 +135,21 @@ def plot_soak(path: Path, samples: Sequence[Sample], title: str) -> None:
         "pins": ("pins, load held", 1),
         "reserved_bytes": ("reserved MiB, load held", 2**20),
     }
-    figure, axes = plt.subplots(3, 2, figsize=(12, 9), sharex=True, layout="constrained")
     processes = dict.fromkeys(sample.process for sample in samples)
-    for axis, (what, (label, unit)) in zip(axes.flat, panels.items(), strict=True):
-        for process in processes:
-            mine = [sample for sample in samples if sample.process == process]
-            values = [getattr(sample, what) / unit for sample in mine]
-            if any(values) or what in ("pins", "reserved_bytes"):
-                axis.plot([sample.at_s / 60 for sample in mine], values, label=process, linewidth=1.2)
-        axis.set_title(label, loc="left", fontsize=10)
-        axis.set_ylim(bottom=0, top=max(1.0, axis.get_ylim()[1]))
-        axis.spines[["top", "right"]].set_visible(False)
-    for axis in axes[-1]:
-        axis.set_xlabel("minutes")
-    axes[0][0].legend(frameon=False, fontsize=8)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with picture(path, 3, 2, title, figsize=(12, 9), sharex=True) as axes:
+        for axis, (what, (label, unit)) in zip(axes.flat, panels.items(), strict=True):
+            for process in processes:
+                mine = [sample for sample in samples if sample.process == process]
+                values = [getattr(sample, what) / unit for sample in mine]
+                if any(values) or what in ("pins", "reserved_bytes"):
+                    axis.plot([sample.at_s / 60 for sample in mine], values, label=process, linewidth=1.2)
+            axis.set_ylim(bottom=0, top=max(1.0, axis.get_ylim()[1]))
+            _label(axis, label, "minutes" if axis in axes[-1] else "")
+        axes[0, 0].legend(frameon=False, fontsize=8)
 
 
 def plot_router(path: Path, rows: Sequence[Row]) -> None:
     """Draw what each router adds and can take, by the number of streams, as a PNG."""
-    plt = pyplot()
     panels = {
         "rps": "requests/s",
         "chunks_per_s": "streamed chunks/s",
@@ -149,19 +158,20 @@ def plot_router(path: Path, rows: Sequence[Row]) -> None:
         "cpu_us_per_request": "processor time of a request, µs",
         "cpu_us_per_chunk": "processor time of a streamed chunk, µs",
     }
-    figure, axes = plt.subplots(3, 2, figsize=(12, 10), layout="constrained")
     places = list(map(str, dict.fromkeys(row.streams for row in rows)))
-    for axis, (what, label) in zip(axes.flat, panels.items(), strict=True):
-        for router in dict.fromkeys(row.router for row in rows):
-            mine = [row for row in rows if row.router == router and getattr(row, what) is not None]
-            at = [places.index(str(row.streams)) for row in mine]
-            axis.plot(at, [getattr(row, what) for row in mine], label=router, marker="o", linewidth=1.2)
-        axis.set_xticks(range(len(places)), places)
-        axis.set_ylim(bottom=0)
-        axis.set_title(label, loc="left", fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
-    for axis in axes[-1]:
-        axis.set_xlabel("streams")
-    axes[0][0].legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with picture(path, 3, 2, figsize=(12, 10)) as axes:
+        for axis, (what, label) in zip(axes.flat, panels.items(), strict=True):
+            for router in dict.fromkeys(row.router for row in rows):
+                mine = [row for row in rows if row.router == router and getattr(row, what) is not None]
+                at = [places.index(str(row.streams)) for row in mine]
+                axis.plot(at, [getattr(row, what) for row in mine], label=router, marker="o", linewidth=1.2)
+            axis.set_xticks(range(len(places)), places)
+            axis.set_ylim(bottom=0)
+            _label(axis, label, "streams" if axis in axes[-1] else "")
+        axes[0, 0].legend(frameon=False, fontsize=8)
+
+
+def _label(axis: Any, title: str, below: str = "") -> None:
+    axis.set_title(title, loc="left", fontsize=10)
+    if below:
+        axis.set_xlabel(below)

@@ -104,7 +104,9 @@ def cluster(site: Site, run_dir: Path) -> Iterator[Cluster]:
     try:
         for router in routers:
             router.start()
+        site.routers += routers
         yield cluster
     finally:
+        site.routers.clear()
         for router in routers:
             router.stop()

@@ -297,10 +297,4 @@ def test_a_prefill_worker_that_hangs_costs_seconds_and_never_the_answer(
         process.popen.send_signal(signal.SIGCONT)
     assert differences(expected, answers, say(prompts)) == []
     assert took_s < 30.0
-    eventually(lambda: "degraded" not in degraded(cluster.pairs[1]), "the worker is back", 30.0)
-
-
-def degraded(router: Router) -> str:
-    """What the router says it lacks; empty when nothing."""
-    lacks = http.get(f"{router.url}/ready").json()["degraded"]
-    return "degraded" if lacks else ""
+    eventually(lambda: not cluster.pairs[1].lacks, "the worker is back", 30.0)

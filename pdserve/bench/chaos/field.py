@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 
+from pdserve.bench.boards import new_rows
 from pdserve.bench.chaos import pages as p
 from pdserve.bench.chaos.disk import Disk, small_disk
 from pdserve.bench.chaos.proxy import Relay, relays
 from pdserve.bench.chaos.records import Ended, Record, to_line
 from pdserve.bench.chaos.worker import NAMESPACE, READ_TOKEN, WRITE_TOKEN, WorkerConfig
 from pdserve.bench.node_processes import NodeProcess, await_settled, client_of, pool_of
-from pdserve.bench.peers.process import free_ports
-from pdserve.bench.stores import BenchError
+from pdserve.bench.processes import Child, client, free_ports
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.protocol.base import NodeAddress
@@ -75,32 +72,20 @@ LINES: Final = (
 )
 
 
-class WorkerProcess:
+class WorkerProcess(Child):
     """A worker that can be killed and replaced."""
 
     def __init__(self, config: WorkerConfig, directory: Path) -> None:
-        self.name = config.name
+        child = client(config, directory, "pdserve.bench.chaos.worker")
+        super().__init__(child.name, child.command, child.log_path)
         self.output = Path(config.output)
-        self.log_path = directory / f"{config.name}.log"
+        self._directory = directory
         self._config = config
-        self._file = directory / f"{config.name}.json"
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        self._file.write_bytes(msgspec.json.encode(self._config))
-        with self.log_path.open("ab") as log:
-            command = [sys.executable, "-m", "pdserve.bench.chaos.worker", str(self._file)]
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def await_ready(self) -> None:
         """Raises BenchError."""
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while not Path(self._config.ready).exists():
-            if self._process is None or self._process.poll() is not None or time.monotonic() > deadline:
-                last = self.log_path.read_text(errors="replace").strip().splitlines()[-1:]
-                raise BenchError(f"{self.name} did not start: {last[0] if last else 'it said nothing'}")
-            time.sleep(0.02)
+        self.await_true(Path(self._config.ready).exists, READY_TIMEOUT_S)
 
     def replace(self) -> None:
         """kill -9, and another in its place, once that is ready. What the killed one had begun to write down
@@ -114,65 +99,44 @@ class WorkerProcess:
                 file.truncate(lines.rfind(b"\n") + 1)
             again = {**msgspec.structs.asdict(self._config), "incarnation": self._config.incarnation + 1}
             self._config = WorkerConfig(**again)
-            self.start()
+            client(self._config, self._directory, "pdserve.bench.chaos.worker")
+            self.spawn()
             self.await_ready()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """SIGSTOP, SIGCONT; nobody replaces it meanwhile."""
         with self._lock:
-            assert self._process is not None
-            self._process.send_signal(signal.SIGSTOP)
+            self.process.send_signal(signal.SIGSTOP)
             try:
                 yield
             finally:
-                self._process.send_signal(signal.SIGCONT)
+                self.process.send_signal(signal.SIGCONT)
 
     def ask_to_stop(self) -> None:
         with self._lock:
-            assert self._process is not None
-            self._process.terminate()
-
-    def ended(self, deadline: float) -> bool:
-        """Whether it ended by itself, without an error."""
-        assert self._process is not None
-        try:
-            return self._process.wait(max(0.0, deadline - time.monotonic())) == 0
-        except subprocess.TimeoutExpired:
-            return False
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            self.process.terminate()
 
 
+@dataclass
 class Field:
-    """All of it. `stop` is set when the run is over: faults under way repair what they did at once."""
+    """All of it. `stop` is set when the run is over: faults under way repair what they did at once.
+    `visitor(name)` makes another node of the pool, not started yet. `disks`: one for each node.
+    """
 
-    def __init__(
-        self,
-        seed: int,
-        settings: Settings,
-        nodes: list[NodeProcess],
-        ways: list[Relay],
-        workers: list[WorkerProcess],
-        output: Path,
-        visitor: Callable[[str], NodeProcess],
-        disks: list[Disk],
-    ) -> None:
-        """`visitor(name)` makes another node of the pool, not started yet. `disks`: one for each node."""
-        self.seed = seed
-        self.settings = settings
-        self.nodes = nodes
-        self.ways = ways
-        self.workers = workers
-        self.stop = threading.Event()
-        self.ring = Ring([NodeAddress(node.name, node.address) for node in nodes])
-        self.output = output
-        self.visitor = visitor
-        self.disks = disks
-        self._lock = threading.Lock()
+    seed: int
+    settings: Settings
+    nodes: list[NodeProcess]
+    ways: list[Relay]
+    workers: list[WorkerProcess]
+    output: Path
+    visitor: Callable[[str], NodeProcess]
+    disks: list[Disk]
+    stop: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.ring = Ring([NodeAddress(node.name, node.address) for node in self.nodes])
 
     def note(self, record: Record) -> None:
         """Thread-safe."""
@@ -231,7 +195,7 @@ def set_up(seed: int, minutes: float, nodes: int, settings: Settings, directory:
         workers = make_workers(seed, minutes, settings, refs, directory)
         for worker in workers:
             stack.callback(worker.kill)
-            worker.start()
+            worker.spawn()
         for worker in workers:
             worker.await_ready()
         visitor_settings = {**node_settings, **_with_tier(directory / "visitors", tier_bytes)}
@@ -278,7 +242,7 @@ def make_workers(
     """Not started yet."""
     writers = sum(line.threads for line in LINES)
     progress = directory / "progress"
-    progress.write_bytes(np.zeros(writers, np.int64).tobytes())
+    new_rows(progress, writers, 1)
     owned = int(settings.capacity_bytes * len(nodes) * OWNED_SHARE / MEAN_SLOT_BYTES / writers)
     made, first = [], 0
     for line in LINES:

@@ -147,8 +147,8 @@ def _end(field: Field) -> None:
         worker.ask_to_stop()
     deadline = time.monotonic() + WORKER_STOP_S
     for worker in others:
-        clean = worker.ended(deadline)
-        field.note(Ended(worker.name, clean, _complaint_in(worker.log_path.read_text(errors="replace"))))
+        clean = worker.ended(deadline - time.monotonic())
+        field.note(Ended(worker.name, clean, _complaint_in(worker.log())))
     for index, node in enumerate(field.nodes):
         if node.died:
             field.note(Ended(node.name, False, node.died))

@@ -7,8 +7,6 @@ thread has a client of its own, so that a client's counters say what one operati
 
 from __future__ import annotations
 
-import mmap
-import signal
 import sys
 import threading
 import time
@@ -19,9 +17,11 @@ from typing import BinaryIO, Final, Literal
 import msgspec
 import numpy as np
 
+from pdserve.bench.boards import open_rows
 from pdserve.bench.chaos import pages as p
 from pdserve.bench.chaos.records import Asked, Starved, to_line
 from pdserve.bench.dice import Dice
+from pdserve.bench.processes import run_threads, stop_at_sigterm
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
 
@@ -76,8 +76,7 @@ class Worker:
         self._stop = stop
         self._dice = Dice("worker", config.seed, writer, config.incarnation)
         self._client = PoolClient(config.client, NAMESPACE, GEOMETRY, name=self._name)
-        with Path(config.progress).open("r+b") as file:
-            self._progress = np.frombuffer(mmap.mmap(file.fileno(), 0), np.int64)
+        self._progress = open_rows(config.progress, 1)[:, 0]
         self._buffers = [np.empty(sum(shape) * MAX_BATCH, np.uint8) for shape in p.SHAPES]
         self._next_owned_s = time.monotonic()
 
@@ -238,20 +237,14 @@ def watch(name: str, output: BinaryIO, stop: threading.Event) -> None:
 
 def main(config_path: str) -> None:
     config = msgspec.json.decode(Path(config_path).read_bytes(), type=WorkerConfig)
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    stop = stop_at_sigterm()
     with Path(config.output).open("ab", buffering=0) as output:
         workers = [Worker(config, writer, output, stop) for writer in config.writers]
         for worker in workers:
             worker.connect()
         Path(config.ready).touch()
-        threads = [threading.Thread(target=worker.run) for worker in workers]
         threading.Thread(target=watch, args=(config.name, output, stop), daemon=True).start()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():  # in small steps: a signal is handled between them
-                thread.join(POLL_S)
+        run_threads([worker.run for worker in workers], stop)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,4 @@
-"""The commands of `pdserve bench`, a module each. What they measure with is imported when they run."""
+"""The commands of `pdserve bench`: options, what they print, and which benchmark they run.
+
+A command imports its benchmark when it runs, so that `--help` needs none of them.
+"""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -15,9 +15,8 @@ from pdserve.bench.commands import options as common
 from pdserve.bench.commands.output import Output, failed_with, say
 
 if TYPE_CHECKING:
-    from pdserve.bench.serving.compare import Launch
     from pdserve.bench.serving.load.plan import Shape
-    from pdserve.bench.serving.summary import Measured
+    from pdserve.bench.serving.summary import Measured, Summary
 
 PAGE_SIZE: Final = 64
 SHARES: Final = {"small": 0.3, "large": 1.1}
@@ -74,10 +73,12 @@ def compare(
     All are started on this machine, one after the other, and take turns. Fails when one of them could not be
     measured or any ask failed; what was measured is shown all the same.
     """
-    from pdserve.bench.node_processes import stopped_cleanly
+    from msgspec.structs import replace
+
+    from pdserve.bench.serving.cluster import launched
     from pdserve.bench.serving.compare import compare as run
     from pdserve.bench.serving.contenders import cache_tokens
-    from pdserve.bench.serving.report.tables import plot_summaries, summaries_table
+    from pdserve.bench.serving.report.tables import plot_summaries
     from pdserve.bench.serving.summary import summaries
 
     names, chosen = _contenders(against), common.choices("sizes", sizes, tuple(SHARES))
@@ -90,7 +91,12 @@ def compare(
         say(f"WARNING: {line}")
     measured: list[Measured] = []
     keep = partial(_keep, measured, output)
-    with stopped_cleanly(), _launching(tokens, model, pool_capacity, out, extra or []) as launch:
+    ours = {"page_size": PAGE_SIZE, "pool_capacity": pool_capacity}
+    with options.clusters(model, min(tokens.values()), extra, out, **ours) as setting:
+
+        def launch(name: str, size: str) -> AbstractContextManager[str]:
+            return launched(name, replace(setting, device_tokens=tokens[size]))
+
         problems = run(
             *(names, chosen, repeat, loads, seed, launch, keep, say),
             concurrency=concurrency,
@@ -98,11 +104,7 @@ def compare(
             limit_s=60 * minutes,
         )
     found = summaries(measured, names[0])
-    for summary in found:
-        output.row(summary)
-    for title in dict.fromkeys(summary.load for summary in found):
-        its = [summary for summary in found if summary.load == title]
-        output.show(summaries_table(its, f"{title}, {model.name}"))
+    _print(found, model.name, output)
     if plot is not None and found:
         plot_summaries(plot, found, model.name)
     failed_with(problems)
@@ -125,6 +127,17 @@ def _keep(measured: list[Measured], output: Output, one: Measured) -> None:
         say(f"{one.contender}, {one.size}: {line}")
 
 
+def _print(found: list[Summary], model: str, output: Output) -> None:
+    """As JSON lines, or a table for each load."""
+    from pdserve.bench.serving.report.tables import summaries_table
+
+    for summary in found:
+        output.row(summary)
+    for load in dict.fromkeys(summary.load for summary in found):
+        its = [summary for summary in found if summary.load == load]
+        output.show(summaries_table(its, f"{load}, {model}"))
+
+
 def _unfit(loads: dict[str, Shape], tokens: dict[str, int]) -> Iterator[str]:
     """Loads that the small cache holds after all."""
     from pdserve.bench.serving.load.plan import first_turn_tokens, make_load
@@ -136,28 +149,3 @@ def _unfit(loads: dict[str, Shape], tokens: dict[str, int]) -> Iterator[str]:
                 f"{title}: the small device cache of {tokens['small']:,} tokens holds all {held:,} of the "
                 "first turn: take more users"
             )
-
-
-@contextmanager
-def _launching(
-    tokens: dict[str, int], model: Path, pool_capacity: str, out: Path | None, extra: list[str]
-) -> Iterator[Launch]:
-    """How to start a contender with a device cache of a size; directories of our own until the end."""
-    from pdserve.bench.serving.cluster import launched, workplace
-    from pdserve.bench.serving.contenders import Setting
-
-    with workplace(out) as (directory, memory):
-
-        def launch(name: str, size: str) -> AbstractContextManager[str]:
-            setting = Setting(
-                model_path=str(model.resolve()),
-                directory=directory,
-                device_tokens=tokens[size],
-                page_size=PAGE_SIZE,
-                pool_capacity=pool_capacity,
-                arena_directory=memory,
-                extra_args=tuple(extra),
-            )
-            return launched(name, setting)
-
-        yield launch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
@@ -10,6 +12,7 @@ import typer
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pdserve.bench.serving.contenders import Setting
     from pdserve.bench.serving.load.plan import Load, Shape
     from pdserve.bench.serving.load.words import Api
 
@@ -136,3 +139,26 @@ def check_model(path: Path) -> None:
     """Raises ConfigError where there is none."""
     if not (path / "config.json").is_file():
         raise ConfigError(f"--model {path}: no model there; pdserve model demo --size small --out {path}")
+
+
+@contextmanager
+def clusters(
+    model: Path, device_tokens: int, extra: list[str] | None, out: Path | None = None, **more: Any
+) -> Iterator[Setting]:
+    """What the clusters of a benchmark have in common (`more`: other fields), in directories of their own
+    until the block ends; `out` stays. SIGTERM ends the block. Raises ConfigError where there is no model.
+    """
+    from pdserve.bench.processes import stopped_cleanly
+    from pdserve.bench.serving.cluster import workplace
+    from pdserve.bench.serving.contenders import Setting
+
+    check_model(model)
+    with stopped_cleanly(), workplace(out) as (directory, memory):
+        yield Setting(
+            model_path=str(model.resolve()),
+            directory=directory,
+            device_tokens=device_tokens,
+            arena_directory=memory,
+            extra_args=tuple(extra or ()),
+            **more,
+        )

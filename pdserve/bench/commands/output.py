@@ -85,7 +85,7 @@ def workplace(out: Path | None = None) -> Iterator[Path]:
     """A directory until the block ends; `out`, which stays, where it is given. SIGTERM ends the block."""
     import tempfile
 
-    from pdserve.bench.node_processes import stopped_cleanly
+    from pdserve.bench.processes import stopped_cleanly
 
     with stopped_cleanly(), tempfile.TemporaryDirectory(prefix="pdserve-bench-") as directory:
         kept = out or Path(directory)

@@ -102,22 +102,14 @@ def _search(
 @contextmanager
 def _served(url: str, model: str, device_tokens: int, extra: list[str]) -> Iterator[tuple[str, str]]:
     """(where to ask, for which model); a contender of `pdserve bench compare` runs until the block ends."""
-    from pdserve.bench.node_processes import stopped_cleanly
-    from pdserve.bench.serving.cluster import launched, workplace
-    from pdserve.bench.serving.contenders import NAMES, Setting
+    from pdserve.bench.serving.cluster import launched
+    from pdserve.bench.serving.contenders import NAMES
 
     if url not in NAMES:
         yield url, model
         return
-    path = Path(model or options.DEMO_MODEL)
-    options.check_model(path)
-    with stopped_cleanly(), workplace(None) as (directory, memory):
-        setting = Setting(
-            model_path=str(path.resolve()),
-            directory=directory,
-            device_tokens=device_tokens,
-            arena_directory=memory,
-            extra_args=tuple(extra),
-        )
-        with launched(url, setting) as started:
-            yield started, ""
+    with (
+        options.clusters(Path(model or options.DEMO_MODEL), device_tokens, extra) as setting,
+        launched(url, setting) as started,
+    ):
+        yield started, ""

@@ -41,9 +41,6 @@ def weights(
     Starts a pool node, a prefill worker, a decode worker and a router on this machine. Fails when any request
     did.
     """
-    from pdserve.bench.node_processes import stopped_cleanly
-    from pdserve.bench.serving.cluster import workplace
-    from pdserve.bench.serving.contenders import Setting
     from pdserve.bench.serving.load.plan import Shape
     from pdserve.bench.serving.parts import weigh
     from pdserve.bench.serving.report.weights_report import plot_weights, text
@@ -53,17 +50,8 @@ def weights(
     title = f"{repeat} conversations of {rounds} turns of {tokens:,} new tokens, one at a time, {model.name}"
     shape = Shape(users=repeat, rounds=rounds, turn_tokens=tokens, output_tokens=output_tokens)
     output = Output(as_json, plot, load=title, seed=seed)
-    with stopped_cleanly(), workplace(out) as (directory, memory):
-        setting = Setting(
-            model_path=str(model.resolve()),
-            directory=directory,
-            device_tokens=device_tokens,
-            pool_capacity=pool_capacity,
-            trace_pages=True,
-            pull_step_tokens=pull_step,
-            arena_directory=memory,
-            extra_args=tuple(extra or ()),
-        )
+    ours = {"pool_capacity": pool_capacity, "trace_pages": True, "pull_step_tokens": pull_step}
+    with options.clusters(model, device_tokens, extra, out, **ours) as setting:
         samples, problems = run(shape, seed, setting, say, silence)
     turns = sorted({one.turn for one in samples})
     found = [weigh([one for one in samples if one.turn == turn]) for turn in turns]

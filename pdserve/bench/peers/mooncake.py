@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from pdserve.bench.peers.process import accepts, free_ports, server
+from pdserve.bench.processes import accepts, free_ports, server
 from pdserve.bench.stores import BenchError, PageStore
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 

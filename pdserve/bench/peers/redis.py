@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pdserve.bench.peers.process import server
+from pdserve.bench.processes import server
 from pdserve.bench.stores import BenchError, PageStore
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 

@@ -8,14 +8,14 @@ import os
 import re
 import statistics
 import subprocess
-import time
+import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-from pdserve.bench.peers.process import free_ports
+from pdserve.bench.processes import free_ports, server
 from pdserve.bench.stores import BenchError
 
-START_TIMEOUT_S: Final = 5.0
 RUN_TIMEOUT_S: Final = 60.0
 MOVE_BYTES: Final = 10**9
 RUNS: Final = 3
@@ -39,29 +39,23 @@ def _run(page_bytes: int, settings: dict[str, str], move_bytes: int) -> float:
     environment = {**os.environ, "LD_LIBRARY_PATH": str(root / "lib")}
     environment |= {f"UCX_{name}": value for name, value in settings.items()}
     (port,) = free_ports(1)
-    server = subprocess.Popen(
-        [program, "-p", str(port)],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
     messages = max(100, move_bytes // page_bytes)
     command = [str(program), "127.0.0.1", "-p", str(port), "-t", "tag_bw", "-s", str(page_bytes)]
-    try:
-        _await_listening(port)
-        done = subprocess.run(
-            [*command, "-n", str(messages), "-w", "100"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=RUN_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise BenchError(f"ucx_perftest did not finish in {RUN_TIMEOUT_S:.0f} s") from error
-    finally:
-        server.kill()
-        server.wait()
+    with tempfile.TemporaryDirectory(prefix="pdserve-perftest-") as directory:
+        log = Path(directory) / "log"
+        ready = partial(_listens, port)
+        try:
+            with server("ucx_perftest's server", [program, "-p", str(port)], log, ready, environment):
+                done = subprocess.run(
+                    [*command, "-n", str(messages), "-w", "100"],
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    timeout=RUN_TIMEOUT_S,
+                    check=False,
+                )
+        except subprocess.TimeoutExpired as error:
+            raise BenchError(f"ucx_perftest did not finish in {RUN_TIMEOUT_S:.0f} s") from error
     return read_perftest(done.stdout + done.stderr)
 
 
@@ -85,14 +79,10 @@ def libucx_root() -> Path:
     raise BenchError("ucx_perftest is not installed: it comes with the package libucx-cu13")
 
 
-def _await_listening(port: int) -> None:
-    """Wait until something listens, by the kernel's table: a connection would end ucx_perftest's server."""
+def _listens(port: int) -> bool:
+    """Whether something does, by the kernel's table: a connection would end ucx_perftest's server."""
     needle = f":{port:04X} "
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(FileNotFoundError):
-            tables = [Path("/proc/net", name).read_text() for name in ("tcp", "tcp6")]
-            if any(needle in line and " 0A " in line for table in tables for line in table.splitlines()):
-                return
-        time.sleep(0.02)
-    raise BenchError("ucx_perftest's server did not start")
+    with contextlib.suppress(FileNotFoundError):
+        tables = [Path("/proc/net", name).read_text() for name in ("tcp", "tcp6")]
+        return any(needle in line and " 0A " in line for table in tables for line in table.splitlines())
+    return False

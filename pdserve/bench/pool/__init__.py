@@ -1,4 +1,4 @@
 """Benchmarks of the pool: speed, tiers, index, policies, neighbours, restarts.
 
-May import: kvpool, and of bench only its top modules and `peers`.
+May import: the pool, and of bench the top modules and `peers`.
 """

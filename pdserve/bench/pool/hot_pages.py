@@ -79,6 +79,7 @@ def hot(settings: HotSettings, warm_up_s: float, seconds: float, directory: Path
         ]
         with driving(drivers, directory):
             board.go(True)
+            board.await_work()
             time.sleep(warm_up_s)
             before, reads_before, began = board.totals(), _served(processes), time.monotonic()
             time.sleep(seconds)

@@ -6,31 +6,29 @@ SIGTERM.
 
 from __future__ import annotations
 
-import mmap
 import os
-import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from pdserve.bench.boards import Rows, new_rows, open_rows
 from pdserve.bench.dice import Dice
+from pdserve.bench.processes import Child, ClientConfig, clients, run_threads, stop_at_sigterm
 from pdserve.bench.stores import BenchError
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.protocol.base import KEY_BYTES
 
-STOP_TIMEOUT_S: Final = 15.0
 REST_S: Final = 0.01
+START_TIMEOUT_S: Final = 60.0
 CONNECT_TIMEOUT_S: Final = (
     10.0  # nodes of one host load UCX for their first client by it: not what is measured
 )
@@ -41,13 +39,6 @@ OPERATIONS: Final = 0
 PAGES: Final = 1  # read or stored
 MISSED: Final = 2  # not read, or not stored
 COLUMNS: Final = 3
-
-
-class LoadConfig(Protocol):
-    """What a process of load is told, as JSON."""
-
-    @property
-    def name(self) -> str: ...
 
 
 class DriverConfig(msgspec.Struct, frozen=True):
@@ -87,12 +78,19 @@ class Board:
     """Of the benchmark: `rows` threads work."""
 
     def __init__(self, path: Path, rows: int) -> None:
-        path.write_bytes(np.zeros((1 + rows, COLUMNS), np.int64).tobytes())
         self.path = str(path)
-        self._rows = open_board(self.path)
+        self._rows = new_rows(path, 1 + rows, COLUMNS)
 
     def go(self, work: bool) -> None:
         self._rows[0, GO] = work
+
+    def await_work(self) -> None:
+        """Until every thread has done something. Raises BenchError."""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not self._rows[1:, OPERATIONS].all():
+            if time.monotonic() > deadline_s:
+                raise BenchError(f"a load driver did nothing within {START_TIMEOUT_S:.0f} s")
+            time.sleep(REST_S)
 
     def totals(self, rows: slice = slice(1, None)) -> dict[str, int]:
         """Since the start."""
@@ -100,10 +98,9 @@ class Board:
         return {"operations": int(sums[OPERATIONS]), "pages": int(sums[PAGES]), "missed": int(sums[MISSED])}
 
 
-def open_board(path: str) -> npt.NDArray[np.int64]:
+def open_board(path: str) -> Rows:
     """Shape [rows, COLUMNS], shared by all who open it."""
-    with Path(path).open("r+b") as file:
-        return np.frombuffer(mmap.mmap(file.fileno(), 0), np.int64).reshape(-1, COLUMNS)
+    return open_rows(path, COLUMNS)
 
 
 def fill(client: PoolClient, keys: Sequence[bytes], page_bytes: int, batch: int = 32) -> None:
@@ -117,31 +114,11 @@ def fill(client: PoolClient, keys: Sequence[bytes], page_bytes: int, batch: int 
             )
 
 
-@contextmanager
 def driving(
-    configs: Sequence[LoadConfig], directory: Path, module: str = "pdserve.bench.pool.load_process"
-) -> Iterator[None]:
+    configs: Sequence[ClientConfig], directory: Path, module: str = "pdserve.bench.pool.load_process"
+) -> AbstractContextManager[dict[str, Child]]:
     """The processes run, and rest until the board says go. Raises BenchError if one ended badly."""
-    processes: dict[str, subprocess.Popen[bytes]] = {}
-    try:
-        for config in configs:
-            file = directory / f"{config.name}.json"
-            file.write_bytes(msgspec.json.encode(config))
-            with (directory / f"{config.name}.log").open("ab") as log:
-                command = [sys.executable, "-m", module, str(file)]
-                processes[config.name] = subprocess.Popen(command, stdout=log, stderr=log)
-        yield
-        for process in processes.values():
-            process.terminate()
-        for name, process in processes.items():
-            if process.wait(STOP_TIMEOUT_S) != 0:
-                raise BenchError(f"{name} ended badly, see {directory / name}.log")
-    except subprocess.TimeoutExpired as error:
-        raise BenchError(f"a load driver did not end within {STOP_TIMEOUT_S:.0f} s") from error
-    finally:
-        for process in processes.values():
-            process.kill()
-            process.wait()
+    return clients(configs, directory, module)
 
 
 def _drive(config: DriverConfig, index: int, client: PoolClient, stop: threading.Event) -> None:
@@ -174,16 +151,9 @@ def main(config_path: str) -> None:
     config = msgspec.json.decode(Path(config_path).read_bytes(), type=DriverConfig)
     if config.yields:
         run_when_idle()
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    stop = stop_at_sigterm()
     client = PoolClient(config.client, config.namespace, config.geometry, name=config.name)
-    with ThreadPoolExecutor(config.threads) as threads:
-        working = [threads.submit(_drive, config, index, client, stop) for index in range(config.threads)]
-        while not stop.wait(0.1):  # in small steps: a signal is handled between them
-            if any(thread.done() for thread in working):
-                stop.set()
-    for thread in working:
-        thread.result()
+    run_threads([partial(_drive, config, index, client, stop) for index in range(config.threads)], stop)
     client.close()
 
 

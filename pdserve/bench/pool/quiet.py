@@ -219,12 +219,9 @@ def _each_thread(pid: int, place: Callable[[int], None]) -> None:
 
 
 def _limit(node: NodeProcess, limit_bytes_s: float) -> None:
-    asked = NodeClient(node.address)
-    try:
+    with closing(NodeClient(node.address)) as asked:
         settings = NamespaceSettings(bytes_s=limit_bytes_s)
         asked.ask(lambda request_id: PutNamespace(request_id, "loud", settings), Done)
-    finally:
-        asked.close()
 
 
 def _phase(

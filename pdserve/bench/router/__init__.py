@@ -1,1 +1,4 @@
-"""What a router costs: mock workers, a load of many connections, and the routers beside each other."""
+"""What a router costs: mock workers, a load of many connections, and routers beside each other.
+
+May import: the top modules of bench.
+"""

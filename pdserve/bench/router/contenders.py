@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import psutil
 
-from pdserve.bench.peers.process import free_ports, server
+from pdserve.bench.processes import free_ports, server
 from pdserve.bench.router.load import PATH
 from pdserve.bench.router.mock import MODEL
 from pdserve.settings.toml_text import to_toml

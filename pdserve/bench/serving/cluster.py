@@ -8,9 +8,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +19,8 @@ import psutil
 
 from pdserve.bench.node_processes import memory_dir
 from pdserve.bench.peers.mooncake import mooncake_servers
-from pdserve.bench.serving.contenders import DEAD, Contender, Setting, contender
+from pdserve.bench.processes import Child
+from pdserve.bench.serving.contenders import DEAD, Setting, contender
 from pdserve.bench.stores import BenchError
 from pdserve.settings.toml_text import to_toml
 from pdserve.sizes import parse_bytes
@@ -74,38 +75,28 @@ def launched(name: str, setting: Setting) -> Iterator[str]:
         file.write_text(to_toml(chosen.tables))
         reaper = OrphanReaper()  # ends the cluster should this process be killed
         cleaning.callback(reaper.close)
-        with (directory / "up.log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "pdserve", "up", str(file)],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        reaper.watch(process.pid)
-        cleaning.callback(_stop, process, reaper)
-        _await_ready(process, chosen, directory / "up.log")
+        up = Child(name, [sys.executable, "-m", "pdserve", "up", str(file)], directory / "up.log")
+        up.spawn(stdin=subprocess.DEVNULL, start_new_session=True)
+        reaper.watch(up.pid)
+        cleaning.callback(_stop, up.process, reaper)
+        with httpx.Client(trust_env=False, timeout=5.0) as http:
+            ready = partial(_ready, http, f"http://127.0.0.1:{chosen.router_port}/ready")
+            up.await_true(ready, START_TIMEOUT_S, poll_s=0.2, last_lines=LAST_LINES)
         if name == DEAD:
-            _kill_pool(process)
+            _kill_pool(up.pid)
         yield f"http://127.0.0.1:{chosen.port}"
 
 
-def _await_ready(process: subprocess.Popen[bytes], chosen: Contender, log: Path) -> None:
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    url = f"http://127.0.0.1:{chosen.router_port}/ready"  # the router is last to start
-    with httpx.Client(trust_env=False, timeout=5.0) as http:
-        while True:
-            with suppress(httpx.HTTPError):
-                if http.get(url).status_code == 200:
-                    return
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                last = "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
-                raise BenchError(f"{chosen.name} did not start, see {log}:\n{last}")
-            time.sleep(0.2)
+def _ready(http: httpx.Client, url: str) -> bool:
+    """Whether the router says so, which is the last to start."""
+    try:
+        return http.get(url).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
-def _kill_pool(up: subprocess.Popen[bytes]) -> None:
-    nodes = [child for child in psutil.Process(up.pid).children() if "pool" in child.cmdline()]
+def _kill_pool(up: int) -> None:
+    nodes = [child for child in psutil.Process(up).children() if "pool" in child.cmdline()]
     for node in nodes:
         node.kill()
     if not nodes or psutil.wait_procs(nodes, STOP_TIMEOUT_S)[1]:

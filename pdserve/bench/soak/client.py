@@ -7,8 +7,6 @@ pool client is closed every so often and another made, so that what a connection
 from __future__ import annotations
 
 import math
-import mmap
-import signal
 import sys
 import threading
 import time
@@ -17,10 +15,11 @@ from typing import Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from pdserve.bench.boards import open_rows
 from pdserve.bench.chaos import pages as p
 from pdserve.bench.dice import Dice
+from pdserve.bench.processes import run_threads, stop_at_sigterm
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
 
@@ -52,12 +51,6 @@ class SoakClientConfig(msgspec.Struct, frozen=True):
     pages: int
     operations_s: float  # of each thread
     renew_s: float  # after so long the pool client is closed and made anew; 0: never
-
-
-def open_board(path: str) -> npt.NDArray[np.int64]:
-    """Shared by all processes of the run; shape [rows, COLUMNS]."""
-    with Path(path).open("r+b") as file:
-        return np.frombuffer(mmap.mmap(file.fileno(), 0), np.int64).reshape(-1, COLUMNS)
 
 
 class SharedClient:
@@ -99,7 +92,7 @@ class SoakThread:
         self._shared = shared
         self._stop = stop
         self._dice = Dice(config.name, index)
-        self._board = open_board(config.board)
+        self._board = open_rows(config.board, COLUMNS)
         self._mine = self._board[config.row + index]
         size = sum(p.SHAPES[0])
         self._memory = np.empty((BATCH, size), np.uint8)
@@ -139,17 +132,9 @@ class SoakThread:
 
 def main(config_path: str) -> None:
     config = msgspec.json.decode(Path(config_path).read_bytes(), type=SoakClientConfig)
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    stop = stop_at_sigterm()
     shared = SharedClient(config)
-    threads = [
-        threading.Thread(target=SoakThread(config, index, shared, stop).run) for index in range(THREADS)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        while thread.is_alive():  # in small steps: a signal is handled between them
-            thread.join(0.1)
+    run_threads([SoakThread(config, index, shared, stop).run for index in range(THREADS)], stop)
     shared.close()
 
 

@@ -12,21 +12,18 @@ leak would add: the clients have one heap. The nodes run as anywhere.
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Final, TypeAlias
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
+from pdserve.bench.boards import Rows, new_rows
 from pdserve.bench.node_processes import NodeProcess, client_of, pool_of
+from pdserve.bench.processes import Child, clients
 from pdserve.bench.soak import client as c
 from pdserve.bench.soak.drift import Drift, drift
 from pdserve.bench.stores import BenchError
@@ -35,14 +32,12 @@ from pdserve.kvpool.protocol.messages import DataPathChoice
 
 logger = logging.getLogger(__name__)
 
-Board: TypeAlias = npt.NDArray[np.int64]
-Clients: TypeAlias = dict[str, subprocess.Popen[bytes]]
+Clients: TypeAlias = dict[str, Child]
 
 PATHS: Final[tuple[DataPathChoice, ...]] = ("shm", "ucx")
 RENEW_S: Final = {"": 0.0, "-renewed": 10.0}  # a client process of each path, by what its name says
 IDLE_WITHIN_S: Final = 20.0
 REST_S: Final = 0.2  # after the last operation: releases have no reply
-STOP_TIMEOUT_S: Final = 15.0
 FAILED_SHARE: Final = 0.001  # of all operations: those that are cut when a client is renewed are half as many
 OVERCOMMIT: Final = 2.0  # pages written over what fits: something is always evicted
 
@@ -151,17 +146,14 @@ def watched(samples: Sequence[Sample]) -> list[Watched]:
 @contextmanager
 def _running(
     nodes: int, capacity_bytes: int, operations_s: float, directory: Path
-) -> Iterator[tuple[list[NodeProcess], Clients, Board]]:
+) -> Iterator[tuple[list[NodeProcess], Clients, Rows]]:
     board_path = directory / "board"
-    rows = 1 + len(PATHS) * len(RENEW_S) * c.THREADS
-    board_path.write_bytes(np.zeros((rows, c.COLUMNS), np.int64).tobytes())
-    with ExitStack() as stack:
-        settings = {"capacity_bytes": capacity_bytes, "slab_bytes": 4 << 20, "keep": False}
-        processes = stack.enter_context(pool_of(nodes, directory, settings))
-        clients = {}
+    board = new_rows(board_path, 1 + len(PATHS) * len(RENEW_S) * c.THREADS, c.COLUMNS)
+    settings = {"capacity_bytes": capacity_bytes, "slab_bytes": 4 << 20, "keep": False}
+    with pool_of(nodes, directory, settings) as processes:
         pages = int(nodes * capacity_bytes * OVERCOMMIT) // (16 * 1024)
-        for index, (path, kind) in enumerate(product(PATHS, RENEW_S)):
-            config = c.SoakClientConfig(
+        configs = [
+            c.SoakClientConfig(
                 name=f"client-{path}{kind}",
                 client=client_of(processes, path),
                 board=str(board_path),
@@ -170,37 +162,24 @@ def _running(
                 operations_s=operations_s,
                 renew_s=RENEW_S[kind],
             )
-            clients[config.name] = _start_client(config, directory)
-            stack.callback(clients[config.name].wait)
-            stack.callback(clients[config.name].kill)
-        yield processes, clients, c.open_board(str(board_path))
-        for client in clients.values():
-            client.terminate()
-        for name, client in clients.items():
-            if client.wait(STOP_TIMEOUT_S) != 0:
-                raise BenchError(f"{name} ended badly")
+            for index, (path, kind) in enumerate(product(PATHS, RENEW_S))
+        ]
+        with clients(configs, directory, c.__name__, MALLOC_ARENA_MAX="1") as running:
+            yield processes, running, board
         for node in processes:
             if not node.stop():
                 raise BenchError(f"{node.name} ended badly: {node.log().strip().splitlines()[-1:]}")
 
 
-def _start_client(config: c.SoakClientConfig, directory: Path) -> subprocess.Popen[bytes]:
-    file = directory / f"{config.name}.json"
-    file.write_bytes(msgspec.json.encode(config))
-    with (directory / f"{config.name}.log").open("ab") as log:
-        command = [sys.executable, "-m", "pdserve.bench.soak.client", str(file)]
-        return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "MALLOC_ARENA_MAX": "1"})
-
-
 @contextmanager
-def _held(board: Board, clients: Clients) -> Iterator[None]:
+def _held(board: Rows, clients: Clients) -> Iterator[None]:
     """No operation is under way. Raises BenchError."""
     board[0, c.HOLD] = 1
     try:
         deadline = time.monotonic() + IDLE_WITHIN_S
         while not board[1:, c.IDLE].all():
             for name, client in clients.items():
-                if client.poll() is not None:
+                if not client.runs:
                     raise BenchError(f"{name} died")
             if time.monotonic() > deadline:
                 raise BenchError(f"a client did not end its operation within {IDLE_WITHIN_S:.0f} s")

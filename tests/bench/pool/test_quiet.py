@@ -28,8 +28,9 @@ def test_a_quiet_namespace_is_measured_alone_and_beside_a_loud_one() -> None:
 
 
 def test_without_replicas_one_node_serves_a_hot_prefix_and_with_them_others_do_too() -> None:
-    words = ("--readers", "2", "--seconds", "2", "--warm-up", "4", "--path", "shm")
-    alone, copied = results(bench("hot", "--json", *words))
+    words = ("hot", "--json", "--readers", "2", "--seconds", "1", "--path", "shm")
+    (alone,) = results(bench(*words, "--replicas", "0", "--warm-up", "0.5"))
+    (copied,) = results(bench(*words, "--replicas", "2", "--warm-up", "4"))
     assert (alone["replicas"], copied["replicas"]) == (0, 2)
     assert alone["busiest_share"] == 1.0
     assert copied["busiest_share"] < 0.7

@@ -22,7 +22,7 @@ BENCHMARK = """
 import sys, tempfile
 from pathlib import Path
 import msgspec
-from pdserve.bench.node_processes import stopped_cleanly
+from pdserve.bench.processes import stopped_cleanly
 from pdserve.bench.serving import cluster, contenders
 def contender(*given):
     chosen = contenders.contender(*given)
@@ -99,7 +99,7 @@ def test_a_stopped_or_killed_benchmark_leaves_no_process_and_no_directory(
 PEER = """
 import sys, time
 from pathlib import Path
-from pdserve.bench.peers.process import server
+from pdserve.bench.processes import server
 with server("peer", ["sleep", "600"], Path(sys.argv[1]), lambda: True) as process:
     print(process.pid, flush=True)
     time.sleep(600)

@@ -306,6 +306,12 @@ class Router:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def lacks(self) -> list[str]:
+        """The workers that the router does not use now."""
+        workers = http.get(f"{self.url}/ready").json()["workers"]
+        return [worker["id"] for worker in workers if not worker["ready"]]
+
     def start(self) -> Router:
         config: dict[str, Any] = {"host": "127.0.0.1", "port": self.port, **self.extra}
         for role in ("prefill", "decode", "agg"):

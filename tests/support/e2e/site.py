@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from tests.support.e2e.cluster import PoolNode, Router, Worker
+from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually
 from tests.support.e2e.prompts import NEW_TOKENS, Answer, first_turns, second_turn
 from tests.support.e2e.servers import Servers
 from tests.support.kvpool.etcd_server import EtcdServer
@@ -117,6 +117,7 @@ class Site:
     pools: dict[str, PoolNode]
     etcd: EtcdServer
     servers: Servers
+    routers: list[Router] = field(default_factory=list)
     reference: Reference | None = None
 
     def use(self, fixtures: Collection[str], later: Sequence[Collection[str]]) -> None:
@@ -129,6 +130,9 @@ class Site:
             self.reference = Reference.of(self.servers.workers["plain"])
             following = [self._needed(one) for one in later]
         self.servers.use(self._needed(fixtures), following)
+        if "cluster" in fixtures:
+            for router in self.routers:  # one may not have heard yet that a server is back
+                eventually(lambda router=router: not router.lacks, f"{router.name} has its workers", 60.0)  # type: ignore[misc]
 
     def _needed(self, fixtures: Collection[str]) -> list[str]:
         plain = ["plain"] if "reference" in fixtures and self.reference is None else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Final
 
@@ -72,8 +72,7 @@ def _read_flipped(field: Field, node: NodeProcess, page: int) -> None:
     at_s = time.monotonic()
     key, size = p.key_of(field.seed, page), sum(p.segments_of(page))
     found = np.zeros(size, np.uint8)
-    client = PoolClient(field.direct(), NAMESPACE, GEOMETRY, name="chaos-flip")
-    try:
+    with closing(PoolClient(field.direct(), NAMESPACE, GEOMETRY, name="chaos-flip")) as client:
         (ok,) = client.get([key], [p.segments(found, page)])
         if ok and not np.array_equal(found, p.content(key, size)):
             field.note(Flipped(at_s, node.name, page, "delivered"))
@@ -81,8 +80,6 @@ def _read_flipped(field: Field, node: NodeProcess, page: int) -> None:
             field.note(Flipped(at_s, node.name, page, "detected"))
         else:  # another reader was faster, and perhaps it was written anew
             field.note(Flipped(at_s, node.name, page, "replaced"))
-    finally:
-        client.close()
 
 
 def reboot(field: Field, fault: Fault) -> None:

@@ -191,18 +191,13 @@ def pause(field: Field, fault: Fault) -> None:
         node.resume()
 
 
-def hang_up(field: Field, fault: Fault) -> None:
-    with disturbance(field, "hang_up", field.nodes[fault.node].name):
-        field.ways[fault.node].set_mode("hang_up")
+def cut_off(field: Field, fault: Fault) -> None:
+    """The node's relay closes its connections ("hang_up"), or lets nothing through ("silence")."""
+    relay = field.ways[fault.node]
+    with disturbance(field, fault.kind, field.nodes[fault.node].name):
+        relay.set_mode("hang_up" if fault.kind == "hang_up" else "silence")
         field.stop.wait(fault.for_s)
-        field.ways[fault.node].set_mode("open")
-
-
-def silence(field: Field, fault: Fault) -> None:
-    with disturbance(field, "silence", field.nodes[fault.node].name):
-        field.ways[fault.node].set_mode("silence")
-        field.stop.wait(fault.for_s)
-        field.ways[fault.node].set_mode("open")
+        relay.set_mode("open")
 
 
 def pause_client(field: Field, fault: Fault) -> None:
@@ -274,8 +269,8 @@ ACTS: Final[dict[Kind, Callable[[Field, Fault], None]]] = {
     "fill_disk": fill_disk,
     "visit": visit,
     "pause": pause,
-    "hang_up": hang_up,
-    "silence": silence,
+    "hang_up": cut_off,
+    "silence": cut_off,
     "flip": flip,
     "pause_client": pause_client,
     "kill_client": kill_client,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Final
 
 import numpy as np
@@ -53,8 +53,7 @@ def drop(field: Field, fault: Fault) -> None:
     dice = Dice(name)
     keys = [p.any_key(dice) for _ in range(DROPPED_PAGES)]
     whole = [p.content(key, sum(p.SHAPES[0])) for key in keys]
-    client = PoolClient(field.direct(), name, GEOMETRY, name="chaos-drop")
-    try:
+    with closing(PoolClient(field.direct(), name, GEOMETRY, name="chaos-drop")) as client:
         if not all(client.put(keys, [(page,) for page in whole])):
             raise LeftOut("not all pages could be stored")
         ask(field.nodes[fault.node], lambda request_id: m.DropNamespace(request_id, name), m.Done)
@@ -69,8 +68,6 @@ def drop(field: Field, fault: Fault) -> None:
                 hits += sum(got)
             time.sleep(POLL_S)
         field.note(Dropped(at_s, reads, hits))
-    finally:
-        client.close()
 
 
 def quota(field: Field, fault: Fault) -> None:
@@ -139,26 +136,20 @@ def _writing(field: Field, name: str, seed: str, writers: int) -> Iterator[None]
 
 def _write_on(field: Field, name: str, seed: str, enough: threading.Event) -> None:
     dice = Dice("writer", seed)
-    client = PoolClient(field.direct(), name, GEOMETRY, name="chaos-writer")
-    try:
+    with closing(PoolClient(field.direct(), name, GEOMETRY, name="chaos-writer")) as client:
         while not enough.is_set():
             keys = [p.any_key(dice) for _ in range(WRITE_BATCH)]
             client.put(keys, [(p.content(key, sum(p.SHAPES[0])),) for key in keys])
-    finally:
-        client.close()
 
 
 def pressure(field: Field, fault: Fault) -> None:
     """Write into another namespace until everything that can be evicted was; then make room again."""
-    client = PoolClient(field.direct(), "pressure", GEOMETRY, name="chaos-pressure")
-    try:
+    with closing(PoolClient(field.direct(), "pressure", GEOMETRY, name="chaos-pressure")) as client:
         with disturbance(field, "pressure", ""):
             with _writing(field, "pressure", str(fault.draw), 1):
                 field.stop.wait(fault.for_s)
             client.clear()
         field.note(Lost(time.monotonic()))
-    finally:
-        client.close()
 
 
 def intrude(field: Field, fault: Fault) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from pdserve.bench.serving.load.client import ServerClient
@@ -21,23 +22,15 @@ _PROBE_SOURCE: Final = 1 << 50
 Say = Callable[[str], None]
 
 
+@dataclass(frozen=True)
 class Server:
     """What to load: a base URL and how to speak to it. `model`: empty takes the first one served."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        api: Api = "completions",
-        model: str = "",
-        api_key: str = "",
-        silence_s: float = 120.0,
-    ) -> None:
-        self.url = url.rstrip("/")
-        self.api = api
-        self.model = model
-        self.api_key = api_key
-        self.silence_s = silence_s
+    url: str
+    api: Api = "completions"
+    model: str = ""
+    api_key: str = ""
+    silence_s: float = 120.0
 
 
 def run_load(
@@ -72,7 +65,9 @@ def check_answers(server: Server) -> None:
 
 
 def _client(server: Server) -> ServerClient:
-    return ServerClient(server.url, api_key=server.api_key, api=server.api, silence_s=server.silence_s)
+    return ServerClient(
+        server.url.rstrip("/"), api_key=server.api_key, api=server.api, silence_s=server.silence_s
+    )
 
 
 class _Loading:

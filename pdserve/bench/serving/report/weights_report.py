@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from pdserve.bench.plot import pyplot
+from pdserve.bench.plot import picture
 from pdserve.bench.serving.parts import Sample, Weights, bars
 
 WIDTH: Final = 50  # characters of the longest bar
@@ -45,29 +45,22 @@ def text(weights: Weights) -> Iterator[str]:
 
 def plot_weights(path: Path, samples: Sequence[Sample], title: str) -> None:
     """The median request of each turn as rows of bars over time, as a PNG."""
-    plt = pyplot()
     turns = sorted({sample.turn for sample in samples})
-    figure, axes = plt.subplots(
-        len(turns), 1, figsize=(12, 3.2 * len(turns)), squeeze=False, layout="constrained"
-    )
-    for turn, axis in zip(turns, axes[:, 0], strict=True):
-        mine = sorted((one for one in samples if one.turn == turn), key=lambda one: one.first_token_ms)
-        middle = mine[len(mine) // 2]
-        for bar in bars(middle):
-            row, length = -ROWS.index(bar.row), bar.end - bar.start
-            axis.barh(row, length, left=bar.start, height=0.8, color=COLOURS.get(bar.name, "#e0e0e0"))
-            if length > 0.04 * middle.first_token_ms:
-                label = f"{bar.name} {length:,.0f}".strip()
-                colour = "white" if bar.name in ("prefill", "compute") else "black"
-                at = {"x": bar.start + length / 2, "y": row, "ha": "center", "va": "center"}
-                axis.text(s=label, color=colour, fontsize=8, **at)
-        axis.set_yticks([-number for number in range(len(ROWS))], ROWS)
-        axis.set_title(f"turn {turn}: {middle.prompt_tokens:,} tokens, ms", loc="left", fontsize=10)
-        axis.set_xlim(0, middle.first_token_ms)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with picture(path, len(turns), 1, title, figsize=(12, 3.2 * len(turns))) as axes:
+        for turn, axis in zip(turns, axes[:, 0], strict=True):
+            mine = sorted((one for one in samples if one.turn == turn), key=lambda one: one.first_token_ms)
+            middle = mine[len(mine) // 2]
+            for bar in bars(middle):
+                row, length = -ROWS.index(bar.row), bar.end - bar.start
+                axis.barh(row, length, left=bar.start, height=0.8, color=COLOURS.get(bar.name, "#e0e0e0"))
+                if length > 0.04 * middle.first_token_ms:
+                    label = f"{bar.name} {length:,.0f}".strip()
+                    colour = "white" if bar.name in ("prefill", "compute") else "black"
+                    at = {"x": bar.start + length / 2, "y": row, "ha": "center", "va": "center"}
+                    axis.text(s=label, color=colour, fontsize=8, **at)
+            axis.set_yticks([-number for number in range(len(ROWS))], ROWS)
+            axis.set_title(f"turn {turn}: {middle.prompt_tokens:,} tokens, ms", loc="left", fontsize=10)
+            axis.set_xlim(0, middle.first_token_ms)
 
 
 def _line(name: str, spent: float, whole: float) -> str:
