@@ -126,7 +126,7 @@ class Gate:
         meter = call.answer.meter
         assert meter is not None
         now_s = self._loop.time()
-        is_answered = call.answer.is_started and call.answer.status < 400
+        is_answered = 0 < call.answer.status < 400
         if is_answered or call.end is not None or meter.prompt_tokens is not None:
             used = meter.total(call.answer.is_stream)
         else:

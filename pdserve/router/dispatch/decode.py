@@ -61,12 +61,13 @@ class DecodeStage:
         worker, answer, deadlines = claim.worker, call.answer, self._deadlines
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%r, %s", worker, ", ".join(job.words))
-        limit_s = deadlines.between_chunks_s if answer.is_started else deadlines.first_byte_s
+        resumes = answer.is_started
+        limit_s = deadlines.between_chunks_s if resumes else deadlines.first_byte_s
         end_s = self._loop.time() + limit_s
         answer.plan_words = ", ".join(job.words).encode("ascii", "replace")
         response = None
         try:
-            response = await self._ask(call, job, claim, limit_s)
+            response = await self._ask(call, job, claim, limit_s, resumes=resumes)
             claim.on_computed()
             answer.decode_id = worker.id_header
             left_s = max(0.0, end_s - self._loop.time())
@@ -84,13 +85,13 @@ class DecodeStage:
         self._fleet.on_success(worker)
         return None
 
-    async def _ask(self, call: Call, job: Job, claim: Claim, head_s: float) -> Response:
+    async def _ask(self, call: Call, job: Job, claim: Claim, head_s: float, *, resumes: bool) -> Response:
         """Send the call, or what the worker needs to continue it."""
         target, body = call.endpoint.path, call.body
         headers = call.upstream_headers + job.cached_before
         if self._asks_marks and call.endpoint.is_resumable:
             headers += MARKS_REQUEST
-        if call.answer.is_started:
+        if resumes:
             target, body = f"/pd/continue?endpoint={target}", job.marks.continue_body(body)
         return await self._upstream.post(
             claim.worker, target, headers, body, connect_s=self._deadlines.connect_s, head_s=head_s

@@ -52,6 +52,7 @@ class Answer:
         self.request_id = request_id
         self.progress = _NOTHING
         self.status = 0
+        """0 until it was sent."""
         self.started_s = 0.0
         """When the status was sent, on the loop's clock."""
         self.is_stream = False
@@ -94,7 +95,9 @@ class Answer:
         headers.append((b"x-request-id", self.request_id))
         if words := self.plan_words:
             headers.append((b"x-pdserve-plan", words if self.shows_figures else _FIGURES.sub(b"", words)))
-            headers += self.worker_headers
+            headers += self.prefill_headers
+            if self.decode_id:
+                headers.append((b"x-pdserve-decode", self.decode_id))
         self.client.start(status, headers, length, closes=closes)
 
     async def write(self, body: bytes, more: bool) -> None:

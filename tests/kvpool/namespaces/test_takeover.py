@@ -44,6 +44,17 @@ def test_a_reboot_takes_the_newest_list_and_its_spaces() -> None:
         assert taken.namespaces.revision >= made.revision
 
 
+def test_of_two_lists_that_know_nothing_of_each_other_the_later_start_counts() -> None:
+    """The tier with the older one was away, and had been written more often."""
+    older, later = of("a"), of("a", incarnation=2)
+    older.begin_sequences(1_000_000)
+    for _ in range(100):
+        older_list = older.dump()
+    later.begin_sequences(2_000_000)
+    for saved in permutations([older_list, later.dump()]):
+        assert take_over(Namespaces(3), saved).namespaces.tier_spaces == later.tier_spaces
+
+
 def test_a_list_that_cannot_be_read_is_a_problem_and_no_more() -> None:
     taken = take_over(of("a"), ["{", None])
     assert len(taken.problems) == 1

@@ -412,6 +412,17 @@ def test_pages_stored_before_a_clear_and_reported_after_it_are_not_found() -> No
     assert rig.disks == [{}]
 
 
+def test_a_page_of_before_a_clear_that_comes_down_to_a_tier_later_does_not_count() -> None:
+    rig = Rig(SSD, DIRECTORY)
+    rig.sink(1)
+    page = rig.disks[0][rig.ns, key(1)]
+    rig.node.send(rig.c, m.Clear(77, rig.ns))
+    rig.writes[1].append(page)  # it had left the first tier before
+    rig.drain()
+    assert rig.node.exists(rig.c, rig.ns, 1) == [0]
+    assert rig.disks == [{}, {}], "the tier was told to forget it"
+
+
 def test_a_page_found_corrupt_by_its_reader_is_forgotten_by_the_tiers_too() -> None:
     rig = Rig()
     rig.put(1, 2)
