@@ -60,11 +60,15 @@ class BatchRunner:
         """Do `batch.part` once per node and message with the places of its keys. Where a node failed the
         batch's `result` stays as it is.
         """
-        pieces = [
-            _Piece(partial(self._do, node, places[start : start + batch.most], batch))
+        parts = [
+            (node, places[start : start + batch.most])
             for node, places in jobs.items()
             for start in range(0, len(places), batch.most)
         ]
+        if len(parts) == 1:
+            self._do(*parts[0], batch)
+            return
+        pieces = [_Piece(partial(self._do, node, places, batch)) for node, places in parts]
         # Every step of a piece has the deadline, so joining needs none of its own. All are joined whatever
         # happens, because one may be writing into the caller's buffers.
         for piece in pieces[:-1]:

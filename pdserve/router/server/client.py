@@ -70,15 +70,12 @@ class Wire(Protocol):
     transport: asyncio.Transport
     tasks: set[asyncio.Task[Any]]
     """Of the whole server: a graceful stop waits for them."""
+    is_closing: bool
+    """Nothing is sent any more."""
 
     @property
     def server_state(self) -> ServerState:
         """uvicorn's, with the headers of every answer."""
-        ...
-
-    @property
-    def is_closing(self) -> bool:
-        """Nothing is sent any more."""
         ...
 
     def watch(self, on_gone: Callable[[], None]) -> None:

@@ -85,6 +85,8 @@ class ClientConnection(HttpToolsProtocol):
         self._head_s = head_s
         self._direct = direct
         self._state: State = "idle"
+        self.is_closing = False
+        """The state is closing or gone. An attribute, since it is read for every chunk."""
         self._sending: Literal["idle", "head", "rest"] = "idle"
         """What the client sends: the state when no answer is under way."""
         self._head_bytes = 0
@@ -96,11 +98,6 @@ class ClientConnection(HttpToolsProtocol):
         self._on_gone: Callable[[], None] | None = None
 
     # --- the state
-
-    @property
-    def is_closing(self) -> bool:
-        """Nothing is sent any more, and what comes is not read."""
-        return self._state == "closing" or self._state == "gone"
 
     @property
     def _is_answering(self) -> bool:
@@ -115,10 +112,14 @@ class ClientConnection(HttpToolsProtocol):
 
     def _enter(self, state: State) -> None:
         self._state = state
-        if state == "answering" or state == "gone":
+        if state == "answering":
             self._deadline_s = math.inf
             return
+        if state == "gone":
+            self.is_closing = True
+            return
         if state == "closing":
+            self.is_closing = True
             limit_s = CLOSING_S
         elif self.server_state.is_stopping:
             limit_s = LINGER_S
