@@ -91,8 +91,8 @@ def write_durably(path: Path, text: str) -> str:
     """Replace a small file as a whole, through a crash too; "" or what went wrong, in words."""
     temporary = path.with_suffix(".new")
     try:
-        with temporary.open("w") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -114,7 +114,7 @@ def sync_directory(path: Path) -> None:
 def read_text(path: Path) -> str | None:
     """None when it is not there or cannot be read."""
     try:
-        return path.read_text()
+        return path.read_bytes().decode()
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:

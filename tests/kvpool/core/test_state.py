@@ -117,6 +117,7 @@ def test_takeover_leaves_slabs_alone_that_hold_pins_or_reservations() -> None:
     node.get(reader, ns, 1)
     node.reserve(c, ns, 4)
     assert statuses(node.reserve(c, ns, 9, length=8 * KIB)) == [FULL]
+    assert node.exists(c, ns, 1, 2, 3) == [1, 1, 1], "a slab with a held page was emptied"
 
 
 # --- leases
