@@ -34,6 +34,19 @@ def test_help_imports_no_torch_and_no_sglang() -> None:
     assert shown.stdout.splitlines()[-1] == "[]"
 
 
+def test_the_router_imports_no_numpy() -> None:
+    """It costs 12 MB in each of its processes."""
+    code = (
+        "import sys, pdserve.router.app.lifespan\n"
+        "import pdserve.router.admin.app, pdserve.router.processes.serving\n"
+        "print([name for name in ('torch', 'sglang', 'numpy') if name in sys.modules])"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert shown.stdout == "[]\n"
+
+
 @pytest.mark.parametrize("name", SUB_COMMANDS)
 def test_every_sub_command_has_help(name: str) -> None:
     shown = pdserve(name, "--help")

@@ -7,9 +7,10 @@ import contextlib
 from pdserve.errors import StartupError
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.protocol.address import is_remote
-from pdserve.kvpool.transports.base import Connection, OnView
+from pdserve.kvpool.transports.base import Connection
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.data_path import open_data_path
+from pdserve.kvpool.transports.session import OnView
 from pdserve.kvpool.transports.shm import host_id
 
 

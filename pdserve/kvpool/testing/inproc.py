@@ -56,8 +56,9 @@ from pdserve.kvpool.protocol.messages import (
 )
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.kvpool.protocol.slot_table import RowReader, RowWriter, TableLayout
-from pdserve.kvpool.transports.base import OnView, PageOutcome
+from pdserve.kvpool.transports.base import PageOutcome
 from pdserve.kvpool.transports.mapped import MappedPages
+from pdserve.kvpool.transports.session import OnView
 
 
 class InprocNode:

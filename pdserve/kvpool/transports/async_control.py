@@ -14,13 +14,13 @@ from pdserve.errors import PoolUnavailable
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.address import TcpAddress, parse_address
 from pdserve.kvpool.protocol.frames import expected
-from pdserve.kvpool.transports.base import OnView
 from pdserve.kvpool.transports.session import (
     Answered,
     ControlSession,
     Ended,
     Event,
     Greeted,
+    OnView,
     ViewPushed,
     gone,
 )

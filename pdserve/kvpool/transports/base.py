@@ -10,10 +10,9 @@ are absolute times of `time.monotonic()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
-from pdserve.kvpool.protocol.cluster_messages import View
 from pdserve.kvpool.protocol.messages import (
     Abort,
     Grant,
@@ -24,6 +23,7 @@ from pdserve.kvpool.protocol.messages import (
     Welcome,
 )
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
+from pdserve.kvpool.transports.session import OnView
 
 
 class Connection(Protocol):
@@ -82,6 +82,3 @@ class Connector(Protocol):
         uses the connection. Raises PoolUnavailable, PoolTimeout or PoolRefused.
         """
         ...
-
-
-OnView: TypeAlias = Callable[[Welcome, View], None]  # which node and incarnation, and its new view

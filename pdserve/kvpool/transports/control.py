@@ -12,12 +12,12 @@ from typing import Final
 
 from pdserve.errors import PoolError, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.protocol.messages import Abort, Hello, Release, Reply, Request, Welcome
-from pdserve.kvpool.transports.base import OnView
 from pdserve.kvpool.transports.dial import open_socket
 from pdserve.kvpool.transports.session import (
     Answered,
     ControlSession,
     Event,
+    OnView,
     ViewPushed,
     make_hello,
 )

@@ -26,6 +26,7 @@ wait, and hand events on; everything above is decided here. Not covered: time, a
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Final, TypeAlias
 
 import msgspec
@@ -196,3 +197,6 @@ def gone(error: PoolError, prefix: str = "") -> PoolUnavailable:
 def _id(message: Request | Reply) -> int:
     message_id: int = getattr(message, "id", 0)
     return message_id
+
+
+OnView: TypeAlias = Callable[[Welcome, View], None]  # which node and incarnation, and its new view

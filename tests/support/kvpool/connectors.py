@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pdserve.kvpool.protocol.messages import DataPathChoice
-from pdserve.kvpool.transports.base import Connection, OnView
+from pdserve.kvpool.transports.base import Connection
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.data_path import open_data_path
+from pdserve.kvpool.transports.session import OnView
 from pdserve.kvpool.transports.shm import host_id
 
 

@@ -23,10 +23,10 @@ from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_f
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
 from pdserve.kvpool.protocol.slot_table import RowReader
 from pdserve.kvpool.testing.inproc import InprocNode
-from pdserve.kvpool.transports.base import OnView, PageOutcome
+from pdserve.kvpool.transports.base import PageOutcome
 from pdserve.kvpool.transports.control import ControlChannel
 from pdserve.kvpool.transports.mapped import MappedPages
-from pdserve.kvpool.transports.session import make_hello
+from pdserve.kvpool.transports.session import OnView, make_hello
 
 FOREVER_S = 600.0
 UPGRADING = m.Fault(0, "upgrading", "the node is being upgraded")

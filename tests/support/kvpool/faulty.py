@@ -16,7 +16,8 @@ from pdserve.kvpool.protocol.messages import Abort, Grant, NodeAddress, Pin, Rel
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.kvpool.protocol.slot_table import TableLayout
 from pdserve.kvpool.testing.inproc import InprocConnector, InprocNode
-from pdserve.kvpool.transports.base import Connection, OnView, PageOutcome
+from pdserve.kvpool.transports.base import Connection, PageOutcome
+from pdserve.kvpool.transports.session import OnView
 
 KIB = 1024
 PAGE_BYTES = 6 * KIB

@@ -440,3 +440,85 @@ def test_a_new_ring_begins_anew() -> None:
     assert node.get(client, 1, mine[0])[0].replicas == 0
     asks = heat_up(node, client, mine[0], seconds=2)
     assert [ask.node for ask in asks if isinstance(ask, AskReplicas)] == ["n1"]
+
+
+def test_an_ordinary_client_may_not_reserve_what_another_node_owns() -> None:
+    node = node_of_three()
+    client = node.connect()
+    ring = ring_of(3, 5)
+    fresh = list(range(100, 130))
+    mine = [ring.owner(key(n)).node == "n0" for n in fresh]
+    grants = node.reserve(client, 1, *fresh)
+    assert statuses(grants) == [m.GRANTED if own else m.MOVED for own in mine]
+    assert node.status().counters["moved_answers"] == mine.count(False) > 0
+
+
+def test_the_node_itself_and_peers_may() -> None:
+    node = node_of_three()
+    for connection, keys in ((LOCAL, range(100, 110)), (peer(node), range(110, 120))):
+        assert set(statuses(node.reserve(connection, 1, *keys))) == {m.GRANTED}
+
+
+def test_pages_that_moved_are_still_read_while_others_pull_them() -> None:
+    node = node_of_three()
+    node.pass_time(60)
+    client = node.connect()
+    assert node.exists(client, 1, *ALL) == [1] * len(ALL)
+    assert {pin.status for pin in node.get(client, 1, *ALL)} == {m.HIT}
+
+
+@pytest.mark.parametrize("limit", [1, 7, 4096])
+def test_a_new_owner_is_told_every_page_of_its_once(limit: int) -> None:
+    node = node_of_three()
+    for name in ("n1", "n2"):
+        parts = list_owned(node, peer(node) if name == "n1" else 99, name, limit=limit)
+        told = [k for part in parts for k in part.keys]
+        assert sorted(told) == sorted(key(n) for n in owned_by(ring_of(3, 5), name))
+        assert {length for part in parts for length in part.lengths} == {4 * KIB}
+        assert {part.writing for part in parts} == {0}
+
+
+def test_foreign_pages_are_dropped_once_nothing_moves_any_more() -> None:
+    node = node_of_three()
+    client = node.connect()
+    mine = owned_by(ring_of(3, 5), "n0")
+    node.do(ViewChanged(ring_of(3, 5), True))
+    node.pass_time(0.01)
+    assert [n for n in ALL if node.exists(client, 1, n) == [1]] == mine
+    assert node.status().counters["foreign_dropped"] == len(ALL) - len(mine)
+    assert node.state.sharding.ownership.next_step_s == float("inf")
+
+
+def test_a_foreign_page_that_was_being_written_goes_too() -> None:
+    node = Node(slabs=8)
+    client = node.connect()
+    namespace = node.open(client)
+    foreign = owned_by(ring_of(3, 5), "n1")[0]
+    grants = node.reserve(client, namespace, foreign)
+    node.do(ViewChanged(ring_of(3, 5), True))
+    node.pass_time(0.01)
+    node.commit(client, *grants)
+    node.pass_time(1.1)
+    assert node.exists(client, namespace, foreign) == [0]
+
+
+def test_replicas_are_not_swept_with_foreign_pages() -> None:
+    node = holder()
+    replica(node, FOREIGN[0])
+    node.do(ViewChanged(ring_of(3, 5), True))
+    node.pass_time(0.01)
+    assert node.exists(node.connect(), 1, FOREIGN[0]) == [1]
+
+
+def test_a_replica_that_comes_late_for_a_page_that_is_owned_here_by_now_stays() -> None:
+    node = holder()
+    mine = next(n for n in range(300, 400) if ring_of(3, 5).owner(key(n)).node == "n0")
+    replica(node, mine)
+    node.pass_time(30.0)
+    assert node.exists(node.connect(), 1, mine) == [1]
+    assert node.status().counters["replicas"] == 0
+
+
+def test_a_cold_page_is_not_replicated() -> None:
+    node, client, mine = owner()
+    assert heat_up(node, client, mine[0], reads_s=10) == []
