@@ -201,9 +201,8 @@ def _info_router(worker: Worker) -> APIRouter:
     async def ready(request: Request) -> Response:
         try:
             said = await _readiness(worker)
-        except (
-            Exception
-        ) as error:  # boundary: whoever probes must hear why, whatever SGLang or the pool raises
+        # boundary: a prober is told the reason, whatever SGLang or the pool raises
+        except Exception as error:
             logger.exception("readiness cannot be told")
             said = {"ready": False, "draining": worker.drain.is_draining, "pool": "down", "load": None}
             said["reason"] = f"{type(error).__name__}: {error}"

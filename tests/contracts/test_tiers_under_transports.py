@@ -8,8 +8,7 @@ from pathlib import Path
 from pdserve.kvpool.node.config.node import TierConfig
 from pdserve.kvpool.transports.base import OK
 from tests.support.kvpool.pools import KIB, Pool
-
-from .test_transport_contract import client, eventually, keys, pages_of, same
+from tests.support.kvpool.raw_client import client, eventually, keys, pages_of, same
 
 MakePool = Callable[..., Pool]
 

@@ -2,129 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import select
-import shutil
-import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from pdserve.kvpool.admin.node_client import NodeClient
-from pdserve.kvpool.protocol.messages import StatusReport
-from tests.support.netns.lab import Lab, lab, last_lines
-
-ANSWER_TIMEOUT_S = 120.0
-START_TIMEOUT_S = 120.0
-LEASE_S = 3.0
-MIB = 1 << 20
-
-
-class FarNode:
-    """A node at SUBNET.1. Asked how it is over a Unix socket, which needs no network."""
-
-    def __init__(self, network: Lab, directory: Path) -> None:
-        self.directory = directory
-        self.arena_dir = Path("/dev/shm") / f"pdserve-netns-{directory.name}"
-        self.address = f"tcp:{network.address('far')}:7700"
-        self._socket = f"unix:{directory}/far.sock"
-        self._log_path = directory / "far.log"
-        config = directory / "far.toml"
-        config.write_text(
-            f'name = "far"\nlisten = ["{self.address}", "{self._socket}"]\narena_dir = "{self.arena_dir}"\n'
-            f'capacity_bytes = "256MiB"\nslab_bytes = "4MiB"\nkeep = false\nlease_s = {LEASE_S}\n'
-            f"reservation_lease_s = {LEASE_S}\nquarantine_s = {LEASE_S}\n"
-        )
-        with self._log_path.open("wb") as log:
-            command = ("-m", "pdserve", "pool", "serve", "--config", str(config))
-            self._process = network.start("far", *command, log=log)
-
-    def await_ready(self) -> None:
-        until(lambda: f"pool node far is ready at {self.address}" in self.log(), START_TIMEOUT_S, self.log)
-
-    def status(self) -> StatusReport:
-        asked = NodeClient(self._socket)
-        try:
-            return asked.status()
-        finally:
-            asked.close()
-
-    def log(self) -> str:
-        return last_lines(self._log_path)
-
-    def flip_bits(self) -> None:
-        """One in every 4 KiB of its memory."""
-        memory = np.memmap(self.arena_dir / "far" / "arena", dtype=np.uint8, mode="r+")
-        memory[::4096] ^= 1
-
-    def close(self) -> None:
-        """It must still be able to stop as asked."""
-        self._process.terminate()
-        try:
-            assert self._process.wait(15) == 0, self.log()
-        finally:
-            self._process.kill()
-            self._process.wait()
-            shutil.rmtree(self.arena_dir, ignore_errors=True)
-        assert "Traceback" not in self._log_path.read_text(), self.log()
-
-
-class NearClient:
-    """A guest at SUBNET.2."""
-
-    def __init__(self, network: Lab, node: FarNode, directory: Path) -> None:
-        self._log_path = directory / "near.log"
-        with self._log_path.open("wb") as log:
-            self._process = network.start(
-                "near", "-m", "tests.support.netns.guest", node.address, "near", log=log, pipes=True
-            )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._in, self._out = self._process.stdin, self._process.stdout
-
-    def ask(self, do: str, **more: Any) -> None:
-        self._in.write(json.dumps({"do": do, **more}).encode() + b"\n")
-        self._in.flush()
-
-    def answer(self, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
-        ready, _, _ = select.select([self._out], [], [], timeout_s)
-        assert ready, f"the client hangs: {last_lines(self._log_path)}"
-        line = self._out.readline()
-        assert line, last_lines(self._log_path)
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def do(self, what: str, **more: Any) -> dict[str, Any]:
-        self.ask(what, **more)
-        return self.answer()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def close(self) -> None:
-        if self._process.poll() is None:
-            self._in.close()
-            try:
-                assert self._process.wait(15) == 0, last_lines(self._log_path)
-            except subprocess.TimeoutExpired:
-                pytest.fail(f"the client does not end: {last_lines(self._log_path)}")
-            finally:
-                self.kill()
-
-
-class Field:
-    """All three."""
-
-    def __init__(self, network: Lab, node: FarNode, client: NearClient) -> None:
-        self.network = network
-        self.node = node
-        self.client = client
+from tests.support.netns.field import START_TIMEOUT_S, FarNode, Field, NearClient
+from tests.support.netns.lab import lab
 
 
 @pytest.fixture
@@ -138,22 +23,3 @@ def field(tmp_path: Path) -> Iterator[Field]:
         stack.callback(client.close)
         assert client.do("connect", within_s=START_TIMEOUT_S / 2) == {"problems": []}
         yield Field(network, node, client)
-
-
-def until(holds: Callable[[], bool], timeout_s: float, why: Callable[[], object]) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, why()
-        time.sleep(0.05)
-
-
-def assert_nothing_is_held(node: FarNode) -> None:
-    """Once every lease is over: no pin, no reserved byte, every byte somewhere."""
-
-    def held() -> tuple[int, int, int]:
-        report = node.status()
-        parts = report.free_bytes, report.used_bytes, report.reserved_bytes, report.quarantined_bytes
-        assert sum(parts) == report.capacity_bytes
-        return report.pins, report.reserved_bytes, report.quarantined_bytes
-
-    until(lambda: not any(held()), 30.0, held)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.bench.chaos import pages as p
-from tests.netns.conftest import assert_nothing_is_held, until
+from tests.support.netns.field import assert_nothing_is_held, until
 from tests.support.netns.guest import TIMEOUT_S
 
 if TYPE_CHECKING:
-    from tests.netns.conftest import Field
+    from tests.support.netns.field import Field
 
 pytestmark = pytest.mark.long
 

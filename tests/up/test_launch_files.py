@@ -25,8 +25,7 @@ from pdserve.errors import ConfigError
 from pdserve.up.cli import SCHEMAS, check_tables
 from pdserve.up.config import ClusterFile, read_cluster_file
 from pdserve.up.plan import make_plan
-
-LAUNCH = Path(__file__).parent.parent.parent / "launch"
+from tests.support.up.scripts import LAUNCH, program
 
 
 @pytest.mark.parametrize(
@@ -95,13 +94,6 @@ def test_the_requirements_without_a_gpu_are_whole() -> None:
     ours = names(chain(project["dependencies"], *project["optional-dependencies"].values()))
     there = names((LAUNCH / "requirements-cpu.txt").read_text().splitlines())
     assert ours - there == {"sglang", "opentelemetry-api"}  # a step of its own; opentelemetry-sdk's
-
-
-def program(path: Path, lines: str) -> None:
-    """A few lines of bash in the place of a program."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/bash\n{lines}\n")
-    path.chmod(0o755)
 
 
 @pytest.mark.parametrize("known", ["libibverbs.so.1", "libc.so.6"])

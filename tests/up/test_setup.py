@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.up.cluster import wait_until
-
-from .test_launch_files import LAUNCH, program
+from tests.support.up.scripts import LAUNCH, program
 
 UV = """
 echo "$*" >>"$ASKED"

@@ -28,8 +28,8 @@ from pdserve.kvpool.protocol.cluster_messages import (
     PutNamespace,
 )
 from pdserve.kvpool.protocol.frames import HEADER_BYTES, decode_reply, encode_frame
-from tests.kvpool.core.test_hostile import INTS, message_of
 from tests.support.kvpool.node_model import Node, answers
+from tests.support.kvpool.odd_messages import INTS, message_of
 
 WEIGHTS = st.sampled_from([-1, 0, 1, 2, 9000, MAX_WEIGHT_SUM, 1 << 40])
 NAMES = st.sampled_from(["a", "b", "me", "", "a b", "x" * 65, "\0", "..", "é"])
