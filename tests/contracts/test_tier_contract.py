@@ -229,6 +229,7 @@ class TierMachine(RuleBasedStateMachine):
         assert self.tier.namespaces() == self.text
         numbers = {key(n): n for n in range(8)}
         lengths = {(one.space, numbers[one.key]): one.length_bytes for one in found.values()}
+        assert {space for space, _ in lengths} <= set(known)
         for one in [one for one in self.there if one[0] not in known]:
             self.lose(one)
         assert self.there.items() <= lengths.items()
