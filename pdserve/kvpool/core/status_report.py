@@ -71,6 +71,7 @@ def report(state: Reported, request_id: int, now_s: float, session: Session | No
 def _namespace(state: Reported, number: int) -> m.NamespaceStatus:
     namespace = state.namespaces[number]
     pages = state.store.index.namespace(number)
+    tier_pages, tier_bytes = state.tiers.held(number)
     return m.NamespaceStatus(
         name=namespace.name,
         pages=len(pages.committed),
@@ -83,6 +84,8 @@ def _namespace(state: Reported, number: int) -> m.NamespaceStatus:
         generation=namespace.generation,
         slot_bytes=pages.slot_bytes,
         replicas=state.sharding.replicas.count(number),
+        tier_pages=tier_pages,
+        tier_bytes=tier_bytes,
         counters={
             "operations": pages.operations,
             "hits_below": pages.tier_hits,

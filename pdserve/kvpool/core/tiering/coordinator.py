@@ -114,6 +114,10 @@ class Tiers:
     def keys(self, namespace: int) -> list[bytes]:
         return self._index.keys(namespace)
 
+    def held(self, namespace: int) -> tuple[int, int]:
+        """Pages and bytes of the namespace in all tiers."""
+        return self._index.page_count(namespace), self._index.page_bytes(namespace)
+
     def length(self, namespace: int, key: bytes) -> int:
         return self._index.find(namespace, key)[1]
 

@@ -136,6 +136,11 @@ class TierIndexes:
         space = self._spaces.get(namespace, _NO_SPACE)
         return list(dict.fromkeys(key for tier in self.tiers for key in tier.pages.get(space, ())))
 
+    def page_count(self, namespace: int) -> int:
+        """Of the namespace, in all tiers. A page that is in two of them counts twice, as its bytes do."""
+        space = self._spaces.get(namespace, _NO_SPACE)
+        return sum(len(tier.pages.get(space, ())) for tier in self.tiers)
+
     def page_bytes(self, namespace: int) -> int:
         """Of the namespace's pages in all tiers."""
         space = self._spaces.get(namespace, _NO_SPACE)

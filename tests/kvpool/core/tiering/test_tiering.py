@@ -195,6 +195,9 @@ def test_cold_pages_are_stored_and_then_evicted_for_nothing() -> None:
     assert rig.put(2) == [m.PRESENT]
     [tier] = rig.node.status().tiers
     assert tier.counters["stored"] >= 3
+    [told] = rig.node.status().namespaces
+    assert told.tier_pages == tier.pages >= 3
+    assert told.tier_bytes == tier.pages * 4 * KIB
 
 
 def test_below_the_watermark_nothing_is_stored() -> None:
