@@ -37,6 +37,9 @@ class Restarts(RuleBasedStateMachine):
     """Each page says how often its namespace had been voided when it was written: its age.
 
     `ages`: those that a page of the namespace may have. `stored`: keys that must be found after a reboot.
+    `lists`: of each tier that may keep a list of namespaces, the boot that wrote it last, and the ages by it.
+    A tier that was away does not hear of what is voided meanwhile: when it comes back without the tier that
+    has the newer list, its own list counts.
     """
 
     def __init__(self) -> None:
@@ -49,6 +52,8 @@ class Restarts(RuleBasedStateMachine):
         self.written: dict[str, set[int]] = {name: set() for name in NAMES}
         self.stored: dict[str, set[int]] = {name: set() for name in NAMES}
         self.listed = True  # the list of namespaces can be written
+        self.boots = 0
+        self.lists: dict[int, tuple[int, dict[str, set[int]]]] = {}
 
     @initialize()
     def start(self) -> None:
@@ -56,6 +61,7 @@ class Restarts(RuleBasedStateMachine):
 
     def boot(self, tiers: tuple[int, ...]) -> None:
         """A node whose memory is new."""
+        self.boots += 1
         kinds = [("ssd", {"segment_bytes": 64 * KIB}), ("directory", {})]
         self.tiers = tiers
         self.config = PoolNodeConfig(
@@ -131,8 +137,10 @@ class Restarts(RuleBasedStateMachine):
             self.stored = {name: set(keys) for name, keys in self.written.items()}
 
     def until_durable(self) -> None:
-        """The list on the disk is the newest: the answer waits for it."""
-        assert isinstance(self.ask(m.DropNamespace(self.id(), "none")), m.Done)
+        """The list on the disk is the newest: the answer waits for it. An attempt that began before the
+        obstacle went may still fail; then the client asks again, as it is told.
+        """
+        self.until(lambda: isinstance(self.ask(m.DropNamespace(self.id(), "none")), m.Done))
 
     @rule(name=st.sampled_from(NAMES), drop=st.booleans())
     def void(self, name: str, drop: bool) -> None:
@@ -181,6 +189,14 @@ class Restarts(RuleBasedStateMachine):
         if self.tiers[0] != tiers[0]:
             self.stored = {name: set() for name in NAMES}
         self.written = {name: set(keys) for name, keys in self.stored.items()}
+        self.lists[self.tiers[0]] = self.boots, self.ages
+        if self.listed and not crash:
+            for tier in self.tiers[1:]:
+                self.lists.pop(tier, None)  # it was removed
+        newest = max(
+            (self.lists[tier] for tier in tiers if tier in self.lists), key=lambda of: of[0], default=None
+        )
+        self.ages = {name: set(newest[1][name]) if newest else set() for name in NAMES}
         self.boot(tiers)
         self.read()
 
@@ -194,6 +210,7 @@ class Restarts(RuleBasedStateMachine):
             obstacle.mkdir()
         else:
             obstacle.rmdir()
+            self.until_durable()
         self.listed = not self.listed
 
     def teardown(self) -> None:
