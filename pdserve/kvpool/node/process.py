@@ -43,7 +43,7 @@ def run_node(config: PoolNodeConfig) -> None:
         return
     raise_open_files(config.name, config.max_connections, config.max_connections + MAX_UNGREETED)
     inherited = received()
-    end = _End()
+    end = _End(told=inherited is not None and inherited.ends)
     for number in ENDING:
         signal.signal(number, end)
     hold_signals(hold=False)
@@ -59,8 +59,8 @@ class _End:
     to the main thread again, where it stays pending: pending signals outlive `exec`.
     """
 
-    def __init__(self) -> None:
-        self._told = False  # a signal came
+    def __init__(self, *, told: bool) -> None:
+        self._told = told  # a signal came
         self._stop: Callable[[], object] = lambda: None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:

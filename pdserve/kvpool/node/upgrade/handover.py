@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 import msgspec
+from msgspec.structs import replace
 
 from pdserve.errors import StartupError
 
@@ -58,6 +59,7 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     ucx: bool = False
     status: int = 0
     peers: list[str] = []  # addresses of the other nodes
+    ends: bool = False  # a signal told this process to end before the next program was executed
 
     @property
     def fds(self) -> set[int]:
@@ -105,10 +107,12 @@ def replace_process(handover: Handover) -> NoReturn:
         if fd > 2:
             with contextlib.suppress(OSError):  # the descriptor of this listing
                 os.set_inheritable(fd, fd in handover.fds)
-    os.environ[ENVIRONMENT] = msgspec.json.encode(handover).decode()
     logger.info("process %d continues as: %s", os.getpid(), " ".join(command()))
     for handler in logging.getLogger().handlers:
         handler.flush()
+    # Pending signals outlive `exec`. One that another thread was about to take has been seen to get lost.
+    ends = not signal.sigpending().isdisjoint(ENDING)
+    os.environ[ENVIRONMENT] = msgspec.json.encode(replace(handover, ends=ends)).decode()
     os.execv(sys.executable, command())
 
 
