@@ -42,15 +42,6 @@ class Definition(NamedTuple):
         return last if last in UNITS else ""
 
 
-def table(definitions: Iterable[Definition]) -> str:
-    """A Markdown table."""
-    rows = ["| metric | type | unit | labels | what it says |", "|---|---|---|---|---|"]
-    for one in definitions:
-        labels = ", ".join(f"`{label}`" for label in one.labels)
-        rows.append(f"| `{one.full_name}` | {one.kind} | {one.unit} | {labels} | {one.says} |")
-    return "\n".join(rows) + "\n"
-
-
 def by_name(definitions: Iterable[Definition]) -> Mapping[str, Definition]:
     """By the name without prefix. Raises ValueError for a name that is there twice."""
     listed = list(definitions)

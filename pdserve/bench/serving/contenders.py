@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from pdserve.bench.serving.load.plan import Shape, make_load, total_tokens
 
-PAGE_TRACE: Final = "PDSERVE_PAGE_TRACE"  # kvpool/page_trace.py
+PAGE_TRACE: Final = "PDSERVE_PAGE_TRACE"  # kvpool/hicache/page_trace.py
 NAMES: Final = ("plain", "file", "mooncake", "agg", "disagg", "dead")
 DEAD: Final = "dead"
 OURS: Final = ("agg", "disagg")

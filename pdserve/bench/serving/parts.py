@@ -3,7 +3,7 @@
 The router says its parts in the answer's `server-timing`; they follow each other: queue, settle, prefill,
 publish, pull, decode, and what is left, router. The workers count theirs at `/metrics`: of `prefill` and of
 `decode` the time in SGLang's queue, waiting for the pool's pages, computing. When pages moved is traced in
-both workers (kvpool/page_trace.py), by the clock that all processes of a host share.
+both workers (kvpool/hicache/page_trace.py), by the clock that all processes of a host share.
 
 Publishing overlaps with computing as far as pages are put before `prefill` is over, and with the pull as far
 as they are got while others are still put.

@@ -1,4 +1,4 @@
-"""Configuration of a pool node. The client's is in `client_config.py`."""
+"""Configuration of a pool node. The client's is in `client/config.py`."""
 
 from __future__ import annotations
 

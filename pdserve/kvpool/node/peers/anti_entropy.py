@@ -2,7 +2,7 @@
 
 An exchange begins with "this is the digest of all that I know", or with a change; the other answers with all
 that it knows unless the digests are equal, and is told everything if they still differ then. States larger
-than a frame go in parts, which is as good as whole (cluster_state.py).
+than a frame go in parts, which is as good as whole (cluster/state.py).
 """
 
 from __future__ import annotations
