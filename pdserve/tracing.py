@@ -35,7 +35,7 @@ class Tracing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = ""
     sample_ratio: Annotated[
         float,
-        Meta(ge=0, le=1, description="Share traced of the requests that come without `traceparent`."),
+        Meta(ge=0, le=1, description="Share of traced requests among those without `traceparent`."),
     ] = 1.0
 
 

@@ -4,20 +4,12 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Iterator
 
 import pytest
 
 from pdserve.logs import configure_logs, served_request
 
-
-@pytest.fixture(autouse=True)
-def put_back() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
+pytestmark = pytest.mark.usefixtures("logs_as_before")
 
 
 def test_a_json_line_has_the_process_fields_and_the_records_own(capsys: pytest.CaptureFixture[str]) -> None:

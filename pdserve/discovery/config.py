@@ -14,17 +14,17 @@ class EtcdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     endpoints: Annotated[
         list[str], Meta(description="etcd's client URLs, e.g. `http://10.0.0.1:2379`; tried in order.")
     ] = []
-    prefix: Annotated[str, Meta(min_length=1, description="Keys lie under `<prefix>/<cluster>/`.")] = (
+    prefix: Annotated[str, Meta(min_length=1, description="Keys are under `<prefix>/<cluster>/`.")] = (
         "/pdserve"
     )
-    username: Annotated[str, Meta(description="User of etcd, where it asks for one.")] = ""
+    username: Annotated[str, Meta(description="User name in etcd, if etcd requires one.")] = ""
     password: Annotated[str, Meta(description="The user's password.")] = ""
     ca_file: Annotated[
-        str, Meta(description="Certificates to check an https endpoint by; empty: the system's.")
+        str, Meta(description="CA certificates that verify https endpoints; empty: the system's.")
     ] = ""
-    timeout_s: Annotated[float, Meta(gt=0, description="Time for one request to etcd.")] = 2.0
+    timeout_s: Annotated[float, Meta(gt=0, description="Longest time of one request to etcd.")] = 2.0
     lease_s: Annotated[
-        int, Meta(ge=1, description="A key goes when its owner has not renewed it for so long.")
+        int, Meta(ge=1, description="A key ends when its owner has not renewed it for this long.")
     ] = 5
     retry_s: Annotated[float, Meta(gt=0, description="Pause before etcd is tried again after a failure.")] = (
         1.0

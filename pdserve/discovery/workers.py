@@ -26,7 +26,7 @@ class WorkerEtcdConfig(EtcdConfig, frozen=True, kw_only=True, forbid_unknown_fie
         str,
         Meta(
             pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
-            description="Routers find the workers that say the same name.",
+            description="Name of the group of workers: routers find the workers with the same name.",
         ),
     ] = "pool"
 

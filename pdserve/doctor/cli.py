@@ -47,14 +47,17 @@ def doctor(
         Path | None, typer.Option("--config", metavar="FILE", help="Cluster file, as for `pdserve up`.")
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", help="Where that cluster runs, if not in cluster.run_dir.")
+        Path | None,
+        typer.Option("--run-dir", help="Directory of that cluster, if it is not cluster.run_dir."),
     ] = None,
-    router: Annotated[str, typer.Option("--router", metavar="URL", help="A running cluster's router.")] = "",
+    router: Annotated[
+        str, typer.Option("--router", metavar="URL", help="URL of a running cluster's router.")
+    ] = "",
     key: Annotated[
-        str, typer.Option("--key", envvar="PDSERVE_API_KEY", help="API key, where the router asks for one.")
+        str, typer.Option("--key", envvar="PDSERVE_API_KEY", help="API key, if the router requires one.")
     ] = "",
     token: Annotated[
-        str, typer.Option("--token", envvar="PDSERVE_CLUSTER_TOKEN", help="The cluster's token.")
+        str, typer.Option("--token", envvar="PDSERVE_CLUSTER_TOKEN", help="Token of the cluster.")
     ] = "",
     probe: Annotated[
         bool, typer.Option(help="Send two small prompts for each model through the cluster.")

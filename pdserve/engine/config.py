@@ -17,26 +17,31 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model_path: Annotated[str, Meta(min_length=1, description="Hugging Face model directory.")]
     served_model_name: Annotated[
-        str, Meta(description="Name clients call the model by; empty: the directory's name.")
+        str, Meta(description="Name of the model for clients; empty: the directory's name.")
     ] = ""
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=1, le=65535, description="Port to listen on.")] = 30000
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], Meta(description="Where to run; auto: a GPU where there is one.")
+        Literal["auto", "cpu", "cuda"],
+        Meta(description="Device that runs the model; auto: a GPU if there is one."),
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="Type of weights and activations."),
+        Meta(description="Data type of weights and activations."),
     ] = "auto"
     kv_cache_dtype: Annotated[
-        str, Meta(description="Type of cached keys and values, as SGLang's --kv-cache-dtype; auto: as dtype.")
+        str,
+        Meta(
+            description="Data type of cached keys and values, as in SGLang's --kv-cache-dtype; auto: as "
+            "dtype."
+        ),
     ] = "auto"
     page_size: Annotated[
         int, Meta(ge=1, description="Tokens per KV page; the same on all workers of a pool.")
     ] = 64
     context_length: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Longest prompt plus answer, tokens; none: the model's own."),
+        Meta(description="Longest prompt plus answer in tokens; none: the model's own."),
     ] = None
     max_total_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None,
@@ -74,5 +79,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["debug", "info", "warning", "error"], Meta(description="SGLang's log level.")
     ] = "warning"
     extra_args: Annotated[
-        list[str], Meta(description="Flags passed to SGLang as they are; they win over the above.")
+        list[str], Meta(description="Flags passed to SGLang unchanged; they win over the options above.")
     ] = []

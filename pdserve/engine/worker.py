@@ -55,58 +55,61 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     storage: Annotated[
         Literal["pool", "file", "mooncake", "none"],
         Meta(
-            description="Where pages go beyond this worker; file, mooncake: SGLang's own backends, set up by "
-            "their variables in the environment; none: plain SGLang."
+            description="Storage of pages outside this worker. file, mooncake: SGLang's own backends, "
+            "configured by their environment variables; none: plain SGLang."
         ),
     ] = "pool"
     pool: Annotated[PoolClientConfig, Meta(description="The KV page pool.")] = PoolClientConfig()
     publish_timeout_s: Annotated[
-        float, Meta(gt=0, description="How long a prefill waits for its pages to be committed in the pool.")
+        float, Meta(gt=0, description="Longest wait of a prefill until its pages are committed in the pool.")
     ] = 10.0
     settle_timeout_s: Annotated[
-        float, Meta(gt=0, description="How long after its answer a request's pages are waited for.")
+        float, Meta(gt=0, description="Longest wait for a request's pages after its answer.")
     ] = 10.0
     pull_step_tokens: Annotated[
         int,
         Meta(
             ge=1,
-            description="While a long prompt is prefilled, its pages are pulled in steps of so many tokens; "
-            "see the router's pull_ahead_tokens.",
+            description="The pages of a long prompt are pulled in steps of this many tokens while it is "
+            "prefilled; see the router's pull_ahead_tokens.",
         ),
     ] = 2048
     followed_requests: Annotated[
-        int, Meta(ge=1, description="Requests whose write-back is remembered for /pd/settled.")
+        int, Meta(ge=1, description="Number of requests whose write-back is tracked for /pd/settled.")
     ] = 4096
     etcd: Annotated[
         WorkerEtcdConfig, Meta(description="Where the worker registers, for routers to find it.")
     ] = WorkerEtcdConfig()
     advertise: Annotated[
-        str, Meta(description="URL that routers reach it by; empty: engine's host and port.")
+        str, Meta(description="URL of this worker for routers; empty: engine's host and port.")
     ] = ""
     stop_grace_s: Annotated[
         float,
         Meta(
             ge=0,
-            description="On SIGTERM running requests may go on, and pages be published, for this long; "
-            "a second signal ends it at once.",
+            description="Time to finish running requests and to publish pages after SIGTERM. A second "
+            "signal ends the worker at once.",
         ),
     ] = 30.0
     stop_notice_s: Annotated[
         float,
         Meta(
             ge=0,
-            description="How long of it routers are waited for to hear that the worker stops; longer than "
-            "their probe.interval_s.",
+            description="Part of stop_grace_s in which routers learn that the worker stops; set it longer "
+            "than their probe.interval_s.",
         ),
     ] = 3.0
     cluster_token: Annotated[
         str,
         Meta(
-            description="Token asked for on every route but health and metrics; also from "
-            "PDSERVE_CLUSTER_TOKEN. Empty: none, and routes that control SGLang answer this host alone."
+            description="Token required on every route except health and metrics; also from "
+            "PDSERVE_CLUSTER_TOKEN. Empty: none, and routes that control SGLang accept only "
+            "this host."
         ),
     ] = ""
-    cluster_token_file: Annotated[Path | None, Meta(description="File that holds it instead.")] = None
+    cluster_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = (
+        None
+    )
     tracing: Annotated[Tracing, Meta(description="Traces for an OpenTelemetry collector.")] = Tracing()
 
 

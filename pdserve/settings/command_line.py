@@ -88,7 +88,7 @@ def _extra_parameter() -> inspect.Parameter:
     annotation = Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[-- SGLANG_FLAGS]", help="Flags passed to SGLang as they are.", show_default=False
+            metavar="[-- SGLANG_FLAGS]", help="Flags passed to SGLang unchanged.", show_default=False
         ),
     ]
     return inspect.Parameter("extra", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

@@ -3,7 +3,7 @@
 Every part of pdserve declares its own struct (`pdserve.router.config.router.RouterConfig`, ...), with
 `frozen=True, kw_only=True, forbid_unknown_fields=True`, and describes each field with `Annotated[T,
 msgspec.Meta(description="...")]`. This module turns file and flags into such a struct, says in one line what
-is wrong where they do not fit, and lists a struct's options for `--help` and for the README.
+is wrong where they do not fit, and lists a struct's options for `--help` and for the documents.
 
 A key is written with its tables, as in `engine.page_size`; an entry of an array of tables as in
 `pool.nodes[0].address`.
@@ -120,15 +120,6 @@ def options(type_: type[Any], prefix: str = "", *, file_only: bool = False) -> I
             continue
         kind = "file-only" if file_only else _kind(inner)
         yield Option(key, annotation, kind, _type_name(inner), _default_text(field), description)
-
-
-def option_table(type_: type[Any]) -> str:
-    """The options of a configuration struct as a Markdown table: key, type, default, description."""
-    rows = ["| key | type | default | what it does |", "|---|---|---|---|"]
-    for option in options(type_):
-        cells = (f"`{option.key}`", option.type_name, f"`{option.default}`", option.description)
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(rows) + "\n"
 
 
 # --- laying flags over the file

@@ -44,7 +44,7 @@ def up(
     ],
     config: Annotated[
         Path | None,
-        typer.Option("--config", metavar="FILE", help="Cluster file that takes the place of FILE."),
+        typer.Option("--config", metavar="FILE", help="Same as FILE."),
     ] = None,
     model: Annotated[
         str | None,

@@ -35,41 +35,51 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Path,
         Meta(description="Directory of logs, generated configuration and sockets; one cluster at a time."),
     ] = Path("logs/cluster")
-    host: Annotated[str, Meta(description="Address that workers listen on where their table gives none.")] = (
-        "127.0.0.1"
-    )
+    host: Annotated[
+        str, Meta(description="Address that workers listen on, unless their own table sets it.")
+    ] = "127.0.0.1"
     restart: Annotated[
-        Restart, Meta(description="What to do when a process dies, where its table does not say.")
+        Restart,
+        Meta(description="Default restart rule of processes that end unexpectedly."),
     ] = "on-failure"
     stop_on_loss: Annotated[
         bool,
         Meta(
-            description="Stop the cluster, with status 1, when any process has ended and is not restarted; "
-            "otherwise only the router's end does that."
+            description="Stop the cluster, with status 1, when any process has ended for good. If false, "
+            "only the router's end stops it."
         ),
     ] = False
     start_parallelism: Annotated[
         int, Meta(ge=1, description="Processes that may be starting at the same time.")
     ] = 2
     start_timeout_s: Annotated[
-        float, Meta(gt=0, description="Time a process has from its start until it is ready.")
+        float, Meta(gt=0, description="Longest time from the start of a process until it is ready.")
     ] = 300.0
     stop_grace_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="Time a process has to end after SIGTERM before SIGKILL, running requests included.",
+            description="Time between SIGTERM and SIGKILL of a process; it finishes running requests "
+            "meanwhile.",
         ),
     ] = 40.0
     max_restarts: Annotated[
-        int, Meta(ge=0, description="Restarts of one process within restart_window_s; then it stays ended.")
+        int,
+        Meta(
+            ge=0,
+            description="Most restarts of one process within restart_window_s; after that it is not "
+            "restarted.",
+        ),
     ] = 5
     restart_window_s: Annotated[float, Meta(gt=0, description="Window in which restarts are counted.")] = (
         300.0
     )
     restart_backoff_s: Annotated[
         float,
-        Meta(gt=0, description="Pause before the first restart; doubles with each further one, up to 30 s."),
+        Meta(
+            gt=0,
+            description="Pause before the first restart; it doubles with each further restart, up to 30 s.",
+        ),
     ] = 1.0
     echo_logs: Annotated[
         bool, Meta(description="Show the processes' logs on the console too, not only in run_dir.")

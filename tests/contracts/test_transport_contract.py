@@ -30,12 +30,25 @@ from tests.support.kvpool.raw_client import (
 
 MakePool = Callable[..., Pool]
 LONG_BYTES = 16 * KIB * KIB
+HANGS_S = 30.0  # no bound of the product's: after it a test is taken to hang
 _names = itertools.count()
 
 
 @pytest.fixture
 def name() -> str:
     return f"ns{next(_names)}"
+
+
+@pytest.fixture(scope="module")
+def small_pool(make_pool: MakePool) -> Pool:
+    """A node of one slab."""
+    return make_pool(capacity_bytes=1024 * KIB, slab_bytes=1024 * KIB)
+
+
+@pytest.fixture(scope="module")
+def mortal_pool(make_pool: MakePool) -> Pool:
+    """A node of two slabs that tests may kill and start again."""
+    return make_pool(capacity_bytes=8 * KIB * KIB)
 
 
 # --- pages
@@ -66,7 +79,7 @@ def test_a_page_may_be_read_in_other_segments_than_it_was_written(
         assert all(same(a, b) for a, b in zip(got, pages, strict=True))
 
 
-@pytest.mark.parametrize("layout", [[1], [3, 5, 7], [4097, 1], [300_001]], ids=str)
+@pytest.mark.parametrize("layout", [[1], [3, 5, 7], [4097, 1], [1 << 20, 300_001]], ids=str)
 def test_segments_of_any_length(pool: Pool, name: str, layout: list[int]) -> None:
     with client(pool, name, layout=layout) as c:
         names, pages = keys(3), pages_of(layout, 3, seed=3)
@@ -211,9 +224,8 @@ def reader_slot_reused(writer: Client, pin: m.Pin) -> bool:
     return any(grant.slot == pin.slot for grant in grants if grant.status == m.GRANTED)
 
 
-def test_eviction_takes_the_oldest_pages_and_leaves_pinned_ones(make_pool: MakePool, name: str) -> None:
-    small = make_pool(capacity_bytes=1024 * KIB, slab_bytes=1024 * KIB)
-    with client(small, name) as c:
+def test_eviction_takes_the_oldest_pages_and_leaves_pinned_ones(small_pool: Pool, name: str) -> None:
+    with client(small_pool, name) as c:
         names = keys(4)  # of 224 KiB each: the slab is full
         pages = pages_of(c.layout, 4, seed=14)
         c.put(names, pages)
@@ -228,10 +240,8 @@ def test_eviction_takes_the_oldest_pages_and_leaves_pinned_ones(make_pool: MakeP
         c.release(pins)
 
 
-def test_a_page_that_was_not_written_shows_nothing_of_another_namespace(
-    make_pool: MakePool, name: str
-) -> None:
-    pool = make_pool(capacity_bytes=8 * KIB * KIB)
+def test_a_page_that_was_not_written_shows_nothing_of_another_namespace(mortal_pool: Pool, name: str) -> None:
+    pool = mortal_pool
     for stage in ("evicted", "dropped", "of another class", "restarted"):
         with client(pool, f"{name}-theirs") as theirs:
             names = keys(8 * KIB * KIB // PAGE_BYTES)
@@ -266,9 +276,8 @@ def write_one_byte_at_most(writer: Client, grants: list[m.Grant]) -> None:
         link.progress()
 
 
-def test_a_full_pool_says_so(make_pool: MakePool, name: str) -> None:
-    small = make_pool(capacity_bytes=1024 * KIB, slab_bytes=1024 * KIB)
-    with client(small, name) as c, client(small, name, layout=[2048 * KIB]) as large:
+def test_a_full_pool_says_so(small_pool: Pool, name: str) -> None:
+    with client(small_pool, name) as c, client(small_pool, name, layout=[2048 * KIB]) as large:
         grants = c.reserve(keys(5))
         assert [grant.status for grant in grants] == [m.GRANTED] * 4 + [m.FULL]
         assert [grant.status for grant in large.reserve(keys(1))] == [m.TOO_LARGE]
@@ -316,17 +325,15 @@ def test_wait_wakes_when_the_last_page_is_committed(pool: Pool, name: str) -> No
         masks: list[bytes] = []
 
         def wait() -> None:
-            request = m.Wait(next(_ids), waiting.namespace, names, 8.0)
-            masks.append(waiting.ask(request, m.Present, 9.0).mask)
+            request = m.Wait(next(_ids), waiting.namespace, names, HANGS_S * 2)
+            masks.append(waiting.ask(request, m.Present, HANGS_S * 2).mask)
 
         thread = threading.Thread(target=wait)
         thread.start()
         eventually(lambda: writer.status().waiters == 1, "the wait did not arrive")
-        started_s = time.monotonic()
         writer.put(names[1:], pages[1:])
-        thread.join(10)
+        thread.join(HANGS_S)
         assert masks == [b"\1\1"]
-        assert time.monotonic() - started_s < 4
         assert waiting.get(names)[0] == [OK, OK]
 
 
@@ -336,7 +343,7 @@ def test_wait_ends_at_its_time_out_with_what_there_is(pool: Pool, name: str) -> 
         c.put(names[:1], pages_of(c.layout, 1, seed=20))
         started_s = time.monotonic()
         assert c.ask(m.Wait(next(_ids), c.namespace, names, 0.1), m.Present).mask == b"\1\0"
-        assert 0.09 < time.monotonic() - started_s < 2
+        assert time.monotonic() - started_s > 0.09
 
 
 # --- namespaces
@@ -363,15 +370,13 @@ def test_a_dropped_namespace_is_gone_at_once(pool: Pool, name: str) -> None:
 # --- nodes that stop, die, come back
 
 
-def test_deadlines_hold_while_the_node_is_paused(make_pool: MakePool, name: str) -> None:
-    pool = make_pool()
+def test_deadlines_hold_while_the_node_is_paused(pool: Pool, name: str) -> None:
     with client(pool, name) as a, client(pool, name) as b:
         names = keys(1)
         a.put(names, pages_of(a.layout, 1, seed=22))
         pins = a.pin(names)
         pool.pause()
         try:
-            started_s = time.monotonic()
             with pytest.raises(PoolTimeout):
                 b.connection.call(m.Ping(next(_ids)), soon(0.3))
             try:
@@ -381,16 +386,14 @@ def test_deadlines_hold_while_the_node_is_paused(make_pool: MakePool, name: str)
                 pass
             with pytest.raises((PoolTimeout, PoolUnavailable)):
                 b.connection.call(m.Ping(next(_ids)), soon(0.3))  # broken by the first
-            assert time.monotonic() - started_s < 3
         finally:
             pool.resume()
     with client(pool, name) as c:
         assert c.get(names)[0] == [OK]
 
 
-def test_a_node_that_dies_is_unavailable_and_keeps_its_pages(make_pool: MakePool, name: str) -> None:
-    pool = make_pool()
-    with client(pool, name) as c, client(pool, name) as waiting:
+def test_a_node_that_dies_is_unavailable_and_keeps_its_pages(mortal_pool: Pool, name: str) -> None:
+    with client(mortal_pool, name) as c, client(mortal_pool, name) as waiting:
         names, pages = keys(8), pages_of(c.layout, 8, seed=23)
         c.put(names, pages)
         unfinished = keys(2)
@@ -399,24 +402,22 @@ def test_a_node_that_dies_is_unavailable_and_keeps_its_pages(make_pool: MakePool
 
         def wait() -> None:
             try:
-                waiting.connection.call(m.Wait(next(_ids), waiting.namespace, keys(1), 30.0), soon(30))
+                waiting.connection.call(m.Wait(next(_ids), waiting.namespace, keys(1), 99.0), soon(99.0))
             except PoolError as error:
                 errors.append(error)
 
         thread = threading.Thread(target=wait)
         thread.start()
         eventually(lambda: c.status().waiters == 1, "the wait did not arrive")
-        started_s = time.monotonic()
-        pool.kill()
-        thread.join(10)
-        assert time.monotonic() - started_s < 5
+        mortal_pool.kill()
+        thread.join(HANGS_S)
         assert [type(error) for error in errors] == [PoolUnavailable]
         with pytest.raises(PoolUnavailable):
             c.ask(m.Ping(next(_ids)), m.Done)
         with pytest.raises(PoolError):
-            pool.connect(timeout_s=1)
-    pool.restart()
-    with client(pool, name) as c:
+            mortal_pool.connect(timeout_s=1)
+    mortal_pool.restart()
+    with client(mortal_pool, name) as c:
         outcomes, got = c.get(names)
         assert outcomes == [OK] * 8
         assert all(same(a, b) for a, b in zip(got, pages, strict=True))

@@ -111,71 +111,56 @@ def run(main: Any) -> None:
     asyncio.run(asyncio.wait_for(main, 30))
 
 
-def test_each_step_is_fetched_as_soon_as_it_is_there() -> None:
-    async def main() -> None:
-        asked = Asked({"input_ids": PROMPT})
-        for count, tokens in enumerate((8, 16, 24), 1):
-            await asked.pool.commit(tokens)
-            await asked.tokenizer_manager.until(count)
-        assert await asked.answer() == (200, {"pulled_tokens": 24})
-        assert asked.tokenizer_manager.lengths == [9, 17, 25]  # one more than is looked up
-        assert [a.input_ids for a in asked.tokenizer_manager.fetched] == [PROMPT[:n] for n in (9, 17, 25)]
-        assert all(str(a.rid).startswith(PULL_ID) for a in asked.tokenizer_manager.fetched)
-
-    run(main())
+async def test_each_step_is_fetched_as_soon_as_it_is_there() -> None:
+    asked = Asked({"input_ids": PROMPT})
+    for count, tokens in enumerate((8, 16, 24), 1):
+        await asked.pool.commit(tokens)
+        await asked.tokenizer_manager.until(count)
+    assert await asked.answer() == (200, {"pulled_tokens": 24})
+    assert asked.tokenizer_manager.lengths == [9, 17, 25]  # one more than is looked up
+    assert [a.input_ids for a in asked.tokenizer_manager.fetched] == [PROMPT[:n] for n in (9, 17, 25)]
+    assert all(str(a.rid).startswith(PULL_ID) for a in asked.tokenizer_manager.fetched)
 
 
-def test_steps_that_came_during_a_fetch_are_fetched_together() -> None:
-    async def main() -> None:
-        asked = await first_fetch_held()
-        manager = asked.tokenizer_manager
-        await asked.pool.commit(24)
-        manager.release.set()
-        await asked.answer()
-        assert manager.lengths == [9, 25]
-
-    run(main())
+async def test_steps_that_came_during_a_fetch_are_fetched_together() -> None:
+    asked = await first_fetch_held()
+    manager = asked.tokenizer_manager
+    await asked.pool.commit(24)
+    manager.release.set()
+    await asked.answer()
+    assert manager.lengths == [9, 25]
 
 
-def test_a_step_of_which_a_rank_lacks_its_page_is_not_there() -> None:
-    async def main() -> None:
-        asked = Asked({"input_ids": PROMPT})
-        pages = page_hashes(PROMPT, PAGE, None)
-        asked.pool.committed.add(pool_key(pages[3], SUFFIXES[0]))  # of the second step, one rank's alone
-        await asked.pool.commit(8)
-        await asked.tokenizer_manager.until(1)
-        assert asked.tokenizer_manager.lengths == [9]
-        asked.hang_up()
-        await asked.answer()
-
-    run(main())
+async def test_a_step_of_which_a_rank_lacks_its_page_is_not_there() -> None:
+    asked = Asked({"input_ids": PROMPT})
+    pages = page_hashes(PROMPT, PAGE, None)
+    asked.pool.committed.add(pool_key(pages[3], SUFFIXES[0]))  # of the second step, one rank's alone
+    await asked.pool.commit(8)
+    await asked.tokenizer_manager.until(1)
+    assert asked.tokenizer_manager.lengths == [9]
+    asked.hang_up()
+    await asked.answer()
 
 
-def test_nothing_is_begun_after_the_router_hung_up_and_what_was_begun_goes_on() -> None:
-    async def main() -> None:
-        asked = await first_fetch_held()
-        manager = asked.tokenizer_manager
-        asked.hang_up()
-        assert await asked.answer() == (200, {"pulled_tokens": None})
-        await asked.pool.commit(24)
-        manager.release.set()
-        while not manager.done:  # noqa: ASYNC110  nobody waits for it any more
-            await asyncio.sleep(0)
-        assert manager.lengths == [9]
-
-    run(main())
+async def test_nothing_is_begun_after_the_router_hung_up_and_what_was_begun_goes_on() -> None:
+    asked = await first_fetch_held()
+    manager = asked.tokenizer_manager
+    asked.hang_up()
+    assert await asked.answer() == (200, {"pulled_tokens": None})
+    await asked.pool.commit(24)
+    manager.release.set()
+    while not manager.done:  # noqa: ASYNC110  nobody waits for it any more
+        await asyncio.sleep(0)
+    assert manager.lengths == [9]
 
 
-def test_pages_are_those_of_the_requests_salt() -> None:
-    async def main() -> None:
-        asked = Asked({"text": " ".join(map(str, PROMPT)), "cache_salt": "mine"})
-        await asked.pool.commit(24)  # another's
-        await asked.pool.commit(24, "mine")
-        await asked.answer()
-        [fetched] = asked.tokenizer_manager.fetched
-        assert fetched.cache_salt == "mine"
-
-    run(main())
+async def test_pages_are_those_of_the_requests_salt() -> None:
+    asked = Asked({"text": " ".join(map(str, PROMPT)), "cache_salt": "mine"})
+    await asked.pool.commit(24)  # another's
+    await asked.pool.commit(24, "mine")
+    await asked.answer()
+    [fetched] = asked.tokenizer_manager.fetched
+    assert fetched.cache_salt == "mine"
 
 
 @pytest.mark.parametrize(
@@ -188,27 +173,18 @@ def test_pages_are_those_of_the_requests_salt() -> None:
         {"input_ids": PROMPT, "lora_path": "adapter"},
     ],
 )
-def test_what_cannot_be_pulled_ahead_is_left_alone(body: dict[str, Any]) -> None:
-    async def main() -> None:
-        asked = Asked(body)
-        assert await asked.answer() == (200, {"pulled_tokens": 0})
-        assert asked.tokenizer_manager.fetched == []
-
-    run(main())
+async def test_what_cannot_be_pulled_ahead_is_left_alone(body: dict[str, Any]) -> None:
+    asked = Asked(body)
+    assert await asked.answer() == (200, {"pulled_tokens": 0})
+    assert asked.tokenizer_manager.fetched == []
 
 
-def test_a_worker_of_several_host_memories_pulls_nothing_ahead() -> None:
-    async def main() -> None:
-        asked = Asked({"input_ids": PROMPT}, dp_size=2)
-        await asked.pool.commit(24)
-        assert await asked.answer() == (200, {"pulled_tokens": 0})
-
-    run(main())
+async def test_a_worker_of_several_host_memories_pulls_nothing_ahead() -> None:
+    asked = Asked({"input_ids": PROMPT}, dp_size=2)
+    await asked.pool.commit(24)
+    assert await asked.answer() == (200, {"pulled_tokens": 0})
 
 
-def test_nonsense_is_refused() -> None:
-    async def main() -> None:
-        assert (await Asked({}, "/v1/other").answer())[0] == 404
-        assert (await Asked({"text": 5}).answer())[0] == 400
-
-    run(main())
+async def test_nonsense_is_refused() -> None:
+    assert (await Asked({}, "/v1/other").answer())[0] == 404
+    assert (await Asked({"text": 5}).answer())[0] == 400

@@ -51,93 +51,72 @@ def make(pool: Any, limit: int = 10) -> WriteBack:
     return WriteBack(pool, names=NAMES, timeout_s=5.0, limit=limit)
 
 
-def test_settled_waits_for_the_commit_of_prompt_and_output_pages() -> None:
-    async def run() -> None:
-        pool = ScriptedPool()
-        write_back = make(pool)
-        # 6 prompt tokens and 3 of 4 output tokens are cached: 9 tokens, two full pages of 4
-        write_back.follow(answered_request("a", list(range(6)), [10, 11, 12, 13]))
-        early = await write_back.settled("a", 0.01)
-        assert (early.known, early.settled, early.committed_pages, early.missing_pages) == (True, False, 0, 2)
-        pool.committed.set()
-        late = await write_back.settled("a", 5.0)
-        assert (late.known, late.settled, late.committed_pages, late.missing_pages) == (True, True, 2, 0)
-        assert len(pool.asked) == 1  # the last page: the others are stored before it
-        await write_back.close()
-
-    asyncio.run(run())
+async def test_settled_waits_for_the_commit_of_prompt_and_output_pages() -> None:
+    pool = ScriptedPool()
+    write_back = make(pool)
+    # 6 prompt tokens and 3 of 4 output tokens are cached: 9 tokens, two full pages of 4
+    write_back.follow(answered_request("a", list(range(6)), [10, 11, 12, 13]))
+    early = await write_back.settled("a", 0.01)
+    assert (early.known, early.settled, early.committed_pages, early.missing_pages) == (True, False, 0, 2)
+    pool.committed.set()
+    late = await write_back.settled("a", 5.0)
+    assert (late.known, late.settled, late.committed_pages, late.missing_pages) == (True, True, 2, 0)
+    assert len(pool.asked) == 1  # the last page: the others are stored before it
+    await write_back.close()
 
 
-def test_a_request_still_being_answered_is_known_and_not_settled() -> None:
-    async def run() -> None:
-        write_back = make(ScriptedPool())
-        write_back.follow(HttpRequest("a", "/generate"))
-        settlement = await write_back.settled("a", 0.01)
-        assert settlement.known
-        assert not settlement.settled
-        await write_back.close()
-
-    asyncio.run(run())
+async def test_a_request_still_being_answered_is_known_and_not_settled() -> None:
+    write_back = make(ScriptedPool())
+    write_back.follow(HttpRequest("a", "/generate"))
+    settlement = await write_back.settled("a", 0.01)
+    assert settlement.known
+    assert not settlement.settled
+    await write_back.close()
 
 
-def test_an_unknown_request_is_answered_at_once() -> None:
-    async def run() -> None:
-        settlement = await make(ScriptedPool()).settled("never", 60.0)
-        assert (settlement.known, settlement.settled) == (False, False)
-
-    asyncio.run(run())
+async def test_an_unknown_request_is_answered_at_once() -> None:
+    settlement = await make(ScriptedPool()).settled("never", 60.0)
+    assert (settlement.known, settlement.settled) == (False, False)
 
 
-def test_the_oldest_request_is_forgotten_at_the_limit() -> None:
-    async def run() -> None:
-        write_back = make(ScriptedPool(), limit=2)
-        for name in "abc":
-            write_back.follow(answered_request(name, list(range(8)), [1]))
-        known = [(await write_back.settled(name, 0.01)).known for name in "abc"]
-        assert known == [False, True, True]
-        await write_back.close()
-
-    asyncio.run(run())
+async def test_the_oldest_request_is_forgotten_at_the_limit() -> None:
+    write_back = make(ScriptedPool(), limit=2)
+    for name in "abc":
+        write_back.follow(answered_request(name, list(range(8)), [1]))
+    known = [(await write_back.settled(name, 0.01)).known for name in "abc"]
+    assert known == [False, True, True]
+    await write_back.close()
 
 
-def test_a_request_that_was_cut_short_is_not_waited_for() -> None:
-    async def run() -> None:
-        write_back = make(ScriptedPool())
-        request = answered_request("a", list(range(8)), [1])
-        request.is_cut_short = True
-        write_back.follow(request)
-        settlement = await write_back.settled("a", 60.0)
-        assert (settlement.known, settlement.settled, settlement.missing_pages) == (True, False, 2)
-
-    asyncio.run(run())
+async def test_a_request_that_was_cut_short_is_not_waited_for() -> None:
+    write_back = make(ScriptedPool())
+    request = answered_request("a", list(range(8)), [1])
+    request.is_cut_short = True
+    write_back.follow(request)
+    settlement = await write_back.settled("a", 60.0)
+    assert (settlement.known, settlement.settled, settlement.missing_pages) == (True, False, 2)
 
 
-def test_a_remembered_request_holds_nothing_of_sglangs() -> None:
-    async def run() -> None:
-        pool = ScriptedPool()
-        pool.committed.set()
-        write_back = make(pool)
-        request = answered_request("a", list(range(8)), [1])
-        write_back.follow(request)
-        assert (await write_back.settled("a", 5.0)).committed_pages == 2
-        assert request.requests == {}
-        again = await write_back.settled("a", 0.0)
-        assert (again.settled, again.committed_pages) == (True, 2)
-
-    asyncio.run(run())
+async def test_a_remembered_request_holds_nothing_of_sglangs() -> None:
+    pool = ScriptedPool()
+    pool.committed.set()
+    write_back = make(pool)
+    request = answered_request("a", list(range(8)), [1])
+    write_back.follow(request)
+    assert (await write_back.settled("a", 5.0)).committed_pages == 2
+    assert request.requests == {}
+    again = await write_back.settled("a", 0.0)
+    assert (again.settled, again.committed_pages) == (True, 2)
 
 
-def test_a_request_without_full_pages_is_settled_once_answered() -> None:
-    async def run() -> None:
-        write_back = make(ScriptedPool())
-        write_back.follow(answered_request("a", [1, 2], [3]))
-        settlement = await write_back.settled("a", 5.0)
-        assert (settlement.settled, settlement.missing_pages) == (True, 0)
-
-    asyncio.run(run())
+async def test_a_request_without_full_pages_is_settled_once_answered() -> None:
+    write_back = make(ScriptedPool())
+    write_back.follow(answered_request("a", [1, 2], [3]))
+    settlement = await write_back.settled("a", 5.0)
+    assert (settlement.settled, settlement.missing_pages) == (True, 0)
 
 
-def test_pages_that_never_come_are_waited_for_once_and_then_no_longer_than_a_moment_until_some_come(
+async def test_pages_that_never_come_are_waited_for_once_and_then_no_longer_than_a_moment_until_some_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(writeback, "MOMENT_S", 0.0)
@@ -154,40 +133,34 @@ def test_pages_that_never_come_are_waited_for_once_and_then_no_longer_than_a_mom
         async def exists(self, keys: Sequence[bytes]) -> list[bool]:
             return [False] * len(keys)
 
-    async def run() -> None:
-        pool = Pool()
-        write_back = make(pool)
+    pool = Pool()
+    write_back = make(pool)
 
-        async def is_waited_for(name: str, comes: bool) -> bool:
-            """Whether a question about a request is open until the wait for its pages ends."""
-            write_back.follow(answered_request(name, list(range(8)), [1]))
-            question = asyncio.create_task(write_back.settled(name, 60.0))
-            for _ in range(10):
-                await asyncio.sleep(0)
-            is_open = not question.done()
-            pool.ends.put_nowait(comes)
-            await question
-            await asyncio.wait({write_back._followed[name].task})
-            return is_open
+    async def is_waited_for(name: str, comes: bool) -> bool:
+        """Whether a question about a request is open until the wait for its pages ends."""
+        write_back.follow(answered_request(name, list(range(8)), [1]))
+        question = asyncio.create_task(write_back.settled(name, 60.0))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        is_open = not question.done()
+        pool.ends.put_nowait(comes)
+        await question
+        await asyncio.wait({write_back._followed[name].task})
+        return is_open
 
-        assert await is_waited_for("a", comes=False)
-        assert not await is_waited_for("b", comes=False)
-        assert not await is_waited_for("c", comes=True)
-        assert await is_waited_for("d", comes=True)
-
-    asyncio.run(asyncio.wait_for(run(), 10))
+    assert await is_waited_for("a", comes=False)
+    assert not await is_waited_for("b", comes=False)
+    assert not await is_waited_for("c", comes=True)
+    assert await is_waited_for("d", comes=True)
 
 
-def test_of_two_requests_with_one_id_the_later_is_followed() -> None:
-    async def run() -> None:
-        pool = ScriptedPool()
-        pool.committed.set()
-        write_back = make(pool)
-        write_back.follow(HttpRequest("a", "/generate"))
-        earlier = asyncio.create_task(write_back.settled("a", 60.0))
-        await asyncio.sleep(0)
-        write_back.follow(answered_request("a", list(range(8)), [1]))
-        assert not (await earlier).settled
-        assert (await write_back.settled("a", 5.0)).committed_pages == 2
-
-    asyncio.run(run())
+async def test_of_two_requests_with_one_id_the_later_is_followed() -> None:
+    pool = ScriptedPool()
+    pool.committed.set()
+    write_back = make(pool)
+    write_back.follow(HttpRequest("a", "/generate"))
+    earlier = asyncio.create_task(write_back.settled("a", 60.0))
+    await asyncio.sleep(0)
+    write_back.follow(answered_request("a", list(range(8)), [1]))
+    assert not (await earlier).settled
+    assert (await write_back.settled("a", 5.0)).committed_pages == 2

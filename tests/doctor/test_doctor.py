@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,13 @@ from pdserve.doctor import cluster, judge, machine
 from pdserve.doctor.facts import PoolNode
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
 from pdserve.router.config.router import RouterConfig
-from tests.support.e2e.cluster import PoolNode as RealNode
+from tests.support.command import pdserve_here
 from tests.support.e2e.cluster import to_toml
+from tests.support.kvpool.local_node import LocalNode
+from tests.support.kvpool.nodes import small_config
+from tests.support.kvpool.pools import arena_dir, remove_arena
 from tests.support.router import mock_worker as mock
-from tests.support.router.harness import FAST, disagg, routed, run
+from tests.support.router.harness import FAST, disagg, routed
 from tests.support.router.mock_worker import REPORT, MockWorker, Received, Wire
 
 SERVER = {
@@ -33,11 +36,17 @@ SERVER = {
 
 async def doctor(*words: str) -> tuple[int, str]:
     """(exit status, what it said)"""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "pdserve", "doctor", "--no-measure", *words), stdout=asyncio.subprocess.PIPE
-    )
-    said, _ = await asyncio.wait_for(process.communicate(), 120)
-    return process.returncode or 0, said.decode()
+    done = await asyncio.to_thread(pdserve_here, "doctor", "--no-measure", *words)
+    return done.returncode, done.stdout
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[LocalNode]:
+    started = LocalNode(small_config(name="pool0"), tmp_path)
+    yield started
+    started.close()
+    remove_arena(started.config)
+    arena_dir().rmdir()
 
 
 def levels(said: str) -> dict[str, str]:
@@ -49,10 +58,13 @@ def levels(said: str) -> dict[str, str]:
     return found
 
 
-def serves(worker: MockWorker, node: RealNode, **server: Any) -> None:
+def serves(worker: MockWorker, node: LocalNode, **server: Any) -> None:
     """Answer as SGLang does when it is asked for its arguments, for as often as needed, and a generation."""
     page = worker.info["page_size"]
-    storage = {"prefetch_threshold": page, "pdserve": {"pool": {"nodes": [node.ref]}}}
+    storage = {
+        "prefetch_threshold": page,
+        "pdserve": {"pool": {"nodes": [{"node": "pool0", "address": node.address}]}},
+    }
     told = {**SERVER, "hicache_storage_backend_extra_config": json.dumps(storage), **server}
 
     async def script(wire: Wire, request: Received) -> None:
@@ -76,101 +88,75 @@ def serves(worker: MockWorker, node: RealNode, **server: Any) -> None:
     worker.script("/generate", *[generate] * 20)
 
 
-def test_a_cluster_that_is_well_a_fault_in_it_and_one_that_is_away(tmp_path: Path) -> None:
-    node = RealNode(tmp_path, capacity="16MiB").start()
+async def test_a_cluster_that_is_well_a_fault_in_it_and_one_that_is_away(node: LocalNode) -> None:
+    async with disagg() as (harness, [prefill], [decode]):
+        for worker in (prefill, decode):
+            serves(worker, node)
+        asked = ("--json", "--router", harness.url)
+        status, said = await doctor(*asked)
+        found = levels(said)
+        assert {check: level for check, level in found.items() if level == "fail"} == {}, said
+        assert {"pool node", "tokenizer", "live probe", "UCX", "/dev/shm", "open files"} <= set(found)
+        assert status == json.loads(said)["status"] == (1 if "warn" in found.values() else 0)
 
-    async def main() -> None:
-        async with disagg() as (harness, [prefill], [decode]):
-            for worker in (prefill, decode):
-                serves(worker, node)
-            asked = ("--json", "--router", harness.url)
-            status, said = await doctor(*asked)
-            found = levels(said)
-            assert {check: level for check, level in found.items() if level == "fail"} == {}, said
-            assert {"pool node", "tokenizer", "live probe", "UCX", "/dev/shm", "open files"} <= set(found)
-            assert status == json.loads(said)["status"] == (1 if "warn" in found.values() else 0)
-
-            decode.info["chat_template"] = "d"
-            node.stop()
-            status, said = await doctor(*asked)
-            assert status == 2
-            failed = {c for c, level in levels(said).items() if level == "fail"}
-            # no decode worker is left for the probe once the router has refused it
-            assert failed - {"live probe"} == {"chat template", "pool node"}
-        status, said = await doctor("--router", harness.url)
-        assert status >= 1
-        assert "nothing answers" in said
-
-    try:
-        run(main(), timeout_s=280)
-    finally:
-        node.stop()
+        decode.info["chat_template"] = "d"
+        node.close()
+        status, said = await doctor(*asked)
+        assert status == 2
+        failed = {c for c, level in levels(said).items() if level == "fail"}
+        # no decode worker is left for the probe once the router has refused it
+        assert failed - {"live probe"} == {"chat template", "pool node"}
+    status, said = await doctor("--router", harness.url)
+    assert status >= 1
+    assert "nothing answers" in said
 
 
-def test_a_hand_off_that_fails_is_found_though_every_worker_is_ready(tmp_path: Path) -> None:
-    node = RealNode(tmp_path, capacity="16MiB").start()
-
-    async def main() -> None:
-        async with disagg() as (harness, [prefill], [decode]):
-            prefill.script("/pd/prefill", *(mock.answer(500, {}) for _ in range(2)))
-            for worker in (prefill, decode):
-                serves(worker, node)
-            status, said = await doctor("--json", "--router", harness.url)
-            failed = [one for one in json.loads(said)["findings"] if one["level"] == "fail"]
-            assert {one["check"] for one in failed} == {"live probe"}
-            assert all("stage=status-500" in one["says"] for one in failed)
-            assert status == 2
-
-    try:
-        run(main(), timeout_s=140)
-    finally:
-        node.stop()
+async def test_a_hand_off_that_fails_is_found_though_every_worker_is_ready(node: LocalNode) -> None:
+    async with disagg() as (harness, [prefill], [decode]):
+        prefill.script("/pd/prefill", *(mock.answer(500, {}) for _ in range(2)))
+        for worker in (prefill, decode):
+            serves(worker, node)
+        status, said = await doctor("--json", "--router", harness.url)
+        failed = [one for one in json.loads(said)["findings"] if one["level"] == "fail"]
+        assert {one["check"] for one in failed} == {"live probe"}
+        assert all("stage=status-500" in one["says"] for one in failed)
+        assert status == 2
 
 
-def test_each_model_that_generates_is_probed_with_pages_of_its_own_size(tmp_path: Path) -> None:
+async def test_each_model_that_generates_is_probed_with_pages_of_its_own_size(node: LocalNode) -> None:
     """A router of several models knows none that a prompt without a model's name could mean."""
-    node = RealNode(tmp_path, capacity="16MiB").start()
     sizes = {"a": 16, "b": 32}
     prefills, decodes = (
         [MockWorker(role, model, namespace=model, page_size=size) for model, size in sizes.items()]
         for role in ("prefill", "decode")
     )
     vectors = MockWorker("agg", "vectors", namespace="vectors", tasks=["embed"])
-
-    async def main() -> None:
-        async with mock.workers(*prefills, *decodes, vectors):
-            config = RouterConfig(
-                prefill=tuple(worker.url for worker in prefills),
-                decode=tuple(worker.url for worker in decodes),
-                agg=(vectors.url,),
-                deadlines=FAST,
-            )
-            async with routed(config) as harness:
-                for worker in (*prefills, *decodes, vectors):
-                    serves(worker, node)
-                _, said = await doctor("--json", "--router", harness.url)
-        probed = [one for one in json.loads(said)["findings"] if one["check"] == "live probe"]
-        assert [one["level"] for one in probed] == ["ok"] * 4, said
-        assert [one["says"][:9] for one in probed] == ["a: turn 1", "a: turn 2", "b: turn 1", "b: turn 2"]
-        sent = [[len(request.json()["input_ids"]) for request in one.got("/generate")] for one in decodes]
-        assert sent == [[4 * 16 + 7, 5 * 16 + 14], [4 * 32 + 7, 5 * 32 + 14]]
-        assert vectors.got("/generate") == []
-
-    try:
-        run(main(), timeout_s=140)
-    finally:
-        node.stop()
+    async with mock.workers(*prefills, *decodes, vectors):
+        config = RouterConfig(
+            prefill=tuple(worker.url for worker in prefills),
+            decode=tuple(worker.url for worker in decodes),
+            agg=(vectors.url,),
+            deadlines=FAST,
+        )
+        async with routed(config) as harness:
+            for worker in (*prefills, *decodes, vectors):
+                serves(worker, node)
+            _, said = await doctor("--json", "--router", harness.url)
+    probed = [one for one in json.loads(said)["findings"] if one["check"] == "live probe"]
+    assert [one["level"] for one in probed] == ["ok"] * 4, said
+    assert [one["says"][:9] for one in probed] == ["a: turn 1", "a: turn 2", "b: turn 1", "b: turn 2"]
+    sent = [[len(request.json()["input_ids"]) for request in one.got("/generate")] for one in decodes]
+    assert sent == [[4 * 16 + 7, 5 * 16 + 14], [4 * 32 + 7, 5 * 32 + 14]]
+    assert vectors.got("/generate") == []
 
 
-def test_a_cluster_of_which_no_worker_is_known_is_no_cluster_that_is_well(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with disagg(0, 0) as (harness, _, _):
-            status, said = await doctor("--json", "--router", harness.url)
-            assert status == 2
-            assert levels(said)["worker"] == "fail"
-            assert "no worker is known" in said
-
-    run(main(), timeout_s=140)
+@pytest.mark.timeout(140)
+async def test_a_cluster_of_which_no_worker_is_known_is_no_cluster_that_is_well(tmp_path: Path) -> None:
+    async with disagg(0, 0) as (harness, _, _):
+        status, said = await doctor("--json", "--router", harness.url)
+        assert status == 2
+        assert levels(said)["worker"] == "fail"
+        assert "no worker is known" in said
 
 
 def cluster_file(directory: Path, port: int, **cluster: str) -> Path:
@@ -181,67 +167,56 @@ def cluster_file(directory: Path, port: int, **cluster: str) -> Path:
     return path
 
 
-def test_workers_that_no_configuration_lists_are_asked_for_at_the_router(tmp_path: Path) -> None:
+async def test_workers_that_no_configuration_lists_are_asked_for_at_the_router(
+    node: LocalNode, tmp_path: Path
+) -> None:
     """The configuration is not where it is looked for, or the workers are in etcd."""
-    node = RealNode(tmp_path, capacity="16MiB").start()
+    async with disagg() as (harness, [prefill], [decode]):
+        for worker in (prefill, decode):
+            serves(worker, node)
+        asked = ("--json", "--config", str(cluster_file(tmp_path, harness.port)))
+        status, said = await doctor(*asked)
+        found = levels(said)
+        assert found["cluster"] == "warn"
+        assert "--run-dir" in said
+        assert (status, found["tokenizer"], found["live probe"]) == (1, "ok", "ok")
 
-    async def main() -> None:
-        async with disagg() as (harness, [prefill], [decode]):
-            for worker in (prefill, decode):
-                serves(worker, node)
-            asked = ("--json", "--config", str(cluster_file(tmp_path, harness.port)))
-            status, said = await doctor(*asked)
-            found = levels(said)
-            assert found["cluster"] == "warn"
-            assert "--run-dir" in said
-            assert (status, found["tokenizer"], found["live probe"]) == (1, "ok", "ok")
-
-            (tmp_path / "run").mkdir()
-            written = to_toml({"host": "127.0.0.1", "port": harness.port})
-            (tmp_path / "run" / "router.toml").write_text(written)
-            status, said = await doctor(*asked)
-            found = levels(said)
-            assert "cluster" not in found
-            assert (found["tokenizer"], found["live probe"]) == ("ok", "ok")
-
-    try:
-        run(main(), timeout_s=280)
-    finally:
-        node.stop()
-
-
-def test_a_router_of_ipv6_and_one_that_is_no_url(tmp_path: Path) -> None:
-    async def main() -> None:
         (tmp_path / "run").mkdir()
-        (tmp_path / "run" / "router.toml").write_text(to_toml({"host": "::1", "port": 9}))
-        status, said = await doctor("--config", str(cluster_file(tmp_path, 9)))
-        assert status >= 1
-        assert "nothing answers at http://[::1]:9" in said
-        for url in ("http://::1:8000", "http://host:port", "host:8000"):
-            assert await doctor("--router", url) == (2, "")
-
-    run(main(), timeout_s=140)
+        written = to_toml({"host": "127.0.0.1", "port": harness.port})
+        (tmp_path / "run" / "router.toml").write_text(written)
+        status, said = await doctor(*asked)
+        found = levels(said)
+        assert "cluster" not in found
+        assert (found["tokenizer"], found["live probe"]) == ("ok", "ok")
 
 
-def test_a_worker_that_drains_or_starts_is_said_to_and_not_called_misconfigured() -> None:
-    async def main() -> None:
-        async with disagg() as (_, [starts], [drains]):
-            starts.ready = False
-            starts.script("/pd/info", mock.answer(500, {}))
-            drains.draining = True
-            drains.script("/get_server_info", mock.answer(503, {}))
-            found = await asyncio.to_thread(cluster.gather_workers, (starts.url, drains.url), "")
-        assert [(one.error, one.described, one.draining) for one in found] == [
-            ("", False, False),
-            ("", False, True),
-        ]
-        worst = {one.check: one.says for one in judge.workers(found) if one.level != "ok"}
-        assert worst.keys() == {"worker", "clock"}  # the scripted ones live in the past
-
-    run(main())
+@pytest.mark.timeout(140)
+async def test_a_router_of_ipv6_and_one_that_is_no_url(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "router.toml").write_text(to_toml({"host": "::1", "port": 9}))
+    status, said = await doctor("--config", str(cluster_file(tmp_path, 9)))
+    assert status >= 1
+    assert "nothing answers at http://[::1]:9" in said
+    for url in ("http://::1:8000", "http://host:port", "host:8000"):
+        assert await doctor("--router", url) == (2, "")
 
 
-def test_a_busy_workers_clock_is_right_and_its_silence_no_fault() -> None:
+async def test_a_worker_that_drains_or_starts_is_said_to_and_not_called_misconfigured() -> None:
+    async with disagg() as (_, [starts], [drains]):
+        starts.ready = False
+        starts.script("/pd/info", mock.answer(500, {}))
+        drains.draining = True
+        drains.script("/get_server_info", mock.answer(503, {}))
+        found = await asyncio.to_thread(cluster.gather_workers, (starts.url, drains.url), "")
+    assert [(one.error, one.described, one.draining) for one in found] == [
+        ("", False, False),
+        ("", False, True),
+    ]
+    worst = {one.check: one.says for one in judge.workers(found) if one.level != "ok"}
+    assert worst.keys() == {"worker", "clock"}  # the scripted ones live in the past
+
+
+async def test_a_busy_workers_clock_is_right_and_its_silence_no_fault() -> None:
     """An answer of SGLang's waits for a step to end."""
     clock = [1767225600.0]  # the scripted workers' date
 
@@ -249,17 +224,14 @@ def test_a_busy_workers_clock_is_right_and_its_silence_no_fault() -> None:
         clock[0] += 60.0
         await wire.json(200, SERVER)
 
-    async def main() -> None:
-        async with disagg(0, 2) as (_, _, [slow, silent]):
-            slow.script("/get_server_info", step)
-            silent.script("/get_server_info", mock.hang(mock.Gate()))
-            ask = functools.partial(cluster.gather_workers, arguments_s=0.3, clock=lambda: clock[0])
-            (one,) = await asyncio.to_thread(ask, (slow.url,), "")
-            assert (one.clock_ahead_s, one.busy, one.write_policy) == (0.0, False, "write_through")
-            (other,) = await asyncio.to_thread(ask, (silent.url,), "")
-            assert (other.error, other.busy, other.role) == ("", True, "decode")
-
-    run(main())
+    async with disagg(0, 2) as (_, _, [slow, silent]):
+        slow.script("/get_server_info", step)
+        silent.script("/get_server_info", mock.hang(mock.Gate()))
+        ask = functools.partial(cluster.gather_workers, arguments_s=0.3, clock=lambda: clock[0])
+        (one,) = await asyncio.to_thread(ask, (slow.url,), "")
+        assert (one.clock_ahead_s, one.busy, one.write_policy) == (0.0, False, "write_through")
+        (other,) = await asyncio.to_thread(ask, (silent.url,), "")
+        assert (other.error, other.busy, other.role) == ("", True, "decode")
 
 
 def test_a_measurement_of_ucx_that_fails_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,17 @@
-"""Node processes that form a pool, for one test."""
+"""Nodes for one test."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.kvpool.clustered import Processes
-from tests.support.kvpool.pools import arena_dir
+from tests.support.kvpool.local_node import LocalNode
+from tests.support.kvpool.nodes import Start, small_config
+from tests.support.kvpool.pools import arena_dir, remove_arena
 
 
 @pytest.fixture
@@ -16,5 +19,22 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
     made = Processes(tmp_path)
     yield made
     made.close()
+    if arena_dir().exists():
+        arena_dir().rmdir()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a node in this process, with these options over small ones; it ends after the test."""
+    nodes: list[LocalNode] = []
+
+    def make(**options: Any) -> LocalNode:
+        nodes.append(LocalNode(small_config(**options), tmp_path))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.close()
+        remove_arena(node.config)
     if arena_dir().exists():
         arena_dir().rmdir()

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
-from tests.support.netns.field import START_TIMEOUT_S, FarNode, Field, NearClient
+from tests.support.netns.field import FarNode, Field
 from tests.support.netns.lab import lab
 
 
-@pytest.fixture
-def field(tmp_path: Path) -> Iterator[Field]:
+@pytest.fixture(scope="module")
+def whole_field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
+    directory = tmp_path_factory.mktemp("netns")
     with ExitStack() as stack:
         network = stack.enter_context(lab("far", "near"))
-        node = FarNode(network, tmp_path)
+        node = FarNode(network, directory)
         stack.callback(node.close)
         node.await_ready()
-        client = NearClient(network, node, tmp_path)
-        stack.callback(client.close)
-        assert client.do("connect", within_s=START_TIMEOUT_S / 2) == {"problems": []}
-        yield Field(network, node, client)
+        made = Field(network, node, directory)
+        stack.callback(lambda: made.client.close())
+        yield made
+
+
+@pytest.fixture
+def field(whole_field: Field) -> Field:
+    """One for all, so what a test does to it must not be felt by the next."""
+    whole_field.get_ready()
+    return whole_field

@@ -6,15 +6,12 @@ import httpx
 import pytest
 
 from tests.support.router.contract import CASES, IDS, Check
-from tests.support.router.harness import run
 from tests.support.router.mock_worker import MockWorker, workers
 
 
 @pytest.mark.parametrize(("role", "check"), CASES, ids=IDS)
-def test_the_mock_worker(role: str, check: Check) -> None:
-    async def main() -> None:
-        mock = MockWorker(role)
-        async with workers(mock), httpx.AsyncClient(base_url=mock.url, timeout=60) as client:
-            await check(client, mock.info["model"])
-
-    run(main(), timeout_s=120)
+@pytest.mark.timeout(120)
+async def test_the_mock_worker(role: str, check: Check) -> None:
+    mock = MockWorker(role)
+    async with workers(mock), httpx.AsyncClient(base_url=mock.url, timeout=60) as client:
+        await check(client, mock.info["model"])

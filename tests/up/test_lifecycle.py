@@ -212,14 +212,6 @@ def test_stages_start_in_order_each_once_the_one_before_is_ready() -> None:
     ]
 
 
-def test_a_stage_starts_no_more_processes_at_once_than_may() -> None:
-    world = World(plan_of(start_parallelism=1))
-    world.ready("pool0")
-    assert world.alive == ["pool0", "prefill0"]
-    world.ready("prefill0")
-    assert world.alive == ["pool0", "prefill0", "decode0"]
-
-
 def test_slow_starts_are_told_every_few_seconds() -> None:
     world = World(plan_of())
     world.wait(11.0)

@@ -6,10 +6,11 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import subprocess
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,9 @@ from pdserve.up.plan import make_plan
 from pdserve.up.scraping import TARGETS_FILE, targets
 from tests.support.certificate import certificate
 from tests.support.e2e.cluster import PoolNode, free_port
-from tests.support.router.harness import disagg, run
-from tests.support.up.cluster import wait_until
+from tests.support.router.harness import disagg
+from tests.support.up.scripts import LAUNCH, program
 
-LAUNCH = Path(__file__).parents[2] / "launch"
 TARGET_LABELS = {"instance", "job", "process", "le"}
 GROUPED = re.compile(r"\b(?:by|without|on|ignoring) \(([^)]*)\)")
 SELECTED = re.compile(r"\b(pdserve_\w+)(?:{([^}]*)})?")
@@ -146,64 +146,55 @@ class Api:
         return [one["health"] for one in active] == ["up"] * count
 
 
-def test_every_query_finds_its_metrics_and_labels_in_a_live_prometheus(tmp_path: Path) -> None:
-    port, pool_port = free_port(), free_port()
-    pool = PoolNode(tmp_path, capacity="16MiB", extra={"metrics": f"127.0.0.1:{pool_port}"}).start()
-    server, thread = start_http_server(0, "127.0.0.1", worker_registry())
+@pytest.fixture
+def monitoring(tmp_path: Path) -> Iterator[Callable[[], Api]]:
+    """Starts the script, its Prometheus a quick one."""
+    started: list[subprocess.Popen[bytes]] = []
 
-    async def main() -> None:
+    def start() -> Api:
+        quick = 'for word; do case $word in --config.file=*) sed -i "s/ 5s/ 200ms/" "${word#*=}"; esac; done'
+        program(tmp_path / "bin/prometheus", f'{quick}; exec {shutil.which("prometheus")} "$@"')
+        port = free_port()
+        words = ["--port", str(port), "--data", str(tmp_path / "data"), str(tmp_path)]
+        path = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+        started.append(subprocess.Popen([str(LAUNCH / "monitoring.sh"), *words], env=os.environ | path))
+        return Api(port)
+
+    yield start
+    for script in started:
+        script.terminate()
+        assert script.wait(30) == 0
+
+
+@pytest.mark.timeout(200)
+async def test_every_query_finds_its_metrics_and_labels_in_a_live_prometheus(
+    tmp_path: Path, monitoring: Callable[[], Api]
+) -> None:
+    """One of the two routers speaks TLS; its certificate does not name the host that is scraped."""
+    pool_port = free_port()
+    pool = PoolNode(tmp_path, capacity="16MiB", extra={"metrics": f"127.0.0.1:{pool_port}"}).start()
+    cert, key = map(str, certificate(tmp_path))
+    worker, _ = start_http_server(0, "127.0.0.1", worker_registry())
+    secure, _ = start_http_server(0, "127.0.0.1", worker_registry(), certfile=cert, keyfile=key)
+    try:
         async with disagg() as (harness, _, _):
             await harness.chat(stream=True, user="u")
-            places = {"router": harness.port, "worker": server.server_port, "pool": pool_port}
-            (tmp_path / TARGETS_FILE).write_text(
-                json.dumps(
-                    [
-                        {"targets": [f"127.0.0.1:{at}"], "labels": {"job": job, "process": job}}
-                        for job, at in places.items()
-                    ]
-                )
-            )
-            words = ("--port", str(port), "--data", str(tmp_path / "data"), str(tmp_path))
-            script = await asyncio.create_subprocess_exec(str(LAUNCH / "monitoring.sh"), *words)
-            try:
-                api = Api(port)
-                async with asyncio.timeout(120):
-                    while not await asyncio.to_thread(api.all_up, len(places)):  # noqa: ASYNC110 - no event
-                        await asyncio.sleep(0.1)
-                await asyncio.to_thread(check, api)
-            finally:
-                script.terminate()
-                assert await script.wait() == 0
-
-    try:
-        run(main(), timeout_s=200)
+            places = [("router", harness.port), ("worker", worker.server_port), ("pool", pool_port)]
+            found = [
+                {"targets": [f"127.0.0.1:{port}"], "labels": {"job": job, "process": job}}
+                for job, port in places
+            ]
+            labels = {"job": "router", "process": "secure", "__scheme__": "https"}
+            found.append({"targets": [f"localhost:{secure.server_port}"], "labels": labels})
+            (tmp_path / TARGETS_FILE).write_text(json.dumps(found))
+            api = monitoring()
+            while not await asyncio.to_thread(api.all_up, len(found)):  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.1)
+            await asyncio.to_thread(check, api)
     finally:
-        server.shutdown()
-        thread.join()
+        worker.shutdown()
+        secure.shutdown()
         pool.stop()
-
-
-def test_a_router_that_speaks_tls_is_scraped(tmp_path: Path) -> None:
-    cert, key = certificate(tmp_path)
-    server, thread = start_http_server(
-        0, "127.0.0.1", worker_registry(), certfile=str(cert), keyfile=str(key)
-    )
-    labels = {"job": "router", "process": "router", "__scheme__": "https"}
-    place = {
-        "targets": [f"localhost:{server.server_port}"],
-        "labels": labels,
-    }  # not what the certificate names
-    (tmp_path / TARGETS_FILE).write_text(json.dumps([place]))
-    port = free_port()
-    words = ["--port", str(port), "--data", str(tmp_path / "data"), str(tmp_path)]
-    script = subprocess.Popen([str(LAUNCH / "monitoring.sh"), *words])
-    try:
-        wait_until(lambda: Api(port).all_up(1), "the router is scraped")
-    finally:
-        script.terminate()
-        script.wait(30)
-        server.shutdown()
-        thread.join()
 
 
 def check(api: Api) -> None:

@@ -74,10 +74,7 @@ def test_a_name_that_is_cut_inside_a_character_hides_no_session() -> None:
     rename = "import ctypes; ctypes.CDLL(None).prctl(15, 'aプロセスの名前'.encode(), 0, 0, 0)"
     code = f"{rename}; print(flush=True); import sys; sys.stdin.read()"
     with subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()

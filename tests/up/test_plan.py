@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,10 @@ RUN = Path("/run/x")
 
 
 def plan_of(
-    file: ClusterFile, *, ports: Sequence[int] = range(20_000, 20_100), extra: Sequence[str] = ()
+    file: ClusterFile, *, ports: Sequence[int] = range(20_000, 20_100), extra: Sequence[str] = (), **more: Any
 ) -> Plan:
-    return make_plan(file, program=("pdserve",), run_dir=RUN, uid=7, ports=iter(ports), extra_args=extra)
+    place: dict[str, Any] = {"run_dir": RUN, "uid": 7} | more
+    return make_plan(file, program=("pdserve",), ports=iter(ports), extra_args=extra, **place)
 
 
 def read(tmp_path: Path, text: str, **counts: int | None) -> ClusterFile:
@@ -81,8 +83,7 @@ def test_disagg_is_wired_whole() -> None:
 
 def test_clusters_of_other_users_and_run_directories_hold_their_pages_elsewhere() -> None:
     def arena(run_dir: str, uid: int) -> str:
-        file = ClusterFile(pool=[{}], agg=[{}])
-        plan = make_plan(file, program=("x",), run_dir=Path(run_dir), uid=uid, ports=iter(range(1, 9)))
+        plan = plan_of(ClusterFile(pool=[{}], agg=[{}]), run_dir=Path(run_dir), uid=uid)
         return str(configs(plan)["pool0"]["arena_dir"])
 
     assert arena("/a", 1) == arena("/a", 1)
@@ -183,9 +184,8 @@ def test_refuses_what_cannot_run(file: ClusterFile, message: str) -> None:
 
 
 def test_refuses_a_run_directory_that_is_too_long_for_sockets() -> None:
-    file = ClusterFile(pool=[{}], agg=[{}])
     with pytest.raises(ConfigError, match="too long for a socket"):
-        make_plan(file, program=("x",), run_dir=Path("/" + "n" * 100), uid=0, ports=iter(range(1, 9)))
+        plan_of(ClusterFile(pool=[{}], agg=[{}]), run_dir=Path("/" + "n" * 100))
 
 
 def test_counts_repeat_the_last_table_without_name_and_port_or_drop_the_last(tmp_path: Path) -> None:
@@ -223,29 +223,14 @@ def test_refuses_a_cluster_file_that_makes_no_sense(tmp_path: Path, text: str, m
     assert message in str(caught.value)
 
 
-def test_the_empty_default_of_a_base_file_is_no_token_of_its_own() -> None:
-    made = configs(
-        make_plan(
-            ClusterFile(agg=[{}], router={"access": {"cluster_token": ""}}),  # as launch/router.toml has it
-            program=("pdserve",),
-            run_dir=RUN,
-            uid=0,
-            ports=iter(range(20_000, 20_100)),
-            cluster_token="t",
-        )
-    )
-    assert made["agg0"]["cluster_token"] == made["router"]["access"]["cluster_token"] == "t"
-
-
 def test_a_cluster_gets_one_token_for_its_workers_and_router() -> None:
-    file = ClusterFile(pool=[{}], prefill=[{}], decode=[{}], router={"access": {"keys_file": "k"}})
-    plan = make_plan(
-        file, program=("pdserve",), run_dir=RUN, uid=0, ports=iter(range(20_000, 20_100)), cluster_token="t"
-    )
-    made = configs(plan)
-    assert made["prefill0"]["cluster_token"] == made["decode0"]["cluster_token"] == "t"
-    assert made["router"]["access"] == {"keys_file": "k", "cluster_token": "t"}
-    assert "cluster_token" not in made["pool0"]
+    """The empty one of a base file, as launch/router.toml has it, is no token of its own."""
+    for access in ({"keys_file": "k"}, {"keys_file": "k", "cluster_token": ""}):
+        file = ClusterFile(pool=[{}], prefill=[{}], decode=[{}], router={"access": access})
+        made = configs(plan_of(file, cluster_token="t"))
+        assert made["prefill0"]["cluster_token"] == made["decode0"]["cluster_token"] == "t"
+        assert made["router"]["access"] == {"keys_file": "k", "cluster_token": "t"}
+        assert "cluster_token" not in made["pool0"]
 
 
 @pytest.mark.parametrize(
@@ -256,17 +241,12 @@ def test_a_cluster_gets_one_token_for_its_workers_and_router() -> None:
     ],
 )
 def test_a_token_of_the_file_is_not_overruled(file: ClusterFile) -> None:
-    plan = make_plan(
-        file, program=("pdserve",), run_dir=RUN, uid=0, ports=iter(range(20_000, 20_100)), cluster_token="t"
-    )
-    assert "'t'" not in str(configs(plan))
+    assert "'t'" not in str(configs(plan_of(file, cluster_token="t")))
 
 
 def test_the_live_page_has_a_port_a_key_and_the_pool_unless_the_file_says_otherwise() -> None:
     def planned(admin: dict[str, object]) -> Plan:
-        ports = iter(range(20_000, 20_100))
-        file = ClusterFile(pool=[{}], agg=[{}], router={"admin": admin})
-        return make_plan(file, program=("x",), run_dir=RUN, uid=0, ports=ports, admin_key="k")
+        return plan_of(ClusterFile(pool=[{}], agg=[{}], router={"admin": admin}), admin_key="k")
 
     as_shipped = planned({"host": "127.0.0.1", "key": "", "pool": []})  # launch/router.toml
     assert configs(as_shipped)["router"]["admin"] == {

@@ -143,8 +143,7 @@ def test_the_venv_module_is_asked_for_by_the_pythons_own_version(tmp_path: Path)
     checkout = Checkout(tmp_path / "one", tmp_path / "bin")
     (checkout.tools / "uv").unlink()
     program(
-        checkout.tools / "python3",
-        f'[ "$2" = "import ensurepip" ] && exit 1; exec {sys.executable} "$@"',
+        checkout.tools / "python3", f'[ "$2" = "import ensurepip" ] && exit 1; exec {sys.executable} "$@"'
     )
     program(checkout.tools / "id", "echo 1000")
     _, said = checkout.start().communicate(timeout=60)

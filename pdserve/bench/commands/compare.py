@@ -26,8 +26,9 @@ the largest counts."""
 Against = Annotated[
     str,
     typer.Option(
-        help="Contenders, separated by commas; ratios are over the first. Empty: plain, file, mooncake "
-        "where it is installed, agg, disagg. There is dead, too: agg, its pool killed (R13)."
+        help="Contenders, separated by commas; ratios are over the first. Empty: plain, file, "
+        "mooncake (if installed), agg, disagg. Also possible: dead (agg with a killed "
+        "pool, R13)."
     ),
 ]
 ModelPath = Annotated[Path, typer.Option("--model", help="Model directory: pdserve model demo makes one.")]
@@ -42,15 +43,14 @@ ExtraArgs = Annotated[
 def compare(
     against: Against = "",
     sizes: Annotated[
-        str, typer.Option(help="Device KV caches: small, the sessions do not fit; large, they do.")
+        str,
+        typer.Option(help="Sizes of the device KV cache: small (sessions do not fit), large (they fit)."),
     ] = "small,large",
-    repeat: Annotated[int, typer.Option(min=1, help="Rounds; medians are taken over them.")] = 3,
+    repeat: Annotated[int, typer.Option(min=1, help="Rounds; results are medians over them.")] = 3,
     minutes: options.Minutes = 0.0,
     load: Annotated[
         list[str] | None,
-        typer.Option(
-            help="PRESET,scale=S,users=N,rounds=N in place of --preset; several: to the same servers in turn."
-        ),
+        typer.Option(help="PRESET,scale=S,users=N,rounds=N instead of --preset; several run in turn."),
     ] = None,
     preset: options.Preset = "eic",
     scale: options.Scale = 0.1,
@@ -67,11 +67,10 @@ def compare(
     as_json: common.AsJson = False,
     extra: ExtraArgs = None,
 ) -> None:
-    """The same conversations against plain SGLang, SGLang with its file storage and with Mooncake, and
-    pdserve.
+    """Compare plain SGLang, SGLang with file storage or Mooncake, and pdserve, with the same conversations.
 
-    All are started on this machine, one after the other, and take turns. Fails when one of them could not be
-    measured or any ask failed; what was measured is shown all the same.
+    All servers are started on this machine and take turns. The command fails if a server could not be
+    measured or a request failed; it shows the other results nevertheless.
     """
     from msgspec.structs import replace
 

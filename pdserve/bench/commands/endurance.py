@@ -18,14 +18,16 @@ if TYPE_CHECKING:
 
 
 def soak(
-    minutes: Annotated[float, typer.Option(min=0.1, help="How long; the goal is for 60.")] = 60.0,
+    minutes: Annotated[
+        float, typer.Option(min=0.1, help="Length of the run; the goal is defined for 60.")
+    ] = 60.0,
     nodes: options.Nodes = 2,
     capacity: Annotated[
-        str, typer.Option(help="Memory of each node; half of what is written fits.")
+        str, typer.Option(help="Memory of each node; half of the written bytes fit.")
     ] = "128MiB",
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between samples.")] = 5.0,
     operations: Annotated[
-        float, typer.Option(min=0.1, help="Operations a second of each of 8 threads.")
+        float, typer.Option(min=0.1, help="Operations per second of each of 8 threads.")
     ] = 50.0,
     plot: options.Plot = None,
     out: options.Out = None,
@@ -71,13 +73,17 @@ def _soak_table(outcome: Soaked) -> Table:
 
 
 def chaos(
-    seed: Annotated[int, typer.Option(help="Which faults come when, and what clients ask.")] = 1,
-    minutes: Annotated[float, typer.Option(min=0.1, help="How long.")] = 1.0,
-    replay: Annotated[Path | None, typer.Option(help="Do as this run's plan.json says.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the faults, their times and the clients' requests.")] = 1,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Length of the run.")] = 1.0,
+    replay: Annotated[
+        Path | None, typer.Option(help="Repeat the faults of this plan.json of an earlier run.")
+    ] = None,
     kinds: Annotated[str, typer.Option(help="Kinds of faults, separated by commas; empty: all.")] = "",
     capacity: options.NodeCapacity = "128MiB",
-    lease: Annotated[float, typer.Option(min=0.1, help="Leases of readers and writers, s.")] = 5.0,
-    checksum: Annotated[bool, typer.Option(help="Off shows that the checks can fail.")] = True,
+    lease: Annotated[float, typer.Option(min=0.1, help="Leases of readers and writers, in seconds.")] = 5.0,
+    checksum: Annotated[
+        bool, typer.Option(help="Checksums of pages; without them the checks can be seen to fail.")
+    ] = True,
     out: options.Out = None,
     as_json: options.AsJson = False,
 ) -> None:

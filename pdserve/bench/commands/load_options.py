@@ -23,49 +23,55 @@ Preset: TypeAlias = Annotated[
     str, typer.Option(help="A load by name: eic, long-input-short-output, shared-prefix, no-reuse.")
 ]
 Scale: TypeAlias = Annotated[
-    float, typer.Option(min=1e-6, help="All lengths of the preset or trace times this.")
+    float, typer.Option(min=1e-6, help="Factor of all lengths of the preset or trace.")
 ]
 Users: TypeAlias = Annotated[
-    int | None, typer.Option(min=1, help="Conversations; this and what follows in place of the preset's.")
+    int | None,
+    typer.Option(
+        min=1, help="Number of conversations. This and the next options replace values of the preset."
+    ),
 ]
-Rounds: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Turns of each.")]
-System: TypeAlias = Annotated[
-    int | None, typer.Option(min=0, help="Tokens of the system prompt that all share.")
-]
+Rounds: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Turns of each conversation.")]
+System: TypeAlias = Annotated[int | None, typer.Option(min=0, help="Tokens of the common system prompt.")]
 History: TypeAlias = Annotated[
-    int | None, typer.Option(min=0, help="Tokens that a user's first turn brings besides.")
+    int | None, typer.Option(min=0, help="Tokens of history that a user's first turn adds.")
 ]
 New: TypeAlias = Annotated[int | None, typer.Option(min=1, help="New tokens of every turn.")]
 Output: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Tokens of every answer.")]
 Spread: TypeAlias = Annotated[
-    float | None, typer.Option(min=0, max=0.99, help="How much lengths vary: 0.5 is ± 50 %.")
+    float | None, typer.Option(min=0, max=0.99, help="Variation of lengths: 0.5 is ± 50 %.")
 ]
-Seed: TypeAlias = Annotated[int, typer.Option(min=0, help="Of lengths, texts and arrivals.")]
+Seed: TypeAlias = Annotated[int, typer.Option(min=0, help="Seed of lengths, texts and arrivals.")]
 Concurrency: TypeAlias = Annotated[
-    int, typer.Option(min=0, help="Closed loop: asks at a time; 0: one of each user.")
+    int, typer.Option(min=0, help="Closed loop: requests at the same time; 0: one for each user.")
 ]
 Trace: TypeAlias = Annotated[
-    Path | None, typer.Option(help="Replay this trace in place of a preset: JSON lines, as Mooncake's.")
+    Path | None, typer.Option(help="Replay this trace instead of a preset: JSON lines in Mooncake's format.")
 ]
-Requests: TypeAlias = Annotated[int, typer.Option(min=1, help="Requests of the trace.")]
-Speed: TypeAlias = Annotated[float, typer.Option(min=1e-6, help="The trace's time, so many times as fast.")]
+Requests: TypeAlias = Annotated[int, typer.Option(min=1, help="Number of requests of the trace.")]
+Speed: TypeAlias = Annotated[float, typer.Option(min=1e-6, help="Factor of the trace's speed.")]
 MaxTokens: TypeAlias = Annotated[
-    int, typer.Option(min=0, help="Leave out requests of the trace that are longer; 0: none.")
+    int, typer.Option(min=0, help="Leave out longer requests of the trace; 0: leave out none.")
 ]
 TheApi: TypeAlias = Annotated[
-    str, typer.Option("--api", help="completions: prompts of token ids, exact; chat: messages of words.")
+    str,
+    typer.Option(
+        "--api", help="completions: prompts of token ids, with exact lengths; chat: messages of words."
+    ),
 ]
 ModelName: TypeAlias = Annotated[
-    str, typer.Option("--model", help="Model to ask for; empty: the first one served.")
+    str, typer.Option("--model", help="Model to request; empty: the first one that the server lists.")
 ]
-ApiKey: TypeAlias = Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")]
+ApiKey: TypeAlias = Annotated[
+    str, typer.Option(envvar="OPENAI_API_KEY", help="API key, sent as a bearer token.")
+]
 DeviceTokens: TypeAlias = Annotated[
-    int, typer.Option(min=1, help="Device KV cache of each worker that is started.")
+    int, typer.Option(min=1, help="Tokens in the device KV cache of each started worker.")
 ]
 Minutes: TypeAlias = Annotated[
-    float, typer.Option(min=0, help="Nothing more is begun that would end later; 0: no limit.")
+    float, typer.Option(min=0, help="Time limit: a part that would end later is not started; 0: no limit.")
 ]
-Silence: TypeAlias = Annotated[float, typer.Option(min=0.1, help="Seconds a server may say nothing.")]
+Silence: TypeAlias = Annotated[float, typer.Option(min=0.1, help="Longest silence of a server, in seconds.")]
 
 
 def shape_of(preset: str, scale: float, given: dict[str, Any]) -> Shape:

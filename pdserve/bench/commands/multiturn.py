@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def multiturn(
-    url: Annotated[str, typer.Argument(help="Base URL of a server of OpenAI's API: http://HOST:PORT.")],
+    url: Annotated[str, typer.Argument(help="Base URL of a server with OpenAI's API: http://HOST:PORT.")],
     preset: options.Preset = "eic",
     scale: options.Scale = 1.0,
     users: options.Users = None,
@@ -30,10 +30,12 @@ def multiturn(
     spread: options.Spread = None,
     seed: options.Seed = 1,
     rate: Annotated[
-        float | None, typer.Option(min=1e-6, help="Open loop: so many asks a second. Default: closed loop.")
+        float | None, typer.Option(min=1e-6, help="Open loop: requests per second. Default: closed loop.")
     ] = None,
     concurrency: options.Concurrency = 0,
-    lockstep: Annotated[bool, typer.Option(help="Closed loop: a round once the last one is over.")] = False,
+    lockstep: Annotated[
+        bool, typer.Option(help="Closed loop: start a round when the last one is complete.")
+    ] = False,
     trace: options.Trace = None,
     requests: options.Requests = 100,
     speed: options.Speed = 1.0,
@@ -43,7 +45,9 @@ def multiturn(
     api_key: options.ApiKey = "",
     silence: options.Silence = 120.0,
     plot: common.Plot = None,
-    records: Annotated[Path | None, typer.Option(help="Keep every ask's times in this file.")] = None,
+    records: Annotated[
+        Path | None, typer.Option(help="Write the times of every request to this file.")
+    ] = None,
     as_json: common.AsJson = False,
 ) -> None:
     """Conversations against any server of OpenAI's API: first-token time by turn, throughput, cached tokens.

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 def quiet(
     path: options.DataPath = "shm",
     limit: Annotated[
-        str, typer.Option(help="The loud namespace's bytes a second; it asks for 10 times.")
+        str,
+        typer.Option(help="Limit of the loud namespace in bytes per second; it requests 10 times as much."),
     ] = "50MB",
     phases: Annotated[
-        int, typer.Option(min=1, help="Phases of each kind: alone, load on another node, on this one.")
+        int, typer.Option(min=1, help="Phases of each kind: alone, load on another node, load on this node.")
     ] = 5,
     seconds: Annotated[float, typer.Option(min=0.1, help="Length of a phase.")] = 5.0,
     as_json: options.AsJson = False,
@@ -65,14 +66,16 @@ def _quiet_shown(outcome: Quiet) -> list[Table | str]:
 
 
 def hot(
-    replicas: Annotated[str, typer.Option(help="Runs with so many copies, separated by commas.")] = "0,2",
+    replicas: Annotated[
+        str, typer.Option(help="Numbers of replicas, one run each, separated by commas.")
+    ] = "0,2",
     path: options.DataPath = "ucx",
     nodes: options.Nodes = 3,
     readers: Annotated[int, typer.Option(min=1, help="Reader processes.")] = 4,
-    pages: Annotated[int, typer.Option(min=1, help="Pages of the prefix, all of one owner.")] = 8,
+    pages: Annotated[int, typer.Option(min=1, help="Pages of the prefix; all have the same owner.")] = 8,
     page: Annotated[str, typer.Option(help="Size of a page.")] = "256KiB",
-    warm_up: Annotated[float, typer.Option(min=0, help="Seconds of reading before it counts.")] = 5.0,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds that count.")] = 10.0,
+    warm_up: Annotated[float, typer.Option(min=0, help="Seconds of reading before the measurement.")] = 5.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of the measurement.")] = 10.0,
     as_json: options.AsJson = False,
 ) -> None:
     """Many readers of one hot prefix: the busiest node's share of reads, and throughput, by replicas."""
@@ -108,7 +111,7 @@ def hot(
 def restart(
     pages: Annotated[int, typer.Option(min=1, help="Pages in the node, of 4 KiB each.")] = 1_000_000,
     rounds: Annotated[int, typer.Option(min=1, help="Kills and restarts.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of the pages' keys.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the pages' keys.")] = 1,
     as_json: options.AsJson = False,
 ) -> None:
     """Kill -9 and restart of a node full of pages: time to the first hit, pages kept (R8). Fails beyond 1 s,

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 def policies(
     trace: Annotated[
-        Path | None, typer.Option(help="Replay this trace too: Mooncake's JSONL with hash_ids.")
+        Path | None, typer.Option(help="Replay this trace too: Mooncake's JSON lines with hash_ids.")
     ] = None,
-    policy: Annotated[str, typer.Option(help="Policies, separated by commas; all by default.")] = "",
+    policy: Annotated[str, typer.Option(help="Policies, separated by commas. Default: all.")] = "",
     capacity: Annotated[str, typer.Option(help="Capacities in blocks.")] = "1000,3000,10000,30000",
     generated: Annotated[bool, typer.Option(help="Replay the generated traces.")] = True,
-    seed: Annotated[int, typer.Option(help="Of the generated traces.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the generated traces.")] = 1,
     as_json: options.AsJson = False,
 ) -> None:
     """Hit rates of the eviction policies on a skewed, a scanning and a multi-turn trace, and on one of

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 PATHS: Final[tuple[DataPathChoice, ...]] = ("shm", "ucx")
 
-AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="JSON lines: the origin, then each result.")]
-Plot: TypeAlias = Annotated[Path | None, typer.Option(help="Draw the results into this PNG file.")]
+AsJson: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="Print JSON lines: the origin, then each result.")
+]
+Plot: TypeAlias = Annotated[Path | None, typer.Option(help="Plot the results into this PNG file.")]
 Out: TypeAlias = Annotated[
-    Path | None, typer.Option(help="Keep logs, configuration and records in this directory.")
+    Path | None, typer.Option(help="Write logs, configuration and records to this directory.")
 ]
 DataPath: TypeAlias = Annotated[str, typer.Option(help="Data path of all clients: shm or ucx.")]
 NodeCapacity: TypeAlias = Annotated[str, typer.Option(help="Memory of each node.")]

@@ -29,12 +29,14 @@ ON_OFF = ("on", "off")
 def pool(
     pages: options.PageSizes = "64KiB,1MiB,4MiB",
     path: Annotated[str, typer.Option(help="Data paths: shm, ucx.")] = "shm,ucx",
-    checksum: Annotated[str, typer.Option(help="With checksums or without: on, off.")] = "on,off",
+    checksum: Annotated[str, typer.Option(help="With checksums (on) or without (off).")] = "on,off",
     batch: Annotated[int, typer.Option(min=1, help="Pages per put and get.")] = 32,
-    seconds: Annotated[float, typer.Option(min=0, help="Time per line of the table, at least.")] = 3.0,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Least time per line of the table, in seconds.")
+    ] = 3.0,
     capacity: Annotated[str, typer.Option(help="Memory of the pool node; 4 batches must fit.")] = "1GiB",
     peer: Annotated[
-        list[str] | None, typer.Option(help=f"Measure this beside the pool: {', '.join(PEERS)}.")
+        list[str] | None, typer.Option(help=f"Another store to measure: {', '.join(PEERS)}.")
     ] = None,
     plot: options.Plot = None,
     as_json: options.AsJson = False,
@@ -117,12 +119,16 @@ def _pool_tables(figures: list[PoolFigures]) -> Iterator[Table]:
 
 
 def tier(
-    path: Annotated[Path, typer.Argument(help="A directory on the SSD; its own are made and removed there.")],
+    path: Annotated[
+        Path, typer.Argument(help="A directory on the SSD. Temporary directories are made and removed in it.")
+    ],
     pages: options.PageSizes = "64KiB,1MiB,4MiB",
     size: Annotated[str, typer.Option(help="Bytes written and read per round.")] = "1GiB",
-    threads: Annotated[int, typer.Option(min=1, help="Threads that read.")] = 4,
-    rounds: Annotated[int, typer.Option(min=1, help="Medians are taken over so many.")] = 3,
-    fio: Annotated[bool, typer.Option(help="Measure fio beside it, where it is installed.")] = True,
+    threads: Annotated[int, typer.Option(min=1, help="Number of reading threads.")] = 4,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Number of rounds; results are medians over rounds.")
+    ] = 3,
+    fio: Annotated[bool, typer.Option(help="Measure fio too, if it is installed.")] = True,
     as_json: options.AsJson = False,
 ) -> None:
     """Write and read throughput of the SSD tier, against plain direct I/O in the same run."""

@@ -35,13 +35,15 @@ def router(
     long_streams: Annotated[
         int, typer.Option(min=0, help="Long streams of 20 chunks/s at the end; 0: none.")
     ] = 1000,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each router at each number of streams.")] = 3,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Of each of the three phases of a turn.")] = 1.0,
-    long_seconds: Annotated[float, typer.Option(min=0.1, help="Of the round of long streams.")] = 5.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each router at each number of streams.")] = 3,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Seconds of each of the three phases of a run.")
+    ] = 1.0,
+    long_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of the round of long streams.")] = 5.0,
     prompt_bytes: Annotated[int, typer.Option(min=0, help="Length of the requests' prompts.")] = 32,
-    seed: Annotated[int, typer.Option(help="Which prompts, and in which order the routers take turns.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts and of the order of routers.")] = 1,
     peers: Annotated[
-        str, typer.Option(help="Measured beside it where installed, separated by commas; empty: none.")
+        str, typer.Option(help="Other routers to measure if installed, separated by commas; empty: none.")
     ] = PEERS,
     plot: options.Plot = None,
     as_json: options.AsJson = False,

@@ -24,17 +24,24 @@ def sweep(
     url: Annotated[
         str,
         typer.Argument(
-            help="Base URL of a server of OpenAI's API: http://HOST:PORT; or plain, file, agg or disagg, "
-            "to be started on this machine."
+            help="Base URL of a server with OpenAI's API: http://HOST:PORT; or plain, file, agg or "
+            "disagg, which are started on this machine."
         ),
     ],
-    limit_ms: Annotated[float, typer.Option(min=1, help="Time to the first token that is in time.")] = 2000.0,
-    share: Annotated[float, typer.Option(min=0.01, max=1, help="Of the asks that must be in time.")] = 0.9,
-    start: Annotated[float, typer.Option(min=1e-6, help="Asks a second to begin with.")] = 0.5,
+    limit_ms: Annotated[
+        float, typer.Option(min=1, help="Longest time to the first token that counts as in time.")
+    ] = 2000.0,
+    share: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Share of requests that must be in time.")
+    ] = 0.9,
+    start: Annotated[float, typer.Option(min=1e-6, help="First rate, in requests per second.")] = 0.5,
     steps: Annotated[
-        int, typer.Option(min=0, help="Rates between the last that held and the first not.")
+        int,
+        typer.Option(
+            min=0, help="Rates to try between the last one that held and the first one that did not."
+        ),
     ] = 3,
-    seconds: Annotated[float, typer.Option(min=1, help="Time that the asks of a rate take to come.")] = 30.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds of arrivals at each rate.")] = 30.0,
     minutes: options.Minutes = 0.0,
     preset: options.Preset = "eic",
     scale: options.Scale = 1.0,
@@ -43,7 +50,11 @@ def sweep(
     seed: options.Seed = 1,
     api: options.TheApi = "completions",
     model: Annotated[
-        str, typer.Option(help="Model to ask for, empty: the first one served; to be started: its directory.")
+        str,
+        typer.Option(
+            help="Model to request; empty: the first one that the server lists. For a started "
+            "server: the model's directory."
+        ),
     ] = "",
     device_tokens: options.DeviceTokens = 16384,
     api_key: options.ApiKey = "",

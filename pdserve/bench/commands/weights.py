@@ -16,14 +16,16 @@ from pdserve.bench.commands.output import Output, failed_with, say
 def weights(
     tokens: Annotated[int, typer.Option(min=1, help="New tokens of each turn.")] = 2048,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each conversation.")] = 2,
-    repeat: Annotated[int, typer.Option(min=1, help="Conversations; medians are taken over them.")] = 5,
+    repeat: Annotated[
+        int, typer.Option(min=1, help="Number of conversations; results are medians over them.")
+    ] = 5,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of every answer.")] = 32,
     pull_step: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Pages are pulled while their prompt is computed, in steps of so many tokens, from "
-            "prompts of twice as many on; none: as the configuration has it.",
+            help="Tokens per step of pulling pages while a prompt is computed, for prompts of at "
+            "least two steps; none: as configured by default.",
         ),
     ] = None,
     device_tokens: options.DeviceTokens = 16384,

@@ -1,19 +1,17 @@
-"""R7: how a quiet namespace fares beside a loud one.
+"""R7: the latency of a quiet namespace beside a loud one on the same node.
 
-The quiet namespace's client gets one page at a time, at a steady rate; a get takes from the moment at which
-it is due. The loud namespace has a limit in bytes per second. A process asks for ten times that, whether it
-is answered or not (asker.py), for pages that are nowhere: they wait for the rate as others do, and a miss
-then costs nothing of it. So all that the namespace may have goes to clients that read and write over the data
-path, who, as clients do, wait for their answers.
+The quiet client gets one page at a time, at a steady rate. The time of a get counts from its planned moment.
+The loud namespace has a limit in bytes per second. The asker (neighbour_process.py) requests ten times as
+much, without waiting for answers, and only pages that do not exist: they wait for the rate, and a miss is not
+charged. So the whole limit goes to clients that read and write over the data path and wait for answers.
 
-What is measured is what the node does, not how one machine's processors are shared. So the node has one that
-the quiet client leaves alone, as on a machine of its own, and the neighbour's processes run only where nobody
-else wants to (SCHED_IDLE). What that does not keep apart (caches, the kernel's network) is seen by a control:
-the same load on another node, which runs as the neighbours do.
+The benchmark measures the node, not the sharing of one machine's processors. So the node has a processor that
+the quiet client does not use, and the neighbours' processes run only on idle processors (SCHED_IDLE). Caches
+and the kernel's network are still shared. A control measures their effect: the same load on another node.
 
-Phases alone, beside the load on the other node, and beside the load on this one take turns, so whatever else
-the machine does hits all alike. The figure is the median of the phases' p99 over that alone. It is none where
-less was asked for than was meant.
+Three kinds of phases take turns: alone, load on the other node, load on this node. So other work of the
+machine affects all kinds equally. The result is the median p99 under load over the median p99 alone. There is
+none if the neighbours requested less than planned.
 """
 
 from __future__ import annotations

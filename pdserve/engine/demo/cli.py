@@ -9,7 +9,7 @@ import typer
 
 from pdserve.engine.demo.model import SIZES, make_demo_model
 
-app = typer.Typer(no_args_is_help=True, help="Models made on this machine.")
+app = typer.Typer(no_args_is_help=True, help="Make models on this machine.")
 
 
 @app.callback()
@@ -19,7 +19,7 @@ def model() -> None:
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Directory to write; created whole or not at all.")],
+    out: Annotated[Path, typer.Option(help="Directory to write. It is created completely or not at all.")],
     size: Annotated[
         str, typer.Option(help=f"{' or '.join(SIZES)}: 2 M parameters for tests, 100 M for benchmarks.")
     ] = "tiny",

@@ -17,7 +17,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Run a pool node, look at the nodes there are, manage them.",
+    help="Run a pool node; show and manage running nodes.",
 )
 
 

@@ -9,16 +9,7 @@ from typing import Annotated, Final
 import typer
 
 from pdserve.errors import PoolError, PoolRefused, PoolTimeout, PoolUnavailable
-from pdserve.kvpool.admin.node_client import (
-    TIMEOUT_S,
-    Address,
-    Json,
-    NodeClient,
-    Timeout,
-    Token,
-    TokenFile,
-    chosen_token,
-)
+from pdserve.kvpool.admin.node_client import Asking, NodeClient, asks
 from pdserve.kvpool.admin.tables import as_json, make_console
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE, LEFT, Drain, Member
 from pdserve.kvpool.protocol.messages import Done, StatusReport
@@ -26,35 +17,30 @@ from pdserve.kvpool.protocol.messages import Done, StatusReport
 POLL_S: Final = 0.5
 
 
+@asks
 def drain(
-    address: Address,
+    asking: Asking,
     deadline_s: Annotated[
-        float, typer.Option("--deadline", metavar="SECONDS", min=0.1, help="Time for the node to have left.")
+        float,
+        typer.Option("--deadline", metavar="SECONDS", min=0.1, help="Longest wait until the node has left."),
     ] = 600.0,
-    as_json_: Json = False,
-    token: Token = "",
-    token_file: TokenFile = None,
-    timeout: Timeout = TIMEOUT_S,
 ) -> None:
     """Let the other nodes take over what this one holds, and wait until it has left the ring."""
-    secret = chosen_token(token, token_file)
     console = make_console()
-    show: Callable[[str], None] = (lambda _: None) if as_json_ else console.print
+    show: Callable[[str], None] = (lambda _: None) if asking.json else console.print
     started_s = time.monotonic()
-    with NodeClient(address, secret, timeout) as node:
+    with asking.node() as node:
         name = node.status().node
         node.ask(Drain, Done)
-        others = follow(node, secret, timeout, started_s + deadline_s, show)
+        others = follow(node, asking, started_s + deadline_s, show)
     seconds = time.monotonic() - started_s
-    if as_json_:
+    if asking.json:
         typer.echo(as_json({"node": name, "left": True, "seconds": round(seconds, 3), "others": others}))
     else:
         console.print(f"{name} has left after {seconds:.1f} s; it may be stopped")
 
 
-def follow(
-    node: NodeClient, token: str, timeout_s: float, deadline_s: float, show: Callable[[str], None]
-) -> list[str]:
+def follow(node: NodeClient, asking: Asking, deadline_s: float, show: Callable[[str], None]) -> list[str]:
     """Wait until the node has left; the names of the nodes in the ring now. `show` gets a line for each
     step. Raises PoolTimeout, PoolRefused when it is an owner again, and PoolUnavailable when it went without
     anybody knowing that it had left.
@@ -79,7 +65,7 @@ def follow(
         try:
             report = node.status()
         except (PoolUnavailable, PoolTimeout) as error:
-            return _ask_others(report, token, timeout_s, error)
+            return _ask_others(report, asking, error)
 
 
 def progress(report: StatusReport) -> str:
@@ -89,13 +75,13 @@ def progress(report: StatusReport) -> str:
     return f"{report.node}: {report.pages:,} pages; {settled} of {len(others)} nodes have all that is theirs"
 
 
-def _ask_others(report: StatusReport, token: str, timeout_s: float, gone: PoolError) -> list[str]:
+def _ask_others(report: StatusReport, asking: Asking, gone: PoolError) -> list[str]:
     """The node does not answer any more: had it left?"""
     for member in report.members:
         if member.status != ACTIVE or member.node == report.node:
             continue
         try:
-            with NodeClient(member.address, token, timeout_s) as other:
+            with asking.node(member.address) as other:
                 view = other.status()
         except PoolError:
             continue

@@ -8,18 +8,7 @@ from typing import Annotated, Final
 import typer
 
 from pdserve.errors import PoolError
-from pdserve.kvpool.admin.node_client import (
-    TIMEOUT_S,
-    Address,
-    Json,
-    NodeClient,
-    Timeout,
-    Token,
-    TokenFile,
-    all_nodes,
-    chosen_token,
-    in_parallel,
-)
+from pdserve.kvpool.admin.node_client import Asking, NodeClient, asks, in_parallel
 from pdserve.kvpool.admin.tables import as_json, make_console, make_table, size
 from pdserve.kvpool.protocol.cluster_messages import ListPages, PageEntry, PageList
 from pdserve.kvpool.protocol.messages import NodeAddress
@@ -27,22 +16,18 @@ from pdserve.kvpool.protocol.messages import NodeAddress
 BATCH_PAGES: Final = 1024
 
 
+@asks
 def ls(
-    address: Address,
+    asking: Asking,
     namespace: Annotated[str, typer.Argument(help="Name of the namespace; `pool status` lists them.")],
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Pages shown of each node.")] = 50,
-    everyone: Annotated[bool, typer.Option("--all", help="Every node that this one knows.")] = False,
-    as_json_: Json = False,
-    token: Token = "",
-    token_file: TokenFile = None,
-    timeout: Timeout = TIMEOUT_S,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Most pages shown of each node.")] = 50,
+    everyone: Annotated[bool, typer.Option("--all", help="Show every node that this one knows.")] = False,
 ) -> None:
     """List pages of a namespace: key, length, where it lies, how many read it."""
-    secret = chosen_token(token, token_file)
-    nodes = all_nodes(address, secret, timeout) if everyone else [NodeAddress("", address)]
+    nodes = asking.all_nodes() if everyone else [NodeAddress("", asking.address)]
 
     def listed(node: NodeAddress) -> list[PageEntry]:
-        with NodeClient(node.address, secret, timeout) as client:
+        with asking.node(node.address) as client:
             # one more than is shown, to know whether there are more
             return [page for page, _ in zip(pages(client, namespace), range(limit + 1), strict=False)]
 
@@ -50,7 +35,7 @@ def ls(
     errors = [each for each in found if isinstance(each, PoolError)]
     if len(errors) == len(nodes):
         raise errors[0]
-    _show(namespace, nodes, found, limit, as_json_)
+    _show(namespace, nodes, found, limit, asking.json)
     for error in errors:
         typer.echo(f"pdserve pool: {error}", err=True)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from inspect import Signature, signature
 from pathlib import Path
-from typing import Annotated, Final, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import typer
 
@@ -29,14 +30,54 @@ Address: TypeAlias = Annotated[str, typer.Argument(help="Control address: unix:/
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="JSON for programs.")]
 Token: TypeAlias = Annotated[
     str,
-    typer.Option("--token", envvar="PDSERVE_POOL_TOKEN", help="Token to present, where one is needed."),
+    typer.Option("--token", envvar="PDSERVE_POOL_TOKEN", help="Token to send, if one is required."),
 ]
-TokenFile: TypeAlias = Annotated[
-    Path | None, typer.Option("--token-file", help="File with the token; keeps it off the command line.")
-]
+TokenFile: TypeAlias = Annotated[Path | None, typer.Option("--token-file", help="File that holds the token.")]
 Timeout: TypeAlias = Annotated[
-    float, typer.Option("--timeout", metavar="SECONDS", min=0.01, help="Time for each node to answer.")
+    float, typer.Option("--timeout", metavar="SECONDS", min=0.01, help="Longest wait for each node's answer.")
 ]
+
+
+class Asking(NamedTuple):
+    """What the options that all commands share say: which node to ask, and how."""
+
+    address: str
+    json: bool
+    token: str
+    timeout_s: float
+
+    def node(self, address: str | None = None) -> NodeClient:
+        """A connection to this node, the given one by default. Raises PoolError, ConfigError."""
+        return NodeClient(self.address if address is None else address, self.token, self.timeout_s)
+
+    def all_nodes(self) -> list[NodeAddress]:
+        """Every node that the given one knows. Raises PoolError, ConfigError."""
+        return all_nodes(self.address, self.token, self.timeout_s)
+
+
+def asks(command: Callable[..., None]) -> Callable[..., None]:
+    """Make a command line of `command(asking, ...)`: its own options, and those of `Asking`.
+
+    Typer reads the options from the signature of the result.
+    """
+
+    def run(
+        address: Address,
+        as_json: Json = False,
+        token: Token = "",
+        token_file: TokenFile = None,
+        timeout: Timeout = TIMEOUT_S,
+        **own: Any,
+    ) -> None:
+        command(Asking(address, as_json, chosen_token(token, token_file), timeout), **own)
+
+    address, *shared, _ = signature(run, eval_str=True).parameters.values()
+    _, *own = signature(command, eval_str=True).parameters.values()
+    options = [address, *own, *shared]
+    run.__signature__ = Signature(options)  # type: ignore[attr-defined]
+    run.__annotations__ = {option.name: option.annotation for option in options}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
 
 
 def chosen_token(token: str, token_file: Path | None) -> str:

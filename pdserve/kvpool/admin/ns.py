@@ -14,12 +14,12 @@ from pdserve.errors import ConfigError, PoolError, PoolRefused
 from pdserve.kvpool.admin.node_client import (
     TIMEOUT_S,
     Address,
-    Json,
+    Asking,
     NodeClient,
     Timeout,
     Token,
     TokenFile,
-    all_nodes,
+    asks,
     chosen_token,
 )
 from pdserve.kvpool.admin.tables import as_json, make_console, make_table, rate, size
@@ -40,31 +40,36 @@ POLL_S: Final = 0.05
 
 Name: TypeAlias = Annotated[str, typer.Argument(help="Name of the namespace.")]
 Media: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="dram|ssd|dram+ssd", help="Where its pages may lie.")
+    str | None, typer.Option(metavar="dram|ssd|dram+ssd", help="Media of its pages.")
 ]
-Policy: TypeAlias = Annotated[str | None, typer.Option(help="Which page goes first.")]
+Policy: TypeAlias = Annotated[str | None, typer.Option(help="Order of eviction.")]
 Ttl: TypeAlias = Annotated[
     float | None,
-    typer.Option("--ttl", metavar="SECONDS", help="Pages end this long after they came; 0: never."),
+    typer.Option("--ttl", metavar="SECONDS", help="Lifetime of a page after its write; 0: unlimited."),
 ]
 Quota: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Memory on each node, like 4GiB; 0: no limit.")
+    str | None, typer.Option(metavar="SIZE", help="Most memory on each node, like 4GiB; 0: no limit.")
 ]
 TierQuota: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="The same for the tiers below; 0: no limit.")
+    str | None,
+    typer.Option(metavar="SIZE", help="Most bytes in the tiers on each node, like 4GiB; 0: no limit."),
 ]
 Operations: TypeAlias = Annotated[
-    float | None, typer.Option(metavar="PER_S", help="Keys asked for per second on each node; 0: no limit.")
+    float | None, typer.Option(metavar="PER_S", help="Keys requested per second on each node; 0: no limit.")
 ]
 Bytes: TypeAlias = Annotated[
     str | None, typer.Option("--bytes", metavar="SIZE", help="Bytes per second on each node; 0: no limit.")
 ]
 Weight: TypeAlias = Annotated[float | None, typer.Option(help="Share of a busy node.")]
 ReadToken: TypeAlias = Annotated[
-    str | None, typer.Option(help='Token to read: @FILE, sha256:DIGEST, or plain; "" takes it away.')
+    str | None, typer.Option(help='Token required to read: @FILE, sha256:DIGEST, or plain; "" removes it.')
 ]
-WriteToken: TypeAlias = Annotated[str | None, typer.Option(help="Token to write, and read.")]
-AdminToken: TypeAlias = Annotated[str | None, typer.Option(help="Token to change, clear and drop.")]
+WriteToken: TypeAlias = Annotated[
+    str | None, typer.Option(help="Token required to write; it permits reading too.")
+]
+AdminToken: TypeAlias = Annotated[
+    str | None, typer.Option(help="Token required to change, clear and drop the namespace.")
+]
 Command: TypeAlias = Callable[..., None]
 
 app = typer.Typer(
@@ -77,20 +82,19 @@ app = typer.Typer(
 
 
 @app.command("list")
+@asks
 def list_(
-    address: Address,
-    everything: Annotated[bool, typer.Option("--all", help="Dropped and replaced ones too.")] = False,
-    as_json_: Json = False,
-    token: Token = "",
-    token_file: TokenFile = None,
-    timeout: Timeout = TIMEOUT_S,
+    asking: Asking,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Show dropped and replaced namespaces too.")
+    ] = False,
 ) -> None:
     """List the pool's namespaces, what each may do, and what it holds on this node."""
-    with NodeClient(address, chosen_token(token, token_file), timeout) as node:
+    with asking.node() as node:
         records = [record for record in _records(node) if everything or not record.dropped]
         report = node.status()
     held = {namespace.name: namespace for namespace in report.namespaces}
-    if as_json_:
+    if asking.json:
         for record in records:
             here = held.get(record.name)
             used = {"pages": here.pages, "slot_bytes": here.slot_bytes} if here else {}
@@ -165,17 +169,13 @@ app.command("set", help="Change what is given, and leave the rest.")(_settings_c
 
 
 @app.command()
+@asks
 def drop(
-    address: Address,
+    asking: Asking,
     name: Name,
-    as_json_: Json = False,
-    token: Token = "",
-    token_file: TokenFile = None,
-    timeout: Timeout = TIMEOUT_S,
 ) -> None:
     """Drop a namespace and all of its pages, on all nodes. A client that opens it again finds it empty."""
-    secret = chosen_token(token, token_file)
-    with NodeClient(address, secret, timeout) as node:
+    with asking.node() as node:
         known = _find(node, name)
         if known is None:
             raise PoolRefused(f"no namespace '{name}' is there")
@@ -183,27 +183,23 @@ def drop(
         pages = node.ask(lambda i: DropNamespace(i, name), Done).count
     if known.dropped:
         known = replace(known, version=known.version - 1)  # nothing newer will come
-    _tell(address, secret, timeout, known, {"dropped": name, "pages": pages}, as_json_)
+    _tell(asking, known, {"dropped": name, "pages": pages})
 
 
 @app.command()
+@asks
 def switch(
-    address: Address,
-    old: Annotated[str, typer.Argument(help="The revision to drop, for good.")],
-    new: Annotated[str, typer.Argument(help="The revision that takes its place, and its settings.")],
-    as_json_: Json = False,
-    token: Token = "",
-    token_file: TokenFile = None,
-    timeout: Timeout = TIMEOUT_S,
+    asking: Asking,
+    old: Annotated[str, typer.Argument(help="The revision to drop permanently.")],
+    new: Annotated[str, typer.Argument(help="The revision that replaces it and takes over its settings.")],
 ) -> None:
     """Replace a revision by a new one: its space is free at once, and whoever opens it is told."""
-    secret = chosen_token(token, token_file)
-    with NodeClient(address, secret, timeout) as node:
+    with asking.node() as node:
         pages = node.ask(lambda i: ReplaceNamespace(i, old, new), Done).count
         known = _find(node, old)
     assert known is not None, "it was there a moment ago"
     before = replace(known, version=known.version - 1)
-    _tell(address, secret, timeout, before, {"dropped": old, "replaced_by": new, "pages": pages}, as_json_)
+    _tell(asking, before, {"dropped": old, "replaced_by": new, "pages": pages})
 
 
 # --- what they share
@@ -217,12 +213,10 @@ def _find(node: NodeClient, name: str) -> NamespaceRecord | None:
     return next((record for record in _records(node) if record.name == name), None)
 
 
-def _tell(
-    address: str, token: str, timeout_s: float, before: NamespaceRecord, what: dict[str, Any], json: bool
-) -> None:
+def _tell(asking: Asking, before: NamespaceRecord, what: dict[str, Any]) -> None:
     """Wait until every node knows a record newer than `before`, and name the nodes that do not."""
-    late = _behind(address, token, timeout_s, before)
-    if json:
+    late = _behind(asking, before)
+    if asking.json:
         typer.echo(as_json({**what, "nodes_behind": sorted(late)}))
         return
     instead = f", replaced by {what['replaced_by']}" if "replaced_by" in what else ""
@@ -233,16 +227,14 @@ def _tell(
         )
 
 
-def _behind(address: str, token: str, timeout_s: float, before: NamespaceRecord) -> dict[str, str]:
+def _behind(asking: Asking, before: NamespaceRecord) -> dict[str, str]:
     """The nodes that have not heard of a newer record within the time, and why."""
-    deadline_s = time.monotonic() + timeout_s
-    late = {
-        node.node: (node.address, "it has not been told") for node in all_nodes(address, token, timeout_s)
-    }
+    deadline_s = time.monotonic() + asking.timeout_s
+    late = {node.node: (node.address, "it has not been told") for node in asking.all_nodes()}
     while late:
         for name, (where, _) in list(late.items()):
             try:
-                with NodeClient(where, token, max(0.1, deadline_s - time.monotonic())) as node:
+                with NodeClient(where, asking.token, max(0.1, deadline_s - time.monotonic())) as node:
                     found = _find(node, before.name)
             except PoolError as error:
                 late[name] = (where, str(error))

@@ -8,18 +8,7 @@ import typer
 from rich.table import Table
 
 from pdserve.errors import PoolError
-from pdserve.kvpool.admin.node_client import (
-    TIMEOUT_S,
-    Address,
-    Json,
-    NodeClient,
-    Timeout,
-    Token,
-    TokenFile,
-    all_nodes,
-    chosen_token,
-    in_parallel,
-)
+from pdserve.kvpool.admin.node_client import Asking, asks, in_parallel
 from pdserve.kvpool.admin.tables import as_json, duration, make_console, make_table, share, size
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE, DEAD, LEAVING, LEFT, Member
 from pdserve.kvpool.protocol.messages import NodeAddress, StatusReport
@@ -27,22 +16,18 @@ from pdserve.kvpool.protocol.messages import NodeAddress, StatusReport
 STATUS_NAMES = {ACTIVE: "active", LEAVING: "leaving", LEFT: "left", DEAD: "dead"}
 
 
+@asks
 def status(
-    address: Address,
-    everyone: Annotated[bool, typer.Option("--all", help="Every node that this one knows.")] = False,
-    as_json_: Json = False,
-    token: Token = "",
-    token_file: TokenFile = None,
-    timeout: Timeout = TIMEOUT_S,
+    asking: Asking,
+    everyone: Annotated[bool, typer.Option("--all", help="Show every node that this one knows.")] = False,
 ) -> None:
     """Say how a node is: memory, pages, namespaces, tiers, members."""
-    secret = chosen_token(token, token_file)
     if everyone:
-        _status_of_all(address, secret, timeout, as_json_)
+        _status_of_all(asking)
         return
-    with NodeClient(address, secret, timeout) as node:
+    with asking.node() as node:
         report = node.status()
-    if as_json_:
+    if asking.json:
         typer.echo(as_json(report))
         return
     console = make_console()
@@ -50,10 +35,10 @@ def status(
         console.print(table)
 
 
-def _status_of_all(address: str, token: str, timeout_s: float, json: bool) -> None:
-    nodes = all_nodes(address, token, timeout_s)
-    reports = in_parallel(nodes, lambda node: _ask(node, token, timeout_s))
-    if json:
+def _status_of_all(asking: Asking) -> None:
+    nodes = asking.all_nodes()
+    reports = in_parallel(nodes, lambda node: _ask(asking, node))
+    if asking.json:
         rows = [
             {"node": node.node, "address": node.address, "error": str(report)}
             if isinstance(report, PoolError)
@@ -71,8 +56,8 @@ def _status_of_all(address: str, token: str, timeout_s: float, json: bool) -> No
         raise typer.Exit(1)
 
 
-def _ask(node: NodeAddress, token: str, timeout_s: float) -> StatusReport:
-    with NodeClient(node.address, token, timeout_s) as client:
+def _ask(asking: Asking, node: NodeAddress) -> StatusReport:
+    with asking.node(node.address) as client:
         return client.status()
 
 

@@ -14,41 +14,31 @@ from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
-from pdserve.kvpool.admin.node_client import (
-    TIMEOUT_S,
-    Address,
-    Json,
-    Timeout,
-    Token,
-    TokenFile,
-    chosen_token,
-)
+from pdserve.kvpool.admin.node_client import Asking, asks
 from pdserve.kvpool.admin.sampling import Nodes, Rates, Row, add, busiest
 from pdserve.kvpool.admin.tables import as_json, make_console, make_table, rate, share, size
 
 
+@asks
 def top(
-    address: Address,
+    asking: Asking,
     interval: Annotated[
         float, typer.Option("--interval", metavar="SECONDS", min=0.05, help="Time between two samples.")
     ] = 1.0,
-    namespaces: Annotated[int, typer.Option("--namespaces", min=1, help="Busiest namespaces shown.")] = 10,
-    once: Annotated[bool, typer.Option("--once", help="Take two samples, print, and end.")] = False,
-    as_json_: Json = False,
-    token: Token = "",
-    token_file: TokenFile = None,
-    timeout: Timeout = TIMEOUT_S,
+    namespaces: Annotated[
+        int, typer.Option("--namespaces", min=1, help="Number of namespaces shown, the busiest ones.")
+    ] = 10,
+    once: Annotated[bool, typer.Option("--once", help="Take two samples, print them, and exit.")] = False,
 ) -> None:
     """Show operations, bytes and hits a second of every node and of the busiest namespaces."""
-    secret = chosen_token(token, token_file)
-    seen = Nodes([address], secret, timeout)
+    seen = Nodes([asking.address], asking.token, asking.timeout_s)
     console = make_console()
     seen.sample()
-    if once or as_json_ or not console.is_terminal:
+    if once or asking.json or not console.is_terminal:
         while True:
             time.sleep(interval)
             rows = seen.sample()
-            if as_json_:
+            if asking.json:
                 typer.echo(as_json(json_rows(rows, namespaces)))
             else:
                 console.print(view(rows, namespaces))

@@ -1,12 +1,11 @@
-"""The asyncio pool client, for programs with an event loop: questions only (exists, wait, check).
+"""The asyncio pool client, for programs with an event loop: exists, wait and check only.
 
-They go over one connection per node, shared by all tasks (async_link.py). Page bytes are moved by a
-`PoolClient`, since copying and hashing block. A node that is down makes its keys absent. Every call ends by
-its deadline, which a node that is being upgraded puts off, as in `PoolClient` (deadline.py).
+It uses one connection per node, shared by all tasks (async_link.py). Page bytes are moved by a `PoolClient`,
+since copying and hashing block. The keys of a node that is down count as absent. Every call ends at its
+deadline, which an upgrade of a node extends, as in `PoolClient` (deadline.py).
 
-A wait is asked for in slices of WAIT_SLICE_S, not in one request with a message to cancel it: a task that is
-cancelled then leaves nothing at the node for long, whatever became of its connection, and each slice asks
-the nodes that own the pages by then, which one long request could not.
+A wait is divided into requests of WAIT_SLICE_S. So a cancelled task leaves nothing at the node for long, and
+each request goes to the nodes that own the pages at that time.
 """
 
 from __future__ import annotations
@@ -36,28 +35,28 @@ WAITERS_RETRY_S: Final = 0.05
 
 
 class AsyncPoolClient:
-    """One namespace of the pool over all its nodes; lives in one event loop."""
+    """One namespace of the pool over all its nodes. Used in one event loop."""
 
     def __init__(self, config: PoolClientConfig, namespace: str, geometry: dict[str, str]) -> None:
-        """Connects lazily. Raises ConfigError: the configured nodes make no ring."""
+        """Connects lazily. Raises ConfigError if the configured nodes form no valid ring."""
         self.config = config
         self.namespace = namespace
         self._geometry = geometry
         self._views = SharedViews(config)
         self._views.subscribe(self._follow)
         self._seeds = {ref.node: ref.address for ref in config.nodes}
-        self._links: dict[str, AsyncNodeLink] = {}  # of nodes that were asked
+        self._links: dict[str, AsyncNodeLink] = {}  # links to nodes that were used
         self._closed = False
 
     @property
     def rings(self) -> Rings:
-        """The nodes as this client knows them at the moment."""
+        """The nodes as this client knows them now."""
         return self._views.rings
 
     # -- questions
 
     async def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys are committed; False where the owner is away."""
+        """For each key: whether it is committed. False if its owner cannot be reached."""
         with timed("pool exists", pages=len(keys)):
             return await self._exists(keys)
 
@@ -75,8 +74,9 @@ class AsyncPoolClient:
         return result
 
     async def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
-        """Block until all keys are committed, at most `timeout_s`; which are. Ends early for nodes that are
-        away.
+        """Wait until all keys are committed, for at most `timeout_s`. Returns whether each key is.
+
+        Keys of nodes that cannot be reached are not waited for.
         """
         with timed("pool wait", pages=len(keys)):
             return await self._wait(keys, timeout_s)
@@ -93,10 +93,10 @@ class AsyncPoolClient:
             missing = self._answerable(keys, [i for i in missing if not result[i]])
             if not missing or time.monotonic() >= deadline or self._closed:
                 return result
-            await asyncio.sleep(WAIT_PAUSE_S)  # should a node answer at once, this is no race
+            await asyncio.sleep(WAIT_PAUSE_S)  # avoids a busy loop if a node answers at once
 
     async def check(self) -> dict[str, PoolError | None]:
-        """Ask every node whether it serves the namespace; per node, None or what went wrong."""
+        """Check that every node serves the namespace. Returns None or the error for each node."""
 
         async def one(node: str) -> PoolError | None:
             try:
@@ -110,7 +110,7 @@ class AsyncPoolClient:
         return dict(zip(nodes, await asyncio.gather(*map(one, nodes)), strict=True))
 
     def close(self) -> None:
-        """Close all connections; idempotent. Operations under way end with misses."""
+        """Close all connections. Idempotent. Operations in progress end with misses."""
         self._closed = True
         for link in self._links.values():
             link.close()
@@ -121,9 +121,9 @@ class AsyncPoolClient:
     # -- asking
 
     async def _wait_slice(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
-        """Wait a moment at the owners for what the earlier owners do not have."""
+        """Wait for one slice at the owners for keys that the earlier owners do not have."""
         until = time.monotonic() + timeout_s
-        # the node answers at `until`; the answer gets a moment more to travel
+        # the node answers at `until`; the answer gets a short time more to arrive
         deadline = Deadline(until + self.config.exists_timeout_s)
         asked, result = [""] * len(keys), [False] * len(keys)
         rings = self.rings
@@ -141,7 +141,7 @@ class AsyncPoolClient:
         return await self._ask(waiting, keys, result, asked, deadline, make)
 
     def _answerable(self, keys: Sequence[bytes], missing: list[int]) -> list[int]:
-        """Those whose owner can tell when they come."""
+        """The indices in `missing` whose owner can report a later commit."""
 
         def reachable(node: str) -> bool:
             return node not in self._links or self._links[node].reachable
@@ -158,8 +158,9 @@ class AsyncPoolClient:
         deadline: Deadline,
         make: MakeQuestion,
     ) -> list[bool]:
-        """Ask each node for the keys at its places; what it answers goes into `result`, its name into
-        `asked`.
+        """Ask each node for its keys, given by index.
+
+        Store answers in `result`, the node's name in `asked`.
         """
 
         async def part(node: str, places: list[int]) -> None:
@@ -190,7 +191,7 @@ class AsyncPoolClient:
                 return reply.mask
             if not isinstance(reply, m.Fault) or reply.code != "too_many_waiters":
                 raise link.refused(reply)
-            # the waits of tasks that were cancelled still count: their places come free
+            # waits of cancelled tasks still count at the node until their slice ends
             if time.monotonic() + WAITERS_RETRY_S >= deadline.at_s:
                 raise PoolTimeout(f"pool node {node}: {reply.message}")
             await asyncio.sleep(WAITERS_RETRY_S)
@@ -198,14 +199,14 @@ class AsyncPoolClient:
     # -- nodes
 
     def _addresses(self) -> dict[str, str]:
-        """Where each node is: as configured, else as the view says."""
+        """The address of each node: as configured, else as in the view."""
         known = self.rings.addresses
         if len(known) <= 1:
-            known = {**self._seeds, **known}  # this one does not tell when the others are back
+            known = {**self._seeds, **known}  # a node alone cannot report when the others are back
         return {node: self._seeds.get(node, address) for node, address in known.items()}
 
     def _link(self, node: str) -> AsyncNodeLink:
-        """Raises PoolUnavailable: the node left, or the client is closed."""
+        """The link to a node. Raises PoolUnavailable if the node left or the client is closed."""
         if self._closed:
             raise PoolUnavailable(f"pool node {node}: the client is closed")
         if node not in self._addresses():
@@ -235,6 +236,6 @@ class AsyncPoolClient:
         return control
 
     def _follow(self) -> None:
-        """Another view counts: end the links to nodes that left."""
+        """The view changed: end the links to nodes that left."""
         for node in self._links.keys() - self._addresses().keys():
             self._links.pop(node).close()

@@ -1,9 +1,8 @@
-"""A client's connection to one node, for an event loop: one, shared by all tasks, behind the node's health.
+"""A client's one connection to a node in an event loop, shared by all tasks.
 
-Whether the node is tried at all is decided by `NodeHealth` (node_health.py), as for the client of threads.
-What differs is what the loop brings with it: tasks share the connection, so one question without an answer
-condemns it only if nothing else came meanwhile; and a time-out that passed while the loop was busy says
-nothing of the node.
+`NodeHealth` (node_health.py) decides whether the node is tried, as for the threads' client. There are two
+differences. Tasks share the connection, so a request without an answer ends it only if no other bytes came
+meanwhile. A time-out that passed while the loop was busy does not count against the node.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ from pdserve.kvpool.transports.session import hung_up
 logger = logging.getLogger(__name__)
 MakeRequest: TypeAlias = Callable[[int, int], Request]  # id, namespace
 
-RECONNECT_S: Final = 0.02  # after a connection that the node reset before it read our Hello
+RECONNECT_S: Final = 0.02  # pause after the node reset a connection before it read our Hello
 OVERSLEPT_S: Final = 0.1
 
 
 class AsyncNodeLink:
-    """One node; lives in one event loop."""
+    """The link to one node. Used in one event loop."""
 
     def __init__(
         self,
@@ -57,9 +56,11 @@ class AsyncNodeLink:
         restart_wait_s: float,
         on_lost: Callable[[str], None],
     ) -> None:
-        """`connect()` opens a connection with our namespace, or raises a PoolError; its time is bounded here.
-        A node that is silent for `patience_s` has failed. `on_lost(name)` is called again and again while the
-        node is down.
+        """The arguments:
+
+        - `connect()` opens a connection with our namespace, or raises a PoolError. Its time is bounded here.
+        - `patience_s`: a node that is silent for this long has failed.
+        - `on_lost(name)` is called repeatedly while the node is down.
         """
         self.name = name
         self._connect = connect
@@ -67,22 +68,24 @@ class AsyncNodeLink:
         self._patience_s = patience_s
         self._on_lost = on_lost
         self._health = NodeHealth(name, retry_after_s=retry_after_s, restart_wait_s=restart_wait_s)
-        self._settled = asyncio.Event()  # not RESTARTING
+        self._settled = asyncio.Event()  # set while the health is not RESTARTING
         self._settled.set()
         self._connecting = asyncio.Lock()
         self._control: AsyncControl | None = None
-        self._generation = 0  # of the health when `_control` was opened
+        self._generation = 0  # the health's generation when `_control` was opened
         self._probing: asyncio.Task[None] | None = None
 
     @property
     def reachable(self) -> bool:
-        """Up, or back in a moment."""
+        """The node is up or restarting."""
         return self._health.reachable
 
     async def ask(self, make: MakeRequest, deadline: Deadline) -> Reply:
-        """The node's reply. A connection that turns out to have been closed is replaced once, an announced
-        restart is waited for; neither counts against the node. Raises PoolUnavailable (at once while the node
-        is down), PoolTimeout, PoolRefused, FrameError.
+        """Send a request and return the node's reply.
+
+        A connection that the node has closed is replaced once, and an announced restart is waited for.
+        Neither counts against the node. Raises PoolUnavailable (at once while the node is down), PoolTimeout,
+        PoolRefused, FrameError.
         """
         excused = True
         while True:
@@ -104,15 +107,16 @@ class AsyncNodeLink:
                     raise
 
     def refused(self, reply: Reply) -> PoolRefused:
-        """The error for a reply that was not asked for: of a namespace that was dropped, say. The next
-        connection opens it again.
+        """The error for a reply of the wrong kind, for example after the namespace was dropped.
+
+        The next connection opens the namespace again.
         """
         error = PoolRefused(f"pool node {self.name}: {refusal(reply)}")
         self._lose(self._generation, Cause.FAILED, error)
         return error
 
     def close(self) -> None:
-        """Idempotent. What is under way ends with PoolUnavailable."""
+        """Close the link. Idempotent. Requests in progress end with PoolUnavailable."""
         self._feed(Close())
         if self._probing is not None:
             self._probing.cancel()
@@ -136,7 +140,7 @@ class AsyncNodeLink:
             if (control := self._alive()) is not None:
                 return control, self._generation, False
             if time.monotonic() >= deadline.at_s:
-                # others took it, connecting: that says nothing of the node
+                # other tasks used the time to connect: it does not count against the node
                 raise PoolTimeout(f"pool node {self.name}: no time was left to ask it")
             return await self._open(deadline.at_s), self._generation, True
 
@@ -145,7 +149,7 @@ class AsyncNodeLink:
         return control if control is not None and not control.broken else None
 
     async def _open(self, deadline_s: float) -> AsyncControl:
-        """For an operation: what goes wrong counts against the node. Raises PoolError."""
+        """Connect for an operation. An error counts against the node. Raises PoolError."""
         generation = self._health.generation
         until_s = min(deadline_s, time.monotonic() + self._connect_timeout_s)
         try:
@@ -153,7 +157,7 @@ class AsyncNodeLink:
                 control = await self._connect_again()
         except TimeoutError:
             error = PoolTimeout(f"pool node {self.name} does not answer")
-            if time.monotonic() <= until_s + OVERSLEPT_S:  # else the loop was busy: our own doing
+            if time.monotonic() <= until_s + OVERSLEPT_S:  # else this process's loop was too busy
                 self._lose(generation, Cause.FAILED, error)
             raise error from None
         except PoolError as error:
@@ -162,7 +166,7 @@ class AsyncNodeLink:
         return self._keep(control, generation)
 
     async def _connect_again(self) -> AsyncControl:
-        """`connect`, once more where the node reset the connection: it may have said why."""
+        """Connect; try once more if the node reset the connection, since its reason may be lost."""
         try:
             return await self._connect()
         except LastWordsLost:
@@ -170,7 +174,7 @@ class AsyncNodeLink:
             return await self._connect()
 
     def _keep(self, control: AsyncControl, generation: int) -> AsyncControl:
-        """Raises PoolUnavailable: the client has been closed meanwhile."""
+        """Store the new connection. Raises PoolUnavailable if the client was closed meanwhile."""
         if self._health.state is NodeState.CLOSED:
             control.close()
             self._health.check()
@@ -181,7 +185,7 @@ class AsyncNodeLink:
         return control
 
     def _on_fault(self, generation: int, fault: Fault) -> None:
-        """The node hung up, perhaps while nobody asked: a restart is then waited for from now on."""
+        """The node closed the connection with a Fault. The wait for an announced restart starts now."""
         error = hung_up(self.name, fault)
         if isinstance(error, PoolRestarting):
             self._lose(generation, Cause.RESTARTING, error)
@@ -197,13 +201,13 @@ class AsyncNodeLink:
             return await control.call(lambda i: make(i, control.namespace), left_s)
         except TimeoutError:
             error = PoolTimeout(f"pool node {self.name} did not answer in {left_s:.1f} s")
-            # not if it has said something else meanwhile, or was given next to no time: others wait here
+            # not after a later message, nor after a very short time: other tasks wait on this connection
             if control.read_s < asked_s and time.monotonic() - asked_s >= self._patience_s:
                 self._lose(generation, Cause.FAILED, error)
             raise error from None
 
     def _put_off(self, deadline: Deadline) -> bool:
-        """The node restarts: whether there is time to wait for it."""
+        """The node restarts: extend the deadline. True if there is time left to wait."""
         deadline.put_off()
         return time.monotonic() < deadline.at_s
 
@@ -215,7 +219,7 @@ class AsyncNodeLink:
             self._probing = asyncio.get_running_loop().create_task(self._probe(attempt))
 
     def _feed(self, event: Event) -> Try | None:
-        """Tell the health; what it wants to be tried."""
+        """Pass an event to the health. Returns the Try that it wants, if any."""
         attempt: Try | None = None
         for action in self._health.handle(event, time.monotonic()):
             if isinstance(action, DropIdle):
@@ -240,7 +244,7 @@ class AsyncNodeLink:
             attempt = await self._try()
 
     async def _try(self) -> Try | None:
-        """Connect; if that succeeds the node is up."""
+        """Connect. On success the node is up."""
         generation = self._health.generation
         try:
             async with asyncio.timeout(self._connect_timeout_s):
@@ -249,7 +253,7 @@ class AsyncNodeLink:
         except (TimeoutError, PoolError) as error:
             logger.debug("pool node %s is still down: %s", self.name, error)
             return self._feed(TryFailed())
-        except Exception:  # boundary of this task: without a probe the node would stay down for good
+        except Exception:  # boundary of this task: without further tries the node would stay down
             logger.exception("pool node %s: the probe failed, and is repeated", self.name)
             return self._feed(TryFailed())
         return self._feed(TrySucceeded())

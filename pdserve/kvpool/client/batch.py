@@ -1,7 +1,7 @@
-"""A batch of keys, split over nodes and threads: each node's keys are one piece of work, or several.
+"""A batch of keys, divided into pieces for nodes and threads. A node gets one or more pieces.
 
-The thread that calls takes the last piece itself, and then the pieces that no other thread has begun. So a
-batch makes progress where no thread can be had, and a batch for one node costs no change of threads.
+The calling thread takes the last piece itself, and then each piece that no other thread has begun. So a batch
+makes progress without any other thread, and a batch for one node needs no thread switch.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ T = TypeVar("T")
 
 @dataclass
 class Batch(Generic[T]):
-    """Some keys, and what became of each. `part` does the keys at some places, over one connection."""
+    """Keys and their results. `part` processes the keys at some indices, over one connection."""
 
     keys: Sequence[bytes]
     result: list[T]
     deadline: Deadline
     part: Callable[[OpenConnection, list[int]], list[T]]
-    repeatable: bool = True  # also after the node has answered part of it
-    most: int = MAX_KEYS  # keys of one message
-    page_bytes: int = 0  # of a page that is read: what it weighs on the node meanwhile
+    repeatable: bool = True  # a piece may be repeated after the node has answered part of it
+    most: int = MAX_KEYS  # most keys in one message
+    page_bytes: int = 0  # size of a page to read, which counts as load of the node meanwhile
     asked: list[str] = field(init=False)
-    """By place, the node asked last."""
+    """For each key, the node that was asked last."""
 
     def __post_init__(self) -> None:
         self.asked = [""] * len(self.keys)
@@ -53,12 +53,13 @@ class BatchRunner:
         self._connections_per_node = connections_per_node
         self._lock = threading.Lock()
         self._closed = False
-        self._nodes = 0  # that there are threads for
+        self._nodes = 0  # number of nodes for which there are threads
         self._threads = self._make_threads(nodes)
 
     def run(self, jobs: Mapping[str, list[int]], batch: Batch[T]) -> None:
-        """Do `batch.part` once per node and message with the places of its keys. Where a node failed the
-        batch's `result` stays as it is.
+        """Call `batch.part` for each node and message, with the indices of its keys.
+
+        If a node fails, the `result` of its keys stays unchanged.
         """
         parts = [
             (node, places[start : start + batch.most])
@@ -69,8 +70,8 @@ class BatchRunner:
             self._do(*parts[0], batch)
             return
         pieces = [_Piece(partial(self._do, node, places, batch)) for node, places in parts]
-        # Every step of a piece has the deadline, so joining needs none of its own. All are joined whatever
-        # happens, because one may be writing into the caller's buffers.
+        # Every step of a piece has the deadline, so joining needs none. All pieces are joined on every path,
+        # because one may be writing into the caller's buffers.
         for piece in pieces[:-1]:
             self._submit(piece)
         try:
@@ -83,9 +84,9 @@ class BatchRunner:
             piece.outcome.result()
 
     def close(self) -> None:
-        """Batches under way end by themselves, refused."""
+        """Close the threads. Batches in progress end with refused operations."""
         self._closed = True
-        self._threads.shutdown(wait=False)  # not `cancel_futures`: `wait_all` would never see those as done
+        self._threads.shutdown(wait=False)  # not `cancel_futures`: `wait_all` would wait for them forever
 
     def _do(self, node: str, places: list[int], batch: Batch[T]) -> None:
         for place in places:
@@ -104,7 +105,7 @@ class BatchRunner:
             batch.result[place] = answer
 
     def _submit(self, piece: _Piece) -> None:
-        """Let a thread run the piece, if there is one."""
+        """Give the piece to a thread, if possible."""
         if len(self._links.links) > self._nodes:
             self._add_threads()
         while True:
@@ -122,7 +123,7 @@ class BatchRunner:
         return ThreadPoolExecutor(workers, thread_name_prefix="pdserve-pool")
 
     def _add_threads(self) -> None:
-        """The pool has grown. Threads come as they are needed; what the old ones have to do they finish."""
+        """Make a larger executor after the pool has grown. The old one finishes its work."""
         with self._lock:
             nodes = len(self._links.links)
             if nodes > self._nodes and not self._closed:
@@ -131,7 +132,7 @@ class BatchRunner:
 
 
 class _Piece:
-    """A part of a batch, done by the first thread that comes to it, and by none once it is joined."""
+    """A part of a batch. The first thread to take it runs it; after it was joined, no thread does."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.outcome: Future[None] = Future()

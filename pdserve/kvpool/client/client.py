@@ -1,13 +1,13 @@
 """The synchronous pool client: batches of pages to and from all nodes. Thread-safe; used by SGLang's HiCache
 threads.
 
-A batch is split by owner on the ring and the parts run in parallel (batch.py). What the first round did not
-bring is asked for where it may be instead (routing.py says where): at the earlier owner while pages move, at
-the owner when a hot page's replica did not have it, at the new owner when a write came to the wrong node.
+A batch is divided by owner on the ring, and the parts run in parallel (batch.py). Missed keys are requested
+again from other nodes (routing.py): from the earlier owner while pages move, from the owner if a hot page's
+replica did not have it, from the new owner if a write went to the wrong node.
 
-Operations do not raise for faults of the pool: a node that is away, late or full makes its keys misses
-(reads) or unstored (writes), and is counted. Every call ends within its configured time-out, and
-`restart_wait_s` later at most while a node is being upgraded (deadline.py).
+Operations do not raise for faults of the pool. The keys of an absent, late or full node are misses (reads) or
+unstored (writes), and are counted. Every call ends within its configured time-out, or at most
+`restart_wait_s` later while a node is being upgraded (deadline.py).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WAIT_SLICE_S: Final = 1.0
-"""A wait is asked for in slices: so it follows its pages when they move, and one that was given up does not
-keep its place at the node for long."""
+"""A wait is divided into requests of this length. So it follows moving pages, and an abandoned wait ends soon
+at the node."""
 WAIT_PAUSE_S: Final = 0.001
 
 
@@ -57,8 +57,10 @@ class PoolClient:
         name: str = "client",
         seed: int | None = None,
     ) -> None:
-        """Connects lazily. `connector` replaces the transport chosen by the configuration (tests), `seed` the
-        randomness by which reads of hot pages spread. Raises ConfigError: the nodes make no ring.
+        """Connects lazily. Raises ConfigError if the nodes form no valid ring.
+
+        `connector` replaces the configured transport (for tests). `seed`: of the random spread of reads of
+        hot pages.
         """
         self.config = config
         self.namespace = namespace
@@ -73,13 +75,13 @@ class PoolClient:
 
     @property
     def counters(self) -> ClientCounters:
-        """What this client did."""
+        """The totals of this client."""
         return self._tally.counters
 
     # -- reading
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys are committed; at their owners, or the nodes that owned them before."""
+        """For each key: whether it is committed, at its owner or its earlier owner."""
         deadline = self._within(self.config.exists_timeout_s)
 
         def part(opened: OpenConnection, places: list[int]) -> list[bool]:
@@ -92,11 +94,11 @@ class PoolClient:
         return batch.result
 
     def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
-        """Read pages into the caller's buffers; True where the buffers now hold the page, checked.
+        """Read pages into the caller's buffers. True: the buffers hold the page, and its checksum is right.
 
-        `pages`: for each key its segments, uint8 [segment bytes] each. All pages of a call have segments of
-        the same lengths, else PageMismatch is raised. A buffer whose page is reported False may hold
-        anything. Nothing writes into the buffers after the return.
+        `pages`: for each key its segments, each uint8, shape [segment bytes]. Raises PageMismatch if the
+        pages differ in their segments' lengths. The contents of the other buffers (False) are undefined.
+        Nothing writes into the buffers after the return.
         """
         page_bytes = check_pages(keys, pages)
         deadline = self._within(self.config.get_timeout_s)
@@ -127,8 +129,9 @@ class PoolClient:
         return batch.result
 
     def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
-        """Block until all keys are committed, at most `timeout_s`; which are. Ends early for nodes that are
-        down.
+        """Block until all keys are committed, for at most `timeout_s`. Returns whether each key is.
+
+        Keys of nodes that are down are not waited for.
         """
         deadline_s = time.monotonic() + timeout_s
         result = [False] * len(keys)
@@ -141,12 +144,12 @@ class PoolClient:
             missing = self._answerable(keys, [i for i in missing if not result[i]])
             if not missing or time.monotonic() >= deadline_s:
                 return result
-            time.sleep(WAIT_PAUSE_S)  # should a node answer at once, this is no race
+            time.sleep(WAIT_PAUSE_S)  # avoids a busy loop if a node answers at once
 
     # -- writing
 
     def put(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
-        """Write pages; True where the page is in the pool, or on its way there by another writer.
+        """Write pages. True: the page is in the pool, or another writer is writing it.
 
         `pages`: as for `get`. Raises PageMismatch. Nothing reads from the buffers after the return.
         """
@@ -174,24 +177,24 @@ class PoolClient:
         return [became == STORED for became in batch.result]
 
     def clear(self) -> int:
-        """Drop every page of the namespace on every reachable node; how many went."""
+        """Drop every page of the namespace on every reachable node. Returns their number."""
         return sum(self._each_node(operations.clear, self.config.exists_timeout_s).values())
 
     # -- the pool as a whole
 
     def check(self) -> dict[str, PoolError | None]:
-        """Ask every node whether it serves the namespace; per node, None or what went wrong."""
+        """Check that every node serves the namespace. Returns None or the error for each node."""
         outcome: dict[str, PoolError | None] = dict.fromkeys(self._links.links)
         self._each_node(operations.ping, self.config.connect_timeout_s, outcome)
         return outcome
 
     def status(self) -> dict[str, m.StatusReport]:
-        """Status of every reachable node."""
+        """The status of every reachable node, by name."""
         return self._each_node(operations.status, self.config.exists_timeout_s)
 
     @property
     def rings(self) -> Rings:
-        """The nodes as this client knows them at the moment."""
+        """The nodes as this client knows them now."""
         return self._links.rings
 
     @property
@@ -199,19 +202,19 @@ class PoolClient:
         return sum(link.up for link in self._links.links.values())
 
     def close(self) -> None:
-        """Close all connections; idempotent. Operations under way end with misses."""
+        """Close all connections. Idempotent. Operations in progress end with misses."""
         self._links.close()
         self._runner.close()
 
-    # -- within
+    # -- internals
 
     def _within(self, timeout_s: float) -> Deadline:
         return Deadline(time.monotonic() + timeout_s, self.config.restart_wait_s)
 
     def _wait_slice(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
-        """Wait a moment at the owners for what the earlier owners do not have."""
+        """Wait for one slice at the owners for keys that the earlier owners do not have."""
         until_s = time.monotonic() + timeout_s
-        # the node answers at `until_s`; the reply gets a moment more
+        # the node answers at `until_s`; the reply gets a short time more to arrive
         deadline = Deadline(until_s + self.config.exists_timeout_s)
 
         def look(opened: OpenConnection, places: list[int]) -> list[bool]:
@@ -233,12 +236,12 @@ class PoolClient:
         return result
 
     def _answerable(self, keys: Sequence[bytes], missing: list[int]) -> list[int]:
-        """The places whose owner can tell when their pages come."""
+        """The indices in `missing` whose owner can report a later commit."""
         owned = self._reachable(self._links.rings.split([keys[i] for i in missing]))
         return sorted(missing[i] for places in owned.values() for i in places)
 
     def _search_on(self, batch: Batch[bool], rings: Rings) -> None:
-        """Look for what the nodes chosen by `rings` did not have, wherever else it may be."""
+        """Look for keys that the nodes chosen by `rings` did not have, at other nodes (`Search`)."""
         search = Search(batch.keys, rings)
         while missed := [i for i, found in enumerate(batch.result) if not found]:
             others = self._reachable(search.further(missed, batch.asked, self._links.rings))
@@ -247,12 +250,12 @@ class PoolClient:
             self._runner.run(others, batch)
 
     def _reachable(self, jobs: Mapping[str, list[int]]) -> dict[str, list[int]]:
-        """Without nodes that are down: a second look is not worth waiting for."""
+        """`jobs` without nodes that are down: a second request is not worth a wait."""
         links = self._links.links
         return {node: places for node, places in jobs.items() if node in links and links[node].reachable}
 
     def _plan_reads(self, keys: Sequence[bytes], rings: Rings, page_bytes: int) -> dict[str, list[int]]:
-        """The node to ask for each key: its owner, or for a hot page the less loaded of two holders."""
+        """The indices of keys by node: the key's owner, or for a hot page the less loaded of two holders."""
         owners = rings.split(keys)
         if not len(self._hot) or len(rings.ring.nodes) < 2:
             return owners
@@ -261,7 +264,7 @@ class PoolClient:
             return self._hot.spread(keys, owners, rings.ring, load_bytes, page_bytes, time.monotonic())
 
     def _remember(self, rings: Rings, reads: Reads) -> None:
-        """Note which pages are hot: what their owners said, and where a replica was missing."""
+        """Update the hints about hot pages from a batch of reads."""
         if any(reads.replicas.values()) or len(self._hot):
             with self._lock:
                 served = self._hot.learn(reads, rings.split(reads.keys), time.monotonic())
@@ -273,7 +276,10 @@ class PoolClient:
         timeout_s: float,
         errors: dict[str, PoolError | None] | None = None,
     ) -> dict[str, T]:
-        """What each node answers, one after the other. Failures are counted, or noted in `errors`."""
+        """Each node's answer, by name; nodes are asked in turn.
+
+        Failures are counted, or stored in `errors`.
+        """
         result: dict[str, T] = {}
         for name, link in self._links.links.items():
             deadline = self._within(timeout_s)

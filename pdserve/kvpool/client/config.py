@@ -17,9 +17,9 @@ POOL_TOKEN_VARIABLE = "PDSERVE_HICACHE_POOL_TOKEN"
 class PoolNodeRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One pool node, as clients find it."""
 
-    node: Annotated[str, Meta(description="name of the node, as in its own configuration")]
-    address: Annotated[str, Meta(description='control address: "unix:/path" or "tcp:host:port"')]
-    weight: Annotated[int, Meta(ge=1, description="share of the ring, proportional to capacity")] = 1
+    node: Annotated[str, Meta(description="Name of the node, as in its own configuration.")]
+    address: Annotated[str, Meta(description="Control address: `unix:/path` or `tcp:host:port`.")]
+    weight: Annotated[int, Meta(ge=1, description="Share of the ring, proportional to capacity.")] = 1
 
 
 class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,37 +34,43 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     etcd: Annotated[
         EtcdConfig, Meta(description="where to look the nodes up instead, once, when the worker starts")
     ] = EtcdConfig()
-    cluster: Annotated[str, Meta(min_length=1, description="name of the pool in etcd")] = "pool"
+    cluster: Annotated[str, Meta(min_length=1, description="Name of the pool in etcd.")] = "pool"
     etcd_wait_s: Annotated[
-        float, Meta(ge=0, description="how long a worker waits for the pool's first node to be in etcd")
+        float, Meta(ge=0, description="Longest wait of a worker until the first pool node is in etcd.")
     ] = 30.0
     data_path: Annotated[
-        DataPathChoice, Meta(description="how page bytes travel: shm (same host), ucx, or auto")
+        DataPathChoice,
+        Meta(
+            description="Data path of page bytes: shm (same host only), ucx, or auto (shm where possible, "
+            "else ucx)."
+        ),
     ] = "auto"
     checksum: Annotated[
-        bool, Meta(description="compute a checksum of every page written and check every page read")
+        bool, Meta(description="Compute a checksum of every written page, and check it at every read.")
     ] = True
     namespace: Annotated[
-        str, Meta(description="namespace to use; empty: one per model revision and KV geometry")
+        str, Meta(description="Namespace in the pool; empty: one for each model revision and KV geometry.")
     ] = ""
-    token: Annotated[str, Meta(description="access token of the namespace")] = ""
-    connect_timeout_s: Annotated[float, Meta(gt=0, description="time to connect and shake hands")] = 1.0
-    exists_timeout_s: Annotated[float, Meta(gt=0, description="time for one lookup")] = 1.0
-    get_timeout_s: Annotated[float, Meta(gt=0, description="time to read one batch of pages")] = 5.0
-    put_timeout_s: Annotated[float, Meta(gt=0, description="time to write one batch of pages")] = 5.0
+    token: Annotated[str, Meta(description="Access token of the namespace.")] = ""
+    connect_timeout_s: Annotated[
+        float, Meta(gt=0, description="Longest time of a connect, including the handshake.")
+    ] = 1.0
+    exists_timeout_s: Annotated[float, Meta(gt=0, description="Longest time of one lookup.")] = 1.0
+    get_timeout_s: Annotated[float, Meta(gt=0, description="Longest time to read one batch of pages.")] = 5.0
+    put_timeout_s: Annotated[float, Meta(gt=0, description="Longest time to write one batch of pages.")] = 5.0
     retry_after_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="a node that failed is left alone this long, then probed in the background; sooner "
-            "where nobody listens",
+            description="Time without requests to a node after a failure; then it is probed in the "
+            "background. If its port is closed, the probe comes earlier.",
         ),
     ] = 0.5
     restart_wait_s: Annotated[
-        float, Meta(ge=0, description="how much longer an operation may take while a node is being upgraded")
+        float, Meta(ge=0, description="Additional time of an operation while a node is being upgraded.")
     ] = 3.0
     connections_per_node: Annotated[
-        int, Meta(ge=1, description="concurrent operations per node and process")
+        int, Meta(ge=1, description="Concurrent operations per node and process.")
     ] = 4
     ucx: Annotated[
         dict[str, str], Meta(description="UCX settings without their UCX_ prefix, e.g. TLS, NET_DEVICES")

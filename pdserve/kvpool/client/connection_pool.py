@@ -1,11 +1,11 @@
-"""A client's connections to one node, for its threads: bounded, reused, and refused while the node is down.
+"""The bounded pool of a client's connections to one node, for threads.
 
-At most `limit` operations use the node at once; another waits for a free connection, until its deadline.
-Whether the node is tried at all is decided by `NodeHealth` (node_health.py); here are its threads.
+At most `limit` operations use the node at once; another one waits for a free connection, until its deadline.
+`NodeHealth` (node_health.py) decides whether the node is tried. This module has its threads.
 
-A node that was killed and started again leaves connections here that are closed at their first use. That is
-no failure yet: the operation is repeated once, on a new connection, where repeating it can do no harm. A lost
-answer to Commit is not asked for again: its pages count as unstored.
+After a restart of the node, idle connections turn out to be closed at their next use. This is no failure: the
+operation is repeated once on a new connection, if a repetition is harmless. A Commit whose answer was lost is
+not repeated: its pages count as unstored.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class OpenConnection:
     def __init__(self, connection: Connection, namespace: int, generation: int, rights: int = ALL) -> None:
         self.connection = connection
         self.namespace = namespace
-        self.rights = rights  # of our token in the namespace: access.READ and so on
-        self.generation = generation  # of the node's health when it was opened
-        self.reused = False  # it was idle before this operation: the node may have gone meanwhile
+        self.rights = rights  # rights of our token in the namespace: access.READ and so on
+        self.generation = generation  # generation of the node's health when it was opened
+        self.reused = False  # it was idle before this operation, so the node may have closed it
         self.answered = False  # the node has answered in this operation
-        self.broken = False  # when the operation had all that it wanted: its result stands
+        self.broken = False  # it failed after the operation had its result, which stays valid
         self._next_id = 1  # 1 was OpenNamespace
 
     @property
@@ -67,7 +67,7 @@ class OpenConnection:
 
     @contextmanager
     def best_effort(self) -> Iterator[None]:
-        """What is said here, once an operation has all that it wanted, may fail: it costs the connection."""
+        """Context for messages after an operation has its result: an error only breaks the connection."""
         try:
             yield
         except PoolError as error:
@@ -75,18 +75,18 @@ class OpenConnection:
             self.broken = True
 
     def call(self, request: Request, deadline_s: float) -> Reply:
-        """As `Connection.call`."""
+        """See `Connection.call`."""
         reply = self.connection.call(request, deadline_s)
         self.answered = True
         return reply
 
 
 class StaleConnection(PoolUnavailable):
-    """An idle connection was found closed; says nothing of the node."""
+    """An idle connection was found closed. It does not count against the node."""
 
 
 class NodeLink:
-    """Bounded set of connections to one node, behind its health. Thread-safe."""
+    """A bounded set of connections to one node, governed by its NodeHealth. Thread-safe."""
 
     def __init__(
         self,
@@ -101,18 +101,19 @@ class NodeLink:
         restart_wait_s: float = 3.0,
         on_lost: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """`connect(deadline_s)` opens a connection or raises a PoolError. `on_lost(name)` is called again and
-        again while the node is down, by the background thread.
+        """`connect(deadline_s)` opens a connection or raises a PoolError.
+
+        The background thread calls `on_lost(name)` repeatedly while the node is down.
         """
         self.name = name
-        self.outstanding_bytes = 0  # of page reads under way
+        self.outstanding_bytes = 0  # bytes of page reads in progress
         self._connect = connect
         self._namespace = namespace
         self._geometry = geometry
         self._connect_timeout_s = connect_timeout_s
         self._on_lost = on_lost
         self._free = threading.Semaphore(limit)
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the attributes below
         self._health = NodeHealth(name, retry_after_s=retry_after_s, restart_wait_s=restart_wait_s)
         self._idle: list[OpenConnection] = []
         self._closed = threading.Event()
@@ -124,17 +125,17 @@ class NodeLink:
 
     @property
     def reachable(self) -> bool:
-        """Up, or back in a moment."""
+        """The node is up or restarting."""
         return self._health.reachable
 
     def use(
         self, deadline: Deadline, operation: Callable[[OpenConnection], T], *, repeatable: bool = True
     ) -> T:
-        """Run the operation with a connection; once more if the connection turns out to have been closed,
-        and again after an announced restart, which puts the deadline off.
+        """Run the operation with a connection. Raises the errors of `acquire`.
 
-        `repeatable`: it may be repeated after the node has answered part of it. A restarting node has let go
-        of all that was unfinished, so then it is repeated in any case. Raises what `acquire` raises.
+        It is repeated once if the connection turns out to be closed, and again after an announced restart,
+        which extends the deadline. `repeatable`: it may be repeated after the node has answered part of it. A
+        restarting node has dropped all unfinished work, so then it is repeated in any case.
         """
         last = False
         while True:
@@ -152,20 +153,20 @@ class NodeLink:
     def acquire(
         self, deadline: Deadline, *, last: bool = True, repeatable: bool = True
     ) -> Iterator[OpenConnection]:
-        """A connection for one operation. A PoolError inside closes it, and the node is DOWN from then on.
-        Two errors ask for the operation to be repeated instead: PoolRestarting, and, unless this is the
-        `last` attempt, StaleConnection (a connection that was idle before is found closed).
+        """Context with a connection for one operation. A PoolError inside closes it and makes the node DOWN.
+        Two errors mean that the operation is to be repeated: PoolRestarting, and, unless this is the `last`
+        attempt, StaleConnection (an idle connection was found closed).
 
-        Raises PoolUnavailable at once while the node is down, PoolTimeout when no connection came free in
+        Raises PoolUnavailable at once while the node is down, PoolTimeout if no connection became free in
         time.
         """
         self._check_usable(deadline)
         if not self._free.acquire(timeout=max(0.0, deadline.at_s - time.monotonic())):
             raise PoolTimeout(f"pool node {self.name}: no connection came free in time")
         try:
-            self._check_usable(deadline)  # it may have failed while we waited
+            self._check_usable(deadline)  # the node may have failed during the wait
             if time.monotonic() >= deadline.at_s:
-                # our own doing: must not count against the node
+                # caused by this process: it must not count against the node
                 raise PoolTimeout(f"pool node {self.name}: no time was left to ask it")
             with self._checked_out(deadline.at_s, excused=not last, repeatable=repeatable) as opened:
                 yield opened
@@ -181,7 +182,7 @@ class NodeLink:
             generation = opened.generation
             yield opened
         except BaseException as error:
-            if opened is not None:  # an operation cut short leaves it in an unknown state
+            if opened is not None:  # an interrupted operation leaves it in an unknown state
                 opened.connection.close()
             if not isinstance(error, PoolError):
                 raise
@@ -195,7 +196,7 @@ class NodeLink:
 
     @contextmanager
     def busy(self, size_bytes: int) -> Iterator[None]:
-        """So many bytes are being read from the node meanwhile."""
+        """Context: `size_bytes` are being read from the node."""
         with self._changed:
             self.outstanding_bytes += size_bytes
         try:
@@ -205,19 +206,20 @@ class NodeLink:
                 self.outstanding_bytes -= size_bytes
 
     def check(self, deadline: Deadline) -> None:
-        """Connect and open the namespace now. Raises PoolUnavailable, PoolTimeout or PoolRefused (geometry
-        mismatch).
+        """Connect and open the namespace.
+
+        Raises PoolUnavailable, PoolTimeout, PoolRefused (other geometry).
         """
         with self.acquire(deadline):
             pass
 
     def close(self) -> None:
-        """Close the idle connections and refuse new operations; those under way end by themselves."""
+        """Close idle connections and refuse new operations. Operations in progress end by themselves."""
         self._closed.set()
         self._feed(Close())
 
     def _check_usable(self, deadline: Deadline) -> None:
-        """Wait while the node restarts. Raises PoolUnavailable when it is down, PoolTimeout."""
+        """Wait while the node restarts. Raises PoolUnavailable if it is down, or PoolTimeout."""
         health = self._health
         if health.state is NodeState.UP:
             return
@@ -265,7 +267,7 @@ class NodeLink:
     # --- the health's runner
 
     def _feed(self, event: Event) -> Try | None:
-        """Tell the health; what it wants to be tried."""
+        """Pass an event to the health. Returns the Try that it wants, if any."""
         attempt: Try | None = None
         dropped: list[OpenConnection] = []
         with self._changed:
@@ -299,13 +301,13 @@ class NodeLink:
             attempt = self._try()
 
     def _try(self) -> Try | None:
-        """Connect; if that succeeds the node is up."""
+        """Connect. On success the node is up."""
         try:
             opened = self._open(time.monotonic() + self._connect_timeout_s)
         except PoolError as error:
             logger.debug("pool node %s is still down: %s", self.name, error)
             return self._feed(TryFailed())
-        except Exception:  # boundary of this thread: without a probe the node would stay down for good
+        except Exception:  # boundary of this thread: without further tries the node would stay down
             logger.exception("pool node %s: the probe failed, and is repeated", self.name)
             return self._feed(TryFailed())
         attempt = self._feed(TrySucceeded())

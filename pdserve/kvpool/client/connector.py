@@ -1,4 +1,4 @@
-"""Which transport a client uses: the configured one, or with `auto` the one that the node chooses."""
+"""The choice of a client's transport: the configured one, or with `auto` that of the node."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class ConfiguredConnector:
         self._config = config
         self._name = name
         self._host_id = host_id()
-        if _takes_ucx(config):  # now, because an operation's time-out may be shorter than loading takes
+        if _takes_ucx(config):  # load now: an operation's time-out may be shorter than the loading
             _load_ucx()
 
     def connect(self, address: str, deadline_s: float, on_view: OnView | None = None) -> Connection:
-        """Raises PoolUnavailable, PoolTimeout or PoolRefused."""
+        """See `Connector.connect`. Raises PoolUnavailable, PoolTimeout or PoolRefused."""
         config = self._config
         views = on_view is not None
         hello = make_hello(self._name, self._host_id, config.data_path, config.token, views=views)
@@ -36,14 +36,14 @@ class ConfiguredConnector:
 
 
 def _takes_ucx(config: PoolClientConfig) -> bool:
-    """Whether this client moves pages by UCX, as far as can be told before a node has answered."""
+    """Whether this client will probably use UCX, before any node has answered."""
     if config.data_path != "auto":
         return config.data_path == "ucx"
     return any(is_remote(ref.address) for ref in config.nodes)
 
 
 def _load_ucx() -> None:
-    """Only where it is used: it costs a second of CPU and 170 MB."""
+    """Load UCX, which costs a second of CPU time and 170 MB."""
     from pdserve.kvpool.transports.ucx import UcxLibrary
 
     with contextlib.suppress(StartupError):  # `connect` raises it again
@@ -51,5 +51,5 @@ def _load_ucx() -> None:
 
 
 def connector_for(config: PoolClientConfig, name: str) -> ConfiguredConnector:
-    """`name` names the client in the node's log."""
+    """The connector for this configuration. `name`: the client's name in the node's log."""
     return ConfiguredConnector(config, name)

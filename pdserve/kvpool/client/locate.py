@@ -1,6 +1,6 @@
-"""Where a worker finds the pool: the nodes in its configuration, or the nodes registered in etcd.
+"""The pool's nodes for a worker: from its configuration, or from etcd.
 
-It asks once, at the worker's start. From then on the nodes' own views say which nodes there are.
+etcd is read once, at the worker's start. Afterwards the views of the nodes themselves name the nodes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ POLL_S = 0.5
 
 
 def locate_pool(config: PoolClientConfig, *, sleep: Callable[[float], None] = time.sleep) -> PoolClientConfig:
-    """The configuration with its nodes, and without etcd's password, which nobody needs from here on.
+    """The configuration with the pool's nodes, and without etcd's password, which is not needed any more.
 
-    Waits for at most `etcd_wait_s` beyond the last question. Raises StartupError: etcd cannot be asked, or
-    knows no node of the pool.
+    Waits for at most `etcd_wait_s`, plus one request. Raises StartupError if etcd does not answer or names no
+    node of the pool.
     """
     if config.nodes or not config.etcd.endpoints:
         return replace(config, etcd=EtcdConfig())

@@ -20,18 +20,26 @@ CLIENT_METRICS: Final = (
         CLIENT_PREFIX,
     ),
     Definition(
-        "bytes", "counter", ("direction",), "KV bytes read from the pool, written to it.", CLIENT_PREFIX
+        "bytes",
+        "counter",
+        ("direction",),
+        "KV bytes read from the pool and written to it, by direction.",
+        CLIENT_PREFIX,
     ),
     Definition(
         "transfer_seconds",
         "histogram",
         ("direction",),
-        "A batch of pages read, written, from the first question to the last byte. Throughput is the rate of "
-        "the bytes over the rate of this sum.",
+        "Time of a batch of pages read or written, from the first request to the last "
+        "byte. Throughput is the rate of the bytes divided by the rate of this sum.",
         CLIENT_PREFIX,
     ),
     Definition(
-        "failures", "counter", (), "Node operations cut short by an error or a deadline.", CLIENT_PREFIX
+        "failures",
+        "counter",
+        (),
+        "Operations on nodes that ended with an error or at a deadline.",
+        CLIENT_PREFIX,
     ),
 )
-"""A worker's, of its connection to the pool."""
+"""The metrics of a worker's pool client."""

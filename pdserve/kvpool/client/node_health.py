@@ -1,14 +1,14 @@
-"""Whether a client tries a node: one set of rules for the threads' client and the asyncio client. Pure.
+"""The health of a node as a client sees it: the rules of the threads' client and the asyncio client. Pure.
 
     UP          operations use connections
-    RESTARTING  the node said that it would be back in a moment (an upgrade): operations wait for it, their
-                deadline put off (deadline.py), while one runner connects anew for `restart_wait_s`
-    DOWN        every operation is refused at once, without touching the network, while one runner connects
-                anew every `retry_after_s`. Where nobody listens, trying costs next to nothing and a restart
-                is likely: such a node is tried whenever it has been away for a twentieth longer
+    RESTARTING  the node announced a short restart (an upgrade): operations wait for it with an extended
+                deadline (deadline.py), while one runner tries to connect for `restart_wait_s`
+    DOWN        every operation is refused at once, without network traffic, while one runner tries to
+                connect every `retry_after_s`. If the port is closed, a try costs little and a restart is
+                likely. Then the pauses are shorter: a twentieth of the time since the node went down
 
-So a dead pool costs a request one short deadline in all, not one per page, and a node that came back is
-noticed without a request paying for the attempt.
+So a dead pool costs a request only one short deadline in total, not one per page. No request pays for the
+tries that notice a node's return.
 
     state        event            next         actions
     UP           Lost STALE       UP           DropIdle
@@ -22,8 +22,8 @@ noticed without a request paying for the attempt.
     not UP       NoRunner         DOWN         none; Asked makes it Try, once `retry_after_s` are over
     any          Close            CLOSED       DropIdle
 
-At most one Try is open at a time. A Lost of a connection that was opened before the last one changes nothing:
-`generation` tells. The runners (connection_pool.py, async_link.py) carry actions out and feed events back.
+At most one Try is open at a time. A Lost of an earlier `generation` of connections changes nothing. The
+runners (connection_pool.py, async_link.py) carry out the actions and report events.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from typing import Final, TypeAlias, assert_never
 from pdserve.errors import PoolError, PoolRestarting, PoolUnavailable
 
 RESTART_RETRY_S: Final = 0.02
-RETRY_SHARE: Final = 0.05  # of the time that a node has been away
+RETRY_SHARE: Final = 0.05  # of the time since the node went down
 
 
 class NodeState(enum.Enum):
-    """See above."""
+    """The states in the module's table."""
 
     UP = "up"
     RESTARTING = "restarting"
@@ -49,16 +49,19 @@ class NodeState(enum.Enum):
 
 
 class Cause(enum.Enum):
-    """Why a connection is of no use any more."""
+    """The reason why a connection was lost."""
 
-    STALE = "stale"  # it was idle, and is found closed: that says nothing of the node
-    RESTARTING = "restarting"  # the node said so
-    ABSENT = "absent"  # nobody could be connected to
+    STALE = "stale"  # an idle connection was found closed: it does not count against the node
+    RESTARTING = "restarting"  # the node announced it
+    ABSENT = "absent"  # no connection could be opened
     FAILED = "failed"
 
 
 def cause_of(error: PoolError, *, connected: bool, excusable: bool) -> Cause:
-    """`excusable`: the connection may have been closed before this operation, which can be repeated."""
+    """The cause of an error.
+
+    `excusable`: the connection may have been closed before, and a repeat is safe.
+    """
     if isinstance(error, PoolRestarting):
         return Cause.RESTARTING
     if not isinstance(error, PoolUnavailable):
@@ -79,17 +82,17 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class TrySucceeded:
-    """The node takes connections, and has opened our namespace."""
+    """A Try has connected and opened our namespace."""
 
 
 @dataclass(frozen=True, slots=True)
 class TryFailed:
-    """It does not."""
+    """A Try has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoRunner:
-    """The action Try cannot be carried out now: no thread is to be had."""
+    """The action Try cannot be carried out now, because no thread can be started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +115,9 @@ class DropIdle:
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """In the background: wait until `at_s`, connect, and feed the outcome. `lost`: first tell that the node
-    cannot be reached.
+    """In the background: wait until `at_s`, connect, and report the outcome.
+
+    `lost`: first report that the node cannot be reached.
     """
 
     at_s: float
@@ -137,29 +141,29 @@ class NodeHealth:
     def __init__(self, name: str, *, retry_after_s: float, restart_wait_s: float) -> None:
         self.name = name
         self.state = NodeState.UP
-        self.generation = 0  # connections opened under an earlier one are closed, not reused
+        self.generation = 0  # connections of an earlier generation are closed, not reused
         self._retry_after_s = retry_after_s
         self._restart_wait_s = restart_wait_s
         self._restart_until_s = 0.0
         self._down_since_s = 0.0
-        self._absent = False  # nobody listened when it went DOWN
+        self._absent = False  # its port was closed when it went DOWN
         self._tell_lost_at_s = 0.0
         self._try_when_asked_at_s = float("inf")
 
     @property
     def reachable(self) -> bool:
-        """Up, or back in a moment."""
+        """The node is up or restarting."""
         return self.state in (NodeState.UP, NodeState.RESTARTING)
 
     def check(self) -> None:
-        """Raises PoolUnavailable where operations are refused at once."""
+        """Raises PoolUnavailable if operations are refused at present."""
         if self.state is NodeState.CLOSED:
             raise PoolUnavailable(f"pool node {self.name}: the client is closed")
         if self.state is NodeState.DOWN:
             raise PoolUnavailable(f"pool node {self.name} is down")
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        """What is to be done about it. Nothing after Close."""
+        """Process the event. Returns the actions; none after Close."""
         if self.state is NodeState.CLOSED:
             return []
         match event:

@@ -1,7 +1,6 @@
 """One node's part of a batch: ask, read and write pages over one connection, and count the outcomes.
 
-Used by one thread per connection. Which node to ask, and whether to ask again, is decided in client.py and
-connection_pool.py.
+Used by one thread per connection. client.py and connection_pool.py choose the node and decide about retries.
 """
 
 from __future__ import annotations
@@ -24,28 +23,28 @@ from pdserve.kvpool.transports.base import CORRUPT, OK
 logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=m.Reply)
 
-# what became of one page of a put
+# result of one page of a put
 UNSTORED: Final = 0
-STORED: Final = 1  # in the pool, or on its way there by another writer
-MOVED: Final = 2  # not stored: another node owns it by now
+STORED: Final = 1  # in the pool, or being written by another writer
+MOVED: Final = 2  # not stored: another node owns the page now
 
 
 @dataclass
 class ClientCounters:
-    """What a client did; monotonic. `failures` are node operations cut short by an error or a deadline."""
+    """Totals of a client. `failures`: operations on nodes that ended with an error or at a deadline."""
 
     pages_read: int = 0
     pages_missed: int = 0
     pages_written: int = 0
-    pages_present: int = 0  # writes not needed: it was there, or another client was writing it
-    pages_refused: int = 0  # writes the pool had no room for
+    pages_present: int = 0  # unnecessary writes: the page was there, or another client was writing it
+    pages_refused: int = 0  # writes for which the pool had no room
     pages_lost: int = 0  # reads whose lease ended during the copy
     pages_corrupt: int = 0  # reads whose checksum did not match
     pages_fallback: int = (
-        0  # of those read: not by the node asked first, while pages moved or after replicas went
+        0  # reads served by another node than the first one, while pages moved or replicas ended
     )
-    pages_replica: int = 0  # of those read: from a replica of a hot page
-    pages_ssd: int = 0  # of those read: the node had to bring them up from a tier (SSD, directory)
+    pages_replica: int = 0  # reads served by a replica of a hot page
+    pages_ssd: int = 0  # reads that the node loaded from a tier (SSD, directory)
     bytes_read: int = 0
     bytes_written: int = 0
     failures: int = 0
@@ -65,18 +64,21 @@ class Tally:
 
 
 def expect(opened: OpenConnection, request: m.Request, kind: type[R], deadline_s: float) -> R:
-    """The reply of the wanted kind. Raises PoolRefused for a Fault, and what `Connection.call` raises."""
+    """Call, and return a reply of `kind`.
+
+    Raises PoolRefused for a Fault, and the errors of `Connection.call`.
+    """
     return expected(opened.call(request, deadline_s), kind, opened.node)
 
 
 def exists(opened: OpenConnection, keys: list[bytes], deadline_s: float) -> list[bool]:
-    """Which keys are committed there. Raises PoolError."""
+    """For each key: whether it is committed on this node. Raises PoolError."""
     request = m.Exists(opened.next_id(), opened.namespace, keys)
     return _mask(opened, expect(opened, request, m.Present, deadline_s), keys)
 
 
 def wait(opened: OpenConnection, keys: list[bytes], timeout_s: float, deadline_s: float) -> list[bool]:
-    """Which keys are committed there, after at most `timeout_s` or once all are. Raises PoolError."""
+    """Wait until all keys are committed, for at most `timeout_s`. Returns which are. Raises PoolError."""
     request = m.Wait(opened.next_id(), opened.namespace, keys, timeout_s)
     return _mask(opened, expect(opened, request, m.Present, deadline_s), keys)
 
@@ -84,9 +86,9 @@ def wait(opened: OpenConnection, keys: list[bytes], timeout_s: float, deadline_s
 def read(
     opened: OpenConnection, keys: list[bytes], pages: list[PageBuffers], deadline_s: float, tally: Tally
 ) -> tuple[list[bool], list[int]]:
-    """Read pages into their buffers: which were, and how many replicas the node knows of each.
+    """Read pages into their buffers. Returns (whether each was read, each page's number of replicas).
 
-    Raises PoolError; then, too, nothing writes into the buffers any more.
+    Raises PoolError. Nothing writes into the buffers after the return or an error.
     """
     segment_bytes = [segment.nbytes for segment in pages[0]]
     request = m.Get(opened.next_id(), opened.namespace, keys, segment_bytes)
@@ -108,7 +110,7 @@ def read(
             logger.error(text, opened.node, len(corrupt), len(held))
         with opened.best_effort():
             opened.connection.post(m.Release([pins[i].slot for i in held], [pins[i].sequence for i in held]))
-            if corrupt and opened.rights & WRITE:  # else a client that may will find it out
+            if corrupt and opened.rights & WRITE:  # else a client with the right will find the damage
                 bad, sequences = [keys[i] for i in corrupt], [pins[i].sequence for i in corrupt]
                 discard = m.Discard(opened.next_id(), opened.namespace, bad, sequences)
                 expect(opened, discard, m.Done, deadline_s)
@@ -118,7 +120,7 @@ def read(
 def write(
     opened: OpenConnection, keys: list[bytes], pages: list[PageBuffers], deadline_s: float, tally: Tally
 ) -> list[int]:
-    """Write pages; UNSTORED, STORED or MOVED for each. Raises PoolError."""
+    """Write pages. Returns UNSTORED, STORED or MOVED for each. Raises PoolError."""
     if not opened.rights & WRITE:
         tally.add(pages_refused=len(keys))
         return [UNSTORED] * len(keys)
@@ -145,7 +147,7 @@ def write(
         for i, committed in zip(mine, done, strict=True):
             result[i] = STORED if committed else UNSTORED
         written = sum(done)
-    # at the end, because all of this may have to be repeated
+    # counted at the end, because all of this may be repeated
     tally.add(
         pages_present=present,
         pages_refused=refused,
@@ -156,17 +158,17 @@ def write(
 
 
 def ping(opened: OpenConnection, deadline_s: float) -> None:
-    """The node answers. Raises PoolError."""
+    """Check that the node answers. Raises PoolError."""
     expect(opened, m.Ping(opened.next_id()), m.Done, deadline_s)
 
 
 def status(opened: OpenConnection, deadline_s: float) -> m.StatusReport:
-    """How the node is. Raises PoolError."""
+    """The node's status. Raises PoolError."""
     return expect(opened, m.Status(opened.next_id()), m.StatusReport, deadline_s)
 
 
 def clear(opened: OpenConnection, deadline_s: float) -> int:
-    """Drop the namespace's pages there; how many went. Raises PoolError."""
+    """Drop the namespace's pages on this node. Returns their number. Raises PoolError."""
     if not opened.rights & ADMIN:
         logger.warning("pool node %s: our token may not clear the namespace", opened.node)
         return 0
@@ -183,7 +185,7 @@ def remaining_s(deadline_s: float) -> float:
 
 
 def _check_length(opened: OpenConnection, answers: Sequence[object], asked: Sequence[object]) -> None:
-    """Raises PoolRefused."""
+    """Raises PoolRefused if the numbers of answers and requests differ."""
     if len(answers) != len(asked):
         raise PoolRefused(f"pool node {opened.node} answered {len(answers)} of {len(asked)} keys")
 

@@ -1,8 +1,8 @@
-"""Which pages are hot, as a client remembers it: their owners said how many other nodes hold them. Pure.
+"""A client's hints about hot pages: the number of replicas that their owners reported. Pure.
 
-A page that many clients read would keep one node busy, so its reads are spread. Each read goes to the less
-loaded of two holders (owner or replica) chosen at random. Hints are bounded in number and expire, so an owner
-is asked again now and then and can say otherwise.
+Many reads of one page would overload its owner, so they are spread. Each read goes to the less loaded of two
+holders (owner or replica) chosen at random. Hints are bounded in number and expire, so a client regularly
+asks the owner again.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from typing import Final
 
 from pdserve.kvpool.cluster.ring import Ring
 
-MAX_HINTS: Final = 65_536  # 4 million tokens of hot prefixes; some 20 MB
+MAX_HINTS: Final = 65_536  # 4 million tokens of hot prefixes; about 20 MB
 HINT_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """What became of a batch of reads; lists by place."""
+    """The results of a batch of reads, by index of the key."""
 
     keys: Sequence[bytes]
     found: Sequence[bool]
     first_asked: Sequence[str]
     last_asked: Sequence[str]
-    replicas: Mapping[int, int]  # by place, for pages that were read: how many the node knows of
+    replicas: Mapping[int, int]  # index of a page that was read -> number of replicas known to the node
 
 
 class HotPages:
-    """Keys, each with how many replicas it has. Not thread-safe."""
+    """Keys of hot pages, each with its number of replicas. Not thread-safe."""
 
     def __init__(self, rng: random.Random, max_hints: int = MAX_HINTS, hint_s: float = HINT_S) -> None:
         self._random = rng
         self._max_hints = max_hints
         self._hint_s = hint_s
-        self._hints: dict[bytes, tuple[int, float]] = {}  # replicas, end; the oldest first
+        self._hints: dict[bytes, tuple[int, float]] = {}  # -> (replicas, end of the hint), oldest first
 
     def __len__(self) -> int:
         return len(self._hints)
 
     def note(self, key: bytes, replicas: int, now_s: float) -> None:
-        """Its owner said so; 0: the page is not hot any more."""
+        """The owner reported this number of replicas. 0: the page is not hot any more."""
         self._hints.pop(key, None)
         if replicas > 0:
             if len(self._hints) >= self._max_hints:
@@ -50,11 +50,11 @@ class HotPages:
             self._hints[key] = (replicas, now_s + self._hint_s)
 
     def forget(self, key: bytes) -> None:
-        """A replica did not have it."""
+        """A replica did not have the page: drop the hint."""
         self._hints.pop(key, None)
 
     def replicas(self, key: bytes, now_s: float) -> int:
-        """How many nodes after its owner hold the page, as far as we know."""
+        """Number of nodes after the owner that hold the page, as far as known."""
         hint = self._hints.get(key)
         if hint is None:
             return 0
@@ -72,8 +72,9 @@ class HotPages:
         page_bytes: int,
         now_s: float,
     ) -> dict[str, list[int]]:
-        """Places by the node to read them from, hot pages divided between their holders. `load_bytes`: of
-        each node that is up, how much is being read from it.
+        """Indices of keys by the node to read from, with hot pages divided between their holders.
+
+        `load_bytes`: for each node that is up, the bytes being read from it.
         """
         loads = dict(load_bytes)
         chosen: dict[str, list[int]] = {}
@@ -89,9 +90,7 @@ class HotPages:
         return chosen
 
     def learn(self, reads: Reads, owners: Mapping[str, Sequence[int]], now_s: float) -> int:
-        """Note what owners said of the pages that they served, and which replicas were missing; how many
-        pages replicas served.
-        """
+        """Update the hints from a batch of reads. Returns the number of pages that replicas served."""
         served = 0
         for owner, places in owners.items():
             for place in places:
@@ -106,8 +105,9 @@ class HotPages:
 
 
 def choose(holders: Sequence[str], load_bytes: Mapping[str, int], first: float, second: float) -> str:
-    """Of two holders, chosen by two random numbers in [0, 1), the less loaded; the owner comes first in
-    `holders`, which is not empty. (The power of two choices: Mitzenmacher 2001.)
+    """The less loaded of two holders, drawn by two random numbers in [0, 1).
+
+    `holders` is not empty, and the owner is first. Source: Mitzenmacher, "The power of two choices", 2001.
     """
     count = len(holders)
     one = int(first * count)

@@ -1,21 +1,21 @@
-"""Which nodes to ask for a page: the ring that counts, and the one before it while pages move. Pure.
+"""Routing of keys to nodes: by the valid ring, and by the ring before it while pages move. Pure.
 
-Every node tells its clients its view of the ring: in Welcome, and in a View frame whenever it changes. Nodes
-agree in the end, not at once, so views differ for a moment. A client keeps the last view of each node, and
-the view with the largest epoch counts. The view of a node that cannot be reached does not count. So a pool
-that was started anew, with small epochs, is believed as soon as no node of the old one answers.
+Every node sends its clients its view of the ring: in Welcome, and in a View frame at each change. Nodes agree
+eventually, so views differ for a short time. A client keeps the last view of each node, and the view with the
+largest epoch is valid. The view of a node that cannot be reached does not count. So a restarted pool with
+small epochs is accepted as soon as no node of the old pool answers.
 
-A node of epoch 0 knows of no membership: until another view comes, the configured list is the ring. It is the
-ring, too, where each of several nodes names itself alone: nobody told them of each other, and their clients
-make a pool of them. A node that names itself alone may also be the last of a pool (`_is_last_survivor`).
+A node of epoch 0 has no membership: until another view comes, the configured list is the ring. The list is
+also the ring if each of several nodes names only itself: then only their clients join them to a pool. A node
+that names only itself may also be the last of a pool (`_is_last_survivor`).
 
-    read     the owner, then the owner on the ring before (`Search`)
+    read     the owner, then the owner on the earlier ring (`Search`)
     write    the owner; a node that answers MOVED has sent a newer view before
 
-A miss is true of one view only. The new owner may be asked just before it pulls the page. When its answer
-arrives the pages may have moved: the view has no earlier ring any more, or the earlier owner has dropped
-them. So a search that ends under another view than it began under starts again. That is enough, because a
-node sends its clients a view before it acts on it.
+A miss is valid for one view only. The new owner may be asked just before it pulls the page. When its answer
+arrives, the pages may have moved: the view has no earlier ring any more, or the earlier owner has dropped
+them. So if the view changes during a search, the search starts again. This is sufficient, because a node
+sends its clients a view before it acts on it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.protocol.cluster_messages import View
 from pdserve.kvpool.protocol.messages import NodeAddress, Welcome
 
-MAX_VIEWS: Final = 4  # that one search follows: a pool that changes faster costs misses
+MAX_VIEWS: Final = 4  # views that one search follows; a pool that changes faster causes misses
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +42,21 @@ class Rings:
 
     @property
     def addresses(self) -> dict[str, str]:
-        """Every node that may be asked, by name; where both rings name one, the newer address."""
+        """Name → address of every node in either ring. The newer ring's address wins."""
         nodes = [*(self.previous.nodes if self.previous else ()), *self.ring.nodes]
         return {node.node: node.address for node in nodes}
 
     def split(self, keys: Sequence[bytes]) -> dict[str, list[int]]:
-        """The places of `keys` by owner; empty when there are no nodes."""
+        """The indices of `keys` by owner. Empty: there are no nodes."""
         return self.ring.split(keys) if self.ring.nodes else {}
 
     def others(
         self, keys: Sequence[bytes], places: Sequence[int], asked: Mapping[int, Collection[str]]
     ) -> dict[str, list[int]]:
-        """The next node to ask for each key at `places`: owner or previous owner, the first of the two that
-        was not `asked` for that place. Places by node; keys without such a node are left out.
+        """The next node for each key at the indices `places`, as indices by node.
+
+        It is the owner or the previous owner, the first of the two that was not `asked`. Keys without such a
+        node are left out.
         """
         found: dict[str, list[int]] = {}
         left = list(places)
@@ -73,7 +75,7 @@ class Rings:
         return {node: sorted(chosen) for node, chosen in found.items()}
 
     def earlier(self, keys: Sequence[bytes]) -> dict[str, list[int]]:
-        """The places of keys that another node owned before, by that node."""
+        """The indices of keys that another node owned before, by that node."""
         if self.previous is None or not keys:
             return {}
         owners = {place: (node,) for node, places in self.split(keys).items() for place in places}
@@ -81,19 +83,19 @@ class Rings:
 
 
 class Search:
-    """The nodes to ask for keys, round by round, until each is found or no node is left that may have it."""
+    """The nodes to ask for keys in each round, until each key is found or no further node may have it."""
 
     def __init__(self, keys: Sequence[bytes], rings: Rings) -> None:
-        """`rings`: by which the first nodes were chosen."""
+        """`rings`: the view that chose the first nodes."""
         self._keys = keys
         self._rings = rings
         self._views = 1
         self._asked: dict[int, set[str]] = {}
 
     def further(self, missed: Sequence[int], asked: Sequence[str], rings: Rings) -> dict[str, list[int]]:
-        """The next nodes to ask for the places that were `missed`, by node; empty at the end.
+        """The next nodes for the indices that were `missed`, as indices by node. Empty: the search ends.
 
-        `asked`: by place, the node asked last. `rings`: the view that counts now.
+        `asked`: for each key, the node that was asked last. `rings`: the view that is valid now.
         """
         if rings is not self._rings:
             if self._views == MAX_VIEWS:
@@ -108,18 +110,18 @@ class Search:
 
 
 class ViewBook:
-    """What every node said last, and what counts. `rings` is replaced as a whole, never changed."""
+    """The last view of every node, and the valid one: `rings`, which is replaced as a whole."""
 
     def __init__(self, seeds: Sequence[NodeAddress]) -> None:
         """`seeds`: the configured nodes. Raises ConfigError (see `Ring`)."""
         self.rings = self._static = Rings(0, Ring(seeds))
         self._seeds = frozenset(node.node for node in seeds)
-        self._lost: set[str] = set()  # cannot be reached
-        self._latest_views: dict[str, tuple[int, Rings]] = {}  # by node: its incarnation, what it said
-        self._retired: dict[str, int] = {}  # by node: the incarnation before, whose words may still arrive
+        self._lost: set[str] = set()  # nodes that cannot be reached
+        self._latest_views: dict[str, tuple[int, Rings]] = {}  # by node: (incarnation, view)
+        self._retired: dict[str, int] = {}  # by node: the incarnation before, whose views may still arrive
 
     def on_view(self, node: str, incarnation: int, view: View | Welcome) -> bool:
-        """A node sent its view; whether another ring counts now. A view that makes no ring is ignored."""
+        """A node sent its view. True if the valid ring changed. A view without a valid ring is ignored."""
         if view.epoch <= 0 or not view.nodes or self._retired.get(node) == incarnation:
             return False
         self._lost.discard(node)
@@ -136,7 +138,7 @@ class ViewBook:
         return self._choose()
 
     def on_unreachable(self, node: str) -> bool:
-        """The node cannot be reached, so its view does not count; whether another ring counts now."""
+        """The node cannot be reached, so its view does not count. True if the valid ring changed."""
         self._lost.add(node)
         self._latest_views.pop(node, None)
         return self._choose()
@@ -154,8 +156,10 @@ class ViewBook:
         return changed
 
     def _is_last_survivor(self, alone: Rings) -> bool:
-        """Whether a node that names itself alone is the rest of a pool: its view is newer than the views that
-        name several nodes, or no other node can be reached.
+        """Whether a node that names only itself is the last of a pool.
+
+        This holds if its view is newer than the views that name several nodes, or if no other node can be
+        reached.
         """
         several = [rings for node, (_, rings) in self._latest_views.items() if not _is_alone(node, rings)]
         if several or (len(self.rings.ring.nodes) > 1 and 0 < self.rings.epoch < alone.epoch):
@@ -163,7 +167,7 @@ class ViewBook:
         return len(self._latest_views) == 1 and self._seeds <= self._lost | self._latest_views.keys()
 
     def _known(self, view: View | Welcome) -> Rings:
-        """The view's rings; the very same object for the same view, since a ring takes a while to build."""
+        """The view's rings. Equal views share one object, since building a ring takes time."""
         nodes, previous = _ordered(view.nodes), _ordered(view.previous)
         candidates = [self.rings, *(rings for _, rings in self._latest_views.values())]
         built = {rings.ring.nodes: rings.ring for rings in candidates}
@@ -177,12 +181,12 @@ class ViewBook:
 
 
 def _is_alone(node: str, rings: Rings) -> bool:
-    """Whether the node names itself alone."""
+    """Whether the node's view names only itself."""
     return rings.previous is None and [other.node for other in rings.ring.nodes] == [node]
 
 
 def _newer(view: View | Welcome, than: Rings) -> bool:
-    """Within an epoch a view changes once: when the pages have moved, `previous` goes."""
+    """Whether the view is newer. In one epoch a view changes once: `previous` ends with the move of pages."""
     if view.epoch == than.epoch:
         return than.previous is not None and not view.previous
     return view.epoch > than.epoch

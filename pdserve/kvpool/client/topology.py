@@ -1,9 +1,9 @@
-"""The nodes of the pool as a client knows them at the moment, each with its link. Thread-safe.
+"""The nodes of the pool as a client knows them now, each with its link. Thread-safe.
 
-Views come from every connection, and routing.py chooses among them. With a new view, links to new nodes
-appear. Links to nodes that left end when the operations on them have ended. While a node is down, the thread
-that tries to reach it asks the others for their view. So a client whose connections are idle learns where its
-pages are now.
+Views come from every connection, and routing.py chooses the valid one. A new view makes links to new nodes.
+Links to nodes that left end together with their last operation. While a node is down, the thread that tries
+to reach it asks the other nodes for their views. So a client with idle connections also learns the new owners
+of its pages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SharedViews:
     """A `ViewBook` that several threads, or two clients of one process, write to."""
 
     def __init__(self, config: PoolClientConfig) -> None:
-        """Raises ConfigError: the configured nodes make no ring."""
+        """Raises ConfigError if the configured nodes form no valid ring."""
         self._book = ViewBook([NodeAddress(ref.node, ref.address, ref.weight) for ref in config.nodes])
         self._lock = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
@@ -40,11 +40,11 @@ class SharedViews:
         return self._book.rings
 
     def subscribe(self, listener: Callable[[], None]) -> None:
-        """Call it after every change, on whichever thread brought it."""
+        """Call `listener` after every change, on the thread that made the change."""
         self._listeners.append(listener)
 
     def on_view(self, welcome: Welcome, view: View | Welcome) -> None:
-        """The node of `welcome` told its view."""
+        """The node of `welcome` sent its view."""
         with self._lock:
             changed = self._book.on_view(welcome.node, welcome.incarnation, view)
         self._tell(changed)
@@ -95,11 +95,11 @@ class PoolLinks:
 
     @property
     def links(self) -> dict[str, NodeLink]:
-        """By node: a snapshot."""
+        """The links by node: a snapshot."""
         return self._links
 
     def link(self, node: str) -> NodeLink:
-        """Raises PoolUnavailable: the node left."""
+        """The link to a node. Raises PoolUnavailable if the node left."""
         link = self._links.get(node)
         if link is None:
             raise PoolUnavailable(f"pool node {node} has left the pool")
@@ -126,7 +126,7 @@ class PoolLinks:
         with self._lock:
             wanted = set(self.rings.addresses)
             if len(wanted) == 1:
-                wanted |= self._seeds.keys()  # this one does not tell when the others are back
+                wanted |= self._seeds.keys()  # a node alone cannot report when the others are back
             before = self._links
             if not self._closed:
                 self._links = {node: before.get(node) or self._make_link(node) for node in wanted}
@@ -149,7 +149,7 @@ class PoolLinks:
         )
 
     def _connect(self, node: str, deadline: float) -> Connection:
-        """Connect to a node where the configuration says it is, else where the view does."""
+        """Connect to a node, at its configured address if it has one, else at that of the view."""
         found = [self._seeds.get(node), self.rings.addresses.get(node)]
         addresses = list(dict.fromkeys(address for address in found if address is not None))
         for address in addresses[:-1]:
@@ -171,7 +171,7 @@ class PoolLinks:
         return connection
 
     def _lost(self, node: str) -> None:
-        """Called again and again while a node is down, by its link's thread."""
+        """Called repeatedly by the link's thread while the node is down."""
         self._views.on_unreachable(node)
         if self.rings.epoch > 0 and self._asking.acquire(blocking=False):
             try:
@@ -180,7 +180,7 @@ class PoolLinks:
                 self._asking.release()
 
     def _ask_around(self, lost: str) -> None:
-        """Ask the first node that answers for its view; if none does, the seeds."""
+        """Ask the other nodes for their view until one answers; if none does, ask the seeds."""
         timeout_s = self._config.exists_timeout_s
         for node, link in self._links.items():
             if node != lost and link.up:

@@ -1,12 +1,12 @@
-"""Clearing and dropping that outlive a crash: the answer waits until the list of namespaces is durable. Pure.
+"""Durable clears and drops: their answers wait until the list of namespaces is durable. Pure.
 
-A client that was told "done" may write other pages under the same keys, and must never read the old pages
-again, not even after a power failure. A clear or drop changes the spaces in the list of namespaces. The list
-beside the memory is saved before the answer, so a killed process is no danger. After a reboot the list that
-the first tier keeps counts, and that one is written in the background. So the answer waits for it, for
-SAVE_TIMEOUT_S at most. When it could not be written, or not in time, the client gets a Fault `not_durable`:
-its pages are gone here and now, and may come back at a reboot. Whoever asks again starts another attempt.
-Without tiers nothing outlives a reboot, and nothing waits.
+After the answer a client may write other pages under the same keys. It must never read the old pages again,
+not even after a power failure. A clear or drop changes the spaces in the list of namespaces. The list beside
+the memory is saved before the answer, which covers a killed process. After a reboot the list in the first
+tier counts, and it is written in the background. So the answer waits for it, for at most SAVE_TIMEOUT_S. If
+the list was not written in time, the client gets a Fault `not_durable`: its pages are gone now, but may
+return at a reboot. Repeating the request starts another attempt. Without tiers no page survives a reboot, and
+no answer waits.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class _Pending:
 
 
 class DurableAnswers:
-    """Of all connections. Clients that went are answered too: the shell knows that nobody is there."""
+    """The waiting answers of all connections. The shell discards answers of closed connections."""
 
     def __init__(self, node: str, namespaces: Namespaces, *, tiers: bool) -> None:
-        """`tiers`: there are any."""
+        """`tiers`: whether the node has tiers."""
         self._node = node
         self._namespaces = namespaces
         self._tiers = tiers
-        self._pending: list[_Pending] = []  # by deadline, and by revision
+        self._pending: list[_Pending] = []  # ordered by deadline and by revision
         self._saved = 0  # the newest revision that is durable
         self._failed = False  # the last attempt
 
@@ -50,8 +50,8 @@ class DurableAnswers:
     def answer(
         self, connection: int, reply: Reply, now_s: float, out: list[Action], *, voids: bool = False
     ) -> None:
-        """Answer the client. A Done that says that pages are gone waits until that is durable.
-        `voids`: it says so; it also does when the actions so far free a space in the tiers.
+        """Answer the client. A Done that voids pages waits until this is durable.
+        `voids`: the request voids pages. This also holds if `out` frees a space in the tiers.
         """
         voids = voids or any(isinstance(action, ForgetSpace) for action in out)
         durable = not self._tiers or self._saved >= self._namespaces.revision
@@ -73,7 +73,7 @@ class DurableAnswers:
         out.extend(self._answer(pending, event.problem) for pending in done)
 
     def expire(self, now_s: float, out: list[Action]) -> None:
-        """Answer what has waited long enough."""
+        """Answer requests at their deadline."""
         while self._pending and self._pending[0].deadline_s <= now_s:
             problem = f"it did not answer within {SAVE_TIMEOUT_S:.0f} s"
             out.append(self._answer(self._pending.pop(0), problem))

@@ -1,4 +1,4 @@
-"""A node's namespaces: opened, created, changed, replaced, dropped; and who may use them. Pure.
+"""A node's namespaces: opened, created, changed, replaced, dropped; and rights to use them. Pure.
 
     opened by a worker    A new name gets a record with the node's default settings; its first worker decides
                           the geometry. A dropped name comes back with its settings.
@@ -45,7 +45,7 @@ AdminRequest: TypeAlias = m.OpenNamespace | m.DropNamespace | PutNamespace | Rep
 
 @dataclass(frozen=True)
 class Rules:
-    """What the node's configuration says about namespaces. Tokens are digests."""
+    """The node's configuration of namespaces. Tokens are digests."""
 
     admin_token: str = ""
     defaults: NamespaceSettings = field(default_factory=NamespaceSettings)
@@ -96,7 +96,7 @@ class Administration:
     # --- rights
 
     def rights(self, session: Session, number: int) -> int:
-        """What the client may do in a namespace of this node."""
+        """The client's rights in a namespace of this node, as a bit mask (access.READ and so on)."""
         if number not in self.guarded or self._is_super(session):
             return m.ALL
         revision, found = session.rights.get(number, (-1, 0))
@@ -128,6 +128,14 @@ class Administration:
         need = access.NEEDS.get(type(message))
         number = getattr(message, "namespace", 0)
         return need is not None and not self.rights(session, number) & need
+
+    def knows(self, token: str) -> bool:
+        """Whether this digest is a token of the node, or of any namespace, for whatever right."""
+        return same(token, self._rules.admin_token) or any(
+            same(token, guard)
+            for record in self.namespaces.registry
+            for guard in access.guards(record.settings)
+        )
 
     def _is_super(self, session: Session) -> bool:
         return session.peer or same(session.token, self._rules.admin_token)
@@ -335,7 +343,7 @@ class Administration:
 
 
 def _administers(session: Session, record: NamespaceRecord) -> bool:
-    """Whether it is by a token, and not because the namespace is open to all."""
+    """Whether the session administers the namespace by a token, not because it is open to all."""
     return access.is_guarded(record.settings) and bool(
         access.rights_of(session.token, record.settings) & m.ADMIN
     )

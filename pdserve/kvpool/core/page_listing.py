@@ -1,9 +1,10 @@
 """The pages of a namespace on this node: the answer to `ListPages`. Pure.
 
-The cursor is a slot number: pages that come and go meanwhile neither end the listing nor repeat in it. One
-answer looks at `SCAN_SLOTS` slots at most, so it may be short or empty without being the last. Pages that are
-only in a tier follow. Their cursors are `slots` and above: places in a list of keys that is made when this
-part begins. A page that moves between memory and a tier meanwhile may be listed twice, or not at all.
+The cursor is a slot number, so pages that are written or evicted meanwhile neither end the listing nor
+repeat. One answer examines at most `SCAN_SLOTS` slots, so it may be short or empty without being the last.
+Pages that are only in a tier follow. Their cursors are `slots` and above: indices in a list of keys that is
+made when this part begins. A page that moves between memory and a tier meanwhile may be listed twice, or not
+at all.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from pdserve.kvpool.core.tiering.coordinator import Tiers
 from pdserve.kvpool.protocol.cluster_messages import PageEntry
 from pdserve.kvpool.protocol.slot_table import COMMITTED
 
-SCAN_SLOTS: Final = 1 << 20  # 2 ms
-MAX_KEY_LISTS: Final = 8  # of listings that have reached the tiers
+SCAN_SLOTS: Final = 1 << 20  # takes 2 ms
+MAX_KEY_LISTS: Final = 8  # lists of keys kept, one for each listing that has reached the tiers
 
 
 class PageListing:

@@ -1,4 +1,4 @@
-"""What one client holds of a node: reservations, pins, waits; each limited in time and number. Pure.
+"""Sessions: the reservations, pins and waits of one client, each limited in time and number. Pure.
 
 All leases of one kind have the same length, and a renewed pin moves to the end of its table. So the first
 entry of each table is the next to expire.
@@ -36,6 +36,7 @@ class Limits:
     reservation_lease_s: float = 30.0
     quarantine_s: float = 30.0
     max_waiters: int = 256
+    max_waited_keys: int = 131_072  # in open waits per connection; a key takes about 300 bytes
     max_reserved_bytes: int = 1 << 62  # per connection
     max_pinned_bytes: int = 1 << 62  # per connection
     max_messages: int = 1 << 62  # UCX messages (segments) under way per connection
@@ -102,7 +103,7 @@ class PendingGet:
 
 @dataclass(slots=True)
 class Session:
-    """All that one connection holds."""
+    """The reservations, pins, waits and rights of one connection."""
 
     connection: int
     data_path: DataPathName
@@ -115,6 +116,7 @@ class Session:
     quarantined: dict[int, Reservation] = field(default_factory=dict)  # by slot; may never be committed
     pins: dict[int, Pin] = field(default_factory=dict)  # by slot
     waiters: dict[int, Waiter] = field(default_factory=dict)  # by request id
+    waited_keys: int = 0  # of all waiters
     gets: dict[int, PendingGet] = field(default_factory=dict)  # by request id
     pinned_bytes: int = 0  # in bytes of slots
     transfers: dict[int, int] = field(default_factory=dict)  # tag under way (UCX) -> its messages

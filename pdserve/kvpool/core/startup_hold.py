@@ -1,8 +1,8 @@
 """Lookups that a node holds back after its start, while its tiers still report their pages. Pure.
 
 Pages in memory are served at once. A page that is not in memory may be in a tier that has not reported it
-yet: "no" would be a guess, and after an upgrade a miss that clients must not see. So such an Exists or Get is
-held until the tiers have reported everything.
+yet. After an upgrade clients must not see such a miss. So an Exists or Get for such a page is held until the
+tiers have reported all their pages.
 
 It is held for half the time that a read waits for a tier: 0.5 s by default, of the 1 s that clients grant a
 lookup. And it is held in the node's first moments only: a tier that needs minutes must not delay every
@@ -25,11 +25,11 @@ class StartupHold:
     """Requests that are held, oldest first."""
 
     def __init__(self, started_s: float, promotion_timeout_s: float, *, tiers: bool) -> None:
-        """`tiers`: the node has any."""
-        self.open = tiers  # some have not reported everything
+        """`tiers`: whether the node has tiers."""
+        self.open = tiers  # a tier has not reported all its pages
         self._hold_s = HOLD_SHARE * promotion_timeout_s
         self._until_s = started_s + WINDOW_SHARE * promotion_timeout_s
-        self._held: deque[tuple[float, Received]] = deque()  # when to answer, request
+        self._held: deque[tuple[float, Received]] = deque()  # (time of the answer, request)
 
     @property
     def next_deadline_s(self) -> float:

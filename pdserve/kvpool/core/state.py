@@ -116,7 +116,7 @@ class NodeState:
         tags, tiering = Tags(incarnation, FIRST_TAG), tiering or TieringLimits()
         self.tiers = Tiers(store, tiers, tiering, self._settings, self._pin, self._readable, self._found)
         self.sharding = Sharding(name, store, limits.replication, self.tiers)
-        self.waits = Waits(store, limits.max_waiters, self.tiers.has)
+        self.waits = Waits(store, limits.max_waiters, limits.max_waited_keys, self.tiers.has)
         self.reads = Reads(store, limits, tags, self.tiers, self.sharding)
         self.writes = Writes(store, limits, tags, self._written, self.tiers.has if tiers else no_tier)
         self._listing = PageListing(store, self.sharding, self.tiers)
@@ -138,7 +138,7 @@ class NodeState:
         self._find_next_deadline()
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        """What to do about the event, in order."""
+        """Process the event. Returns the actions, in order."""
         out: list[Action] = []
         match event:
             case Received():
@@ -329,7 +329,7 @@ class NodeState:
     def _answer_durably(
         self, session: Session, reply: m.Reply, now_s: float, out: list[Action], *, voids: bool = False
     ) -> None:
-        """Answer, but not before it is durable that pages are gone."""
+        """Answer the client. If the request voids pages, the answer waits until this is durable."""
         self._durable.answer(session.connection, reply, now_s, out, voids=voids)
         self._expect(self._durable.next_deadline_s)
 
@@ -356,7 +356,7 @@ class NodeState:
             self.store.configure_namespace(number, ttl_s=ttl_s, quota_bytes=quota_bytes)
 
     def _settings(self, namespace: int) -> NamespaceSettings | None:
-        """None when the namespace was dropped."""
+        """The namespace's settings, or None if it was dropped."""
         return self.namespaces.settings(namespace) if namespace in self.namespaces else None
 
     # --- pages
@@ -428,7 +428,7 @@ class NodeState:
         return PageList(request.id, pages, cursor)
 
     def status(self, request_id: int, now_s: float, session: Session | None = None) -> m.StatusReport:
-        """How the node is. For a client, without the namespaces that it may not read."""
+        """The node's status. For a client, without the namespaces that it may not read."""
         return report(self, request_id, now_s, session)
 
     # --- deadlines

@@ -1,4 +1,4 @@
-"""How a node is: the answer to `Status`. Pure; changes nothing."""
+"""The status of a node: the answer to `Status`. Pure; changes nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pdserve.kvpool.protocol.slot_table import COMMITTED, DOOMED, QUARANTINED, R
 
 
 class Reported(Protocol):
-    """What a report reads; a NodeState has it."""
+    """The attributes of NodeState that a report reads."""
 
     name: str
     incarnation: int
@@ -39,7 +39,7 @@ class Reported(Protocol):
 
 
 def report(state: Reported, request_id: int, now_s: float, session: Session | None = None) -> m.StatusReport:
-    """Without the namespaces that the session may not read; all of them when there is no session."""
+    """The report, without namespaces that the session may not read. No session: all namespaces."""
     store = state.store
     shown = [
         number

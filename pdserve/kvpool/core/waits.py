@@ -10,17 +10,28 @@ from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.protocol.messages import Fault, Present, Wait
 
 MAX_WAIT_S = 600.0  # longer waits end then
+CONNECTIONS_AT_MOST = 4
+"""All connections together may wait for this many times the keys of one."""
 
 
 class Waits:
-    """Open waits by key. A wait is answered once: when no page is missing, or at its deadline.
-    `in_tier(namespace, key)` says whether a tier has the page.
+    """Open waits by key. A wait is answered once: when no page is missing, or at its deadline. Waits and
+    their keys are bounded per connection, keys for the node too. `in_tier(namespace, key)` says whether a
+    tier has the page.
     """
 
-    def __init__(self, store: PageStore, max_per_session: int, in_tier: Callable[[int, bytes], bool]) -> None:
+    def __init__(
+        self,
+        store: PageStore,
+        max_per_session: int,
+        max_keys_per_session: int,
+        in_tier: Callable[[int, bytes], bool],
+    ) -> None:
         self._store = store
         self._in_tier = in_tier
         self._max_per_session = max_per_session
+        self._max_keys_per_session = max_keys_per_session
+        self._keys = 0
         self._by_key: dict[tuple[int, bytes], list[Waiter]] = {}
         self.open = 0
 
@@ -32,19 +43,29 @@ class Waits:
         if not missing or not timeout_s > 0:  # NaN included
             out.append(Answer(session.connection, Present(request.id, mask)))
             return
-        if len(session.waiters) >= self._max_per_session or request.id in session.waiters:
-            message = (
-                f"{len(session.waiters)} waits are open on this connection, at most {self._max_per_session}"
-            )
-            out.append(Answer(session.connection, Fault(request.id, "too_many_waiters", message)))
+        if refusal := self._refusal(session, request):
+            out.append(Answer(session.connection, Fault(request.id, "too_many_waiters", refusal)))
             return
         waiter = Waiter(
             session.connection, request.id, request.namespace, request.keys, missing, now_s + timeout_s
         )
         session.waiters[request.id] = waiter
+        session.waited_keys += len(request.keys)
+        self._keys += len(request.keys)
         self.open += 1
         for key in missing:
             self._by_key.setdefault((request.namespace, key), []).append(waiter)
+
+    def _refusal(self, session: Session, request: Wait) -> str:
+        """Why no further wait may be opened; empty if one may."""
+        waits, keys, most = len(session.waiters), len(request.keys), self._max_keys_per_session
+        if waits >= self._max_per_session or request.id in session.waiters:
+            return f"{waits} waits are open on this connection, at most {self._max_per_session}"
+        if session.waited_keys + keys > most:
+            return f"{session.waited_keys} keys are waited for on this connection, at most {most}"
+        if self._keys + keys > most * CONNECTIONS_AT_MOST:
+            return f"{self._keys} keys are waited for at this node, at most {most * CONNECTIONS_AT_MOST}"
+        return ""
 
     def committed(
         self, namespace: int, key: bytes, sessions: dict[int, Session], now_s: float, out: list[Action]
@@ -76,6 +97,8 @@ class Waits:
 
     def _remove(self, session: Session, waiter: Waiter) -> None:
         del session.waiters[waiter.request_id]
+        session.waited_keys -= len(waiter.keys)
+        self._keys -= len(waiter.keys)
         self.open -= 1
         for key in waiter.missing:
             others = self._by_key[waiter.namespace, key]
@@ -92,3 +115,4 @@ class Waits:
         """Assert that nothing is left behind. For tests."""
         waiters = {id(waiter) for waiters in self._by_key.values() for waiter in waiters}
         assert len(waiters) == self.open
+        assert (self._keys == 0) == (self.open == 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool.core.events import Connected
@@ -12,6 +12,7 @@ from pdserve.kvpool.namespaces.registry import NamespaceError, check_name
 from pdserve.kvpool.namespaces.validation import check_settings
 from pdserve.kvpool.node.config.namespaces import settings_of, token_digest
 from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.serving.places import Places
 from pdserve.kvpool.protocol.cluster_messages import View
 from pdserve.kvpool.protocol.messages import (
     PROTOCOL_VERSION,
@@ -48,8 +49,8 @@ def rules_of(config: PoolNodeConfig) -> Rules:
 
 
 class Admission:
-    """Answers Hello. `connections`: how many clients have shaken hands; `view`: the ring as the node knows
-    it.
+    """Answers Hello. `places`: the node's sockets; `view`: the ring as the node knows it;
+    `is_known(digest)`: whether a token is one of the pool's.
     """
 
     def __init__(
@@ -57,18 +58,20 @@ class Admission:
         config: PoolNodeConfig,
         rules: Rules,
         incarnation: int,
-        connections: Sized,
+        places: Places,
         view: Callable[[], View],
+        is_known: Callable[[str], bool],
     ) -> None:
         self._config = config
         self._rules = rules
         self._incarnation = incarnation
         self._host_id = host_id()
-        self._connections = connections
+        self._places = places
+        self._is_known = is_known
         self._view = view
 
-    def choose_path(self, hello: Hello) -> DataPathName | Fault:
-        """How a client will move pages, or why it cannot be served."""
+    def choose_path(self, connection: int, hello: Hello) -> DataPathName | Fault:
+        """How the client of this connection will move pages, or why it cannot be served."""
         name = self._config.name
         if hello.version != PROTOCOL_VERSION:
             message = (
@@ -79,9 +82,12 @@ class Admission:
         if hello.node and not shows_token(hello, self._config):
             message = f"node {name} has another cluster.token than node {hello.node}: give all one"
             return Fault(0, "bad_token", message)
-        limit = self._config.max_connections
-        if len(self._connections) >= limit and not hello.node:
-            return Fault(0, "too_many_connections", f"the node holds {limit} connections already")
+        if not hello.node:
+            no_place = self._places.refusal(
+                connection, has_token=self.has_token(hello), tokens_in_use=bool(self._rules.admin_token)
+            )
+            if no_place:
+                return Fault(0, "too_many_connections", no_place)
         if hello.data_path == "none":
             return "none"
         if hello.data_path in ("auto", "shm") and hello.host_id == self._host_id:
@@ -114,6 +120,12 @@ class Admission:
             nodes=view.nodes,
             previous=view.previous,
         )
+
+    def has_token(self, hello: Hello) -> bool:
+        """Whether the client shows a token of this pool, for whatever right."""
+        if not hello.token:
+            return False
+        return is_peer(hello, self._config, self._rules) or self._is_known(digest(hello.token))
 
     def connected(self, number: int, hello: Hello, path: DataPathName) -> Connected:
         """The event that a client has shaken hands."""

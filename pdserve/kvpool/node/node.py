@@ -56,6 +56,7 @@ from pdserve.kvpool.node.peers.rebalancer import Rebalancer
 from pdserve.kvpool.node.peers.replicator import Replicator
 from pdserve.kvpool.node.serving.connection import ClientConnection, Connections
 from pdserve.kvpool.node.serving.listeners import Listeners, close_all
+from pdserve.kvpool.node.serving.places import Places
 from pdserve.kvpool.node.serving.scheduler import Serving
 from pdserve.kvpool.node.tiers.node_tiers import NodeTiers
 from pdserve.kvpool.node.timers import call_at
@@ -80,8 +81,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_UNGREETED = 64  # sockets beyond `max_connections` that may still be shaking hands, or be told no
-
 
 class PoolNode:
     """One node. `serve` takes the memory and runs until stopped."""
@@ -96,13 +95,19 @@ class PoolNode:
         self.name = config.name
         self.incarnation = secrets.randbits(62) + 1
         self.connections: dict[int, ClientConnection] = {}  # that have shaken hands
-        self.all_connections = Connections()
+        self.all_connections = Connections(config.name)
         self._inherited = inherited
         before = None if inherited is None else Before(inherited.status, inherited.peers)
         self.gossip = Gossiper(config, self.incarnation, self.connections, self.fail, before)
         self._rules = rules_of(config)
+        self.places = Places(config.max_connections)
         self._admission = Admission(
-            config, self._rules, self.incarnation, self.connections, lambda: self.gossip.view
+            config,
+            self._rules,
+            self.incarnation,
+            self.places,
+            lambda: self.gossip.view,
+            lambda token: self.state.administration.knows(token),
         )
         self._upgrader = Upgrader(self)
         self.handover: Handover | None = None  # set: another program is to take this process over
@@ -396,11 +401,19 @@ class PoolNode:
 
     # --- clients
 
-    def opened(self, connection: ClientConnection) -> bool:
-        """A socket was accepted; False when there are too many."""
+    def opened(self, connection: ClientConnection) -> None:
+        """A socket was accepted."""
         self.all_connections.add(connection)
         self.sockets += 1
-        return self.sockets <= self.config.max_connections + MAX_UNGREETED
+        self.all_connections.drop(
+            self.places.accepted(connection.number, connection.address), "too many connections"
+        )
+
+    def holds(self, connection: ClientConnection, half_frame_bytes: int) -> None:
+        """The client has sent so many bytes of a frame that is not whole."""
+        self.all_connections.drop(
+            self.places.holds(connection.number, half_frame_bytes), "too much of unfinished frames"
+        )
 
     def closed(self) -> None:
         """A socket was closed."""
@@ -437,9 +450,9 @@ class PoolNode:
         self._last_connection += 1
         return ClientConnection(self, self._last_connection)
 
-    def choose_path(self, hello: Hello) -> DataPathName | Fault:
+    def choose_path(self, connection: int, hello: Hello) -> DataPathName | Fault:
         """How this client will move pages, or why it cannot be served."""
-        return self._upgrader.goodbye_fault or self._admission.choose_path(hello)
+        return self._upgrader.goodbye_fault or self._admission.choose_path(connection, hello)
 
     def welcome(self, path: DataPathName, ucx: UcxInfo | None) -> Welcome:
         """The answer to a Hello."""
@@ -459,10 +472,12 @@ class PoolNode:
 
     def connected(self, connection: ClientConnection, hello: Hello, path: DataPathName) -> None:
         self.connections[connection.number] = connection
+        self.places.greeted(connection.number, has_token=self._admission.has_token(hello))
         self.feed(self._admission.connected(connection.number, hello, path))
 
     def disconnected(self, number: int, *, by_peer: bool) -> None:
         self.all_connections.remove(number)
+        self.places.closed(number)
         if self.connections.pop(number, None) is not None:
             self.serving.gone(number)
             self.feed(Disconnected(number, by_peer))

@@ -16,7 +16,8 @@ import uvloop
 
 from pdserve.kvpool.node.admission import rules_of
 from pdserve.kvpool.node.config.node import PoolNodeConfig
-from pdserve.kvpool.node.node import MAX_UNGREETED, PoolNode
+from pdserve.kvpool.node.node import PoolNode
+from pdserve.kvpool.node.serving.places import max_greeting
 from pdserve.kvpool.node.upgrade.door import check_start, received_door
 from pdserve.kvpool.node.upgrade.handover import (
     ENDING,
@@ -41,7 +42,9 @@ def run_node(config: PoolNodeConfig) -> None:
         _load(config)
         door.keep(start)
         return
-    raise_open_files(config.name, config.max_connections, config.max_connections + MAX_UNGREETED)
+    raise_open_files(
+        config.name, config.max_connections, config.max_connections + max_greeting(config.max_connections)
+    )
     inherited = received()
     end = _End(told=inherited is not None and inherited.ends)
     for number in ENDING:

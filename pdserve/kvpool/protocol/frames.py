@@ -142,7 +142,8 @@ class FrameBuffer:
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._buffer = bytearray()
-        self._max_frame_bytes = max_frame_bytes
+        self.max_frame_bytes = max_frame_bytes
+        """Longest body of the next frame."""
 
     @property
     def held_bytes(self) -> int:
@@ -156,9 +157,9 @@ class FrameBuffer:
         self._buffer += data
         while len(self._buffer) >= HEADER_BYTES:
             body_bytes = int.from_bytes(self._buffer[:HEADER_BYTES], "little")
-            if not 1 <= body_bytes <= self._max_frame_bytes:
+            if not 1 <= body_bytes <= self.max_frame_bytes:
                 raise FrameError(
-                    f"frame of {body_bytes} bytes, allowed are 1 to {self._max_frame_bytes}: "
+                    f"frame of {body_bytes} bytes, allowed are 1 to {self.max_frame_bytes}: "
                     "the peer does not speak the pdserve pool protocol"
                 )
             end = HEADER_BYTES + body_bytes

@@ -33,6 +33,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 4 * 1024 * 1024  # 4,096 grants take ~200 KB; the rest is room for status reports
+MAX_HELLO_BYTES = 4096  # of a connection's first frame, before its sender has shown a token
 MAX_KEYS = 4096  # keys or slots per message; clients split longer batches
 MAX_PAGES: Final = 128  # of one Get, Reserve or Commit: about 0.4 ms of a node's time
 MAX_BATCH_BYTES: Final = 32 * 1024 * 1024  # of one Get or Reserve of several pages: about 4 ms to wipe

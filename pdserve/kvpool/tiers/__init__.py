@@ -1,4 +1,4 @@
-"""Storage for pages beside memory: the `Tier` contract, the kinds of tiers, and how they are found.
+"""Storage of pages outside memory: the `Tier` contract, the kinds of tiers, and their registry.
 
-Belongs here: what knows files and devices, and no node. May import: pdserve.kvpool.protocol, pdserve.sizes.
+The package knows files and devices, but no node. It may import: pdserve.kvpool.protocol, pdserve.sizes.
 """

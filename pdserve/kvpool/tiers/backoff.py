@@ -1,19 +1,20 @@
-"""How long a tier that failed to write is left alone. Pure."""
+"""The pause before the next write to a tier after a failed write. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
-FIRST_S: Final = 1.0  # twice as long after each failure in a row
+FIRST_S: Final = 1.0  # the first pause; it doubles with each failure in a row
 MAX_S: Final = 60.0
-MAX_DOUBLINGS: Final = 6  # enough to reach MAX_S; a broken disk may fail any number of times
+MAX_DOUBLINGS: Final = 6  # enough to reach MAX_S; it bounds the exponent
 
 
 @dataclass(slots=True)
 class Backoff:
-    """`failures` in a row; 0: it works, as far as we know. What fails before `retry_at_s` was under way with
-    what failed first, and counts as one failure with it.
+    """`failures`: failed writes in a row; 0: the tier works, as far as known.
+
+    Failures before `retry_at_s` come from writes that began before the first failure. They count as one.
     """
 
     failures: int = 0

@@ -1,8 +1,8 @@
-"""What a storage tier is: a place beside the arena where committed pages are kept, found again by name.
+"""The `Tier` contract: a storage tier keeps committed pages outside the arena and finds them by name.
 
 A page's name is its space, its key and its length. A space is a number of 64 bits that stands for a namespace
-(catalog.py). The node never gives a space to anything else, not even after a restart. It will not ask again
-for pages of a space that it does not know.
+(namespaces/catalog.py). The node never reuses a space, not even after a restart. It never requests pages of a
+space that it does not know.
 
 A tier is a small class of blocking methods, called from that tier's own threads and never from the node's
 event loop:
@@ -12,21 +12,20 @@ event loop:
     some reader threads   `read`, at any time, several at once, beside everything above
     any thread            `namespaces`, `save_namespaces`: one call at a time, beside everything above
 
-It holds its own index. The node keeps another one of what it was told (`scan`, `put`, `leaving`), so that a
-lookup asks no disk. Both may be wrong in one direction only: a page that is thought to be here and is not
-is a miss.
+A tier has its own index. The node has another one, made from the tier's reports (`scan`, `put`, `leaving`),
+so a lookup needs no disk. An index may list a page that the tier has lost; reading it is a miss.
 
-What a tier promises:
+Guarantees of a tier:
 
 - `read` answers OK only with exactly the bytes that were put under that name: each page is stored with a
   checksum (the writer's where there is one, else the tier's own) and checked when it is read.
-- Errors are data: one page that cannot be written or read spoils no other page of the batch, and no method
-  but the constructor raises.
-- `used_bytes` never exceeds `capacity_bytes`. Pages that go for lack of room are given to `leaving` while
+- Errors are data: a page that cannot be written or read does not affect other pages of the batch. No method
+  raises, except the constructor.
+- `used_bytes` never exceeds `capacity_bytes`. Pages evicted for lack of room are passed to `leaving` while
   they can still be read.
-- What was put and scanned survives `close`, and a process that was killed, except what a crash tore. A torn
+- Stored pages survive `close` and a killed process, except pages whose write was interrupted. Such a torn
   page is detected and left out.
-- A text that was saved survives a power failure once `save_namespaces` has returned.
+- A saved text survives a power failure once `save_namespaces` has returned.
 
 A tier is found by the entry point group `pdserve.kvpool.tiers`; the entry point's name is its `kind` in the
 node's configuration. tests/contracts/test_tier_contract.py holds every tier to the above.
@@ -45,16 +44,16 @@ import numpy.typing as npt
 
 TIER_ALIGN_BYTES: Final = 4096
 
-# What became of one page in `put`
+# status of one page in `put`
 STORED: Final = 0
-REFUSED: Final = 1  # it does not fit this tier, or there is no room: nothing is wrong with the tier
+REFUSED: Final = 1  # the page does not fit, or there is no room; the tier itself works
 WRITE_FAILED: Final = 2  # the tier cannot write now; try again later
 
-# What became of one page in `read`
+# status of one page in `read`
 LOADED: Final = 0
-GONE: Final = 1  # it is not here (any more), or has another length
-CORRUPT: Final = 2  # what is here is not what was put
-READ_FAILED: Final = 3  # the device could not read it
+GONE: Final = 1  # the page is not (or no longer) here, or has another length
+CORRUPT: Final = 2  # the bytes are not those that were put
+READ_FAILED: Final = 3  # the device reported a read error
 
 # One page's memory, 1-D uint8: starts on a 4 KiB boundary and has `padded(length_bytes)` bytes, of which the
 # first `length_bytes` count. The rest may be written out and may be overwritten.
@@ -68,7 +67,7 @@ def padded(length_bytes: int) -> int:
 
 
 class PageName(msgspec.Struct, frozen=True, gc=False):
-    """A page that is looked for: another length under the same key is another page."""
+    """The name of a page. Another length under the same key is another page."""
 
     space: int
     key: bytes
@@ -76,8 +75,9 @@ class PageName(msgspec.Struct, frozen=True, gc=False):
 
 
 class TierPage(msgspec.Struct, frozen=True, gc=False):
-    """All that is known of a stored page. `checksum` is the writer's (0: none), `sequence` that of the
-    filling it was stored from. A tier whose `scan` opens no page reports both as 0 there.
+    """The metadata of a stored page. `checksum`: the writer's (0: none). `sequence`: that of its slot.
+
+    A tier whose `scan` opens no page reports both as 0 there.
     """
 
     space: int
@@ -88,7 +88,7 @@ class TierPage(msgspec.Struct, frozen=True, gc=False):
 
 
 class PutResult(msgspec.Struct, frozen=True):
-    """`statuses` as the pages were; `error` in words when one is WRITE_FAILED."""
+    """`statuses`: one for each page, in order. `error`: the text of a WRITE_FAILED."""
 
     statuses: list[int]
     error: str = ""
@@ -103,8 +103,10 @@ class ReadResult(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class TierSettings:
-    """What a tier is opened with. `leaving` is called in the writer's thread with pages that are about to go
-    for lack of room, while `read` still finds them; it may read them, and does not keep the tier long.
+    """The arguments of a tier.
+
+    The writer's thread calls `leaving` with pages that will be evicted for lack of room. `read` still finds
+    them during the call. `leaving` may read them and returns soon.
     """
 
     node: str
@@ -115,15 +117,16 @@ class TierSettings:
 
 
 class Tier(Protocol):
-    """See the module's text. `Kind(settings)` opens it; it raises StartupError when the path cannot be used
-    and ConfigError when an option is wrong, both one line for a person.
+    """The contract of the module's docstring. `Kind(settings)` opens a tier.
+
+    The constructor raises StartupError if the path cannot be used, and ConfigError for a wrong option.
     """
 
     capacity_bytes: int
 
     @property
     def used_bytes(self) -> int:
-        """Of the device, overheads included. From any thread."""
+        """Used bytes of the device, including overhead. Callable from any thread."""
         ...
 
     def namespaces(self) -> str | None:
@@ -131,37 +134,38 @@ class Tier(Protocol):
         ...
 
     def save_namespaces(self, text: str | None) -> str:
-        """Keep this text through a reboot, or none; "" or what went wrong, in words."""
+        """Store this text durably, or remove it (None). Returns "" or an error text."""
         ...
 
     def scan(self, known: Collection[int]) -> Iterator[list[TierPage]]:
-        """Report what survived since the tier was last open, in batches of bounded size; the last word on
-        a page counts. Pages may be read as soon as they were reported.
+        """Report the pages that survived since the tier was last open, in batches of bounded size.
 
-        `known`: the spaces whose pages may still be asked for. The room of other pages is free soon.
+        If a page is reported twice, the last report counts. Pages can be read after their report. `known`:
+        the spaces whose pages count. Pages of other spaces are removed soon.
         """
         ...
 
     def put(self, pages: Sequence[TierPage], data: Sequence[PageMemory]) -> PutResult:
-        """Store a batch; a page under a name that is there already replaces it."""
+        """Store a batch. A page replaces an earlier one with the same key in its space."""
         ...
 
     def read(self, names: Sequence[PageName], into: Sequence[PageMemory]) -> list[ReadResult]:
-        """Read a batch into the given memory, whose contents are undefined where the status is not LOADED."""
+        """Read a batch into the given memory. Memory of a page that is not LOADED is undefined."""
         ...
 
     def forget(self, names: Sequence[PageName]) -> None:
-        """Find these no more. They may be found again after a restart."""
+        """Forget these pages: `read` finds them no more. A later `scan` may report them again."""
         ...
 
     def forget_space(self, space: int) -> None:
-        """Find none of the pages that were put so far in the space; their room is free soon. They may be
-        found again after a restart, if the space is known then.
+        """Forget all pages of the space and free their room soon.
+
+        A later `scan` may report them again if the space is known then.
         """
         ...
 
     def maintain(self) -> bool:
-        """One short step of work in the background; whether there is more to do."""
+        """Do one short step of background work. True if there is more to do."""
         ...
 
     def close(self) -> None:
@@ -171,11 +175,12 @@ class Tier(Protocol):
 
 @runtime_checkable
 class NumberedTier(Protocol):
-    """A tier that may hold pages of an earlier version, stored under the number of their namespace."""
+    """A tier that may hold pages of format version 1, stored under the number of their namespace."""
 
     def adopt_numbers(self, spaces: Mapping[int, int]) -> str:
-        """From now on, pages that were stored under a number are pages of this space; other numbers' pages
-        are void. Called before `scan` when the list that the tier keeps is of that version, and again after a
-        crash before the list was replaced. "" or what went wrong, in words: then all these pages are void.
+        """Assign pages stored under a number to a space. Pages of other numbers are void.
+
+        It is called before `scan` if the tier's list of namespaces has version 1, and again if a crash came
+        before the list was replaced. Returns "" or an error text; after an error all these pages are void.
         """
         ...

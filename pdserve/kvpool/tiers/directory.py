@@ -1,20 +1,19 @@
 """The directory tier: one file per page in a mounted directory (NFS, a parallel file system).
 
-    <path>/lock                        held by the node that uses the directory, where locks work
+    <path>/lock                        locked by the node that uses the directory, if locks work there
            namespaces.json             in the first tier: the node's list of namespaces, after a reboot
            pages/s<space>/<k>/<key>    k: first byte of the key; all in hex
            trash/...                   forgotten spaces and stray files, removed in the background
 
-A file is one block like a segment's record header (segment_format.py; nonce and block 0), then the page's
-bytes. It is written under a temporary name and renamed, so that a page is there whole or not at all; a page
-is checked when it is read, whatever the mount made of it. Several nodes may share a mount: each is given a
-directory of its own in it.
+A file is one block like a segment's record header (ssd/segment_format.py; nonce and block are 0), then the
+page's bytes. It is written under a temporary name and renamed, so a page is there completely or not at all. A
+page is checked when it is read. Several nodes may share a mount, each with its own directory.
 
-The index is made by listing folders, which asks for names and sizes and opens no file. When the capacity is
-reached, the files unused for longest go.
+The index is made by listing folders: it needs names and sizes and opens no file. When the capacity is
+reached, the least recently used files are removed.
 
-In version 1 a folder was named by the number of its namespace, in decimal, and pages said that number. Such
-folders are renamed once, when the tier is first opened by this version.
+In version 1 a folder had the decimal number of its namespace as its name, and pages contained that number.
+Such folders are renamed once, when this version first opens the tier.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ from pdserve.kvpool.tiers.ssd.segment_format import (
 
 logger = logging.getLogger(__name__)
 
-LEAVING_PAGES: Final = 64  # reported at a time
-TRASH_RETRY_S: Final = 60.0  # until what could not be removed is tried again
+LEAVING_PAGES: Final = 64  # pages per call of `leaving`
+TRASH_RETRY_S: Final = 60.0  # pause before another try to remove a file
 _KEY_CHARS: Final = 64
 
 
@@ -88,7 +87,7 @@ class DirectoryTier:
         self._lock = threading.Lock()
         self._index: OrderedDict[tuple[int, bytes], int] = (
             OrderedDict()
-        )  # -> length; unused for longest first
+        )  # -> length; least recently used first
         self._used_bytes = 0
         self._emptying: Iterator[bool] | None = None  # a pass through the trash
         self._empty_at_s = 0.0  # when the next pass may begin
@@ -268,7 +267,7 @@ class DirectoryTier:
             logger.warning("node %s: %s", self._settings.node, problem)
 
     def _discard(self, folder: Path) -> str:
-        """Out of the way now, removed later."""
+        """Move the folder to the trash, from which `maintain` removes it. Returns "" or an error text."""
         try:
             self._trash.mkdir(mode=0o700, exist_ok=True)
             folder.rename(self._trash / secrets.token_hex(8))
@@ -281,7 +280,7 @@ class DirectoryTier:
         return ""
 
     def maintain(self) -> bool:
-        """See `Tier`. One folder of the trash at a time."""
+        """See `Tier`. A step removes one folder of the trash."""
         if self._emptying is None:
             now_s = time.monotonic()
             if now_s < self._empty_at_s:
@@ -294,11 +293,11 @@ class DirectoryTier:
         return more
 
     def _empty_trash(self) -> Iterator[bool]:
-        """Remove one folder or file at a time. What cannot be removed stays until the next pass."""
+        """Remove one folder or file per step. Entries that cannot be removed stay until the next pass."""
         for entry in _entries(self._trash):
             for path in (*_entries_of_folder(entry), entry):
                 shutil.rmtree(path, ignore_errors=True)
-                _unlink(Path(path))  # where it is no folder
+                _unlink(Path(path))  # it is not a folder
                 yield True
 
     def close(self) -> None:
@@ -338,7 +337,7 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
 
 
 def _entries_of_folder(entry: os.DirEntry[str]) -> list[os.DirEntry[str]]:
-    """None where it is a link: what that leads to is not ours."""
+    """The entries of a folder. None of a symbolic link, whose target is not ours."""
     try:
         return _entries(Path(entry.path)) if entry.is_dir(follow_symlinks=False) else []
     except OSError:
@@ -346,7 +345,7 @@ def _entries_of_folder(entry: os.DirEntry[str]) -> list[os.DirEntry[str]]:
 
 
 def _space(folder: os.DirEntry[str]) -> int:
-    """Whose pages are in it; -1: nobody's."""
+    """The space of a folder's pages, from its name. -1: it is no folder of a space."""
     digits = folder.name.removeprefix("s")
     try:
         return int(digits, 16) if folder.name == f"s{int(digits, 16):016x}" else -1
@@ -355,7 +354,7 @@ def _space(folder: os.DirEntry[str]) -> int:
 
 
 def _decode(head: bytearray, name: PageName) -> tuple[TierPage, int] | None:
-    """What the file's head says: the page and its digest. A page of version 1 is in its folder's space."""
+    """(page, digest) from a file's head, or None. A page of version 1 is in its folder's space."""
     record = decode_record_header(head, 0, 0)
     if record is not None:
         return record.page, record.digest
@@ -366,5 +365,5 @@ def _decode(head: bytearray, name: PageName) -> tuple[TierPage, int] | None:
 
 
 def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):  # it is found again at the next start
+    with contextlib.suppress(OSError):  # the next start finds it again
         path.unlink()

@@ -1,6 +1,4 @@
-"""What tiers that keep files have in common: a directory that is ours alone, small files that outlive a
-crash.
-"""
+"""Common parts of tiers that keep files: an exclusive directory, and small files that survive a crash."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ GIB = 1 << 30
 
 
 def read_options(settings: TierSettings, kind: str, wanted: type[Options]) -> Options:
-    """The tier's own options, typed. Raises ConfigError."""
+    """The tier's own options as a struct. Raises ConfigError."""
     try:
         return msgspec.convert(dict(settings.options), wanted)
     except (msgspec.ValidationError, ValueError) as error:
@@ -33,7 +31,9 @@ def read_options(settings: TierSettings, kind: str, wanted: type[Options]) -> Op
 
 
 def claim_directory(settings: TierSettings) -> int:
-    """Make the directory if need be, see that it can be written, lock it; the lock's file descriptor.
+    """Make the directory if it is missing, check that it is writable, and lock it.
+
+    Returns the file descriptor of the lock.
 
     Raises StartupError.
     """
@@ -69,7 +69,7 @@ def claim_directory(settings: TierSettings) -> int:
 def _check_capacity(settings: TierSettings) -> None:
     space = os.statvfs(settings.path)
     total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
-    if total and settings.capacity_bytes > total:  # some file systems do not know
+    if total and settings.capacity_bytes > total:  # 0: the file system does not report its size
         raise StartupError(
             f"node {settings.node}: tier at {settings.path}: capacity_bytes of "
             f"{settings.capacity_bytes / GIB:.2f} GiB is more than its file system has "
@@ -88,7 +88,7 @@ def _check_capacity(settings: TierSettings) -> None:
 
 
 def write_durably(path: Path, text: str) -> str:
-    """Replace a small file as a whole, through a crash too; "" or what went wrong, in words."""
+    """Replace a small file atomically and durably. Returns "" or an error text."""
     temporary = path.with_suffix(".new")
     try:
         with temporary.open("wb") as file:
@@ -103,7 +103,7 @@ def write_durably(path: Path, text: str) -> str:
 
 
 def sync_directory(path: Path) -> None:
-    """Make names made or removed in it durable. Raises OSError."""
+    """Make created and removed names of the directory durable (fsync). Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -112,7 +112,7 @@ def sync_directory(path: Path) -> None:
 
 
 def read_text(path: Path) -> str | None:
-    """None when it is not there or cannot be read."""
+    """The file's text. None if the file is missing or unreadable."""
     try:
         return path.read_bytes().decode()
     except FileNotFoundError:
@@ -123,7 +123,7 @@ def read_text(path: Path) -> str | None:
 
 
 def remove_durably(path: Path) -> str:
-    """Remove a small file, through a crash too; "" or what went wrong, in words."""
+    """Remove a small file durably. Returns "" or an error text."""
     try:
         path.unlink()
         sync_directory(path.parent)
@@ -135,12 +135,12 @@ def remove_durably(path: Path) -> str:
 
 
 def save_text(path: Path, text: str | None) -> str:
-    """Keep this text, or no file; "" or what went wrong, in words."""
+    """Write this text durably, or remove the file (None). Returns "" or an error text."""
     return remove_durably(path) if text is None else write_durably(path, text)
 
 
 def load_json(path: Path, kind: type[T], missing: T) -> T | None:
-    """From JSON; `missing` where there is no file, None where it cannot be read."""
+    """The decoded JSON file. `missing` if there is no file, None if it is unreadable."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:

@@ -26,17 +26,18 @@ from pdserve.kvpool.transports.session import (
 )
 
 READ_BYTES: Final = 256 * 1024
-LAST_TURNS: Final = 4  # of the loop: to poll, read, take the reply, and go on
+LAST_TURNS: Final = 4  # turns of the event loop: to poll, read, take the reply, and continue
 
 
 class LastWordsLost(PoolUnavailable):
-    """The node hung up before it read all that we said. asyncio drops what it may have said last: that it is
-    being upgraded, say. So it is worth asking once more.
+    """The node closed the connection before it read all that we sent, so asyncio dropped its last message.
+
+    That message may have said that the node is being upgraded, so one more try is useful.
     """
 
 
 class AsyncControl:
-    """An open, greeted control connection, with a namespace opened on it if one was named."""
+    """An open control connection after its handshake, with a namespace opened on it if one was named."""
 
     def __init__(
         self,
@@ -55,9 +56,9 @@ class AsyncControl:
         self._greeted: asyncio.Future[None] = loop.create_future()
         self._pump = loop.create_task(self._read())
         self.namespace = 0
-        self.rights = 0  # of our token in the namespace: access.READ and so on
-        self.read_s = 0.0  # of time.monotonic(), when something was read last
-        self.on_fault: Callable[[m.Fault], None] = lambda fault: None  # told what the node hung up with
+        self.rights = 0  # rights of our token in the namespace: access.READ and so on
+        self.read_s = 0.0  # time.monotonic() of the last read
+        self.on_fault: Callable[[m.Fault], None] = lambda fault: None  # called with the node's last Fault
 
     @classmethod
     async def connect(
@@ -68,8 +69,9 @@ class AsyncControl:
         geometry: dict[str, str] | None = None,
         on_view: OnView | None = None,
     ) -> AsyncControl:
-        """`on_view` is told the views that the node pushes. Raises PoolUnavailable, PoolRestarting,
-        PoolRefused or FrameError. The caller bounds the time.
+        """Connect and shake hands. `on_view` is called with the views that the node pushes.
+
+        Raises PoolUnavailable, PoolRestarting, PoolRefused or FrameError. The caller bounds the time.
         """
         session = ControlSession(address, hello)
         where = parse_address(address)
@@ -98,12 +100,13 @@ class AsyncControl:
 
     @property
     def broken(self) -> bool:
-        """Every use raises from now on."""
+        """The session has ended: every further use raises."""
         return self._session.ended is not None
 
     async def call(self, make: Callable[[int], m.Request], timeout_s: float | None = None) -> m.Reply:
-        """Send `make(id)`, return its reply. Raises PoolUnavailable, PoolRestarting; TimeoutError: it has not
-        come, and is not among what the loop had no time to read. Without a time-out the caller bounds it.
+        """Send `make(id)`, return its reply. Raises PoolUnavailable or PoolRestarting.
+
+        Raises TimeoutError after `timeout_s`, when unread bytes have been read once more. None: no time-out.
         """
         self._next_id += 1
         request_id = self._next_id
@@ -111,7 +114,10 @@ class AsyncControl:
         future: asyncio.Future[m.Reply] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = future
         try:
-            self._writer.write(frame)
+            # uvloop raises RuntimeError for a write to a transport that it has closed; `_read` learns of the
+            # same end next, and answers `future` with its reason
+            if not self._writer.is_closing():
+                self._writer.write(frame)
             if timeout_s is not None:
                 await asyncio.wait([future], timeout=timeout_s)
                 for _ in range(LAST_TURNS):
@@ -151,7 +157,7 @@ class AsyncControl:
         for event in events:
             match event:
                 case Answered(request_id, reply):
-                    future = self._waiting.pop(request_id, None)  # None: its caller has given up
+                    future = self._waiting.pop(request_id, None)  # None: its caller was cancelled
                     if future is not None and not future.done():
                         future.set_result(reply)
                 case ViewPushed(view):
@@ -170,7 +176,7 @@ class AsyncControl:
             self.on_fault(ended.fault)
         if not self._greeted.done():
             self._greeted.set_exception(ended.error)
-            self._greeted.exception()  # taken note of: a caller that was cancelled does not ask for it
+            self._greeted.exception()  # marks it as seen: a cancelled caller does not fetch it
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(gone(ended.error))

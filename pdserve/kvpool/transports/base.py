@@ -1,4 +1,4 @@
-"""What a transport is, on the client's side: a control channel to one node and a way to move page bytes.
+"""The interface of transports on the client's side: a control channel to one node, and moving page bytes.
 
 Three implementations: `inproc` (a node in the same process; tests), `shm` (control over a socket, pages by
 copying from and to the node's mapped arena) and `ucx` (control over a socket, pages as UCX tagged messages).
@@ -32,10 +32,10 @@ class Connection(Protocol):
     welcome: Welcome
 
     def call(self, request: Request, deadline_s: float) -> Reply:
-        """Send the request, return its reply (a Fault is returned, not raised).
+        """Send the request and return its reply. A Fault is returned, not raised.
 
-        Raises PoolTimeout when the deadline passes and PoolUnavailable when the node is gone; after either
-        the connection is broken and must be closed.
+        Raises PoolTimeout at the deadline and PoolUnavailable when the node is gone. After either error the
+        connection is broken and must be closed.
         """
         ...
 
@@ -46,10 +46,10 @@ class Connection(Protocol):
     def write_pages(
         self, grants: Sequence[Grant], pages: Sequence[PageBuffers], deadline_s: float
     ) -> list[int]:
-        """Move each page into its granted slot; return its checksum, or 0s where checksums are off.
+        """Move each page into its granted slot. Returns the checksums, or zeros if checksums are off.
 
-        Raises PoolTimeout or PoolUnavailable; then none of these reservations may be committed, and the
-        connection must be closed (the node reclaims the reservations).
+        Raises PoolTimeout or PoolUnavailable. Then none of these reservations may be committed, and the
+        connection must be closed; the node reclaims the reservations.
         """
         ...
 
@@ -58,8 +58,8 @@ class Connection(Protocol):
     ) -> list[PageOutcome]:
         """Copy each pinned page into its buffers and check it.
 
-        When this returns or raises, nothing will write into the buffers any more. Raises PoolTimeout or
-        PoolUnavailable (the buffers' contents are then undefined).
+        After the return or an error nothing writes into the buffers any more. Raises PoolTimeout or
+        PoolUnavailable; the buffers' contents are undefined then.
         """
         ...
 
@@ -70,15 +70,16 @@ class Connection(Protocol):
 
 PageOutcome: TypeAlias = int
 OK: PageOutcome = 0
-LOST: PageOutcome = 1  # the slot was refilled while we copied (our lease had ended): a miss
-CORRUPT: PageOutcome = 2  # the bytes do not match the checksum: a miss, counted, and reported to the node
+LOST: PageOutcome = 1  # the slot was refilled during the copy, after our lease had ended: a miss
+CORRUPT: PageOutcome = 2  # the bytes do not match the checksum: a counted miss, reported to the node
 
 
 class Connector(Protocol):
     """Opens connections to nodes over one kind of transport."""
 
     def connect(self, address: str, deadline_s: float, on_view: OnView | None = None) -> Connection:
-        """Connect and shake hands. `on_view` is told the views that the node pushes later, by the thread that
-        uses the connection. Raises PoolUnavailable, PoolTimeout or PoolRefused.
+        """Connect and shake hands. Raises PoolUnavailable, PoolTimeout or PoolRefused.
+
+        The thread that uses the connection calls `on_view` with each view that the node pushes.
         """
         ...

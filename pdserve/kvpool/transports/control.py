@@ -31,7 +31,7 @@ POST_TIMEOUT_S: Final = (
 
 
 class ControlChannel:
-    """An open, greeted control connection. Deadlines are times of `time.monotonic()`."""
+    """An open control connection after its handshake. Deadlines are times of `time.monotonic()`."""
 
     def __init__(self, sock: socket.socket, session: ControlSession, on_view: OnView | None = None) -> None:
         self._socket = sock
@@ -43,10 +43,10 @@ class ControlChannel:
     def connect(
         cls, address: str, hello: Hello, deadline_s: float, on_view: OnView | None = None
     ) -> ControlChannel:
-        """Connect and shake hands. `on_view` is told the views that the node pushes, whenever we read.
+        """Connect and shake hands. Reads call `on_view` with the views that the node pushes.
 
-        Raises PoolUnavailable (nobody listens), PoolRestarting, PoolTimeout, PoolRefused (the node said no),
-        FrameError (it is no pool node), ConfigError (malformed address).
+        Raises PoolUnavailable (closed port), PoolRestarting, PoolTimeout, PoolRefused (refused by the node),
+        FrameError (not a pool node), ConfigError (malformed address).
         """
         session = ControlSession(address, hello)
         channel = cls(open_socket(address, deadline_s), session, on_view)
@@ -74,11 +74,11 @@ class ControlChannel:
         return self.receive(getattr(request, "id", 0), deadline_s)
 
     def send(self, request: Request, deadline_s: float) -> None:
-        """Send without waiting: collect the reply with `receive`. Errors as `call`."""
+        """Send a request without waiting for its reply (see `receive`). Raises the errors of `call`."""
         self._send(self._session.send(request), deadline_s)
 
     def receive(self, request_id: int, deadline_s: float) -> Reply:
-        """Wait for the reply to a request that was sent. Errors as `call`."""
+        """Wait for the reply to a sent request. Raises the errors of `call`."""
         replies = self._replies
         if request_id not in replies:
             self._session.check()
@@ -89,8 +89,9 @@ class ControlChannel:
         return replies.pop(request_id)
 
     def take_pushed(self) -> None:
-        """Read what has come unasked, without waiting: for a caller that polls `fileno`. Raises
-        PoolUnavailable when the node hung up, FrameError.
+        """Read pushed messages without waiting, for a caller that polls `fileno`.
+
+        Raises PoolUnavailable when the node has closed the connection, or FrameError.
         """
         self._session.check()
         try:
@@ -112,7 +113,7 @@ class ControlChannel:
 
     @property
     def peer_host(self) -> str:
-        """The numeric address of the host that we are connected to. Raises PoolUnavailable."""
+        """The numeric address of the node's host. Raises PoolUnavailable."""
         try:
             peer = self._socket.getpeername()
         except OSError as error:
@@ -120,7 +121,7 @@ class ControlChannel:
         return str(peer[0]) if self._socket.family != socket.AF_UNIX else "127.0.0.1"
 
     def fileno(self) -> int:
-        """The socket, to be polled beside other descriptors; `take_pushed` when it is readable."""
+        """The socket's descriptor, for polling. When it is readable, call `take_pushed`."""
         return self._socket.fileno()
 
     def close(self) -> None:
@@ -143,13 +144,13 @@ class ControlChannel:
             raise self._fail(PoolUnavailable(f"pool node {self._address} went away: {error}")) from error
 
     def _read_last_words(self) -> None:
-        """Nothing can be sent any more; what the node said before it hung up may still be there."""
+        """After a failed send: read the messages that the node sent before it closed the connection."""
         try:
             self._socket.setblocking(False)
             while self._session.ended is None and (data := self._socket.recv(RECEIVE_BYTES)):
                 self._take(self._session.receive(data))
         except OSError:
-            return  # that was all
+            return  # no more bytes
 
     def _read(self, deadline_s: float) -> None:
         """Wait for bytes. Raises PoolTimeout, PoolUnavailable."""
@@ -170,7 +171,7 @@ class ControlChannel:
                 self._on_view(self._session.welcome, event.view)
 
     def _fail(self, error: PoolError) -> PoolError:
-        """End the session by this error. It returns the error to raise: an earlier end counts first."""
+        """End the session with this error. Returns the error to raise, which is that of an earlier end."""
         self._session.fail(error)
         return self._session.ended or error
 

@@ -1,4 +1,4 @@
-"""From a greeted control connection to its data path: mapped memory on the node's host, UCX otherwise."""
+"""The choice of the data path for a control connection: mapped memory on the node's host, UCX otherwise."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pdserve.kvpool.transports.shm import ShmConnection
 def open_data_path(
     channel: ControlChannel, *, ucx: Mapping[str, str], checksum: bool, deadline_s: float
 ) -> Connection:
-    """A connection on the path that the node chose; it owns the channel from now on, also when this raises.
+    """A connection on the path that the node chose. It takes over the channel, also when this raises.
 
     `ucx`: UCX settings without their UCX_ prefix. Raises PoolRefused, PoolUnavailable, PoolTimeout.
     """
     if channel.welcome.data_path == "shm":
         return ShmConnection.open(channel, checksum, deadline_s)
-    # imported only where it is used: loading UCX costs a second and 170 MB
+    # imported only if used: loading UCX costs a second and 170 MB
     from pdserve.kvpool.transports.ucx_client import UcxConnection
 
     return UcxConnection.open(channel, ucx, checksum, deadline_s)

@@ -1,7 +1,7 @@
-"""Opening a node's socket within a deadline, from the look-up of its name on.
+"""Opening a node's socket within a deadline, including the look-up of its name.
 
-The system's look-up has no time-out, so it runs in a thread, one for a name at a time. While the name service
-is slow or away, the last known addresses of the name are used.
+The system's look-up has no time-out, so it runs in a thread, at most one per name. While the name service is
+slow or absent, the last known addresses of the name are used.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pdserve.errors import (
 )
 from pdserve.kvpool.protocol.address import TcpAddress, parse_address
 
-Address: TypeAlias = tuple[int, Any]  # family and what `socket.connect` takes
+Address: TypeAlias = tuple[int, Any]  # address family, and the argument of `socket.connect`
 Name: TypeAlias = tuple[str, int]
 
-PATIENCE_S: Final = 0.2  # for a look-up of a name whose addresses are known
+PATIENCE_S: Final = 0.2  # wait for a new look-up of a name whose addresses are known
 
 
 class Resolver:
-    """Remembers the addresses of every name it was asked for: a pool's nodes, few. Thread-safe."""
+    """Looks up names and keeps their addresses. A pool has few names. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,7 +34,7 @@ class Resolver:
         self._asking: dict[Name, Future[list[Address]]] = {}
 
     def find(self, host: str, port: int, deadline_s: float) -> list[Address]:
-        """Raises OSError: there is none; TimeoutError: it is not known in time."""
+        """The name's addresses. Raises OSError if there are none, TimeoutError at the deadline."""
         name = (host, port)
         if _is_numeric(host):
             return _look_up(name)
@@ -121,7 +121,7 @@ def open_socket(address: str, deadline_s: float) -> socket.socket:
 
 
 def _connect_tcp(where: TcpAddress, deadline_s: float) -> socket.socket:
-    """Try each of its addresses, the first for its share of the time. Raises OSError, TimeoutError."""
+    """Try each address of the name, each for a share of the time. Raises OSError, TimeoutError."""
     addresses = _resolver.find(where.host, where.port, deadline_s)
     for tried, (family, address) in enumerate(addresses, 1):
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -141,8 +141,9 @@ def _connect_tcp(where: TcpAddress, deadline_s: float) -> socket.socket:
 
 
 def _connect_unix(sock: socket.socket, path: str, deadline_s: float) -> None:
-    """Connect, waiting until the node's queue of new connections has room: a Unix socket does not wait
-    itself. Raises OSError; TimeoutError at the deadline.
+    """Connect, and retry while the node's backlog is full: a Unix socket does not wait by itself.
+
+    Raises OSError, or TimeoutError at the deadline.
     """
     while True:
         try:

@@ -1,9 +1,8 @@
 """Moving pages between a client's buffers and an arena that is mapped into its memory.
 
-Bytes are copied and hashed in pieces that fit the CPU's cache, so that a checksum costs no second trip to
-memory. On reading, what is hashed is the copy, and the slot table is asked after the copy: a slot that was
-refilled meanwhile is LOST, whatever its bytes look like. NumPy releases the GIL while it copies, xxhash while
-it hashes.
+Bytes are copied and hashed in pieces that fit the CPU's cache, so a checksum needs no second read from
+memory. A read hashes its copy and then checks the slot table: a slot that was refilled meanwhile is LOST.
+NumPy releases the GIL during a copy, xxhash during a hash.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pdserve.kvpool.protocol.page_bytes import NO_CHECKSUM, Bytes1D, PageBuffers
 from pdserve.kvpool.protocol.slot_table import RowReader
 from pdserve.kvpool.transports.base import CORRUPT, LOST, OK, PageOutcome
 
-PIECE_BYTES: Final = 256 * 1024  # with its copy: half of a 1 MiB second-level cache
+PIECE_BYTES: Final = 256 * 1024  # piece and copy take half of a second-level cache of 1 MiB
 
 
 class MappedPages:
@@ -70,7 +69,7 @@ class MappedPages:
         return finish(digest)
 
     def _read_page(self, pin: Pin, page: PageBuffers) -> int:
-        """Copy the page; the checksum of the copy, or the pin's own where none is to be checked."""
+        """Copy the page. Returns the copy's checksum, or the pin's own if checksums are off or 0."""
         memory, offset = self._memory, pin.offset
         if not self._checksum or pin.checksum == NO_CHECKSUM:
             for segment in page:

@@ -1,11 +1,11 @@
-"""Making the pages of a mapped arena present before they are needed, and absent before it is unmapped.
+"""Page residency of a mapped arena: populate its pages before use, and drop them before the unmapping.
 
 The first access to a mapped page is a page fault: half a microsecond per 4 KiB, as much as copying it. So a
 thread touches the whole arena as soon as it is mapped.
 
-Unmapping costs the kernel as much again: 50 ms for a GiB. Python unmaps where the last reference goes, and
-holds the GIL meanwhile, so a worker whose pool node was restarted would stand still. A thread therefore drops
-the pages first, a piece at a time, and leaves next to nothing to unmap.
+Unmapping costs the kernel as much again: 50 ms per GiB. Python unmaps with the last reference and holds the
+GIL meanwhile, so a worker would pause after a restart of its pool node. A thread therefore drops the pages
+first, in steps, so the unmapping has little to do.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ STEP_BYTES: Final = 64 * 1024 * 1024  # per call, about 10 ms
 
 
 def populate_in_background(memory: Bytes1D) -> None:
-    """Make the arena's pages present in this process, without delaying anybody. The thread keeps no reference
-    to `memory` between steps, and ends when nobody else has one.
+    """Populate the arena's pages in this process, in a thread.
+
+    The thread keeps no reference to `memory` between steps, and ends when it is the only one left.
     """
     _start(_advise, weakref.ref(memory), MADV_POPULATE_WRITE)
 
 
 def unmap_in_background(memory: Bytes1D) -> None:
-    """Let go of a shared mapping, whose last reference this is to be, without delaying anybody."""
+    """Drop the pages of a shared mapping in a thread, and then its last reference."""
     _start(_let_go, [memory])
 
 
@@ -44,7 +45,7 @@ def _start(target: Callable[..., None], *given: object) -> None:
     thread = threading.Thread(target=target, args=given, name=THREAD, daemon=True)
     try:
         thread.start()
-    except RuntimeError as error:  # no more threads are to be had, or Python ends: it is done when it must be
+    except RuntimeError as error:  # no thread can start (limit, or interpreter exit): unmapped synchronously
         logger.debug("%s", error)
 
 

@@ -1,7 +1,7 @@
-"""One control connection of a client to a node, without its socket: bytes in, typed events out (h11's way).
+"""The protocol of a client's control connection, without a socket: bytes in, typed events out (as in h11).
 
-The client says Hello, and the node's first message answers it. From then on every request carries an id, and
-replies come in any order. A message without an id comes unasked.
+The client sends Hello, and the node's first message answers it. Every later request has an id, and replies
+arrive in any order. A message with id 0 is pushed by the node.
 
     state       message of the node               event                     next state
     GREETING    Welcome                           Greeted                   OPEN
@@ -16,11 +16,11 @@ replies come in any order. A message without an id comes unasked.
                 bytes that are no frames          Ended(FrameError)         ENDED
     ENDED       whatever comes                    no event                  ENDED
 
-After its end every use raises, so a reply that comes late, or half a frame, is never taken for the answer to
-the next request. What a runner learns from its socket (a time-out, an error) it tells by `fail`.
+After the end every use raises, so a late reply or half a frame is never taken for the answer to another
+request. A runner reports an error or time-out of its socket by `fail`.
 
 Two runners drive a session: `ControlChannel` for a thread, `AsyncControl` for an event loop. They move bytes,
-wait, and hand events on; everything above is decided here. Not covered: time, and the data path.
+wait, and pass events on. Deadlines and the data path are outside this module.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from pdserve.kvpool.protocol.messages import (
 )
 
 NO_REPLY: Final = (Abort, Release)
-RESTARTING: Final = frozenset({"upgrading", "stopping"})  # codes of a hang-up that is soon over
+RESTARTING: Final = frozenset({"upgrading", "stopping"})  # Fault codes of a node that restarts soon
 
 
 class Greeted(msgspec.Struct, frozen=True):
-    """The node takes us. Once, and before every other event but Ended."""
+    """The node accepted the Hello. This event comes once, before all others except Ended."""
 
     welcome: Welcome
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """The reply to the request with this id; once for each that was sent."""
+    """The reply to the request with this id, once for each sent request."""
 
     request_id: int
     reply: Reply
@@ -70,7 +70,7 @@ class ViewPushed(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The last event. `fault`: what the node said as it hung up."""
+    """The last event. `fault`: the node's last message, if it closed the connection with one."""
 
     error: PoolError
     fault: Fault | None = None
@@ -80,7 +80,7 @@ Event: TypeAlias = Greeted | Answered | ViewPushed | Ended
 
 
 class ControlSession:
-    """Not thread-safe. `address` is for messages to people."""
+    """The state of one control connection. Not thread-safe. `address` is used in error texts."""
 
     def __init__(self, address: str, hello: Hello) -> None:
         self.address = address
@@ -92,7 +92,7 @@ class ControlSession:
 
     @property
     def welcome(self) -> Welcome:
-        """The node's answer to our Hello; only after Greeted."""
+        """The node's answer to our Hello. Available after Greeted."""
         assert self._welcome is not None
         return self._welcome
 
@@ -101,8 +101,9 @@ class ControlSession:
         return self._welcome is not None
 
     def send(self, message: Request) -> bytes:
-        """The bytes of a message, whose reply, where it has one, will be an event. Raises PoolUnavailable
-        after the end, FrameError for a message that is too long.
+        """The bytes of a message. Its reply, if any, comes as an Answered event.
+
+        Raises PoolUnavailable after the end, FrameError for a message that is too long.
         """
         self.check()
         frame = encode_frame(message)
@@ -116,7 +117,7 @@ class ControlSession:
             raise gone(self.ended, "the connection is broken: ") from self.ended
 
     def receive(self, data: bytes) -> list[Event]:
-        """What these bytes complete; b"" is the end of the stream. Never raises."""
+        """The events that these bytes complete. b"" is the end of the stream. Never raises."""
         if self.ended is not None:
             return []
         if not data:
@@ -133,7 +134,7 @@ class ControlSession:
         return events
 
     def fail(self, error: PoolError) -> list[Event]:
-        """The runner cannot go on."""
+        """End the session after an error of the runner's socket."""
         return [] if self.ended is not None else [self._end(error)]
 
     def _take(self, reply: Reply) -> Event:
@@ -170,7 +171,7 @@ class ControlSession:
 def make_hello(
     client: str, host_id: str, data_path: DataPathChoice, token: str = "", *, views: bool = False
 ) -> Hello:
-    """The Hello of this process. `views`: whether the node pushes its view when that changes."""
+    """The Hello of this process. `views`: the node is to push its view at each change."""
     return Hello(
         version=PROTOCOL_VERSION,
         client=client,
@@ -199,4 +200,4 @@ def _id(message: Request | Reply) -> int:
     return message_id
 
 
-OnView: TypeAlias = Callable[[Welcome, View], None]  # which node and incarnation, and its new view
+OnView: TypeAlias = Callable[[Welcome, View], None]  # the node and incarnation, and its new view

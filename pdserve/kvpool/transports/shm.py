@@ -35,7 +35,7 @@ class ShmConnection:
     def __init__(self, channel: ControlChannel, mapping: Mapping, checksum: bool) -> None:
         self.welcome: Welcome = channel.welcome
         self._channel = channel
-        self._mapping = mapping  # the next connection finds it as long as one has it
+        self._mapping = mapping  # shared with later connections while one of them refers to it
         self._pages = MappedPages(mapping.memory, mapping.rows, checksum)
 
     @classmethod
@@ -47,7 +47,7 @@ class ShmConnection:
             return cls(channel, Mapping.of(channel.welcome), checksum)
         except PoolRefused:
             try:
-                channel.take_pushed()  # it hung up before
+                channel.take_pushed()  # raises if the node closed the connection before
             finally:
                 channel.close()
             raise
@@ -83,7 +83,7 @@ class Mapping:
     `memory` is the arena, shape [arena_bytes], `rows` reads the slot table.
     """
 
-    # weak: it owns nothing, and forgets a mapping with its last connection
+    # weak references: an entry ends with the last connection that uses the mapping
     _shared: ClassVar[_Mappings] = weakref.WeakValueDictionary()
     _shared_lock: ClassVar = threading.Lock()
 
@@ -139,8 +139,9 @@ def _map(path: str, size: int, protection: int) -> mmap.mmap:
 
 
 def host_id() -> str:
-    """Boot id of the kernel, and the mount and IPC namespaces: two containers on one machine are two hosts,
-    since neither sees the other's /dev/shm.
+    """An id of this host: the kernel's boot id, and the mount and IPC namespaces.
+
+    Two containers on one machine are two hosts, since neither sees the other's /dev/shm.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     spaces = [Path(f"/proc/self/ns/{name}").readlink().name for name in ("mnt", "ipc")]

@@ -1,18 +1,18 @@
-"""UCX, as far as both ends of the data path need it: one worker with one endpoint per connection.
+"""The part of UCX that both ends of the data path use: one worker with one endpoint per connection.
 
-Why a worker of its own for every connection, on both sides:
+Every connection has its own worker, on both sides, for these reasons:
 
-- UCX can cancel a posted receive only while no message has matched it. To be certain that nothing lands in a
-  buffer any more, the endpoint is closed by force and the worker destroyed, which closes its sockets and
-  queue pairs. With one worker per connection no other connection is hurt.
-- Tags match per worker, so a client cannot reach into another client's transfers, and messages that nobody
-  received go away with the connection.
-- The price is small: 1 to 6 ms at connect, 6 to 12 descriptors, up to 4 MB (fewer transports, less of each).
+- UCX can cancel a posted receive only before a message has matched it. To make sure that nothing writes into
+  a buffer any more, the endpoint is force-closed and the worker destroyed. This closes its sockets and queue
+  pairs, and no other connection is affected.
+- Tags match per worker. So a client cannot reach another client's transfers, and messages without a receive
+  end with the connection.
+- The cost is small: 1 to 6 ms at connect, 6 to 12 descriptors, up to 4 MB (less with fewer transports).
 
 Rules of use:
 
-- Endpoints always have error handling on: a peer that dies is noticed at once, by its sockets closing. That
-  excludes UCX's shared-memory transports, which have none; same-host clients map the arena instead.
+- Endpoints always use error handling: a dead peer is noticed at once, because its sockets close. UCX's
+  shared-memory transports have no error handling, so they are excluded; same-host clients map the arena.
 - A buffer belongs to UCX from `send` or `receive` until the operation is completed or `destroy` returned.
 - Blocking on `epoll_fd` is right only after `arm` returned True with nothing progressed since.
 
@@ -39,11 +39,11 @@ from pdserve.kvpool.protocol.page_bytes import Bytes1D
 
 logger = logging.getLogger(__name__)
 
-GREETING_TAG: Final = 1  # client -> node: the connection's number; both below events.FIRST_TAG
-GREETED_TAG: Final = 2  # node -> client: the same number back, so that the client knows the way is open
+GREETING_TAG: Final = 1  # client -> node: the connection's number; both tags are below events.FIRST_TAG
+GREETED_TAG: Final = 2  # node -> client: the same number, which confirms the endpoint
 LAST_TAG: Final = 3  # never sent: see UcxLink._close
 GREETING_BYTES: Final = 8
-CLOSE_WAIT_S: Final = 0.2  # forced closing is local work; what is not done by then ends with the worker
+CLOSE_WAIT_S: Final = 0.2  # a forced close is local work; after this time the worker is destroyed anyway
 
 # UCX's default TCP segments (8 KiB) cap it at 1.6 GB/s on loopback; with these it reaches 8.
 _TCP_SEGMENTS: Final = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "1m"}
@@ -64,10 +64,11 @@ _NO_RENDEZVOUS: Final = {"RNDV_THRESH": "inf"}
 
 
 def ucx_options(overrides: Mapping[str, str]) -> dict[str, str]:
-    """UCX settings (names without `UCX_`) for host memory between hosts. `overrides` win, then the
-    environment.
+    """UCX settings (names without `UCX_`) for host memory between hosts.
 
-    Transports: TCP, InfiniBand/RoCE where the machine has it, and `self`, by which receives are cancelled.
+    `overrides` win over the environment, which wins over the defaults here.
+
+    Transports: TCP, InfiniBand/RoCE if the machine has it, and `self`, which `complete_unmatched` uses.
     """
     infiniband = Path("/sys/class/infiniband")
     has_infiniband = infiniband.is_dir() and any(infiniband.iterdir())
@@ -84,7 +85,7 @@ def ucx_options(overrides: Mapping[str, str]) -> dict[str, str]:
 
 
 class UcxLibrary:
-    """UCXX, loaded. Holds the module's classes; creating one has no effect but the import."""
+    """The loaded UCXX module. The constructor only imports it."""
 
     def __init__(self) -> None:
         """Raises StartupError if UCXX is not installed or cannot be loaded here."""
@@ -113,7 +114,7 @@ class UcxLibrary:
             ) from error
 
     def _takes(self, options: Mapping[str, str]) -> bool:
-        """Whether UCX starts with these alone."""
+        """Whether UCX starts with only these settings."""
         try:
             self.api.UCXContext(ucx_options(options), (self.api.Feature.TAG, self.api.Feature.WAKEUP))
         except (self.api.UCXError, RuntimeError):
@@ -122,8 +123,9 @@ class UcxLibrary:
 
 
 def _load_ucs() -> None:
-    """Load UCX's lowest library, which measures the CPU's clock for 0.4 s as it is loaded. `import` would
-    hold the GIL meanwhile, a foreign call does not. If this fails, so will the import, with a reason.
+    """Load UCX's lowest library, which measures the CPU's clock for 0.4 s while it loads.
+
+    An `import` would hold the GIL meanwhile, a foreign call does not. Errors show up in the later import.
     """
     found = importlib.util.find_spec("libucx")
     for folder in (found.submodule_search_locations or []) if found else []:
@@ -135,7 +137,7 @@ def _load_ucs() -> None:
 
 
 class Operation:
-    """One send or receive under way; keeps its buffer alive."""
+    """One send or receive in progress. It keeps its buffer alive."""
 
     __slots__ = ("_array", "_request")
 
@@ -145,16 +147,16 @@ class Operation:
 
     @property
     def completed(self) -> bool:
-        """Ended, well or not: UCX does not touch the buffer any more."""
+        """The operation has ended, with or without success. UCX does not touch the buffer any more."""
         return bool(self._request.completed)
 
     @property
     def ok(self) -> bool:
-        """Ended well. Meaningful once completed."""
+        """The operation succeeded. Valid only after `completed`."""
         return int(self._request.status) == 0
 
     def release(self) -> None:
-        """Let go of the request, which refers to the worker; the operation is of no use afterwards."""
+        """Drop the request, which refers to the worker. The operation cannot be used afterwards."""
         self._request = self._array = None
 
 
@@ -169,7 +171,7 @@ class UcxLink:
         self._loop_endpoint: Any = None
         self._listener: Any = None
         self._greeting: Operation | None = None
-        self._arrived: list[Any] = []  # endpoints the listener accepted; a list, so that no cycle arises
+        self._arrived: list[Any] = []  # accepted endpoints; a list, so the callback refers not to self
         try:
             self._worker: Any = self._api.UCXWorker(context)
             self._worker.init_blocking_progress_mode()
@@ -190,7 +192,7 @@ class UcxLink:
         return int(self._listener.port)
 
     def accept(self) -> bool:
-        """Take the first endpoint that arrived, hang up on all others; whether there is one."""
+        """Take the first accepted endpoint and close all others. True if there is one."""
         while self._arrived:
             endpoint = self._arrived.pop(0)
             if self._endpoint is None:
@@ -200,7 +202,7 @@ class UcxLink:
         return self._endpoint is not None
 
     def connect(self, host: str, port: int) -> None:
-        """Begin to connect; errors show up later in `alive`. Raises PoolUnavailable."""
+        """Begin to connect. Later errors show up in `alive`. Raises PoolUnavailable."""
         try:
             self._endpoint = self._api.UCXEndpoint.create(self._worker, host, port, True)
         except (self._api.UCXError, RuntimeError) as error:
@@ -217,23 +219,24 @@ class UcxLink:
         return self._start(self._endpoint.tag_recv, buffer, tag)
 
     def receive_greeting(self, buffer: Bytes1D) -> Operation:
-        """Receive the greeting, from whichever endpoint will come."""
+        """Receive the greeting from any endpoint."""
         self._greeting = self._start(self._worker.tag_recv, buffer, GREETING_TAG)
         return self._greeting
 
     def complete_unmatched(self, tag: int) -> None:
-        """End a posted receive that no message has matched, by sending it an empty one from here.
+        """End a posted receive that no message has matched, by sending it an empty message from this worker.
 
-        UCXX has no per-request cancel whose outcome can be seen. If the receive was matched already, this has
-        no effect on it, and the empty message lingers in the worker.
+        UCXX has no cancel of one request that reports its outcome. If the receive was matched already, it is
+        not affected, and the empty message stays in the worker.
         """
         if self._loop_endpoint is None:
             self._loop_endpoint = self._worker.create_endpoint_from_worker_address(self._worker.address, True)
         self._start(self._loop_endpoint.tag_send, np.empty(0, np.uint8), tag)
 
     def unexpected(self) -> tuple[int, int] | None:
-        """Tag and length of a message that has come, or begun to, and that no receive waits for; None if
-        there is none. UCX keeps it until a receive takes it. Raises PoolUnavailable.
+        """(tag, length) of a message that arrives or has arrived without a posted receive, or None.
+
+        UCX keeps the message until a receive takes it. Raises PoolUnavailable.
         """
         try:
             found = self._worker.tag_probe(self._api.UCXXTag(0), self._api.UCXXTagMask(0))
@@ -251,16 +254,14 @@ class UcxLink:
     # -- progress
 
     def progress(self) -> bool:
-        """One step; whether anything happened. Raises PoolUnavailable."""
+        """Do one step of UCX's work. True if there was any. Raises PoolUnavailable."""
         try:
             return bool(self._worker.progress_once())
         except (self._api.UCXError, RuntimeError) as error:
             raise PoolUnavailable(f"UCX failed: {error}") from error
 
     def arm(self) -> bool:
-        """Prepare `epoll_fd` to be waited on; False: something is there already, progress again. Raises
-        PoolUnavailable.
-        """
+        """Prepare `epoll_fd` for a wait. False: call `progress` again first. Raises PoolUnavailable."""
         try:
             return bool(self._worker.arm())
         except (self._api.UCXError, RuntimeError) as error:
@@ -268,15 +269,15 @@ class UcxLink:
 
     @property
     def alive(self) -> bool:
-        """The endpoint has not failed (also while it is not connected yet)."""
+        """The endpoint has not failed. It may not be connected yet."""
         return self._endpoint is None or bool(self._endpoint.alive)
 
     def destroy(self, operations: list[Operation]) -> None:
-        """End everything. When this returns UCX touches none of the operations' buffers. Never raises.
+        """Destroy endpoint and worker. After it UCX touches none of the operations' buffers. Never raises.
 
-        The operations are released and `operations` emptied: the worker goes with the last reference to it,
-        and an exception's traceback may hold an operation for long. The greeting's receive hangs on no
-        endpoint, so none's closing completes it, and nobody waits for it: it ends with the worker.
+        The operations are released and `operations` is emptied, because the worker ends with its last
+        reference, and a traceback may hold an operation for long. The greeting's receive belongs to no
+        endpoint, so it ends only with the worker.
         """
         if self._worker is None:
             return
@@ -289,7 +290,7 @@ class UcxLink:
             while not all(operation.completed for operation in ending) and time.monotonic() < deadline_s:
                 self._worker.progress()
             ending.clear()
-            self._worker.progress()  # lets go of what completed in the last step
+            self._worker.progress()  # drops requests that completed in the last step
         except (self._api.UCXError, RuntimeError) as error:
             logger.warning("closing a UCX connection: %s", error)
         for operation in operations:
@@ -302,16 +303,15 @@ class UcxLink:
         self._worker = None
 
     def _close(self, endpoint: Any) -> None:
-        """Close by force, so that the worker can go afterwards.
+        """Close the endpoint by force, so that the worker can be destroyed afterwards.
 
-        A forced close leaves requests that could not be cancelled at once in the endpoint's keeping, and they
-        keep the endpoint: UCXX 0.52 never lets go of such a pair, nor of the worker and its sockets.
-        Beginning a request on an endpoint that has just closed makes UCXX move them all to the worker, which
-        drops them as it progresses. The close callback is the one moment when that is possible. (An endpoint
-        that failed has done it already.)
+        After a forced close the endpoint keeps requests that could not be cancelled at once, and they refer
+        to it: UCXX 0.52 never frees such a cycle, nor the worker and its sockets. A request that begins on a
+        just closed endpoint makes UCXX move them all to the worker, which drops them while it progresses.
+        This is possible only in the close callback. (A failed endpoint has done it already.)
         """
         last: list[Any] = []
-        held = [endpoint]  # emptied below: the endpoint keeps its callback, which must not keep the endpoint
+        held = [endpoint]  # emptied below: the endpoint refers to its callback, which must not refer back
         empty = self._array(np.empty(0, np.uint8))
         if endpoint.alive:
             endpoint.set_close_callback(

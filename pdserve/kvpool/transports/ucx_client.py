@@ -1,16 +1,16 @@
 """The client's end of the UCX data path: control over a socket, pages as UCX tagged messages.
 
-    write_pages   every segment is one message to the tag that its Grant names; the node has posted the
-                  receives, straight into the slot, before the Grant was sent
-    read_pages    the node began to send when it answered Get; the receives go straight into the caller's
-                  buffers, and each page is checked as it completes, while it is still in the CPU's cache
+    write_pages   every segment is one message with the tag of its Grant; the node posts the receives
+                  directly into the slot before it sends the Grant
+    read_pages    the node begins to send when it answers Get; the receives go directly into the caller's
+                  buffers, and each page is checked at its completion, while it is in the CPU's cache
 
-Pages of many small segments (HiCache's layer_first layout: two per layer) would cost a message each. They are
-gathered into one message through a staging buffer: `gathers` decides by the segments' sizes alone, so that
-the request (`call` rewrites its `segment_bytes`) and the transfer agree without state between them.
+A page can have many small segments (HiCache's layer_first layout: two per layer), each a message. They are
+gathered into one message through a staging buffer. `gathers` decides by the segments' sizes alone, so the
+request (`call` rewrites its `segment_bytes`) and the transfer agree without shared state.
 
-Progress is made by the calling thread, inside calls. It polls for a moment, then sleeps on the worker's and
-the control socket's descriptors.
+The calling thread makes progress during calls. It polls for a short time, then sleeps on the descriptors of
+the worker and the control socket.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from pdserve.kvpool.transports.ucx import (
     UcxLink,
 )
 
-GATHER_BELOW_BYTES: Final = 256 * 1024  # mean segment size up to which copying was faster than messages
-SPIN_S: Final = 50e-6  # poll this long before sleeping: shorter than a wake-up costs
+GATHER_BELOW_BYTES: Final = 256 * 1024  # mean segment size below which a copy was measured to be faster
+SPIN_S: Final = 50e-6  # time of polling before sleeping; a wake-up costs more
 
 
 class UcxConnection:
@@ -59,7 +59,7 @@ class UcxConnection:
         self._channel = channel
         self._link = link
         self._checksum = checksum
-        self._operations: list[Operation] = []  # under way; UCX may touch their buffers
+        self._operations: list[Operation] = []  # in progress: UCX may touch their buffers
         self._staging = np.empty(0, np.uint8)
         self._closed = False
 
@@ -71,9 +71,9 @@ class UcxConnection:
         checksum: bool,
         deadline_s: float,
     ) -> UcxConnection:
-        """Connect UCX beside a greeted control channel, which this owns from now on (also when it raises).
+        """Connect UCX for an open control channel, which it takes over, also when this raises.
 
-        Raises PoolUnavailable (also where UCX cannot be used at all), PoolTimeout.
+        Raises PoolUnavailable (also if UCX cannot be used at all) or PoolTimeout.
         """
         try:
             info = channel.welcome.ucx
@@ -84,7 +84,7 @@ class UcxConnection:
             link = UcxLink(library, library.context(options))
         except StartupError as error:
             channel.close()
-            raise PoolUnavailable(str(error)) from error  # operations of a pool may fail, never crash
+            raise PoolUnavailable(str(error)) from error  # a missing UCX must not end the process
         except BaseException:
             channel.close()
             raise
@@ -161,7 +161,7 @@ class UcxConnection:
             self._link.destroy(self._operations)
             self._channel.close()
 
-    # -- within
+    # -- internals
 
     def _check(self, pin: Pin, page: PageBuffers) -> PageOutcome:
         if not self._checksum or pin.checksum == NO_CHECKSUM or checksum_page(page) == pin.checksum:
@@ -169,7 +169,7 @@ class UcxConnection:
         return CORRUPT
 
     def _stage(self, pages: Sequence[PageBuffers]) -> list[Bytes1D]:
-        """One contiguous piece of the staging buffer per page; the buffer is kept from call to call."""
+        """One contiguous piece of the staging buffer per page. The buffer is reused by later calls."""
         page_bytes = sum(segment.nbytes for segment in pages[0])
         if self._staging.nbytes < page_bytes * len(pages):
             self._staging = np.empty(page_bytes * len(pages), np.uint8)
@@ -199,7 +199,7 @@ class UcxConnection:
             raise PoolTimeout(f"pool node {self.welcome.node}: transfer not finished in time")
 
     def _idle(self, done: Callable[[], bool], deadline_s: float) -> None:
-        """Nothing to progress: poll a moment, then sleep until something happens."""
+        """Wait for UCX or the control socket: poll for `SPIN_S`, then sleep."""
         spin_until = time.monotonic() + SPIN_S
         while not self._link.progress():
             now = time.monotonic()
@@ -216,12 +216,12 @@ class UcxConnection:
             poller.register(self._channel.fileno(), select.POLLIN)
             ready = dict(poller.poll(max(1.0, (deadline_s - now) * 1000)))
             if self._channel.fileno() in ready:
-                # no request is open while pages move: the node hung up, or pushes its view
+                # no request is open during a transfer: the node closed the connection or pushes its view
                 self._channel.take_pushed()
 
 
 class _EndOnError:
-    """Whatever goes wrong in a transfer, the connection's UCX worker ends before the error is seen."""
+    """Context of a transfer: on any error it destroys the connection's UCX worker before the error leaves."""
 
     def __init__(self, connection: UcxConnection) -> None:
         self._connection = connection
@@ -236,7 +236,7 @@ class _EndOnError:
 
 
 def gathers(segment_bytes: Sequence[int]) -> bool:
-    """Whether pages of these segments travel as one message, through a staging buffer."""
+    """Whether a page with these segments is sent as one message, through a staging buffer."""
     return len(segment_bytes) > 1 and sum(segment_bytes) < GATHER_BELOW_BYTES * len(segment_bytes)
 
 

@@ -1,4 +1,4 @@
-"""The admin port: API, live page, and `pdserve top`.
+"""The admin port: its API, its live page, and `pdserve top`.
 
-May import `app` and what stands below it, and the pool's `kvpool.admin` for figures of its nodes.
+The package may import `app` and all below it, and `kvpool.admin` for the figures of pool nodes.
 """

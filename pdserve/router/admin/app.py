@@ -1,18 +1,19 @@
-"""The admin API: workers, tenants, metrics, on a port of its own, for who has its key.
+"""The admin API: workers, tenants and metrics. It has its own port and its own key.
 
-GET    /workers                    who is there, how they are
+GET    /workers                    all workers and their state
 POST   /workers                    {"url": "http://HOST:PORT", "role": "prefill" | "decode" | "agg"}
-DELETE /workers/HOST:PORT          leaves; what it has begun it finishes
-POST   /workers/HOST:PORT/drain    is given nothing new
-POST   /workers/HOST:PORT/undrain
-GET    /tenants                    limits and use
-POST   /reload                     API keys anew (SIGHUP: the configuration too)
-GET    /metrics                    Prometheus
-GET    /live/                      a page that shows it all, live; a browser asks for the key as a password
-GET    /live/events                what it shows, as server-sent events
-GET    /health                     needs no key
+DELETE /workers/HOST:PORT          remove a worker; it finishes its requests
+POST   /workers/HOST:PORT/drain    give a worker no new requests
+POST   /workers/HOST:PORT/undrain  give it new requests again
+GET    /tenants                    limits and use of each tenant
+POST   /reload                     read the API keys again (SIGHUP: the configuration too)
+GET    /metrics                    Prometheus metrics
+GET    /live/                      the live page; a browser asks for the key as a password
+GET    /live/events                the frames of the live page, as server-sent events
+GET    /health                     state of this process; needs no key
 
-What workers have and tenants use is that of all of the router's processes, or is not told.
+Figures of workers and tenants are sums over all of the router's processes. If a process does not answer, they
+are null, or the answer is an error.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Joining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AdminApp:
-    """ASGI application: the key, the size of the body, then FastAPI."""
+    """ASGI application: checks the key and the size of the body, then calls FastAPI."""
 
     def __init__(self, router: Router, feed: LiveFeed | None = None) -> None:
         self._router = router
@@ -61,7 +62,7 @@ class AdminApp:
             add_live_page(self._app, feed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Serve one request."""
         if scope["type"] == "http" and (error := self._refusal(scope)) is not None:
             headers = {"connection": "close"}
             if error.status == 401:
@@ -74,7 +75,7 @@ class AdminApp:
     def _refusal(self, scope: Scope) -> RequestError | None:
         headers = dict(scope["headers"])
         if is_of_live_page(scope["path"]):
-            if b"authorization" not in headers:  # a browser asks first without, which is no attempt
+            if b"authorization" not in headers:  # a browser's first request has none: no failed attempt
                 return RequestError(401, "The admin key is needed.", type_="authentication_error")
             password_as_bearer(headers)
         try:
@@ -95,7 +96,7 @@ def _make_app(router: Router) -> fastapi.FastAPI:
 
     @app.get("/tenants")
     async def tenants() -> dict[str, Any]:
-        """Limits and use, of all of the router's processes since its start."""
+        """Limits of tenants, and their use in all of the router's processes since its start."""
         totals = await _totals(router)
         if totals is None:
             raise RequestError(503, "Not every process of the router says what tenants use; ask again.")
@@ -116,7 +117,7 @@ def _make_app(router: Router) -> fastapi.FastAPI:
 
     @app.post("/reload")
     async def reload() -> Response:
-        """Read the API keys anew."""
+        """Read the API keys again."""
         try:
             router.reload_all()
         except ConfigError as error:
@@ -130,14 +131,14 @@ def _make_app(router: Router) -> fastapi.FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """The router's process lives."""
+        """This process of the router runs."""
         return {"status": "ok", "version": __version__}
 
     return app
 
 
 async def _totals(router: Router) -> Snapshot | None:
-    """The metrics of all processes together; None when a process does not answer in time."""
+    """The metrics of all processes, added up. None if a process does not answer in time."""
     try:
         totals = await router.metrics()
     except RequestError:
@@ -146,7 +147,7 @@ async def _totals(router: Router) -> Snapshot | None:
 
 
 def _use_of(tenant: str, totals: Snapshot) -> dict[str, Any]:
-    """What the tenant has now, and what it has used since the router's start."""
+    """The tenant's requests now, and its use since the router's start."""
     return {
         "running": totals.value("tenant_running", tenant),
         "waiting": totals.value("tenant_waiting", tenant),
@@ -168,7 +169,7 @@ def _add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
 
     @app.get("/workers")
     async def workers() -> dict[str, Any]:
-        """Who is there. `in_flight` null: not every process of the router says what it has at the worker."""
+        """All workers. `in_flight` is null if a process of the router does not report its requests."""
         totals = await _totals(router)
         listed = [
             {
@@ -181,7 +182,7 @@ def _add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
 
     @app.post("/workers", status_code=201)
     async def join(request: fastapi.Request) -> Response:
-        """A worker joins: it is used once a probe finds it ready and fit."""
+        """Add a worker. It is used as soon as a probe finds it ready and compatible."""
         try:
             joining = msgspec.json.decode(await request.body(), type=Joining)
             worker = fleet.members.join(joining.url, joining.role)
@@ -193,7 +194,7 @@ def _add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
 
     @app.delete("/workers/{worker_id}")
     async def leave(worker_id: str) -> Response:
-        """A worker leaves: it finishes what it has."""
+        """Remove a worker. It finishes its requests."""
         try:
             worker = fleet.members.leave(worker_id)
         except FleetError as error:
@@ -211,12 +212,12 @@ def _add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
 
     @app.post("/workers/{worker_id}/drain")
     async def drain_worker(worker_id: str) -> Response:
-        """A worker is given nothing new; `in_flight` 0 says that it may be stopped, null says nothing."""
+        """Give a worker no new requests. It may be stopped when `in_flight` is 0; null: unknown."""
         return await drain(worker_id, True)
 
     @app.post("/workers/{worker_id}/undrain")
     async def undrain_worker(worker_id: str) -> Response:
-        """A worker is given requests again."""
+        """Give a worker new requests again."""
         return await drain(worker_id, False)
 
 

@@ -1,7 +1,7 @@
-"""Samples the router and the pool, and hands frames to who looks at the live page.
+"""Samples of the router and the pool, as frames for the viewers of the live page.
 
-A sample costs a few milliseconds: every `WATCHED_S` while somebody looks, else every `QUIET_S`, so that the
-page has a past when it is opened. A listener that is slow misses frames, it is not waited for.
+A sample costs a few milliseconds. The interval is `WATCHED_S` while the page has viewers, else `QUIET_S`, so
+the page shows a history when it is opened. A slow viewer misses frames.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Problems(logging.Handler):
         self.kept: deque[Problem] = deque(maxlen=MAX_PROBLEMS)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep its first line."""
+        """Keep the record's first line. A repeated line is counted."""
         text = record.getMessage().partition("\n")[0][:500]
         count = 1
         if self.kept and self.kept[0].text == text:
@@ -51,7 +51,7 @@ class Problems(logging.Handler):
 
 
 class LiveFeed:
-    """Frames of a router, as long as `run` runs."""
+    """Makes frames while `run` runs, and sends them to viewers."""
 
     def __init__(self, router: Router, interval_s: float = WATCHED_S) -> None:
         self._router = router
@@ -68,7 +68,7 @@ class LiveFeed:
         self.listeners = 0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Make a frame at each interval, until cancelled. A failed sample is logged."""
         root = logging.getLogger("pdserve")
         root.addHandler(self._problems)
         try:
@@ -77,7 +77,7 @@ class LiveFeed:
                     await self._sample()
                 except PdserveError as error:
                     logger.warning("the live page is not updated: %s", error)
-                except Exception:  # boundary: the page may fail, the router must not notice
+                except Exception:  # boundary: an error of the page must not stop the router
                     logger.exception("the live page could not be updated")
                 self._wake.clear()
                 timeout_s = self._interval_s if self.listeners else max(QUIET_S, self._interval_s)
@@ -106,7 +106,7 @@ class LiveFeed:
             self._changed.notify_all()
 
     def _rows(self, pool: Nodes) -> list[Row]:
-        """The pool's nodes; their configured addresses when no node answers. Blocks."""
+        """A row for each pool node. If no node answers, a row for each configured address. Blocks."""
         try:
             return pool.sample()
         except PdserveError as error:
@@ -114,11 +114,11 @@ class LiveFeed:
             return [Row(NodeAddress(a, a), None, str(error), Rates(a), []) for a in addresses]
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events: `history`, the points so far, then a `frame` for each sample."""
+        """Server-sent events: first `history` (all points), then a `frame` for each sample."""
         self.listeners += 1
         self._wake.set()
         try:
-            yield _event("history", list(self.points)[:-1])  # the last one comes with its frame
+            yield _event("history", list(self.points)[:-1])  # the last point is part of its frame
             seen = 0
             while True:
                 seen = await self._newer_than(seen)
@@ -127,7 +127,7 @@ class LiveFeed:
             self.listeners -= 1
 
     async def _newer_than(self, number: int) -> int:
-        """Wait for a frame after that one; its number."""
+        """Wait for a frame later than `number`. Returns its number."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._number > number)
         return self._number

@@ -1,7 +1,7 @@
-"""What the live page and `pdserve top` show: frames, each from two samples of the router's metrics and of the
-pool. Pure.
+"""Frames: the content of the live page and of `pdserve top`. Pure.
 
-Rates are the growth between the samples; a counter that fell (its process was replaced) counts from 0.
+A frame is made from two samples of the router's metrics and of the pool. A rate is the growth between the
+samples. A counter that fell (its process was replaced) counts from 0.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ MAX_NAMESPACES: Final = 20
 
 
 class Point(msgspec.Struct, frozen=True):
-    """What is drawn over time."""
+    """One point of the page's graphs. `at_s` is Unix time; rates are per second."""
 
     at_s: float
     requests_s: float = 0.0
     failed_s: float = 0.0
-    """Answered 5xx, or broken off."""
+    """Requests with a 5xx answer or a broken stream, per second."""
     in_flight: int = 0
     first_byte_p50_s: float | None = None
     first_byte_p90_s: float | None = None
     parts_s: dict[str, float] = {}
-    """Mean time to a stream's first token, by part; empty where there was none."""
+    """Mean seconds to the first token of a stream, by part. Empty: no stream began."""
     tokens_s: dict[str, float] = {}
-    """Prompt tokens a second, by tier."""
+    """Prompt tokens per second, by tier."""
 
 
 class WorkerView(msgspec.Struct, frozen=True):
@@ -45,16 +45,16 @@ class WorkerView(msgspec.Struct, frozen=True):
     role: str
     state: str
     in_flight: int | None
-    """Requests of all of the router's processes; None: one of them does not say."""
+    """Requests of all of the router's processes. None: a process does not report them."""
     elsewhere: int
-    """Others that the worker last spoke of."""
+    """Requests of other routers, as the worker last reported."""
     queued_tokens: int
     free_kv_tokens: int | None
     says: str = ""
 
 
 class NodeView(msgspec.Struct, frozen=True):
-    """One pool node; `error`: why it did not answer."""
+    """One pool node. `error`: the reason why it did not answer."""
 
     node: str
     error: str = ""
@@ -69,7 +69,7 @@ class NodeView(msgspec.Struct, frozen=True):
 
 
 class SpaceView(msgspec.Struct, frozen=True):
-    """One namespace, over all nodes. `quota_bytes`: 0 where there is none."""
+    """One namespace, summed over all nodes. `quota_bytes` is 0 if it has no quota."""
 
     name: str
     pages: int
@@ -90,11 +90,11 @@ class Problem(msgspec.Struct, frozen=True):
     level: str
     text: str
     count: int = 1
-    """So many times one after the other; `at_s` is the last."""
+    """Number of equal lines in a row. `at_s` is the time of the last."""
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """One moment."""
+    """The state of router and pool at one moment."""
 
     point: Point
     seconds: float
@@ -108,7 +108,7 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 def point_of(before: Snapshot, now: Snapshot, seconds: float, at_s: float) -> Point:
-    """What happened in the `seconds` between two snapshots."""
+    """Rates and quantiles of the `seconds` between two snapshots."""
     statuses = _growth(before, now, "requests", "status")
     failed = sum(count for status, count in statuses.items() if status.startswith("5"))
     failed += sum(_growth(before, now, "stream_errors", "reason").values())
@@ -131,7 +131,7 @@ def point_of(before: Snapshot, now: Snapshot, seconds: float, at_s: float) -> Po
 
 
 def _growth(before: Snapshot, now: Snapshot, name: str, label: str) -> dict[str, float]:
-    """How much a counter has grown, added up by one label."""
+    """The growth of a counter, summed by one label."""
     place = BY_NAME[name].labels.index(label)
     earlier, found = before.values.get(name, {}), dict[str, float]()
     for labels, value in now.values.get(name, {}).items():
@@ -141,7 +141,7 @@ def _growth(before: Snapshot, now: Snapshot, name: str, label: str) -> dict[str,
 
 
 def _grown(before: Snapshot, now: Snapshot, name: str) -> dict[Labels, Histogram]:
-    """The observations that a histogram has gained."""
+    """A histogram's new observations, by labels."""
     earlier = before.histograms.get(name, {})
     return {
         labels: histogram.since(earlier.get(labels, Histogram()))
@@ -150,8 +150,9 @@ def _grown(before: Snapshot, now: Snapshot, name: str) -> dict[Labels, Histogram
 
 
 def quantile(histogram: Histogram, share: float) -> float | None:
-    """By a straight line within a bucket, as Prometheus does; the last bound beyond it. None for no
-    observation.
+    """The quantile `share`, interpolated linearly within a bucket as in Prometheus' `histogram_quantile`.
+
+    A quantile beyond the last bound is the last bound. None: the histogram is empty.
     """
     wanted, below, low = share * sum(histogram.counts), 0, 0.0
     for bound_s, count in zip(BUCKETS_S, histogram.counts, strict=False):
@@ -169,7 +170,7 @@ def frame_of(
     rows: Sequence[Row],
     problems: Iterable[Problem],
 ) -> Frame:
-    """Everything at one moment. `rows`: a sample of the pool's nodes."""
+    """The frame of one moment. `rows`: a sample of the pool's nodes."""
     return Frame(
         point,
         seconds,
@@ -226,7 +227,7 @@ def _node(row: Row) -> NodeView:
 
 
 def _namespaces(rows: Sequence[Row]) -> list[SpaceView]:
-    """Those with most bytes moved, then by their size."""
+    """Namespaces, sorted by moved bytes and then by size, largest first."""
     rates = {each.name: each for each in busiest(list(rows), 10**6)}
     spaces: dict[str, list[NamespaceStatus]] = {name: [] for name in rates}
     for row in rows:

@@ -1,8 +1,8 @@
-"""The live page on the admin port: its files, and its events.
+"""The live page on the admin port: its files and its events.
 
-A page cannot be made to send `Authorization: Bearer`, so here the admin key may also come as the password of
-HTTP Basic, which a browser asks its user for. Only here, where nothing but reading is done: a browser sends
-such a password along whoever made it ask, and the admin API's other routes act.
+A browser cannot open a page with `Authorization: Bearer`. So these routes also accept the admin key as the
+password of HTTP Basic. Only these routes do, because they only read: a browser also sends a stored password
+with requests that another site causes (CSRF), and the other admin routes change things.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ HEADERS: Final = {
 
 
 def is_of_live_page(path: str) -> bool:
-    """Whether a path is one of the page's."""
+    """Whether `path` belongs to the live page."""
     return path == "/" or path == "/live" or path.startswith("/live/")
 
 
 def password_as_bearer(headers: dict[bytes, bytes]) -> None:
-    """Let the password of HTTP Basic be a bearer token."""
+    """Replace a HTTP Basic `authorization` in `headers` by a bearer token: its password."""
     scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"basic":
         try:
@@ -50,7 +50,7 @@ def password_as_bearer(headers: dict[bytes, bytes]) -> None:
 
 
 def add_live_page(app: fastapi.FastAPI, feed: LiveFeed) -> None:
-    """The page's routes."""
+    """Add the page's routes to `app`."""
     files = {name: ((PAGE / file).read_bytes(), kind) for name, (file, kind) in FILES.items()}
 
     @app.get("/", include_in_schema=False)
@@ -67,7 +67,7 @@ def add_live_page(app: fastapi.FastAPI, feed: LiveFeed) -> None:
 
     @app.get("/live/frame")
     async def frame() -> Response:
-        """The newest frame alone; 503 before there is one."""
+        """The newest frame as JSON. 503 before the first sample."""
         if feed.frame is None:
             return Response("nothing was sampled yet", 503)
         return Response(msgspec.json.encode(feed.frame), media_type="application/json", headers=HEADERS)

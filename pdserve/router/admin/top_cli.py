@@ -1,4 +1,4 @@
-"""`pdserve top`: what the live page shows, in a terminal, from the same frames (see `live`)."""
+"""`pdserve top`: the frames of the live page, shown in a terminal (see `live_frames`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pdserve.router.admin.live_frames import Frame, NodeView, Point, Problem, Sp
 from pdserve.router.metrics.names import PARTS, TIERS
 from pdserve.tokens import read_token
 
-TIMEOUT_S: Final = 15.0  # without a frame, of which one comes every two seconds
+TIMEOUT_S: Final = 15.0  # longest time without a frame; a frame arrives every two seconds
 BAR_CELLS: Final = 60
 NAMES: Final = {"pool": "pool DRAM", "ssd": "pool SSD"}
 COLOURS: Final = {
@@ -41,18 +41,16 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 
 class NoRouter(PdserveError):
-    """The router's admin port does not answer as it should."""
+    """The router's admin port does not answer, or not as expected."""
 
 
 @app.command()
 def top(
     url: Annotated[str, typer.Argument(help="The router's admin port.")] = "http://127.0.0.1:8001",
     key: Annotated[str, typer.Option("--key", envvar="PDSERVE_ADMIN_KEY", help="The admin key.")] = "",
-    key_file: Annotated[
-        Path | None, typer.Option("--key-file", help="File with it; keeps it off the command line.")
-    ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print one frame that has rates, and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Frames as JSON, one a line.")] = False,
+    key_file: Annotated[Path | None, typer.Option("--key-file", help="File with the admin key.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print frames as JSON, one per line.")] = False,
 ) -> None:
     """Show workers, requests, caches, pool and errors of a cluster, until Ctrl-C."""
     secret = read_token(key_file) if key_file else key.strip()
@@ -74,7 +72,7 @@ def top(
 
 
 def frames(url: str, key: str) -> Iterator[Frame]:
-    """A router's frames from now on, but for the first, which may be old. Raises NoRouter."""
+    """A router's frames from now on, without the first, which may be old. Raises NoRouter."""
     headers = {"authorization": f"Bearer {key}"}
     try:
         with (
@@ -95,18 +93,18 @@ def frames(url: str, key: str) -> Iterator[Frame]:
 
 
 def decode(lines: Iterable[str]) -> Iterator[Frame]:
-    """The frames among server-sent events."""
+    """The frames in the lines of server-sent events. Raises msgspec.MsgspecError."""
     decoder, event = msgspec.json.Decoder(Frame), ""
     for line in lines:
         name, _, value = line.partition(": ")
-        if not line or name == "event":  # an empty line ends an event
+        if not line or name == "event":  # an empty line is the end of an event
             event = value
         elif name == "data" and event == "frame":
             yield decoder.decode(value)
 
 
 def view(frame: Frame) -> Group:
-    """For people."""
+    """The frame as text and tables for a terminal."""
     parts: list[RenderableType] = [_head(frame), Text()]
     parts += _bar("first token", frame.point.parts_s, PARTS, lambda spent_s: f"{1e3 * spent_s:,.1f} ms")
     total = sum(frame.point.tokens_s.values())
@@ -136,7 +134,7 @@ def _first_byte(point: Point) -> str:
 def _bar(
     title: str, values: dict[str, float], keys: Iterable[str], text: Callable[[float], str]
 ) -> list[Text]:
-    """A stacked bar and its legend; nothing where nothing was."""
+    """A stacked bar and its legend. Empty if all values are 0."""
     total = sum(values.values())
     if not total:
         return []

@@ -12,73 +12,105 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """How long each phase of a request may take, in seconds. A phase that ends late has a defined outcome."""
 
     head_s: Annotated[
-        float, Meta(gt=0, description="A client's request line and headers; later, it gets a 408.")
+        float,
+        Meta(
+            gt=0,
+            description="Time to receive a client's request line and headers; after it, the answer is 408.",
+        ),
     ] = 20.0
     body_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="A client's body, and a second more for every 4 KiB of it; later, it gets a 408.",
+            description="Time to receive a client's body, plus 1 s for every 4 KiB; after it, the answer "
+            "is 408.",
         ),
     ] = 30.0
     connect_s: Annotated[
-        float, Meta(gt=0, description="TCP connect to a worker; later, the next worker is tried.")
+        float,
+        Meta(gt=0, description="Time of a TCP connect to a worker; after it, the next worker is tried."),
     ] = 2.0
     settle_s: Annotated[
         float,
         Meta(
-            ge=0, description="Wait for the previous turn's pages before a session's next turn; 0: no wait."
+            ge=0,
+            description="Longest wait for the previous turn's pages before a session's next turn; 0: no "
+            "wait.",
         ),
     ] = 2.0
     prefill_s: Annotated[
         float,
-        Meta(gt=0, description="The prefill worker's computing; later, the decode worker does it alone."),
+        Meta(
+            gt=0,
+            description="Time of the prefill computation; after it, the decode worker computes the prompt.",
+        ),
     ] = 120.0
     publish_s: Annotated[
         float,
-        Meta(ge=0, description="Added to prefill_s for the prefill worker to publish the prompt's pages."),
+        Meta(ge=0, description="Time added to prefill_s for publishing the prompt's pages."),
     ] = 5.0
     hedge_prefill_s: Annotated[
         float,
         Meta(
             ge=0,
-            description="A prefill not done by then is asked of a second worker too, the faster one wins; "
-            "0: never.",
+            description="After this time a prefill request is also sent to a second worker, and the first "
+            "answer wins; 0: never.",
         ),
     ] = 0.0
     first_byte_s: Annotated[
-        float, Meta(gt=0, description="Decode worker's first byte; later, the client gets a 504.")
+        float,
+        Meta(gt=0, description="Time until the decode worker's first byte; after it, the answer is 504."),
     ] = 300.0
     between_chunks_s: Annotated[
-        float, Meta(gt=0, description="Gap between two chunks of a stream; longer ends it in an error event.")
+        float,
+        Meta(
+            gt=0,
+            description="Longest gap between two chunks of a stream; after it, the stream ends with an "
+            "error event.",
+        ),
     ] = 120.0
     total_s: Annotated[
-        float, Meta(gt=0, description="The whole request, reading by the client included.")
+        float, Meta(gt=0, description="Time of the whole request, including the client's reading.")
     ] = 3600.0
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bounds on what one router holds."""
 
-    body_bytes: Annotated[int, Meta(ge=1024, description="Largest request body; larger is answered 413.")] = (
-        32 * 1024 * 1024
-    )
+    body_bytes: Annotated[
+        int, Meta(ge=1024, description="Largest request body; a larger one is answered with 413.")
+    ] = 32 * 1024 * 1024
     worker_connections: Annotated[
-        int, Meta(ge=1, description="Connections to one worker; at the bound, another worker or 503.")
+        int,
+        Meta(
+            ge=1,
+            description="Most connections to one worker; beyond it, another worker is tried, or the "
+            "answer is 503.",
+        ),
     ] = 4096
     idle_connections: Annotated[
-        int, Meta(ge=0, description="Idle keep-alive connections kept to one worker.")
+        int, Meta(ge=0, description="Most idle keep-alive connections to one worker.")
     ] = 256
     decode_attempts: Annotated[
         int,
-        Meta(ge=1, description="Decode workers tried for one request, for the rest of a stream included."),
+        Meta(
+            ge=1,
+            description="Most decode workers tried for one request, including those that continue its "
+            "stream.",
+        ),
     ] = 2
     retry_ratio: Annotated[
         float,
-        Meta(ge=0, le=1, description="Second tries (and hedges) for each request, beside retries_per_s."),
+        Meta(
+            ge=0, le=1, description="Budget of retries and hedges per request, in addition to retries_per_s."
+        ),
     ] = 0.2
     retries_per_s: Annotated[
-        float, Meta(ge=0, description="Second tries allowed in each second, however few the requests.")
+        float,
+        Meta(
+            ge=0,
+            description="Budget of retries and hedges per second, independent of the number of requests.",
+        ),
     ] = 10.0
 
 
@@ -86,7 +118,9 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Active health checks, and the circuit breaker fed by the outcome of requests."""
 
     interval_s: Annotated[float, Meta(gt=0, description="Time between two probes of a worker.")] = 1.0
-    timeout_s: Annotated[float, Meta(gt=0, description="A probe unanswered for this long has failed.")] = 2.0
+    timeout_s: Annotated[
+        float, Meta(gt=0, description="A probe without an answer for this long has failed.")
+    ] = 2.0
     failures_to_down: Annotated[
         int, Meta(ge=1, description="Unanswered probes in a row that make a worker unhealthy.")
     ] = 2
@@ -94,5 +128,5 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         int, Meta(ge=1, description="Failed requests in a row that open a worker's circuit.")
     ] = 3
     circuit_open_s: Annotated[
-        float, Meta(gt=0, description="An open circuit lets one request try the worker after this long.")
+        float, Meta(gt=0, description="Time until an open circuit lets one trial request through.")
     ] = 5.0

@@ -14,19 +14,25 @@ class Stickiness(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     mode: Annotated[
         Literal["soft", "hard"],
         Meta(
-            description="soft: the session's worker is preferred, and left when overloaded; hard: never left."
+            description="soft: sessions leave their worker while it is overloaded; hard: they never leave it."
         ),
     ] = "soft"
     overload_factor: Annotated[
         float,
-        Meta(ge=1, description="soft: left when it has more than this times the mean of requests ..."),
+        Meta(
+            ge=1,
+            description="soft: a worker is overloaded if its requests exceed this factor times the mean, "
+            "and overload_min_requests.",
+        ),
     ] = 1.5
-    overload_min_requests: Annotated[int, Meta(ge=1, description="... and more than this many requests.")] = 8
+    overload_min_requests: Annotated[
+        int, Meta(ge=1, description="soft: a worker with at most this many requests is never overloaded.")
+    ] = 8
     when_gone: Annotated[
         Literal["move", "refuse"],
         Meta(
-            description="The session's worker is gone: move to another, or refuse with 503 (a prefill "
-            "worker: skip the stage) until it is back or the session is forgotten."
+            description="When the session's worker is gone: move to another worker; or refuse with 503 "
+            "(prefill: skip the stage) until the worker is back or the session is forgotten."
         ),
     ] = "move"
     without_key: Annotated[
@@ -42,12 +48,10 @@ class SharedTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = ""
     timeout_s: Annotated[
         float,
-        Meta(gt=0, description="A look-up that takes longer is given up: the router's own table serves."),
+        Meta(gt=0, description="Longest time of a look-up; after it, the router's own table is used."),
     ] = 0.05
-    retry_s: Annotated[
-        float, Meta(gt=0, description="After a failure Redis is left alone for this long.")
-    ] = 5.0
-    prefix: Annotated[str, Meta(description="What its keys begin with.")] = "pdserve:session:"
+    retry_s: Annotated[float, Meta(gt=0, description="Time without requests to Redis after a failure.")] = 5.0
+    prefix: Annotated[str, Meta(description="Prefix of the keys in Redis.")] = "pdserve:session:"
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,14 +60,20 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     sources: Annotated[
         tuple[str, ...],
         Meta(
-            description="Where the session key is looked for, in this order: `header:NAME`, `cookie:NAME`, "
-            "`user` (the body's field), `body:PATH` (dotted path into the body), `messages` (hash chain of "
-            "the messages after the system prompt)."
+            description="Sources of the session key, in order of preference: `header:NAME`, "
+            "`cookie:NAME`, `user` (the body's field), `body:PATH` (dotted path into the "
+            "body), `messages` (hash chain of the messages after the system prompt)."
         ),
     ] = ("header:x-session-id", "header:x-user-id", "user")
-    ttl_s: Annotated[float, Meta(gt=0, description="A session unseen for this long is forgotten.")] = 3600.0
+    ttl_s: Annotated[
+        float, Meta(gt=0, description="A session without a request for this long is forgotten.")
+    ] = 3600.0
     capacity: Annotated[
-        int, Meta(ge=1, description="Sessions remembered; the longest unseen is forgotten first.")
+        int,
+        Meta(
+            ge=1,
+            description="Number of sessions in the session table; the least recently seen is dropped first.",
+        ),
     ] = 100_000
     prefill: Stickiness = Stickiness()
     decode: Stickiness = Stickiness()
@@ -74,43 +84,54 @@ class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Weights of the cost function, and how long a prefix is thought to stay where it was."""
 
     prefill_ms_per_token: Annotated[
-        float, Meta(ge=0, description="Computing one prompt token; 0.1 is 10,000 tokens/s. Queued ones too.")
+        float,
+        Meta(
+            ge=0,
+            description="Cost of computing one prompt token, also of queued ones; 0.1 is 10,000 tokens/s.",
+        ),
     ] = 0.1
-    pool_ms_per_token: Annotated[float, Meta(ge=0, description="Reading one token's KV from the pool.")] = (
-        0.01
-    )
+    pool_ms_per_token: Annotated[
+        float, Meta(ge=0, description="Cost of reading one token's KV from the pool.")
+    ] = 0.01
     host_ms_per_token: Annotated[
-        float, Meta(ge=0, description="Reading one token's KV from the worker's own host memory.")
+        float, Meta(ge=0, description="Cost of reading one token's KV from the worker's host memory.")
     ] = 0.002
     running_ms_per_request: Annotated[
-        float, Meta(ge=0, description="What each request already at a worker delays a new one.")
+        float, Meta(ge=0, description="Delay of a new request by each request that the worker already has.")
     ] = 2.0
     missing_kv_ms_per_token: Annotated[
-        float, Meta(ge=0, description="Each token of the prompt for which the worker has no free KV memory.")
+        float, Meta(ge=0, description="Cost of each prompt token for which the worker has no free KV memory.")
     ] = 0.2
     leave_ms: Annotated[
-        float, Meta(ge=0, description="Not going back to the worker of the session's last turn.")
+        float, Meta(ge=0, description="Cost of another worker than that of the session's last turn.")
     ] = 0.0
     device_half_life_s: Annotated[
-        float, Meta(gt=0, description="After this long half of a prefix has left a worker's device memory.")
+        float,
+        Meta(
+            gt=0,
+            description="Estimated time until half of a prefix is evicted from a worker's device memory.",
+        ),
     ] = 120.0
     host_half_life_s: Annotated[
-        float, Meta(gt=0, description="After this long half of a prefix has left a worker's host memory.")
+        float,
+        Meta(
+            gt=0, description="Estimated time until half of a prefix is evicted from a worker's host memory."
+        ),
     ] = 900.0
     pool_half_life_s: Annotated[
-        float, Meta(gt=0, description="After this long half of a prefix has left the pool.")
+        float, Meta(gt=0, description="Estimated time until half of a prefix is evicted from the pool.")
     ] = 7200.0
     capacity_blocks: Annotated[
-        int, Meta(ge=1, description="Blocks of prompt text (1 KiB and more) whose places are remembered.")
+        int, Meta(ge=1, description="Number of blocks of prompt text (1 KiB and more) in the prefix table.")
     ] = 50_000
     queue_share: Annotated[
         float,
         Meta(
             ge=0,
-            description="Tokens added to min_prefill_tokens for each token by which the prefill worker's "
-            "queue is longer than the decode worker's, and taken from it where it is shorter.",
+            description="Adapts min_prefill_tokens: this times (tokens queued at the prefill worker - "
+            "tokens queued at the decode worker) is added to it.",
         ),
     ] = 0.5
     max_direct_tokens: Annotated[
-        int, Meta(ge=0, description="A long queue raises that threshold no higher than this.")
+        int, Meta(ge=0, description="Upper bound of min_prefill_tokens after queue_share has been added.")
     ] = 8192

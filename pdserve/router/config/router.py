@@ -36,12 +36,16 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     models: Annotated[
         tuple[str, ...],
         Meta(
-            description="Models that there are to be; a worker that serves another is refused. Empty: "
-            "whatever the workers serve, several too."
+            description="Names of the expected models; a worker of another model is refused. Empty: all "
+            "models of the workers."
         ),
     ] = ()
     default_model: Annotated[
-        str, Meta(description="Model of requests that name none; empty: the only one there is, else 400.")
+        str,
+        Meta(
+            description="Model of requests that name none. Empty: the only served model; if there are "
+            "several, the answer is 400."
+        ),
     ] = ""
     prefill_policy: Annotated[
         str,
@@ -51,7 +55,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "least_loaded"
     decode_policy: Annotated[
-        str, Meta(description="Picks the decode or aggregated worker; the same policies.")
+        str, Meta(description="Picks the decode or aggregated worker; same choices as prefill_policy.")
     ] = "affinity"
     prefill_endpoints: Annotated[
         tuple[PrefillPath, ...],
@@ -61,24 +65,24 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(
             ge=0,
-            description="Prompts whose uncached part is estimated shorter skip the prefill stage; 0 sends "
-            "every one through it. Adapts to queues, see placement.queue_share.",
+            description="A prompt with fewer uncached tokens (estimated) skips the prefill stage; 0: none "
+            "skips it. Adapts to queues, see placement.queue_share.",
         ),
     ] = 0
     pull_ahead_tokens: Annotated[
         int,
         Meta(
             ge=0,
-            description="Prompts whose uncached part is estimated at so many tokens are pulled by the decode "
-            "worker while prefill still computes; 0: none is.",
+            description="From this number of uncached tokens (estimated) on, the decode worker pulls a "
+            "prompt's pages while prefill still computes; 0: never.",
         ),
     ] = 4096
     continue_streams: Annotated[
         Literal["deterministic", "always", "never"],
         Meta(
-            description="Streams that another decode worker continues when theirs is lost; deterministic: "
-            "greedy ones without grammar, and seeded ones where workers run with "
-            "--enable-deterministic-inference; always: sampled ones too."
+            description="Which streams another decode worker continues if theirs is lost. deterministic: "
+            "greedy without grammar, and seeded if the workers run with "
+            "--enable-deterministic-inference; always: sampled streams too."
         ),
     ] = "deterministic"
     processes: Annotated[
@@ -86,25 +90,29 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             ge=1,
             le=64,
-            description="Router processes that share the port; metrics are added up, tenants' limits are "
-            "shared, the queue is each one's own.",
+            description="Number of router processes that share the port. Metrics are added up and "
+            "tenants' limits are shared; each process has its own queue.",
         ),
     ] = 1
     watch_config_s: Annotated[
         float,
-        Meta(ge=0, description="How often the configuration file is looked at for a change; 0: SIGHUP only."),
+        Meta(
+            ge=0,
+            description="Interval of checks whether the configuration file has changed; 0: only on SIGHUP.",
+        ),
     ] = 0.0
     client_keepalive_s: Annotated[
         float, Meta(gt=0, description="An idle client connection is closed after this long.")
     ] = 75.0
     stop_grace_s: Annotated[
-        float, Meta(ge=0, description="On SIGTERM running requests may go on for this long.")
+        float, Meta(ge=0, description="Time that running requests have to finish after SIGTERM.")
     ] = 30.0
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Least level that is logged.")
+        Literal["debug", "info", "warning", "error"], Meta(description="Lowest level that is logged.")
     ] = "info"
     log_format: Annotated[
-        Literal["text", "json"], Meta(description="Lines for people, or JSON objects with the same facts.")
+        Literal["text", "json"],
+        Meta(description="text: lines for people; json: one object per line with the same facts."),
     ] = "text"
     deadlines: Deadlines = Deadlines()
     session: Session = Session()

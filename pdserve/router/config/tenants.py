@@ -20,32 +20,36 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float,
         Meta(
             ge=0,
-            description="Requests per second, a second's worth at once; 0: no limit.",
+            description="Requests per second; a burst may be those of one second. 0: no limit.",
         ),
     ] = 0.0
     tokens_min: Annotated[
         int,
         Meta(
             ge=0,
-            description="Prompt and output tokens per minute, a minute's worth at once; 0: no limit.",
+            description="Prompt and output tokens per minute; a burst may be those of one minute. 0: no "
+            "limit.",
         ),
     ] = 0
     concurrency: Annotated[
         int,
         Meta(
             ge=0,
-            description="Requests that are answered at the same time, more wait; 0: no limit.",
+            description="Most requests that are answered at the same time; further ones wait. 0: no limit.",
         ),
     ] = 0
     weight: Annotated[
-        float, Meta(ge=0.01, le=100, description="Share of a full router, relative to the others' weights.")
+        float,
+        Meta(
+            ge=0.01, le=100, description="Share of a full router, relative to the weights of other tenants."
+        ),
     ] = 1.0
     cache: Annotated[
         str,
         Meta(
             pattern=r"^$|" + NAME_PATTERN[1:],
-            description="Cache namespace: what one request left there, another of the same namespace finds. "
-            "Empty: the tenant's own; `shared`: that of all who say so.",
+            description="Cache namespace: requests of one namespace share cached pages. Empty: the "
+            "tenant's own; `shared`: common to all tenants with this value.",
         ),
     ] = ""
 
@@ -58,7 +62,7 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class Tenant(TenantLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tenant with limits of its own."""
 
-    name: Annotated[str, Meta(pattern=NAME_PATTERN, description="Name, as the keys have it.")]
+    name: Annotated[str, Meta(pattern=NAME_PATTERN, description="Name of the tenant, as in its keys.")]
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,23 +71,26 @@ class Access(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     keys_file: Annotated[
         Path | None,
         Meta(
-            description="File of API keys, lines `TENANT sha256:DIGEST` (`pdserve key` writes them). With "
-            "keys here or in PDSERVE_API_KEYS (`TENANT=KEY`, by commas) every request needs one."
+            description="File of API keys with lines `TENANT sha256:DIGEST`, written by `pdserve key`. If "
+            "there are keys here or in PDSERVE_API_KEYS (`TENANT=KEY,...`), every request "
+            "needs one."
         ),
     ] = None
     cluster_token: Annotated[
-        str, Meta(description="Token shown to the workers; also from PDSERVE_CLUSTER_TOKEN. Empty: none.")
+        str, Meta(description="Token sent to the workers; also from PDSERVE_CLUSTER_TOKEN. Empty: none.")
     ] = ""
-    cluster_token_file: Annotated[Path | None, Meta(description="File that holds it instead.")] = None
+    cluster_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = (
+        None
+    )
     tls_cert_file: Annotated[
-        Path | None, Meta(description="Certificate chain (PEM): the public port then speaks TLS.")
+        Path | None, Meta(description="Certificate chain (PEM). If set, the public port uses TLS.")
     ] = None
-    tls_key_file: Annotated[Path | None, Meta(description="Its private key (PEM).")] = None
+    tls_key_file: Annotated[Path | None, Meta(description="Private key of the certificate (PEM).")] = None
     show_load: Annotated[
         bool,
         Meta(
-            description="`x-pdserve-plan` holds figures where there are keys, too: how much the workers have "
-            "to do, so what other tenants send."
+            description="Show figures of load in `x-pdserve-plan` even if there are API keys. They reveal "
+            "how much other tenants send."
         ),
     ] = False
 
@@ -97,14 +104,14 @@ class Admin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Meta(description="Port of the admin API; 0: a free one; none: no API."),
     ] = None
     key: Annotated[
-        str, Meta(description="Key of the admin API, which is needed; also from PDSERVE_ADMIN_KEY.")
+        str, Meta(description="Key of the admin API, required if it has a port; also from PDSERVE_ADMIN_KEY.")
     ] = ""
-    key_file: Annotated[Path | None, Meta(description="File that holds it instead.")] = None
+    key_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
     pool: Annotated[
         tuple[str, ...],
         Meta(
-            description="Control addresses of pool nodes, for the live page; the others are learnt from "
-            "them. `pdserve up` fills it in."
+            description="Control addresses of pool nodes, for the live page. One is enough: it names the "
+            "others. Set by `pdserve up`."
         ),
     ] = ()
 
@@ -116,18 +123,18 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         int,
         Meta(
             ge=1,
-            description="Requests of a router process at a time for each decode worker that is ready, all of "
-            "a model's taken together: one of them may have more. What comes then waits.",
+            description="Most running requests per ready decode worker, in one router process and for all "
+            "workers of a model together. Further requests wait.",
         ),
     ] = 4096
     queue_length: Annotated[
         int,
         Meta(
             ge=0,
-            description="Requests that may wait for a model in a router process; what comes then is "
-            "answered 429.",
+            description="Most waiting requests for one model in one router process; further requests are "
+            "answered with 429.",
         ),
     ] = 1024
     queue_s: Annotated[
-        float, Meta(ge=0, description="A request waits this long, then it is answered 429.")
+        float, Meta(ge=0, description="Longest wait of a request; after it, the answer is 429.")
     ] = 30.0

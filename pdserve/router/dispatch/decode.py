@@ -112,7 +112,8 @@ class DecodeStage:
         turn = self._placer.on_answering(
             call.facts, job.plan, worker, call.request_id.decode(), self._loop.time()
         )
-        self._share(call, turn)
+        if self._shared is not None:
+            self._share(self._shared, call, turn)
         if is_event_stream(response):
             if not (call.answer.is_started or job.cached_before):
                 job.cached_before = _found_header(tokens)
@@ -125,7 +126,9 @@ class DecodeStage:
             raise UpstreamError("protocol", "the rest of a stream is no stream")
         else:
             await relay_whole(call, response, left_s, between_s)
-        self._share(call, self._note_answered(call, job, claim, turn, response))
+        turn = self._note_answered(call, job, claim, turn, response)
+        if self._shared is not None:
+            self._share(self._shared, call, turn)
 
     def _count_prompt(self, call: Call, job: Job, tokens: Mapping[str, int]) -> None:
         if job.is_prompt_counted:
@@ -148,9 +151,10 @@ class DecodeStage:
             call.facts, job.plan, claim.worker, turn, tokens, found, self._loop.time()
         )
 
-    def _share(self, call: Call, turn: SessionEntry | None) -> None:
-        if self._shared is not None and turn is not None and call.facts.session is not None:
-            self._shared.record(call.facts.session, turn)
+    @staticmethod
+    def _share(shared: SharedSessions, call: Call, turn: SessionEntry | None) -> None:
+        if turn is not None and call.facts.session is not None:
+            shared.record(call.facts.session, turn)
 
 
 def _found_header(tokens: Mapping[str, int]) -> bytes:

@@ -34,7 +34,7 @@ from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.placer import Placer
-from pdserve.router.placement.planner import Plan, choose_alternate
+from pdserve.router.placement.planner import choose_alternate
 from pdserve.router.request.call import Call
 from pdserve.router.sessions.redis_table import SharedSessions
 from pdserve.router.upstream.client import Upstream
@@ -66,8 +66,17 @@ class Dispatcher:
 
     async def serve(self, call: Call) -> None:
         """Answer the call. Raises RequestError with nothing sent. On cancellation all load is released."""
-        plan = await self._plan(call)
-        job, now_s = Job(plan), self._loop.time()
+        now_s = self._loop.time()
+        last = self.placer.last_turn(call.facts, now_s)
+        if self._shared is not None and call.facts.session is not None:
+            found = await self._shared.get(call.facts.session)
+            if found is not None and (last is None or found.is_after(last)):
+                last = found  # of the same turn the own table knows more
+            now_s = self._loop.time()
+        plan = self.placer.plan(call.facts, self._fleet.snapshot(call.model, now_s), last, now_s)
+        for role, reason in plan.causes:
+            self._stats.on_placed(role, reason)
+        job = Job(plan)
         self._budget.on_request()
         claim = Claim(self._fleet, plan.decode, now_s, 0 if plan.prefill else plan.uncached_tokens)
         try:
@@ -89,18 +98,6 @@ class Dispatcher:
             await call.answer.send_worker_error(answer.status, answer.body)
         finally:
             claim.release()
-
-    async def _plan(self, call: Call) -> Plan:
-        facts, now_s = call.facts, self._loop.time()
-        last = self.placer.last_turn(facts, now_s)
-        if self._shared is not None and facts.session is not None:
-            found = await self._shared.get(facts.session)
-            if found is not None and (last is None or found.is_after(last)):
-                last = found  # of the same turn the own table knows more
-        plan = self.placer.plan(facts, self._fleet.snapshot(call.model, now_s), last, now_s)
-        for role, reason in plan.causes:
-            self._stats.on_placed(role, reason)
-        return plan
 
     async def _before_decode(self, call: Call, job: Job) -> None:
         """The stages before decode. The prefill worker is claimed while the last turn settles, too."""

@@ -68,7 +68,8 @@ class Claim:
 
     def release(self) -> None:
         """The worker has this request no more. Called once."""
-        self.on_computed()
+        if self._queued_tokens:
+            self.on_computed()
         self._fleet.on_released(self.worker)
 
 

@@ -1,4 +1,4 @@
-"""The workers: which there are, what they serve, whether they are well, how loaded they are.
+"""The fleet: the table of workers with their models, health and load. `placement` chooses a worker.
 
-May import: sessions, tenants, upstream, metrics, api, config. It chooses no worker; `placement` does.
+The package may import: sessions, tenants, upstream, metrics, api, config.
 """

@@ -1,7 +1,7 @@
-"""What the admin API does to the fleet of one router process, and how the others come to the same.
+"""Changes of the fleet by the admin API, passed from one router process to the others. Pure.
 
-Pure. The parent (processes.py) tells a change to every other process as it happens, those that are starting
-too, and one that starts later begins with what all changes until then come to.
+The parent process (`router/processes`) sends each change to every other process, including processes that are
+starting. A process that starts later gets the sum of all earlier changes (`Changes`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ logger = logging.getLogger(__name__)
 
 
 class FleetChange(msgspec.Struct, tag="fleet", frozen=True):
-    """A worker joined, left or is drained by somebody's word to one process: the others shall do the same.
-    "unjoin": one left that only such a word had joined, so nothing keeps it away should etcd name it. "gone":
-    one is gone from etcd, which the others see for themselves.
+    """One act on one worker, done in one process and to be repeated in the others. Acts: see `Act`.
+
+    Other processes do nothing on "gone": they watch etcd themselves.
     """
 
     act: Act
     worker: str
-    """Base URL to join, id otherwise."""
+    """The worker's base URL if `act` is "join", else its id."""
     role: Role = "decode"
 
     def apply(self, fleet: Fleet) -> None:
-        """Raises FleetError where the fleet is so already, or cannot be."""
+        """Do the act. Raises FleetError if the fleet is in that state already or cannot be."""
         if self.act == "join":
             fleet.members.join(self.worker, self.role)
         elif self.act == "leave":
@@ -41,13 +41,14 @@ class FleetChange(msgspec.Struct, tag="fleet", frozen=True):
             fleet.members.drain(self.worker, self.act == "drain")
 
     def follow(self, fleet: Fleet) -> None:
-        """As `apply`, where another process was told: it tells nobody, and what it cannot do yet the fleet
-        remembers.
+        """Do the act of another process, without reporting it again.
+
+        If the worker is not known here yet, the fleet remembers the act for it.
         """
         told, fleet.members.told = fleet.members.told, None
         try:
             self.apply(fleet)
-        except FleetError as error:  # it is as the others want it already, or etcd has yet to name it
+        except FleetError as error:  # the fleet is in that state already, or etcd does not name it yet
             logger.info("not done here: %s", error)
             fleet.members.expect(self.act, self.worker)
         finally:
@@ -55,11 +56,11 @@ class FleetChange(msgspec.Struct, tag="fleet", frozen=True):
 
 
 class Changes:
-    """What a fleet that is made from the configuration lacks."""
+    """The changes that lead from the configured fleet to the present one, at most a few for each worker."""
 
     def __init__(self) -> None:
         self._members: dict[str, tuple[FleetChange, ...]] = {}
-        """By worker: it left, it joined, or it left and joined again as another."""
+        """By worker id: it left, it joined, or it left and joined again (perhaps in another role)."""
         self._drains: dict[str, FleetChange] = {}
 
     def __iter__(self) -> Iterator[FleetChange]:
@@ -68,7 +69,7 @@ class Changes:
         yield from self._drains.values()
 
     def note(self, change: FleetChange) -> None:
-        """This happened."""
+        """Add a change. It replaces earlier changes that it undoes."""
         if change.act == "join":
             id_ = Worker(change.role, change.worker).id
             left = [earlier for earlier in self._members.get(id_, ()) if earlier.act != "join"]
@@ -88,8 +89,10 @@ class Changes:
             self._drains[change.worker] = change
 
     def configured(self, before: Collection[str], now: Collection[str]) -> Changes:
-        """What is left of them when the configuration is read anew, which listed the workers `before`, and
-        lists others `now`: those are there, whoever had them leave, and those that it lists no more are not.
+        """The changes that remain after the configuration was read again.
+
+        `before`, `now`: ids of the workers that it listed and lists. A listed worker is a member even if it
+        had left, so its "leave" is dropped. The drain of a worker that is no longer listed is dropped.
         """
         changes = Changes()
         changes._members, changes._drains = dict(self._members), dict(self._drains)

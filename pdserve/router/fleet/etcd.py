@@ -1,8 +1,9 @@
-"""Workers that etcd knows of: the router's fleet follows their keys.
+"""Discovery of workers in etcd: the router's fleet follows their keys.
 
-What etcd says only helps to find workers: whether one is used is for its probes to decide. While etcd is away
-the fleet stays as it is. A key that is deleted, or whose lease has ended, makes its worker leave; one that is
-missing when etcd is back after a failure has a lease's time to be written anew, since etcd may have lost it.
+- etcd only names workers. Their probes decide whether they are used.
+- While etcd does not answer, the fleet stays unchanged.
+- When a key is deleted, or its lease ends, its worker leaves.
+- After a failure etcd may have lost keys. A worker without a key leaves only after the time of a lease.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 class Discovery:
-    """Keeps the fleet's source `etcd`."""
+    """Keeps the fleet's members of source `etcd` equal to the keys in etcd."""
 
     def __init__(self, config: WorkerEtcdConfig, fleet: Fleet) -> None:
-        """Raises ConfigError."""
+        """Connects at the first request. Raises ConfigError for a configuration that cannot be used."""
         self._fleet = fleet
         self._patience_s = config.lease_s + 2 * config.retry_s
         self._urls: dict[str, tuple[str, Role]] = {}
-        """By key: what etcd says, or said last."""
+        """By key: base URL and role, as etcd last named them."""
         self._missing: dict[str, asyncio.TimerHandle] = {}
         self._said: set[str] = set()
         self._membership = EtcdMembership(
@@ -36,14 +37,14 @@ class Discovery:
         )
 
     async def first(self) -> None:
-        """What etcd says now; a word in the log when it cannot be asked."""
+        """Read all keys once. If etcd does not answer, log a warning."""
         try:
             self._found(await self._membership.nodes())
         except PoolError as error:
             logger.warning("etcd does not tell of workers yet: %s", error)
 
     async def run(self) -> None:
-        """Follow it, until cancelled."""
+        """Follow the keys until cancelled."""
         try:
             await self._membership.run()
         finally:
@@ -79,7 +80,7 @@ class Discovery:
             logger.info("%s worker %s has left: etcd no longer knows of it", worker.role, worker.id)
 
     def _usable(self) -> dict[str, Role]:
-        """Without those that the fleet would refuse: one key of nonsense must not keep the others out."""
+        """Base URL → role, without workers that the fleet would refuse. One bad key must not block others."""
         usable: dict[str, Role] = {}
         for url, role in self._urls.values():
             try:

@@ -1,8 +1,7 @@
-"""Active health checks of the workers: `GET /pd/ready`, and `GET /pd/info` when a worker joins and now and
-then after.
+"""Active health checks of workers: `GET /pd/ready` often, `GET /pd/info` at the join and sometimes later.
 
-What a probe finds is told to the `Fleet`, which decides; here are the requests, the log lines, and the cut
-of what a dead prefill worker still holds.
+The prober sends the requests, reports results to the `Fleet`, which decides, and writes log lines. It closes
+the connections to a dead prefill worker.
 """
 
 from __future__ import annotations
@@ -29,30 +28,26 @@ from pdserve.router.upstream.client import Upstream
 logger = logging.getLogger(__name__)
 
 INFO_EVERY = 10
-"""A ready worker is asked again what it serves at every tenth probe: it may have been restarted in
-between.
-"""
+"""Every tenth probe asks a ready worker for `/pd/info` again: it may have restarted between two probes."""
 _info_decoder = msgspec.json.Decoder(WorkerInfo)
 
 
 class FirstRound(NamedTuple):
-    """What a process that starts is told of its workers."""
+    """Facts about the workers for a router process that starts."""
 
     strict: bool = True
-    """It does not start with workers of its configuration that do not fit together."""
+    """Do not start if the configuration lists incompatible workers."""
     refused: Container[str] = ()
-    """Ids of those that another process refuses: they are refused here rather than those that they do not
-    fit.
-    """
+    """Ids of workers that another process refuses. This process prefers to refuse the same ones."""
     changes: tuple[FleetChange, ...] = ()
-    """What the admin API of the others has done to their fleet."""
+    """Changes that the admin API has made in other processes."""
 
 
 STRICT = FirstRound()
 
 
 class _Ready(msgspec.Struct):
-    """What is looked at of a worker's answer to `/pd/ready`."""
+    """The fields of a worker's answer to `/pd/ready` that the router uses."""
 
     load: WorkerLoad | None = None
     pool: str = "down"
@@ -63,7 +58,7 @@ _ready_decoder = msgspec.json.Decoder(_Ready)
 
 
 def _ready_in(answer: bytes) -> _Ready:
-    """What a worker says of itself; nothing, if it is no pdserve worker."""
+    """The decoded answer; defaults if it is not the answer of a pdserve worker."""
     try:
         return _ready_decoder.decode(answer)
     except UNREADABLE:
@@ -89,34 +84,37 @@ class Prober:
         self._client = httpx.AsyncClient(
             timeout=config.timeout_s,
             trust_env=False,
+            verify=False,  # workers speak plain HTTP: the system's certificates need not be read
             transport=transport,
             headers={"authorization": f"Bearer {token}"} if token else None,
         )
         self._probed: set[Worker] = set()
-        """Those that `run` keeps probing."""
+        """Workers that have a probing task of `run`."""
         self._said: dict[str, str] = {}
-        """Worker id → the last complaint logged, so that a lasting one is logged once."""
+        """Worker id → the last logged problem. A lasting problem is logged once."""
 
     async def close(self) -> None:
         """Close the probes' connections."""
         await self._client.aclose()
 
     async def first_round(self, first: FirstRound) -> None:
-        """Probe all once. Raises StartupError, if it is strict, when workers of the configuration that answer
-        do not fit together; others are only refused, and absent ones may join later.
+        """Probe all workers once. Workers that do not answer may join later.
+
+        Raises StartupError if `first.strict` and a listed worker is incompatible with the others. An
+        incompatible worker from another source is only refused.
         """
         for change in first.changes:
             change.follow(self._fleet)
         listed = [worker for worker in self._fleet.workers if "config" in worker.sources]
         others = [worker for worker in self._fleet.workers if worker not in listed]
-        await self._probe_first(listed, first.refused)  # before the others, which are to fit beside them
+        await self._probe_first(listed, first.refused)  # first: other workers must be compatible with these
         refused = [worker.refused for worker in listed if worker.refused]
         if first.strict and refused:
             raise StartupError(refused[0])
         await self._probe_first(others, first.refused)
 
     async def _probe_first(self, workers: list[Worker], refused: Container[str]) -> None:
-        """All at once, and what they say in an order that is not chance."""
+        """Ask all `workers` at once. Join them in an order that does not depend on who answered first."""
         answers = await asyncio.gather(*(self._ask(worker, asks_info=True) for worker in workers))
         infos = {worker.id: info for worker, info in zip(workers, answers, strict=True) if info is not None}
         found = [(worker, infos[worker.id]) for worker in workers if worker.id in infos]
@@ -124,7 +122,7 @@ class Prober:
             self._is_ready(worker, infos[worker.id])
 
     async def run(self) -> None:
-        """Probe every worker again and again, none of them waiting for another, until cancelled."""
+        """Probe every worker periodically, each in its own task, until cancelled."""
         async with asyncio.TaskGroup() as probing:
             while True:
                 await asyncio.sleep(self._config.interval_s)
@@ -136,7 +134,7 @@ class Prober:
                     del self._said[gone]
 
     async def _keep_probing(self, worker: Worker) -> None:
-        """For as long as it is there."""
+        """Probe the worker periodically while it is a member."""
         for count in itertools.count(1):
             await self.probe(worker, asks_info=count % INFO_EVERY == 0)
             await asyncio.sleep(self._config.interval_s)
@@ -145,18 +143,19 @@ class Prober:
         self._probed.discard(worker)
 
     async def _get(self, url: str) -> httpx.Response:
-        async with asyncio.timeout(self._config.timeout_s):  # httpx's own is for each read
+        async with asyncio.timeout(self._config.timeout_s):  # httpx's own timeout bounds only a single read
             return await self._client.get(url)
 
     async def probe(self, worker: Worker, *, asks_info: bool) -> None:
-        """Ask one worker how it is, and tell the fleet; takes at most twice `timeout_s`. One that is known
-        and well is asked what it serves only if `asks_info`.
+        """Probe one worker and report to the fleet. Takes at most twice `timeout_s`.
+
+        A healthy worker that the router knows is asked for `/pd/info` only if `asks_info`.
         """
         if (info := await self._ask(worker, asks_info=asks_info)) is not None:
             self._is_ready(worker, info)
 
     async def _ask(self, worker: Worker, *, asks_info: bool) -> WorkerInfo | None:
-        """How it is: what it serves if it is ready; if not, the fleet is told."""
+        """The worker's info if it is ready. None if not; then the fleet has been told."""
         try:
             response = await self._get(f"{worker.url}/pd/ready")
             said = _ready_in(response.content)
@@ -171,7 +170,7 @@ class Prober:
             self._fleet.on_load(worker, said.load, pool_up=said.pool == "up")
             if not worker.ready or worker.stopping or worker.refused or asks_info:
                 return await self._ask_info(worker)
-        except (httpx.ConnectError, httpx.InvalidURL, UnicodeError) as error:  # the last: a host's name
+        except (httpx.ConnectError, httpx.InvalidURL, UnicodeError) as error:  # UnicodeError: bad host name
             self._lost(worker, self._fleet.on_probe_not_ready(worker), f"cannot be reached: {error}")
             return None
         except (httpx.HTTPError, TimeoutError) as error:
@@ -181,7 +180,7 @@ class Prober:
         return worker.info
 
     def _is_ready(self, worker: Worker, info: WorkerInfo) -> None:
-        """It is, and serves this."""
+        """Tell the fleet that the worker is ready and has this info."""
         if info != worker.info or worker.refused is not None or not worker.ready:
             was_refused = worker.refused
             refused = self._fleet.on_info(worker, info)
@@ -200,7 +199,7 @@ class Prober:
             )
 
     async def _ask_info(self, worker: Worker) -> WorkerInfo | None:
-        """What the worker serves. One that does not say is not used."""
+        """The worker's `/pd/info`. None if it has no valid answer: such a worker is not used."""
         response = await self._get(f"{worker.url}/pd/info")
         try:
             if response.status_code != 200:
@@ -219,4 +218,4 @@ class Prober:
             self._said[worker.id] = what
             logger.warning("%s worker %s %s", worker.role, worker.id, what)
         if went_down and worker.role == "prefill":
-            self._upstream.cut_worker(worker)  # the decode workers take over at once, not at the deadline
+            self._upstream.cut_worker(worker)  # so decode workers take over now, not at the deadline

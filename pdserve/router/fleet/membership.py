@@ -1,7 +1,7 @@
-"""Which workers there are, on whose word. Pure.
+"""The members of the fleet, and the sources that named them. Pure.
 
-Workers join and leave at run time, each named by one or more sources: the configuration, the admin API, etcd.
-A worker that leaves is out of the table at once and finishes its requests: a `Worker` lives as long as these.
+Workers join and leave at run time. Each is named by one or more sources: the configuration, the admin API,
+etcd. A worker that leaves is removed from the table at once, and finishes its requests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from pdserve.errors import PdserveError
 from pdserve.router.fleet.worker import Role, Source, Worker
 
 Act = Literal["join", "leave", "unjoin", "drain", "undrain", "gone"]
-"""`gone`: etcd no longer names the worker, so what the admin API said of it is over."""
+"""An act of the admin API, or `gone`: etcd no longer names the worker, so earlier acts on it have ended.
+
+`unjoin` is the `leave` of a worker that only the admin API had named. It may join again if etcd names it.
+"""
 
 
 class FleetError(PdserveError):
@@ -25,34 +28,36 @@ class FleetError(PdserveError):
 
 
 class Membership:
-    """The table of workers. `on_changed` is called after each change."""
+    """The table of workers. `on_changed` is called after each change of it."""
 
     def __init__(self, workers: Iterable[Worker], on_changed: Callable[[], None]) -> None:
         self._on_changed = on_changed
         self.by_id = {worker.id: worker for worker in workers}
         self.workers = tuple(self.by_id.values())
         self._kept: dict[str, Act] = {}
-        """By worker id, what the admin API said and etcd must not undo: a worker that etcd names stays away
-        (`leave`), or is drained once etcd names it (`drain`). Over when etcd does not name it.
+        """By worker id: an act of the admin API that etcd must not undo.
+
+        After `leave` the worker stays out although etcd names it. After `drain` it is drained as soon as etcd
+        names it. An entry ends when etcd stops naming the worker.
         """
         self._left: list[Worker] = []
-        """Out of the table, with requests to finish."""
+        """Workers out of the table that still finish requests."""
         self.told: Callable[[Act, str, Role], None] | None = None
-        """Is told what the admin API does here, and which workers etcd no longer names, to tell the router's
-        other processes.
-        """
+        """Callback (act, base URL or id, role) that passes acts to the router's other processes."""
 
     @property
     def at_work(self) -> list[Worker]:
-        """Those of the table, and those that have left and finish what they have; one that has come again is
-        in it twice.
+        """All workers of the table, and workers that have left and still finish requests.
+
+        A worker that left and joined again is listed twice.
         """
         return [*self.workers, *(worker for worker in self._left if worker.in_flight)]
 
     def join(self, url: str, role: Role, source: Source = "admin") -> Worker:
-        """A worker is there; it gets requests once a probe has found it ready and fitting. Again is a no-op.
+        """Add a worker. It gets requests as soon as a probe finds it ready and compatible.
 
-        Raises FleetError for what is no base URL, and for a worker that is there in another role.
+        Adding a member again has no effect. Raises FleetError `bad_url` for an invalid base URL, and
+        `other_role` for a member in another role.
         """
         try:
             worker = Worker(role, url)
@@ -69,14 +74,16 @@ class Membership:
         joined = known or worker
         joined.sources.add(source)
         if self._kept.pop(worker.id, None) == "leave":
-            joined.sources.add("etcd")  # which names it: should it leave again, it is to stay away again
+            joined.sources.add("etcd")  # etcd names it too, so the next `leave` must be kept as well
         if self.told is not None and source == "admin":
             self.told("join", url, role)
         return joined
 
     def leave(self, worker_id: str) -> Worker:
-        """A worker is gone, whoever named it; its running requests may finish. It stays away until etcd has
-        stopped naming it, or the configuration is read anew. Raises FleetError.
+        """Remove a worker, whichever source named it. Its running requests may finish.
+
+        The worker stays out until etcd has stopped naming it, or until the configuration that lists it is
+        read again. Raises FleetError `unknown_worker`.
         """
         worker = self._get(worker_id)
         self._remove(worker)
@@ -89,8 +96,9 @@ class Membership:
         return worker
 
     def unjoin(self, worker_id: str) -> None:
-        """As `leave`, of a worker that etcd did not name where it was told to: if etcd names it, it stays.
-        Raises FleetError.
+        """Remove a worker unless etcd names it: etcd did not name it in the process where it left.
+
+        Raises FleetError `unknown_worker`.
         """
         worker = self._get(worker_id)
         worker.sources &= {"etcd"}
@@ -98,7 +106,7 @@ class Membership:
             self.leave(worker_id)
 
     def drain(self, worker_id: str, draining: bool) -> Worker:
-        """Give a worker no new requests, or new ones again. Raises FleetError when it is not there."""
+        """Stop or resume new requests to a worker. Raises FleetError `unknown_worker`."""
         worker = self._get(worker_id)
         worker.drained = draining
         self._on_changed()
@@ -107,7 +115,7 @@ class Membership:
         return worker
 
     def expect(self, act: Act, worker_id: str) -> None:
-        """What another process was told of a worker that this one may yet learn of from etcd."""
+        """Keep an act of another process for a worker that etcd may name here later."""
         if worker_id in self.by_id:
             return
         if act in ("leave", "drain"):
@@ -116,15 +124,15 @@ class Membership:
             del self._kept[worker_id]
 
     def sync(self, source: Source, urls: Mapping[str, Role]) -> tuple[list[Worker], list[Worker]]:
-        """Exactly `urls` are what `source` names from now on. Returns (joined, left).
+        """Make `urls` (base URL → role) the complete list of `source`. Returns (joined, left).
 
-        A worker whose role `source` changes leaves and joins anew. Raises FleetError, and changes nothing
-        then, for what is no base URL and for a worker that another source has in another role.
+        A worker whose role changes leaves and joins again. Raises FleetError, without any change, for an
+        invalid base URL and for a worker that another source names in another role.
         """
         wanted = {worker.id: worker for worker in self._made(source, urls)}
         if source == "etcd":
             wanted = self._as_kept(wanted)
-        else:  # the configuration is read anew: what it lists is there
+        else:  # the configuration was read again: workers that it lists are members
             self._kept = {id_: act for id_, act in self._kept.items() if id_ not in wanted}
         left: list[Worker] = []
         joined: list[Worker] = []
@@ -148,7 +156,7 @@ class Membership:
         return joined, left
 
     def _as_kept(self, named: dict[str, Worker]) -> dict[str, Worker]:
-        """What there is to be of the workers that etcd names."""
+        """The workers of `named` that may be members, after the acts in `_kept`. Ends acts that are over."""
         for id_ in self._kept.keys() - named.keys():
             del self._kept[id_]
             if self.told is not None:
@@ -168,7 +176,7 @@ class Membership:
             yield worker
 
     def check(self, source: Source, worker: Worker) -> None:
-        """May `source` name this worker? Raises FleetError where another has it in another role."""
+        """Raises FleetError `other_role` if a source other than `source` names the worker in another role."""
         known = self.by_id.get(worker.id)
         if known is not None and known.role != worker.role and known.sources - {source}:
             named = ", ".join(sorted(known.sources - {source}))

@@ -1,11 +1,11 @@
-"""The fleet: which workers can be given work now, and how busy each is. Pure.
+"""The fleet: the health and load of each worker, and the workers eligible for new requests. Pure.
 
-Probes and outcomes of requests come in as method calls with `now_s`. `snapshot` names the eligible workers.
-A worker is eligible when its last probe said ready, it was not refused at join, is not draining, and its
-circuit is not open. `membership` says which workers there are.
+Method calls with `now_s` report probes and outcomes of requests. `snapshot` lists the eligible workers. A
+worker is eligible if its last probe said ready, it was not refused, it is not draining, and its circuit is
+not open. `membership` has the table of workers.
 
-Decode workers whose circuits are all open are still used when their probes say ready: an attempt is worth
-more to the client than a 503. Prefill workers are not, since the decode worker can do without them.
+If the circuits of all ready decode workers are open, these workers are used nevertheless: an attempt serves
+the client better than a 503. Prefill workers are not, since a decode worker does not need them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pdserve.router.fleet.worker import ROLES, Role, Worker, WorkerInfo, WorkerL
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """Who may be given a request for `model` now. Workers' `in_flight` in it is live."""
+    """The workers eligible for a request for one model. Its `Worker` objects are live, not copies."""
 
     models: tuple[str, ...]
     prefill: tuple[Worker, ...] = ()
     decode: tuple[Worker, ...] = ()
-    """Decode workers, or aggregated ones where no decode worker is eligible."""
+    """Decode workers, or aggregated workers if no decode worker is eligible."""
     draining: tuple[Worker, ...] = ()
     """Decode and aggregated workers that get no new request, but can still be asked about earlier ones."""
     members: frozenset[str] = frozenset()
@@ -52,15 +52,13 @@ class Fleet:
         self._circuit_open_s = circuit_open_s
         self._snapshots: dict[str, Snapshot] = {}
         self.tasks: dict[str, frozenset[str]] = {}
-        """What the workers of each model can do. The models are those that workers have said they serve,
-        unhealthy workers included; refused workers do not count.
-        """
+        """Model → tasks of its workers. Unhealthy workers count, refused workers do not."""
         self._next_incarnation = 0
         self.members = Membership(workers, self._facts_changed)
 
     @classmethod
     def from_config(cls, config: RouterConfig) -> Fleet:
-        """A fleet of the listed workers, none of them ready yet."""
+        """A fleet of the workers that `config` lists. None of them is ready yet."""
         fleet = cls(
             (),
             circuit_failures=config.probe.circuit_failures,
@@ -94,18 +92,18 @@ class Fleet:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The names of the models, see `tasks`."""
+        """Names of the served models (see `tasks`)."""
         return tuple(self.tasks)
 
     def snapshot(self, model: str, now_s: float) -> Snapshot:
-        """Eligible workers for `model` (a name out of `models`)."""
+        """Eligible workers for `model`, one of `models`."""
         found = self._snapshots.get(model)
         if found is None or now_s >= found.valid_until_s:
             found = self._snapshots[model] = self._take_snapshot(model, now_s)
         return found
 
     def context_length(self, model: str) -> int:
-        """Longest context in tokens that every worker of `model` takes; 0 if no worker says."""
+        """Longest context in tokens that every worker of `model` accepts. 0: no worker reports one."""
         lengths = [w.info.context_length for w in self._of(model) if w.info and w.info.context_length > 0]
         return min(lengths, default=0)
 
@@ -133,8 +131,9 @@ class Fleet:
     # --- events
 
     def on_selected(self, worker: Worker, now_s: float) -> int:
-        """The request that is planned counts from now on. Returns the number of the trial that it is of a
-        circuit that is not closed; 0: none.
+        """Count a planned request as in flight at `worker`.
+
+        Returns the number of the circuit breaker's trial that this request is. 0: the circuit is closed.
         """
         worker.in_flight += 1
         if not worker.circuit.retry_at_s:
@@ -147,12 +146,12 @@ class Fleet:
         worker.in_flight -= 1
 
     def on_queued(self, worker: Worker, tokens: int) -> None:
-        """So many prompt tokens were sent to be computed there; negative: they are, or will not be."""
+        """Add prompt tokens sent to `worker` to be computed. Negative: they were computed or dropped."""
         left = worker.queued_tokens + tokens
         worker.queued_tokens = left if left > 0 else 0
 
     def on_load(self, worker: Worker, load: WorkerLoad | None, *, pool_up: bool = False) -> None:
-        """The worker said how busy it is, or that it does not know: then our own requests are what counts."""
+        """The worker reported its load. None: it does not know it, so only this router's requests count."""
         worker.pool_up = pool_up
         if load is None:
             worker.elsewhere, worker.free_kv_tokens = 0, None
@@ -162,47 +161,48 @@ class Fleet:
         worker.free_kv_tokens = load.free_kv_tokens
 
     def on_trial_answering(self, worker: Worker, trial: int, now_s: float) -> None:
-        """The stream of a trial has begun as it should, see `CircuitBreaker`."""
+        """The stream of a trial has begun without an error (see `CircuitBreaker`)."""
         if worker.circuit.on_trial_answering(trial, now_s):
             self._snapshots.clear()
 
     def on_success(self, worker: Worker) -> None:
-        """The worker answered as it should, to the end."""
+        """The worker completed an answer."""
         if worker.circuit.on_success():
             self._snapshots.clear()
 
     def on_failure(self, worker: Worker, now_s: float) -> bool:
-        """The worker failed a request through no fault of the client. True if this opened its circuit."""
+        """A request failed by the worker's fault. True if this opened the worker's circuit."""
         self._snapshots.clear()
         return worker.circuit.on_failure(now_s, self._circuit_failures, self._circuit_open_s)
 
     def on_probe_ready(self, worker: Worker) -> bool:
-        """A probe said ready. True if the worker was not before."""
+        """A probe said ready. True if the worker was not ready before."""
         worker.probe_failures = 0
-        if self._set_stopping(worker, False):  # another one than before
+        if self._set_stopping(worker, False):  # it had announced its end, so this is a new process
             self._set_ready(worker, False)
         return self._set_ready(worker, True)
 
     def on_probe_stopping(self, worker: Worker) -> bool:
-        """The worker itself said that it stops: no new request, but what it has it finishes. True if that is
-        news.
+        """The worker reported that it stops: it gets no new request and finishes its own.
+
+        True if it had not reported this before.
         """
         worker.probe_failures = 0
         return self._set_stopping(worker, True)
 
     def on_probe_not_ready(self, worker: Worker) -> bool:
-        """The worker itself said not ready, or nothing listens there. True if it was ready before."""
+        """The worker reported not ready, or its port is closed. True if it was ready before."""
         worker.probe_failures += 1
         self._set_stopping(worker, False)
         return self._set_ready(worker, False)
 
     def on_probe_unanswered(self, worker: Worker, failures_to_down: int) -> bool:
-        """A probe timed out or broke: a busy worker may do that once. True if this made it unhealthy."""
+        """A probe had no answer, which one busy moment can cause. True if this made the worker unhealthy."""
         worker.probe_failures += 1
         return worker.probe_failures >= failures_to_down and self._set_ready(worker, False)
 
     def on_info(self, worker: Worker, info: WorkerInfo) -> str | None:
-        """The worker described itself. Returns why it is refused, or None if it may join."""
+        """Store the worker's info. Returns the reason why it is refused, or None if it may join."""
         worker.info = info
         unwanted = self._wanted.refusal(info.model)
         worker.refused = f"worker {worker.id} {unwanted}" if unwanted else find_mismatch(worker, self.workers)
@@ -220,7 +220,7 @@ class Fleet:
         if worker.ready == ready:
             return False
         worker.ready = ready
-        if ready:  # what failed before it went away says nothing about it now
+        if ready:  # failures before its absence do not count any more
             worker.circuit.on_success()
             worker.incarnation = f"{worker.id}#{self._next_incarnation}"
             self._next_incarnation += 1

@@ -1,4 +1,4 @@
-"""A worker as the router knows it: what it says of itself, its load, its health. Pure."""
+"""A worker as the router knows it: its own description, its load and its health. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdserve.router.fleet.circuit_breaker import CircuitBreaker
 Role = Literal["prefill", "decode", "agg"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "agg")
 Source = Literal["config", "admin", "etcd"]
-"""What named a worker."""
+"""The origin of a worker's membership."""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
@@ -28,9 +28,9 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     pdserve_version: str = ""
     sglang_version: str = ""
     deterministic: bool = False
-    """What it samples depends on the request's seed (SGLang: --enable-deterministic-inference)."""
+    """Sampling is reproducible from the request's seed (SGLang: --enable-deterministic-inference)."""
     tasks: tuple[str, ...] = ("generate",)
-    """What its model can do: generate, embed."""
+    """Tasks of its model: generate, embed."""
     tokenizer: str = ""
     """A fingerprint. Empty: the worker does not say."""
     chat_template: str = ""

@@ -1,4 +1,4 @@
-"""Which worker gets a request: facts of the request, beliefs about caches, costs, policies, the plan.
+"""The choice of workers for a request: its facts, estimates of caches, costs, policies, and the plan.
 
-Pure: no input or output, no clock. May import: fleet, sessions, metrics, api, config.
+Pure: no input or output, no clock. The package may import: fleet, sessions, metrics, api, config.
 """

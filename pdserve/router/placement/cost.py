@@ -1,4 +1,4 @@
-"""What a request costs at a worker: one number, in milliseconds, by which workers are compared.
+"""The cost function: one number in milliseconds for a request at a worker. Lower is better.
 
     cost_ms = prefill_ms_per_token    * (queued tokens + uncached tokens)
             + host_ms_per_token       * tokens in the worker's host memory
@@ -7,9 +7,9 @@
             + missing_kv_ms_per_token * tokens for which the worker has no free KV memory
             + leave_ms                  unless the session's last turn was there
 
-It is roughly the time to the first token, and what the request does to others there. The weights stand in
-the configuration (`[placement]`) with their units; measure yours: the prefill rate of your GPU, the bytes of
-KV per token over the pool's bandwidth. Tokens in device memory cost nothing.
+The cost is roughly the time to the first token, plus the delay of other requests at the worker. Tokens in
+device memory cost nothing. The weights are in the configuration (`[placement]`). Good values come from
+measurements: the prefill rate of the GPU, and the bytes of KV per token divided by the pool's bandwidth.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pdserve.router.placement.prefix_index import Cached
 def cost_ms(
     weights: PlacementSettings, worker: Worker, prompt_tokens: int, cached: Cached, *, leaves: bool = False
 ) -> float:
-    """The cost of a prompt of so many tokens at `worker`. `leaves`: the session's last turn was elsewhere."""
+    """The cost in ms of `prompt_tokens` at `worker`. `leaves`: the session's last turn was elsewhere."""
     uncached = max(0.0, prompt_tokens - cached.device - cached.host - cached.pool)
     cost = weights.prefill_ms_per_token * (worker.queued_tokens + uncached)
     cost += weights.host_ms_per_token * cached.host + weights.pool_ms_per_token * cached.pool
@@ -34,6 +34,6 @@ def cost_ms(
 
 
 def cost_words(total_ms: float, worker: Worker, prompt_tokens: int, cached: Cached) -> str:
-    """The cost and what made it, for the log line and the response header."""
+    """The cost and its parts as text, for the log line and the response header."""
     uncached = max(0, int(prompt_tokens - cached.total))
     return f"{total_ms:.1f}ms uncached={uncached} queued={worker.queued_tokens} requests={worker.load}"

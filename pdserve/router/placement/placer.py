@@ -1,7 +1,7 @@
-"""What the router remembers to place requests: sessions, and where prompts' beginnings live.
+"""The router's memory for placement: sessions, and the places of prompts' prefixes. Pure.
 
-Pure. A request asks for its `plan`; what becomes of it is told by the methods below, in this order, each at
-most once, and none if the request fails before:
+A request asks for its `plan`. Its later events are reported by these methods, in this order, each at most
+once, and not after a failure:
 
     plan -> on_prefilled (if the plan has that stage) -> on_answering -> on_answered
 """
@@ -41,10 +41,10 @@ class Placer:
             weights=config.placement,
         )
         self.needs_prefix = self._planner.needs_places
-        """Whether `RequestFacts.prefix` is looked at."""
+        """Whether planning uses `RequestFacts.prefix`."""
 
     def last_turn(self, facts: RequestFacts, now_s: float) -> SessionEntry | None:
-        """The session's last turn, as far as this router knows."""
+        """The session's last turn, or None if this router does not know one."""
         return None if facts.session is None else self.sessions.get(facts.session, now_s)
 
     def plan(self, facts: RequestFacts, snapshot: Snapshot, last: SessionEntry | None, now_s: float) -> Plan:
@@ -67,8 +67,10 @@ class Placer:
         missing_pages: int,
         now_s: float,
     ) -> None:
-        """The prefill stage is done: the prompt is in the worker's memory, and its pages in the pool unless
-        some are missing. `cached`: what it had, in tokens by place (device, host, pool).
+        """The prefill stage is complete: the worker's memory holds the prompt.
+
+        Its pages are in the pool unless some are missing. `cached`: tokens that the worker found, by place
+        (device, host, pool).
         """
         if facts.prefix is not None:
             in_pool = published_pages > 0 and not missing_pages
@@ -80,7 +82,7 @@ class Placer:
     def on_answering(
         self, facts: RequestFacts, plan: Plan, worker: Worker, request_id: str, now_s: float
     ) -> SessionEntry | None:
-        """`worker` has begun to answer. Returns the session's new last turn, if the request is one."""
+        """`worker` has begun to answer. Returns the session's new last turn, or None if it is no turn."""
         if facts.prefix is not None:
             self.prefixes.record(facts.prefix, worker, now_s, in_pool=worker.pool_up)
         if facts.session is None or not facts.is_turn:
@@ -109,9 +111,10 @@ class Placer:
         found_tokens: int | None,
         now_s: float,
     ) -> SessionEntry | None:
-        """The answer is whole, so the worker's memory holds its `answer_tokens` too; `found_tokens` of the
-        prompt were there before, if it says. Returns the session's last turn with that, unless a later one
-        has begun.
+        """The answer is complete: the worker's memory also holds its `answer_tokens`.
+
+        `found_tokens`: tokens of the prompt that the worker had before; None: it did not report them. Returns
+        the updated last turn of the session, or None if a later turn has begun.
         """
         if plan.places is not None and found_tokens is not None:
             self.prefixes.learn(worker, plan.places.believed(worker), found_tokens)

@@ -1,19 +1,18 @@
 """The plan of one request: a pure function of the request, the fleet and the session's last turn.
 
 Rules, in order:
-1. The model decides which workers count (see `models`).
-2. A decode (or aggregated) worker is chosen by the decode policy. None eligible: 503.
-3. A prefill worker is chosen by the prefill policy, unless the endpoint has no prefill stage or none is
-   eligible: then the decode worker does it alone.
-4. The decode worker does it alone, too, when the part of the prompt that neither it nor the pool is thought
-   to have is short. What is short depends on the queues (`direct_threshold`). A session's next turn at its
-   decode worker normally goes this way.
-5. A session keeps to its workers only as long as they are there and not draining: one that has left, or is
-   about to, moves its sessions however sticky they are.
-6. If the session had a turn before and its pages are needed by someone other than the worker that has them
-   (a prefill stage, another decode worker), that worker is asked first whether they are settled in the pool.
-   Not while that turn is still being answered: a request that comes then is another one beside it. Nor for
-   what is no turn itself (`RequestFacts.is_turn`).
+1. Only workers of the request's model are eligible (see `models`).
+2. The decode policy chooses a decode (or aggregated) worker. If none is eligible, the answer is 503.
+3. The prefill policy chooses a prefill worker. If the endpoint has no prefill stage, or no prefill worker is
+   eligible, the decode worker computes the prompt.
+4. The decode worker also computes the prompt if its uncached part is short: the part that is estimated to be
+   neither in that worker nor in the pool. The threshold depends on the queues (`direct_threshold`). A
+   session's next turn normally goes this way.
+5. A session stays with its workers only while they are members and not draining, even in mode hard.
+6. A session's last turn may have left pages at one worker that another worker needs (a prefill worker, or
+   another decode worker). Then the first worker is asked whether these pages are in the pool (`Settle`). It
+   is not asked while that turn is still being answered, nor for a request that is no turn
+   (`RequestFacts.is_turn`).
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.sessions.table import SessionEntry
 
 RETRY_AFTER_S = 1
-"""Said to clients with a 503: workers are probed every second or so."""
+"""`retry-after` of a 503, in seconds. Workers are probed about every second."""
 
 
 class Settle(msgspec.Struct, frozen=True, gc=False):
-    """Ask `worker` whether the pages of `request_id` are committed, and wait for it, bounded."""
+    """Ask `worker` whether the pages of `request_id` are committed to the pool; wait for a bounded time."""
 
     worker: Worker
     request_id: str
 
 
 class Plan(msgspec.Struct, frozen=True, gc=False):
-    """Who does what for one request."""
+    """The workers of one request, and the reasons for them."""
 
     decode: Worker
     prefill: Worker | None = None
@@ -53,11 +52,11 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     causes: tuple[tuple[str, str], ...] = ()
     """(role, word) for the metrics."""
     uncached_tokens: int = 0
-    """Estimated prompt tokens to be computed, by the prefill worker if there is one."""
+    """Estimated prompt tokens to compute, by the prefill worker if there is one."""
     places: Places | None = None
-    """Where the prompt's beginning was thought to be when this was planned."""
+    """Estimated places of the prompt's prefix at the time of planning."""
     turn: int = 0
-    """The session's so manieth turn, from 1; 0: none."""
+    """Number of the session's turn, from 1. 0: the request is no turn."""
 
 
 class Planner(msgspec.Struct, frozen=True):
@@ -71,7 +70,7 @@ class Planner(msgspec.Struct, frozen=True):
 
     @property
     def needs_places(self) -> bool:
-        """Whether plans depend on where prompts' beginnings live."""
+        """Whether plans depend on the places of prompts' prefixes."""
         return (
             self.min_prefill_tokens > 0 or self.prefill_policy.needs_places or self.decode_policy.needs_places
         )
@@ -79,7 +78,7 @@ class Planner(msgspec.Struct, frozen=True):
     def plan(
         self, facts: RequestFacts, snapshot: Snapshot, last: SessionEntry | None, places: Places | None = None
     ) -> Plan:
-        """The plan of one request. Raises NoWorkerError."""
+        """The plan of one request. Raises NoWorkerError if no eligible worker may take it."""
         if not snapshot.decode:
             raise NoWorkerError("No worker is ready to serve this model; try again shortly.")
         last_id = None if last is None or last.decode_id not in snapshot.members else last.decode_id
@@ -112,7 +111,7 @@ class Planner(msgspec.Struct, frozen=True):
         last: SessionEntry | None,
         places: Places | None,
     ) -> tuple[Worker | None, str, str]:
-        """The worker, why in words with figures, and why in a word."""
+        """(worker, reason with figures, reason as one word for metrics). No worker: no prefill stage."""
         if decode.role == "agg":
             return None, "agg", "agg"
         if facts.endpoint.path not in self.prefill_endpoints:
@@ -133,10 +132,10 @@ class Planner(msgspec.Struct, frozen=True):
 
 
 def direct_threshold(least: int, weights: PlacementSettings, prefill: Worker, decode: Worker) -> int:
-    """Uncached tokens from which on a prompt goes through the prefill stage.
+    """Least number of uncached tokens with which a prompt goes through the prefill stage.
 
-    `least` where both queues are as long; more where the prefill worker's is longer, up to
-    `max_direct_tokens`, and less where the decode worker's is.
+    It is `least` if both queues are equally long. It grows with the prefill worker's queue, up to
+    `max_direct_tokens`, and falls with the decode worker's queue.
     """
     longer = prefill.queued_tokens - decode.queued_tokens
     return max(0, min(int(least + weights.queue_share * longer), max(least, weights.max_direct_tokens)))
@@ -153,6 +152,6 @@ def _uncached(facts: RequestFacts, worker: Worker, places: Places | None) -> int
 
 
 def choose_alternate(candidates: Iterable[Worker], tried: Iterable[str]) -> Worker | None:
-    """The least loaded of the candidates that were not tried, for a request whose worker failed."""
+    """The least loaded candidate not in `tried` (ids), for a request whose worker failed. None: all tried."""
     tried = set(tried)
     return min((w for w in candidates if w.id not in tried), key=lambda w: w.load, default=None)

@@ -1,22 +1,22 @@
-"""Where prompts' beginnings live: on which worker, and in the pool. A belief, from what was sent where.
+"""An estimate of the places of prompts' prefixes (workers, pool), from the requests sent there.
 
-The router does not tokenize. It cuts the JSON of the prompt into blocks and hashes each with all before it,
-as SGLang does with pages of token ids: two prompts with the same block digest begin with the same bytes. A
-conversation's next turn repeats the last one's bytes, so it has the same blocks up to where it goes on:
+The router does not tokenize. It cuts the JSON of the prompt into blocks and hashes each with all blocks
+before it, as SGLang does with pages of token ids. Two prompts with an equal block digest have equal bytes up
+to the end of that block. A conversation's next turn repeats the bytes of the last turn, so it shares blocks:
 
     turn 1   [{"role":"user", ... }]                       block 0 | block 1 | (rest)
     turn 2   [{"role":"user", ... },{"role":"assis...      block 0 | block 1 | block 2 | ... | (rest)
 
-Blocks have 1 KiB at the beginning of a prompt and grow with the distance from it, so that a long prompt has
-some hundreds. What decides pages beside the text (model, tools, cache salt) is hashed first.
+Blocks have 1 KiB at the beginning of a prompt and grow with the distance from it, so a long prompt has some
+hundreds of blocks. Other inputs of page keys (model, tools, cache salt) are hashed first.
 
-For every block the table holds when it was last at which worker, and in the pool. Workers forget what they
-do not see again: after `half_life_s` half of it is thought to have left. What a worker's answer says it
-found cached corrects this belief: `trust` is the running mean of found over expected, one number per worker.
-A worker that was restarted is a new incarnation, of which nothing is believed.
+For every block the table holds the last time at each worker and in the pool. Caches evict: after
+`half_life_s` half of the tokens are estimated to be evicted. A worker's answers report the cached tokens that
+it found, which corrects the estimate: `trust` is the running mean of found / expected tokens, one number per
+worker. A restarted worker is a new incarnation without any blocks.
 
-The table is bounded; the block unseen longest goes first, and of one prompt the last block first, so that a
-prompt's known blocks are always its first ones.
+The table is bounded. The least recently seen block is dropped first, and of one prompt the last block. So
+the known blocks of a prompt are always its first ones.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from pdserve.router.fleet.worker import Worker
 
 FIRST_BLOCK_BYTES = 1024
 BLOCKS_PER_SIZE = 64
-"""After so many blocks of a size, blocks are twice as long: 64 KiB in 64 blocks, 32 MiB in 576."""
+"""After this many blocks of one size the size doubles: 64 KiB in 64 blocks, 32 MiB in 576."""
 MAX_BLOCKS = 576
 MAX_PLACES = 64
-"""Workers that a block is remembered at, those last seen."""
+"""Number of workers stored for a block, the most recent ones."""
 MAX_TRUSTED = 1024
 TRUST_GAIN = 0.1
 """Weight of one answer in a worker's `trust`."""
 MIN_TRUST_TOKENS = 256
-"""Answers about fewer expected tokens teach nothing: the estimate of tokens is too coarse."""
+"""Answers with fewer expected tokens do not change `trust`: the estimate of tokens is too coarse."""
 
 
 class Prefix(msgspec.Struct, frozen=True, gc=False):
-    """The blocks of one prompt: digests, first to last, and the size of each in tokens."""
+    """The blocks of one prompt: their digests in order, and the estimated tokens per byte."""
 
     digests: tuple[int, ...] = ()
     tokens_per_byte: float = 0.25
@@ -56,7 +56,7 @@ class Prefix(msgspec.Struct, frozen=True, gc=False):
 
 
 class Cached(msgspec.Struct, frozen=True, gc=False):
-    """Tokens of a prompt that a worker is thought to find, by place. Disjoint."""
+    """Estimated tokens of a prompt that a worker finds, by place. The places are disjoint."""
 
     device: float = 0.0
     host: float = 0.0
@@ -64,7 +64,7 @@ class Cached(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Tokens in all places."""
         return self.device + self.host + self.pool
 
 
@@ -84,7 +84,7 @@ BLOCK_ENDS = tuple(_block_ends())
 
 
 def prefix_of(view: RequestView, prompt: bytes, scope: str) -> Prefix:
-    """The blocks of a prompt, given as JSON. `scope` is whatever else keeps its pages apart from others'."""
+    """The blocks of a prompt, given as JSON. `scope`: further text that decides its page keys."""
     digest = xxhash.xxh3_64()
     for part in (scope.encode("utf-8", "surrogatepass"), bytes(view.cache_salt), bytes(view.tools)):
         digest.update(b"%d:%b" % (len(part), part))
@@ -99,14 +99,14 @@ def prefix_of(view: RequestView, prompt: bytes, scope: str) -> Prefix:
 
 
 class _Block(msgspec.Struct):
-    """When a block was last at each worker (by incarnation), and in the pool."""
+    """The last time of a block at each worker (by incarnation), and in the pool."""
 
     seen_s: dict[str, float]
     pool_s: float | None = None
 
 
 class PrefixTable:
-    """Up to `capacity_blocks` blocks of prompts, with their places."""
+    """At most `capacity_blocks` blocks of prompts, with their places."""
 
     def __init__(self, settings: PlacementSettings) -> None:
         self._settings = settings
@@ -117,7 +117,7 @@ class PrefixTable:
         return len(self._blocks)
 
     def record(self, prefix: Prefix, worker: Worker | None, now_s: float, *, in_pool: bool) -> None:
-        """`worker` (None: no worker) has just computed or read the prompt; `in_pool`: its pages are there."""
+        """`worker` (or none) has just computed or read the prompt. `in_pool`: the pool has its pages."""
         blocks = self._blocks
         for digest in reversed(prefix.digests):
             block = blocks.get(digest)
@@ -133,7 +133,7 @@ class PrefixTable:
             blocks.popitem(last=False)
 
     def places(self, prefix: Prefix, now_s: float) -> Places:
-        """Where the prompt's beginning is thought to be."""
+        """The estimated places of the prompt's prefix."""
         workers: dict[str, tuple[int, float]] = {}
         pool: tuple[int, float] | None = None
         for i in range(len(prefix.digests) - 1, -1, -1):
@@ -148,7 +148,7 @@ class PrefixTable:
         return Places(self._settings, workers, pool, self._trust)
 
     def learn(self, worker: Worker, believed_tokens: float, found_tokens: int) -> None:
-        """The worker found so many of the tokens that `Places.believed` says are in its own memory."""
+        """Correct `trust`: `worker` found `found_tokens` of the tokens that `Places.believed` estimated."""
         if believed_tokens >= MIN_TRUST_TOKENS:
             trust = self._trust.get(worker.incarnation, 1.0)
             found = min(1.0, found_tokens / believed_tokens)
@@ -157,7 +157,7 @@ class PrefixTable:
 
 
 class Places:
-    """Where one prompt's beginning is thought to be: incarnation → (tokens, age), and the pool."""
+    """The estimated places of one prompt's prefix: incarnation → (tokens, age in s), and the pool."""
 
     __slots__ = ("_pool", "_settings", "_trust", "_workers")
 
@@ -174,21 +174,21 @@ class Places:
         self._trust = trust
 
     def add(self, worker: Worker, tokens: int, age_s: float) -> None:
-        """The worker has more than its blocks say: the answer to the session's last turn too."""
+        """Add tokens that the blocks do not cover: the answer to the session's last turn."""
         known = self._workers.get(worker.incarnation)
         if known is None or known[0] < tokens:
             self._workers[worker.incarnation] = tokens, age_s
 
     def believed(self, worker: Worker) -> float:
-        """Tokens in the worker's own memory as far as age goes; its `trust` is left out."""
+        """Estimated tokens in the worker's own memory, from their age alone, without `trust`."""
         tokens, age_s = self._workers.get(worker.incarnation, (0, 0.0))
         return tokens * _left(age_s, max(self._settings.host_half_life_s, self._settings.device_half_life_s))
 
     def cached(self, worker: Worker) -> Cached:
-        """Tokens that the worker is expected to find in its device and host memory and in the pool.
+        """Estimated tokens that the worker finds in its device memory, its host memory and the pool.
 
-        A share 2^(-age/half life) is still there; what the device has lost the host may have, and what both
-        have lost, or never had, the pool.
+        A share 2^(-age / half-life) remains in each place. Tokens count at the fastest place that has them:
+        device, then host, then pool.
         """
         if self._pool is None and worker.incarnation not in self._workers:
             return NOTHING
@@ -205,7 +205,7 @@ class Places:
 
 
 def _renew(values: dict[str, float], key: str, value: float, limit: int) -> None:
-    """Set the value; beyond `limit` the key set longest ago is dropped."""
+    """Set the value. Beyond `limit` keys, drop the key that was set least recently."""
     values.pop(key, None)
     values[key] = value
     if len(values) > limit:

@@ -1,4 +1,4 @@
-"""What the plan of a request is made from."""
+"""The facts of a request that its plan is made from."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from pdserve.router.sessions.keys import SessionKey
 
 
 class RequestFacts(msgspec.Struct, frozen=True, gc=False):
-    """One request as planning sees it."""
+    """The facts of one request for planning."""
 
     endpoint: Endpoint
     model: str | None = None
     session: SessionKey | None = None
     prompt_tokens_estimate: int = 0
-    """0 where nothing computes the prompt."""
+    """0: the endpoint does not compute the prompt."""
     has_several_prompts: bool = False
     turn: int = 0
-    """Number of the request for its model at this router; lets equally good workers take turns."""
+    """Number of the request for its model at this router. Equally good workers alternate by it."""
     draw: int = 0
     """A random number of 32 bits."""
     prefix: Prefix | None = None
-    """The prompt's blocks; None where no policy asks for them, or nothing computes the prompt."""
+    """The prompt's blocks. None: no policy uses them, or the endpoint does not compute the prompt."""
 
     @property
     def is_turn(self) -> bool:
-        """It is a turn of its session. What is not, like tokenizing, goes where the session is, and that is
-        all: workers know nothing of it afterwards.
-        """
+        """The request is a turn of its session. Other requests, like tokenizing, fill no cache."""
         return self.session is not None and self.endpoint.task == "generate"

@@ -106,15 +106,15 @@ class ClientConnection(HttpToolsProtocol):
     def _update(self) -> None:
         """Take the state that `cycle` and `_sending` say."""
         cycle = self.cycle
-        state: State = self._sending if cycle is None or cycle.response_complete else "answering"
-        if state != self._state and not self.is_closing:
-            self._enter(state)
+        if cycle is not None and not cycle.response_complete:
+            if self._state != "answering" and not self.is_closing:
+                self._state, self._deadline_s = "answering", math.inf
+        elif self._sending != self._state and not self.is_closing:
+            self._enter(self._sending)
 
     def _enter(self, state: State) -> None:
+        """Enter a state that has a limit, or `gone`."""
         self._state = state
-        if state == "answering":
-            self._deadline_s = math.inf
-            return
         if state == "gone":
             self.is_closing = True
             return

@@ -1,4 +1,4 @@
-"""Sessions: where a request's session key comes from, and the table of last turns, here or in Redis.
+"""Sessions: the session key of a request, and the table of last turns, in this process or in Redis.
 
-May import: api, config.
+The package may import: api, config.
 """

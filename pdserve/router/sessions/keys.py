@@ -1,17 +1,17 @@
-"""Where a request's session key comes from.
+"""The session key of a request.
 
-A client that names its session (a header, a cookie, a field of the body) is taken at its word: keys are
-compared exactly. For one that does not, the source `messages` makes keys from the conversation itself:
+A client can name its session in a header, a cookie or a field of the body. Such names are compared exactly.
+For other clients the source `messages` makes keys from the conversation itself:
 
     messages     system   u1      a1      u2      a2      u3
     turn 1       (left out)  h1
     turn 2                   h1      h2      h3
     turn 3                   h1      h2      h3      h4      h5         h(n) = hash(h(n-1), message n's JSON)
 
-`h1` names the session for placement: it is the same in every turn and at every router. The conversation is
-found again by its longest known link, so two that begin alike are told apart from their second turn on.
-Leading `system` and `developer` messages, which many conversations share, are left out. Clients repeat what
-they sent byte for byte; one that does not is a new conversation, which costs nothing but its cache.
+`h1` names the session for placement: it is equal in every turn and at every router. The session table finds
+the conversation by its longest known link. So two conversations with the same first message differ from
+their second turn on. Leading `system` and `developer` messages are left out, since many conversations share
+them. If a client does not repeat earlier messages byte for byte, its request begins a new session.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pdserve.errors import ConfigError
 from pdserve.router.api.request_body import UNREADABLE, RequestView
 
 MAX_SESSION_KEY_CHARS = 256
-"""A longer session key is replaced by its digest, so that the session table's memory is bounded."""
+"""A longer session key is replaced by its digest, which bounds the session table's memory."""
 MAX_LINKS = 64
-"""A longer conversation is known by its first messages."""
+"""Messages after this many have no link of their own."""
 SHARED_ROLES = ("system", "developer")
 
 
@@ -43,19 +43,20 @@ class SessionSource(msgspec.Struct, frozen=True):
 
 
 class SessionKey(msgspec.Struct, frozen=True, gc=False):
-    """`name` decides the placement; the session's last turn is looked for under the last of `links` that is
-    known, and recorded under the last.
+    """`name` decides the placement. The last turn is stored under the last of `links`.
+
+    A look-up takes the last link that the table knows.
     """
 
     name: str
     links: tuple[str, ...]
 
     def of_model(self, model: str) -> SessionKey:
-        """The key apart from those of other models; placement, which is by model, needs no other name."""
+        """The key for one model. `name` stays, because placement is per model already."""
         return SessionKey(self.name, tuple(f"{model}/{link}" for link in self.links))
 
     def within(self, tenant: str) -> SessionKey:
-        """The key apart from those of other tenants."""
+        """The key for one tenant."""
         return SessionKey(f"{tenant}/{self.name}", tuple(f"{tenant}/{link}" for link in self.links))
 
 
@@ -75,7 +76,7 @@ _role_decoder = msgspec.json.Decoder(_Role)
 
 
 def parse_sources(texts: Sequence[str]) -> tuple[SessionSource, ...]:
-    """`session.sources` of the configuration. Raises ConfigError naming the one that is no source."""
+    """Parse `session.sources` of the configuration. Raises ConfigError that names an invalid source."""
     sources = []
     for text in texts:
         kind, _, name = text.partition(":")
@@ -98,7 +99,7 @@ def parse_sources(texts: Sequence[str]) -> tuple[SessionSource, ...]:
 def find_session_key(
     sources: Sequence[SessionSource], header: Callable[[str], str | None], view: RequestView, body: bytes
 ) -> SessionKey | None:
-    """The first non-empty key that the sources give, bounded in length; None when there is none."""
+    """The first non-empty key of the sources, bounded in length. None: no source has one."""
     for source in sources:
         kind = source.kind
         if kind == "header":
@@ -122,7 +123,7 @@ def find_session_key(
 
 
 def message_links(messages: msgspec.Raw) -> tuple[str, ...]:
-    """The hash chain of a JSON list of messages, the shared ones at its beginning left out."""
+    """The hash chain of a JSON list of messages, without its leading system and developer messages."""
     try:
         items = _list_decoder.decode(messages)
         first = 0
@@ -138,7 +139,7 @@ def message_links(messages: msgspec.Raw) -> tuple[str, ...]:
 
 
 def _cookie(header: str | None, name: str) -> str | None:
-    """The value of a cookie, as it stands in the header (RFC 6265, section 4.2.1)."""
+    """The undecoded value of a cookie (RFC 6265, section 4.2.1)."""
     for pair in (header or "").split(";"):
         found, _, value = pair.strip().partition("=")
         if found == name:
@@ -147,7 +148,7 @@ def _cookie(header: str | None, name: str) -> str | None:
 
 
 def _at_path(body: bytes | msgspec.Raw, path: Sequence[str]) -> str | None:
-    """The string or number at a path of object keys; None where there is none."""
+    """The string or number at a path of object keys, or None."""
     try:
         for step in path:
             body = _object_decoder.decode(body)[step]

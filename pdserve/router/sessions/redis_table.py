@@ -1,17 +1,17 @@
 """The session table that router replicas share, in Redis. Optional.
 
-Replicas agree without it wherever nothing has changed: the rendezvous hash of a session's name is the same
-everywhere. What it adds is memory across replicas and restarts: a session that had to move (its worker was
-overloaded, gone or new) is found where it went, and its next turn waits for the right request's pages.
+Without it replicas agree while the fleet does not change: the rendezvous hash of a session's name is equal
+everywhere. The table adds memory across replicas and restarts. A session that had to move (its worker was
+overloaded, gone or new) is found at its new worker, and its next turn waits for the right request's pages.
 
-It may be wrong, late or away, and no request waits for it longer than `timeout_s`: then the router's own
-table serves. After a failure it is left alone for `retry_s`. Writes are made behind the requests' back,
-the newest of each session, in batches; what is more than `MAX_WAITING` is dropped. So what Redis has may be
-older than what a router has itself, and the newer of the two counts. The number of turns would not tell
-which that is: a session that was forgotten begins anew. Each entry has the time at which its router saw it,
-so routers' clocks are to agree to within the time between a session's turns.
-
-Keys are hashed: Redis sees neither what clients call their sessions nor anything of their prompts.
+- Redis may be wrong, late or absent. A request waits at most `timeout_s`; then the router's own table serves.
+  After a failure Redis is not used for `retry_s`.
+- Writes are asynchronous, in batches, with the newest entry of each session. Beyond `MAX_WAITING` waiting
+  sessions, new entries are dropped.
+- So an entry in Redis may be older than the router's own, and the newer one counts. The number of turns does
+  not show which is newer, since a forgotten session counts from 1 again. Each entry has the Unix time of its
+  turn. Routers' clocks must agree to within the time between two turns.
+- Keys are hashed: Redis gets no session names and no text of prompts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Stored(msgspec.Struct, array_like=True):
     answered: bool = False
     turns: int = 1
     seen_unix_s: float = math.inf
-    """Until a version had it: now."""
+    """inf: an older version of pdserve wrote the entry. It counts as new."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -58,7 +58,7 @@ _decoder = msgspec.msgpack.Decoder(_Stored)
 
 
 class SharedSessions:
-    """The table. Raises ConfigError when it cannot be used at all; afterwards, nothing."""
+    """The table in Redis. The constructor raises ConfigError; later failures are only logged."""
 
     def __init__(self, session: Session) -> None:
         self._settings = session.redis
@@ -67,13 +67,13 @@ class SharedSessions:
         self._loop = asyncio.get_running_loop()
         self._away_until_s = -math.inf
         self._waiting: dict[str, tuple[SessionEntry, tuple[str, ...]]] = {}
-        """Last link → (entry, links that it replaces), oldest first."""
+        """Entries to write: last link → (entry, links that it replaces), oldest first."""
         self._wake = asyncio.Event()
         self._is_closing = False
         self._writer = self._loop.create_task(self._write_all(), name="router-shared-sessions")
 
     async def close(self) -> None:
-        """Write what waits, within the time for one batch, and hang up."""
+        """Write waiting entries, for at most the time of one batch, and close the connections."""
         self._is_closing = True
         self._wake.set()
         _, late = await asyncio.wait({self._writer}, timeout=self._settings.timeout_s * BATCH_TIMEOUTS)
@@ -84,7 +84,7 @@ class SharedSessions:
         await self._redis.aclose()
 
     async def get(self, key: SessionKey) -> SessionEntry | None:
-        """The session's last turn, by its last link that is known; None, too, while Redis is away."""
+        """The session's last turn, by its last known link. None: not known, or Redis does not answer."""
         if self._is_away():
             return None
         for link in reversed(key.links):
@@ -98,7 +98,7 @@ class SharedSessions:
             return None
         try:
             found = next((_decoder.decode(value) for value in values if value is not None), None)
-        except UNREADABLE:  # another program's, or of a version to come
+        except UNREADABLE:  # written by another program, or by a newer version
             found = None
         if found is None:
             return None
@@ -114,7 +114,7 @@ class SharedSessions:
         )
 
     def record(self, key: SessionKey, entry: SessionEntry) -> None:
-        """The session's turn is being answered, or was; written soon."""
+        """Queue the session's last turn (answering or answered) to be written."""
         last = key.links[-1]
         if self._is_away() or (len(self._waiting) >= MAX_WAITING and last not in self._waiting):
             return
@@ -129,7 +129,7 @@ class SharedSessions:
                 await self._write()
 
     async def _write(self) -> None:
-        """Write one batch; what fails is lost."""
+        """Write one batch. A failed batch is lost."""
         batch = dict(list(self._waiting.items())[:MAX_BATCH])
         unix_s = time.time() - self._loop.time()
         for link in batch:
@@ -175,7 +175,7 @@ class SharedSessions:
 
 
 def _connect(session: Session) -> tuple[Any, tuple[type[BaseException], ...]]:
-    """(client, what it raises). Nothing is sent yet. Raises ConfigError."""
+    """(client, exceptions that it raises). Nothing is sent yet. Raises ConfigError."""
     try:
         from redis.asyncio import BlockingConnectionPool, Redis
         from redis.asyncio.retry import Retry

@@ -1,8 +1,8 @@
-"""The session table: which workers answered a session last, and with which request.
+"""The session table: the workers and the request id of each session's last turn.
 
-Bounded in size (the longest unseen session goes first) and in time (TTL). It holds no truth that cannot be
-lost: without an entry the rendezvous hash of the key finds the same worker at every router, and the
-worker's pages are in the pool.
+The table is bounded in size (the least recently seen session is dropped first) and in time (TTL). Losing an
+entry is harmless: the rendezvous hash of the key finds the same worker at every router, and the session's
+pages are in the pool.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ class SessionEntry(msgspec.Struct, frozen=True, gc=False):
     decode_id: str
     seen_s: float
     prefill_id: str = ""
-    """The prefill worker of its last turn that had one."""
+    """The prefill worker of the session's last turn that had one."""
     tokens: int = 0
-    """What the decode worker has of the conversation, prompt and answer, in tokens; 0: not known."""
+    """Tokens of the conversation (prompt and answer) in the decode worker's memory. 0: unknown."""
     answered: bool = False
-    """The answer is whole. Until then there is nothing to wait for: who did not see its end cannot go on."""
+    """The answer is complete. The client's next turn cannot start earlier."""
     incarnation: str = ""
-    """Of the decode worker: another one has lost what it had. Empty: another router's word, not known."""
+    """Of the decode worker: a restarted worker has lost its cache. Empty: unknown (other router)."""
     turns: int = 1
-    """So many turns the session has had, this one counted."""
+    """Number of turns that the session has had, including this one."""
 
     def is_after(self, other: SessionEntry) -> bool:
-        """Whether it is of a later turn. Turns are not numbered for good: a forgotten session begins anew."""
+        """Whether this turn is later. Times decide: a forgotten session counts its turns from 1 again."""
         is_same = (self.request_id, self.turns) == (other.request_id, other.turns)
         return not is_same and self.seen_s > other.seen_s
 
 
 class SessionTable:
-    """`capacity` sessions at most, each forgotten `ttl_s` after it was last recorded."""
+    """At most `capacity` sessions. Each is forgotten `ttl_s` after its last record."""
 
     def __init__(self, capacity: int, ttl_s: float) -> None:
         self.capacity = capacity
@@ -50,7 +50,7 @@ class SessionTable:
         return len(self._entries)
 
     def get(self, key: SessionKey, now_s: float) -> SessionEntry | None:
-        """The session's last turn, by its last link that is known, unless it is older than the TTL."""
+        """The session's last turn, by its last known link. None: unknown, or older than the TTL."""
         entries = self._entries
         for link in reversed(key.links):
             entry = entries.get(link)
@@ -61,18 +61,18 @@ class SessionTable:
         return None
 
     def record(self, key: SessionKey, entry: SessionEntry) -> None:
-        """The session's turn is being answered, or was. `entry.seen_s` is now."""
+        """Store the session's last turn (answering or answered). `entry.seen_s` is the present time."""
         entries, last = self._entries, key.links[-1]
         entries[last] = entry
         entries.move_to_end(last)
-        for link in key.links[:-1]:  # the turn before: it is not asked for again
+        for link in key.links[:-1]:  # the turn before is not needed any more
             entries.pop(link, None)
         if len(entries) > self.capacity:
             entries.popitem(last=False)
         self.expire(entry.seen_s, limit=2)
 
     def expire(self, now_s: float, limit: int) -> None:
-        """Forget up to `limit` sessions that are past their TTL; two per new record keep the table clean."""
+        """Forget at most `limit` sessions older than the TTL. Two per new record suffice."""
         for _ in range(min(limit, len(self._entries))):
             key = next(iter(self._entries))
             if now_s - self._entries[key].seen_s <= self.ttl_s:

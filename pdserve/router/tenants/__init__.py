@@ -1,4 +1,4 @@
-"""Tenants: API keys, limits and use, and the cache salt that keeps tenants' caches apart.
+"""Tenants: API keys, limits and use, and the cache salt that separates tenants' caches.
 
-May import: api, config. Waiting for a free slot is the subject of `admission`.
+The package may import: api, config. The queue of waiting requests is in `admission`.
 """

@@ -1,4 +1,7 @@
-"""API keys and the other secrets of a router: read from files and the environment, kept as digests."""
+"""Secrets of a router (API keys, admin key, cluster token), from files and the environment.
+
+API keys and the admin key are stored as SHA-256 digests only.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _NAME = re.compile(NAME_PATTERN)
 
 
 def load_keys(access: Access, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Digest of each API key -> its tenant. Raises ConfigError, which shows no key."""
+    """Digest of each API key → its tenant. Raises ConfigError, whose text shows no key."""
     keys: dict[str, str] = {}
     if access.keys_file is not None:
         for number, line in enumerate(_lines(access.keys_file), 1):
@@ -41,13 +44,13 @@ def load_keys(access: Access, environ: Mapping[str, str] = os.environ) -> dict[s
 
 
 def cluster_token(access: Access, environ: Mapping[str, str] = os.environ) -> str:
-    """The token that workers ask for; empty: none. Raises ConfigError."""
+    """The token that workers require. Empty: none. Raises ConfigError."""
     name = "access.cluster_token"
     return secret_of(name, access.cluster_token, access.cluster_token_file, CLUSTER_VARIABLE, environ)
 
 
 def admin_key_digest(admin: Admin, environ: Mapping[str, str] = os.environ) -> str:
-    """Digest of the admin API's key. Raises ConfigError where there is the API and no key."""
+    """Digest of the admin key. Raises ConfigError if `admin.port` is set and there is no key."""
     key = secret_of("admin.key", admin.key, admin.key_file, ADMIN_VARIABLE, environ)
     if not key and admin.port is not None:
         raise ConfigError(f"admin.port needs a key: set admin.key_file, or {ADMIN_VARIABLE}")
@@ -55,18 +58,18 @@ def admin_key_digest(admin: Admin, environ: Mapping[str, str] = os.environ) -> s
 
 
 def new_key() -> str:
-    """A key of 256 random bits."""
+    """A new API key: `pd-` and 256 random bits."""
     return f"pd-{secrets.token_urlsafe(32)}"
 
 
 def key_line(tenant: str, key: str) -> str:
-    """The line of a keys file. Raises ConfigError for a name that is none."""
+    """The line of a keys file for this tenant and key. Raises ConfigError for an invalid tenant name."""
     _check_name("tenant", tenant)
     return f"{tenant} sha256:{digest(key)}\n"
 
 
 def append_line(file: Path, line: str) -> None:
-    """Add a line to a keys file, made readable for its owner alone. Raises ConfigError."""
+    """Append a line to a keys file. A new file gets mode 0600. Raises ConfigError."""
     try:
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as keys:
             keys.write(line)

@@ -1,17 +1,17 @@
-"""Cache isolation: each request of a tenant carries a `cache_salt` that only this router gives.
+"""Cache isolation: the router adds a `cache_salt` to each request of a tenant.
 
 SGLang (0.5.23) starts the hash chain that names a prompt's pages with the salt, on device, on host and in the
-pool. So requests with different salts never find each other's pages, and no first-token time tells a tenant
-what another one has sent. The salt is a top-level member: a string, or a list of strings for a batch.
+pool. So requests with different salts never find each other's pages, and the time to the first token reveals
+nothing about other tenants' prompts. The salt is a top-level member: a string, or a list for a batch.
 
 The router appends the salt as the body's last member and does not parse the body for this. When a name comes
 twice, the last one counts, however the client spells it (`cache\\u005fsalt`). That holds for the router's
 parser (msgspec) and the workers' (json, orjson, pydantic); tests/router/tenants/test_cache_salt.py checks
 all four.
 
-A salt is one of: none (the shared namespace), `tenant/NAME`, `tenant/NAME/SALT` and `shared/SALT`. SALT is
-the client's own and divides its cache further. Names have no slash, so no client's salt leads out of its
-namespace.
+A salt is one of: none (the shared namespace), `tenant/NAME`, `tenant/NAME/SALT` and `shared/SALT`. SALT comes
+from the client and divides its cache further. Names have no slash, so a client's SALT cannot name another
+tenant's namespace.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ _salts = msgspec.json.Decoder(str | list[str] | None)
 
 
 def isolated(body: bytes, given: msgspec.Raw, namespace: str) -> bytes:
-    """`body`, a JSON object whose `cache_salt` is `given` (empty: none), with the salt of `namespace`. Raises
-    RequestError (400) if `given` is not a salt.
+    """`body` with the salt of `namespace` appended.
+
+    `body` is a JSON object and `given` its own `cache_salt` (empty: none). Raises RequestError (400) if
+    `given` is not a string or a list of strings.
     """
     try:
         salts = _salts.decode(given) if given else None

@@ -1,4 +1,4 @@
-"""One tenant: its limits, and what it uses. Pure."""
+"""One tenant: its limits and its use. Pure."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class TenantState:
         self.waiting = 0
         """Requests in the queue. The fair queue counts them."""
         self.granted = granted
-        """Its concurrency in this process, of several (`processes.shared_limits`). None: all of it."""
+        """The tenant's share of concurrency in this process (`processes.shared_limits`). None: all of it."""
         self.grant_number = 0
         self.spent_requests = 0.0
         self.spent_tokens = 0.0
-        """Charged to its buckets, and not yet told to the other processes."""
+        """Tokens charged to its bucket and not yet reported to the other processes."""
         self.use = Use()
         self.requests: TokenBucket | None = None
         self.tokens: TokenBucket | None = None
@@ -64,7 +64,7 @@ class TenantState:
 
     @property
     def is_free(self) -> bool:
-        """Its concurrency allows one more request."""
+        """The tenant's concurrency allows one more request."""
         most = self.limits.concurrency
         if not most:
             return True
@@ -94,7 +94,7 @@ class TenantState:
             self.spent_tokens += tokens
 
     def settle(self, charged_tokens: int, prompt_tokens: int, output_tokens: int, now_s: float) -> None:
-        """A request that `take` charged is over: charge what it really used."""
+        """Correct the charge of a finished request from `charged_tokens` to its real use."""
         self.use.prompt_tokens += prompt_tokens
         self.use.output_tokens += output_tokens
         if self.tokens is not None:

@@ -1,16 +1,16 @@
 """A token bucket that can go into debt. Pure.
 
-A request is let in when the bucket holds its estimated use, or is full if the request is larger than that.
-The estimate is charged at once, the difference to the real use when the request ends. So the level can fall
-below zero, and the tenant waits until the debt is paid back. In any time t a tenant is let in for at most
-`capacity + rate * t` tokens and one request, and every used token is paid for.
+A request is admitted if the bucket holds its estimated use, or is full and the request is larger. The
+estimate is charged at once, and the difference to the real use at the end of the request. So the level can
+fall below zero. Then the tenant waits until the debt is refilled. In any time t a tenant gets at most
+`capacity + rate * t` tokens and one request more.
 """
 
 from __future__ import annotations
 
 
 class TokenBucket:
-    """Holds `capacity` at most, and gains `rate_s` a second."""
+    """A bucket that holds at most `capacity` and gains `rate_s` per second."""
 
     __slots__ = ("at_s", "capacity", "level", "rate_s")
 
@@ -21,14 +21,14 @@ class TokenBucket:
         self.at_s = now_s
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """Seconds until the bucket holds `amount`, or is full if `amount` is larger; 0: now."""
+        """Seconds until the bucket holds `amount`, or is full if `amount` exceeds its capacity."""
         self._refill(now_s)
         missing = min(amount, self.capacity) - self.level
         return missing / self.rate_s if missing > 1e-9 * self.capacity else 0.0
 
     def charge(self, amount: float, now_s: float) -> None:
-        """Take `amount`, also below zero. A negative amount is given back."""
-        self._refill(now_s)  # first: an overflow until now must not pay for later use
+        """Take `amount`; the level may fall below zero. A negative amount is returned to the bucket."""
+        self._refill(now_s)  # before the charge: a past overflow must not pay for later use
         self.level = min(self.capacity, self.level - amount)
 
     def resized(self, rate_s: float, capacity: float, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Connections to workers: requests over HTTP/1.1, a keep-alive pool for each, responses as they arrive.
+"""HTTP/1.1 connections to workers: requests, a keep-alive pool for each worker, and incremental responses.
 
-Knows a worker as a `Peer` only. May import `config`, `deadlines` and `metrics`.
+The package knows a worker only as a `Peer`. It may import `config`, `deadlines` and `metrics`.
 """

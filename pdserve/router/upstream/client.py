@@ -1,7 +1,7 @@
-"""Requests to workers, over a pool of keep-alive connections for each.
+"""The HTTP client of the router: requests to workers, over one keep-alive pool for each worker.
 
-A reused connection that turns out to be closed before any byte of the answer is replaced once
-by a fresh one: the worker never saw the request, or gave it up with the connection.
+A reused connection may turn out to be closed before the first byte of the answer. The request is then sent
+again on another connection: the worker never saw the request, or dropped it with the connection.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ IDLE_CHECK_S = 1.0
 
 
 class Upstream:
-    """All pools, with the requests that go over them. Make it inside the running loop."""
+    """The connection pools of all workers. Its constructor needs a running event loop."""
 
     def __init__(self, limits: Limits, token: str = "") -> None:
-        """`token`: the cluster's, shown to the workers."""
+        """`token`: the cluster's bearer token, sent with each request. Empty: no token is sent."""
         self._limits = limits
         self._authorization = b"authorization: Bearer %b\r\n" % token.encode("ascii") if token else b""
         self._loop = asyncio.get_running_loop()
@@ -30,7 +30,7 @@ class Upstream:
         self.counts = ConnectionCounts()
 
     def pool(self, worker: Peer) -> WorkerPool:
-        """The worker's pool."""
+        """The worker's pool, made at the first call."""
         pool = self._pools.get(worker.id)
         if pool is None:
             pool = self._pools[worker.id] = WorkerPool(worker, self._limits, self.counts)
@@ -48,10 +48,11 @@ class Upstream:
         connect_s: float,
         head_s: float,
     ) -> Response:
-        """POST `body` to `target` of `worker`; returns when the answer's head has come.
+        """POST `body` to `target` of `worker`. Returns when the head of the answer has arrived.
 
-        `headers` are finished header lines, each ended by CRLF; host and length are added here. The caller
-        must `release()` the response. Raises UpstreamError; then, as on cancellation, nothing is left open.
+        `headers` are complete header lines, each ended by CRLF; host and length are added here. The caller
+        must `release()` the response. Raises UpstreamError. After an error or a cancellation the connection
+        is closed.
         """
         pool = self._pools.get(worker.id) or self.pool(worker)
         head = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-length: %d\r\n%b%b\r\n" % (
@@ -86,7 +87,7 @@ class Upstream:
             return response
 
     def cut_worker(self, worker: Peer) -> None:
-        """Fail everything in flight to `worker`, which is known to be dead."""
+        """Fail all requests in flight to `worker`, which is known to be dead."""
         self.pool(worker).cut_all()
 
     @property
@@ -112,6 +113,6 @@ class Upstream:
         now_s = self._loop.time()
         for worker_id, pool in list(self._pools.items()):
             pool.drop_aged(now_s)
-            if pool.is_empty:  # its worker may have left; if not, it is made anew
+            if pool.is_empty:  # its worker may have left; if not, `pool` makes a new one
                 del self._pools[worker_id]
         self._timer = self._loop.call_later(IDLE_CHECK_S, self._drop_aged)

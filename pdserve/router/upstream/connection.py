@@ -2,11 +2,11 @@
 
 Rules:
 - A `Connection` carries one `Response` at a time.
-- Body bytes are handed on as they came (transfer coding removed); they are never looked at.
-- A body without length that ends with the connection is whole, unless that was reset; one with a length or
-  chunked coding that does so is cut short, which is an error, as are bytes that are not HTTP, a head without
-  end, and bytes nobody asked for.
-- 1xx heads are passed over.
+- Body bytes are passed on unread; only the transfer coding is removed.
+- A body without a length is complete when the connection ends, unless the connection was reset.
+- A body with a length or chunked coding must not end with the connection: that is an error.
+- Bytes that are not HTTP, an endless head, and bytes without a request are errors.
+- 1xx heads are skipped.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from pdserve.router.deadlines import Deadlines
 from pdserve.router.upstream.response import ErrorKind, Response, UpstreamError
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Longest response head (status line and headers); uvicorn's own bound for requests is the same."""
+"""Longest response head (status line and headers). uvicorn has the same limit for requests."""
 JOIN_BYTES = 16 * 1024
-"""Up to here copying the body behind the head costs less than a second write."""
+"""Up to this size, copying head and body together costs less than a second write."""
 
 
 class ConnectionOwner:
-    """What a connection tells its pool."""
+    """The events that a connection reports to its pool."""
 
     def keep(self, connection: Connection) -> None:
-        """`connection` is idle and clean."""
+        """`connection` is idle and can carry another request."""
         raise NotImplementedError
 
     def forget(self, connection: Connection) -> None:
-        """`connection` is closed or of no more use. May be told twice."""
+        """`connection` is closed or unusable. A connection may report this twice."""
         raise NotImplementedError
 
 
@@ -51,20 +51,18 @@ class Connection(asyncio.Protocol):
         self._keep_alive = True
         self._closed = False
         self.used = False
-        """A request was sent on it before: it may have gone stale."""
+        """It has carried a request before, so the worker may have closed it meanwhile."""
         self.idle_since_s = 0.0
 
     # --- for the pool
 
     @property
     def is_usable(self) -> bool:
-        """Open, idle and clean."""
+        """The connection is open, idle and can carry a request."""
         return not self._closed and self._response is None and self._keep_alive
 
     def start(self, head: bytes, body: bytes, deadlines: Deadlines) -> Response:
-        """Send a request; the caller owns the response. Raises UpstreamError if the connection is gone
-        already.
-        """
+        """Send a request; the caller owns the response. Raises UpstreamError if the connection is closed."""
         transport = self._transport
         if transport is None or self._closed:
             raise UpstreamError("closed", "the connection was closed")
@@ -76,14 +74,14 @@ class Connection(asyncio.Protocol):
         return response
 
     def cut(self) -> None:
-        """Close at once; what was not sent yet is dropped."""
+        """Close at once; unsent bytes are dropped."""
         self._closed = True
         self._pool.forget(self)
         if self._transport is not None:
             self._transport.abort()
 
     def fail(self, error: UpstreamError) -> None:
-        """Close at once; the response on it, if any, fails with `error`."""
+        """Close at once; the current response, if any, fails with `error`."""
         if self._response is not None:
             self._response.fail(error)
         self.cut()
@@ -91,17 +89,17 @@ class Connection(asyncio.Protocol):
     # --- for the response
 
     def pause_reading(self) -> None:
-        """Take no more bytes from the worker."""
+        """Stop reading bytes from the worker."""
         if self._transport is not None and not self._closed:
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Take bytes from the worker again."""
+        """Read bytes from the worker again."""
         if self._transport is not None and not self._closed:
             self._transport.resume_reading()
 
     def end_response(self, whole: bool) -> None:
-        """The response's owner is done with it."""
+        """The response's owner has released it. `whole`: the response is complete and without error."""
         self._response = None
         self.used = True
         if whole and self._keep_alive and not self._closed:
@@ -112,16 +110,16 @@ class Connection(asyncio.Protocol):
     # --- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection stands."""
+        """The connection is open: send small writes at once (TCP_NODELAY)."""
         self._transport = cast("asyncio.Transport", transport)
         sock = transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes from the worker."""
+        """Parse bytes from the worker."""
         response = self._response
-        if response is None:  # bytes nobody asked for: whatever they are, the connection is out of step
+        if response is None:  # bytes without a request: the connection is out of step
             self._drop()
             return
         response.received_bytes += len(data)
@@ -137,11 +135,9 @@ class Connection(asyncio.Protocol):
             response.fail(UpstreamError("protocol", f"answer's head is longer than {MAX_HEAD_BYTES} bytes"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone, by us or by the worker."""
+        """This side or the worker has closed the connection."""
         self._closed = True
-        del (
-            self._parser
-        )  # they hold each other, and the garbage collector runs seldom (`processes/serving.py`)
+        del self._parser  # a reference cycle, and the garbage collector runs seldom (`processes/serving.py`)
         response = self._response
         if response is not None and not response.complete:
             if response.status and not self._has_length and response.error is None and exc is None:
@@ -159,13 +155,13 @@ class Connection(asyncio.Protocol):
     # --- httptools
 
     def on_message_begin(self) -> None:
-        """A head begins."""
+        """The parser found the begin of a head."""
         if self._response is None or self._response.complete:
             self._keep_alive = False  # a second answer to one request: out of step
         self._has_length = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header line."""
+        """The parser found a header line."""
         response = self._response
         if response is None or response.complete:
             return
@@ -175,7 +171,7 @@ class Connection(asyncio.Protocol):
         response.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """The head is whole; a 1xx head is dropped, the real one follows."""
+        """The head is complete. A 1xx head is dropped: the final head follows."""
         response = self._response
         if response is None or response.complete:
             return
@@ -188,13 +184,13 @@ class Connection(asyncio.Protocol):
         response.wake()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body, transfer coding removed."""
+        """The parser found a piece of the body, with the transfer coding removed."""
         response = self._response
         if response is not None and not response.complete:
             response.push(body)
 
     def on_message_complete(self) -> None:
-        """The response is whole."""
+        """The response is complete."""
         if self._interim:
             self._interim = False
             return

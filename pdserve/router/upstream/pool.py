@@ -1,7 +1,6 @@
 """Keep-alive connections to one worker.
 
-An idle connection is not used again after `IDLE_S`, which is below the 5 s after which SGLang's server
-closes it.
+An idle connection is not used again after `IDLE_S`. SGLang's server closes it after 5 s.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ IDLE_S = 4.0
 
 
 class Peer(Protocol):
-    """A worker as its connections need it."""
+    """The attributes of a worker that its connections use."""
 
     id: str
     id_header: bytes
@@ -29,7 +28,7 @@ class Peer(Protocol):
 
 
 class ConnectionCounts(msgspec.Struct):
-    """Totals since the start, for metrics."""
+    """Counters for metrics: connections opened, reused, found stale, and failed to open."""
 
     opened: int = 0
     reused: int = 0
@@ -38,8 +37,9 @@ class ConnectionCounts(msgspec.Struct):
 
 
 class WorkerPool(ConnectionOwner):
-    """The connections to one worker. The most recently used idle one is used first, so that the rest can
-    age out.
+    """The connections to one worker.
+
+    The most recently used idle connection is used first, so the others can age out.
     """
 
     def __init__(self, worker: Peer, limits: Limits, counts: ConnectionCounts) -> None:
@@ -53,12 +53,12 @@ class WorkerPool(ConnectionOwner):
 
     @property
     def open_count(self) -> int:
-        """Connections that are open."""
+        """Number of open connections."""
         return len(self._open)
 
     @property
     def idle_count(self) -> int:
-        """Open connections that no request uses."""
+        """Number of open connections that no request uses."""
         return sum(connection.is_usable for connection in self._idle)
 
     @property
@@ -67,7 +67,7 @@ class WorkerPool(ConnectionOwner):
         return not self._open and not self._connecting
 
     def take_idle(self, now_s: float) -> Connection | None:
-        """A connection that is likely still open on the other side."""
+        """An idle connection that the worker has likely not closed, or None."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_usable and now_s - connection.idle_since_s < IDLE_S:
@@ -77,7 +77,7 @@ class WorkerPool(ConnectionOwner):
         return None
 
     async def connect(self, timeout_s: float) -> Connection:
-        """A fresh connection. Raises UpstreamError (`connect`, `busy`)."""
+        """Open a connection. Raises UpstreamError `busy` at the limit of connections, else `connect`."""
         if len(self._open) + self._connecting >= self._limits.worker_connections:
             raise UpstreamError("busy", f"worker {self._worker.id} has all its connections in use")
         self._connecting += 1
@@ -100,7 +100,7 @@ class WorkerPool(ConnectionOwner):
         return connection
 
     def keep(self, connection: Connection) -> None:
-        """Back from a request, idle and clean."""
+        """Keep the connection for another request, or close it if enough are idle."""
         if len(self._idle) >= self._limits.idle_connections:
             self._discard(connection)
             return
@@ -108,7 +108,7 @@ class WorkerPool(ConnectionOwner):
         self._idle.append(connection)
 
     def forget(self, connection: Connection) -> None:
-        """Closed."""
+        """Remove a closed connection."""
         self._open.discard(connection)
         if connection in self._idle:  # closed by the worker
             self._idle.remove(connection)
@@ -119,7 +119,7 @@ class WorkerPool(ConnectionOwner):
             self._discard(self._idle.popleft())
 
     def cut_all(self) -> None:
-        """Close every connection, those in use too: their responses fail (`down`)."""
+        """Close every connection. The responses that are in progress fail with `down`."""
         self._idle.clear()
         for connection in list(self._open):
             connection.fail(UpstreamError("down", f"worker {self._worker.id} is down"))

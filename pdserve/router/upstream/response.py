@@ -1,12 +1,12 @@
-"""One response of a worker as it comes in: what is there, what is awaited, how it ended.
+"""One response of a worker while it arrives: its buffered body, its waiting reader, its end or error.
 
-- Whoever asked owns the `Response` and must `release()` it on every path. Released whole and clean, the
-  connection is kept alive; otherwise it is cut at once, and that is what aborts the request in the worker.
-- Back-pressure: beyond `HIGH_WATER_BYTES` unread, reading from the worker pauses until they were read.
-- Every wait has a deadline (see `deadlines`), counted only while somebody waits for the worker, not while the
-  client is slow to read.
-- Waking a task for each token of each stream costs more than passing the token on. So who relays a stream may
-  leave a `Taker` here, which gets what comes as soon as it was read from the connection.
+- The caller of the request owns the `Response` and must `release()` it on every path. After a complete
+  response the connection is kept alive. Otherwise it is closed, which aborts the request in the worker.
+- Back-pressure: beyond `HIGH_WATER_BYTES` of unread body, reading from the worker pauses.
+- Every wait has a deadline (see `deadlines`). It counts only the time of waiting for the worker, not the time
+  in which a slow client reads.
+- Waking a task for each token of each stream costs more than passing the token on. So the relay of a stream
+  may register a `Taker`: a callback that gets the bytes as soon as they are read from the connection.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ HIGH_WATER_BYTES = 256 * 1024
 ErrorKind = Literal["connect", "timeout", "closed", "protocol", "busy", "cut", "down"]
 
 Taker: TypeAlias = Callable[[bytes], bool]
-"""Takes a piece of the body at once, or says that it cannot now. Must not raise."""
+"""Takes a piece of the body and returns True, or returns False to decline it. Must not raise."""
 
 
 class UpstreamError(PdserveError):
-    """A worker did not answer as HTTP wants it to. `kind` is one word for metrics and log lines."""
+    """A worker did not give a complete HTTP answer. `kind` is one word for metrics and log lines."""
 
     def __init__(self, kind: ErrorKind, message: str) -> None:
         super().__init__(message)
@@ -37,23 +37,23 @@ class UpstreamError(PdserveError):
 
 
 class Carrier(Protocol):
-    """What a response asks of the connection that carries it."""
+    """The methods of a connection that a response calls."""
 
     def pause_reading(self) -> None:
-        """Take no more bytes from the worker."""
+        """Stop reading bytes from the worker."""
         ...
 
     def resume_reading(self) -> None:
-        """Take bytes from the worker again."""
+        """Read bytes from the worker again."""
         ...
 
     def end_response(self, whole: bool) -> None:
-        """The response's owner is done with it; `whole`: the response came to its end."""
+        """The response's owner has released it. `whole`: the response is complete and without error."""
         ...
 
 
 class Response:
-    """The response to one request. Chunks are kept until read, bounded by back-pressure."""
+    """The response to one request. Chunks are buffered until they are read; back-pressure bounds them."""
 
     __slots__ = (
         "_buffered_bytes",
@@ -81,12 +81,12 @@ class Response:
         self._waiter: asyncio.Future[None] | None = None
         self._taker: Taker | None = None
         self._timeout_s = math.inf
-        """Of the wait that runs."""
+        """Timeout of the current wait."""
         self.deadline_s = math.inf
         self.status = 0
-        """0 until the head has come."""
+        """0 until the head has arrived."""
         self.headers: list[tuple[bytes, bytes]] = []
-        """Names in lower case."""
+        """Pairs of name and value; names are in lower case."""
         self.complete = False
         self.error: UpstreamError | None = None
         self.received_bytes = 0
@@ -95,7 +95,7 @@ class Response:
     # --- for the owner
 
     async def head(self, timeout_s: float) -> int:
-        """The response's status, once its head is there. Raises UpstreamError."""
+        """Wait for the head of the response. Returns the status. Raises UpstreamError."""
         while not self.status:
             if self.error is not None:
                 raise self.error
@@ -103,9 +103,7 @@ class Response:
         return self.status
 
     async def read_some(self, timeout_s: float) -> bytes:
-        """The next bytes of the body, everything that is there; b"" at its end. Raises UpstreamError when
-        it breaks.
-        """
+        """Wait for bytes of the body. Returns all buffered bytes, or b"" at the end. Raises UpstreamError."""
         while not self._chunks:
             if self.error is not None:
                 raise self.error
@@ -115,8 +113,10 @@ class Response:
         return self.take()
 
     async def give(self, taker: Taker, timeout_s: float) -> bytes:
-        """As `read_some`, but what comes meanwhile goes to `taker`, and each time the wait begins anew; until
-        it declines, or the body ends or breaks. What comes together with the end is not given to it.
+        """Pass arriving bytes to `taker` until it declines, or until the body ends or fails.
+
+        Returns the bytes that `taker` did not take, as `read_some` does. The deadline starts again with each
+        piece that `taker` takes. The bytes that arrive with the end of the body are returned, not passed.
         """
         self._taker = taker
         try:
@@ -125,7 +125,7 @@ class Response:
             self._taker = None
 
     def take(self) -> bytes:
-        """What has come of the body and was not read."""
+        """All buffered bytes of the body."""
         chunks = self._chunks
         data = chunks.popleft() if len(chunks) == 1 else b"".join(chunks)
         chunks.clear()
@@ -135,7 +135,7 @@ class Response:
         return data
 
     async def read_all(self, timeout_s: float, limit_bytes: int) -> bytes:
-        """The whole body. Raises UpstreamError when it breaks or is longer than `limit_bytes`."""
+        """The complete body. Raises UpstreamError if it breaks off or is longer than `limit_bytes`."""
         data = await self.read_some(timeout_s)
         if self.at_end:
             return data
@@ -149,37 +149,35 @@ class Response:
 
     @property
     def at_end(self) -> bool:
-        """The whole body has come and been read."""
+        """The body has arrived completely and was read completely."""
         return self.complete and not self._chunks
 
     def release(self) -> None:
-        """The owner is done: keep the connection if the response came whole, else cut it. May be called
-        again.
-        """
+        """Keep the connection if the response is complete, else close it. Further calls have no effect."""
         self._deadlines.discard(self)
         if self._paused:
             self._resume()
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.end_response(self.complete and self.error is None)
-        self.error = None  # it holds what it was raised through, which holds this
+        self.error = None  # a reference cycle: its traceback refers to this response
 
     # --- for the deadline sweep
 
     def expire(self) -> None:
-        """Nothing came in time."""
+        """The deadline has passed."""
         self.fail(UpstreamError("timeout", "the worker did not answer in time"))
 
     # --- for the connection
 
     def fail(self, error: UpstreamError) -> None:
-        """The response breaks off here; bytes that came before can still be read."""
+        """The response breaks off with `error`. Bytes that arrived before can still be read."""
         if self.error is None and not self.complete:
             self.error = error
         self.wake()
 
     def push(self, data: bytes) -> None:
-        """A piece of the body."""
+        """Buffer a piece of the body. Pause reading from the worker if too much is unread."""
         self._chunks.append(data)
         self._buffered_bytes += len(data)
         if self._buffered_bytes > HIGH_WATER_BYTES and not self._paused and self._connection is not None:
@@ -187,7 +185,7 @@ class Response:
             self._connection.pause_reading()
 
     def received(self) -> None:
-        """All that was read from the connection at once has been pushed."""
+        """The pieces of one read from the connection are all pushed: give them to the taker or the reader."""
         if self._waiter is None or not self._chunks:
             return
         if self._taker is not None:
@@ -199,7 +197,7 @@ class Response:
         self.wake()
 
     def wake(self) -> None:
-        """There is something new for the owner."""
+        """Wake the task that waits for this response."""
         waiter = self._waiter
         if waiter is not None:
             self._waiter = None
@@ -213,7 +211,7 @@ class Response:
             self._connection.resume_reading()
 
     def _news(self, timeout_s: float) -> asyncio.Future[None]:
-        """Is done when there is something new; the deadline runs until then."""
+        """A future that `wake` completes. The deadline starts now."""
         loop = self._deadlines.loop
         self._waiter = waiter = loop.create_future()
         self._timeout_s = timeout_s

@@ -16,7 +16,7 @@ from pdserve.bench.chaos.faults import abandon, perform, timing
 from pdserve.bench.chaos.field import Field, Settings
 from pdserve.bench.chaos.pages import SHAPES
 from pdserve.bench.chaos.plan import Fault, Kind, Plan
-from pdserve.bench.chaos.records import Acted, Ended, Lost, Moved, Record, Restarted, Upgraded, read_lines
+from pdserve.bench.chaos.records import Ended, Lost, Upgraded, read_lines
 from pdserve.bench.chaos.run import Outcome, Replay, figures_table
 from pdserve.bench.stores import BenchError
 from pdserve.errors import PoolRefused, PoolUnavailable
@@ -56,7 +56,7 @@ def field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Field:
     return made
 
 
-def noted(field: Field, kind: Kind) -> list[Record]:
+def noted(field: Field, kind: Kind) -> list[Any]:
     """The records of one such fault of node0."""
     perform.perform(field, Fault(0.0, kind, 0, 0.0, 1))
     return read_lines(field.output.read_bytes())
@@ -77,14 +77,12 @@ def test_a_fault_that_does_not_happen_is_noted_with_its_error(
 ) -> None:
     monkeypatch.setitem(perform.ACTS, kind, raises(error))
     (record,) = noted(field, kind)
-    assert isinstance(record, Acted)
     assert (record.kind, record.node, record.became, record.why) == (kind, "node0", became, str(error))
 
 
 def test_a_fault_that_is_done_is_noted_even_so(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(perform.ACTS, "kill", lambda *_: None)
     (record,) = noted(field, "kill")
-    assert isinstance(record, Acted)
     assert (record.became, record.why) == ("done", "")
 
 
@@ -93,9 +91,7 @@ def test_an_upgrade_that_a_node_refuses_is_noted_and_ends_the_round(
 ) -> None:
     monkeypatch.setattr(perform, "ask", raises(PoolRefused("the new version does not load")))
     upgraded, acted = noted(field, "upgrade")
-    assert isinstance(upgraded, Upgraded)
     assert (upgraded.node, upgraded.error) == ("node0", "the new version does not load")
-    assert isinstance(acted, Acted)
     assert acted.became == "failed"
 
 
@@ -126,7 +122,6 @@ def test_a_round_of_upgrades_is_done_when_its_last_node_is(
         field.stop.set()
     *_, acted = noted(field, "upgrade")
     assert len(seen) == upgraded
-    assert isinstance(acted, Acted)
     assert acted.became == became
 
 
@@ -138,7 +133,6 @@ def test_an_upgrade_lasts_until_another_incarnation_serves(
     monkeypatch.setattr(field, "nodes", field.nodes[:1])
     monkeypatch.setattr(perform, "ask", lambda *_: None)
     upgraded, _ = noted(field, "upgrade")
-    assert isinstance(upgraded, Upgraded)
     assert upgraded.error == ""
     assert [report.incarnation for report in reports] == [3]
 
@@ -153,7 +147,6 @@ def test_a_restart_notes_how_many_pages_were_asked_for_in_vain(
     monkeypatch.setattr(timing, "Direct", raises(PoolUnavailable("gone")))
     timing.start_again(field, started, {b"small": sum(SHAPES[0]), b"large": sum(SHAPES[1])})
     (restarted,) = read_lines(field.output.read_bytes())
-    assert isinstance(restarted, Restarted)
     assert (restarted.hit_s, restarted.asked) == (None, 1)
 
 
@@ -199,7 +192,6 @@ def test_a_client_to_be_abandoned_is_left_out_only_where_its_node_is_away(
 ) -> None:
     field.ways = [SimpleNamespace(address=address)] * 3  # type: ignore[list-item]
     (acted,) = noted(field, "abandon")
-    assert isinstance(acted, Acted)
     assert acted.became == became
     assert acted.why.startswith(why)
 
@@ -226,23 +218,12 @@ def visitor(field: Field, start: Callable[..., Any]) -> None:
     field.visitor = lambda name: made
 
 
-def test_a_visitor_that_does_not_join_is_noted(field: Field) -> None:
-    visitor(field, raises(BenchError("it did not start")))
-    moved, lost, acted = noted(field, "visit")
-    assert isinstance(moved, Moved)
-    assert moved.error == "it did not start"
-    assert isinstance(lost, Lost)
-    assert isinstance(acted, Acted)
-    assert acted.became == "failed"
-
-
 def test_a_visit_is_left_out_while_another_fault_has_a_node_and_excuses_nothing(
     field: Field, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     visitor(field, lambda: pytest.fail("it was started"))
     monkeypatch.setattr(perform, "pages_on", raises(PoolUnavailable("node1 went away")))
     (acted,) = noted(field, "visit")
-    assert isinstance(acted, Acted)
     assert (acted.became, acted.why) == ("left out", "node1 went away")
 
 
@@ -261,27 +242,26 @@ def test_a_visit_during_which_another_fault_takes_a_node_goes_on_and_counts_no_p
     monkeypatch.setattr(perform, "await_settled", lambda *_: None)
     monkeypatch.setattr(perform, "ask", lambda *_: None)
     monkeypatch.setattr(perform, "until_all", lambda *_: 0.0)
-    came, left, acted = noted(field, "visit")
-    assert isinstance(came, Moved)
+    came, _, acted = noted(field, "visit")
     assert (came.error, came.moved_pages, came.all_pages) == ("", 0, 0)
-    assert isinstance(left, Moved)
-    assert isinstance(acted, Acted)
     assert (acted.became, acted.why) == ("done", "")
 
 
-def test_a_visitor_that_goes_away_as_it_joins_is_noted(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("starts", [True, False])
+def test_a_visitor_that_does_not_start_or_goes_away_as_it_joins_is_noted(
+    field: Field, monkeypatch: pytest.MonkeyPatch, starts: bool
+) -> None:
     def pages_on(one: Any) -> dict[bytes, int]:
         if one.name == "visitor":
             raise PoolUnavailable("the visitor went away")
         return {b"page": 4096}
 
-    visitor(field, lambda: None)
+    visitor(field, (lambda: None) if starts else raises(BenchError("it did not start")))
     monkeypatch.setattr(perform, "pages_on", pages_on)
     monkeypatch.setattr(perform, "await_settled", lambda *_: None)
-    moved, _, acted = noted(field, "visit")
-    assert isinstance(moved, Moved)
-    assert moved.error == "the visitor went away"
-    assert isinstance(acted, Acted)
+    moved, lost, acted = noted(field, "visit")
+    assert moved.error == ("the visitor went away" if starts else "it did not start")
+    assert isinstance(lost, Lost)
     assert acted.became == "failed"
 
 

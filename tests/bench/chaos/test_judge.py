@@ -34,6 +34,7 @@ from pdserve.bench.chaos.records import (
 )
 
 PAGE = p.number(p.OWNED, 0, 1)
+MANY = [p.number(p.OWNED, 0, which) for which in range(900)]
 DAMAGED = p.number(p.DAMAGED, 0, 1)
 
 
@@ -136,6 +137,7 @@ def test_a_fault_that_showed_nothing_is_no_evidence(row: str, idle: Record) -> N
         ("R2", asked("get", 20.0, [PAGE], [True], wrong=[PAGE])),
         ("R2", asked("get", 20.0, [PAGE], [False], corrupt=1)),
         ("R3", asked("confirmed", 20.0, [PAGE], [False])),
+        ("R3", asked("confirmed", 20.0, MANY, [False, *[True] * 899])),
         ("R4", MISS),
         ("R5", Dropped(6.0, 100, 1)),
         ("R6", Overshot(6.0, 4096, 10)),

@@ -10,17 +10,17 @@ import msgspec
 import pytest
 
 from pdserve.bench.chaos.field import Settings, save
-from pdserve.bench.chaos.plan import make_plan
+from pdserve.bench.chaos.plan import FIRST_AT_S, Fault, Plan
 from pdserve.bench.chaos.run import Replay, load_replay
-from tests.support.bench.commands import bench, results
+from tests.support.bench.commands import bench_here, results
 
-SEED = "94"
-FLIP_SEED = 17
+SEED = "34"
+"""At once a node is rebooted and another is silent; a bit is flipped on the third."""
 pytestmark = [pytest.mark.long, pytest.mark.timeout(360)]
 
 
 def chaos(*arguments: str) -> tuple[int, dict[str, Any]]:
-    done = bench("chaos", "--json", *arguments)
+    done = bench_here("chaos", "--json", *arguments)
     (outcome,) = results(done)
     return done.returncode, outcome
 
@@ -40,7 +40,7 @@ def flips(directory: Path) -> list[str]:
 
 def test_faults_cost_misses_and_nothing_else(tmp_path: Path) -> None:
     kinds = ("--kinds", "reboot,silence,flip,abandon", "--lease", "2")
-    returncode, outcome = chaos("--seed", SEED, "--minutes", "0.22", *kinds, "--out", str(tmp_path))
+    returncode, outcome = chaos("--seed", SEED, "--minutes", "0.12", *kinds, "--out", str(tmp_path))
     rows = "\n".join(f"{row['number']} {row['figure']} {row['verdict']}" for row in outcome["rows"])
     found = verdicts(outcome)
     assert all(found[number] == {"pass"} for number in ("R1", "R6", "R12", "R14", "")), rows
@@ -54,7 +54,7 @@ def test_faults_cost_misses_and_nothing_else(tmp_path: Path) -> None:
 def test_without_checksums_a_flipped_bit_is_reported_and_a_kept_run_fails_from_its_file(
     tmp_path: Path,
 ) -> None:
-    plan = make_plan(FLIP_SEED, 0.07, nodes=1, kinds=["flip"])
+    plan = Plan(17, 0.04, 1, [Fault(FIRST_AT_S, "flip", 0, 0.0, 5)])
     replay = Replay(plan, Settings(capacity_bytes=32 << 20, lease_s=1.0, checksum=False))
     save(tmp_path / "plan.json", replay)
     kept = tmp_path / "kept"

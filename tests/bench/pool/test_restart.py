@@ -12,7 +12,7 @@ import pytest
 from pdserve.bench.pool.restart import FIRST_HIT_WITHIN_S, PAGE_BYTES, Restarts, read_sample
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.protocol.base import KEY_BYTES
-from tests.support.bench.commands import bench, results
+from tests.support.bench.commands import bench_here, results
 
 KEYS = np.arange(10 * KEY_BYTES, dtype=np.uint8).reshape(10, KEY_BYTES)
 
@@ -51,7 +51,7 @@ def test_pages_that_are_there_and_cannot_be_read_fail_the_run(
 
 @pytest.mark.long
 def test_a_killed_node_has_its_pages_again_and_the_client_finds_them() -> None:
-    (outcome,) = results(bench("restart", "--pages", "3000", "--rounds", "2", "--json"))
+    (outcome,) = results(bench_here("restart", "--pages", "3000", "--rounds", "2", "--json"))
     assert [outcome[name] for name in ("pages", "kept", "read", "wrong")] == [3000, 1.0, 1.0, 0]
     first, second = (one["first_hit_s"] for one in outcome["restarts"])
     assert 0 < min(first, second) <= outcome["first_hit_s"] <= max(first, second) < FIRST_HIT_WITHIN_S

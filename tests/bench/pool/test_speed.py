@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,9 @@ from pdserve.bench.peers.ucx_perftest import read_perftest
 from pdserve.bench.plot import pool_bars
 from pdserve.bench.pool.speed import PeerFigures, PoolFigures, Workload, _Contender, _figures
 from pdserve.bench.stores import BenchError, PoolStore
-from tests.support.bench.commands import assert_refused, bench, results
+from tests.support.bench.commands import assert_refused, bench, bench_here, results
 
 SHORT = ("--seconds", "0", "--batch", "4", "--capacity", "64MiB")
-ONE = ("--pages", "64KiB", "--path", "shm", "--checksum", "on")
 PERFTEST_OUTPUT = """
 +--------------+--------------+------------------------------+---------------------+-----------------------+
 |              |              |       overhead (usec)        |   bandwidth (MB/s)  |  message rate (msg/s) |
@@ -23,31 +23,33 @@ Final:                   953      4.366   601.937   601.937     1661.30    1600.
 """
 
 
-def test_json_has_one_line_per_size_and_checksum() -> None:
-    rows = results(bench("pool", "--json", *SHORT, "--path", "shm", "--pages", "64KiB,256KiB"))
+def test_each_size_and_checksum_is_a_line_with_its_peers_measured_in_the_same_rounds_and_drawn(
+    tmp_path: Path,
+) -> None:
+    picture = tmp_path / "pool.png"
+    peers = ("--peer", "mooncake", "--peer", "redis", "--plot", str(picture))
+    rows = results(bench("pool", "--json", *SHORT, "--path", "shm", "--pages", "64KiB,256KiB", *peers))
     assert [(row["path"], row["checksum"], row["page_bytes"]) for row in rows] == [
         ("shm", checksum, size) for checksum in ("on", "off") for size in (65536, 262144)
     ]
     for row in rows:
         assert row["get_gbps"] > 0
         assert row["single_get_p50_us"] <= row["single_get_p99_us"]
-
-
-def test_peers_are_measured_in_the_same_rounds_and_drawn(tmp_path: Path) -> None:
-    picture = tmp_path / "pool.png"
-    peers = ("--peer", "mooncake", "--peer", "redis", "--plot", str(picture))
-    (row,) = results(bench("pool", "--json", *SHORT, *ONE, *peers))
-    assert row["rounds"] >= 5
-    assert set(row["peers"]) == {"mooncake", "redis"}
-    assert all(peer["get_gbps"] > 0 and peer["put_gbps"] > 0 for peer in row["peers"].values())
+        assert row["rounds"] >= 5
+        assert set(row["peers"]) == {"mooncake", "redis"}
+        assert all(peer["get_gbps"] > 0 and peer["put_gbps"] > 0 for peer in row["peers"].values())
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("missing", ["mooncake", "redis", "matplotlib"])
-def test_what_is_not_installed_is_named_with_how_to_install_it(missing: str, tmp_path: Path) -> None:
-    (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError('no {missing}', name='{missing}')\n")
+def test_what_is_not_installed_is_named_with_how_to_install_it(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for loaded in [name for name in sys.modules if name.startswith(f"{missing}.")]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setitem(sys.modules, missing, None)  # type: ignore[arg-type]  # cannot be imported
     asked = ("--plot", "x.png") if missing == "matplotlib" else ("--peer", missing)
-    done = bench("pool", *asked, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    done = bench_here("pool", *asked)
     assert done.returncode == 1
     (line,) = done.stderr.strip().splitlines()
     assert f"{missing} is not installed" in line
@@ -70,7 +72,8 @@ def test_a_library_that_mooncake_misses_is_named_with_its_package(tmp_path: Path
 
 
 def test_table_names_what_it_shows() -> None:
-    done = bench("pool", *SHORT, *ONE, "--path", "shm,ucx")
+    one = ("--pages", "64KiB", "--path", "shm,ucx", "--checksum", "on")
+    done = bench_here("pool", *SHORT, *one)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("pdserve bench pool --seconds 0")
     assert "(commit " in done.stdout.splitlines()[0]

@@ -9,31 +9,35 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.bench.router import measure
 from pdserve.bench.router.load import Load, Loaded, make_requests, run_load
 from pdserve.bench.router.measure import Turn, rows_of, split_cores
 from pdserve.bench.router.mock import Mock, answers
 from pdserve.bench.stores import BenchError
-from tests.support.bench.commands import assert_refused, bench, results
+from tests.support.bench.commands import assert_refused, bench_here, results
 
 SHORT = (
-    *("--streams", "1,4", "--rounds", "1", "--seconds", "0.4"),
+    *("--streams", "4", "--rounds", "1", "--seconds", "0.3"),
     *("--long-streams", "8", "--long-seconds", "0.3"),
 )
 
 
-def test_every_router_is_measured_beside_direct_access(tmp_path: Path) -> None:
+def test_every_router_is_measured_beside_direct_access(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "LONG_WARM_UP_S", 0.2)
     broken = tmp_path / "smg"
     broken.write_text("#!/bin/sh\necho no such option\nexit 1\n")
     broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
     picture = tmp_path / "router.png"
     words = (*SHORT, "--peers", "smg,vllm-router", "--plot", str(picture))
-    done = bench("router", "--json", *words, PATH=str(tmp_path))
+    done = bench_here("router", "--json", *words, PATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "vllm-router is not installed" in done.stderr
     assert "left out: smg did not start: no such option" in done.stderr
     rows = results(done)
     named = [(row["router"], row["streams"]) for row in rows]
-    assert named == [(router, streams) for streams in (1, 4, 8) for router in ("direct", "pdserve")]
+    assert named == [(router, streams) for streams in (4, 8) for router in ("direct", "pdserve")]
     assert [row["errors"] for row in rows] == [0] * len(rows), rows
     keys = ["streams", "added_ttft_ms_p50", "added_ttft_ms_p99", "rps", "chunks_per_s", "rss_mb"]
     assert list(rows[0])[1:7] == keys

@@ -313,6 +313,8 @@ def test_a_continued_stream_can_be_continued() -> None:
         post(Engine(answer), "/pd/continue?endpoint=/v1/chat/completions", marks.continue_body(b"{}"))
     )
     second = b"".join(pieces)
+    marks_told = [line.split() for line in second.split(b"\n\n") if line.startswith(b": pd ")]
+    assert int(marks_told[0][3]) > 0  # the number of its first token: those before were told
     assert facts(seen + cut_and_continue(second, [len(second) // 2], Engine(answer), b"{}", marks)) == facts(
         whole
     )

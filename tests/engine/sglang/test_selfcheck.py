@@ -61,17 +61,18 @@ def holders(place: Place) -> tuple[list[Any], str]:
     return [one for one in (owner, *classes) if last in vars(one)], last
 
 
-@pytest.mark.parametrize(
-    "place", [one for one in all_places() if not one.attribute.endswith("__init__")], ids=lambda one: one.name
-)
-def test_a_place_that_is_gone_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    owners, last = holders(place)
-    if isinstance(owners[0], enum.EnumType):  # its members cannot be taken out
-        monkeypatch.setattr(importlib.import_module(place.module), owners[0].__name__, object())
-    else:
-        for owner in dict.fromkeys(owners):
-            monkeypatch.delattr(owner, last)
-    assert list(missing_places([place])) == [f"{place.name} is not there"]
+def test_each_place_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in all_places():
+        if place.attribute.endswith("__init__"):  # every class has one
+            continue
+        owners, last = holders(place)
+        with monkeypatch.context() as gone:
+            if isinstance(owners[0], enum.EnumType):  # its members cannot be taken out
+                gone.setattr(importlib.import_module(place.module), owners[0].__name__, object())
+            else:
+                for owner in dict.fromkeys(owners):
+                    gone.delattr(owner, last)
+            assert list(missing_places([place])) == [f"{place.name} is not there"]
 
 
 def without_parameter(target: Any, name: str) -> Callable[..., None]:
@@ -112,28 +113,20 @@ def wanted_names() -> list[tuple[Place, str, str]]:
     return [(place, kind, name) for place in all_places() for kind in kinds for name in getattr(place, kind)]
 
 
-@pytest.mark.parametrize(
-    ("place", "kind", "name"), wanted_names(), ids=lambda value: getattr(value, "name", value)
-)
-def test_a_name_that_is_another_is_named(
-    place: Place,
-    kind: str,
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
-    renamed: Rename,
-) -> None:
-    owners, last = holders(place)
-    target = place.find()
-    if kind == "parameters":
-        other = without_parameter(target, name)
-    else:
-        other = renamed(target, name, f"another_{name}")
-    monkeypatch.setattr(owners[0], last, other)
-    one = Place(place.module, place.attribute, **{kind: (name,)})
-    [line] = missing_places([one])
-    assert line.startswith(place.name)
-    assert line.endswith(name)
-    assert "\n" not in line
+def test_each_name_that_is_another_is_named(monkeypatch: pytest.MonkeyPatch, renamed: Rename) -> None:
+    for place, kind, name in wanted_names():
+        owners, last = holders(place)
+        target = place.find()
+        if kind == "parameters":
+            other = without_parameter(target, name)
+        else:
+            other = renamed(target, name, f"another_{name}")
+        with monkeypatch.context() as changed:
+            changed.setattr(owners[0], last, other)
+            [line] = missing_places([Place(place.module, place.attribute, **{kind: (name,)})])
+        assert line.startswith(place.name)
+        assert line.endswith(name)
+        assert "\n" not in line
 
 
 # --- what is tried
@@ -160,12 +153,7 @@ def test_the_pool_is_attached_as_meant() -> None:
     ],
 )
 def test_an_attachment_that_is_not_as_meant_is_named(
-    method: str,
-    old: str,
-    new: str,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    renamed: Rename,
+    method: str, old: str, new: str, said: str, monkeypatch: pytest.MonkeyPatch, renamed: Rename
 ) -> None:
     from sglang.srt.managers.cache_controller import HiCacheController
 

@@ -50,24 +50,20 @@ def test_pages_are_named_as_the_scheduler_names_them_before_sglang_encodes_the_t
     }
 
 
-def test_requests_of_two_connections_do_not_mix() -> None:
+async def test_requests_of_two_connections_do_not_mix() -> None:
     manager, records = Manager(), []
     watch(manager)
+    both = asyncio.Barrier(2)
 
-    async def run() -> None:
-        both = asyncio.Barrier(2)
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        rid = scope["headers"][0][1].decode()
+        await both.wait()
+        manager._init_req_state(Tokenized(rid))
+        await both.wait()
+        await manager._send_one_request(Tokenized(rid, [len(rid)]))
 
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            rid = scope["headers"][0][1].decode()
-            await both.wait()
-            manager._init_req_state(Tokenized(rid))
-            await both.wait()
-            await manager._send_one_request(Tokenized(rid, [len(rid)]))
-
-        scopes = [scope_of("/generate", (b"x-request-id", name)) for name in (b"x", b"yy")]
-        await asyncio.gather(*(serve(app, scope, Client(), records.append) for scope in scopes))
-
-    asyncio.run(run())
+    scopes = [scope_of("/generate", (b"x-request-id", name)) for name in (b"x", b"yy")]
+    await asyncio.gather(*(serve(app, scope, Client(), records.append) for scope in scopes))
     assert {r.request_id: {rid: m.input_ids for rid, m in r.requests.items()} for r in records} == {
         "x": {"x": [1]},
         "yy": {"yy": [2]},

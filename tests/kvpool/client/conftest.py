@@ -12,6 +12,5 @@ from tests.support.kvpool.faulty import Pool
 @pytest.fixture
 def pool() -> Iterator[Pool]:
     """Three nodes; at the end their books are in order and nothing is held."""
-    pool = Pool()
-    yield pool
-    pool.check()
+    with Pool() as pool:
+        yield pool

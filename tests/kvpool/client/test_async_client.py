@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from pdserve.errors import PoolError, PoolRestarting
 from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import View
 from pdserve.kvpool.testing.inproc import InprocConnector
@@ -26,8 +27,10 @@ from pdserve.kvpool.transports.async_control import AsyncControl
 from pdserve.kvpool.transports.session import make_hello
 from tests.support.kvpool.clients import SOON_S, config_of, doors_of
 from tests.support.kvpool.door import UPGRADING, Door, Manner
-from tests.support.kvpool.faulty import key, page_of
+from tests.support.kvpool.faulty import key
+from tests.support.kvpool.faulty import put as put_pages
 
+pytestmark = pytest.mark.timeout(60)
 MAX_WAITERS = 8
 
 
@@ -51,23 +54,18 @@ def client_of(
 
 def put(door: Door, *numbers: int) -> None:
     """Commit pages in "ns", by the node's back door."""
-    connector = InprocConnector([door.node])
-    config = config_of([door])
-    config = type(config)(
-        nodes=[type(config.nodes[0])(node=door.node.name, address=f"inproc:{door.node.name}")]
-    )
-    writer = PoolClient(config, "ns", {}, connector=connector)
-    assert all(writer.put([key(n) for n in numbers], [page_of(key(n)) for n in numbers]))
+    config = PoolClientConfig(nodes=[PoolNodeRef(node=door.node.name, address=f"inproc:{door.node.name}")])
+    writer = PoolClient(config, "ns", {}, connector=InprocConnector([door.node]))
+    assert all(put_pages(writer, [key(n) for n in numbers]))
     writer.close()
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))
-
-
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
     deadline_s = time.monotonic() + SOON_S
-    while not condition():
+    while True:
+        met = condition()
+        if met if isinstance(met, bool) else await met:
+            return
         assert time.monotonic() < deadline_s
         await asyncio.sleep(0.002)  # between looks
 
@@ -78,240 +76,199 @@ async def waiters(door: Door, count: int) -> None:
 
 
 async def until_up(client: AsyncPoolClient) -> None:
-    deadline_s = time.monotonic() + SOON_S
-    while (await client.check())["n0"] is not None:
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.002)  # between looks
+    async def up() -> bool:
+        return (await client.check())["n0"] is None
+
+    await until(up)
 
 
 async def until_found(client: AsyncPoolClient) -> None:
     """Until the first page is: a machine that is busy may make a short time-out pass."""
-    deadline_s = time.monotonic() + SOON_S
-    while not all(await client.exists([key(1)])):
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.002)  # between looks
+
+    async def found() -> bool:
+        return all(await client.exists([key(1)]))
+
+    await until(found)
 
 
-def test_a_wait_is_woken_by_the_commit_of_its_last_page_or_ends_with_what_is_there(door: Door) -> None:
-    async def test() -> None:
-        with client_of(door) as client:
-            waiting = asyncio.create_task(client.wait([key(1), key(2)], SOON_S))
-            await waiters(door, 1)
-            await asyncio.to_thread(put, door, 1)
-            assert await client.exists([key(1), key(2)]) == [True, False]
-            assert await client.wait([key(1), key(2)], 0.02) == [True, False]
-            assert await client.wait([key(1)], 0.0) == [True]
-            assert await client.exists([]) == []
-            assert not waiting.done()
-            await asyncio.to_thread(put, door, 2)
-            assert await waiting == [True, True]
-
-    run(test)
+async def test_a_wait_is_woken_by_the_commit_of_its_last_page_or_ends_with_what_is_there(door: Door) -> None:
+    with client_of(door) as client:
+        waiting = asyncio.create_task(client.wait([key(1), key(2)], SOON_S))
+        await waiters(door, 1)
+        await asyncio.to_thread(put, door, 1)
+        assert await client.exists([key(1), key(2)]) == [True, False]
+        assert await client.wait([key(1), key(2)], 0.02) == [True, False]
+        assert await client.wait([key(1)], 0.0) == [True]
+        assert await client.exists([]) == []
+        assert not waiting.done()
+        await asyncio.to_thread(put, door, 2)
+        assert await waiting == [True, True]
 
 
-def test_more_waits_than_the_node_takes_are_all_answered(door: Door) -> None:
-    async def test() -> None:
-        with client_of(door) as client:
-            count = 3 * MAX_WAITERS
-            waits = [asyncio.create_task(client.wait([key(n)], SOON_S)) for n in range(count)]
-            await waiters(door, MAX_WAITERS)
-            await asyncio.to_thread(put, door, *range(count))
-            assert await asyncio.gather(*waits) == [[True]] * count
-            assert door.greeted == 1
-
-    run(test)
+async def test_more_waits_than_the_node_takes_are_all_answered(door: Door) -> None:
+    with client_of(door) as client:
+        count = 3 * MAX_WAITERS
+        waits = [asyncio.create_task(client.wait([key(n)], SOON_S)) for n in range(count)]
+        await waiters(door, MAX_WAITERS)
+        await asyncio.to_thread(put, door, *range(count))
+        assert await asyncio.gather(*waits) == [[True]] * count
+        assert door.greeted == 1
 
 
-def test_waits_given_up_do_not_keep_others_from_theirs(door: Door) -> None:
+async def test_waits_given_up_do_not_keep_others_from_theirs(door: Door) -> None:
     """A cancelled wait stays open at the node until its time is over, and its answer is dropped."""
-
-    async def test() -> None:
-        with client_of(door) as client:
-            given_up = [asyncio.create_task(client.wait([key(n)], SOON_S)) for n in range(MAX_WAITERS)]
-            await waiters(door, MAX_WAITERS)
-            for task in given_up:
-                task.cancel()
-            await asyncio.gather(*given_up, return_exceptions=True)
-            waiting = asyncio.create_task(client.wait([key(100)], SOON_S))
-            await asyncio.to_thread(put, door, 100)
-            assert await waiting == [True]
-            assert door.greeted == 1
-
-    run(test)
+    with client_of(door) as client:
+        given_up = [asyncio.create_task(client.wait([key(n)], SOON_S)) for n in range(MAX_WAITERS)]
+        await waiters(door, MAX_WAITERS)
+        for task in given_up:
+            task.cancel()
+        await asyncio.gather(*given_up, return_exceptions=True)
+        waiting = asyncio.create_task(client.wait([key(100)], SOON_S))
+        await asyncio.to_thread(put, door, 100)
+        assert await waiting == [True]
+        assert door.greeted == 1
 
 
-def test_more_keys_than_a_message_holds(door: Door) -> None:
-    async def test() -> None:
-        with client_of(door) as client:
-            wanted = [key(n) for n in range(m.MAX_KEYS + 100)]
-            put(door, 0, m.MAX_KEYS + 1)
-            found = await client.wait(wanted, 0.02)
-            assert [n for n, there in enumerate(found) if there] == [0, m.MAX_KEYS + 1]
-
-    run(test)
+async def test_more_keys_than_a_message_holds(door: Door) -> None:
+    with client_of(door) as client:
+        wanted = [key(n) for n in range(m.MAX_KEYS + 100)]
+        put(door, 0, m.MAX_KEYS + 1)
+        found = await client.wait(wanted, 0.02)
+        assert [n for n, there in enumerate(found) if there] == [0, m.MAX_KEYS + 1]
 
 
-def test_a_silent_node_costs_its_deadline_once_and_is_found_again(door: Door) -> None:
-    async def test() -> None:
-        put(door, 1)
-        with client_of(door, exists_timeout_s=0.2, connect_timeout_s=0.2) as client:
-            await until_found(client)
-            door.manner = Manner.SILENT
-            waits = [
-                client.wait([key(1), key(2)], 0.1),
-                client.exists([key(1)]),
-                client.wait([key(3)], SOON_S),
-            ]
-            assert await asyncio.gather(*waits) == [[False, False], [False], [False]]
-            asked = []
-            door.swallows = lambda request: bool(asked.append(request))
-            for _ in range(50):
-                assert await client.exists([key(1)]) == [False]
-            assert asked == [], "a node that is down is left alone"
-            door.manner = Manner.SERVES
-            await until_found(client)
-
-    run(test)
-
-
-def test_an_answer_that_came_while_the_loop_was_busy_is_taken_and_ends_no_wait(door: Door) -> None:
-    async def test() -> None:
-        put(door, 1)
-        with client_of(door, retry_after_s=60.0) as client:
-            waiting = asyncio.create_task(client.wait([key(2)], SOON_S))
-            await waiters(door, 1)
-            client.config = replace(client.config, exists_timeout_s=0.2)
-            control = client._link("n0")._control
-            assert control is not None
-            asking = asyncio.create_task(client.exists([key(1)]))
-            for _ in range(3):  # the loop's turns in which it asks
-                await asyncio.sleep(0)
-            busy_until_s = time.monotonic() + 0.3
-            while time.monotonic() < busy_until_s:
-                assert select.select([control._writer.get_extra_info("socket")], [], [], SOON_S)[0]
-            assert await asking == [True]
-            assert not waiting.done()
-            await asyncio.to_thread(put, door, 2)
-            assert await waiting == [True]
-            assert door.greeted == 1
-
-    run(test)
-
-
-def test_one_question_without_an_answer_leaves_the_connection_to_the_others(door: Door) -> None:
-    async def test() -> None:
-        put(door, 1)
-        door.swallows = lambda request: isinstance(request, m.Exists) and request.keys == [key(0)]
-        with client_of(door, connect_timeout_s=0.5) as client:
-            await until_found(client)
-            greeted, patient = door.greeted, client.config
-            client.config = replace(patient, exists_timeout_s=0.3)
-            asking = asyncio.create_task(client.exists([key(0)]))
-            await asyncio.sleep(0)
-            client.config = patient
-            while not asking.done():
-                assert await client.exists([key(1)]) == [True]
-            assert await asking == [False]
-            assert await client.exists([key(1)]) == [True]
-            assert door.greeted == greeted
-
-    run(test)
-
-
-def test_a_node_that_died_ends_waits_at_once_and_comes_back_under_other_numbers(door: Door) -> None:
-    async def test() -> None:
-        put(door, 1)
-        with client_of(door) as client:
-            waiting = asyncio.create_task(client.wait([key(2)], 60.0))
-            await waiters(door, 1)
-            door.kill()
-            assert await waiting == [False]
-            door.restart()
-            await until_up(client)
-            assert await client.exists([key(1), key(2)]) == [True, False]
-
-    run(test)
-
-
-def test_an_announced_restart_is_waited_for_also_by_waits_and_once_only(door: Door) -> None:
-    async def test() -> None:
-        put(door, 1)
-        with client_of(door, restart_wait_s=SOON_S) as client:
-            assert await client.exists([key(1)]) == [True]
-            door.manner = Manner.UPGRADES
-            door.hang_up(UPGRADING)
-            asking = [asyncio.create_task(client.exists([key(1)])) for _ in range(5)]
-            door.manner = Manner.SERVES
-            assert await asyncio.gather(*asking) == [[True]] * 5
-            assert door.greeted == 2
-        with client_of(door, restart_wait_s=0.1) as client:
-            assert await client.exists([key(1)]) == [True]
-            door.manner = Manner.UPGRADES
-            door.hang_up(UPGRADING)
-            assert isinstance((await client.check())["n0"], PoolError)
-            await until(lambda: not client._link("n0").reachable)
-            door.manner = Manner.SERVES
-            await until_up(client)
-
-    run(test)
-
-
-def test_close_ends_waits_under_way_and_what_comes_later(door: Door) -> None:
-    async def test() -> None:
-        with client_of(door) as client:
-            waiting = asyncio.create_task(client.wait([key(1)], 60.0))
-            await waiters(door, 1)
-            client.close()
-            assert await waiting == [False]
-            assert await client.exists([key(1)]) == await client.wait([key(1)], 5.0) == [False]
-            await waiters(door, 0)
-
-    run(test)
-
-
-def test_a_node_that_resets_a_new_connection_before_reading_is_asked_once_more(door: Door) -> None:
-    async def test() -> None:
-        put(door, 1)
-        door.manner = Manner.RESETS
-        with client_of(door) as client:
-            asking = asyncio.create_task(client.exists([key(1)]))
-            await asyncio.sleep(
-                0.01
-            )  # until it was reset; should it not have been, the test passes all the same
-            door.manner = Manner.SERVES
-            assert await asking == [True]
-
-    run(test)
-
-
-def test_a_view_that_comes_with_the_greeting_is_not_lost(door: Door) -> None:
-    async def test() -> None:
-        door.node.view = View(0, 3, [m.NodeAddress("n0", door.address), m.NodeAddress("n9", "unix:/none")])
-        with client_of(door) as client:
-            await client.exists([key(1)])
-            assert client.rings.epoch == 3
-            door.tell(View(0, 4, [m.NodeAddress("n0", door.address)]))
-            await until(lambda: client.rings.epoch == 4)
-            assert client._links.keys() == {"n0"}, "a node that left is not tried any more"
-
-    run(test)
-
-
-def test_what_hangs_up_a_connection_reaches_all_its_calls_and_its_owner(door: Door) -> None:
-    async def test() -> None:
-        control = await AsyncControl.connect(door.address, make_hello("test", "", "none"), "ns", {})
-        told: list[m.Fault] = []
-        control.on_fault = told.append
-        calls = [
-            asyncio.create_task(control.call(lambda i: m.Wait(i, control.namespace, [key(9)], 60.0)))
-            for _ in range(3)
+async def test_a_silent_node_costs_its_deadline_once_and_is_found_again(door: Door) -> None:
+    put(door, 1)
+    with client_of(door, exists_timeout_s=0.2, connect_timeout_s=0.2) as client:
+        await until_found(client)
+        door.manner = Manner.SILENT
+        waits = [
+            client.wait([key(1), key(2)], 0.1),
+            client.exists([key(1)]),
+            client.wait([key(3)], SOON_S),
         ]
-        await waiters(door, 3)
-        door.hang_up(UPGRADING)
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(outcome) for outcome in outcomes] == [PoolRestarting] * 3
-        assert told == [UPGRADING]
-        with pytest.raises(PoolRestarting):
-            await control.call(m.Ping)
+        assert await asyncio.gather(*waits) == [[False, False], [False], [False]]
+        asked = []
+        door.swallows = lambda request: bool(asked.append(request))
+        for _ in range(50):
+            assert await client.exists([key(1)]) == [False]
+        assert asked == [], "a node that is down is left alone"
+        door.manner = Manner.SERVES
+        await until_found(client)
 
-    run(test)
+
+async def test_an_answer_that_came_while_the_loop_was_busy_is_taken_and_ends_no_wait(door: Door) -> None:
+    put(door, 1)
+    with client_of(door, retry_after_s=60.0) as client:
+        waiting = asyncio.create_task(client.wait([key(2)], SOON_S))
+        await waiters(door, 1)
+        client.config = replace(client.config, exists_timeout_s=0.2)
+        control = client._link("n0")._control
+        assert control is not None
+        asking = asyncio.create_task(client.exists([key(1)]))
+        for _ in range(3):  # the loop's turns in which it asks
+            await asyncio.sleep(0)
+        busy_until_s = time.monotonic() + 0.3
+        while time.monotonic() < busy_until_s:
+            assert select.select([control._writer.get_extra_info("socket")], [], [], SOON_S)[0]
+        assert await asking == [True]
+        assert not waiting.done()
+        await asyncio.to_thread(put, door, 2)
+        assert await waiting == [True]
+        assert door.greeted == 1
+
+
+async def test_one_question_without_an_answer_leaves_the_connection_to_the_others(door: Door) -> None:
+    put(door, 1)
+    door.swallows = lambda request: isinstance(request, m.Exists) and request.keys == [key(0)]
+    with client_of(door, connect_timeout_s=0.5) as client:
+        await until_found(client)
+        greeted, patient = door.greeted, client.config
+        client.config = replace(patient, exists_timeout_s=0.3)
+        asking = asyncio.create_task(client.exists([key(0)]))
+        await asyncio.sleep(0)
+        client.config = patient
+        while not asking.done():
+            assert await client.exists([key(1)]) == [True]
+        assert await asking == [False]
+        assert await client.exists([key(1)]) == [True]
+        assert door.greeted == greeted
+
+
+async def test_a_node_that_died_ends_waits_at_once_and_comes_back_under_other_numbers(door: Door) -> None:
+    put(door, 1)
+    with client_of(door) as client:
+        waiting = asyncio.create_task(client.wait([key(2)], 60.0))
+        await waiters(door, 1)
+        door.kill()
+        assert await waiting == [False]
+        door.restart()
+        await until_up(client)
+        assert await client.exists([key(1), key(2)]) == [True, False]
+
+
+async def test_an_announced_restart_is_waited_for_also_by_waits_and_once_only(door: Door) -> None:
+    put(door, 1)
+    with client_of(door, restart_wait_s=SOON_S) as client:
+        assert await client.exists([key(1)]) == [True]
+        door.manner = Manner.UPGRADES
+        door.hang_up(UPGRADING)
+        asking = [asyncio.create_task(client.exists([key(1)])) for _ in range(5)]
+        door.manner = Manner.SERVES
+        assert await asyncio.gather(*asking) == [[True]] * 5
+        assert door.greeted == 2
+    with client_of(door, restart_wait_s=0.1) as client:
+        assert await client.exists([key(1)]) == [True]
+        door.manner = Manner.UPGRADES
+        door.hang_up(UPGRADING)
+        assert isinstance((await client.check())["n0"], PoolError)
+        await until(lambda: not client._link("n0").reachable)
+        door.manner = Manner.SERVES
+        await until_up(client)
+
+
+async def test_close_ends_waits_under_way_and_what_comes_later(door: Door) -> None:
+    with client_of(door) as client:
+        waiting = asyncio.create_task(client.wait([key(1)], 60.0))
+        await waiters(door, 1)
+        client.close()
+        assert await waiting == [False]
+        assert await client.exists([key(1)]) == await client.wait([key(1)], 5.0) == [False]
+        await waiters(door, 0)
+
+
+async def test_a_node_that_resets_a_new_connection_before_reading_is_asked_once_more(door: Door) -> None:
+    put(door, 1)
+    door.manner = Manner.RESETS
+    with client_of(door) as client:
+        asking = asyncio.create_task(client.exists([key(1)]))
+        await asyncio.sleep(0.01)  # until it was reset; should it not have been, the test passes all the same
+        door.manner = Manner.SERVES
+        assert await asking == [True]
+
+
+async def test_a_view_that_comes_with_the_greeting_is_not_lost(door: Door) -> None:
+    door.node.view = View(0, 3, [m.NodeAddress("n0", door.address), m.NodeAddress("n9", "unix:/none")])
+    with client_of(door) as client:
+        await client.exists([key(1)])
+        assert client.rings.epoch == 3
+        door.tell(View(0, 4, [m.NodeAddress("n0", door.address)]))
+        await until(lambda: client.rings.epoch == 4)
+        assert client._links.keys() == {"n0"}, "a node that left is not tried any more"
+
+
+async def test_what_hangs_up_a_connection_reaches_all_its_calls_and_its_owner(door: Door) -> None:
+    control = await AsyncControl.connect(door.address, make_hello("test", "", "none"), "ns", {})
+    told: list[m.Fault] = []
+    control.on_fault = told.append
+    calls = [
+        asyncio.create_task(control.call(lambda i: m.Wait(i, control.namespace, [key(9)], 60.0)))
+        for _ in range(3)
+    ]
+    await waiters(door, 3)
+    door.hang_up(UPGRADING)
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [PoolRestarting] * 3
+    assert told == [UPGRADING]
+    with pytest.raises(PoolRestarting):
+        await control.call(m.Ping)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
-import pytest
 
 from pdserve.kvpool.admin.node_client import ask
 from pdserve.kvpool.client.client import PoolClient
@@ -19,20 +17,11 @@ from tests.support.kvpool.clients import Blocking
 from tests.support.kvpool.clustered import Processes
 from tests.support.kvpool.faulty import keys
 from tests.support.kvpool.nodes import small_config
-from tests.support.kvpool.pools import KIB, ProcessPool, arena_dir, remove_arena
+from tests.support.kvpool.pools import KIB, ProcessPool, remove_arena
 
 PAGE_BYTES = 16 * KIB
 COUNT = 200
 SOON_S = 60.0
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    made = Processes(tmp_path)
-    yield made
-    made.close()
-    if arena_dir().exists():
-        arena_dir().rmdir()
 
 
 def until(condition: Callable[[], bool]) -> None:

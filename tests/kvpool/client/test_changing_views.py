@@ -44,7 +44,6 @@ def test_one_seed_is_enough_to_find_all_nodes(pool: Pool) -> None:
     assert min(held(pool)) > 0
     assert sum(held(pool)) in (COUNT, COUNT + 1)  # the first write came before the view
     assert client.nodes_up == 3
-    client.close()
 
 
 def test_a_node_that_joined_is_used_and_what_has_not_moved_is_read_where_it_was(pool: Pool) -> None:
@@ -62,7 +61,6 @@ def test_a_node_that_joined_is_used_and_what_has_not_moved_is_read_where_it_was(
     assert client.counters.pages_missed == 0
     assert put(client, keys(COUNT)) == [True] * COUNT
     assert held(pool)[2] == owned
-    client.close()
 
 
 @pytest.mark.parametrize("kind", [m.Exists, m.Get])
@@ -97,7 +95,6 @@ def test_pages_that_move_between_two_questions_are_found(pool: Pool, kind: type[
     look = client.exists if kind is m.Exists else lambda wanted: get(client, wanted)
     assert look(keys(COUNT)) == [True] * COUNT
     assert len(moved) > 0
-    client.close()
 
 
 def test_without_an_earlier_ring_nothing_is_asked_twice(pool: Pool) -> None:
@@ -106,7 +103,6 @@ def test_without_an_earlier_ring_nothing_is_asked_twice(pool: Pool) -> None:
     pool.connector.before = lambda node, step: calls.append(node) if step == "call" else None
     client.exists(keys(COUNT))
     assert sorted(calls) == ["n0", "n0", "n1", "n1", "n2", "n2"]  # with OpenNamespace
-    client.close()
 
 
 def test_a_node_that_left_is_not_asked_any_more_and_its_connections_end(pool: Pool) -> None:
@@ -121,7 +117,6 @@ def test_a_node_that_left_is_not_asked_any_more_and_its_connections_end(pool: Po
     assert put(client, keys(COUNT)) == [True] * COUNT
     assert get(client, keys(COUNT)) == [True] * COUNT
     assert client.nodes_up == 2
-    client.close()
 
 
 def test_an_operation_under_way_on_a_node_that_leaves_ends_as_usual(pool: Pool) -> None:
@@ -146,7 +141,6 @@ def test_an_operation_under_way_on_a_node_that_leaves_ends_as_usual(pool: Pool) 
     go_on.set()
     reader.join(SOON_S)
     assert found == [[True] * COUNT]
-    client.close()
 
 
 def test_a_write_to_a_node_that_does_not_own_it_goes_to_the_one_that_does(pool: Pool) -> None:
@@ -163,7 +157,6 @@ def test_a_write_to_a_node_that_does_not_own_it_goes_to_the_one_that_does(pool: 
     assert put(client, keys(COUNT)) == [True] * COUNT
     assert len(mistaken) > 0
     assert held(pool) == [0, COUNT, 0]
-    client.close()
 
 
 def test_a_write_that_nobody_owns_up_to_is_unstored_and_not_asked_for_again(pool: Pool) -> None:
@@ -179,7 +172,6 @@ def test_a_write_that_nobody_owns_up_to_is_unstored_and_not_asked_for_again(pool
     pool.connector.answer = answer
     assert put(client, keys(COUNT)) == [False] * COUNT
     assert len(reserves) <= 3 + 2
-    client.close()
 
 
 def test_after_a_failure_the_others_are_asked_for_their_view(pool: Pool) -> None:
@@ -193,7 +185,6 @@ def test_after_a_failure_the_others_are_asked_for_their_view(pool: Pool) -> None
     until(lambda: client.rings.epoch == 3)
     assert put(client, keys(COUNT)) == [True] * COUNT
     assert get(client, keys(COUNT)) == [True] * COUNT
-    client.close()
 
 
 def test_a_pool_without_membership_is_never_asked_for_a_view(pool: Pool) -> None:
@@ -211,7 +202,6 @@ def test_a_pool_without_membership_is_never_asked_for_a_view(pool: Pool) -> None
     pool.nodes[1].restart()
     until(lambda: client.nodes_up == 3)
     assert asked == []
-    client.close()
 
 
 def test_a_pool_started_anew_with_other_nodes_is_found_through_the_seeds(pool: Pool) -> None:
@@ -225,7 +215,6 @@ def test_a_pool_started_anew_with_other_nodes_is_found_through_the_seeds(pool: P
     put(client, keys(3))
     until(lambda: client.rings.epoch == 2)
     assert put(client, keys(COUNT)) == [True] * COUNT
-    client.close()
 
 
 def test_nodes_without_membership_are_a_pool_that_shrinks_to_the_last_and_grows_again(pool: Pool) -> None:
@@ -244,7 +233,6 @@ def test_nodes_without_membership_are_a_pool_that_shrinks_to_the_last_and_grows_
     until(lambda: client.nodes_up == 3)
     until(lambda: len(client.rings.ring.nodes) == 3)
     assert get(client, keys(COUNT)) == [True] * COUNT
-    client.close()
 
 
 def test_a_wait_looks_at_the_earlier_owner_first_and_follows_its_pages(pool: Pool) -> None:
@@ -262,8 +250,6 @@ def test_a_wait_looks_at_the_earlier_owner_first_and_follows_its_pages(pool: Poo
     put(writer, later)
     waiter.join(SOON_S)
     assert found == [[True] * COUNT]
-    writer.close()
-    client.close()
 
 
 # --- hot pages
@@ -303,7 +289,6 @@ def test_reads_of_a_hot_page_spread_over_its_holders(pool: Pool) -> None:
         assert get(client, one) == [True]
     assert all(asked.count(node) > 10 for node in ("n0", "n1", "n2"))
     assert client.counters.pages_replica == 91 - asked.count(owner)
-    client.close()
 
 
 def test_a_batch_of_hot_pages_is_divided_evenly(pool: Pool) -> None:
@@ -312,7 +297,6 @@ def test_a_batch_of_hot_pages_is_divided_evenly(pool: Pool) -> None:
     del asked[:]
     assert get(client, keys(COUNT)) == [True] * COUNT
     assert all(COUNT // 6 < asked.count(node) < COUNT // 2 for node in ("n0", "n1", "n2"))
-    client.close()
 
 
 def test_a_replica_that_is_gone_costs_no_page_and_is_forgotten(pool: Pool) -> None:
@@ -330,7 +314,6 @@ def test_a_replica_that_is_gone_costs_no_page_and_is_forgotten(pool: Pool) -> No
     assert spread > COUNT // 3
     assert client.counters.pages_fallback == spread
     assert client.counters.pages_replica == 0
-    client.close()
 
 
 def test_a_page_whose_owner_says_that_the_heat_is_gone_is_read_there_again(pool: Pool) -> None:
@@ -347,7 +330,6 @@ def test_a_page_whose_owner_says_that_the_heat_is_gone_is_read_there_again(pool:
     for _ in range(20):
         assert get(client, one) == [True]
     assert calls == [owner] * 20
-    client.close()
 
 
 def test_a_replica_holder_that_is_down_is_not_asked(pool: Pool) -> None:
@@ -369,4 +351,3 @@ def test_a_replica_holder_that_is_down_is_not_asked(pool: Pool) -> None:
         assert get(client, one) == [True]
     assert other.name not in asked
     assert client.counters.bytes_read == 41 * PAGE_BYTES
-    client.close()

@@ -44,7 +44,6 @@ def test_pages_are_split_by_owner_and_come_back(pool: Pool) -> None:
     assert min(held) > 0
     assert (client.counters.pages_written, client.counters.pages_read) == (COUNT, COUNT)
     assert client.counters.bytes_read == COUNT * PAGE_BYTES
-    client.close()
 
 
 @pytest.mark.parametrize("move", [PoolClient.get, PoolClient.put])
@@ -69,15 +68,13 @@ def test_pages_of_one_call_that_are_not_cut_alike_are_refused_before_anything_mo
     assert isinstance(caught.value, PoolError)
     assert isinstance(caught.value, ValueError)
     assert client.exists(keys(2)) == [False] * 2
-    client.close()
 
 
 def test_no_keys_and_no_nodes() -> None:
-    pool = Pool(nodes=0)
-    client = pool.client()
-    assert client.exists([]) == []
-    assert client.exists(keys(2)) == put(client, keys(2)) == get(client, keys(2)) == [False] * 2
-    client.close()
+    with Pool(nodes=0) as pool:
+        client = pool.client()
+        assert client.exists([]) == []
+        assert client.exists(keys(2)) == put(client, keys(2)) == get(client, keys(2)) == [False] * 2
 
 
 def test_a_node_that_does_not_answer_costs_one_deadline_in_all(pool: Pool) -> None:
@@ -96,7 +93,6 @@ def test_a_node_that_does_not_answer_costs_one_deadline_in_all(pool: Pool) -> No
     assert "n1" not in asked
     assert client.counters.failures == failures + 50
     pool.nodes[1].paused = False
-    client.close()
 
 
 def test_a_corrupt_page_is_a_miss_once_and_gone_afterwards(pool: Pool) -> None:
@@ -111,7 +107,6 @@ def test_a_corrupt_page_is_a_miss_once_and_gone_afterwards(pool: Pool) -> None:
     assert client.exists(wanted) == [True, True, False, True, True]
     assert put(client, wanted) == [True] * 5
     assert get(client, wanted) == [True] * 5
-    client.close()
 
 
 def lose(kind: type) -> Callable[[str, m.Request], None]:
@@ -137,7 +132,6 @@ def test_pages_that_were_read_stay_read_when_the_node_goes_while_it_is_told_so(p
     assert get(client, wanted) == [True] * COUNT
     pool.connector.before = lambda node, step: None
     assert client.exists(wanted) == [True] * COUNT
-    client.close()
 
 
 def test_a_corrupt_page_that_cannot_be_reported_costs_the_others_nothing(pool: Pool) -> None:
@@ -149,7 +143,6 @@ def test_a_corrupt_page_that_cannot_be_reported_costs_the_others_nothing(pool: P
     pool.connector.answer = lose(m.Discard)
     assert get(client, wanted) == [True] * 2 + [False] + [True] * (COUNT - 3)
     assert client.exists(wanted) == [True] * COUNT
-    client.close()
 
 
 def test_pages_that_were_stored_stay_so_when_the_view_that_others_need_is_not_told(
@@ -162,7 +155,6 @@ def test_pages_that_were_stored_stay_so_when_the_view_that_others_need_is_not_to
         monkeypatch.setattr(node.state.sharding, "refusals", lambda *_, refused=refused: refused)
     pool.connector.answer = lose(GetView)
     assert put(client, wanted) == [False] + [True] * (COUNT - 1)
-    client.close()
 
 
 def test_a_page_whose_lease_ended_while_it_was_copied_is_a_miss(
@@ -173,7 +165,6 @@ def test_a_page_whose_lease_ended_while_it_was_copied_is_a_miss(
     monkeypatch.setattr("pdserve.kvpool.transports.mapped.RowReader.still_holds", lambda *_: False)
     assert get(client, keys(1)) == [False]
     assert (client.counters.pages_lost, client.counters.pages_corrupt) == (1, 0)
-    client.close()
 
 
 def no_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,18 +199,15 @@ def test_a_batch_is_done_by_its_caller_where_no_thread_can_be_had(
             segment[:] = 0  # they are the caller's again
     assert client.exists(wanted) == get(client, wanted) == [True] * COUNT
     assert not any(segment.any() for page in pages for segment in page), "written to after the return"
-    client.close()
 
 
 def test_pages_for_which_there_is_no_room_are_refused_and_counted() -> None:
-    pool = Pool(nodes=1, max_reserved_bytes=32 * 1024)
-    client = pool.client()
-    stored = put(client, keys(20))
-    assert 0 < sum(stored) < 20
-    assert client.counters.pages_refused == 20 - sum(stored)
-    assert client.exists(keys(20)) == stored
-    client.close()
-    pool.check()
+    with Pool(nodes=1, max_reserved_bytes=32 * 1024) as pool:
+        client = pool.client()
+        stored = put(client, keys(20))
+        assert 0 < sum(stored) < 20
+        assert client.counters.pages_refused == 20 - sum(stored)
+        assert client.exists(keys(20)) == stored
 
 
 def test_a_page_that_another_client_is_writing_needs_no_second_write(pool: Pool) -> None:
@@ -236,7 +224,6 @@ def test_a_page_that_another_client_is_writing_needs_no_second_write(pool: Pool)
     other.close()
     assert put(client, wanted) == [True]
     assert client.exists(wanted) == [True]
-    client.close()
 
 
 @pytest.mark.parametrize("step", ["write_pages", "call"])
@@ -254,7 +241,6 @@ def test_a_put_over_its_deadline_stores_nothing_and_holds_nothing(pool: Pool, st
     until(lambda: client.nodes_up == 3)
     pool.check()
     assert client.exists(keys(9)) == [False] * 9
-    client.close()
 
 
 @pytest.mark.parametrize("step", ["connect", "call", "post", "read_pages", "write_pages"])
@@ -276,7 +262,6 @@ def test_whatever_step_times_out_the_answer_has_full_length(pool: Pool, step: st
     pool.connector.before = lambda node, what: None
     until(lambda: client.nodes_up == 3)
     assert get(client, wanted) == [True] * COUNT
-    client.close()
 
 
 def test_close_ends_operations_under_way_with_misses(pool: Pool) -> None:
@@ -325,5 +310,3 @@ def test_clear_while_others_read_and_write_empties_only_our_namespace(pool: Pool
     assert len(written[0]) == 100
     assert client.exists(wanted) == [False] * COUNT
     assert get(other, wanted) == [True] * COUNT
-    client.close()
-    other.close()

@@ -23,16 +23,13 @@ def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
     server.kill()
 
 
-def test_a_worker_finds_the_nodes_and_passes_no_password_on(tmp_path: Path, etcd: EtcdServer) -> None:
-    async def run() -> None:
-        async with running(tmp_path, "a", **in_etcd(etcd)) as a:
-            config = PoolClientConfig(etcd=settings(etcd), token="t")
-            found = await asyncio.to_thread(locate_pool, config)
-            assert found.nodes == [PoolNodeRef(node="a", address=a.config.address, weight=1)]
-            assert found.token == "t"
-            assert found.etcd == EtcdConfig()
-
-    asyncio.run(run())
+async def test_a_worker_finds_the_nodes_and_passes_no_password_on(tmp_path: Path, etcd: EtcdServer) -> None:
+    async with running(tmp_path, "a", **in_etcd(etcd)) as a:
+        config = PoolClientConfig(etcd=settings(etcd), token="t")
+        found = await asyncio.to_thread(locate_pool, config)
+        assert found.nodes == [PoolNodeRef(node="a", address=a.config.address, weight=1)]
+        assert found.token == "t"
+        assert found.etcd == EtcdConfig()
 
 
 def test_a_worker_waits_for_the_first_node_and_gives_up_in_words(etcd: EtcdServer) -> None:

@@ -75,12 +75,10 @@ def storage_config(pool: Pool, declared: KvGeometry, **changed: Any) -> Any:
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
-    pool = Pool()
-    monkeypatch.setattr(
-        hicache_backend, "PoolClient", functools.partial(PoolClient, connector=pool.connector)
-    )
-    yield pool
-    pool.check()
+    with Pool() as pool:
+        client = functools.partial(PoolClient, connector=pool.connector)
+        monkeypatch.setattr(hicache_backend, "PoolClient", client)
+        yield pool
 
 
 def backend(pool: Pool, host: HostPool, **changed: Any) -> Any:

@@ -8,26 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.kvpool.local_node import LocalNode
-from tests.support.kvpool.nodes import Start, StartProcess, small_config
+from tests.support.kvpool.nodes import StartProcess, small_config
 from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a node in this process, with these options over small ones; it ends after the test."""
-    nodes: list[LocalNode] = []
-
-    def make(**options: Any) -> LocalNode:
-        nodes.append(LocalNode(small_config(**options), tmp_path))
-        return nodes[-1]
-
-    yield make
-    for node in nodes:
-        node.close()
-        remove_arena(node.config)
-    if arena_dir().exists():
-        arena_dir().rmdir()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -25,7 +26,6 @@ from pdserve.errors import NodeFailed, PoolError, PoolRefused, StartupError
 from pdserve.kvpool.admin.node_client import fetch_status
 from pdserve.kvpool.core.events import LOCAL, AssignSlab, CommitRows, ReserveRows, SaveNamespaces
 from pdserve.kvpool.namespaces.catalog import Namespaces
-from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.memory.arena import Arena
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.serving import connection as connection_module
@@ -36,8 +36,10 @@ from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_reply, encode_frame
 from pdserve.kvpool.protocol.slot_table import ROW_DTYPE, TableLayout
 from pdserve.kvpool.transports import page_residency
+from pdserve.kvpool.transports.base import Connection
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.ucx import UcxLibrary
+from tests.support.command import pdserve_here
 from tests.support.kvpool.nodes import (
     PAGE_BYTES,
     Start,
@@ -51,10 +53,10 @@ from tests.support.kvpool.nodes import (
     reply_of,
     say_hello,
     serve_fails,
+    serving,
     small_config,
     soon,
-    wait_for_socket,
-    with_node,
+    start_fails,
 )
 from tests.support.kvpool.pools import arena_dir, remove_arena
 
@@ -198,38 +200,23 @@ def test_memory_of_another_size_is_replaced_and_said_so(start: Start) -> None:
     assert fetch_status(pool.address, soon()).pages == 0
 
 
-def test_a_clean_stop_keeps_pages_when_told_to_and_fresh_forgets_them(tmp_path: Path) -> None:
-    config = small_config(listen=[f"unix:{tmp_path}/n.sock"])
+async def of_namespace(node: PoolNode, work: Callable[..., list[bytes]], names: list[bytes]) -> list[bytes]:
+    """What a client of the node makes of these keys."""
+
+    def in_thread() -> list[bytes]:
+        with contextlib.closing(connect_when_ready(node.config.address)) as connection:
+            return work(connection, open_namespace(connection), names)
+
+    return await asyncio.to_thread(in_thread)
+
+
+async def test_a_clean_stop_keeps_pages_when_told_to_and_fresh_forgets_them(tmp_path: Path) -> None:
     names = keys(3, 1)
-
-    async def serve(fresh: bool, work: Callable[[str], list[bytes]]) -> list[bytes]:
-        node = PoolNode(PoolNodeConfig(**{**fields(config), "fresh": fresh}))
-        task = asyncio.create_task(node.serve())
-        try:
-            return await asyncio.to_thread(work, config.listen[0])
-        finally:
-            node.stop()
-            await task
-
-    def write(address: str) -> list[bytes]:
-        connection = connect_when_ready(address)
-        return put(connection, open_namespace(connection), names)
-
-    def read(address: str) -> list[bytes]:
-        connection = connect_when_ready(address)
-        return get(connection, open_namespace(connection), names)
-
-    try:
-        assert asyncio.run(serve(False, write)) == names
-        assert asyncio.run(serve(False, read)) == names
-        assert asyncio.run(serve(True, read)) == []
-    finally:
-        remove_arena(config)
-        arena_dir().rmdir()
-
-
-def fields(config: PoolNodeConfig) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in config.__struct_fields__}
+    for fresh, work, found in ((False, put, names), (False, get, names), (True, get, [])):
+        async with serving(tmp_path, keep=True, fresh=fresh) as node:
+            assert await of_namespace(node, work, names) == found
+    remove_arena(node.config)
+    arena_dir().rmdir()
 
 
 def test_a_client_of_another_host_cannot_insist_on_mapped_memory(start: Start) -> None:
@@ -241,79 +228,55 @@ def test_a_client_of_another_host_cannot_insist_on_mapped_memory(start: Start) -
 # --- a bug
 
 
-def test_an_unexpected_error_stops_the_node_and_the_next_start_has_its_pages(
+async def test_an_unexpected_error_stops_the_node_and_the_next_start_has_its_pages(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = small_config(listen=[f"unix:{tmp_path}/n.sock"], keep=False)
     written, unlucky = keys(6, 1), keys(4, 2)
 
-    async def serve(break_it: bool, work: Callable[[str], list[bytes]]) -> list[bytes]:
-        node = PoolNode(config)
-        task = asyncio.create_task(node.serve())
-        await asyncio.to_thread(wait_for_socket, tmp_path / "n.sock")
-        if break_it:
+    def put_both(connection: Connection, ns: int, names: list[bytes]) -> list[bytes]:
+        assert put(connection, ns, written) == written
+        return put(connection, ns, unlucky)
+
+    async def put_on_one_with_a_bug() -> None:
+        async with serving(tmp_path) as node:
             commit, commits = node.state.store.commit, []
 
-            def broken(
-                slots: list[int], checksums: list[int], *rest: Any
-            ) -> None:  # in the middle of a batch
+            def broken(slots: list[int], checksums: list[int], *rest: Any) -> None:
+                """Fails in the middle of the second batch."""
                 commits.append(commit(slots[:2], checksums[:2], *rest))
                 if len(commits) == 2:
                     raise KeyError("a bug")
                 commit(slots[2:], checksums[2:], *rest)
 
             node.state.store.commit = broken  # type: ignore[method-assign]
-        try:
-            return await asyncio.to_thread(work, config.listen[0])
-        finally:
-            node.stop()
-            await asyncio.wait_for(task, 10)
+            with pytest.raises(PoolError):
+                await of_namespace(node, put_both, [])
 
-    def write(address: str) -> list[bytes]:
-        connection = connect_when_ready(address)
-        ns = open_namespace(connection)
-        assert put(connection, ns, written) == written
-        with pytest.raises(PoolError):
-            put(connection, ns, unlucky)
-        return []
-
-    def read(address: str) -> list[bytes]:
-        connection = connect_when_ready(address)
-        return get(connection, open_namespace(connection), written + unlucky)
-
-    try:
-        with pytest.raises(NodeFailed, match="KeyError"):
-            asyncio.run(serve(True, write))
-        [critical] = [record for record in caplog.records if record.levelno == logging.CRITICAL]
-        assert "while handling Commit" in critical.getMessage()
-        assert critical.exc_info is not None
-        assert not (tmp_path / "n.sock").exists()
-        assert set(asyncio.run(serve(False, read))) == set(written)
-    finally:
-        remove_arena(config)
-        arena_dir().rmdir()
+    with pytest.raises(NodeFailed, match="KeyError"):
+        await put_on_one_with_a_bug()
+    [critical] = [record for record in caplog.records if record.levelno == logging.CRITICAL]
+    assert "while handling Commit" in critical.getMessage()
+    assert critical.exc_info is not None
+    assert not (tmp_path / "n.sock").exists()
+    async with serving(tmp_path) as node:
+        assert set(await of_namespace(node, get, written + unlucky)) == set(written)
 
 
 # --- what keeps it from starting
 
 
-def test_what_is_wrong_at_the_start_is_said_in_one_line(start_process: StartProcess) -> None:
-    pool = start_process(name="first")
-    in_use = serve_fails("--name", "first", "--capacity-bytes", "16MiB", "--slab-bytes", "1MiB")
-    assert f"pid {pool.pid}" in in_use
-    assert "in use" in in_use
-    small = ("--name", "second", "--capacity-bytes", "32MiB")
-    assert "another process" in serve_fails(*small, "--listen", pool.address)
+def test_what_is_wrong_at_the_start_is_said_in_one_line(start: Start) -> None:
+    first = start(name="first")
+    assert re.search(rf"in use .*pid {os.getpid()}", start_fails(name="first"))
+    assert "another process" in start_fails(listen=[first.address])
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        line = serve_fails(*small, "--listen", f"tcp:127.0.0.1:{port}")
-        assert "already in use" in line
-        assert str(port) in line
+        assert re.search(rf"{port}.*already in use", start_fails(listen=[f"tcp:127.0.0.1:{port}"]))
+    assert "at most 107 bytes" in start_fails(listen=["unix:/tmp/" + "x" * 120])
+    assert not (arena_dir() / "second").exists(), "a start that failed leaves no memory behind"
     line = serve_fails("--name", "second", "--capacity-bytes", "900TiB")
     assert re.search(r"does not fit in .* GiB free\): lower capacity_bytes", line)
-    assert "at most 107 bytes" in serve_fails(*small, "--listen", "unix:/tmp/" + "x" * 120)
-    assert not (arena_dir() / "second").exists(), "a start that failed leaves no memory behind"
-    assert "not a size" in serve_fails("--capacity-bytes", "4GiX")
+    assert not (arena_dir() / "second").exists()
     assert '"unix:/path" or "tcp:host:port"' in serve_fails("--listen", "7700")
 
 
@@ -327,7 +290,7 @@ def test_open_files_are_raised_to_what_is_allowed_and_too_few_are_said(start_pro
     pool.restart()
     [line] = [line for line in pool.log.read_text().splitlines() if "open files" in line]
     assert "WARNING" in line
-    assert f"needs {hard + 128} open files, this process may have {hard}" in line
+    assert f"needs {2 * hard + 64} open files, this process may have {hard}" in line
 
 
 def test_a_socket_that_nobody_answers_at_is_replaced(start_process: StartProcess) -> None:
@@ -431,13 +394,11 @@ def test_a_client_that_does_not_read_is_closed_and_the_others_are_served(start: 
     connection.close()
 
 
-def test_a_client_that_is_closed_and_never_reads_its_last_replies_is_let_go(
+async def test_a_client_that_is_closed_and_never_reads_its_last_replies_is_let_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_module, "CLOSE_TIMEOUT_S", 0.05)
-    config = small_config(listen=[f"unix:{tmp_path}/n.sock"], keep=False)
-
-    async def check(node: PoolNode) -> None:
+    async with serving(tmp_path) as node:
         sock = socket.socket(socket.AF_UNIX)
         with sock:
             sock.connect(f"{tmp_path}/n.sock")
@@ -449,8 +410,6 @@ def test_a_client_that_is_closed_and_never_reads_its_last_replies_is_let_go(
             while node.state.sessions.keys() - {LOCAL} or node.sockets or not node._last_connection:
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.01)
-
-    asyncio.run(with_node(config, check))
 
 
 def test_more_connections_than_allowed_are_refused(start: Start) -> None:
@@ -464,27 +423,16 @@ def test_more_connections_than_allowed_are_refused(start: Start) -> None:
         connection.close()
 
 
-def test_a_client_that_never_says_hello_is_closed(
+async def test_a_client_that_never_says_hello_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connection_module, "HANDSHAKE_TIMEOUT_S", 0.05)
-    config = small_config(listen=[f"unix:{tmp_path}/n.sock"], keep=False)
-
-    async def run() -> bytes:
-        node = PoolNode(config)
-        task = asyncio.create_task(node.serve())
-        await asyncio.to_thread(wait_for_socket, tmp_path / "n.sock")
-        reader, writer = await asyncio.open_unix_connection(str(tmp_path / "n.sock"))
-        answer = await asyncio.wait_for(reader.read(), 10)
-        writer.close()
-        node.stop()
-        await task
-        return answer
-
     with caplog.at_level(logging.INFO):
-        assert asyncio.run(run()) == b""
+        async with serving(tmp_path):
+            reader, writer = await asyncio.open_unix_connection(str(tmp_path / "n.sock"))
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+            writer.close()
     assert "no Hello" in caplog.text
-    arena_dir().rmdir()
 
 
 def test_a_deadline_that_is_due_at_once_does_not_disturb_what_comes_next(start: Start) -> None:
@@ -520,14 +468,12 @@ def ucx_loads_when_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.E
     told.set()
 
 
-def test_while_ucx_is_loaded_for_one_client_the_others_are_served(
+async def test_while_ucx_is_loaded_for_one_client_the_others_are_served(
     tmp_path: Path, ucx_loads_when_told: threading.Event
 ) -> None:
-    config = small_config(listen=[f"unix:{tmp_path}/n.sock"], keep=False)
-
-    async def work(node: PoolNode) -> None:
-        far, writer = await say_hello(config, "ucx")
-        near, other = await say_hello(config, "none")
+    async with serving(tmp_path) as node:
+        far, writer = await say_hello(node.config, "ucx")
+        near, other = await say_hello(node.config, "none")
         assert isinstance(await reply_of(near), m.Welcome)
         other.write(encode_frame(m.Ping(1)))
         assert await reply_of(near) == m.Done(1)
@@ -539,20 +485,16 @@ def test_while_ucx_is_loaded_for_one_client_the_others_are_served(
         writer.close()
         other.close()
 
-    asyncio.run(with_node(config, work))
 
-
-def test_a_client_that_goes_while_ucx_is_loaded_leaves_nothing(
+async def test_a_client_that_goes_while_ucx_is_loaded_leaves_nothing(
     tmp_path: Path, ucx_loads_when_told: threading.Event
 ) -> None:
-    config = small_config(listen=[f"unix:{tmp_path}/n.sock"], keep=False)
-
-    async def work(node: PoolNode) -> None:
-        _, gone = await say_hello(config, "ucx")
-        staying, writer = await say_hello(config, "ucx")
+    async with serving(tmp_path) as node:
+        _, gone = await say_hello(node.config, "ucx")
+        staying, writer = await say_hello(node.config, "ucx")
         gone.close()
         await gone.wait_closed()
-        near, other = await say_hello(config, "none")  # seen after the end of the first
+        near, other = await say_hello(node.config, "none")  # seen after the end of the first
         assert isinstance(await reply_of(near), m.Welcome)
         ucx_loads_when_told.set()
         assert isinstance(await reply_of(staying), m.Welcome)
@@ -561,26 +503,21 @@ def test_a_client_that_goes_while_ucx_is_loaded_leaves_nothing(
         writer.close()
         other.close()
 
-    asyncio.run(with_node(config, work))
 
-
-def test_a_client_waits_for_ucx_no_longer_than_the_handshake_may_take(
+async def test_a_client_waits_for_ucx_no_longer_than_the_handshake_may_take(
     tmp_path: Path,
     ucx_loads_when_told: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(connection_module, "HANDSHAKE_TIMEOUT_S", 0.05)
-    config = small_config(listen=[f"unix:{tmp_path}/n.sock"], keep=False)
-
-    async def work(node: PoolNode) -> None:
-        reader, writer = await say_hello(config, "ucx")
-        assert await asyncio.wait_for(reader.read(), 10) == b""
-        writer.close()
-        ucx_loads_when_told.set()
-
     with caplog.at_level(logging.INFO):
-        asyncio.run(with_node(config, work))
+        async with serving(tmp_path) as node:
+            reader, writer = await say_hello(node.config, "ucx")
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+            writer.close()
+            ucx_loads_when_told.set()
+
     assert "UCX was not ready" in caplog.text
 
 
@@ -661,22 +598,16 @@ def test_status_speaks_to_people_and_to_programs(start: Start) -> None:
     pool = start()
     connection = pool.connect()
     put(connection, open_namespace(connection, "qwen"), keys(3, 1))
-    code = "import sys; from pdserve.cli import main; main(sys.argv[1:])"
-    command = [sys.executable, "-c", code, "pool", "status", pool.address]
-    text = subprocess.run(command, capture_output=True, text=True, timeout=99, check=True).stdout
+    text = pdserve_here("pool", "status", pool.address).stdout
     assert "pool node node" in text
     assert re.search(r"qwen\W+3\W", text)
-    line = subprocess.run(
-        [*command, "--json"], capture_output=True, text=True, timeout=120, check=True
-    ).stdout
-    report = json.loads(line)
+    report = json.loads(pdserve_here("pool", "status", pool.address, "--json").stdout)
     assert report["pages"] == 3
     assert sum(report[f"{kind}_bytes"] for kind in ("free", "used", "reserved", "quarantined")) == 16 << 20
     connection.close()
     pool.kill()
-    failed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert failed.returncode == 1
-    assert len(failed.stderr.splitlines()) == 1
+    failed = pdserve_here("pool", "status", pool.address)
+    assert (failed.returncode, len(failed.stderr.splitlines())) == (1, 1)
 
 
 def test_sigterm_ends_it_at_once_with_clients_connected(start_process: StartProcess) -> None:

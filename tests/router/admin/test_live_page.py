@@ -6,11 +6,13 @@ import asyncio
 import base64
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
 from pdserve.kvpool.client.client import PoolClient
@@ -19,7 +21,7 @@ from pdserve.router.admin.live_feed import LiveFeed
 from pdserve.router.admin.live_page import password_as_bearer
 from pdserve.router.config.router import Admin
 from tests.support.e2e.cluster import PoolNode
-from tests.support.router.harness import disagg, run
+from tests.support.router.harness import disagg
 from tests.support.router.live_page import CACHED, KEY, shown
 from tests.support.router.mock_worker import REPORT, answer
 from tests.support.router.streams import TIMING, telling
@@ -105,76 +107,69 @@ def _look(page: Page, name: str) -> str:
     return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
 
 
-def test_the_page_shows_workers_flow_caches_pool_and_errors(tmp_path: Path) -> None:
-    node = PoolNode(tmp_path, capacity="16MiB").start()
-
-    async def main() -> None:
-        put_pages(node)
-        admin = Admin(key=KEY, pool=(node.address,))
-        async with disagg(decode=2, decode_policy="affinity", admin=admin) as (harness, [prefill], decodes):  # noqa: SIM117
-            async with shown(harness) as url:
-                loop = asyncio.get_running_loop()
-
-                def drain() -> None:
-                    worker = decodes[1].id
-                    loop.call_soon_threadsafe(harness.router.fleet.members.drain, worker, True)
-
-                looking = asyncio.create_task(asyncio.to_thread(look, url, node, drain))
-                first = True
-                while not looking.done():
-                    prefill.script("/pd/prefill", *[answer(200, REPORT | {"cached": FOUND})] * 3)
-                    for decode in decodes:
-                        decode.scripts.pop(CHAT, None)
-                        decode.script(CHAT, *[telling(TIMING + CACHED)] * 8)
-                    for _ in range(3):
-                        assert (await harness.chat(stream=True, user="u")).status == 200
-                    logging.getLogger("pdserve.test").warning("a warning of the test")
-                    await asyncio.wait([looking], timeout=0.1 if first else 0.4)
-                    first = False
-                await looking
-
-    try:
-        run(main(), timeout_s=280)
-    finally:
-        node.stop()
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[PoolNode]:
+    started = PoolNode(tmp_path, capacity="16MiB").start()
+    yield started
+    started.stop()
 
 
-def test_nobody_sees_the_page_without_the_key() -> None:
-    async def main() -> None:
-        async with disagg(admin=Admin(key=KEY)) as (harness, _, _), shown(harness) as url:  # noqa: SIM117
-            async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
-                for path in ("/", "/live", "/live/", "/live/page.js", "/live/events", "/live/frame"):
-                    refused = await client.get(path)
-                    assert refused.status_code == 401, path
-                    assert refused.headers["www-authenticate"].startswith("Basic")
-                    assert (await client.get(path, auth=("x", "wrong-key-wrong-key"))).status_code == 401
-                page = await client.get("/", auth=("x", KEY), follow_redirects=True)
-                assert "<title>pdserve</title>" in page.text
-                assert "default-src 'self'" in page.headers["content-security-policy"]
-                assert (await client.get("/live/../admin.py", auth=("x", KEY))).status_code in (401, 404)
-                # what acts takes no password that a browser sends by itself
-                assert (await client.post("/reload", auth=("x", KEY))).status_code == 401
-                while (frame := await client.get("/live/frame", auth=("x", KEY))).status_code == 503:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
-                assert {worker["state"] for worker in frame.json()["workers"]} == {"ready"}
+@pytest.mark.timeout(280)
+async def test_the_page_shows_workers_flow_caches_pool_and_errors(node: PoolNode) -> None:
+    put_pages(node)
+    admin = Admin(key=KEY, pool=(node.address,))
+    async with disagg(decode=2, decode_policy="affinity", admin=admin) as (harness, [prefill], decodes):  # noqa: SIM117
+        async with shown(harness) as url:
+            loop = asyncio.get_running_loop()
 
-    run(main(), timeout_s=120)
+            def drain() -> None:
+                worker = decodes[1].id
+                loop.call_soon_threadsafe(harness.router.fleet.members.drain, worker, True)
+
+            looking = asyncio.create_task(asyncio.to_thread(look, url, node, drain))
+            while not looking.done():
+                prefill.script("/pd/prefill", *[answer(200, REPORT | {"cached": FOUND})] * 3)
+                for decode in decodes:
+                    decode.scripts.pop(CHAT, None)
+                    decode.script(CHAT, *[telling(TIMING + CACHED)] * 8)
+                for _ in range(3):
+                    assert (await harness.chat(stream=True, user="u")).status == 200
+                logging.getLogger("pdserve.test").warning("a warning of the test")
+                await asyncio.wait([looking], timeout=0.2)
+            await looking
 
 
-def test_a_listener_that_leaves_is_forgotten() -> None:
-    async def main() -> None:
-        async with disagg(admin=Admin(key=KEY)) as (harness, _, _):
-            feed = LiveFeed(harness.router, 0.05)
-            feeding = asyncio.create_task(feed.run())
-            events = feed.events()
-            assert (await anext(events)).startswith(b"event: history\n")
-            assert (await anext(events)).startswith(b"event: frame\n")
-            assert feed.listeners == 1
-            await events.aclose()  # type: ignore[attr-defined]
-            assert feed.listeners == 0
-            feeding.cancel()
+@pytest.mark.timeout(120)
+async def test_nobody_sees_the_page_without_the_key() -> None:
+    async with disagg(admin=Admin(key=KEY)) as (harness, _, _), shown(harness) as url:  # noqa: SIM117
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+            for path in ("/", "/live", "/live/", "/live/page.js", "/live/events", "/live/frame"):
+                refused = await client.get(path)
+                assert refused.status_code == 401, path
+                assert refused.headers["www-authenticate"].startswith("Basic")
+                assert (await client.get(path, auth=("x", "wrong-key-wrong-key"))).status_code == 401
+            page = await client.get("/", auth=("x", KEY), follow_redirects=True)
+            assert "<title>pdserve</title>" in page.text
+            assert "default-src 'self'" in page.headers["content-security-policy"]
+            assert (await client.get("/live/../admin.py", auth=("x", KEY))).status_code in (401, 404)
+            # what acts takes no password that a browser sends by itself
+            assert (await client.post("/reload", auth=("x", KEY))).status_code == 401
+            while (frame := await client.get("/live/frame", auth=("x", KEY))).status_code == 503:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            assert {worker["state"] for worker in frame.json()["workers"]} == {"ready"}
 
-    run(main())
+
+async def test_a_listener_that_leaves_is_forgotten() -> None:
+    async with disagg(admin=Admin(key=KEY)) as (harness, _, _):
+        feed = LiveFeed(harness.router, 0.05)
+        feeding = asyncio.create_task(feed.run())
+        events = feed.events()
+        assert (await anext(events)).startswith(b"event: history\n")
+        assert (await anext(events)).startswith(b"event: frame\n")
+        assert feed.listeners == 1
+        await events.aclose()  # type: ignore[attr-defined]
+        assert feed.listeners == 0
+        feeding.cancel()
 
 
 def test_passwords_of_basic_become_bearer_tokens() -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import sys
 from typing import Any
 
 import msgspec
+import pytest
 from rich.console import Console
 
 from pdserve.kvpool.admin.tables import make_console
 from pdserve.router.admin.live_frames import Frame, NodeView, Point, Problem, SpaceView, WorkerView
 from pdserve.router.admin.top_cli import decode, view
 from pdserve.router.config.router import Admin
-from tests.support.router.harness import disagg, run
+from tests.support.command import Done, pdserve_here
+from tests.support.router.harness import disagg
 from tests.support.router.live_page import CACHED, KEY, shown
 from tests.support.router.streams import TIMING, telling
 
@@ -45,32 +46,16 @@ def printed(frame: Frame) -> str:
 def test_a_frame_is_shown_whole_and_names_are_no_markup() -> None:
     said = printed(FRAME)
     for word in (
-        "12 requests/s",
-        "1.5 failed/s",
-        "3 in flight",
-        "4 waiting",
-        "5 sessions",
-        "p50 10.0 ms, p90 20.0 ms",
-    ):
-        assert word in said
-    for word in (
-        "prefill 30.0 ms",
-        "pull 10.0 ms",
-        "pool DRAM 75.0 %",
-        "computed 25.0 %",
-        "2 + 1",
-        "?",
-        "refused",
-    ):
-        assert word in said
-    for word in (
-        "50.0 %",
-        "n1: refused",
-        "[bold]x",
-        "it [broke] (3 times)",
-        "b:1: no [fit]",
-        "1 KiB",
-        "2 KiB",
+        *(
+            "12 requests/s",
+            "1.5 failed/s",
+            "3 in flight",
+            "4 waiting",
+            "5 sessions",
+            "p50 10.0 ms, p90 20.0 ms",
+        ),
+        *("prefill 30.0 ms", "pull 10.0 ms", "pool DRAM 75.0 %", "computed 25.0 %", "2 + 1", "?", "refused"),
+        *("50.0 %", "n1: refused", "[bold]x", "it [broke] (3 times)", "b:1: no [fit]", "1 KiB", "2 KiB"),
     ):
         assert word in said
     assert "first token" not in printed(msgspec.structs.replace(FRAME, point=Point(0.0)))
@@ -83,40 +68,31 @@ def test_frames_are_found_among_events() -> None:
     assert list(decode(lines)) == [FRAME]
 
 
-async def top(*words: str) -> tuple[int, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "pdserve", "top", *words),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await asyncio.wait_for(process.communicate(), 120)
-    return process.returncode or 0, out.decode(), err.decode()
+@pytest.mark.timeout(280)
+async def test_the_command_shows_a_live_router_once_and_says_what_is_wrong() -> None:
+    def top(*words: str) -> asyncio.Future[Done]:
+        return asyncio.ensure_future(asyncio.to_thread(pdserve_here, "top", *words))
 
-
-def test_the_command_shows_a_live_router_once_and_says_what_is_wrong() -> None:
-    async def main() -> None:
-        async with disagg(admin=Admin(key=KEY)) as (harness, _, [decode]), shown(harness) as url:
-            frame: dict[str, Any] = {"point": {"parts_s": {}}}
-            while not {"prefill", "decode"} <= set(frame["point"]["parts_s"]):  # a request in its time, whole
-                asked = asyncio.create_task(top(url, "--once", "--json", "--key", KEY))
-                while not asked.done():
-                    decode.script(CHAT, telling(TIMING + CACHED))
-                    await harness.chat(stream=True)
-                    await asyncio.wait([asked], timeout=0.05)
-                status, said, _ = await asked
-                assert status == 0
-                frame = json.loads(said)
-            assert frame["point"]["requests_s"] > 0
-            assert {worker["id"] for worker in frame["workers"]} >= {decode.id}
-            for words, reason in (
-                ((url, "--key", "wrong-key-wrong-key"), "the admin key is not right"),
-                ((harness.url, "--key", KEY), "it is no admin port"),
-                (("http://127.0.0.1:1", "--key", KEY), "does not answer"),
-                ((url,), "the admin key is needed"),
-            ):
-                status, _, error = await top(*words)
-                assert status in (1, 2)
-                assert reason in error
-                assert error.count("\n") == 1
-
-    run(main(), timeout_s=280)
+    async with disagg(admin=Admin(key=KEY)) as (harness, _, [decode]), shown(harness) as url:
+        frame: dict[str, Any] = {"point": {"parts_s": {}}}
+        while not {"prefill", "decode"} <= set(frame["point"]["parts_s"]):  # a request in its time, whole
+            asked = top(url, "--once", "--json", "--key", KEY)
+            while not asked.done():
+                decode.script(CHAT, telling(TIMING + CACHED))
+                await harness.chat(stream=True)
+                await asyncio.wait([asked], timeout=0.05)
+            done = await asked
+            assert done.returncode == 0
+            frame = json.loads(done.stdout)
+        assert frame["point"]["requests_s"] > 0
+        assert {worker["id"] for worker in frame["workers"]} >= {decode.id}
+        for words, reason in (
+            ((url, "--key", "wrong-key-wrong-key"), "the admin key is not right"),
+            ((harness.url, "--key", KEY), "it is no admin port"),
+            (("http://127.0.0.1:1", "--key", KEY), "does not answer"),
+            ((url,), "the admin key is needed"),
+        ):
+            done = await top(*words)
+            assert done.returncode in (1, 2)
+            assert reason in done.stderr
+            assert done.stderr.count("\n") == 1

@@ -18,7 +18,7 @@ import pytest
 
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.openapi import complete
-from tests.support.router.harness import Harness, disagg, run
+from tests.support.router.harness import Harness, disagg
 from tests.support.router.mock_worker import ANSWER, EVENTS, REPORT, MockWorker, Received, Wire, stream
 
 SEED = 20261121
@@ -108,31 +108,23 @@ async def checked(harness: Harness, hooks: Path, *words: str) -> tuple[int, str]
     return running.returncode or 0, said.decode()
 
 
-def test_schemathesis_finds_nothing_wrong_with_the_document(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with disagg(make=CheckingWorker) as (harness, prefills, decodes):
-            document = (await harness.get("/openapi.json")).json()
-            for worker in (*prefills, *decodes):
-                assert isinstance(worker, CheckingWorker)
-                worker.learn(document)
-            status, report = await checked(harness, hooks, "--phases", PHASES, "--max-examples", "3")
-            assert status == 0, report
-            assert decodes[0].answered > 10, report  # type: ignore[attr-defined]
-
+@pytest.mark.timeout(280)
+async def test_schemathesis_finds_nothing_wrong_with_the_document(tmp_path: Path) -> None:
     hooks = tmp_path / "api_hooks.py"
     hooks.write_text(HOOKS)
-    run(main(), timeout_s=280)
+    async with disagg(make=CheckingWorker) as (harness, prefills, decodes):
+        document = (await harness.get("/openapi.json")).json()
+        for worker in (*prefills, *decodes):
+            assert isinstance(worker, CheckingWorker)
+            worker.learn(document)
+        status, report = await checked(harness, hooks, "--phases", PHASES, "--max-examples", "3")
+        assert status == 0, report
+        assert decodes[0].answered > 10, report  # type: ignore[attr-defined]
 
 
-def test_a_document_that_is_wrong_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.timeout(120)
+async def test_a_document_that_is_wrong_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check above can fail: here the document forgets that a model may be unknown."""
-
-    async def main() -> None:
-        async with disagg(make=CheckingWorker) as (harness, _, _):
-            words = ("--phases", "fuzzing", "--max-examples", "1", "--include-path", "/v1/models/{model}")
-            status, report = await checked(harness, hooks, *words)
-            assert status == 1, report
-            assert "404" in report
 
     def forgetful(document: dict[str, Any]) -> dict[str, Any]:
         made = complete(document)
@@ -142,4 +134,8 @@ def test_a_document_that_is_wrong_is_found_out(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("pdserve.router.app.routes.complete", forgetful)
     hooks = tmp_path / "api_hooks.py"
     hooks.write_text(HOOKS)
-    run(main(), timeout_s=120)
+    async with disagg(make=CheckingWorker) as (harness, _, _):
+        words = ("--phases", "fuzzing", "--max-examples", "1", "--include-path", "/v1/models/{model}")
+        status, report = await checked(harness, hooks, *words)
+        assert status == 1, report
+        assert "404" in report

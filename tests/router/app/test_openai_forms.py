@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.router.harness import before, disagg, run
+from tests.support.router.harness import before, disagg
 from tests.support.router.mock_worker import DONE, MockWorker, answer, stream
 
 CHAT = "/v1/chat/completions"
@@ -107,92 +107,83 @@ SAID = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_an_answer_comes_through(form: str) -> None:
-    async def main() -> None:
-        asked, said, expression = FORMS[form]
-        async with client_and_worker() as (client, decode):
-            decode.script(CHAT, answer(200, said))
-            got = await client.chat.completions.create(model="m", messages=MESSAGES, **asked)
-            assert eval(expression, {"choices": got.choices}) == SAID[form]
-            assert got.usage is not None
-            assert got.usage.completion_tokens == 4
-            assert got.usage.prompt_tokens_details is not None
-            assert got.usage.prompt_tokens_details.cached_tokens == 8
-            sent = decode.got(CHAT)[0].json()
-            for name, value in {**asked, **asked.get("extra_body", {})}.items():
-                assert name == "extra_body" or sent[name] == value
-
-    run(main())
+async def test_every_form_of_an_answer_comes_through(form: str) -> None:
+    asked, said, expression = FORMS[form]
+    async with client_and_worker() as (client, decode):
+        decode.script(CHAT, answer(200, said))
+        got = await client.chat.completions.create(model="m", messages=MESSAGES, **asked)
+        assert eval(expression, {"choices": got.choices}) == SAID[form]
+        assert got.usage is not None
+        assert got.usage.completion_tokens == 4
+        assert got.usage.prompt_tokens_details is not None
+        assert got.usage.prompt_tokens_details.cached_tokens == 8
+        sent = decode.got(CHAT)[0].json()
+        for name, value in {**asked, **asked.get("extra_body", {})}.items():
+            assert name == "extra_body" or sent[name] == value
 
 
-def test_streams_of_several_choices_tool_calls_and_reasoning_come_through_in_order() -> None:
-    async def main() -> None:
-        part = {"index": 0, "function": {"arguments": '{"a"'}}
-        events = [
-            chunk(0, {"role": "assistant", "reasoning_content": "hm"}),
-            chunk(1, {"role": "assistant", "content": "b"}, logprobs=LOGPROBS),
-            chunk(0, {"tool_calls": [CALL | {"function": {"name": "weather", "arguments": ""}}]}),
-            chunk(0, {"tool_calls": [part]}),
-            chunk(0, {"tool_calls": [{"index": 0, "function": {"arguments": ":1}"}}]}),
-            chunk(1, {}, "stop"),
-            chunk(0, {}, "tool_calls"),
-            USED,
-            DONE,
-        ]
-        async with client_and_worker() as (client, decode):
-            decode.script(CHAT, stream(events))
-            chunks = await client.chat.completions.create(
-                model="m",
-                messages=MESSAGES,
-                n=2,
-                tools=[TOOL],
-                stream=True,
-                stream_options={"include_usage": True},
-            )
-            got = [event async for event in chunks]
-            choices = [event.choices[0] for event in got if event.choices]
-            assert [choice.index for choice in choices] == [0, 1, 0, 0, 0, 1, 0]
-            calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
-            assert [call.function.name for call in calls if call.function] == ["weather", None, None]
-            arguments = "".join(call.function.arguments or "" for call in calls if call.function)
-            assert arguments == '{"a":1}'
-            assert choices[0].delta.reasoning_content == "hm"  # type: ignore[attr-defined]
-            assert choices[1].logprobs is not None
-            assert [c.finish_reason for c in choices if c.finish_reason] == ["stop", "tool_calls"]
-            assert got[-1].usage is not None
-            assert got[-1].usage.completion_tokens == 4
-            assert decode.got(CHAT)[0].json()["stream_options"] == {"include_usage": True}
-
-    run(main())
+async def test_streams_of_several_choices_tool_calls_and_reasoning_come_through_in_order() -> None:
+    part = {"index": 0, "function": {"arguments": '{"a"'}}
+    events = [
+        chunk(0, {"role": "assistant", "reasoning_content": "hm"}),
+        chunk(1, {"role": "assistant", "content": "b"}, logprobs=LOGPROBS),
+        chunk(0, {"tool_calls": [CALL | {"function": {"name": "weather", "arguments": ""}}]}),
+        chunk(0, {"tool_calls": [part]}),
+        chunk(0, {"tool_calls": [{"index": 0, "function": {"arguments": ":1}"}}]}),
+        chunk(1, {}, "stop"),
+        chunk(0, {}, "tool_calls"),
+        USED,
+        DONE,
+    ]
+    async with client_and_worker() as (client, decode):
+        decode.script(CHAT, stream(events))
+        chunks = await client.chat.completions.create(
+            model="m",
+            messages=MESSAGES,
+            n=2,
+            tools=[TOOL],
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        got = [event async for event in chunks]
+        choices = [event.choices[0] for event in got if event.choices]
+        assert [choice.index for choice in choices] == [0, 1, 0, 0, 0, 1, 0]
+        calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
+        assert [call.function.name for call in calls if call.function] == ["weather", None, None]
+        arguments = "".join(call.function.arguments or "" for call in calls if call.function)
+        assert arguments == '{"a":1}'
+        assert choices[0].delta.reasoning_content == "hm"  # type: ignore[attr-defined]
+        assert choices[1].logprobs is not None
+        assert [c.finish_reason for c in choices if c.finish_reason] == ["stop", "tool_calls"]
+        assert got[-1].usage is not None
+        assert got[-1].usage.completion_tokens == 4
+        assert decode.got(CHAT)[0].json()["stream_options"] == {"include_usage": True}
 
 
-def test_embeddings_go_to_workers_that_make_them_and_to_no_others() -> None:
-    async def main() -> None:
-        writer = MockWorker("decode", "writer", namespace="w")
-        vectors = MockWorker("decode", "vectors", namespace="v", tasks=["embed"])
-        row = {"object": "embedding", "index": 0, "embedding": [0.5, -1.0]}
-        said = {
-            "object": "list",
-            "model": "vectors",
-            "data": [row],
-            "usage": {"prompt_tokens": 2, "total_tokens": 2},
-        }
-        vectors.script("/v1/embeddings", answer(200, said))
-        async with (
-            before(writer, vectors) as harness,
-            openai.AsyncOpenAI(base_url=harness.url + "/v1", api_key="x", max_retries=0) as client,
-        ):
-            made = await client.embeddings.create(model="vectors", input=["a b"], encoding_format="float")
-            assert made.data[0].embedding == [0.5, -1.0]
-            assert made.usage.prompt_tokens == 2
-            assert not writer.got("/v1/embeddings")
-            with pytest.raises(openai.BadRequestError, match="'writer' cannot do /v1/embeddings") as refused:
-                await client.embeddings.create(model="writer", input="a")
-            assert refused.value.code == "unsupported_endpoint"
-            with pytest.raises(openai.BadRequestError, match="'vectors' cannot do"):
-                await client.chat.completions.create(model="vectors", messages=MESSAGES)
-            for path in ("/tokenize", "/v1/detokenize"):
-                response = await harness.post(path, {"model": "vectors", "prompt": "a"})
-                assert response.headers["x-pdserve-decode"] == vectors.id
-
-    run(main())
+async def test_embeddings_go_to_workers_that_make_them_and_to_no_others() -> None:
+    writer = MockWorker("decode", "writer", namespace="w")
+    vectors = MockWorker("decode", "vectors", namespace="v", tasks=["embed"])
+    row = {"object": "embedding", "index": 0, "embedding": [0.5, -1.0]}
+    said = {
+        "object": "list",
+        "model": "vectors",
+        "data": [row],
+        "usage": {"prompt_tokens": 2, "total_tokens": 2},
+    }
+    vectors.script("/v1/embeddings", answer(200, said))
+    async with (
+        before(writer, vectors) as harness,
+        openai.AsyncOpenAI(base_url=harness.url + "/v1", api_key="x", max_retries=0) as client,
+    ):
+        made = await client.embeddings.create(model="vectors", input=["a b"], encoding_format="float")
+        assert made.data[0].embedding == [0.5, -1.0]
+        assert made.usage.prompt_tokens == 2
+        assert not writer.got("/v1/embeddings")
+        with pytest.raises(openai.BadRequestError, match="'writer' cannot do /v1/embeddings") as refused:
+            await client.embeddings.create(model="writer", input="a")
+        assert refused.value.code == "unsupported_endpoint"
+        with pytest.raises(openai.BadRequestError, match="'vectors' cannot do"):
+            await client.chat.completions.create(model="vectors", messages=MESSAGES)
+        for path in ("/tokenize", "/v1/detokenize"):
+            response = await harness.post(path, {"model": "vectors", "prompt": "a"})
+            assert response.headers["x-pdserve-decode"] == vectors.id

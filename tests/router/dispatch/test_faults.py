@@ -19,7 +19,7 @@ import pytest
 from pdserve.router.config.limits import Deadlines, Limits, Probe
 from pdserve.router.request.call import Call
 from pdserve.router.upstream.response import Response as WorkerResponse
-from tests.support.router.harness import Connection, Harness, chat_body, disagg, run
+from tests.support.router.harness import Connection, Harness, chat_body, disagg
 from tests.support.router.mock_worker import (
     ANSWER,
     DONE,
@@ -462,19 +462,16 @@ TABLES: dict[str, tuple[Phase, Others, tuple[Kind, ...]]] = {
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_every_fault_has_the_outcome_of_the_oracle(table: str) -> None:
+@pytest.mark.timeout(120)
+async def test_every_fault_has_the_outcome_of_the_oracle(table: str) -> None:
     phase, others, kinds = TABLES[table]
     config: dict[str, Any] = {"pull_ahead_tokens": 500} if phase == "pull" else {}
     config |= {"limits": UNPAID} if others == "unpaid" else {}
-
-    async def main() -> None:
-        async with stage(1 if others == "none" else 2, **config) as played:
-            for kind in kinds:
-                for fault in FAULTS[phase]:
-                    case = Case(phase, fault, kind, others)
-                    assert await played.play(case) == expected(case), str(case)
-
-    run(main(), timeout_s=120)
+    async with stage(1 if others == "none" else 2, **config) as played:
+        for kind in kinds:
+            for fault in FAULTS[phase]:
+                case = Case(phase, fault, kind, others)
+                assert await played.play(case) == expected(case), str(case)
 
 
 # --- the end from outside
@@ -500,47 +497,43 @@ def held(phase: str, gate: Gate) -> Script:
 
 @pytest.mark.parametrize("end", ["client", "deadline"])
 @pytest.mark.parametrize("phase", HELD)
-def test_a_call_can_end_in_any_phase_and_leaves_nothing(phase: str, end: str) -> None:
+async def test_a_call_can_end_in_any_phase_and_leaves_nothing(phase: str, end: str) -> None:
     """The client leaves, or the total time is up: every request to a worker is cut, and no other is made."""
-
-    async def main() -> None:
-        ahead = {"pull_ahead_tokens": 1 if phase == "pull" else 0}
-        async with stage(2 if phase == "resume" else 1, **ahead) as played:
-            harness, (name, path) = played.harness, HELD[phase]
-            gate, session = Gate(), {"x-session-id": "s"}
-            if phase == "settle":
-                await harness.chat(headers=session)
-            played.reset()
-            if phase == "resume":
-                played.workers["first"].script(CHAT, marked(*FIRST, cut=True))
-            if phase == "pull":
-                played.workers["prefill"].script(PREFILL, hang(Gate()))
-            worker = played.workers[name]
-            worker.script(path, held(phase, gate))
-            client, seen = await harness.connect(), Seen()
-            asked = chat_body(stream=True, temperature=0)
-            await client.send(CHAT, json.dumps(asked).encode(), session if phase == "settle" else {})
-            await gate.reached.wait()
-            is_started = phase in ("stream", "resume")
-            if is_started:
-                await take(client, seen, until=EVENTS[0] if phase == "stream" else SENT)
-            if end == "deadline":
-                await played.expire(Call)
-                await take(client, seen)
-                assert (seen.status, seen.error) == (200 if is_started else 504, "deadline_exceeded")
-            client.leave()
-            await worker.wait_until(lambda: worker.disconnected == 1)
-            await harness.assert_nothing_leaked()
-            await harness.until(lambda: phase != "pull" or bool(harness.stats.pull_ahead))
-            played.note(seen)
-            assert seen.blamed == ({"first": 1} if phase == "resume" else {})
-            assert seen.counted.get("decode_retries") is None
-            aborts = {COUNTED_AS.get(phase, phase): 1} if end == "client" else None
-            assert seen.counted.get("client_aborts") == aborts
-            broken = {"deadline_exceeded": 1} if end == "deadline" and is_started else None
-            assert seen.counted.get("stream_errors") == broken
-            later = {CHAT} if phase in ("settle", "prefill", "pull") else set()
-            assert not later & set(seen.asked.get("first", ()))
-            assert phase != "settle" or "prefill" not in seen.asked
-
-    run(main())
+    ahead = {"pull_ahead_tokens": 1 if phase == "pull" else 0}
+    async with stage(2 if phase == "resume" else 1, **ahead) as played:
+        harness, (name, path) = played.harness, HELD[phase]
+        gate, session = Gate(), {"x-session-id": "s"}
+        if phase == "settle":
+            await harness.chat(headers=session)
+        played.reset()
+        if phase == "resume":
+            played.workers["first"].script(CHAT, marked(*FIRST, cut=True))
+        if phase == "pull":
+            played.workers["prefill"].script(PREFILL, hang())
+        worker = played.workers[name]
+        worker.script(path, held(phase, gate))
+        client, seen = await harness.connect(), Seen()
+        asked = chat_body(stream=True, temperature=0)
+        await client.send(CHAT, json.dumps(asked).encode(), session if phase == "settle" else {})
+        await gate.reached.wait()
+        is_started = phase in ("stream", "resume")
+        if is_started:
+            await take(client, seen, until=EVENTS[0] if phase == "stream" else SENT)
+        if end == "deadline":
+            await played.expire(Call)
+            await take(client, seen)
+            assert (seen.status, seen.error) == (200 if is_started else 504, "deadline_exceeded")
+        client.leave()
+        await worker.wait_until(lambda: worker.disconnected == 1)
+        await harness.assert_nothing_leaked()
+        await harness.until(lambda: phase != "pull" or bool(harness.stats.pull_ahead))
+        played.note(seen)
+        assert seen.blamed == ({"first": 1} if phase == "resume" else {})
+        assert seen.counted.get("decode_retries") is None
+        aborts = {COUNTED_AS.get(phase, phase): 1} if end == "client" else None
+        assert seen.counted.get("client_aborts") == aborts
+        broken = {"deadline_exceeded": 1} if end == "deadline" and is_started else None
+        assert seen.counted.get("stream_errors") == broken
+        later = {CHAT} if phase in ("settle", "prefill", "pull") else set()
+        assert not later & set(seen.asked.get("first", ()))
+        assert phase != "settle" or "prefill" not in seen.asked

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pdserve.router.config.limits import Limits
-from tests.support.router.harness import FAST, Harness, chat_body, disagg, run
+from tests.support.router.harness import FAST, Harness, disagg
 from tests.support.router.mock_worker import (
     ANSWER,
     REPORT,
@@ -46,81 +46,61 @@ async def hedged(
         yield harness, *prefills, decode
 
 
-def test_the_faster_worker_wins_and_the_other_is_cut() -> None:
-    async def main() -> None:
-        async with hedged(hang(Gate())) as (harness, first, second, _):
-            response = await harness.chat()
-            assert response.body == ANSWER
-            assert response.headers["x-pdserve-prefill"] == second.id
-            await first.wait_until(lambda: first.disconnected == 1)
-            assert (harness.stats.hedges, harness.stats.prefill) == (1, {"ok": 1})
-
-    run(main())
+async def test_the_faster_worker_wins_and_the_other_is_cut() -> None:
+    async with hedged(hang()) as (harness, first, second, _):
+        response = await harness.chat()
+        assert response.body == ANSWER
+        assert response.headers["x-pdserve-prefill"] == second.id
+        await first.wait_until(lambda: first.disconnected == 1)
+        assert (harness.stats.hedges, harness.stats.prefill) == (1, {"ok": 1})
 
 
-def test_a_prompt_answer_is_not_hedged_even_a_bad_one() -> None:
-    async def main() -> None:
-        async with hedged(close(), hedge_s=5.0) as (harness, _, second, _):
-            await harness.chat()
-            assert (second.requests, harness.stats.hedges) == ([], 0)
-
-    run(main())
+async def test_a_prompt_answer_is_not_hedged_even_a_bad_one() -> None:
+    async with hedged(close(), hedge_s=5.0) as (harness, _, second, _):
+        await harness.chat()
+        assert (second.requests, harness.stats.hedges) == ([], 0)
 
 
 @pytest.mark.parametrize("trouble", [close(), answer(503, {})])
-def test_a_second_worker_that_fails_does_not_spoil_the_first(trouble: Script) -> None:
-    async def main() -> None:
-        gate = Gate()
-        late = stream([json.dumps(REPORT).encode()], gate, gate_after=0)
-        async with hedged(late, trouble) as (harness, first, second, _):
-            asking = asyncio.create_task(harness.chat())
-            await second.wait_until(lambda: len(second.requests) == 1)
-            gate.open.set()
-            assert (await asking).headers["x-pdserve-prefill"] == first.id
-
-    run(main())
+async def test_a_second_worker_that_fails_does_not_spoil_the_first(trouble: Script) -> None:
+    gate = Gate()
+    late = stream([json.dumps(REPORT).encode()], gate, gate_after=0)
+    async with hedged(late, trouble) as (harness, first, second, _):
+        asking = asyncio.create_task(harness.chat())
+        await second.wait_until(lambda: len(second.requests) == 1)
+        gate.open.set()
+        assert (await asking).headers["x-pdserve-prefill"] == first.id
 
 
-def test_what_either_says_is_the_clients_fault_is_final() -> None:
-    async def main() -> None:
-        async with hedged(hang(Gate()), answer(400, {"message": "too long"})) as (harness, _, _, decode):
-            assert (await harness.chat()).status == 400
-            assert decode.requests == []
-
-    run(main())
+async def test_what_either_says_is_the_clients_fault_is_final() -> None:
+    async with hedged(hang(), answer(400, {"message": "too long"})) as (harness, _, _, decode):
+        assert (await harness.chat()).status == 400
+        assert decode.requests == []
 
 
-def test_a_client_that_leaves_ends_both() -> None:
-    async def main() -> None:
-        gate = Gate()
-        async with hedged(hang(Gate()), hang(gate)) as (harness, first, second, _):
-            client = await harness.connect()
-            await client.send(CHAT, json.dumps(chat_body()).encode())
-            await gate.reached.wait()
-            client.leave()
-            for worker in (first, second):
-                await worker.wait_until(lambda worker=worker: worker.disconnected == 1)
-            await harness.assert_nothing_leaked()
-            assert harness.stats.client_aborts == {"prefill": 1}
-
-    run(main())
+async def test_a_client_that_leaves_ends_both() -> None:
+    gate = Gate()
+    async with hedged(hang(), hang(gate)) as (harness, first, second, _):
+        client = await harness.asking()
+        await gate.reached.wait()
+        client.leave()
+        for worker in (first, second):
+            await worker.wait_until(lambda worker=worker: worker.disconnected == 1)
+        await harness.assert_nothing_leaked()
+        assert harness.stats.client_aborts == {"prefill": 1}
 
 
 @pytest.mark.parametrize("why", ["leave", "drain", "unpaid"])
-def test_there_is_no_hedge_without_a_worker_or_a_budget_for_it(why: str) -> None:
+async def test_there_is_no_hedge_without_a_worker_or_a_budget_for_it(why: str) -> None:
     """The second worker leaves or is drained while the first one computes; or there is no retry budget."""
-
-    async def main() -> None:
-        gate = Gate()
-        limits = UNPAID if why == "unpaid" else Limits()
-        async with hedged(hang(gate), hedge_s=0.3, prefill_s=0.5, limits=limits) as (harness, _, second, _):
-            asking = asyncio.create_task(harness.chat())
-            await gate.reached.wait()
-            if why == "leave":
-                harness.router.fleet.members.leave(second.id)
-            elif why == "drain":
-                harness.router.fleet.members.drain(second.id, True)
-            assert (await asking).body == ANSWER  # the decode worker computes the prompt
-            assert (second.requests, harness.stats.hedges) == ([], 0)
-
-    run(main())
+    gate = Gate()
+    limits = UNPAID if why == "unpaid" else Limits()
+    async with hedged(hang(gate), hedge_s=0.3, prefill_s=0.5, limits=limits) as (harness, _, second, _):
+        asking = asyncio.create_task(harness.chat())
+        await gate.reached.wait()
+        if why == "leave":
+            harness.router.fleet.members.leave(second.id)
+        elif why == "drain":
+            harness.router.fleet.members.drain(second.id, True)
+        assert (await asking).body == ANSWER  # the decode worker computes the prompt
+        assert (second.requests, harness.stats.hedges) == ([], 0)

@@ -11,15 +11,8 @@ import pytest
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.config.limits import Limits, Probe
 from pdserve.router.dispatch.resume import Continue, may_resume
-from tests.support.router.harness import Harness, Response, chat_body, disagg, run
-from tests.support.router.mock_worker import (
-    DONE,
-    Gate,
-    MockWorker,
-    Received,
-    Script,
-    Wire,
-)
+from tests.support.router.harness import Harness, Response, disagg
+from tests.support.router.mock_worker import DONE, Gate, MockWorker, Received, Script, Wire
 from tests.support.router.streams import FIRST, REST, WHOLE, marked, named
 
 CHAT = "/v1/chat/completions"
@@ -42,58 +35,49 @@ def asked(decodes: list[MockWorker]) -> list[Received]:
     return [request for worker in decodes for request in worker.got(CONTINUE)]
 
 
-def test_a_greedy_stream_goes_on_at_another_worker_and_the_client_cannot_tell() -> None:
-    async def main() -> None:
-        async with disagg(decode=2) as (harness, _, decodes):
-            lose(decodes, marked(*REST))
-            response = await ask(harness)
-            assert response.body == WHOLE
-            assert "x-pdserve-marks" not in response.headers
-            [lost] = [worker for worker in decodes if worker.got(CHAT)]
-            [request] = asked(decodes)
-            assert not lost.got(CONTINUE)
-            assert request.target == f"{CONTINUE}?endpoint={CHAT}"
-            line, _, body = request.body.partition(b"\n")
-            assert json.loads(line) == {"characters": 4, "token_ids": [7, 8, 9]}
-            assert body == lost.got(CHAT)[0].body
-            assert request.headers["x-request-id"] == response.headers["x-request-id"]
-            assert harness.stats.continued == {"cut": 1}
-            assert harness.stats.stream_errors == {}
-
-    run(main())
+async def test_a_greedy_stream_goes_on_at_another_worker_and_the_client_cannot_tell() -> None:
+    async with disagg(decode=2) as (harness, _, decodes):
+        lose(decodes, marked(*REST))
+        response = await ask(harness)
+        assert response.body == WHOLE
+        assert "x-pdserve-marks" not in response.headers
+        [lost] = [worker for worker in decodes if worker.got(CHAT)]
+        [request] = asked(decodes)
+        assert not lost.got(CONTINUE)
+        assert request.target == f"{CONTINUE}?endpoint={CHAT}"
+        line, _, body = request.body.partition(b"\n")
+        assert json.loads(line) == {"characters": 4, "token_ids": [7, 8, 9]}
+        assert body == lost.got(CHAT)[0].body
+        assert request.headers["x-request-id"] == response.headers["x-request-id"]
+        assert harness.stats.continued == {"cut": 1}
+        assert harness.stats.stream_errors == {}
 
 
 @pytest.mark.parametrize(("min_prefill_tokens", "told"), [(10_000, "8/0/80"), (0, "8/0/16")])
-def test_the_rest_can_be_lost_too_and_each_worker_learns_what_was_cached_before_the_stream(
+async def test_the_rest_can_be_lost_too_and_each_worker_learns_what_was_cached_before_the_stream(
     min_prefill_tokens: int, told: str
 ) -> None:
     """It finds what the lost worker has computed. Where a prefill worker computed that, its word counts."""
+    async with disagg(decode=3, limits=Limits(decode_attempts=3), min_prefill_tokens=min_prefill_tokens) as (
+        harness,
+        _,
+        decodes,
+    ):
+        cached = "x-pdserve-cached: device=8, host=0, pool=16, ssd=64, computed=17\r\n"
+        later = "x-pdserve-cached: device=0, host=0, pool=104, ssd=0, computed=1\r\n"
+        rests = iter([marked(REST[0], cut=True, extra=later), marked(named("three", "", "stop") + DONE)])
 
-    async def main() -> None:
-        async with disagg(
-            decode=3, limits=Limits(decode_attempts=3), min_prefill_tokens=min_prefill_tokens
-        ) as (
-            harness,
-            _,
-            decodes,
-        ):
-            cached = "x-pdserve-cached: device=8, host=0, pool=16, ssd=64, computed=17\r\n"
-            later = "x-pdserve-cached: device=0, host=0, pool=104, ssd=0, computed=1\r\n"
-            rests = iter([marked(REST[0], cut=True, extra=later), marked(named("three", "", "stop") + DONE)])
+        async def next_rest(wire: Wire, request: Received) -> None:
+            await next(rests)(wire, request)
 
-            async def next_rest(wire: Wire, request: Received) -> None:
-                await next(rests)(wire, request)
-
-            for worker in decodes:
-                worker.script(CHAT, marked(*FIRST, cut=True, extra=cached))
-                worker.script(CONTINUE, next_rest)
-            assert (await ask(harness)).body == WHOLE
-            assert [one.headers["x-pdserve-prefilled"] for one in asked(decodes)] == [told, told]
-            lines = [json.loads(request.body.partition(b"\n")[0]) for request in asked(decodes)]
-            assert sorted(line["token_ids"] for line in lines) == [[7, 8, 9], [7, 8, 9, 10]]
-            assert harness.stats.continued == {"cut": 2}
-
-    run(main())
+        for worker in decodes:
+            worker.script(CHAT, marked(*FIRST, cut=True, extra=cached))
+            worker.script(CONTINUE, next_rest)
+        assert (await ask(harness)).body == WHOLE
+        assert [one.headers["x-pdserve-prefilled"] for one in asked(decodes)] == [told, told]
+        lines = [json.loads(request.body.partition(b"\n")[0]) for request in asked(decodes)]
+        assert sorted(line["token_ids"] for line in lines) == [[7, 8, 9], [7, 8, 9, 10]]
+        assert harness.stats.continued == {"cut": 2}
 
 
 @pytest.mark.parametrize(
@@ -135,51 +119,43 @@ def test_what_may_be_resumed(path: str, body: dict[str, Any], which: Continue, m
 
 
 @pytest.mark.parametrize("deterministic", [(True, True), (True, False), (False, False)])
-def test_a_seeded_stream_goes_on_only_between_workers_that_sample_by_seeds(
+async def test_a_seeded_stream_goes_on_only_between_workers_that_sample_by_seeds(
     deterministic: tuple[bool, bool],
 ) -> None:
-    async def main() -> None:
-        said = iter((True, *deterministic))  # of the prefill worker first
+    said = iter((True, *deterministic))  # of the prefill worker first
 
-        def make(role: str) -> MockWorker:
-            return MockWorker(role, deterministic=next(said))
+    def make(role: str) -> MockWorker:
+        return MockWorker(role, deterministic=next(said))
 
-        async with disagg(decode=2, make=make) as (harness, _, decodes):
-            lose(decodes, marked(*REST))
-            body = (await ask(harness, temperature=1, seed=7)).body
-            assert (body == WHOLE) is all(deterministic)
-            assert (b'"code":"worker_lost"' in body) is not all(deterministic)
-
-    run(main())
+    async with disagg(decode=2, make=make) as (harness, _, decodes):
+        lose(decodes, marked(*REST))
+        body = (await ask(harness, temperature=1, seed=7)).body
+        assert (body == WHOLE) is all(deterministic)
+        assert (b'"code":"worker_lost"' in body) is not all(deterministic)
 
 
-def test_a_seeded_stream_goes_on_at_a_busier_worker_if_only_that_one_samples_by_seeds() -> None:
-    async def main() -> None:
-        def make(role: str) -> MockWorker:
-            return MockWorker(role, deterministic=True)
+async def test_a_seeded_stream_goes_on_at_a_busier_worker_if_only_that_one_samples_by_seeds() -> None:
+    def make(role: str) -> MockWorker:
+        return MockWorker(role, deterministic=True)
 
-        never = Probe(interval_s=3600.0)  # would say anew what is set here
-        async with disagg(decode=3, make=make, probe=never) as (harness, _, decodes):
-            gate = Gate()
-            for worker in decodes:
-                worker.script(CONTINUE, marked(*REST))
-                worker.script(CHAT, marked(*FIRST, gate=gate, cut=True))
-            client = await harness.connect()
-            await client.send(CHAT, json.dumps(chat_body(stream=True, seed=7)).encode())
-            await gate.reached.wait()
-            idle, busier = (worker for worker in decodes if not worker.got(CHAT))
-            for worker in harness.router.fleet.workers:
-                assert worker.info is not None
-                if worker.id == idle.id:
-                    worker.info = msgspec.structs.replace(worker.info, deterministic=False)
-                elif worker.id == busier.id:
-                    worker.elsewhere = 100
-            gate.open.set()
-            assert (await client.response()).body == WHOLE
-            assert (len(idle.got(CONTINUE)), len(busier.got(CONTINUE))) == (0, 1)
-            client.leave()
-
-    run(main())
+    never = Probe(interval_s=3600.0)  # would say anew what is set here
+    async with disagg(decode=3, make=make, probe=never) as (harness, _, decodes):
+        gate = Gate()
+        for worker in decodes:
+            worker.script(CONTINUE, marked(*REST))
+            worker.script(CHAT, marked(*FIRST, gate=gate, cut=True))
+        client = await harness.asking(stream=True, seed=7)
+        await gate.reached.wait()
+        idle, busier = (worker for worker in decodes if not worker.got(CHAT))
+        for worker in harness.router.fleet.workers:
+            assert worker.info is not None
+            if worker.id == idle.id:
+                worker.info = msgspec.structs.replace(worker.info, deterministic=False)
+            elif worker.id == busier.id:
+                worker.elsewhere = 100
+        gate.open.set()
+        assert (await client.response()).body == WHOLE
+        assert (len(idle.got(CONTINUE)), len(busier.got(CONTINUE))) == (0, 1)
 
 
 @pytest.mark.parametrize("body", [b'{"\xff":1}', b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"])

@@ -139,11 +139,7 @@ def test_a_configuration_read_anew_brings_back_what_it_lists() -> None:
     late = Fleet.from_config(CONFIG)
     for change in coming:
         change.follow(late)
-    assert members(late) == {
-        IDS[0]: ("prefill", True),
-        IDS[1]: ("decode", False),
-        IDS[2]: ("decode", True),
-    }
+    assert members(late) == {IDS[0]: ("prefill", True), IDS[1]: ("decode", False), IDS[2]: ("decode", True)}
     assert FleetChange("leave", "etcd:1") in coming
     assert FleetChange("drain", "delisted:1") not in coming
     assert FleetChange("leave", IDS[1]) in changes  # until the reload has succeeded

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from pdserve.discovery.workers import Registration, WorkerEtcdConfig, worker_key
@@ -18,7 +17,7 @@ from pdserve.errors import ConfigError
 from pdserve.router.config.limits import Probe
 from pdserve.router.config.router import RouterConfig
 from tests.support.kvpool.etcd_server import EtcdServer
-from tests.support.router.harness import Harness, routed, run
+from tests.support.router.harness import Harness, routed
 from tests.support.router.mock_worker import ANSWER, MockWorker, workers
 
 WAIT_S = 20.0  # 2 s, for a machine that has more to do
@@ -65,12 +64,7 @@ def ready(harness: Harness) -> set[str]:
 
 def put(etcd: EtcdServer, key: str, value: str, lease: str = "0") -> None:
     body = {name: base64.b64encode(text.encode()).decode() for name, text in (("key", key), ("value", value))}
-    httpx.post(f"{etcd.url}/v3/kv/put", json={**body, "lease": lease}).raise_for_status()
-
-
-def lease_of_a_second(etcd: EtcdServer) -> str:
-    granted = httpx.post(f"{etcd.url}/v3/lease/grant", json={"TTL": "1"})
-    return str(granted.json()["ID"])
+    etcd.post("kv/put", {**body, "lease": lease})
 
 
 def register(etcd: EtcdServer, worker: MockWorker, lease: str = "0") -> None:
@@ -78,114 +72,102 @@ def register(etcd: EtcdServer, worker: MockWorker, lease: str = "0") -> None:
     put(etcd, f"/pdserve/pool/workers/{worker.role}/{worker.id}", json.dumps({"address": worker.url}), lease)
 
 
-def test_workers_are_used_once_they_register_and_gone_once_they_stop(etcd: EtcdServer) -> None:
-    async def main() -> None:
-        prefill, first, second = MockWorker("prefill"), MockWorker("decode"), MockWorker("decode")
-        async with workers(prefill, first, second), registered(etcd, first), watching(etcd) as harness:
-            assert (await harness.chat()).headers["x-pdserve-decode"] == first.id  # known from the start
-            async with registered(etcd, prefill), registered(etcd, second):
-                await until(lambda: ready(harness) == {prefill.id, first.id, second.id})
-                assert (await harness.chat()).headers["x-pdserve-prefill"] == prefill.id
-            await until(lambda: set(harness.router.fleet.by_id) == {first.id})
-            assert (await harness.chat()).body == ANSWER
-
-    run(main(), timeout_s=120)
+@pytest.mark.timeout(120)
+async def test_workers_are_used_once_they_register_and_gone_once_they_stop(etcd: EtcdServer) -> None:
+    prefill, first, second = MockWorker("prefill"), MockWorker("decode"), MockWorker("decode")
+    async with workers(prefill, first, second), registered(etcd, first), watching(etcd) as harness:
+        assert (await harness.chat()).headers["x-pdserve-decode"] == first.id  # known from the start
+        async with registered(etcd, prefill), registered(etcd, second):
+            await until(lambda: ready(harness) == {prefill.id, first.id, second.id})
+            assert (await harness.chat()).headers["x-pdserve-prefill"] == prefill.id
+        await until(lambda: set(harness.router.fleet.by_id) == {first.id})
+        assert (await harness.chat()).body == ANSWER
 
 
-def test_a_worker_that_no_longer_renews_its_lease_leaves(etcd: EtcdServer) -> None:
-    async def main() -> None:
-        lost = MockWorker("agg")
-        async with workers(lost), watching(etcd) as harness:
-            register(etcd, lost, lease_of_a_second(etcd))
-            await until(lambda: ready(harness) == {lost.id})
-            await until(lambda: not harness.router.fleet.workers)
-
-    run(main(), timeout_s=120)
+@pytest.mark.timeout(120)
+async def test_a_worker_that_no_longer_renews_its_lease_leaves(etcd: EtcdServer) -> None:
+    lost = MockWorker("agg")
+    async with workers(lost), watching(etcd) as harness:
+        register(etcd, lost, etcd.post("lease/grant", {"TTL": "1"})["ID"])
+        await until(lambda: ready(harness) == {lost.id})
+        await until(lambda: not harness.router.fleet.workers)
 
 
-def test_a_router_keeps_its_fleet_while_etcd_is_away_and_when_it_comes_back_empty(etcd: EtcdServer) -> None:
-    async def main() -> None:
-        worker, lost, late = [MockWorker("agg") for _ in range(3)]
-        async with workers(worker, lost, late), watching(etcd, lease_s=6) as harness:
-            known = harness.router.fleet.by_id
-            for there in (worker, lost):
-                register(etcd, there)
-            await until(lambda: ready(harness) == {worker.id, lost.id})
-            etcd.kill()
-            await asyncio.sleep(0.5)
-            assert (await harness.chat()).body == ANSWER
-            etcd.wipe()
-            await asyncio.to_thread(etcd.start)
-            register(etcd, late)
-            await until(lambda: late.id in known)
-            assert worker.id in known  # though its key is lost
-            register(etcd, worker)
-            await until(lambda: lost.id not in known)  # both keys were missed at once
-            assert set(known) == {worker.id, late.id}
-
-    run(main(), timeout_s=120)
-
-
-def test_a_worker_that_went_while_etcd_was_away_leaves_in_the_end(etcd: EtcdServer) -> None:
-    async def main() -> None:
-        worker = MockWorker("agg")
-        async with workers(worker), watching(etcd, lease_s=1) as harness:
-            register(etcd, worker)
-            await until(lambda: ready(harness) == {worker.id})
-            etcd.kill()
-            etcd.wipe()
-            await asyncio.to_thread(etcd.start)
-            await until(lambda: not harness.router.fleet.workers)
-
-    run(main(), timeout_s=120)
-
-
-def test_nonsense_there_keeps_no_worker_out(etcd: EtcdServer) -> None:
-    async def main() -> None:
-        good, listed = MockWorker("decode"), MockWorker("decode")
-        async with workers(good, listed):
-            for key, address in (
-                ("decode/x", "https://x:1"),
-                ("boss/y", "http://y:1"),
-                (f"prefill/{listed.id}", listed.url),  # the configuration has it as another's role
-            ):
-                put(etcd, f"/pdserve/pool/workers/{key}", json.dumps({"address": address}))
-            put(etcd, "/pdserve/pool/workers/decode/z", "garbage")
-            put(etcd, "/pdserve/pool/nodes/n", json.dumps({"address": "tcp:n:1"}))
-            async with watching(etcd, decode=(listed.url,)) as harness:
-                async with registered(etcd, good):
-                    await until(lambda: ready(harness) == {good.id, listed.id})
-                await until(lambda: set(harness.router.fleet.by_id) == {listed.id})
-
-    run(main(), timeout_s=120)
-
-
-def test_a_worker_there_that_does_not_fit_is_refused_and_keeps_no_router_from_starting(
+@pytest.mark.timeout(120)
+async def test_a_router_keeps_its_fleet_while_etcd_is_away_and_when_it_comes_back_empty(
     etcd: EtcdServer,
 ) -> None:
-    async def main() -> None:
-        listed, odd = MockWorker("decode"), MockWorker("decode", page_size=32)
-        async with workers(listed, odd):
-            register(etcd, odd)
-            async with watching(etcd, decode=(listed.url,)) as harness:
-                found = {worker.id: worker.refused is None for worker in harness.router.fleet.workers}
-                assert found == {listed.id: True, odd.id: False}
-                assert (await harness.chat()).body == ANSWER
-
-    run(main(), timeout_s=120)
-
-
-def test_a_router_starts_while_etcd_is_away(etcd: EtcdServer) -> None:
-    async def main() -> None:
-        worker = MockWorker("agg")
+    worker, lost, late = [MockWorker("agg") for _ in range(3)]
+    async with workers(worker, lost, late), watching(etcd, lease_s=4) as harness:
+        known = harness.router.fleet.by_id
+        for there in (worker, lost):
+            register(etcd, there)
+        await until(lambda: ready(harness) == {worker.id, lost.id})
         etcd.kill()
-        async with workers(worker), watching(etcd) as harness:
-            assert (await harness.chat()).status in (404, 503)
-            await asyncio.to_thread(etcd.start)
-            async with registered(etcd, worker):
-                await until(lambda: ready(harness) == {worker.id})
+        await asyncio.sleep(0.5)
+        assert (await harness.chat()).body == ANSWER
+        etcd.wipe()
+        await asyncio.to_thread(etcd.start)
+        register(etcd, late)
+        await until(lambda: late.id in known)
+        assert worker.id in known  # though its key is lost
+        register(etcd, worker)
+        await until(lambda: lost.id not in known)  # both keys were missed at once
+        assert set(known) == {worker.id, late.id}
 
-    run(main(), timeout_s=120)
+
+@pytest.mark.timeout(120)
+async def test_a_worker_that_went_while_etcd_was_away_leaves_in_the_end(etcd: EtcdServer) -> None:
+    worker = MockWorker("agg")
+    async with workers(worker), watching(etcd, lease_s=1) as harness:
+        register(etcd, worker)
+        await until(lambda: ready(harness) == {worker.id})
+        etcd.kill()
+        etcd.wipe()
+        await asyncio.to_thread(etcd.start)
+        await until(lambda: not harness.router.fleet.workers)
+
+
+@pytest.mark.timeout(120)
+async def test_nonsense_there_keeps_no_worker_out(etcd: EtcdServer) -> None:
+    good, listed = MockWorker("decode"), MockWorker("decode")
+    async with workers(good, listed):
+        for key, address in (
+            ("decode/x", "https://x:1"),
+            ("boss/y", "http://y:1"),
+            (f"prefill/{listed.id}", listed.url),  # the configuration has it as another's role
+        ):
+            put(etcd, f"/pdserve/pool/workers/{key}", json.dumps({"address": address}))
+        put(etcd, "/pdserve/pool/workers/decode/z", "garbage")
+        put(etcd, "/pdserve/pool/nodes/n", json.dumps({"address": "tcp:n:1"}))
+        async with watching(etcd, decode=(listed.url,)) as harness:
+            async with registered(etcd, good):
+                await until(lambda: ready(harness) == {good.id, listed.id})
+            await until(lambda: set(harness.router.fleet.by_id) == {listed.id})
+
+
+@pytest.mark.timeout(120)
+async def test_a_worker_there_that_does_not_fit_is_refused_and_keeps_no_router_from_starting(
+    etcd: EtcdServer,
+) -> None:
+    listed, odd = MockWorker("decode"), MockWorker("decode", page_size=32)
+    async with workers(listed, odd):
+        register(etcd, odd)
+        async with watching(etcd, decode=(listed.url,)) as harness:
+            found = {worker.id: worker.refused is None for worker in harness.router.fleet.workers}
+            assert found == {listed.id: True, odd.id: False}
+            assert (await harness.chat()).body == ANSWER
+
+
+@pytest.mark.timeout(120)
+async def test_a_router_starts_while_etcd_is_away(etcd: EtcdServer) -> None:
+    worker = MockWorker("agg")
+    etcd.kill()
+    async with workers(worker), watching(etcd) as harness:
+        assert (await harness.chat()).status in (404, 503)
+        await asyncio.to_thread(etcd.start)
+        async with registered(etcd, worker):
+            await until(lambda: ready(harness) == {worker.id})
 
 
 @pytest.mark.parametrize("url", ["http://0.0.0.0:1", "https://h:1", "h:1", "http://h:1/v1"])

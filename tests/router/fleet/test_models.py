@@ -13,7 +13,7 @@ from pdserve.router.config.placement import Stickiness
 from pdserve.router.config.router import Session
 from pdserve.router.config.tenants import Admission
 from pdserve.router.fleet.models import MAX_ADAPTER_CHARS, Models
-from tests.support.router.harness import Harness, before, chat_body, run
+from tests.support.router.harness import Harness, before, chat_body
 from tests.support.router.mock_worker import ANSWER, EVENTS, Gate, MockWorker, stream, workers
 
 CHAT = "/v1/chat/completions"
@@ -105,134 +105,104 @@ async def served_by(harness: Harness, model: str, **headers: str) -> tuple[str, 
     return response.headers["x-pdserve-prefill"], response.headers["x-pdserve-decode"]
 
 
-def test_a_model_name_of_any_length_leaves_no_trace_in_the_session_table() -> None:
-    async def main() -> None:
-        async with before(*group("a")) as harness:
-            for path in (CHAT, "/tokenize"):
-                body = chat_body(model="a:" + "x" * 100_000, prompt="hi")
-                response = await harness.post(path, body, {"x-session-id": path})
-                assert response.status == 400
-                assert response.error["param"] == "model"
-            assert len(harness.router.dispatcher.placer.sessions) == 0
-
-    run(main())
+async def test_a_model_name_of_any_length_leaves_no_trace_in_the_session_table() -> None:
+    async with before(*group("a")) as harness:
+        for path in (CHAT, "/tokenize"):
+            body = chat_body(model="a:" + "x" * 100_000, prompt="hi")
+            response = await harness.post(path, body, {"x-session-id": path})
+            assert response.status == 400
+            assert response.error["param"] == "model"
+        assert len(harness.router.dispatcher.placer.sessions) == 0
 
 
-def test_requests_go_to_their_models_workers_and_the_list_has_all() -> None:
-    async def main() -> None:
-        first, second = group("a"), group("b")
-        async with before(*first, *second) as harness:
-            listed = (await harness.get("/v1/models")).json()["data"]
-            assert [card["id"] for card in listed] == ["a", "b"]
-            for model, own in (("a", first), ("b", second)):
-                for _ in range(4):
-                    prefill, decode = await served_by(harness, model)
-                    assert prefill == own[0].id
-                    assert decode in (own[1].id, own[2].id)
-            unknown = await harness.post(CHAT, chat_body(model="c"))
-            assert (unknown.status, unknown.error["code"]) == (404, "model_not_found")
-            assert unknown.error["param"] == "model"
-            unnamed = await harness.post(CHAT, {"messages": []})
-            assert (unnamed.status, unnamed.error["param"]) == (400, "model")
-            assert (await harness.get("/v1/models/c")).error["code"] == "model_not_found"
-
-    run(main())
-
-
-def test_equals_take_turns_within_each_model() -> None:
-    """Requests that alternate between two models of two workers must not always meet the same worker."""
-
-    async def main() -> None:
-        first, second = group("a"), group("b")
-        async with before(*first, *second, decode_policy="round_robin") as harness:
-            met: dict[str, set[str]] = {"a": set(), "b": set()}
+async def test_requests_go_to_their_models_workers_and_the_list_has_all() -> None:
+    first, second = group("a"), group("b")
+    async with before(*first, *second) as harness:
+        listed = (await harness.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in listed] == ["a", "b"]
+        for model, own in (("a", first), ("b", second)):
             for _ in range(4):
-                for model, seen in met.items():
-                    seen.add((await served_by(harness, model))[1])
-            assert {model: len(seen) for model, seen in met.items()} == {"a": 2, "b": 2}
-
-    run(main())
-
-
-def test_a_session_key_of_one_model_says_nothing_of_another() -> None:
-    async def main() -> None:
-        first, second = group("a", decodes=1), group("b", decodes=1)
-        stay = Session(decode=Stickiness(when_gone="refuse", mode="hard"))
-        async with before(*first, *second, session=stay) as harness:
-            for _ in range(2):
-                for model, own in (("a", first), ("b", second)):
-                    assert (await served_by(harness, model, x_session_id="s"))[1] == own[1].id
-            settled = [
-                request.json()["request_id"]
-                for w in (first[1], second[1])
-                for request in w.got("/pd/settled")
-            ]
-            assert len(settled) == 2  # each model's second turn waited for its own first one
-            assert len(set(settled)) == 2
-            assert len(harness.router.dispatcher.placer.sessions) == 2
-
-    run(main())
+                prefill, decode = await served_by(harness, model)
+                assert prefill == own[0].id
+                assert decode in (own[1].id, own[2].id)
+        unknown = await harness.post(CHAT, chat_body(model="c"))
+        assert (unknown.status, unknown.error["code"]) == (404, "model_not_found")
+        assert unknown.error["param"] == "model"
+        unnamed = await harness.post(CHAT, {"messages": []})
+        assert (unnamed.status, unnamed.error["param"]) == (400, "model")
+        assert (await harness.get("/v1/models/c")).error["code"] == "model_not_found"
 
 
-def test_a_full_model_holds_up_no_other() -> None:
-    async def main() -> None:
-        first, second = group("a", decodes=1), group("b", decodes=1)
-        narrow = Admission(running_per_worker=1, queue_s=20.0)
-        async with before(*first, *second, admission=narrow) as harness:
-            gate = Gate()
-            first[1].script(CHAT, stream(EVENTS, gate))
-            busy = asyncio.create_task(harness.post(CHAT, chat_body(model="a", stream=True)))
-            await gate.reached.wait()
-            waits = asyncio.create_task(harness.post(CHAT, chat_body(model="a")))
-            while not harness.router.gate.queue.waiting:  # noqa: ASYNC110 - no event for this
-                await asyncio.sleep(0)
-            assert (await harness.post(CHAT, chat_body(model="b"))).body == ANSWER
-            assert not waits.done()
-            gate.open.set()
-            assert (await waits).body == ANSWER
-            assert (await busy).status == 200
-
-    run(main())
+async def test_equals_take_turns_within_each_model() -> None:
+    """Requests that alternate between two models of two workers must not always meet the same worker."""
+    first, second = group("a"), group("b")
+    async with before(*first, *second, decode_policy="round_robin") as harness:
+        met: dict[str, set[str]] = {"a": set(), "b": set()}
+        for _ in range(4):
+            for model, seen in met.items():
+                seen.add((await served_by(harness, model))[1])
+        assert {model: len(seen) for model, seen in met.items()} == {"a": 2, "b": 2}
 
 
-def test_a_worker_of_a_model_that_is_not_configured_is_refused() -> None:
-    async def main() -> None:
-        first, second = group("a", decodes=1), group("b", decodes=1)
-        async with workers(*second), before(*first, models=("a",), probe=Probe(interval_s=0.02)) as harness:
-            odd = harness.router.fleet.members.join(second[1].url, "decode")
-            while odd.refused is None:  # noqa: ASYNC110 - probes report to nobody else
-                await asyncio.sleep(0.005)
-            assert "none of the configured models ('a')" in odd.refused
-            assert (await harness.post(CHAT, chat_body(model="b"))).status == 404
-
-    run(main())
-
-
-def test_readiness_says_that_a_model_cannot_be_served() -> None:
-    async def main() -> None:
-        first, second = group("a", decodes=1), group("b", decodes=1)
-        async with before(*first, *second, probe=Probe(interval_s=0.02)) as harness:
-            state = (await harness.get("/ready")).json()
-            assert (state["models"], state["degraded"]) == ({"a": True, "b": True}, [])
-            second[1].ready = False
-            while (state := (await harness.get("/ready")).json())["models"]["b"]:  # noqa: ASYNC110 - as above
-                await asyncio.sleep(0.005)
-            assert state["ready"]
-            assert state["degraded"] == ["1 of 2 models have no worker that is ready"]
-            answer = await harness.post(CHAT, chat_body(model="b"))
-            assert answer.status == 503
-
-    run(main())
+async def test_a_session_key_of_one_model_says_nothing_of_another() -> None:
+    first, second = group("a", decodes=1), group("b", decodes=1)
+    stay = Session(decode=Stickiness(when_gone="refuse", mode="hard"))
+    async with before(*first, *second, session=stay) as harness:
+        for _ in range(2):
+            for model, own in (("a", first), ("b", second)):
+                assert (await served_by(harness, model, x_session_id="s"))[1] == own[1].id
+        settled = [
+            request.json()["request_id"] for w in (first[1], second[1]) for request in w.got("/pd/settled")
+        ]
+        assert len(settled) == 2  # each model's second turn waited for its own first one
+        assert len(set(settled)) == 2
+        assert len(harness.router.dispatcher.placer.sessions) == 2
 
 
-def test_workers_of_one_model_that_can_do_different_things_are_refused() -> None:
-    async def main() -> None:
-        first = group("a", decodes=2)
-        first[2].info["tasks"] = ["embed"]
-        async with workers(first[2]), before(*first[:2], probe=Probe(interval_s=0.02)) as harness:
-            odd = harness.router.fleet.members.join(first[2].url, "decode")
-            while odd.refused is None:  # noqa: ASYNC110 - as above
-                await asyncio.sleep(0.005)
-            assert "differ in tasks" in odd.refused
+async def test_a_full_model_holds_up_no_other() -> None:
+    first, second = group("a", decodes=1), group("b", decodes=1)
+    narrow = Admission(running_per_worker=1, queue_s=20.0)
+    async with before(*first, *second, admission=narrow) as harness:
+        gate = Gate()
+        first[1].script(CHAT, stream(EVENTS, gate))
+        busy = asyncio.create_task(harness.post(CHAT, chat_body(model="a", stream=True)))
+        await gate.reached.wait()
+        waits = asyncio.create_task(harness.post(CHAT, chat_body(model="a")))
+        await harness.until(lambda: bool(harness.router.gate.queue.waiting))
+        assert (await harness.post(CHAT, chat_body(model="b"))).body == ANSWER
+        assert not waits.done()
+        gate.open.set()
+        assert (await waits).body == ANSWER
+        assert (await busy).status == 200
 
-    run(main())
+
+async def test_a_worker_of_a_model_that_is_not_configured_is_refused() -> None:
+    first, second = group("a", decodes=1), group("b", decodes=1)
+    async with workers(*second), before(*first, models=("a",), probe=Probe(interval_s=0.02)) as harness:
+        odd = harness.router.fleet.members.join(second[1].url, "decode")
+        await harness.until(lambda: odd.refused is not None)
+        assert "none of the configured models ('a')" in odd.refused
+        assert (await harness.post(CHAT, chat_body(model="b"))).status == 404
+
+
+async def test_readiness_says_that_a_model_cannot_be_served() -> None:
+    first, second = group("a", decodes=1), group("b", decodes=1)
+    async with before(*first, *second, probe=Probe(interval_s=0.02)) as harness:
+        state = (await harness.get("/ready")).json()
+        assert (state["models"], state["degraded"]) == ({"a": True, "b": True}, [])
+        second[1].ready = False
+        while (state := (await harness.get("/ready")).json())["models"]["b"]:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.005)
+        assert state["ready"]
+        assert state["degraded"] == ["1 of 2 models have no worker that is ready"]
+        answer = await harness.post(CHAT, chat_body(model="b"))
+        assert answer.status == 503
+
+
+async def test_workers_of_one_model_that_can_do_different_things_are_refused() -> None:
+    first = group("a", decodes=2)
+    first[2].info["tasks"] = ["embed"]
+    async with workers(first[2]), before(*first[:2], probe=Probe(interval_s=0.02)) as harness:
+        odd = harness.router.fleet.members.join(first[2].url, "decode")
+        await harness.until(lambda: odd.refused is not None)
+        assert "differ in tasks" in odd.refused

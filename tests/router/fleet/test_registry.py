@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pdserve.router.fleet.membership import FleetError
 from pdserve.router.fleet.registry import Fleet
@@ -51,79 +52,6 @@ def test_a_worker_is_not_eligible_before_it_has_joined_and_is_ready() -> None:
     assert fleet.models == ("m",)
 
 
-def test_one_unanswered_probe_is_forgiven() -> None:
-    fleet = make("decode")
-    worker = fleet.workers[0]
-    assert not fleet.on_probe_unanswered(worker, failures_to_down=2)
-    assert worker.ready
-    assert fleet.on_probe_unanswered(worker, failures_to_down=2)
-    assert fleet.snapshot("m", 0).decode == ()
-
-
-def test_agg_workers_stand_in_where_no_decode_worker_is_eligible() -> None:
-    fleet = make("decode", "agg")
-    decode, agg = fleet.workers
-    assert fleet.snapshot("m", 0).decode == (decode,)
-    fleet.on_probe_not_ready(decode)
-    assert fleet.snapshot("m", 0).decode == (agg,)
-
-
-def test_an_open_circuit_lets_one_request_try_after_a_while() -> None:
-    fleet = make("decode", "decode")
-    bad, good = fleet.workers
-    assert not fleet.on_failure(bad, 0.0)
-    assert fleet.on_failure(bad, 0.0)
-    assert fleet.snapshot("m", 4.9).decode == (good,)
-    assert fleet.snapshot("m", 5.0).decode == (bad, good)
-    fleet.on_selected(bad, 5.0)
-    assert fleet.snapshot("m", 5.1).decode == (good,)
-    fleet.on_released(bad)
-    fleet.on_success(bad)
-    assert fleet.snapshot("m", 5.2).decode == (bad, good)
-
-
-def test_a_failed_trial_opens_the_circuit_again() -> None:
-    fleet = make("prefill", "decode")
-    bad = fleet.workers[0]
-    fleet.on_failure(bad, 0.0)
-    fleet.on_failure(bad, 0.0)
-    assert fleet.snapshot("m", 1.0).prefill == ()
-    fleet.on_selected(bad, 5.0)
-    assert not fleet.on_failure(bad, 6.0)
-    assert fleet.snapshot("m", 10.9).prefill == ()
-    assert fleet.snapshot("m", 11.0).prefill == (bad,)
-
-
-def test_when_the_stream_of_a_trial_begins_the_next_request_may_try() -> None:
-    fleet = make("decode", "decode")
-    tried, good = fleet.workers
-    fleet.on_failure(tried, 0.0)
-    fleet.on_failure(tried, 0.0)
-    first = fleet.on_selected(tried, 5.0)
-    fleet.on_trial_answering(tried, first, 5.1)
-    assert fleet.snapshot("m", 5.1).decode == (tried, good)
-    second = fleet.on_selected(tried, 5.2)
-    assert fleet.snapshot("m", 5.2).decode == (good,)
-    fleet.on_trial_answering(tried, first, 5.3)  # of an earlier one: the last has not begun
-    assert fleet.snapshot("m", 5.3).decode == (good,)
-    fleet.on_trial_answering(tried, second, 5.4)
-    assert fleet.snapshot("m", 5.4).decode == (tried, good)
-
-
-def test_streams_that_begin_say_nothing_of_a_worker_at_which_one_has_broken_off_since() -> None:
-    fleet = make("decode", "decode")
-    bad, good = fleet.workers
-    earlier = fleet.on_selected(bad, 0.0)
-    fleet.on_failure(bad, 0.0)
-    fleet.on_failure(bad, 0.0)
-    fleet.on_trial_answering(bad, earlier, 0.1)
-    assert fleet.snapshot("m", 0.1).decode == (good,)
-    trial = fleet.on_selected(bad, 5.0)
-    fleet.on_failure(bad, 5.1)
-    fleet.on_trial_answering(bad, trial, 5.2)
-    assert fleet.snapshot("m", 10.0).decode == (good,)
-
-
 def test_a_worker_that_breaks_off_its_streams_is_given_few_of_them_however_many_there_are() -> None:
     fleet = make("decode", "decode")
     bad, _ = fleet.workers
@@ -144,24 +72,6 @@ def test_a_worker_that_breaks_off_its_streams_is_given_few_of_them_however_many_
             fleet.on_released(bad)
             fleet.on_failure(bad, now_s)
     assert 12 < len(trials) < 100  # of 2,400
-
-
-def test_decode_workers_with_open_circuits_are_used_when_there_is_no_other() -> None:
-    fleet = make("decode")
-    worker = fleet.workers[0]
-    fleet.on_failure(worker, 0.0)
-    fleet.on_failure(worker, 0.0)
-    assert fleet.snapshot("m", 1.0).decode == (worker,)
-
-
-def test_coming_back_closes_the_circuit() -> None:
-    fleet = make("prefill", "decode")
-    worker = fleet.workers[0]
-    fleet.on_failure(worker, 0.0)
-    fleet.on_failure(worker, 0.0)
-    fleet.on_probe_not_ready(worker)
-    fleet.on_probe_ready(worker)
-    assert fleet.snapshot("m", 0.1).prefill == (worker,)
 
 
 @pytest.mark.parametrize(
@@ -256,36 +166,6 @@ def test_the_last_worker_of_a_model_takes_the_model_with_it() -> None:
     assert fleet.workers == ()
 
 
-def test_a_draining_worker_gets_nothing_new_and_can_be_asked_about_what_it_did() -> None:
-    fleet = make("prefill", "decode", "decode")
-    prefill, first, second = fleet.workers
-    fleet.members.drain(first.id, True)
-    fleet.members.drain(prefill.id, True)
-    snapshot = fleet.snapshot("m", 0)
-    assert (snapshot.prefill, snapshot.decode, snapshot.draining) == ((), (second,), (first,))
-    fleet.members.drain(first.id, False)
-    assert fleet.snapshot("m", 0).decode == (first, second)
-
-
-def test_a_worker_that_says_it_stops_is_drained_until_another_one_is_there() -> None:
-    fleet = make("decode", "decode")
-    first, second = fleet.workers
-    was = first.incarnation
-    assert fleet.on_probe_stopping(first)
-    assert not fleet.on_probe_stopping(first)
-    assert (fleet.snapshot("m", 0).decode, fleet.snapshot("m", 0).draining) == ((second,), (first,))
-    assert fleet.on_probe_not_ready(first)
-    assert not first.draining
-    assert fleet.on_probe_ready(first)
-    fleet.on_probe_stopping(first)
-    assert fleet.on_probe_ready(first)  # it was away too shortly to be missed
-    assert fleet.snapshot("m", 0).decode == (first, second)
-    assert first.incarnation != was
-    fleet.members.drain(first.id, True)
-    fleet.on_probe_ready(first)
-    assert first.draining  # what the admin API said holds
-
-
 @pytest.mark.parametrize(
     ("code", "act"),
     [
@@ -341,51 +221,140 @@ def test_a_worker_that_is_away_does_not_keep_others_out() -> None:
     assert "page_size (16 and 32)" in refused
 
 
-EVENTS = st.lists(
-    st.tuples(
-        st.sampled_from(
-            [
-                *("failure", "answering", "success", "ready", "not_ready", "stopping", "select", "release"),
-                *("drain", "undrain", "leave"),
-            ]
-        ),
-        st.integers(0, 3),
-        st.floats(0, 3),
-    ),
-    max_size=60,
+@dataclass
+class Known:
+    """What the rules say of a worker."""
+
+    worker: Worker
+    ready: bool = True
+    drained: bool = False
+    stopping: bool = False
+    unanswered: int = 0
+    failures: int = 0
+    is_open: bool = False
+    wait_s: float = 0.0
+    """Of an open circuit: nobody may try before."""
+    trial: int = 0
+    """The newest, which lets others try when its stream begins; 0 after a failure."""
+
+    @property
+    def gets_requests(self) -> bool:
+        return self.ready and not self.drained and not self.stopping
+
+    def may_try(self, now_s: float) -> bool:
+        return self.gets_requests and (not self.is_open or now_s >= self.wait_s)
+
+    def is_well(self) -> None:
+        self.failures, self.is_open = 0, False
+
+
+class Day:
+    """A fleet, and what is known of its workers."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice, self.now_s = random.Random(seed), 0.0
+        self.fleet = make("prefill", "decode", "decode", "agg")
+        self.known = {worker.id: Known(worker) for worker in self.fleet.workers}
+        self.trials: list[tuple[Known, int]] = []
+
+    def pick(self) -> Known:
+        return self.dice.choice(list(self.known.values()))
+
+    def failure(self, one: Known) -> None:
+        was_open = one.is_open
+        one.failures += 1
+        if one.failures >= 2:
+            one.is_open, one.wait_s, one.trial = True, self.now_s + 5, 0
+        assert self.fleet.on_failure(one.worker, self.now_s) == (one.is_open and not was_open)
+
+    def success(self, one: Known) -> None:
+        one.is_well()
+        self.fleet.on_success(one.worker)
+
+    def selected(self, one: Known) -> None:
+        trial = self.fleet.on_selected(one.worker, self.now_s)
+        assert bool(trial) == one.is_open
+        if trial:
+            one.wait_s, one.trial = self.now_s + 5, trial
+            self.trials.append((one, trial))
+
+    def answering(self, one: Known) -> None:
+        if self.trials:
+            one, trial = self.dice.choice(self.trials[-3:])
+            if one.is_open and trial == one.trial:
+                one.wait_s = self.now_s
+            self.fleet.on_trial_answering(one.worker, trial, self.now_s)
+
+    def probed_ready(self, one: Known) -> None:
+        comes_back, before = not one.ready or one.stopping, one.worker.incarnation
+        if comes_back:
+            one.is_well()
+        one.ready, one.stopping, one.unanswered = True, False, 0
+        assert self.fleet.on_probe_ready(one.worker) == comes_back
+        assert (one.worker.incarnation != before) == comes_back
+
+    def probed_not_ready(self, one: Known) -> None:
+        was_ready, one.ready, one.stopping = one.ready, False, False
+        one.unanswered += 1
+        assert self.fleet.on_probe_not_ready(one.worker) == was_ready
+
+    def unanswered(self, one: Known) -> None:
+        one.unanswered += 1
+        goes_down = one.ready and one.unanswered >= 2
+        one.ready = one.ready and not goes_down
+        assert self.fleet.on_probe_unanswered(one.worker, failures_to_down=2) == goes_down
+
+    def probed_stopping(self, one: Known) -> None:
+        was_stopping, one.stopping, one.unanswered = one.stopping, True, 0
+        assert self.fleet.on_probe_stopping(one.worker) != was_stopping
+
+    def drain(self, one: Known) -> None:
+        one.drained = self.dice.random() < 0.5
+        self.fleet.members.drain(one.worker.id, one.drained)
+
+    def leave(self, one: Known) -> None:
+        """And join again: a new worker, of which nothing is known."""
+        self.fleet.members.leave(one.worker.id)
+        del self.known[one.worker.id]
+        self.trials = [trial for trial in self.trials if trial[0] is not one]
+        again = join(self.fleet, one.worker.url, one.worker.role)
+        self.known[again.id] = Known(again)
+
+    def check(self) -> None:
+        def those(role: str, condition: Callable[[Known], bool]) -> tuple[Worker, ...]:
+            return tuple(k.worker for k in self.known.values() if k.worker.role == role and condition(k))
+
+        def may_try(one: Known) -> bool:
+            return one.may_try(self.now_s)
+
+        snapshot = self.fleet.snapshot("m", self.now_s)
+        assert snapshot.prefill == those("prefill", may_try)
+        choices = [
+            those(role, condition)
+            for condition in (may_try, lambda k: k.gets_requests)
+            for role in ("decode", "agg")
+        ]
+        assert snapshot.decode == next(filter(None, choices), ())
+        leaving = [those(role, lambda k: k.ready and not k.gets_requests) for role in ("decode", "agg")]
+        assert snapshot.draining == leaving[0] + leaving[1]
+        away = {id_ for id_, known in self.known.items() if known.drained or known.stopping}
+        assert snapshot.members == self.known.keys() - away
+
+
+EVENTS = (
+    *[Day.failure] * 4,
+    *[Day.selected] * 4,
+    *[Day.answering] * 3,
+    *[Day.probed_ready] * 3,
+    *(Day.success, Day.probed_not_ready, Day.unanswered, Day.probed_stopping, Day.drain, Day.leave),
 )
 
 
-@given(EVENTS)
-def test_snapshots_are_right_however_they_are_cached(events: list[tuple[str, int, float]]) -> None:
-    fleet, now_s = make("prefill", "decode", "decode", "agg"), 0.0
-    for what, index, passed_s in events:
-        now_s += passed_s
-        if what == "leave":
-            url, role = f"http://h{index}:1", fleet.by_id[f"h{index}:1"].role
-            fleet.members.leave(f"h{index}:1")
-            join(fleet, url, role)
-        worker = fleet.by_id[f"h{index}:1"]
-        if what in ("drain", "undrain"):
-            fleet.members.drain(worker.id, what == "drain")
-        elif what == "failure":
-            fleet.on_failure(worker, now_s)
-        elif what == "answering":
-            fleet.on_trial_answering(worker, worker.circuit.trial, now_s)
-        elif what == "success":
-            fleet.on_success(worker)
-        elif what == "ready":
-            fleet.on_probe_ready(worker)
-        elif what == "not_ready":
-            fleet.on_probe_not_ready(worker)
-        elif what == "stopping":
-            fleet.on_probe_stopping(worker)
-        elif what == "select":
-            fleet.on_selected(worker, now_s)
-        elif what == "release" and worker.in_flight:
-            fleet.on_released(worker)
-        snapshot = fleet.snapshot("m", now_s)
-        assert snapshot == fleet._take_snapshot("m", now_s)
-        assert all(w.ready and not w.draining for w in (*snapshot.prefill, *snapshot.decode))
-        able = any(w.ready and not w.draining for w in fleet.workers if w.role != "prefill")
-        assert bool(snapshot.decode) == able
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_happens_requests_go_where_the_rules_say(seed: int) -> None:
+    day = Day(seed)
+    for _ in range(120):
+        day.now_s += day.dice.choice([0.0, 0.1, 1.0, 4.9])
+        day.check()  # what was found before is still right at this time
+        day.dice.choice(EVENTS)(day, day.pick())
+        day.check()

@@ -10,8 +10,10 @@ import ssl
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.certificate import certificate
-from tests.support.router.harness import Connection, chat_body, disagg, run
+from tests.support.router.harness import Connection, chat_body, disagg
 from tests.support.router.mock_worker import MockWorker, answer, close, raw_answer, workers
 
 CHAT = "/v1/chat/completions"
@@ -19,7 +21,8 @@ KEY, WRONG = "canary-api-key-1234567890", "canary-wrong-key-1234567890"
 ADMIN, TOKEN = "canary-admin-key-1234567890", "canary-cluster-token-1234567890"
 
 
-def test_tls_is_spoken_and_nothing_secret_is_logged(tmp_path: Path) -> None:
+@pytest.mark.timeout(90)
+async def test_tls_is_spoken_and_nothing_secret_is_logged(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
 
     async def main() -> str:
@@ -60,11 +63,7 @@ def test_tls_is_spoken_and_nothing_secret_is_logged(tmp_path: Path) -> None:
             return said
 
     said: list[str] = []
-
-    async def kept() -> None:
-        said.append(await main())
-
-    run(kept(), timeout_s=90)
+    said.append(await main())
     assert "DEBUG" in said[0]
     assert "a request was refused" in said[0]
     assert "another worker is tried" in said[0]
@@ -113,18 +112,15 @@ async def ask_everything(ports: dict[str, int], cert: Path, prefill: MockWorker,
     assert await ask("/reload", b"", ADMIN, ports["admin"], secure=False) == 200
 
 
-def test_a_head_without_end_is_cut_off() -> None:
-    async def main() -> None:
-        async with disagg() as (harness, _, _):
-            connection = await harness.connect()
-            connection.writer.write(b"POST / HTTP/1.1\r\n" + b"x: y\r\n" * 100_000)
-            assert (await connection.head()).status == 431
-            connection.leave()
-            big = await harness.connect()
-            await big.send(CHAT, json.dumps(chat_body(filler="x" * 500_000)).encode(), {"x": "y" * 30_000})
-            assert (await big.response()).status == 200
-            await big.send(CHAT, json.dumps(chat_body()).encode())
-            assert (await big.response()).status == 200
-            big.leave()
-
-    run(main())
+async def test_a_head_without_end_is_cut_off() -> None:
+    async with disagg() as (harness, _, _):
+        connection = await harness.connect()
+        connection.writer.write(b"POST / HTTP/1.1\r\n" + b"x: y\r\n" * 100_000)
+        assert (await connection.head()).status == 431
+        connection.leave()
+        big = await harness.connect()
+        await big.send(CHAT, json.dumps(chat_body(filler="x" * 500_000)).encode(), {"x": "y" * 30_000})
+        assert (await big.response()).status == 200
+        await big.send(CHAT, json.dumps(chat_body()).encode())
+        assert (await big.response()).status == 200
+        big.leave()

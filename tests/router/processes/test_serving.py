@@ -11,7 +11,8 @@ import pytest
 
 from pdserve.errors import StartupError
 from pdserve.router.server.listening import bind
-from tests.support.router.harness import chat_body, run
+from tests.support.command import pdserve_here
+from tests.support.router.harness import chat_body
 from tests.support.router.mock_worker import ANSWER, EVENTS, Gate, MockWorker, stream, workers
 from tests.support.router.process import CHAT, RouterProcess
 
@@ -24,151 +25,111 @@ def lingering(seconds: float) -> str:
     return f"{patched}; from pdserve.cli import main; main()"
 
 
-def test_running_streams_are_finished_before_the_router_stops() -> None:
-    async def main() -> None:
-        decode = MockWorker("decode")
-        async with workers(decode):
-            gate = Gate()
-            decode.script(CHAT, stream(EVENTS, gate, gate_after=1))
-            router = await RouterProcess.start("--decode", decode.url)
-            await router.listening()
-            client = await router.start_streaming()
-            router.process.send_signal(signal.SIGTERM)
-            await router.refuses()
-            gate.open.set()
-            rest = b""
-            while data := await client.chunk():
-                rest += data
-            assert rest == b"".join(EVENTS[1:])
-            assert (await router.ended())[0] == 0
-
-    run(main(), timeout_s=60)
-
-
-def test_what_comes_on_an_idle_connection_while_the_router_stops_is_answered_and_is_the_last() -> None:
-    async def main() -> None:
-        decode = MockWorker("decode")
-        async with workers(decode):
-            router = await RouterProcess.start("--decode", decode.url, program=lingering(5.0))
-            await router.listening()
-            gate = Gate()
-            decode.script(CHAT, stream(EVENTS, gate, gate_after=1))
-            streaming = await router.start_streaming()
-            idle, new, busy = [await router.connect() for _ in range(3)]
-            body = json.dumps(chat_body()).encode()
-            for client in (idle, busy):
-                await client.send(CHAT, body)
-                assert "connection" not in (await client.response()).headers
-            router.process.send_signal(signal.SIGTERM)
-            await router.refuses()
-            for client in (busy, new):
-                await client.send(CHAT, body)
-            gate.open.set()
-            while await streaming.chunk():
-                pass
-            await streaming.send(CHAT, body)
-            for client in (busy, new, streaming):
-                last = await client.response()
-                assert (last.body, last.headers["connection"]) == (ANSWER, "close")
-                assert await client.reader.read() == b""
-            assert await idle.reader.read() == b""
-            assert (await router.ended())[0] == 0
-
-    run(main(), timeout_s=60)
+@pytest.mark.timeout(60)
+async def test_a_router_that_stops_ends_its_streams_and_answers_once_more_on_each_connection() -> None:
+    decode = MockWorker("decode")
+    async with workers(decode):
+        router = await RouterProcess.start("--decode", decode.url, program=lingering(3.0))
+        await router.listening()
+        gate = Gate()
+        decode.script(CHAT, stream(EVENTS, gate, gate_after=1))
+        streaming = await router.start_streaming()
+        idle, new, busy = [await router.connect() for _ in range(3)]
+        body = json.dumps(chat_body()).encode()
+        for client in (idle, busy):
+            await client.send(CHAT, body)
+            assert "connection" not in (await client.response()).headers
+        router.process.send_signal(signal.SIGTERM)
+        await router.refuses()
+        for client in (busy, new):
+            await client.send(CHAT, body)
+        gate.open.set()
+        rest = b""
+        while data := await streaming.chunk():
+            rest += data
+        assert rest == b"".join(EVENTS[1:])
+        await streaming.send(CHAT, body)
+        for client in (busy, new, streaming):
+            last = await client.response()
+            assert (last.body, last.headers["connection"]) == (ANSWER, "close")
+            assert await client.reader.read() == b""
+        assert await idle.reader.read() == b""
+        assert (await router.ended())[0] == 0
 
 
-def test_keep_alive_clients_lose_no_request_when_the_router_stops() -> None:
-    async def main() -> None:
-        decode = MockWorker("decode")
-        async with workers(decode):
-            router = await RouterProcess.start("--decode", decode.url, program=lingering(20.0))
-            await router.listening()
-            body = json.dumps(chat_body()).encode()
-            answered = 0
+@pytest.mark.timeout(60)
+async def test_keep_alive_clients_lose_no_request_when_the_router_stops() -> None:
+    decode = MockWorker("decode")
+    async with workers(decode):
+        router = await RouterProcess.start("--decode", decode.url, program=lingering(20.0))
+        await router.listening()
+        body = json.dumps(chat_body()).encode()
+        answered = 0
 
-            async def client() -> None:
-                nonlocal answered
-                connection = await router.connect()
-                while True:
-                    await connection.send(CHAT, body)
-                    answer = await connection.response()
-                    assert (answer.status, answer.body) == (200, ANSWER)
-                    answered += 1
-                    if answer.headers.get("connection") == "close":
-                        return
+        async def client() -> None:
+            nonlocal answered
+            connection = await router.connect()
+            while True:
+                await connection.send(CHAT, body)
+                answer = await connection.response()
+                assert (answer.status, answer.body) == (200, ANSWER)
+                answered += 1
+                if answer.headers.get("connection") == "close":
+                    return
 
-            clients = asyncio.gather(*(client() for _ in range(16)))
-            while answered < 200:  # noqa: ASYNC110 - a counter
-                await asyncio.sleep(0.01)
-            router.process.send_signal(signal.SIGTERM)
-            await clients
-            assert (await router.ended())[0] == 0
-
-    run(main(), timeout_s=60)
+        clients = asyncio.gather(*(client() for _ in range(16)))
+        while answered < 200:  # noqa: ASYNC110 - a counter
+            await asyncio.sleep(0.01)
+        router.process.send_signal(signal.SIGTERM)
+        await clients
+        assert (await router.ended())[0] == 0
 
 
-def test_a_stream_that_outlasts_the_grace_ends_in_an_error_event() -> None:
-    async def main() -> None:
-        decode = MockWorker("decode")
-        async with workers(decode):
-            decode.script(CHAT, stream(EVENTS, Gate(), gate_after=1))
-            router = await RouterProcess.start("--decode", decode.url, "--stop-grace-s", "0.2")
-            await router.listening()
-            client = await router.start_streaming()
-            router.process.send_signal(signal.SIGTERM)
-            last = await client.chunk()
-            assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "router_stopping"
-            assert await client.chunk() == b""
-            assert (await router.ended())[0] == 0
-
-    run(main(), timeout_s=60)
+@pytest.mark.timeout(60)
+async def test_a_stream_that_outlasts_the_grace_ends_in_an_error_event() -> None:
+    decode = MockWorker("decode")
+    async with workers(decode):
+        decode.script(CHAT, stream(EVENTS, Gate(), gate_after=1))
+        router = await RouterProcess.start("--decode", decode.url, "--stop-grace-s", "0.2")
+        await router.listening()
+        client = await router.start_streaming()
+        router.process.send_signal(signal.SIGTERM)
+        last = await client.chunk()
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "router_stopping"
+        assert await client.chunk() == b""
+        assert (await router.ended())[0] == 0
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "said"),
+    ("arguments", "said"),
     [
-        ([], 2, "no workers"),
-        (["--decode", "nonsense"], 2, "http://HOST:PORT"),
-        (["--decode", "http://127.0.0.1:1", "--session.sources", "kooky:x"], 2, "kooky:x"),
-        (["--config", "missing.toml"], 2, "missing.toml"),
+        (["--decode", "nonsense"], "http://HOST:PORT"),
+        (["--decode", "http://127.0.0.1:1", "--session.sources", "kooky:x"], "kooky:x"),
+        (["--config", "missing.toml"], "missing.toml"),
     ],
 )
-def test_what_cannot_be_started_says_so_in_one_line(arguments: list[str], status: int, said: str) -> None:
-    async def main() -> None:
-        router = await RouterProcess.start(*arguments)
-        code, text = await router.ended()
-        lines = [line for line in text.splitlines() if "error" in line]
-        assert code == status
-        assert len(lines) == 1
-        assert said in lines[0]
-        assert "Traceback" not in text
-
-    run(main())
+def test_what_cannot_be_configured_is_said_in_one_line(arguments: list[str], said: str) -> None:
+    done = pdserve_here("router", *arguments)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert said in done.stderr
 
 
-def test_a_child_that_cannot_start_ends_the_router() -> None:
-    async def main() -> None:
-        several = ("--processes", "2", "--decode-policy", "x")
-        router = await RouterProcess.start("--decode", "http://127.0.0.1:1", *several)
-        status, said = await router.ended()
+async def test_a_router_without_workers_says_so_in_one_line() -> None:
+    status, said = await (await RouterProcess.start()).ended()
+    assert (status, said.count("\n")) == (2, 1)
+    assert "no workers" in said
+
+
+@pytest.mark.timeout(60)
+async def test_a_child_whose_workers_do_not_fit_ends_the_router() -> None:
+    prefill, decode = MockWorker("prefill"), MockWorker("decode", page_size=64)
+    async with workers(prefill, decode):
+        urls = ("--prefill", prefill.url, "--decode", decode.url)
+        status, said = await (await RouterProcess.start("--processes", "2", *urls)).ended()
         assert status == 1
-        assert "unknown policy 'x'" in said
-
-    run(main(), timeout_s=60)
-
-
-def test_workers_that_do_not_fit_end_the_process() -> None:
-    async def main() -> None:
-        prefill, decode = MockWorker("prefill"), MockWorker("decode", page_size=64)
-        async with workers(prefill, decode):
-            router = await RouterProcess.start("--prefill", prefill.url, "--decode", decode.url)
-            code, text = await router.ended()
-            assert code == 1
-            # named in the order in which their probes were answered
-            assert "page_size (64 and 16)" in text or "page_size (16 and 64)" in text
-            assert "Traceback" not in text
-
-    run(main())
+        # named in the order in which their probes were answered
+        assert "page_size (64 and 16)" in said or "page_size (16 and 64)" in said
+        assert "Traceback" not in said
 
 
 def test_a_port_in_use_is_refused() -> None:

@@ -244,10 +244,7 @@ def test_a_process_alone_divides_with_nobody() -> None:
     assert tenants.anonymous.is_free
 
 
-@given(
-    st.integers(0, 100),
-    st.dictionaries(st.integers(0, 20), st.integers(0, 200), min_size=1),
-)
+@given(st.integers(0, 100), st.dictionaries(st.integers(0, 20), st.integers(0, 200), min_size=1))
 def test_the_limit_is_divided_whole_and_fairly(limit: int, demands: dict[int, int]) -> None:
     given_ = split(limit, demands)
     assert sum(given_.values()) == limit

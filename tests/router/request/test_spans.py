@@ -14,8 +14,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from pdserve import tracing
 from pdserve.tracing import Tracer, Tracing
-from tests.support.router.harness import disagg, run
+from tests.support.router.harness import disagg
 from tests.support.router.mock_worker import Gate, answer, hang
 
 CHAT = "/v1/chat/completions"
@@ -30,82 +31,70 @@ def of(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
     return {span.name: span for span in exporter.get_finished_spans()}
 
 
-def test_a_request_is_a_trace_of_its_phases_and_workers_are_told_its_place() -> None:
+async def test_a_request_is_a_trace_of_its_phases_and_workers_are_told_its_place() -> None:
     exporter = InMemorySpanExporter()
-
-    async def main() -> None:
-        async with disagg(tracer=traced(exporter)) as (harness, [prefill], [decode]):
-            headers = {"traceparent": PARENT, "tracestate": "a=b", "x-request-id": "r-1"}
-            assert (await harness.chat(headers=headers, stream=True)).status == 200
-            await harness.settle()
-            spans = of(exporter)
-            first = spans.pop(f"POST {CHAT}")
-            assert set(spans) == {"plan", "prefill", "publish", "first token", "stream"}
-            context, parent = first.context, first.parent
-            assert context is not None
-            assert parent is not None
-            assert (f"{context.trace_id:032x}", f"{parent.span_id:016x}") == tuple(PARENT.split("-")[1:3])
-            for request in (*prefill.requests, *decode.requests):
-                assert request.headers["traceparent"] == f"00-{PARENT[3:35]}-{context.span_id:016x}-01"
-                assert request.headers["tracestate"] == "a=b"
-            assert first.attributes is not None
-            assert first.attributes["http.response.status_code"] == 200
-            assert first.attributes["pdserve.request_id"] == "r-1"
-            assert first.attributes["x-pdserve-decode"] == decode.id
-            assert first.start_time is not None
-            assert first.end_time is not None
-            for span in spans.values():
-                assert span.parent is not None
-                assert span.parent.span_id == context.span_id
-                assert span.start_time is not None
-                assert span.end_time is not None
-                slack = 2_000_000  # ns: uvloop's clock counts milliseconds
-                assert first.start_time - slack <= span.start_time <= span.end_time
-                assert span.end_time <= first.end_time + slack
-
-    run(main())
+    async with disagg(tracer=traced(exporter)) as (harness, [prefill], [decode]):
+        headers = {"traceparent": PARENT, "tracestate": "a=b", "x-request-id": "r-1"}
+        assert (await harness.chat(headers=headers, stream=True)).status == 200
+        await harness.settle()
+        spans = of(exporter)
+        first = spans.pop(f"POST {CHAT}")
+        assert set(spans) == {"plan", "prefill", "publish", "first token", "stream"}
+        context, parent = first.context, first.parent
+        assert context is not None
+        assert parent is not None
+        assert (f"{context.trace_id:032x}", f"{parent.span_id:016x}") == tuple(PARENT.split("-")[1:3])
+        for request in (*prefill.requests, *decode.requests):
+            assert request.headers["traceparent"] == f"00-{PARENT[3:35]}-{context.span_id:016x}-01"
+            assert request.headers["tracestate"] == "a=b"
+        assert first.attributes is not None
+        assert first.attributes["http.response.status_code"] == 200
+        assert first.attributes["pdserve.request_id"] == "r-1"
+        assert first.attributes["x-pdserve-decode"] == decode.id
+        assert first.start_time is not None
+        assert first.end_time is not None
+        for span in spans.values():
+            assert span.parent is not None
+            assert span.parent.span_id == context.span_id
+            assert span.start_time is not None
+            assert span.end_time is not None
+            slack = 2_000_000  # ns: uvloop's clock counts milliseconds
+            assert first.start_time - slack <= span.start_time <= span.end_time
+            assert span.end_time <= first.end_time + slack
 
 
 @pytest.mark.parametrize("how", ["refused", "failed", "left"])
-def test_every_end_of_a_request_ends_its_trace(how: str) -> None:
+async def test_every_end_of_a_request_ends_its_trace(how: str) -> None:
     exporter = InMemorySpanExporter()
-
-    async def main() -> None:
-        async with disagg(tracer=traced(exporter)) as (harness, _, [decode]):
-            if how == "refused":
-                await harness.post(CHAT, b"{")
-            elif how == "failed":
-                decode.script(CHAT, answer(500, {}))
-                await harness.chat()
-            else:
-                gate = Gate()
-                decode.script(CHAT, hang(gate))
-                client = await harness.connect()
-                await client.send(CHAT, b'{"messages": []}')
-                await gate.reached.wait()
-                client.leave()
-            await harness.until(lambda: f"POST {CHAT}" in of(exporter))
-            span = of(exporter)[f"POST {CHAT}"]
-            expected = {"refused": None, "failed": "status 500", "left": "the client left"}[how]
-            assert span.status.description == expected
-
-    run(main())
-
-
-def test_only_the_share_that_was_asked_for_is_traced_but_what_comes_traced_is() -> None:
-    exporter = InMemorySpanExporter()
-
-    async def main() -> None:
-        async with disagg(tracer=traced(exporter, ratio=0.0)) as (harness, _, [decode]):
+    async with disagg(tracer=traced(exporter)) as (harness, _, [decode]):
+        if how == "refused":
+            await harness.post(CHAT, b"{")
+        elif how == "failed":
+            decode.script(CHAT, answer(500, {}))
             await harness.chat()
-            await harness.settle()
-            assert exporter.get_finished_spans() == ()
-            flags = decode.requests[-1].headers["traceparent"].rpartition("-")[2]
-            assert not int(flags, 16) & 1  # workers leave it, too
-            await harness.chat(headers={"traceparent": PARENT})
-            await harness.until(lambda: f"POST {CHAT}" in of(exporter))
+        else:
+            gate = Gate()
+            decode.script(CHAT, hang(gate))
+            client = await harness.connect()
+            await client.send(CHAT, b'{"messages": []}')
+            await gate.reached.wait()
+            client.leave()
+        await harness.until(lambda: f"POST {CHAT}" in of(exporter))
+        span = of(exporter)[f"POST {CHAT}"]
+        expected = {"refused": None, "failed": "status 500", "left": "the client left"}[how]
+        assert span.status.description == expected
 
-    run(main())
+
+async def test_only_the_share_that_was_asked_for_is_traced_but_what_comes_traced_is() -> None:
+    exporter = InMemorySpanExporter()
+    async with disagg(tracer=traced(exporter, ratio=0.0)) as (harness, _, [decode]):
+        await harness.chat()
+        await harness.settle()
+        assert exporter.get_finished_spans() == ()
+        flags = decode.requests[-1].headers["traceparent"].rpartition("-")[2]
+        assert not int(flags, 16) & 1  # workers leave it, too
+        await harness.chat(headers={"traceparent": PARENT})
+        await harness.until(lambda: f"POST {CHAT}" in of(exporter))
 
 
 @pytest.fixture
@@ -132,15 +121,11 @@ def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
     server.server_close()
 
 
-def test_a_collector_gets_the_spans(collector: tuple[str, list[ExportTraceServiceRequest]]) -> None:
+async def test_a_collector_gets_the_spans(collector: tuple[str, list[ExportTraceServiceRequest]]) -> None:
     endpoint, came = collector
-
-    async def main() -> None:
-        async with disagg(tracing=Tracing(endpoint=endpoint)) as (harness, _, _):
-            for _ in range(3):
-                assert (await harness.chat()).status == 200
-
-    run(main())  # what is not sent yet is sent when the router stops
+    async with disagg(tracing=Tracing(endpoint=endpoint)) as (harness, _, _):
+        for _ in range(3):
+            assert (await harness.chat()).status == 200
     told = [resource for message in came for resource in message.resource_spans]
     names = [span.name for one in told for scope in one.scope_spans for span in scope.spans]
     assert names.count(f"POST {CHAT}") == 3
@@ -148,12 +133,10 @@ def test_a_collector_gets_the_spans(collector: tuple[str, list[ExportTraceServic
     assert service == "pdserve-router"
 
 
-def test_a_collector_that_is_away_hurts_no_request() -> None:
-    async def main() -> None:
-        async with disagg(tracing=Tracing(endpoint="http://127.0.0.1:9/v1/traces")) as (harness, _, _):
-            assert (await harness.chat()).status == 200
-
-    run(main(), timeout_s=60)
+async def test_a_collector_that_is_away_hurts_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "EXPORT_TIMEOUT_S", 0.1)
+    async with disagg(tracing=Tracing(endpoint="http://127.0.0.1:9/v1/traces")) as (harness, _, _):
+        assert (await harness.chat()).status == 200
 
 
 def test_without_a_collector_nothing_of_the_sdk_is_imported() -> None:

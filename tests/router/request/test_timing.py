@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdserve.router.metrics.names import METRICS, PARTS, TIERS, turn_label
 from pdserve.router.request import cache_report, timing
-from tests.support.router.harness import Harness, disagg, run
+from tests.support.router.harness import Harness, disagg
 from tests.support.router.mock_worker import EVENTS, REPORT, answer
 from tests.support.router.streams import TIMING, telling
 
@@ -81,57 +81,48 @@ def test_turns_have_few_labels() -> None:
     ]
 
 
-def test_a_stream_says_where_its_time_went_and_metrics_count_it() -> None:
-    async def main() -> None:
-        async with disagg() as (harness, _, [decode]):
-            cached = "x-pdserve-cached: device=0, host=0, pool=32, computed=8\r\n"
-            decode.script(CHAT, telling(TIMING + cached, computes_s=0.02))
-            headers = await streamed(harness)
-            said = dict(part.split(";dur=") for part in headers["server-timing"].split(", "))
-            assert list(said) == ["prefill", "publish", "pull", "decode", "router"]
-            assert headers["x-pdserve-cached"] == "device=0, host=0, pool=32, computed=8"
-            await harness.chat()  # no stream: there is no first token to speak of
-            text = (await harness.get("/metrics")).body.decode()
-            for part in PARTS:
-                expected = part in said
-                assert value(text, "first_token_seconds_count", part=part) == expected, part
-            whole = value(text, "time_to_first_byte_seconds_sum", route=CHAT)
-            in_parts = sum(value(text, "first_token_seconds_sum", part=part) for part in PARTS)
-            assert 0.01 < in_parts <= whole + 1e-6  # uvloop's clock counts milliseconds; sums are rounded
-
-    run(main())
+async def test_a_stream_says_where_its_time_went_and_metrics_count_it() -> None:
+    async with disagg() as (harness, _, [decode]):
+        cached = "x-pdserve-cached: device=0, host=0, pool=32, computed=8\r\n"
+        decode.script(CHAT, telling(TIMING + cached, computes_s=0.02))
+        headers = await streamed(harness)
+        said = dict(part.split(";dur=") for part in headers["server-timing"].split(", "))
+        assert list(said) == ["prefill", "publish", "pull", "decode", "router"]
+        assert headers["x-pdserve-cached"] == "device=0, host=0, pool=32, computed=8"
+        await harness.chat()  # no stream: there is no first token to speak of
+        text = (await harness.get("/metrics")).body.decode()
+        for part in PARTS:
+            expected = part in said
+            assert value(text, "first_token_seconds_count", part=part) == expected, part
+        whole = value(text, "time_to_first_byte_seconds_sum", route=CHAT)
+        in_parts = sum(value(text, "first_token_seconds_sum", part=part) for part in PARTS)
+        assert 0.01 < in_parts <= whole + 1e-6  # uvloop's clock counts milliseconds; sums are rounded
 
 
-def test_prompt_tokens_are_counted_once_by_the_worker_that_computed_them_and_by_turn() -> None:
-    async def main() -> None:
-        async with disagg() as (harness, [prefill], [decode]):
-            cached = "x-pdserve-cached: device=1, host=2, pool=3, ssd=5, computed=4\r\n"
-            decode.script(CHAT, *(telling(cached) for _ in range(3)))
-            await streamed(harness, user="u")  # the prefill worker says it
-            prefill.script("/pd/prefill", answer(500, {}))
-            await streamed(harness, user="u")  # that failed, so the decode worker does
-            await streamed(harness)
-            text = (await harness.get("/metrics")).body.decode()
-            by_turn = {
-                turn: [value(text, "turn_tokens_total", turn=turn, tier=tier) for tier in TIERS]
-                for turn in ("1", "2", "3", "none")
-            }
-            assert sum(REPORT["cached"].values()) == 24
-            assert by_turn == {
-                "1": [8, 0, 16, 0, 16],
-                "2": [1, 2, 3, 5, 4],
-                "3": [0] * 5,
-                "none": [8, 0, 16, 0, 16],
-            }
-
-    run(main())
+async def test_prompt_tokens_are_counted_once_by_the_worker_that_computed_them_and_by_turn() -> None:
+    async with disagg() as (harness, [prefill], [decode]):
+        cached = "x-pdserve-cached: device=1, host=2, pool=3, ssd=5, computed=4\r\n"
+        decode.script(CHAT, *(telling(cached) for _ in range(3)))
+        await streamed(harness, user="u")  # the prefill worker says it
+        prefill.script("/pd/prefill", answer(500, {}))
+        await streamed(harness, user="u")  # that failed, so the decode worker does
+        await streamed(harness)
+        text = (await harness.get("/metrics")).body.decode()
+        by_turn = {
+            turn: [value(text, "turn_tokens_total", turn=turn, tier=tier) for tier in TIERS]
+            for turn in ("1", "2", "3", "none")
+        }
+        assert sum(REPORT["cached"].values()) == 24
+        assert by_turn == {
+            "1": [8, 0, 16, 0, 16],
+            "2": [1, 2, 3, 5, 4],
+            "3": [0] * 5,
+            "none": [8, 0, 16, 0, 16],
+        }
 
 
-def test_every_metric_of_the_list_is_on_a_live_router_and_no_other() -> None:
-    async def main() -> None:
-        async with disagg() as (harness, _, _):
-            text = (await harness.get("/metrics")).body.decode()
-            shown = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M))
-            assert shown == {one.full_name: one.kind for one in METRICS}
-
-    run(main())
+async def test_every_metric_of_the_list_is_on_a_live_router_and_no_other() -> None:
+    async with disagg() as (harness, _, _):
+        text = (await harness.get("/metrics")).body.decode()
+        shown = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M))
+        assert shown == {one.full_name: one.kind for one in METRICS}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pdserve.router.server.request_cycle import RequestCycle
-from tests.support.router.harness import chat_body, disagg, run
+from tests.support.router.harness import chat_body, disagg
 from tests.support.router.mock_worker import ANSWER, EVENTS, Gate, stream
 
 CHAT = "/v1/chat/completions"
@@ -26,84 +26,67 @@ def request(target: str, *lines: str, body: bytes = BODY, version: str = "1.1") 
 
 
 @WAYS
-def test_pipelined_requests_are_answered_in_order_whatever_way_each_takes(target: str) -> None:
-    async def main() -> None:
-        async with disagg() as (harness, _, [worker]):
-            gate = Gate()
-            worker.script(CHAT, stream(EVENTS, gate, 1))
-            client = await harness.connect()
-            streamed = request(target, body=json.dumps(chat_body(stream=True)).encode())
-            others = b"GET /health HTTP/1.1\r\nhost: test\r\n\r\n" + request(CHAT) + request(CHAT + "?q")
-            client.writer.write(streamed + others)
-            await gate.reached.wait()
-            gate.open.set()
-            assert (await client.response()).body == b"".join(EVENTS)
-            assert (await client.response()).json()["status"] == "ok"
-            assert [(await client.response()).body for _ in range(2)] == [ANSWER, ANSWER]
-            client.writer.write(request(target))
-            assert (await client.response()).body == ANSWER
-            client.leave()
-
-    run(main())
+async def test_pipelined_requests_are_answered_in_order_whatever_way_each_takes(target: str) -> None:
+    async with disagg() as (harness, _, [worker]):
+        gate = Gate()
+        worker.script(CHAT, stream(EVENTS, gate, 1))
+        client = await harness.connect()
+        streamed = request(target, body=json.dumps(chat_body(stream=True)).encode())
+        others = b"GET /health HTTP/1.1\r\nhost: test\r\n\r\n" + request(CHAT) + request(CHAT + "?q")
+        client.writer.write(streamed + others)
+        await gate.reached.wait()
+        gate.open.set()
+        assert (await client.response()).body == b"".join(EVENTS)
+        assert (await client.response()).json()["status"] == "ok"
+        assert [(await client.response()).body for _ in range(2)] == [ANSWER, ANSWER]
+        client.writer.write(request(target))
+        assert (await client.response()).body == ANSWER
 
 
 @WAYS
-def test_a_client_that_asks_is_told_to_go_on(target: str) -> None:
-    async def main() -> None:
-        async with disagg() as (harness, _, [worker]):
-            client = await harness.connect()
-            whole = request(target, "expect: 100-continue")
-            client.writer.write(whole[: -len(BODY)])
-            assert (await client.head()).status == 100
-            client.writer.write(BODY)
-            assert (await client.response()).body == ANSWER
-            assert worker.got(CHAT)[0].body == BODY
-            client.leave()
-
-    run(main())
+async def test_a_client_that_asks_is_told_to_go_on(target: str) -> None:
+    async with disagg() as (harness, _, [worker]):
+        client = await harness.connect()
+        whole = request(target, "expect: 100-continue")
+        client.writer.write(whole[: -len(BODY)])
+        assert (await client.head()).status == 100
+        client.writer.write(BODY)
+        assert (await client.response()).body == ANSWER
+        assert worker.got(CHAT)[0].body == BODY
 
 
 @WAYS
 @pytest.mark.parametrize("coding", ["length", "chunked"])
-def test_a_long_body_in_pieces_reaches_the_worker_as_it_is(target: str, coding: str) -> None:
+async def test_a_long_body_in_pieces_reaches_the_worker_as_it_is(target: str, coding: str) -> None:
     long = json.dumps(chat_body(user="u" * 400_000)).encode()
     pieces = [long[at : at + 50_000] for at in range(0, len(long), 50_000)]
-
-    async def main() -> None:
-        async with disagg(prefill=0) as (harness, _, [worker]):
-            client = await harness.connect()
-            if coding == "length":
-                client.writer.write(request(target, body=long)[: -len(long)])
-            else:
-                client.writer.write(
-                    f"POST {target} HTTP/1.1\r\nhost: t\r\ntransfer-encoding: chunked\r\n\r\n".encode()
-                )
-                pieces[:] = [b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces] + [b"0\r\n\r\n"]
-            for piece in pieces:
-                client.writer.write(piece)
-                await client.writer.drain()
-            assert (await client.response()).body == ANSWER
-            assert worker.got(CHAT)[0].body == long
-            client.leave()
-
-    run(main())
+    async with disagg(prefill=0) as (harness, _, [worker]):
+        client = await harness.connect()
+        if coding == "length":
+            client.writer.write(request(target, body=long)[: -len(long)])
+        else:
+            client.writer.write(
+                f"POST {target} HTTP/1.1\r\nhost: t\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+            )
+            pieces[:] = [b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces] + [b"0\r\n\r\n"]
+        for piece in pieces:
+            client.writer.write(piece)
+            await client.writer.drain()
+        assert (await client.response()).body == ANSWER
+        assert worker.got(CHAT)[0].body == long
 
 
 @WAYS
 @pytest.mark.parametrize(("lines", "version"), [(["connection: close"], "1.1"), ([], "1.0")])
-def test_the_connection_ends_with_the_answer_where_the_client_wants_that(
+async def test_the_connection_ends_with_the_answer_where_the_client_wants_that(
     target: str, lines: list[str], version: str
 ) -> None:
-    async def main() -> None:
-        async with disagg() as (harness, _, _):
-            client = await harness.connect()
-            client.writer.write(request(target, *lines, version=version))
-            answer = await client.response()
-            assert (answer.body, answer.headers["connection"]) == (ANSWER, "close")
-            assert await client.reader.read() == b""
-            client.leave()
-
-    run(main())
+    async with disagg() as (harness, _, _):
+        client = await harness.connect()
+        client.writer.write(request(target, *lines, version=version))
+        answer = await client.response()
+        assert (answer.body, answer.headers["connection"]) == (ANSWER, "close")
+        assert await client.reader.read() == b""
 
 
 def test_a_header_with_a_line_end_in_it_is_not_sent() -> None:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from pdserve.router.server import connection
-from tests.support.router.harness import FAST, Connection, Harness, chat_body, disagg, run
+from tests.support.router.harness import FAST, Connection, Harness, chat_body, disagg
 from tests.support.router.mock_worker import ANSWER, EVENTS, MockWorker, Received, Wire
 
 CHAT = "/v1/chat/completions"
@@ -41,20 +41,17 @@ async def drop_by_drop(client: Connection, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("sent", [BODY, b""])
-def test_a_body_drop_by_drop_or_not_at_all_is_answered_408(sent: bytes) -> None:
-    async def main() -> None:
-        async with strict() as (harness, worker):
-            client = await harness.connect()
-            client.writer.write(HEAD)
-            dropping = asyncio.create_task(drop_by_drop(client, sent))
-            answer = await client.response()
-            assert answer.status == 408
-            assert answer.error["code"] == "body_too_slow"
-            assert await client.reader.read() == b""
-            dropping.cancel()
-            assert worker.got(CHAT) == []
-
-    run(main())
+async def test_a_body_drop_by_drop_or_not_at_all_is_answered_408(sent: bytes) -> None:
+    async with strict() as (harness, worker):
+        client = await harness.connect()
+        client.writer.write(HEAD)
+        dropping = asyncio.create_task(drop_by_drop(client, sent))
+        answer = await client.response()
+        assert answer.status == 408
+        assert answer.error["code"] == "body_too_slow"
+        assert await client.reader.read() == b""
+        dropping.cancel()
+        assert worker.got(CHAT) == []
 
 
 def answered_while_sending(port: int, sent: bytes) -> bytes:
@@ -71,54 +68,43 @@ def answered_while_sending(port: int, sent: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("sent", [HEAD[:-2], HEAD + BODY[:-5]])
-def test_an_early_answer_is_not_overtaken_by_a_reset(sent: bytes) -> None:
-    async def main() -> None:
-        async with strict() as (harness, _):
-            received = await asyncio.to_thread(answered_while_sending, harness.port, sent)
-            assert received.startswith(b"HTTP/1.1 408 ")
-
-    run(main())
+async def test_an_early_answer_is_not_overtaken_by_a_reset(sent: bytes) -> None:
+    async with strict() as (harness, _):
+        received = await asyncio.to_thread(answered_while_sending, harness.port, sent)
+        assert received.startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_large_body_has_longer() -> None:
+async def test_a_large_body_has_longer() -> None:
     """Longer than `body_s` in all, but at a rate that is not too slow."""
-
-    async def main() -> None:
-        async with strict(body_s=0.5) as (harness, _):
-            padded = json.dumps(chat_body(user="x" * 100_000)).encode()
-            client = await harness.connect()
-            client.writer.write(HEAD.replace(b"%d" % len(BODY), b"%d" % len(padded)))
-            step = len(padded) // 10
-            for at in range(0, len(padded), step):
-                client.writer.write(padded[at : at + step])
-                await asyncio.sleep(0.1)
-            assert (await client.response()).body == ANSWER
-            client.leave()
-
-    run(main())
+    async with strict(body_s=0.5) as (harness, _):
+        padded = json.dumps(chat_body(user="x" * 100_000)).encode()
+        client = await harness.connect()
+        client.writer.write(HEAD.replace(b"%d" % len(BODY), b"%d" % len(padded)))
+        step = len(padded) // 10
+        for at in range(0, len(padded), step):
+            client.writer.write(padded[at : at + step])
+            await asyncio.sleep(0.1)
+        assert (await client.response()).body == ANSWER
 
 
-def test_a_head_without_end_during_an_answer_ends_the_connection_and_is_no_fault_of_the_worker() -> None:
-    async def main() -> None:
-        async with strict() as (harness, worker):
+async def test_a_head_without_end_during_an_answer_ends_the_connection_and_is_no_fault_of_the_worker() -> (
+    None
+):
+    async with strict() as (harness, worker):
 
-            async def endless(wire: Wire, request: Received) -> None:
-                await wire.head(200, "text/event-stream")
-                while True:
-                    await wire.chunk(EVENTS[0])
-                    await asyncio.sleep(0.01)
+        async def endless(wire: Wire, request: Received) -> None:
+            await wire.head(200, "text/event-stream")
+            while True:
+                await wire.chunk(EVENTS[0])
+                await asyncio.sleep(0.01)
 
-            worker.script(CHAT, endless)
-            client = await harness.connect()
-            await client.send(CHAT, json.dumps(chat_body(stream=True)).encode())
-            assert (await client.head()).status == 200
-            client.writer.write(HEAD[:-2] + b"x: " + b"y" * connection.MAX_HEAD_BYTES)
-            await worker.wait_until(lambda: worker.disconnected == 1)
-            await harness.settle()
-            assert harness.stats.client_aborts == {"stream": 1}
-            assert harness.stats.stream_errors == {}
-            [known] = harness.router.fleet.workers
-            assert known.circuit.failures == 0
-            client.leave()
-
-    run(main())
+        worker.script(CHAT, endless)
+        client = await harness.asking(stream=True)
+        assert (await client.head()).status == 200
+        client.writer.write(HEAD[:-2] + b"x: " + b"y" * connection.MAX_HEAD_BYTES)
+        await worker.wait_until(lambda: worker.disconnected == 1)
+        await harness.settle()
+        assert harness.stats.client_aborts == {"stream": 1}
+        assert harness.stats.stream_errors == {}
+        [known] = harness.router.fleet.workers
+        assert known.circuit.failures == 0

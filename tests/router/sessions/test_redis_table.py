@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.sessions.keys import SessionKey, named
 from pdserve.router.sessions.redis_table import MAX_BATCH, SharedSessions
 from pdserve.router.sessions.table import SessionEntry
-from tests.support.router.harness import FAST, routed, run
+from tests.support.router.harness import CHAT, FAST, Harness, routed
 from tests.support.router.mock_worker import MockWorker, answered_with, workers
 
 
@@ -65,10 +66,33 @@ async def ready(table: SharedSessions) -> None:
             await asyncio.sleep(0.02)
 
 
-def test_what_one_router_records_another_finds(redis_url: str) -> None:
-    async def main() -> None:
-        here, there = SharedSessions(settings(redis_url)), SharedSessions(settings(redis_url))
-        await ready(here)
+@asynccontextmanager
+async def tables(url: str) -> AsyncIterator[tuple[SharedSessions, SharedSessions]]:
+    """Two routers' tables in one Redis."""
+    here, there = SharedSessions(settings(url)), SharedSessions(settings(url))
+    await ready(here)
+    yield here, there
+    await here.close()
+    await there.close()
+
+
+@asynccontextmanager
+async def routers(
+    url: str, decode: int, **more: float
+) -> AsyncIterator[tuple[SharedSessions, list[MockWorker], Harness, Harness]]:
+    """A table to look at, and two routers before the same decode workers."""
+    decodes, probe = [MockWorker("decode") for _ in range(decode)], SharedSessions(settings(url))
+    async with workers(*decodes):
+        urls = tuple(worker.url for worker in decodes)
+        config = RouterConfig(decode=urls, deadlines=FAST, session=settings(url, **more))
+        await ready(probe)
+        async with routed(config) as first, routed(config) as second:
+            yield probe, decodes, first, second
+        await probe.close()
+
+
+async def test_what_one_router_records_another_finds(redis_url: str) -> None:
+    async with tables(redis_url) as (here, there):
         here.record(named("s"), entry("r1"))
         found = await eventually(there, named("s"), "r1")
         assert (found.decode_id, found.prefill_id, found.tokens) == ("d1:1", "p1:1", 77)
@@ -78,16 +102,10 @@ def test_what_one_router_records_another_finds(redis_url: str) -> None:
         names = await there._redis.keys("*")
         assert {0 < await there._redis.ttl(name) <= 100 for name in names} == {True}
         assert not any(name.rpartition(b":")[2] == b"s" for name in names)  # keys are hashed
-        await here.close()
-        await there.close()
-
-    run(main())
 
 
-def test_what_waits_when_a_router_ends_is_written(redis_url: str) -> None:
-    async def main() -> None:
-        here, there = SharedSessions(settings(redis_url)), SharedSessions(settings(redis_url))
-        await ready(here)
+async def test_what_waits_when_a_router_ends_is_written(redis_url: str) -> None:
+    async with tables(redis_url) as (here, there):
         names = [f"s{i}" for i in range(2 * MAX_BATCH + 1)]
         for name in names:
             here.record(named(name), entry(name))
@@ -95,15 +113,12 @@ def test_what_waits_when_a_router_ends_is_written(redis_url: str) -> None:
         await asyncio.sleep(0)
         await here.close()
         assert [name for name in names if await there.get(named(name)) is None] == []
-        await there.close()
-
-    run(main())
 
 
-def test_a_conversation_is_found_by_its_last_known_link(redis_url: str) -> None:
-    async def main() -> None:
-        table = SharedSessions(settings(redis_url))
-        await ready(table)
+async def test_a_conversation_is_found_by_its_last_known_link_and_garbage_is_no_session(
+    redis_url: str,
+) -> None:
+    async with tables(redis_url) as (table, _):
         table.record(named("h1"), entry("r1"))
         await table._write()
         table.record(SessionKey("h1", ("h1", "h2", "h3")), entry("r2"))
@@ -112,148 +127,85 @@ def test_a_conversation_is_found_by_its_last_known_link(redis_url: str) -> None:
         assert found is not None
         assert found.request_id == "r2"
         assert await table.get(named("h1")) is None
-        await table.close()
-
-    run(main())
-
-
-def test_garbage_in_redis_is_no_session(redis_url: str) -> None:
-    async def main() -> None:
-        table = SharedSessions(settings(redis_url))
-        await ready(table)
         await table._redis.set(table._name("s"), b"garbage")
         assert await table.get(named("s")) is None
-        await table.close()
-
-    run(main())
 
 
-def test_a_redis_that_is_away_costs_one_time_out_and_is_left_alone(tmp_path: Path) -> None:
-    async def main() -> None:
-        table = SharedSessions(settings(f"unix://{tmp_path}/nobody", timeout_s=0.2, retry_s=60))
+async def test_a_redis_that_is_away_costs_one_time_out_and_is_left_alone(tmp_path: Path) -> None:
+    table = SharedSessions(settings(f"unix://{tmp_path}/nobody", timeout_s=0.2, retry_s=60))
+    assert await table.get(named("s")) is None
+    assert table._is_away()
+    table.record(named("s"), entry("r"))
+    assert not table._waiting
+    await table.close()
+
+
+async def test_a_redis_that_hangs_is_given_up_in_time(tmp_path: Path) -> None:
+    path = str(tmp_path / "hangs")
+    server = await asyncio.start_unix_server(lambda reader, writer: None, path)
+    table = SharedSessions(settings(f"unix://{path}", timeout_s=0.05, retry_s=60))
+    async with asyncio.timeout(2):
         assert await table.get(named("s")) is None
-        assert table._is_away()
-        table.record(named("s"), entry("r"))
-        assert not table._waiting
-        await table.close()
-
-    run(main())
+    await table.close()
+    server.close()
 
 
-def test_a_redis_that_hangs_is_given_up_in_time(tmp_path: Path) -> None:
-    async def main() -> None:
-        path = str(tmp_path / "hangs")
-        server = await asyncio.start_unix_server(lambda reader, writer: None, path)
-        table = SharedSessions(settings(f"unix://{path}", timeout_s=0.05, retry_s=60))
-        async with asyncio.timeout(2):
-            assert await table.get(named("s")) is None
-        await table.close()
-        server.close()
-
-    run(main())
+async def test_a_url_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"session\.redis\.url"):
+        SharedSessions(settings("http://x"))
 
 
-def test_a_url_that_is_none_is_refused() -> None:
-    async def main() -> None:
-        with pytest.raises(ConfigError, match=r"session\.redis\.url"):
-            SharedSessions(settings("http://x"))
-
-    run(main())
+SESSION = {"x-session-id": "s"}
+KEY = named("s").of_model("m")
 
 
-def test_a_sessions_turns_are_counted_on_whichever_router_has_them(redis_url: str) -> None:
-    async def main() -> None:
-        decode = MockWorker("decode")
-        async with workers(decode):
-            config = RouterConfig(decode=(decode.url,), deadlines=FAST, session=settings(redis_url))
-            probe = SharedSessions(settings(redis_url))
-            await ready(probe)
-            async with routed(config) as first, routed(config) as second:
-                for router in (first, first, second, first):
-                    decode.script("/v1/chat/completions", answered_with("x-pdserve-cached: computed=1\r\n"))
-                    answer = await router.chat(headers={"x-session-id": "s"})
-                    await eventually(probe, named("s").of_model("m"), answer.headers["x-request-id"])
-                assert {turn for turn, _ in first.stats.turn_tokens} == {"1", "2", "4-7"}
-                assert {turn for turn, _ in second.stats.turn_tokens} == {"3"}
-            await probe.close()
-
-    run(main())
+async def test_a_sessions_turns_are_counted_on_whichever_router_has_them(redis_url: str) -> None:
+    async with routers(redis_url, 1) as (probe, [decode], first, second):
+        for router in (first, first, second, first):
+            decode.script(CHAT, answered_with("x-pdserve-cached: computed=1\r\n"))
+            answer = await router.chat(SESSION)
+            await eventually(probe, KEY, answer.headers["x-request-id"])
+        assert {turn for turn, _ in first.stats.turn_tokens} == {"1", "2", "4-7"}
+        assert {turn for turn, _ in second.stats.turn_tokens} == {"3"}
 
 
-def test_a_session_that_had_to_move_is_followed_by_the_other_router(redis_url: str) -> None:
-    async def main() -> None:
-        decodes = [MockWorker("decode") for _ in range(4)]
-        async with workers(*decodes):
-            config = RouterConfig(
-                decode=tuple(w.url for w in decodes), deadlines=FAST, session=settings(redis_url)
-            )
-            probe = SharedSessions(settings(redis_url))
-            await ready(probe)
-            async with routed(config) as first, routed(config) as second:
-                session = {"x-session-id": "moves"}
-                home = (await first.chat(headers=session)).headers["x-pdserve-decode"]
-                first.router.fleet.members.drain(home, True)
-                moved = (await first.chat(headers=session)).headers
-                assert moved["x-pdserve-decode"] != home
-                await eventually(probe, named("moves").of_model("m"), moved["x-request-id"])
-                followed = (await second.chat(headers=session)).headers
-                assert followed["x-pdserve-decode"] == moved["x-pdserve-decode"]
-                assert "decode=session" in followed["x-pdserve-plan"]
-            await probe.close()
-
-    run(main())
+async def test_a_session_that_had_to_move_is_followed_by_the_other_router(redis_url: str) -> None:
+    async with routers(redis_url, 4) as (probe, _, first, second):
+        home = (await first.chat(SESSION)).headers["x-pdserve-decode"]
+        first.router.fleet.members.drain(home, True)
+        moved = (await first.chat(SESSION)).headers
+        assert moved["x-pdserve-decode"] != home
+        await eventually(probe, KEY, moved["x-request-id"])
+        followed = (await second.chat(SESSION)).headers
+        assert followed["x-pdserve-decode"] == moved["x-pdserve-decode"]
+        assert "decode=session" in followed["x-pdserve-plan"]
 
 
-def test_what_redis_has_from_before_it_was_away_does_not_undo_later_turns(redis_url: str) -> None:
-    async def main() -> None:
-        decodes = [MockWorker("decode") for _ in range(2)]
-        async with workers(*decodes):
-            config = RouterConfig(
-                decode=tuple(w.url for w in decodes),
-                deadlines=FAST,
-                session=settings(redis_url, retry_s=1000.0),
-            )
-            probe = SharedSessions(settings(redis_url))
-            await ready(probe)
-            async with routed(config) as router:
-                session, table = {"x-session-id": "s"}, router.router.dispatcher._shared
-                assert table is not None
-                first = (await router.chat(headers=session)).headers
-                await eventually(probe, named("s").of_model("m"), first["x-request-id"])
-                table._failed(TimeoutError())
-                router.router.fleet.members.drain(first["x-pdserve-decode"], True)
-                moved = (await router.chat(headers=session)).headers
-                assert moved["x-pdserve-decode"] != first["x-pdserve-decode"]
-                router.router.fleet.members.drain(first["x-pdserve-decode"], False)
-                table._away_until_s = 0.0
-                last = (await router.chat(headers=session)).headers
-                assert last["x-pdserve-decode"] == moved["x-pdserve-decode"]
-                assert "decode=session" in last["x-pdserve-plan"]
-            await probe.close()
-
-    run(main())
+async def test_what_redis_has_from_before_it_was_away_does_not_undo_later_turns(redis_url: str) -> None:
+    async with routers(redis_url, 2, retry_s=1000.0) as (probe, _, router, _):
+        table, members = router.router.dispatcher._shared, router.router.fleet.members
+        assert table is not None
+        first = (await router.chat(SESSION)).headers
+        await eventually(probe, KEY, first["x-request-id"])
+        table._failed(TimeoutError())
+        members.drain(first["x-pdserve-decode"], True)
+        moved = (await router.chat(SESSION)).headers
+        assert moved["x-pdserve-decode"] != first["x-pdserve-decode"]
+        members.drain(first["x-pdserve-decode"], False)
+        table._away_until_s = 0.0
+        last = (await router.chat(SESSION)).headers
+        assert last["x-pdserve-decode"] == moved["x-pdserve-decode"]
+        assert "decode=session" in last["x-pdserve-plan"]
 
 
-def test_a_session_that_began_anew_at_another_router_is_followed_there(redis_url: str) -> None:
-    async def main() -> None:
-        decodes = [MockWorker("decode") for _ in range(2)]
-        async with workers(*decodes):
-            config = RouterConfig(
-                decode=tuple(w.url for w in decodes), deadlines=FAST, session=settings(redis_url)
-            )
-            probe = SharedSessions(settings(redis_url))
-            await ready(probe)
-            async with routed(config) as first, routed(config) as second:
-                session, key = {"x-session-id": "s"}, named("s").of_model("m")
-                for _ in range(3):
-                    home = (await first.chat(headers=session)).headers
-                    await eventually(probe, key, home["x-request-id"])
-                await probe._redis.delete(probe._name(key.links[-1]))
-                second.router.fleet.members.drain(home["x-pdserve-decode"], True)
-                anew = (await second.chat(headers=session)).headers
-                await eventually(probe, key, anew["x-request-id"])
-                followed = (await first.chat(headers=session)).headers
-                assert followed["x-pdserve-decode"] == anew["x-pdserve-decode"] != home["x-pdserve-decode"]
-            await probe.close()
-
-    run(main())
+async def test_a_session_that_began_anew_at_another_router_is_followed_there(redis_url: str) -> None:
+    async with routers(redis_url, 2) as (probe, _, first, second):
+        for _ in range(3):
+            home = (await first.chat(SESSION)).headers
+            await eventually(probe, KEY, home["x-request-id"])
+        await probe._redis.delete(probe._name(KEY.links[-1]))
+        second.router.fleet.members.drain(home["x-pdserve-decode"], True)
+        anew = (await second.chat(SESSION)).headers
+        await eventually(probe, KEY, anew["x-request-id"])
+        followed = (await first.chat(SESSION)).headers
+        assert followed["x-pdserve-decode"] == anew["x-pdserve-decode"] != home["x-pdserve-decode"]

@@ -15,7 +15,7 @@ from pdserve.router.fleet.worker import Worker, WorkerInfo
 from pdserve.router.placement.placer import Placer
 from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.sessions.keys import named
-from tests.support.router.harness import FAST, routed, run
+from tests.support.router.harness import FAST, routed
 from tests.support.router.mock_worker import MockWorker, workers
 
 SESSIONS, WORKERS = 10_000, 7
@@ -79,23 +79,20 @@ def test_two_replicas_agree_over_ten_thousand_sessions_and_after_a_restart(
     assert max(shares) < 1.15 * SESSIONS / WORKERS
 
 
-def test_two_routers_and_a_restarted_one_agree_over_real_connections() -> None:
-    async def main() -> None:
-        decodes = [MockWorker("decode") for _ in range(3)]
-        async with workers(*decodes):
-            urls = tuple(worker.url for worker in decodes)
-            session = Session(sources=("cookie:sid",))
-            here = RouterConfig(decode=urls, deadlines=FAST, session=session)
-            there = RouterConfig(decode=urls[::-1], deadlines=FAST, session=session)
-            homes: dict[str, str] = {}
-            async with routed(there) as second:
-                for config in (here, here):  # the second time: the first router, restarted
-                    async with routed(config) as first:
-                        for i in range(60):
-                            for router in (first, second):
-                                response = await router.chat(headers={"cookie": f"sid=s{i}"})
-                                home = response.headers["x-pdserve-decode"]
-                                assert homes.setdefault(f"s{i}", home) == home
-            assert set(homes.values()) == {worker.id for worker in decodes}
-
-    run(main())
+async def test_two_routers_and_a_restarted_one_agree_over_real_connections() -> None:
+    decodes = [MockWorker("decode") for _ in range(3)]
+    async with workers(*decodes):
+        urls = tuple(worker.url for worker in decodes)
+        session = Session(sources=("cookie:sid",))
+        here = RouterConfig(decode=urls, deadlines=FAST, session=session)
+        there = RouterConfig(decode=urls[::-1], deadlines=FAST, session=session)
+        homes: dict[str, str] = {}
+        async with routed(there) as second:
+            for config in (here, here):  # the second time: the first router, restarted
+                async with routed(config) as first:
+                    for i in range(60):
+                        for router in (first, second):
+                            response = await router.chat(headers={"cookie": f"sid=s{i}"})
+                            home = response.headers["x-pdserve-decode"]
+                            assert homes.setdefault(f"s{i}", home) == home
+        assert set(homes.values()) == {worker.id for worker in decodes}

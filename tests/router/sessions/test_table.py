@@ -9,10 +9,7 @@ from pdserve.router.sessions.table import SessionEntry, SessionTable
 KEYS = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4, unique=True).map(
     lambda links: SessionKey(links[0], tuple(links))
 )
-STEPS = st.lists(
-    st.tuples(st.sampled_from(["record", "get"]), KEYS, st.floats(0, 5)),
-    max_size=60,
-)
+STEPS = st.lists(st.tuples(st.sampled_from(["record", "get"]), KEYS, st.floats(0, 5)), max_size=60)
 
 
 @given(STEPS, st.integers(1, 5), st.floats(0.1, 10))

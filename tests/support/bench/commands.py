@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from typing import Any, Final
-from unittest.mock import patch
 
-import pytest
-
-from pdserve.cli import main
+from tests.support.command import Done, pdserve_here
 
 ORIGIN: Final = {"date", "commit", "machine", "load_before", "command", "versions"}
-Done = subprocess.CompletedProcess[str]
 
 
 def bench(*arguments: str, **environment: str) -> Done:
@@ -26,20 +20,9 @@ def bench(*arguments: str, **environment: str) -> Done:
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=whole)
 
 
-def bench_here(*arguments: str) -> Done:
-    """In this process, which saves the second that another needs to start."""
-    words = ["bench", *arguments]
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        redirect_stdout(out),
-        redirect_stderr(err),
-        patch.object(sys, "argv", ["pdserve", *words]),
-        pytest.raises(SystemExit) as ended,
-    ):
-        main(words)
-    status = ended.value.code
-    assert status is None or isinstance(status, int)
-    return Done(words, status or 0, out.getvalue(), err.getvalue())
+def bench_here(*arguments: str, **environment: str) -> Done:
+    """In this process."""
+    return pdserve_here("bench", *arguments, **environment)
 
 
 def results(done: Done) -> list[dict[str, Any]]:

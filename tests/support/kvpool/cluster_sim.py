@@ -1,5 +1,5 @@
-"""Nodes of membership.py and detector.py in simulated time, with a network that can be cut. Replays from a
-seed.
+"""Nodes of membership.py and failure_detector.py in simulated time, with a network that can be cut. A seed
+determines the run.
 """
 
 from __future__ import annotations

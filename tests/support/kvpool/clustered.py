@@ -8,21 +8,21 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pdserve.errors import PdserveError
 from pdserve.kvpool.admin.node_client import fetch_status
 from pdserve.kvpool.node.config.cluster import ClusterConfig
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.node import PoolNode
-from pdserve.kvpool.protocol.cluster_messages import (
-    ACTIVE,
-)
+from pdserve.kvpool.protocol.cluster_messages import ACTIVE
+from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.nodes import small_config, soon
 from tests.support.kvpool.pools import ProcessPool, remove_arena
-from tests.support.kvpool.processor import Stopwatch
 
-DETECTED_S = 2.0  # R10
+N = TypeVar("N", ProcessPool, LocalNode)
+
+HANGS_S = 30.0  # no bound of the product's: after it a test is taken to hang
 
 
 QUICK = {
@@ -34,42 +34,62 @@ QUICK = {
 }
 
 
-class Processes:
-    """Nodes that know the first one's address."""
+QUIET = {"ping_interval_s": 60.0, "ping_timeout_s": 60.0, "sync_interval_s": 60.0}
+"""Of nodes that do not ask each other by themselves within a test."""
 
-    def __init__(self, directory: Path) -> None:
+
+class Pool(Generic[N]):
+    """Nodes that know the first one's address; `make` starts one in a directory."""
+
+    def __init__(self, directory: Path, make: Callable[[PoolNodeConfig, Path], N]) -> None:
         self.directory = directory
-        self.nodes: dict[str, ProcessPool] = {}
+        self.nodes: dict[str, N] = {}
+        self._make = make
 
     def start(self, *names: str, **options: Any) -> None:
         cluster = ClusterConfig(peers=[f"unix:{self.directory}/a.sock"], **options)
         configs = [small_config(name=name, cluster=cluster) for name in names]
         with ThreadPoolExecutor(len(names)) as pool:
-            for node in pool.map(lambda config: ProcessPool(config, self.directory, "shm"), configs):
+            for node in pool.map(lambda config: self._make(config, self.directory), configs):
                 self.nodes[node.config.name] = node
 
     def view(self, of: str) -> tuple[int, str]:
         report = fetch_status(self.nodes[of].address, soon())
         return report.epoch, "".join(x.node for x in report.members if x.status == ACTIVE)
 
-    def until(self, wanted: str, *, at: str = "", seconds: float = 10.0) -> float:
-        """How long it took for all (or those nodes) to have this view, while they had a processor."""
-        since = self.stopwatch(at or wanted)
+    def until(self, wanted: str, *, at: str = "", seconds: float = HANGS_S) -> None:
+        """Wait until all (or those nodes) have this view."""
+        deadline = soon(seconds)
         while True:
             views = {name: self.view(name) for name in at or wanted}
             if {ring for _, ring in views.values()} == {wanted} and len({e for e, _ in views.values()}) == 1:
-                return since.passed_s()
-            assert since.passed_s() < seconds, views
-            time.sleep(0.02)
-
-    def stopwatch(self, names: str) -> Stopwatch:
-        """For what these nodes do."""
-        return Stopwatch(*(self.nodes[name].pid for name in names))
+                return
+            assert time.monotonic() < deadline, views
+            time.sleep(0.02)  # between looks
 
     def close(self) -> None:
         for node in self.nodes.values():
             node.kill()
             remove_arena(node.config)
+
+
+class Processes(Pool[ProcessPool]):
+    """As processes."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, lambda config, directory: ProcessPool(config, directory, "shm"))
+
+
+class Locals(Pool[LocalNode]):
+    """In threads of this process."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, LocalNode)
+
+    def close(self) -> None:
+        super().close()
+        for node in self.nodes.values():
+            node.close()
 
 
 @contextlib.asynccontextmanager
@@ -97,11 +117,11 @@ def config_of(tmp_path: Path, name: str, peers: str = "", **options: Any) -> Poo
     )
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    since = Stopwatch()
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = soon(HANGS_S)
     while not condition():
-        assert since.passed_s() < seconds
-        await asyncio.sleep(0.01)
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)  # between looks
 
 
 def ring(node: PoolNode) -> str:

@@ -18,11 +18,12 @@ def connect(
     data_path: DataPathChoice = "shm",
     *,
     client: str = "test",
+    token: str = "",
     checksum: bool = True,
     ucx: Mapping[str, str] | None = None,
     on_view: OnView | None = None,
 ) -> Connection:
     """Raises PoolError."""
-    hello = make_hello(client, host_id(), data_path, views=on_view is not None)
+    hello = make_hello(client, host_id(), data_path, token, views=on_view is not None)
     channel = ControlChannel.connect(address, hello, deadline_s, on_view)
     return open_data_path(channel, ucx=ucx or {}, checksum=checksum, deadline_s=deadline_s)

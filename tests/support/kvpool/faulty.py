@@ -70,12 +70,22 @@ class FaultyConnection:
 
 
 class Pool:
-    """Some nodes, and clients of theirs."""
+    """Some nodes, and clients of theirs. At its end these are closed, and it is checked."""
 
     def __init__(self, nodes: int = 3, **limits: float) -> None:
         layout = TableLayout(1024 * KIB, 64 * KIB, 4 * KIB)
         self.nodes = [InprocNode(f"n{i}", layout, Limits(**limits)) for i in range(nodes)]  # type: ignore[arg-type]
         self.connector = FaultyConnector(self.nodes)
+        self._clients: list[PoolClient] = []
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for client in self._clients:
+            client.close()
+        if error[0] is None:
+            self.check()
 
     def config(self, seeds: Sequence[int] | None = None, **options: float) -> PoolClientConfig:
         nodes = self.nodes if seeds is None else [self.nodes[i] for i in seeds]
@@ -83,7 +93,9 @@ class Pool:
         return PoolClientConfig(nodes=refs, **{"retry_after_s": 0.01, **options})  # type: ignore[arg-type]
 
     def client(self, namespace: str = "ns", **options: Any) -> PoolClient:
-        return PoolClient(self.config(**options), namespace, {}, connector=self.connector, seed=7)
+        client = PoolClient(self.config(**options), namespace, {}, connector=self.connector, seed=7)
+        self._clients.append(client)
+        return client
 
     def view(self, epoch: int, nodes: Sequence[int], previous: Sequence[int] = ()) -> View:
         """The view in which these nodes own all pages."""

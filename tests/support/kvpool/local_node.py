@@ -21,6 +21,10 @@ from tests.support.kvpool.connectors import connect
 SOON_S = 20.0
 
 
+class NodeLog(logging.FileHandler):
+    """What the nodes of this process log. They share one logger, and may end in any order."""
+
+
 class LocalNode:
     """Used like a ProcessPool. `kill` ends the node as a bug does: its pages stay for the next start."""
 
@@ -30,10 +34,9 @@ class LocalNode:
         self.address = f"unix:{directory}/{config.name}.sock"
         self.config = replace(config, listen=[self.address], keep=False)
         self.log = directory / f"{config.name}.log"
-        self._handler = logging.FileHandler(self.log)
+        self._handler = NodeLog(self.log)
         self._handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
         self._logger = logging.getLogger("pdserve")
-        self._level = self._logger.level
         self._logger.addHandler(self._handler)
         self._logger.setLevel(logging.INFO)
         self.restart()
@@ -75,7 +78,8 @@ class LocalNode:
         """Stop it as an operator would; nothing is left."""
         self._end(self.node.stop)
         self._logger.removeHandler(self._handler)
-        self._logger.setLevel(self._level)
+        if not any(isinstance(handler, NodeLog) for handler in self._logger.handlers):
+            self._logger.setLevel(logging.NOTSET)
         self._handler.close()
 
     def _end(self, how: Any, *given: Any) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from pdserve.errors import PoolError
+from pdserve.errors import PdserveError, PoolError
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.protocol import messages as m
@@ -110,8 +112,16 @@ def connect_when_ready(address: str) -> Connection:
             time.sleep(0.01)
 
 
+def start_fails(**options: Any) -> str:
+    """The one line that a node which does not start is ended with. It has a name of its own."""
+    with pytest.raises(PdserveError) as error:
+        asyncio.run(PoolNode(small_config(**{"name": "second", **options})).serve())
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
 def serve_fails(*flags: str) -> str:
-    """The one line that `pdserve pool serve` ends with."""
+    """The one line that `pdserve pool serve` ends with, as a process."""
     code = "import sys; from pdserve.cli import main; main(sys.argv[1:])"
     done = subprocess.run(
         [sys.executable, "-c", code, "pool", "serve", "--arena-dir", str(arena_dir()), *flags],
@@ -133,15 +143,19 @@ def raw_socket(pool: LocalNode | ProcessPool) -> socket.socket:
     return sock
 
 
-async def with_node(config: PoolNodeConfig, work: Callable[[PoolNode], Awaitable[None]]) -> None:
+@contextlib.asynccontextmanager
+async def serving(directory: Path, **options: Any) -> AsyncIterator[PoolNode]:
+    """A node in this event loop. At its end it must leave no memory behind, where it is not to keep it."""
+    config = small_config(**{"listen": [f"unix:{directory}/n.sock"], "keep": False, **options})
     node = PoolNode(config)
     task = asyncio.create_task(node.serve())
     try:
-        await asyncio.to_thread(wait_for_socket, Path(config.listen[0].removeprefix("unix:")))
-        await work(node)
+        await asyncio.to_thread(wait_for_socket, directory / "n.sock")
+        yield node
     finally:
         node.stop()
         await task
+    if not config.keep:
         arena_dir().rmdir()
 
 

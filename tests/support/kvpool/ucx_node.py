@@ -1,4 +1,5 @@
-"""A pool node of the simplest kind, to test the UCX data path alone: bump allocation, no eviction, no leases.
+"""A pool node of the simplest kind, to test the UCX data path alone: no leases, and at the end of its memory
+new pages go over the first ones.
 
 Run as a process: `python ucx_node.py SOCKET ARENA_BYTES`. Prints "ready".
 """
@@ -11,6 +12,7 @@ import sys
 import numpy as np
 
 from pdserve.kvpool.core.events import FIRST_TAG, CancelTransfers, StartReceive, StartSend, TransferDone
+from pdserve.kvpool.node.ucx import server
 from pdserve.kvpool.node.ucx.server import UcxServer
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_frame
@@ -90,8 +92,9 @@ class TinyNode:
             self.send(connection, report)
 
     def grant(self, connection: int, key: bytes, segment_bytes: tuple[int, ...]) -> m.Grant:
-        tag, offset, length = self.tags(len(segment_bytes)), self.free_offset, sum(segment_bytes)
-        self.free_offset += length
+        tag, length = self.tags(len(segment_bytes)), sum(segment_bytes)
+        offset = self.free_offset if self.free_offset + length <= len(self.arena) else 0
+        self.free_offset = offset + length
         self.reserved[tag] = (key, offset, length, connection)
         self.server.perform(StartReceive(connection, tag, offset, segment_bytes))
         return m.Grant(m.GRANTED, tag, offset, tag, tag)
@@ -128,10 +131,11 @@ class TinyNode:
 
     async def run(self, path: str) -> None:
         await self.server.start()
-        async with await asyncio.start_unix_server(self.serve, path) as server:
+        async with await asyncio.start_unix_server(self.serve, path) as listening:
             print("ready", flush=True)
-            await server.serve_forever()
+            await listening.serve_forever()
 
 
 if __name__ == "__main__":
+    server.SWEEP_S = 0.25  # type: ignore[misc]
     asyncio.run(TinyNode(int(sys.argv[2])).run(sys.argv[1]))

@@ -14,20 +14,25 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pdserve.bench.chaos import pages as p
 from pdserve.kvpool.admin.node_client import NodeClient
 from pdserve.kvpool.protocol.messages import StatusReport
 from tests.support.netns.lab import Lab, last_lines
 
 ANSWER_TIMEOUT_S = 120.0
-
-
 START_TIMEOUT_S = 120.0
-
-
-LEASE_S = 3.0
-
-
-MIB = 1 << 20
+HANGS_S = 60.0  # no bound of the product's: after it a test is taken to hang
+LEASE_S = 1.0
+PAGES = 16
+SERVE = """
+import sys
+from pdserve.cli import main
+from pdserve.kvpool.node.serving import connection
+connection.KEEPALIVE_IDLE_S = connection.KEEPALIVE_INTERVAL_S = 1
+connection.KEEPALIVE_PROBES = 2
+main(sys.argv[1:])
+"""
+"""A node that takes a client for lost after 3 s of silence, instead of 15."""
 
 
 class FarNode:
@@ -46,11 +51,11 @@ class FarNode:
             f"reservation_lease_s = {LEASE_S}\nquarantine_s = {LEASE_S}\n"
         )
         with self._log_path.open("wb") as log:
-            command = ("-m", "pdserve", "pool", "serve", "--config", str(config))
+            command = ("-c", SERVE, "pool", "serve", "--config", str(config))
             self._process = network.start("far", *command, log=log)
 
     def await_ready(self) -> None:
-        until(lambda: f"pool node far is ready at {self.address}" in self.log(), START_TIMEOUT_S, self.log)
+        until(lambda: f"pool node far is ready at {self.address}" in self.log(), self.log)
 
     def status(self) -> StatusReport:
         asked = NodeClient(self._socket)
@@ -108,6 +113,10 @@ class NearClient:
         self.ask(what, **more)
         return self.answer()
 
+    @property
+    def runs(self) -> bool:
+        return self._process.poll() is None
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
@@ -124,16 +133,32 @@ class NearClient:
 
 
 class Field:
-    """All three."""
+    """All three. A client that was killed is replaced by `get_ready`."""
 
-    def __init__(self, network: Lab, node: FarNode, client: NearClient) -> None:
+    def __init__(self, network: Lab, node: FarNode, directory: Path) -> None:
         self.network = network
         self.node = node
-        self.client = client
+        self._directory = directory
+        self._tests = 0
+        self.client = NearClient(network, node, directory)
+
+    def get_ready(self) -> None:
+        """For the next test: the network is whole, and the client connected."""
+        self._tests += 1
+        self.network.heal()
+        if not self.client.runs:
+            self.client = NearClient(self.network, self.node, self._directory)
+        assert self.client.do("connect", within_s=START_TIMEOUT_S / 2) == {"problems": []}
+
+    @property
+    def pages(self) -> list[int]:
+        """Numbers that no other test has."""
+        first = self._tests * PAGES
+        return [p.number(p.OWNED, 1, which * p.LARGE_EVERY) for which in range(first, first + PAGES)]
 
 
-def until(holds: Callable[[], bool], timeout_s: float, why: Callable[[], object]) -> None:
-    deadline = time.monotonic() + timeout_s
+def until(holds: Callable[[], bool], why: Callable[[], object]) -> None:
+    deadline = time.monotonic() + HANGS_S
     while not holds():
         assert time.monotonic() < deadline, why()
         time.sleep(0.05)
@@ -148,4 +173,4 @@ def assert_nothing_is_held(node: FarNode) -> None:
         assert sum(parts) == report.capacity_bytes
         return report.pins, report.reserved_bytes, report.quarantined_bytes
 
-    until(lambda: not any(held()), 30.0, held)
+    until(lambda: not any(held()), held)

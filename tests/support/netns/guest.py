@@ -65,18 +65,20 @@ class Guest:
         ok = self._client.exists([p.key_of(SEED, page) for page in pages])
         return {"ok": ok, "took_s": time.monotonic() - began}
 
-    def traffic(self, for_s: float) -> dict[str, Any]:
-        """Batches of new pages, written and read, 50 a second: what was there before is not evicted."""
-        until = time.monotonic() + for_s
-        good = failed = wrong = 0
+    def traffic(self, rounds: int = 1 << 30) -> dict[str, Any]:
+        """Batches of new pages, written and read, until one fails. 50 a second: what was there before is not
+        evicted.
+        """
+        good = failed = wrong = done = 0
         longest_s = 0.0
-        while time.monotonic() < until:
+        while done < rounds and not failed:
             first = time.monotonic_ns() // 1000 % 2**31 // p.LARGE_EVERY * p.LARGE_EVERY
             pages = [p.number(p.OWNED, 0, first + index * p.LARGE_EVERY) for index in range(TRAFFIC_PAGES)]
             put, got = self.put(pages), self.get(pages)
             longest_s = max(longest_s, put["took_s"], got["took_s"])
-            good, failed = good + sum(got["ok"]), failed + TRAFFIC_PAGES - sum(got["ok"])
+            good, failed = good + sum(got["ok"]), TRAFFIC_PAGES - sum(got["ok"])
             wrong += got["wrong"]
+            done += 1
             time.sleep(0.02)
         return {"good": good, "failed": failed, "wrong": wrong, "longest_s": longest_s}
 

@@ -348,11 +348,11 @@ async def _continue(wire: Wire, request: Received) -> None:
     await script(wire, request)
 
 
-def hang(gate: Gate) -> Script:
+def hang(gate: Gate | None = None) -> Script:
     """Nothing, until the gate is opened; then the connection is closed."""
 
     async def run(wire: Wire, request: Received) -> None:
-        await gate.passed()
+        await (gate or Gate()).passed()
         raise CloseConnection
 
     return run

@@ -1,4 +1,4 @@
-"""What a node does about pages of other nodes: ownership, replicas that it holds, replicas that it asks for.
+"""Decisions about pages of other nodes: ownership, replicas held here, replicas requested elsewhere.
 
 Pure. May import: core/store, core/events.py, core/sessions.py, cluster, protocol.
 """

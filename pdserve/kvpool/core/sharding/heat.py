@@ -1,4 +1,4 @@
-"""How often each page was read lately: a count that halves every `half_life_s`. Pure; 8 bytes per slot.
+"""Heat: recent reads of each page, as a count that halves every `half_life_s`. Pure; 8 bytes per slot.
 
 Forward decay (Cormode, Shkapenyuk, Srivastava, Xu: "Forward Decay: A Practical Time Decay Model for Streaming
 Systems", ICDE 2009): older reads do not fade, newer reads count more. A read at time t adds the gain

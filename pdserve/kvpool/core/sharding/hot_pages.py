@@ -1,4 +1,4 @@
-"""Which of this node's pages have replicas, and where: the owner's side. Pure.
+"""Replicas of this node's hot pages on other nodes: the owner's side. Pure.
 
 A page with more than `hot_reads_s` reads per second gets replicas on the next `max_replicas` nodes of the
 ring after its owner. `counts` says how many nodes in a row hold it; answers to Get pass this on, so that
@@ -8,7 +8,7 @@ has cooled to half of `hot_reads_s`, so that they do not come and go; or when th
 This node does not see reads on other nodes. Reads spread evenly, so the page's rate is the rate seen here
 times the number of nodes that hold it.
 
-The first successor is the next owner when this node goes. So a hot page outlives its node.
+The first successor is the next owner when this node leaves. So a hot page survives its node.
 """
 
 from __future__ import annotations

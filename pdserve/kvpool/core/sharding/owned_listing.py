@@ -1,4 +1,4 @@
-"""Which pages of this node a new owner may pull: the answers to `ListOwned`. Pure.
+"""The pages of this node that a new owner may pull: the answers to `ListOwned`. Pure.
 
 A listing reads the slots in order from its cursor, then the keys that only the tiers hold. One call looks at
 `MAX_LOOKED_AT` keys at most: a few milliseconds, however large the arena.
@@ -30,7 +30,7 @@ MAX_LOOKED_AT: Final = 8192  # keys
 
 @dataclass(slots=True)
 class _Listing:
-    """Of one new owner. Pages of `first_sequence` and above were reserved after it began."""
+    """The listing of one new owner. Pages with `first_sequence` or above were reserved after it began."""
 
     namespace: int
     first_sequence: int
@@ -112,7 +112,7 @@ class OwnedListing:
         return Owned(request.id, found, lengths, cursor, 0)
 
     def _length_bytes(self, listing: _Listing, key: bytes) -> int:
-        """Of a page of the tiers' list; 0 when it is gone, or was listed among the slots."""
+        """Length of a page of the tiers' list. 0: it is gone, or was listed among the slots."""
         slot = self._store.index.namespace(listing.namespace).committed.get(key)
         if slot is None:
             return self._tiers.length(listing.namespace, key)

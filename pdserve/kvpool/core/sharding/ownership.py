@@ -1,4 +1,4 @@
-"""Which pages are this node's under the newest view, and when the other pages go. Pure.
+"""The pages that this node owns under the newest view, and the removal of foreign pages. Pure.
 
     view changed, pages moving    foreign pages stay: their new owners pull them, readers may still read them
     view stable                   foreign pages are dropped in steps; replicas and pinned pages stay
@@ -24,7 +24,7 @@ from pdserve.kvpool.protocol.messages import Fault
 
 MAX_DROPPED: Final = 1024  # pages dropped in one step
 STEP_S: Final = 0.005  # between steps: requests are served meanwhile
-AGAIN_S: Final = 1.0  # until pages that were pinned are tried again
+AGAIN_S: Final = 1.0  # pause before pinned pages are tried again
 
 
 class Ownership:
@@ -129,7 +129,7 @@ class Ownership:
         if some:
             ours = self.ours(some).tolist()
             committed = self._store.index.namespace(namespace).committed
-            # what is still in memory is pinned there, or a replica: its copy in a tier goes when it does
+            # a page still in memory is pinned or a replica: its copy in a tier goes together with it
             foreign = [k for k, mine in zip(some, ours, strict=True) if not mine and k not in committed]
             self._tiers.forget(namespace, foreign, out)
             self.foreign_dropped += len(foreign)

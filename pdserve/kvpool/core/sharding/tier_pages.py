@@ -1,4 +1,4 @@
-"""What ownership and replicas need to know of the pages in a node's tiers. Pure."""
+"""The interface to the pages in a node's tiers, for ownership and replicas. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which slot holds which page. Pure; about 200 bytes per page in all, O(1) lookups at any size.
+"""The index of pages in slots. Pure; about 200 bytes per page in total, O(1) lookups at any size.
 
 `Index` maps (namespace, key) to a slot. Pages being written are in a table of their own, so that no lookup
 finds a page before its commit. Other facts of a slot lie in typed arrays by slot number (`Facts`): a Python

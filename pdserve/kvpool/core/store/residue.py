@@ -1,4 +1,4 @@
-"""Which namespace's bytes still lie in each slot, free slots included. Pure.
+"""The namespace whose bytes are still in each slot, including free slots. Pure.
 
 A removed page leaves its bytes in the slot. The next writer may send fewer bytes than it reserved, or none,
 and still commit. So a slot with bytes of another namespace is wiped before the writer knows its grant. Bytes

@@ -1,4 +1,4 @@
-"""Where a reservation finds room. Pure.
+"""Making room for a reservation. Pure.
 
 Room is taken in this order:
 

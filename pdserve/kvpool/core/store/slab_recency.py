@@ -1,4 +1,4 @@
-"""When each slab was last used: size classes share the arena by recency. Pure; O(1)."""
+"""The last use of each slab: size classes share the arena by recency. Pure; O(1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where in the arena a page may lie: slabs, size classes, slots. Pure; O(1) to allocate and to free.
+"""Allocation of slots in the arena: slabs, size classes, slots. Pure; O(1) to allocate and to free.
 
 The arena is `slabs` slabs of `slab_bytes`. A slab is unassigned, or holds slots of one size:
 

@@ -1,4 +1,4 @@
-"""What a restart keeps of a slot table: a vectorised scan that proves every row. Pure.
+"""The part of a slot table that a restart keeps: a vectorised scan that validates every row. Pure.
 
 A row is kept when all of this holds: its state is COMMITTED, its guard matches, its namespace exists, its
 slab has the class of its length, its position lies in the slab, and no newer row has the same key. A row that

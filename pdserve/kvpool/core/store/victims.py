@@ -1,4 +1,4 @@
-"""Which page to evict first, over all orders of eviction; and orders made anew for existing pages. Pure."""
+"""The choice of pages to evict, over all orders of eviction; and rebuilding an order. Pure."""
 
 from __future__ import annotations
 

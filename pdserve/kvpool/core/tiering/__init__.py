@@ -1,5 +1,5 @@
-"""The node's decisions about tiers: pages written to tiers, pages loaded from them, what each tier has.
+"""The node's decisions about tiers: stores to tiers, loads from them, and an index of each tier. Pure.
 
-Belongs here: pure decisions, no thread and no file. May import: the rest of pdserve.kvpool.core but `state`,
+The package has no thread and no file. It may import: the rest of pdserve.kvpool.core except `state`,
 pdserve.kvpool.protocol, and the records of pdserve.kvpool.tiers.
 """

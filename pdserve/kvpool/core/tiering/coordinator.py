@@ -1,5 +1,6 @@
-"""The tiers as NodeState sees them: pages written to tiers (demotion.py), pages loaded from tiers
-(promotion.py), and which pages the tiers have (tier_index.py). Pure. Without tiers it costs nothing.
+"""The tiers as one object for NodeState. Pure. Without tiers it costs nothing.
+
+It joins stores to tiers (demotion.py), loads from tiers (promotion.py), and the index (tier_index.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ OnCommit: TypeAlias = Callable[[list[int], float, list[Action]], None]
 
 
 class Tiers:
-    """`settings(namespace)`: what the namespace wants, None when it is gone. `pin` gives a page to a client.
+    """`settings(namespace)`: its settings, None if it is gone. `pin` gives a page to a client.
     `on_commit(slots, now_s, out)` is called for pages that were loaded, `found(namespace, key, now_s, out)`
     for pages that a tier turned out to have.
     """
@@ -53,7 +54,7 @@ class Tiers:
     # --- what happens
 
     def handle(self, event: TierEvent, now_s: float, out: list[Action]) -> None:
-        """A tier reports."""
+        """Take in a tier's report."""
         if isinstance(event, PagesLoaded):
             self._promotions.loaded(event, now_s, out)
         elif isinstance(event, PagesStored):
@@ -73,7 +74,7 @@ class Tiers:
             self._demotions.committed(slot)
 
     def configured(self, namespace: int, space: int) -> None:
-        """The namespace was opened, with this space, or has other settings now."""
+        """The namespace was opened with this space, or its settings changed."""
         if self.any:
             self._index.set_space(namespace, space, [])
             if self._demotions.unwanted(namespace):
@@ -88,24 +89,24 @@ class Tiers:
         now_s: float,
         out: list[Action],
     ) -> bool:
-        """Load what a tier has of the pages at the places `missing`; whether the Get waits for any."""
+        """Load pages that a tier has, out of those at the indices `missing`. True if the Get waits."""
         return self.any and self._promotions.begin(session, request, pins, missing, now_s, out)
 
-    # what other nodes may own: see ownership.TierPages
+    # for pages that other nodes own: implements tier_pages.TierPages
 
     @property
     def ready(self) -> bool:
-        """Whether the tiers have told all that they hold."""
+        """Whether the tiers have reported all their pages."""
         return self._index.ready
 
     @property
     def behind(self) -> bool:
-        """Whether the tiers cannot keep up for the moment."""
+        """Whether the tiers are slower than the writers at present."""
         return self.any and self._demotions.behind
 
     @property
     def free_bytes(self) -> int:
-        """What the tiers have room for without dropping anything."""
+        """Bytes that the tiers can take without dropping a page."""
         return sum(max(0, tier.capacity_bytes - tier.used_bytes) for tier in self.status())
 
     def namespaces(self) -> list[int]:
@@ -115,14 +116,14 @@ class Tiers:
         return self._index.keys(namespace)
 
     def held(self, namespace: int) -> tuple[int, int]:
-        """Pages and bytes of the namespace in all tiers."""
+        """(pages, bytes) of the namespace in all tiers."""
         return self._index.page_count(namespace), self._index.page_bytes(namespace)
 
     def length(self, namespace: int, key: bytes) -> int:
         return self._index.find(namespace, key)[1]
 
     def place(self, namespace: int, key: bytes) -> tuple[str, int]:
-        """Name of the first tier that has the page, and its length; ("", 0) when none has."""
+        """(name of the first tier that has the page, its length in bytes), or ("", 0)."""
         number, length_bytes = self._index.find(namespace, key)
         return (self._index.tiers[number].spec.name, length_bytes) if length_bytes else ("", 0)
 
@@ -132,14 +133,14 @@ class Tiers:
             self._demotions.forget(namespace, keys, out)
 
     def clear(self, namespace: int, space: int | None, out: list[Action]) -> int:
-        """Void all pages of the namespace; how many. `space`: its new one, None when it is dropped."""
+        """Void all pages of the namespace and return their number. `space`: its new space; None: dropped."""
         if not self.any:
             return 0
         self._stop(namespace, out)
         return self._index.set_space(namespace, space, out)
 
     def _stop(self, namespace: int, out: list[Action]) -> None:
-        """What is under way for the namespace is not wanted any more."""
+        """Void the stores and loads in progress for the namespace."""
         self._promotions.clear(namespace, out)
         self._demotions.clear(namespace)
 
@@ -151,7 +152,7 @@ class Tiers:
         self._promotions.disconnected(session)
 
     def pump(self, now_s: float, out: list[Action]) -> None:
-        """Start the stores that are due; called when everything else is decided."""
+        """Start the stores that are due. Called after all other decisions."""
         for namespace in self._unwanted:
             if self._demotions.unwanted(namespace):  # it is not gone meanwhile
                 self._stop(namespace, out)
@@ -162,13 +163,13 @@ class Tiers:
 
     @property
     def next_deadline_s(self) -> float:
-        """Of the tiers' own; Gets that wait are their sessions'."""
+        """The next deadline of the tiers. Deadlines of waiting Gets belong to their sessions."""
         return self._demotions.next_deadline_s()
 
     # --- status, conservation
 
     def status(self) -> list[TierStatus]:
-        """Of each tier, from the top down."""
+        """The status of each tier, top tier first."""
         return [tier.status() for tier in self._index.tiers]
 
     def counters(self) -> dict[str, int]:
@@ -177,11 +178,11 @@ class Tiers:
         return {"evicted_unwritten": self._demotions.evicted_unwritten, **self._promotions.counters()}
 
     def reserved_slots(self) -> list[int]:
-        """Those that are being filled from a tier."""
+        """The slots that are being filled from a tier."""
         return self._promotions.reserved_slots()
 
     def check(self) -> None:
-        """Slow: for tests."""
+        """Assert the invariants. Slow: for tests."""
         self._index.check()
         self._demotions.check()
         self._promotions.check()

@@ -1,21 +1,20 @@
-"""Which pages are written to the tiers, and when. Pure; appends its actions to `out`.
+"""Demotion: the choice of pages to store in tiers, and its time. Pure; appends its actions to `out`.
 
-A page is in at most one slot of the arena and in any number of tiers. Its bytes never change, so a copy is
-never out of date. What happens to a page:
+A page is in at most one slot of the arena and in any number of tiers. Its bytes never change, so copies are
+never out of date. The stores of a page:
 
     commit         -> stored in the first tier at once    write = "all", or a namespace of media "ssd"
     coldest pages  -> stored in the first tier            while more than `watermark` of the arena is in use
-    tier i drops it for lack of room -> tier i + 1        by the shell, as far as that one keeps up
-    found after a restart, in no tier -> as after commit, some at a time, once the tiers told what they have
+    tier i drops it for lack of room -> tier i + 1        by the shell, if that tier can keep up
+    found after a restart, in no tier -> as after commit, in steps, when the tiers have reported their pages
 
-So evicting a cold page is free: it is in a tier already. A slot that is being stored is held. The stores
-under way are bounded in pages and bytes. When a tier is slower than the writers, pages are evicted
-unwritten, which is counted, and nobody waits. The way back is in promotion.py, what the tiers have in
-tier_index.py.
+So evicting a cold page costs nothing: it is in a tier already. A slot that is being stored is held. Stores in
+progress are bounded in pages and bytes. If a tier is slower than the writers, pages are evicted without a
+store; this is counted, and no writer waits. promotion.py has the way back, tier_index.py the tiers' contents.
 
-Everything that changes a tier is done by its one writer thread, in the order of our actions, and reported in
-that order. So only what was decided since must be remembered here: pages that were discarded while they were
-being stored (`void`).
+A tier's one writer thread makes all changes of the tier, in the order of our actions, and reports them in
+that order. So this module only needs to keep later decisions: pages that were discarded while they were being
+stored (`void`).
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings
 from pdserve.kvpool.protocol.slot_table import COMMITTED
 from pdserve.kvpool.tiers.base import REFUSED, STORED, PageName, TierPage
 
-SCAN_PAGES: Final = 1024  # coldest pages looked at per pass, of all namespaces together
-SCAN_EVERY: Final = 32  # commits per pass at most
-STORE_SHARE: Final = 1 / 8  # of the arena may be held by stores: a slow tier must not block writers
-SCAN_SHARE: Final = 1 / 64  # of the arena written per pass at most
-UNSAVED_PAGES: Final = 2048  # looked at in one step after a restart
-UNSAVED_STEP_S: Final = 0.005  # between steps: others get their turn
+SCAN_PAGES: Final = 1024  # coldest pages examined per pass, in all namespaces together
+SCAN_EVERY: Final = 32  # most commits between two passes
+STORE_SHARE: Final = 1 / 8  # most of the arena held by stores: a slow tier must not block writers
+SCAN_SHARE: Final = 1 / 64  # most of the arena written per pass
+UNSAVED_PAGES: Final = 2048  # slots examined in one step after a restart
+UNSAVED_STEP_S: Final = 0.005  # pause between steps, for other requests
 
 
 @dataclass(slots=True)
 class _Store:
-    """A slot being written to the first tier, held meanwhile."""
+    """A slot that is held while it is written to the first tier."""
 
     namespace: int
     page: TierPage
@@ -59,7 +58,7 @@ class _Store:
 
 
 class Demotions:
-    """Pages on their way to tiers. `settings(namespace)`: what the namespace wants, None when it is gone."""
+    """Stores to tiers. `settings(namespace)`: its settings, None if it is gone."""
 
     def __init__(
         self,
@@ -75,22 +74,24 @@ class Demotions:
         self._tiers = index.tiers
         self._stores: dict[int, _Store] = {}  # by slot
         self._store_bytes = 0
-        self._storing_bytes: dict[int, int] = {}  # the same by namespace, for their quotas
-        self._at_once: OrderedDict[int, int] = OrderedDict()  # slot -> sequence, to be written in this order
-        self._commits = 0  # since the last pass over the coldest
+        self._storing_bytes: dict[int, int] = {}  # bytes in `_stores` by namespace, for quotas
+        self._at_once: OrderedDict[int, int] = OrderedDict()  # slot -> sequence, to be stored in this order
+        self._commits = 0  # commits since the last pass over the coldest pages
         self._committed_bytes = 0
         self._scan_bytes = int(store.slots.capacity_bytes * SCAN_SHARE)
         self._max_store_bytes = min(limits.store_bytes, int(store.slots.capacity_bytes * STORE_SHARE))
-        self._scan = False  # the last pass was cut short
-        self._unsaved: list[tuple[int, int]] = []  # namespace, first slot: to be looked through for pages
-        self._unsaved_at_s = 0.0  # when the next step is due
+        self._scan = False  # the last pass ended early
+        self._unsaved: list[tuple[int, int]] = []  # (namespace, first slot) still to be examined for pages
+        self._unsaved_at_s = 0.0  # time of the next step
         self.evicted_unwritten = 0
         if index.tiers:
             store.on_evict = self._evicted
 
     def sinks(self, namespace: int) -> bool:
-        """Whether pages of the namespace go to the tiers. Those with a time to live do not: neither a tier's
-        format nor the index here knows when a page ends, and a tier outlives the clock that times are of.
+        """Whether pages of the namespace are stored in tiers. Pages with a time to live are not.
+
+        Neither a tier's format nor the index has expiry times, and a tier survives the reboot that resets
+        the monotonic clock.
         """
         settings = self._settings(namespace)
         return settings is not None and settings.media != "dram" and not settings.ttl_s
@@ -104,8 +105,9 @@ class Demotions:
 
     @property
     def behind(self) -> bool:
-        """Whether memory is full and more pages wait to be stored than can be under way: what comes in now
-        may displace them.
+        """Whether memory is full and more pages wait than can be stored at a time.
+
+        New pages may then evict waiting ones.
         """
         waiting = bool(self._at_once or self._scan) and not self._tiers[0].backoff.failures
         return waiting and self._above_watermark()
@@ -115,7 +117,7 @@ class Demotions:
         return self._scan or self._commits >= SCAN_EVERY or self._committed_bytes > self._scan_bytes
 
     def committed(self, slot: int) -> None:
-        """A page was written by a client."""
+        """A client wrote the page in this slot."""
         if not self._tiers:
             return
         self._commits += 1
@@ -123,7 +125,7 @@ class Demotions:
         self._store_at_once(slot)
 
     def _store_at_once(self, slot: int) -> None:
-        """Where the namespace or the node wants every page stored, and not cold ones only."""
+        """Queue the slot if the namespace or the node stores every page, not only cold ones."""
         if self._wants_all(self._store.facts.namespace[slot]):
             self._at_once[slot] = self._store.facts.sequence[slot]
 
@@ -132,7 +134,7 @@ class Demotions:
         return settings is not None and (self._tiers[0].spec.write == "all" or settings.media == "ssd")
 
     def _find_unsaved(self, now_s: float) -> None:
-        """One step through pages that an earlier incarnation had committed, and perhaps not stored yet."""
+        """Examine some pages that an earlier incarnation committed and perhaps did not store."""
         namespace, start = self._unsaved.pop()
         slots = self._store.committed_slots(start, UNSAVED_PAGES, namespace).tolist()
         key_of = self._store.facts.key
@@ -144,7 +146,7 @@ class Demotions:
         self._unsaved_at_s = now_s + UNSAVED_STEP_S
 
     def pump(self, now_s: float, out: list[Action]) -> None:
-        """Start as many stores as may be under way."""
+        """Start as many stores as the bounds permit."""
         if not self._tiers or not self._tiers[0].ready or now_s < self._tiers[0].backoff.retry_at_s:
             self._commits = self._committed_bytes = 0
             return
@@ -166,7 +168,7 @@ class Demotions:
     def _pump_coldest(self, batch: list[SlotPage]) -> None:
         for slot in coldest(self._store.index, SCAN_PAGES):
             if not self._has_room():
-                self._scan = bool(self._stores)  # their end lets us go on
+                self._scan = bool(self._stores)  # continue at the end of a store
                 return
             if self._storable(slot):
                 batch.append(self._begin(slot))
@@ -223,7 +225,7 @@ class Demotions:
     # --- what the tiers report
 
     def stored(self, event: PagesStored, now_s: float, out: list[Action]) -> None:
-        """The end of stores that `pump` began."""
+        """Stores of `pump` have ended."""
         tier = self._tiers[event.tier]
         tier.used_bytes = event.used_bytes
         for slot, status in zip(event.slots, event.statuses, strict=True):
@@ -250,7 +252,7 @@ class Demotions:
             tier.backoff.worked()
 
     def _drop_copy(self, slot: int, namespace: int, out: list[Action]) -> None:
-        """In a namespace of media "ssd" the copy in memory is the first to go."""
+        """In a namespace of media "ssd", drop the copy in memory."""
         settings = self._settings(namespace)
         if settings is None or settings.media != "ssd" or not self._above_watermark():
             return
@@ -258,7 +260,7 @@ class Demotions:
             self._store.drop([slot], out)
 
     def found(self, event: PagesFound, now_s: float, out: list[Action]) -> None:
-        """Pages that survived in the tier, or that came down from the one above it."""
+        """Pages are in the tier: they survived a restart or came from the tier above."""
         tier = self._tiers[event.tier]
         tier.used_bytes = event.used_bytes
         if event.failed:
@@ -282,8 +284,9 @@ class Demotions:
                 self._unsaved = [(n, 0) for n in numbers if self._wants_all(n) and self.sinks(n)]
 
     def gone(self, event: PagesGone) -> None:
-        """Pages that left the tier. One that was forgotten while it came in from above is known again until
-        then.
+        """Pages have left the tier.
+
+        A page that was forgotten while it came from the tier above stays in the index until this event.
         """
         tier = self._tiers[event.tier]
         tier.used_bytes = event.used_bytes
@@ -291,14 +294,14 @@ class Demotions:
             tier.gone += tier.remove(name.space, name.key)
 
     def _valid(self, page: TierPage) -> bool:
-        """Whether the page counts, and is wanted in a tier."""
+        """Whether the page's space is current and its namespace uses tiers."""
         namespace = self._index.namespace_of(page.space)
         return namespace is not None and self.sinks(namespace)
 
     # --- forgetting
 
     def forget(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> None:
-        """These pages are not what they should be, or not wanted: in every tier."""
+        """Drop damaged or unwanted pages from every tier."""
         self._index.forget(namespace, keys, out)
         gone = set(keys)
         for storing in self._stores.values():
@@ -306,13 +309,13 @@ class Demotions:
                 storing.void = True
 
     def clear(self, namespace: int) -> None:
-        """What is being stored for the namespace is not wanted any more."""
+        """Void the stores in progress for the namespace."""
         for storing in self._stores.values():
             if storing.namespace == namespace:
                 storing.void = True
 
     def unwanted(self, namespace: int) -> bool:
-        """Whether there are pages of a namespace that is to have none here."""
+        """Whether tiers have pages of a namespace that does not use tiers."""
         return not self.sinks(namespace) and bool(self._index.page_bytes(namespace))
 
     def _evicted(self, slot: int) -> None:
@@ -325,7 +328,7 @@ class Demotions:
     # --- time, conservation
 
     def next_deadline_s(self) -> float:
-        """When a tier that failed may be tried again, if something waits for it, or the next step is due."""
+        """The time of the next try of a failed tier, if pages wait for it, or of the next step."""
         if self._tiers and not self._stores:
             if self._tiers[0].backoff.failures and (self._at_once or self._unsaved):
                 return self._tiers[0].backoff.retry_at_s

@@ -1,14 +1,14 @@
-"""Pages that come back from a tier into the arena, and the Gets that wait for them. Pure.
+"""Promotion: loads of pages from a tier into the arena, and the Gets that wait for them. Pure.
 
     Get of a page that is in a tier only
-      -> a slot is reserved, as for a writer: others are told BUSY meanwhile, nobody finds the page
-      -> LoadPages; a tier's thread reads into the slot and checks the bytes
-      -> PagesLoaded: the slot is committed and pinned for every Get that waits for it, or given back
+      -> a slot is reserved, as for a writer: writers get BUSY meanwhile, lookups do not find the page
+      -> LoadPages: a tier's thread reads into the slot and checks the bytes
+      -> PagesLoaded: the slot is committed and pinned for every waiting Get, or given back
 
-One load serves all Gets of its key. A Get is answered once, when all its loads have ended or at its deadline;
-pages that are late are misses then, for later Gets at once, and are promoted all the same. A load whose
-namespace was dropped or cleared is void: its slot is in quarantine until the thread reports that it has
-stopped writing into it.
+One load serves all Gets of its key. A Get is answered once: when all its loads have ended, or at its
+deadline. At the deadline its unfinished loads are misses, and become late: later Gets do not wait for them. A
+late page is promoted nevertheless. A load is void if its namespace was dropped or cleared: its slot stays in
+quarantine until the thread reports that it has stopped writing.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Load:
     sequence: int
     tier: int
     void: bool = False
-    late: bool = False  # a Get has waited for it in vain: no other does
-    waiting: dict[PendingGet, list[int]] = field(default_factory=dict)  # and the page's places in each
+    late: bool = False  # it missed the deadline of a Get: no other Get waits for it
+    waiting: dict[PendingGet, list[int]] = field(default_factory=dict)  # -> indices of the page in the Get
 
 
 class Promotions:
@@ -62,7 +62,7 @@ class Promotions:
         self._limits = limits
         self._pin = pin
         self._on_commit = on_commit
-        self._loads: dict[int, Load] = {}  # by slot, void ones too
+        self._loads: dict[int, Load] = {}  # by slot, including void loads
         self._by_name: dict[tuple[int, bytes], Load] = {}
         self._load_bytes = 0
         self.promoted = 0
@@ -81,11 +81,11 @@ class Promotions:
         now_s: float,
         out: list[Action],
     ) -> bool:
-        """Load what a tier has of the pages at the places `missing`; whether the Get waits for any."""
+        """Load pages that a tier has, out of those at the indices `missing`. True if the Get waits."""
         length_bytes = sum(request.segment_bytes)
         get = PendingGet(session, request, pins, 0, now_s + self._limits.promotion_timeout_s)
         if request.id in session.gets:
-            return False  # the answers could not be told apart
+            return False  # a Get with this id waits already
         batches: dict[int, list[SlotPage]] = {}
         budget = self._store.drop_budget()
         for place in missing:
@@ -145,7 +145,7 @@ class Promotions:
         now_s: float,
         out: list[Action],
     ) -> None:
-        """The tier's thread has stopped writing into these slots."""
+        """A tier's thread has finished writing into these slots."""
         for slot, status, checksum in zip(event.slots, event.statuses, event.checksums, strict=True):
             load = self._loads[slot]
             if load.void:
@@ -161,7 +161,7 @@ class Promotions:
                 self._failed(load, status, now_s, out)
 
     def _failed(self, load: Load, status: int, now_s: float, out: list[Action]) -> None:
-        """That tier has it no more: the next one, or a miss."""
+        """The tier could not load the page: try the next tier, or report a miss."""
         name = load.name
         self.failed += status != GONE
         self._index.forget(load.namespace, [name.key], out, only=load.tier)
@@ -181,7 +181,7 @@ class Promotions:
         self._load_bytes -= self._store.slots.slot_bytes(load.slot)
 
     def _resolve(self, load: Load, slot: int, now_s: float, out: list[Action]) -> None:
-        """Tell those who wait for the page: it is in `slot`, or NONE."""
+        """Tell the waiting Gets that the page is in `slot`; NONE: it is a miss."""
         for get, places in load.waiting.items():
             for place in places if slot != NONE else ():
                 pin = get.pins[place] = self._pin(get.session, slot, get.request, now_s, out)
@@ -209,18 +209,18 @@ class Promotions:
             self._answer(get, out)
 
     def disconnected(self, session: Session) -> None:
-        """Its loads go on: others may want the pages."""
+        """End the session's waiting Gets. Their loads continue: other clients may want the pages."""
         for get in session.gets.values():
             self._left(get)
         session.gets.clear()
 
     def _left(self, get: PendingGet) -> list[Load]:
-        """The loads that the Get waited for; it does not any more."""
+        """Remove the Get from its loads, and return these loads."""
         loads = [self._by_name.get((get.request.namespace, key)) for key in get.request.keys]
         return [load for load in loads if load is not None and load.waiting.pop(get, [])]
 
     def clear(self, namespace: int, out: list[Action]) -> None:
-        """What is being loaded for the namespace is not wanted any more."""
+        """Void the loads in progress for the namespace."""
         for load in list(self._loads.values()):
             if load.namespace == namespace and not load.void:
                 load.void = True
@@ -239,7 +239,7 @@ class Promotions:
         }
 
     def reserved_slots(self) -> list[int]:
-        """Reserved by no client."""
+        """The slots reserved by loads, not by clients."""
         return [load.slot for load in self._loads.values() if not load.void]
 
     def check(self) -> None:

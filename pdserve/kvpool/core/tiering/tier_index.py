@@ -1,8 +1,8 @@
-"""Which pages are in which tier, as far as the node knows. Pure.
+"""The node's index of its tiers' pages. Pure.
 
-The index here says what the tiers reported. It may be wrong in one direction only: a page that is thought to
-be in a tier and is not is a miss. A page counts only in the current space of its namespace (catalog.py): once
-a namespace was cleared or dropped, nothing that a tier says of the old space counts.
+It is made from the tiers' reports. It may list a page that the tier has lost; reading it is a miss. A page
+counts only in the current space of its namespace (namespaces/catalog.py). After a clear or drop, reports
+about the old space are ignored.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ _NO_SPACE: Final = -1
 
 
 class TierSpec(msgspec.Struct, frozen=True):
-    """A tier as its node's configuration names it, from the top down."""
+    """A configured tier. Tiers are numbered from the top."""
 
     name: str
     kind: str
     capacity_bytes: int
-    write: Write = "cold"  # of the first
+    write: Write = "cold"  # used for the first tier only
 
 
 class TieringLimits(msgspec.Struct, frozen=True):
-    """Bounds of what is under way between arena and tiers."""
+    """Bounds of stores and loads between arena and tiers."""
 
-    watermark: float = 0.8  # of the arena; above it the coldest pages are written
+    watermark: float = 0.8  # used share of the arena above which the coldest pages are stored
     store_pages: int = 256
-    store_bytes: int = 64 << 20  # one page at least
+    store_bytes: int = 64 << 20  # but at least one page
     load_bytes: int = 256 << 20
     promotion_timeout_s: float = 1.0
 
 
 @dataclass(slots=True)
 class TierIndex:
-    """What is in one tier: lengths in bytes by space and key."""
+    """The pages in one tier: lengths in bytes by space and key."""
 
     spec: TierSpec
     pages: dict[int, dict[bytes, int]] = field(default_factory=dict)
     page_bytes: dict[int, int] = field(default_factory=dict)  # by space
-    ready: bool = False  # all that survived was reported
-    used_bytes: int = 0  # as the tier last said
-    largest_bytes: int = 1 << 62  # pages of this length were refused
+    ready: bool = False  # the tier has reported all pages that survived
+    used_bytes: int = 0  # as the tier last reported
+    largest_bytes: int = 1 << 62  # the tier refused pages of this length
     backoff: Backoff = field(default_factory=Backoff)
     stored: int = 0
     store_failed: int = 0
@@ -64,7 +64,7 @@ class TierIndex:
         self.page_bytes[space] = self.page_bytes.get(space, 0) + length_bytes - old
 
     def remove(self, space: int, key: bytes) -> bool:
-        """Whether it was there."""
+        """Remove a page. True if it was there."""
         pages = self.pages.get(space)
         length = pages.pop(key, None) if pages else None
         if length is None:
@@ -73,7 +73,7 @@ class TierIndex:
         return True
 
     def clear(self, space: int) -> int:
-        """How many pages the space had."""
+        """Remove all pages of the space. Returns their number."""
         self.page_bytes.pop(space, None)
         return len(self.pages.pop(space, ()))
 
@@ -93,7 +93,7 @@ class TierIndex:
 
 
 class TierIndexes:
-    """Of all tiers of a node, from the top down, asked by namespace."""
+    """The indexes of all tiers of a node, top tier first, with namespaces mapped to spaces."""
 
     def __init__(self, tiers: Sequence[TierSpec]) -> None:
         self.tiers = [TierIndex(spec) for spec in tiers]
@@ -102,11 +102,11 @@ class TierIndexes:
 
     @property
     def ready(self) -> bool:
-        """Whether the tiers have told all that they hold."""
+        """Whether the tiers have reported all their pages."""
         return all(tier.ready for tier in self.tiers)
 
     def find(self, namespace: int, key: bytes, above: int = -1) -> tuple[int, int]:
-        """The first tier under number `above` that has the page, and its length; (NONE, 0) when none has."""
+        """(number, length) of the first tier below tier `above` that has the page, or (NONE, 0)."""
         space = self._spaces.get(namespace, _NO_SPACE)
         for number in range(above + 1, len(self.tiers)):
             pages = self.tiers[number].pages.get(space)
@@ -119,38 +119,39 @@ class TierIndexes:
         return self.find(namespace, key)[0] != NONE
 
     def space_of(self, namespace: int) -> int:
-        """Of an open namespace."""
+        """The space of an open namespace."""
         return self._spaces[namespace]
 
     def namespace_of(self, space: int) -> int | None:
-        """None when it is the space of none any more."""
+        """The namespace whose current space this is, or None."""
         return self._namespaces.get(space)
 
     def namespaces(self) -> list[int]:
-        """Those that have pages in a tier."""
+        """The namespaces that have pages in a tier."""
         spaces = {space for tier in self.tiers for space, pages in tier.pages.items() if pages}
         return sorted(self._namespaces[space] for space in spaces)
 
     def keys(self, namespace: int) -> list[bytes]:
-        """Of the namespace's pages in any tier, each once."""
+        """The keys of the namespace's pages in any tier, each once."""
         space = self._spaces.get(namespace, _NO_SPACE)
         return list(dict.fromkeys(key for tier in self.tiers for key in tier.pages.get(space, ())))
 
     def page_count(self, namespace: int) -> int:
-        """Of the namespace, in all tiers. A page that is in two of them counts twice, as its bytes do."""
+        """Number of the namespace's pages in all tiers. A page in two tiers counts twice."""
         space = self._spaces.get(namespace, _NO_SPACE)
         return sum(len(tier.pages.get(space, ())) for tier in self.tiers)
 
     def page_bytes(self, namespace: int) -> int:
-        """Of the namespace's pages in all tiers."""
+        """Bytes of the namespace's pages in all tiers. A page in two tiers counts twice."""
         space = self._spaces.get(namespace, _NO_SPACE)
         return sum(tier.page_bytes.get(space, 0) for tier in self.tiers)
 
     # --- changes
 
     def set_space(self, namespace: int, space: int | None, out: list[Action]) -> int:
-        """The namespace's current space; None: it is gone. What tiers have of another space is forgotten; how
-        many pages.
+        """Set the namespace's current space; None: it is gone.
+
+        Pages in its earlier space are forgotten. Returns their number.
         """
         old = self._spaces.pop(namespace, None)
         count = 0
@@ -163,7 +164,7 @@ class TierIndexes:
         return count
 
     def forget_space(self, space: int, out: list[Action]) -> int:
-        """Forget all pages of the space; how many."""
+        """Forget all pages of the space. Returns their number."""
         out.append(ForgetSpace(space))
         return sum(tier.clear(space) for tier in self.tiers)
 

@@ -16,61 +16,66 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     name: Annotated[
         str,
         Meta(
-            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Name of the pool; others are refused."
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+            description="Name of the pool; a node of another pool is refused.",
         ),
     ] = "pool"
     membership: Annotated[
-        Literal["static", "etcd"], Meta(description="Where a node finds the first others.")
+        Literal["static", "etcd"], Meta(description="How a node finds other nodes at its start.")
     ] = "static"
     peers: Annotated[
         list[str],
         Meta(
-            description="Addresses of other nodes, this one's own may be among them. One that answers "
-            "is enough: it knows the rest."
+            description="Addresses of other nodes; its own address may be among them. One node that "
+            "answers is enough: it names the others."
         ),
     ] = []
     etcd: Annotated[EtcdConfig, Meta(description='For membership = "etcd".')] = EtcdConfig()
     advertise: Annotated[
-        str, Meta(description="Address that clients and nodes reach this node by; empty: first of `listen`.")
+        str,
+        Meta(description="Address of this node for clients and other nodes; empty: the first of `listen`."),
     ] = ""
     weight: Annotated[
-        int, Meta(ge=0, le=16384, description="Share of the ring; 0: the capacity in GiB, at least 1.")
+        int, Meta(ge=0, le=16384, description="Share of the ring; 0: as the capacity in GiB, at least 1.")
     ] = 0
-    token: Annotated[str, Meta(description="Secret of the pool's nodes; all must have the same.")] = ""
+    token: Annotated[str, Meta(description="Secret of the pool's nodes, equal on all of them.")] = ""
     leave_on_stop: Annotated[
-        bool, Meta(description="Tell the others at a clean stop, instead of letting them find out.")
+        bool, Meta(description="Leave the ring at a clean stop. If false, the others detect the loss.")
     ] = False
     join_timeout_s: Annotated[
         float,
-        Meta(gt=0, description="How long a starting node waits for another's answer before it goes on."),
+        Meta(gt=0, description="Longest wait of a starting node for another node's answer."),
     ] = 1.0
-    ping_interval_s: Annotated[
-        float, Meta(gt=0, description="How often a node is asked whether it lives.")
-    ] = 0.3
+    ping_interval_s: Annotated[float, Meta(gt=0, description="Interval of pings to other nodes.")] = 0.3
     ping_timeout_s: Annotated[
-        float, Meta(gt=0, description="A node not heard of for so long is suspected; others are asked.")
+        float,
+        Meta(
+            gt=0,
+            description="A node without an answer for this long is suspected, and other nodes ping it too.",
+        ),
     ] = 1.0
     indirect_timeout_s: Annotated[
-        float, Meta(gt=0, description="A suspect that no other reached within this time is dead.")
+        float,
+        Meta(gt=0, description="A suspected node is dead if no other node reaches it within this time."),
     ] = 0.5
     sync_interval_s: Annotated[
-        float, Meta(gt=0, description="How often some other node, alive or dead, is told everything.")
+        float, Meta(gt=0, description="Interval of full exchanges with one other node, alive or dead.")
     ] = 1.0
 
 
 class MovingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a node pulls when the ring has changed. Sizes may be written like `4GiB`."""
 
-    bytes_s: Annotated[
-        int | str, Meta(description="Bytes per second that it pulls at most; 0: as fast as it goes.")
-    ] = "500MB"
-    batch_bytes: Annotated[int | str, Meta(description="Bytes asked for at a time, at least a page.")] = (
+    bytes_s: Annotated[int | str, Meta(description="Most bytes pulled per second; 0: no limit.")] = "500MB"
+    batch_bytes: Annotated[int | str, Meta(description="Bytes requested at a time, at least one page.")] = (
         "8MiB"
     )
-    max_peers: Annotated[int, Meta(ge=1, le=64, description="Nodes that it pulls from at a time.")] = 4
+    max_peers: Annotated[
+        int, Meta(ge=1, le=64, description="Number of nodes to pull from at the same time.")
+    ] = 4
     timeout_s: Annotated[
         float,
-        Meta(gt=0, description="Time for one request to another node; a batch gets more for its bytes."),
+        Meta(gt=0, description="Longest time of one request to another node; more for a large batch."),
     ] = 5.0
 
 
@@ -78,15 +83,21 @@ class ReplicasConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Copies of pages that are read much, on the nodes that follow their owner on the ring."""
 
     max_replicas: Annotated[
-        int, Meta(ge=0, le=15, description="Copies of a hot page beside its owner's; 0: none are made.")
+        int,
+        Meta(ge=0, le=15, description="Number of copies of a hot page in addition to its owner's; 0: none."),
     ] = 2
     hot_reads_s: Annotated[
-        float, Meta(gt=0, description="A page read more often than this is hot; at half of it, no more.")
+        float,
+        Meta(
+            gt=0,
+            description="A page with more reads per second than this is hot, until its rate falls below "
+            "half of it.",
+        ),
     ] = 20.0
-    half_life_s: Annotated[float, Meta(gt=0, description="Time in which a past read counts half.")] = 10.0
+    half_life_s: Annotated[float, Meta(gt=0, description="Time after which a past read counts half.")] = 10.0
     lease_s: Annotated[
-        float, Meta(gt=0, description="A copy that its owner has not renewed for so long is dropped.")
+        float, Meta(gt=0, description="A copy that its owner has not renewed for this long is dropped.")
     ] = 10.0
     max_share: Annotated[
-        float, Meta(ge=0, le=1, description="Share of a node's memory that copies may take.")
+        float, Meta(ge=0, le=1, description="Most of a node's memory that copies may take, as a share.")
     ] = 0.1

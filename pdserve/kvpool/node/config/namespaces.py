@@ -19,49 +19,62 @@ class NamespaceDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     media: Annotated[
         Media,
-        Meta(description="Where its pages may lie; `dram+ssd`: in memory, cold ones in the tiers below."),
+        Meta(description="Media of its pages; `dram+ssd`: memory, and the tiers below it for cold pages."),
     ] = "dram+ssd"
-    policy: Annotated[str, Meta(description="Which page goes first: lru, lfu, fifo, arc or ttl.")] = "lru"
+    policy: Annotated[str, Meta(description="Order of eviction: lru, lfu, fifo, arc or ttl.")] = "lru"
     ttl_s: Annotated[
         float,
-        Meta(ge=0, description="Pages end this long after they were written, and stay in memory; 0: never."),
+        Meta(
+            ge=0,
+            description="Lifetime of a page after its write; such pages are not written to tiers. 0: "
+            "unlimited.",
+        ),
     ] = 0.0
     quota_bytes: Annotated[
         int | str,
-        Meta(description="Memory on each node, pages being written included, like `4GiB`; 0: no limit."),
+        Meta(
+            description="Most memory on each node, including pages that are being written, like `4GiB`; "
+            "0: no limit."
+        ),
     ] = 0
     tier_quota_bytes: Annotated[
-        int | str, Meta(description="The same for the tiers below memory; 0: no limit.")
+        int | str, Meta(description="Most bytes in the tiers on each node, like `4GiB`; 0: no limit.")
     ] = 0
     operations_s: Annotated[
         float,
-        Meta(ge=0, description="Keys asked for per second on each node; more has to wait. 0: no limit."),
+        Meta(ge=0, description="Keys requested per second on each node; further requests wait. 0: no limit."),
     ] = 0.0
     bytes_s: Annotated[
         int | str,
         Meta(description="Bytes read and written per second on each node, like `2GB`; 0: no limit."),
     ] = 0
     weight: Annotated[
-        float, Meta(gt=0, description="Share of a busy node, relative to the other namespaces' weights.")
+        float, Meta(gt=0, description="Share of a busy node, relative to the weights of other namespaces.")
     ] = 1.0
     read_token: Annotated[
-        str, Meta(description="Token that readers need: plain, or `sha256:` and its digest; empty: none.")
+        str, Meta(description="Token required to read: plain, or `sha256:` and its digest; empty: none.")
     ] = ""
-    read_token_file: Annotated[Path | None, Meta(description="File that holds it instead.")] = None
+    read_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
     write_token: Annotated[
-        str, Meta(description="Token that writers need; it reads too. Empty: as read_token.")
+        str, Meta(description="Token required to write; it permits reading too. Empty: as read_token.")
     ] = ""
-    write_token_file: Annotated[Path | None, Meta(description="File that holds it instead.")] = None
+    write_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
     admin_token: Annotated[
-        str, Meta(description="Token to clear, drop, replace and change it. Empty: as write_token.")
+        str,
+        Meta(
+            description="Token required to clear, drop, replace or change the namespace. Empty: as "
+            "write_token."
+        ),
     ] = ""
-    admin_token_file: Annotated[Path | None, Meta(description="File that holds it instead.")] = None
+    admin_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
 
 
 class NamespaceConfig(NamespaceDefaults, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A namespace that the node makes at its start."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=512, description="Name that workers open it by.")]
+    name: Annotated[
+        str, Meta(min_length=1, max_length=512, description="Name of the namespace, as workers request it.")
+    ]
 
 
 def settings_of(config: NamespaceDefaults) -> NamespaceSettings:

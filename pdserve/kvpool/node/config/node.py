@@ -27,11 +27,12 @@ class UcxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     enabled: Annotated[bool, Meta(description="Offer UCX to clients that cannot map the arena.")] = True
     host: Annotated[
-        str, Meta(description="Address for UCX connections; empty: the one that the client reached us by.")
+        str,
+        Meta(description="Address for UCX connections; empty: the address to which the client connected."),
     ] = ""
     port: Annotated[
         int,
-        Meta(ge=0, le=65535, description="First of 64 ports for UCX, one per connection; 0: any free ones."),
+        Meta(ge=0, le=65535, description="First of 64 ports for UCX, one per connection; 0: any free ports."),
     ] = 0
     options: Annotated[
         dict[str, str], Meta(description="UCX settings without their UCX_ prefix, e.g. TLS, NET_DEVICES.")
@@ -42,19 +43,22 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A storage tier below memory."""
 
     kind: Annotated[str, Meta(description="`ssd`, `directory`, or another kind that is installed.")]
-    path: Annotated[Path, Meta(description="Directory of this tier and this node alone.")]
-    capacity_bytes: Annotated[int | str, Meta(description="Space it may take, in bytes or like `200GiB`.")]
+    path: Annotated[Path, Meta(description="Directory that only this tier of this node uses.")]
+    capacity_bytes: Annotated[
+        int | str, Meta(description="Most space on the medium, in bytes or like `200GiB`.")
+    ]
     write: Annotated[
         Literal["cold", "all"],
         Meta(
-            description="What is written in the background: pages that are about to leave memory, or every "
-            "page, so that a reboot loses none. Of the first tier; the others take what leaves the one above."
+            description="Pages written in the background. cold: pages that memory will evict soon; all: "
+            "every page, so that a reboot loses none. Only the first tier uses it; the others "
+            "take pages that leave the tier above."
         ),
     ] = "cold"
-    threads: Annotated[int, Meta(ge=1, le=64, description="Threads that read.")] = 4
+    threads: Annotated[int, Meta(ge=1, le=64, description="Number of reading threads.")] = 4
     options: Annotated[
         dict[str, str | int | float | bool],
-        Meta(description="The kind's own options; `ssd`: segment_bytes, direct."),
+        Meta(description="Options of the kind; those of `ssd`: segment_bytes, direct."),
     ] = {}
 
     @property
@@ -79,7 +83,7 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(min_length=1, description="Control addresses: `unix:/path` or `tcp:host:port`, any number."),
     ] = msgspec.field(default_factory=lambda: ["tcp:127.0.0.1:7700"])
     capacity_bytes: Annotated[
-        int | str, Meta(description="Memory for pages, in bytes or like `4GiB`; allocated at start.")
+        int | str, Meta(description="Memory for pages, in bytes or like `4GiB`; allocated at the start.")
     ] = "1GiB"
     slab_bytes: Annotated[
         int | str,
@@ -94,44 +98,56 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     huge_pages: Annotated[
         Literal["off", "advise", "2MiB", "1GiB"],
         Meta(
-            description="Pages that the arena is made of: `2MiB` or `1GiB` of a mounted hugetlbfs; `advise`: "
-            "large ones where the kernel finds them, in a tmpfs mounted with huge=advise."
+            description="Memory pages of the arena. `2MiB`, `1GiB`: huge pages of a mounted hugetlbfs; "
+            "`advise`: transparent huge pages in a tmpfs mounted with huge=advise."
         ),
     ] = "off"
     huge_pages_dir: Annotated[
-        Path | None, Meta(description="Directory in a hugetlbfs; none: the one mounted with such pages.")
+        Path | None,
+        Meta(description="Directory in a hugetlbfs; none: the hugetlbfs mounted with this page size."),
     ] = None
     numa_node: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        Meta(description="NUMA node whose memory the arena is made of; none: any."),
+        Meta(description="NUMA node of the arena's memory; none: any."),
     ] = None
-    keep: Annotated[bool, Meta(description="Leave the pages in memory at a clean stop.")] = True
-    fresh: Annotated[bool, Meta(description="Start empty even if an earlier arena is there.")] = False
+    keep: Annotated[bool, Meta(description="Keep the pages in memory at a clean stop.")] = True
+    fresh: Annotated[bool, Meta(description="Start empty even if there is an earlier arena.")] = False
     lease_s: Annotated[
-        float, Meta(gt=0, description="How long a reader may hold a page; afterwards it can be evicted.")
+        float,
+        Meta(
+            gt=0, description="Longest time that a reader may hold a page; after it, the page can be evicted."
+        ),
     ] = 30.0
     reservation_lease_s: Annotated[
-        float, Meta(gt=0, description="How long a writer may take from reserving a page to committing it.")
+        float, Meta(gt=0, description="Longest time of a writer between reserving and committing a page.")
     ] = 30.0
     quarantine_s: Annotated[
         float,
-        Meta(ge=0, description="After a crash, how long slots that were being written are left alone."),
+        Meta(ge=0, description="Time after a crash in which slots that were being written are not used."),
     ] = 30.0
-    max_connections: Annotated[int, Meta(ge=1, description="Connections held at a time.")] = 1024
-    max_waiters: Annotated[int, Meta(ge=1, description="`wait` requests open per connection.")] = 256
+    max_connections: Annotated[int, Meta(ge=1, description="Most open connections.")] = 1024
+    max_waiters: Annotated[int, Meta(ge=1, description="Most open `wait` requests per connection.")] = 256
     max_reserved_share: Annotated[
-        float, Meta(gt=0, le=1, description="Share of the capacity that one connection may have reserved.")
+        float,
+        Meta(
+            gt=0, le=1, description="Most of the capacity that one connection may have reserved, as a share."
+        ),
     ] = 0.25
     max_pinned_share: Annotated[
         float,
-        Meta(gt=0, le=1, description="Share that one connection may have pinned; beyond, its reads miss."),
+        Meta(
+            gt=0,
+            le=1,
+            description="Most of the capacity that one connection may have pinned, as a share; beyond it, "
+            "its reads miss.",
+        ),
     ] = 0.5
     max_messages: Annotated[
         int,
         Meta(
             ge=MAX_SEGMENTS,
-            description="UCX messages (segments of pages) under way per connection; beyond, reads miss and "
-            "writes are refused.",
+            description="Most UCX messages (segments of pages) in flight per connection; beyond it, reads "
+            "miss and writes are refused.",
         ),
     ] = 65536
     tiers: Annotated[
@@ -139,12 +155,10 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = []
     tier_watermark: Annotated[
         float,
-        Meta(
-            ge=0, le=1, description="Share of memory in use from which on cold pages are written to a tier."
-        ),
+        Meta(ge=0, le=1, description="Used share of memory above which cold pages are written to a tier."),
     ] = 0.8
     promotion_timeout_s: Annotated[
-        float, Meta(gt=0, description="How long a read waits for pages that come up from a tier.")
+        float, Meta(gt=0, description="Longest wait of a read for pages that are loaded from a tier.")
     ] = 1.0
     ucx: Annotated[UcxConfig, Meta(description="The data path to other hosts.")] = UcxConfig()
     cluster: Annotated[ClusterConfig, Meta(description="The other nodes.")] = ClusterConfig()
@@ -158,24 +172,27 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     admin_token: Annotated[
         str,
         Meta(
-            description="Token for operations on the node and on all namespaces: plain, or `sha256:` and its "
-            "digest; empty: they are open, and no namespace can have tokens."
+            description="Token for operations on the node and on all namespaces: plain, or `sha256:` and "
+            "its digest. Empty: none is needed, and no namespace can have tokens."
         ),
     ] = ""
-    admin_token_file: Annotated[Path | None, Meta(description="File that holds it instead.")] = None
+    admin_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
 
     metrics: Annotated[
-        str, Meta(description="Where Prometheus metrics are served, as `127.0.0.1:9100`; empty: nowhere.")
+        str, Meta(description="Address of the Prometheus metrics, like `127.0.0.1:9100`; empty: no metrics.")
     ] = ""
     metrics_namespaces: Annotated[
-        int, Meta(ge=0, description="Namespaces with metrics of their own; the others share `(other)`.")
+        int,
+        Meta(ge=0, description="Number of namespaces with their own metrics; the others share `(other)`."),
     ] = 100
-    log_format: Annotated[LogFormat, Meta(description="Lines for people, or one JSON object each.")] = "text"
-    log_level: Annotated[LogLevel, Meta(description="Least level that is logged.")] = "info"
+    log_format: Annotated[
+        LogFormat, Meta(description="text: lines for people; json: one object per line with the same facts.")
+    ] = "text"
+    log_level: Annotated[LogLevel, Meta(description="Lowest level that is logged.")] = "info"
     moving: Annotated[MovingConfig, Meta(description="Pages that change their owner.")] = MovingConfig()
     replicas: Annotated[ReplicasConfig, Meta(description="Copies of hot pages.")] = ReplicasConfig()
     stop_when_drained: Annotated[
-        bool, Meta(description="End the process once `pdserve pool drain` has moved its pages away.")
+        bool, Meta(description="End the process as soon as `pdserve pool drain` has moved its pages away.")
     ] = False
 
     def __post_init__(self) -> None:

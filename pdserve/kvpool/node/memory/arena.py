@@ -1,14 +1,14 @@
-"""The node's memory: the arena and its slot table as files in a tmpfs, so that both outlive the process.
+"""The node's memory: the arena and its slot table as files in a tmpfs, so both outlive the process.
 
-    <arena_dir>/<node name>/arena              the slots, or a link to them: placement.py
-                            table              table.py: header, slab classes, rows
-                            namespaces.json    namespaces.py; replaced as a whole
-                            lock               held by the node that uses the directory; holds its pid
+    <arena_dir>/<node name>/arena              the slots, or a link to them (placement.py)
+                            table              header, slab classes, rows (protocol/slot_table.py)
+                            namespaces.json    list of namespaces (namespaces/catalog.py)
+                            lock               locked by the node that uses the directory; holds its pid
 
-The files are allocated in full at start, so that a tmpfs that is too small is an error then, and not a SIGBUS
-later. What an earlier node left is taken over when its layout is this one's, page by page (recovery.py);
-otherwise the files are replaced by new ones, never changed in size: clients may still have the old ones
-mapped.
+The files are allocated completely at the start: if the tmpfs is too small, this is an error then, and no
+SIGBUS later. If an earlier node left files with the same layout, its pages are taken over one by one
+(core/store/restore.py). Otherwise new files replace them. Their size never changes, because clients may still
+have the old files mapped.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ logger = logging.getLogger(__name__)
 
 
 class Arena:
-    """One node's memory, opened and locked. `contents` is what an earlier node left; None at a
-    fresh start.
+    """One node's memory, opened and locked.
+
+    `contents`: the table's contents that an earlier node left; None at a fresh start.
     """
 
     def __init__(
@@ -54,8 +55,9 @@ class Arena:
         placement: Placement = Placement(),  # noqa: B008 (frozen)
         lock_fd: int | None = None,
     ) -> None:
-        """`lock_fd`: the lock, held already by this process's earlier program. Raises StartupError: the
-        directory cannot be used, is in use, or the arena does not fit in memory.
+        """`lock_fd`: the lock that this process's earlier program held already.
+
+        Raises StartupError if the directory cannot be used or is in use, or the arena does not fit in memory.
         """
         self.layout = layout
         self._name = name
@@ -86,7 +88,7 @@ class Arena:
 
     @property
     def info(self) -> ArenaInfo:
-        """Where clients map it."""
+        """The paths and sizes with which clients map the memory."""
         return ArenaInfo(
             str(self._directory / "arena"),
             self.layout.arena_bytes,
@@ -99,7 +101,7 @@ class Arena:
     def reserve_rows(self, action: ReserveRows) -> None:
         """Carry out the action."""
         self._rows.reserve(action.slots, action.space)
-        for start, end in action.wipe:  # after the rows: a reader of what was there finds that it is gone
+        for start, end in action.wipe:  # after the rows, so a reader of the old page sees that it is gone
             self.memory[start:end] = 0
 
     def commit_rows(self, action: CommitRows) -> None:
@@ -115,10 +117,10 @@ class Arena:
         self._slab_class[action.slab] = action.slot_bytes
 
     def save_namespaces(self, action: SaveNamespaces) -> None:
-        """Carry out the action, or say why not (the memory is full, say): then a restart keeps fewer pages,
-        and the clients are served all the same. A row of a namespace that was not saved is dropped then; one
-        of a namespace that is dropped or cleared now, and not so in the file, is freed at once, which needs
-        no memory: no restart may bring its page back.
+        """Carry out the action. If that fails (memory is full, say), log it; clients are still served.
+
+        After a failure a restart drops pages of namespaces that are not in the file. Pages of namespaces that
+        are dropped or cleared now, but not in the file, are freed at once: no restart may bring them back.
         """
         try:
             _replace(self._directory / "namespaces.json", action.text)
@@ -132,7 +134,7 @@ class Arena:
             )
 
     def adopt(self, slots: SlotAllocator) -> None:
-        """After recovery: write the slab classes that were found right, as the allocator now has them."""
+        """After recovery: write the allocator's slab classes to the table."""
         self._slab_class[:] = np.frombuffer(slots.slab_class, dtype=np.uint64)
 
     def pass_lock(self) -> int:
@@ -140,7 +142,7 @@ class Arena:
         return os.dup(self._lock_fd)
 
     def close(self, *, keep: bool) -> None:
-        """Unlock; remove the files unless they are to be kept. The mapping lives as long as `memory` does."""
+        """Unlock. Remove the files unless `keep`. The mapping lives as long as `memory`."""
         if not keep:
             _unlink_arena(self._directory / "arena")
             for name in ("table", "namespaces.json", "namespaces.new", "lock"):
@@ -152,7 +154,7 @@ class Arena:
     # --- starting
 
     def _reusable(self, home: Path) -> bool:
-        """Whether files of this very layout are there; says why not when there are others."""
+        """Whether there are files of exactly this layout. Logs the reason if there are other files."""
         arena, table = self._directory / "arena", self._directory / "table"
         if not arena.exists() and not table.exists():
             return False  # a link may be left whose hugetlbfs a restart of the machine has emptied
@@ -168,9 +170,9 @@ class Arena:
         return False
 
     def _give_up(self) -> None:
-        """Unlock; empty directories go too."""
+        """Unlock, and remove empty directories."""
         if self._home.parent != self._directory:
-            with contextlib.suppress(OSError):  # there is something in it, or it was never made
+            with contextlib.suppress(OSError):  # it is not empty, or was never made
                 self._home.parent.rmdir()
         if {path.name for path in self._directory.iterdir()} == {"lock"}:
             (self._directory / "lock").unlink()
@@ -242,12 +244,13 @@ class Arena:
         header["slab_bytes"] = self.layout.slab_bytes
         header["min_slot_bytes"] = self.layout.min_slot_bytes
         header["incarnation"] = incarnation
-        header["magic"] = TABLE_MAGIC  # last: before it, the file is no table
+        header["magic"] = TABLE_MAGIC  # written last: without it the file is no table
 
 
 def why_not_reusable(directory: Path, home: Path, layout: TableLayout) -> str:
-    """Why a node of this layout, with its arena at `home`, cannot take over the pages in the directory; empty
-    if it can.
+    """The reason why a node with this layout and its arena at `home` cannot take over the directory's pages.
+
+    Empty: it can.
     """
     arena, table = directory / "arena", directory / "table"
     if not (arena.exists() and table.exists()):
@@ -292,8 +295,9 @@ def _lock(name: str, directory: Path, held_fd: int | None) -> int:
 
 
 def _check_private(name: str, directory: Path) -> None:
-    """No other user may read the pages, or put files in the place of ours. Every user may write to /dev/shm:
-    another user could make our directory first, and so get an arena that this user reads and writes.
+    """Raises StartupError if other users could read the pages or replace our files.
+
+    Every user may write to /dev/shm, so another user could make the directory first.
     """
     found = directory.lstat()
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
@@ -320,17 +324,17 @@ def _replace(path: Path, text: str) -> None:
         temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
-            temporary.unlink()  # what was written of it takes memory that there is too little of
+            temporary.unlink()  # its first part takes scarce memory
         raise
 
 
 def _home_of(path: Path) -> Path:
-    """Where a file of ours really is."""
+    """The real path of one of our files."""
     return path.readlink() if path.is_symlink() else path
 
 
 def _unlink_arena(arena: Path) -> None:
-    """Remove the arena; where it is a link, what it leads to too, with its directory."""
+    """Remove the arena. If it is a link, remove its target and the target's directory too."""
     if arena.is_symlink():
         home = arena.readlink()
         home.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""How much memory there is for an arena: the machine's, and what the container's cgroups leave of it.
+"""The memory available for an arena: that of the machine, limited by the container's cgroups.
 
-Both versions of cgroups are understood, each with the limits of all its ancestors. The files are the kernel's
-documented interface: Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst, filesystems/proc.rst.
+Both versions of cgroups are supported, each with the limits of all ancestors. Source (kernel documentation):
+admin-guide/cgroup-v2.rst, admin-guide/cgroup-v1/memory.rst, filesystems/proc.rst.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Mount(NamedTuple):
 
 
 def mounts(text: str | None = None) -> list[Mount]:
-    """All that this process sees; later ones lie over earlier ones."""
+    """All mounts of this process. Later ones cover earlier ones."""
     text = Path("/proc/self/mounts").read_text() if text is None else text
     found = []
     for line in text.splitlines():
@@ -33,14 +33,14 @@ def mounts(text: str | None = None) -> list[Mount]:
 
 
 def mount_of(path: Path) -> Mount:
-    """The mount that an existing path lies on."""
+    """The mount of an existing path."""
     path = path.resolve()
     over = [mount for mount in mounts() if path == mount.path or mount.path in path.parents]
     return max(enumerate(over), key=lambda each: (len(each[1].path.parts), each[0]))[1]
 
 
 def available_bytes(proc: Path = Path("/proc")) -> int:
-    """What can be allocated now without pushing out what is in use."""
+    """Bytes that can be allocated now without swapping out used memory."""
     machine = UNLIMITED
     for line in (proc / "meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -65,7 +65,7 @@ def _left_in_cgroups(proc: Path) -> Iterator[int]:
 def _left(
     mounted: list[Mount], fstype: str, option: str | None, path: str, left: Callable[[Path], int | None]
 ) -> Iterator[int]:
-    """Of the group and its ancestors, as far as they are visible here."""
+    """Free bytes of the group and of each visible ancestor that has a limit."""
     for mount in mounted:
         if mount.fstype != fstype or (option is not None and option not in mount.options):
             continue
@@ -86,7 +86,7 @@ def _left_v1(directory: Path) -> int | None:
 
 
 def _left_of(directory: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
-    """Limit less usage; cached file contents that were not used lately count as free. None: no limit here."""
+    """Limit minus usage. Inactive cached file contents count as free. None: no limit in this group."""
     try:
         limit = (directory / limit_name).read_text().strip()
         if limit == "max":

@@ -1,4 +1,4 @@
-"""Which memory an arena is made of: huge pages or small ones, of which NUMA node. Linux.
+"""The kind of memory of an arena: huge or ordinary pages, and their NUMA node. Linux.
 
 Three kinds, by `huge_pages`:
 
@@ -6,16 +6,15 @@ Three kinds, by `huge_pages`:
     2MiB, 1GiB     pages of that size, reserved by the administrator, from a mounted hugetlbfs
                    (Documentation/admin-guide/mm/hugetlbpage.rst). The arena is a file there, and
                    <arena_dir>/<node>/arena a link to it
-    advise         2 MiB pages where the kernel finds them, from a tmpfs mounted with huge=advise (or more):
-                   transparent huge pages (mm/transhuge.rst)
+    advise         transparent huge pages of 2 MiB, if the kernel finds free ones, from a tmpfs mounted with
+                   huge=advise, within_size or always (mm/transhuge.rst)
 
-With a NUMA node the arena's pages are bound to it (mbind(2), set_mempolicy(2)) before they are allocated.
-The policy belongs to the file, so it holds for pages that clients touch first. The call is made by its
-number: the C library has no function for it. `numactl` would bind all memory of this process, and no page
-that a client touches first. A tmpfs with `mpol=` needs root, and a mount for each node.
+With a NUMA node the arena's pages are bound to it (mbind(2), set_mempolicy(2)) before they are allocated. The
+policy belongs to the file, so it also holds for pages that clients touch first. The C library has no function
+for the system call, so it is called by number. `numactl` would bind all memory of this process, but no page
+that a client touches first. A tmpfs with `mpol=` needs root and a mount for each node.
 
-Everything is allocated here, at the start: what the machine cannot do is an error then, in one line that says
-what to do.
+All memory is allocated at the start. If the machine cannot provide it, the start fails with a one-line error.
 """
 
 from __future__ import annotations
@@ -46,23 +45,24 @@ _SYS: Final = Path("/sys")
 
 @dataclass(frozen=True)
 class Placement:
-    """What `PoolNodeConfig` says of the memory. `huge_page_bytes` 0: none from hugetlbfs."""
+    """The memory options of `PoolNodeConfig`. `huge_page_bytes` 0: not from a hugetlbfs."""
 
     huge_page_bytes: int = 0
     advise: bool = False
-    hugetlbfs: Path | None = None  # None: the one that is mounted with such pages
+    hugetlbfs: Path | None = None  # None: the hugetlbfs mounted with this page size
     numa_node: int | None = None
 
     def home(self, directory: Path) -> Path:
-        """Where the arena file of a node with this directory is. Raises StartupError."""
+        """The path of the arena file of a node with this `directory`. Raises StartupError."""
         if not self.huge_page_bytes:
             return directory / "arena"
         flat = "-".join(directory.absolute().parts[1:])
         return _hugetlbfs(self.huge_page_bytes, self.hugetlbfs).absolute() / flat / "arena"
 
     def check_fits(self, name: str, path: Path, needed: int, replaced: int) -> None:
-        """`path`: where the file will be; `replaced`: bytes of the old one that will be gone, of the same
-        kind. Raises StartupError.
+        """Raises StartupError if a file of `needed` bytes at `path` does not fit.
+
+        `replaced`: bytes of the old file of the same kind, which will be freed.
         """
         if self.numa_node is not None:
             self._check_node(name)
@@ -91,7 +91,7 @@ class Placement:
                 )
 
     def allocate(self, name: str, fd: int, size: int) -> None:
-        """Give the empty file of `fd` its pages. Raises StartupError; OSError where there are too few."""
+        """Allocate the pages of the empty file `fd`. Raises StartupError, or OSError if there are too few."""
         if not self.advise and self.numa_node is None:
             os.posix_fallocate(fd, 0, size)
             return
@@ -104,8 +104,9 @@ class Placement:
                 os.posix_fallocate(fd, 0, size)
 
     def apply(self, name: str, memory: mmap.mmap) -> None:
-        """Tell the kernel how the pages of a mapped arena are meant; those there are moved to their node
-        where no other process has mapped them. Raises StartupError.
+        """Set the kernel's policy for the pages of a mapped arena. Raises StartupError.
+
+        Present pages are moved to the NUMA node, except pages that another process has mapped.
         """
         if self.advise:
             memory.madvise(_MADV_HUGEPAGE)
@@ -147,7 +148,7 @@ def does_not_fit(name: str, directory: Path, needed: int, free: int | None) -> S
 
 
 def free_huge_pages(page_bytes: int, numa_node: int | None = None) -> int:
-    """How many can still be taken; with a NUMA node, of its own."""
+    """Number of free huge pages, of the NUMA node if one is given."""
     pool = _huge_page_pool(page_bytes, numa_node)
     free = _number(pool / "free_hugepages") - _number(pool / "resv_hugepages")
     return free + max(0, _number(pool / "nr_overcommit_hugepages") - _number(pool / "surplus_hugepages"))
@@ -161,7 +162,7 @@ def _huge_page_pool(page_bytes: int, numa_node: int | None) -> Path:
 
 
 def numa_nodes() -> list[int]:
-    """Those of this machine that are online; none where the kernel knows no NUMA."""
+    """The online NUMA nodes of this machine. Empty: the kernel has no NUMA support."""
     try:
         text = (_SYS / "devices/system/node/online").read_text().strip()
     except OSError:
@@ -174,7 +175,7 @@ def numa_nodes() -> list[int]:
 
 
 def _hugetlbfs(page_bytes: int, given: Path | None) -> Path:
-    """A mounted hugetlbfs with pages of this size."""
+    """A mounted hugetlbfs with pages of this size. Raises StartupError if there is none."""
     wanted = f"pagesize={page_bytes >> 20}M"
     same = {wanted, f"pagesize={page_bytes >> 30}G"} if page_bytes >= GIB else {wanted}
     found = [m.path for m in mounts() if m.fstype == "hugetlbfs" and m.options & same]
@@ -195,7 +196,7 @@ def _hugetlbfs(page_bytes: int, given: Path | None) -> Path:
 
 
 def _check_advice(name: str, directory: Path) -> None:
-    """Whether the tmpfs takes the advice."""
+    """Raises StartupError if the tmpfs ignores the advice (madvise) for huge pages."""
     mount = mount_of(directory)
     if mount.fstype != "tmpfs" or not mount.options & {"huge=advise", "huge=within_size", "huge=always"}:
         how = f"'mount -o remount,huge=advise {mount.path}'" if mount.fstype == "tmpfs" else "use a tmpfs"
@@ -206,7 +207,7 @@ def _check_advice(name: str, directory: Path) -> None:
 
 
 def _populate(memory: mmap.mmap) -> None:
-    """Allocate every page by touching it, as fallocate would not look at the advice. Raises OSError."""
+    """Allocate every page by touching it: fallocate ignores the advice. Raises OSError."""
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     start = _address(memory)
@@ -214,7 +215,7 @@ def _populate(memory: mmap.mmap) -> None:
         size = min(_POPULATE_BYTES, len(memory) - offset)
         if madvise(start + offset, size, _MADV_POPULATE_WRITE) != 0:
             number = ctypes.get_errno()
-            # EFAULT stands for the SIGBUS that touching it would have been: no space
+            # EFAULT replaces the SIGBUS of a touch without space
             number = errno.ENOSPC if number == errno.EFAULT else number
             raise OSError(number, os.strerror(number))
 
@@ -240,7 +241,7 @@ def _bind(name: str, memory: mmap.mmap, node: int) -> None:
         return
     error = ctypes.get_errno()
     if error == errno.EIO:
-        return  # bound; some pages that others have mapped stay where they are
+        return  # the policy is set; pages that other processes have mapped stay in their place
     hint = "give the container CAP_SYS_NICE, or " if error == errno.EPERM else ""
     raise StartupError(
         f"node {name}: the arena cannot be bound to NUMA node {node}: {os.strerror(error)}: {hint}leave "
@@ -254,7 +255,7 @@ def _address(memory: mmap.mmap) -> int:
 
 
 def _free_on_node(node: int) -> int:
-    """Free memory, and cached file contents that were not used lately."""
+    """Free bytes of the NUMA node, including inactive cached file contents."""
     text = (_SYS / f"devices/system/node/node{node}/meminfo").read_text()
     found = dict(re.findall(r"(MemFree|Inactive\(file\)):\s+(\d+) kB", text))
     return 1024 * sum(int(value) for value in found.values())

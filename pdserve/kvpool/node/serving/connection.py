@@ -9,13 +9,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
+import struct
 from typing import Final, Protocol, cast
 
 from pdserve.errors import FrameError
 from pdserve.kvpool.node.metrics.meter import Meter, Open
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_frame
-from pdserve.kvpool.protocol.messages import DataPathName, Fault, Hello, Reply, Request, UcxInfo, Welcome
+from pdserve.kvpool.protocol.messages import (
+    MAX_FRAME_BYTES,
+    MAX_HELLO_BYTES,
+    DataPathName,
+    Fault,
+    Hello,
+    Reply,
+    Request,
+    UcxInfo,
+    Welcome,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +48,19 @@ class Host(Protocol):
     name: str
     meter: Meter
 
-    def opened(self, connection: ClientConnection) -> bool:
-        """A socket was accepted; False when there are too many."""
+    def opened(self, connection: ClientConnection) -> None:
+        """A socket was accepted."""
+        ...
+
+    def holds(self, connection: ClientConnection, half_frame_bytes: int) -> None:
+        """The client has sent so many bytes of a frame that is not whole."""
         ...
 
     def closed(self) -> None:
         """A socket was closed."""
         ...
 
-    def choose_path(self, hello: Hello) -> DataPathName | Fault:
+    def choose_path(self, connection: int, hello: Hello) -> DataPathName | Fault:
         """How this client will move pages, or why it cannot be served."""
         ...
 
@@ -74,7 +90,9 @@ class ClientConnection(asyncio.Protocol):
         self.number = number
         self.requests = 0  # of the client, since it shook hands
         self._node = node
-        self._frames = FrameBuffer()
+        self.address = ""
+        """The client's IP address, or its user on this host."""
+        self._frames = FrameBuffer(MAX_HELLO_BYTES)
         self._client = "a client that has not said hello"
         self._greeted = False
         self.hello: Hello | None = None  # of a client that shook hands
@@ -94,8 +112,8 @@ class ClientConnection(asyncio.Protocol):
             _end_when_silent(sock)
         # a connection that is not in use has a time to end by: before its Hello, and after we closed it
         self._end_timer = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._no_handshake)
-        if not self._node.opened(self):
-            self.close("too many connections are open", at_once=True)
+        self.address = _address_of(transport)
+        self._node.opened(self)
 
     def data_received(self, data: bytes) -> None:
         if self._closed_by_us:
@@ -162,12 +180,12 @@ class ClientConnection(asyncio.Protocol):
         """Of replies that the client has not taken yet."""
         return self._transport.get_write_buffer_size()
 
-    def close(self, reason: str, *, at_once: bool = False) -> None:
-        """Close, after what was sent is out unless `at_once`. Idempotent."""
+    def close(self, reason: str, *, at_once: bool = False, level: int = logging.INFO) -> None:
+        """Close, after what was sent is out unless `at_once`. Idempotent. `level`: of the log line."""
         if self._closed_by_us:
             return
         self._closed_by_us = True
-        logger.info("node %s: closing the connection of %s: %s", self._node.name, self._client, reason)
+        logger.log(level, "node %s: closing the connection of %s: %s", self._node.name, self._client, reason)
         if at_once:
             self._transport.abort()
         else:
@@ -188,7 +206,7 @@ class ClientConnection(asyncio.Protocol):
             return
         name = "".join(c if c.isprintable() else "?" for c in message.client[:MAX_CLIENT_CHARS])
         self._client = f"{name} (pid {message.pid})"
-        path = self._node.choose_path(message)
+        path = self._node.choose_path(self.number, message)
         if path == "ucx":
             self._greeting = asyncio.get_running_loop().create_task(self._greet_ucx(message))
         else:
@@ -200,6 +218,7 @@ class ClientConnection(asyncio.Protocol):
             return
         self._end_timer.cancel()
         self._greeted = True
+        self._frames.max_frame_bytes = MAX_FRAME_BYTES
         self.hello = hello
         self._node.connected(self, hello, path)
         self.send(self._node.welcome(path, ucx))
@@ -211,7 +230,9 @@ class ClientConnection(asyncio.Protocol):
         elif isinstance(ucx, Fault):
             self.refuse(ucx)
         else:
-            self._greet(hello, self._node.choose_path(hello), ucx)  # others may have connected meanwhile
+            self._greet(
+                hello, self._node.choose_path(self.number, hello), ucx
+            )  # others may have connected meanwhile
 
     def refuse(self, fault: Fault) -> None:
         """Say why, and close. Idempotent."""
@@ -221,6 +242,8 @@ class ClientConnection(asyncio.Protocol):
     def _watch_half_frame(self, whole: bool) -> None:
         """A frame that began must end in time, however slowly its bytes come. `whole`: one just did."""
         half = 0 if self._paused else self._frames.held_bytes
+        if half or self._half_timer is not None:
+            self._node.holds(self, half)
         if self._half_timer is not None and (whole or not half):
             self._half_timer.cancel()
             self._half_timer = None
@@ -243,6 +266,18 @@ def _encoded(message: Reply, request_id: int) -> bytes:
         return encode_frame(Fault(request_id, "too_large", f"the answer is too large: {error}"))
 
 
+def _address_of(transport: asyncio.BaseTransport) -> str:
+    """The IP address of the client, or "uid N" for a Unix socket."""
+    sock = transport.get_extra_info("socket")
+    if sock is None:
+        return "unknown"
+    if sock.family == socket.AF_UNIX:
+        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return f"uid {uid}"
+    peer = transport.get_extra_info("peername")
+    return str(peer[0]) if peer else "unknown"
+
+
 def _end_when_silent(sock: socket.socket) -> None:
     """A host that vanished, or its network, sends no end of its connections: without this they would stay for
     hours. A connection ends after about 15 s in which the peer's kernel acknowledged nothing, asked or not.
@@ -255,15 +290,19 @@ def _end_when_silent(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silent_s * 1000)
 
 
+DROPS_LOG_S: Final = 10.0  # between two lines about sockets that were dropped
 GOODBYE_S: Final = 0.5  # for the last replies to leave
 
 
 class Connections:
     """All open connections of a node, also those that have not shaken hands."""
 
-    def __init__(self) -> None:
+    def __init__(self, node: str) -> None:
         self.by_number: dict[int, ClientConnection] = {}
+        self._node = node
         self._changed = asyncio.Event()
+        self._dropped = 0
+        self._logged_s = -math.inf
 
     def add(self, connection: ClientConnection) -> None:
         """It was accepted."""
@@ -273,6 +312,24 @@ class Connections:
         """It is closed."""
         self.by_number.pop(number, None)
         self._changed.set()
+
+    def drop(self, number: int | None, reason: str) -> None:
+        """Close a socket that has no place. One line for many: a stranger may not fill the log."""
+        connection = None if number is None else self.by_number.get(number)
+        if connection is None:
+            return
+        connection.close(reason, at_once=True, level=logging.DEBUG)
+        self._dropped += 1
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._logged_s + DROPS_LOG_S:
+            self._logged_s = now_s
+            logger.warning(
+                "node %s: %s: closed %d sockets until now, the last one of %s",
+                self._node,
+                reason,
+                self._dropped,
+                connection.address,
+            )
 
     async def dismiss(self, fault: Fault) -> None:
         """Tell all clients why, and close their connections; returns when they are closed, or soon after."""

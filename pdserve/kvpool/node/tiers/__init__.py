@@ -1,5 +1,4 @@
-"""The tiers of a running node: opened, given threads, and stopped. Actions of NodeState in, events out.
+"""The threads and queues of a running node's tiers. They take actions of NodeState and return events.
 
-Belongs here: threads and queues around a `Tier`. May import: pdserve.kvpool.core, .tiers, .namespaces, and
-.node.config.
+The package may import: pdserve.kvpool.core, .tiers, .namespaces, and .node.config.
 """

@@ -1,8 +1,8 @@
-"""The list of namespaces on disk: which spaces count after a reboot. One thread writes it, durably.
+"""The list of namespaces on disk, which names the valid spaces after a reboot. One thread writes it durably.
 
-The first tier keeps the list. A list that another tier has kept (it was the first one before) is removed once
-the first tier has the newest: by an old list, pages that were voided since would count again. Of lists that
-wait to be written only the newest is. One that could not be written is tried again after a pause.
+The first tier keeps the list. Another tier may have an older list, if it was the first tier before. That list
+is removed once the first tier has the newest one: an old list would make voided pages valid again. Of several
+waiting lists only the newest is written. A failed write is tried again after a pause.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class NamespaceListWriter:
-    """`tiers`: from the top down, one at least. `post` hands an event to the node from any thread."""
+    """`tiers`: at least one, top tier first. `post` passes an event to the node, from any thread."""
 
     def __init__(
         self,
@@ -31,29 +31,29 @@ class NamespaceListWriter:
     ) -> None:
         self._where = f"node {node}: list of namespaces"
         self._first = tiers[0]
-        self._others = list(tiers[1:])  # that may keep a list of before
+        self._others = list(tiers[1:])  # tiers that may have an older list
         self._post = post
         self._clock = clock
         self._changed = threading.Condition()
-        self._newest: tuple[str, int] | None = None  # text and revision, to be written
+        self._newest: tuple[str, int] | None = None  # waiting text and revision
         self._stopping = False
         self._backoff = Backoff()
         self._thread: threading.Thread | None = None
 
     def start(self, text: str, revision: int) -> None:
-        """Begin with this list."""
+        """Start the thread, and write this list first."""
         self.save(text, revision)
         self._thread = threading.Thread(target=self._run, name=self._where, daemon=True)
         self._thread.start()
 
     def save(self, text: str, revision: int) -> None:
-        """Write this list as soon as the one before is written. Does not wait."""
+        """Queue this list to be written. Does not wait."""
         with self._changed:
             self._newest = text, revision
             self._changed.notify()
 
     def stop(self, deadline_s: float) -> bool:
-        """Write what waits, once, and end; False when the tier hangs. `deadline_s`: of time.monotonic()."""
+        """Write a waiting list and end the thread. False: the tier hangs. `deadline_s`: time.monotonic()."""
         with self._changed:
             self._stopping = True
             self._changed.notify()

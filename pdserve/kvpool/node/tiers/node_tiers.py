@@ -1,7 +1,7 @@
-"""The tiers of one node: opened in order at its start, one worker each, stopped at its end.
+"""The tiers of one node: opened in order at its start, with one worker each, and stopped at its end.
 
-A node that takes over from a running one (`pdserve pool upgrade`) goes on without a tier that it cannot open:
-one that hangs may be held by the program before for as long as that runs. The next start has it again.
+After `pdserve pool upgrade` a node continues without a tier that it cannot open: the earlier program may
+still hold a tier that hangs. The next start opens the tier again.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from pdserve.kvpool.tiers.registry import open_tier
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S: Final = 5.0
-CLAIM_TIMEOUT_S: Final = 3.0  # for the node before to let go of the tiers, all together
+CLAIM_TIMEOUT_S: Final = 3.0  # wait until the earlier node has released all tiers
 CLAIM_POLL_S: Final = 0.02
-LOAD_SHARE: Final = 0.25  # of the arena may be filling from tiers
+LOAD_SHARE: Final = 0.25  # most of the arena that loads from tiers may fill at a time
 
 
 class NodeTiers:
-    """Opening is quick; what is in the tiers is found in the background, after `start`."""
+    """All tiers of a node. Opening is quick; `start` scans their pages in the background."""
 
     def __init__(
         self, config: PoolNodeConfig, memory: Bytes1D, namespaces: Namespaces, *, takes_over: bool = False
     ) -> None:
-        """Raises ConfigError, StartupError; not where it takes over from a running node."""
+        """Raises ConfigError or StartupError, unless it takes over from a running node."""
         self._config = config
         self._deliver: Callable[[Event], None] | None = None
         self._opened: list[TierConfig] = []
@@ -66,7 +66,7 @@ class NodeTiers:
         self._list_writer = NamespaceListWriter(config.name, tiers, self._post) if tiers else None
 
     def _take_over(self, namespaces: Namespaces, *, fresh: bool) -> Namespaces:
-        """The node's namespaces, and what they mean for each tier."""
+        """Merge the stored list of namespaces with the node's, and assign version 1 numbers to spaces."""
         node = self._config.name
         found = take_over(namespaces, [worker.tier.namespaces() for worker in self._workers])
         for problem in found.problems:
@@ -81,7 +81,7 @@ class NodeTiers:
         return found.namespaces
 
     def _claim(self, config: TierConfig, memory: Bytes1D, until_s: float) -> TierWorker | None:
-        """The tier, or None where it cannot be opened in time. Blocks."""
+        """Open the tier. None: it cannot be opened in time. Blocks."""
         while True:
             try:
                 return self._open(config, memory)
@@ -119,7 +119,7 @@ class NodeTiers:
         )
 
     def start(self, deliver: Callable[[Event], None]) -> None:
-        """Begin to work. `deliver` takes events from any thread."""
+        """Start the threads. `deliver` takes events from any thread."""
         self._deliver = deliver
         if self._list_writer is not None:
             self._list_writer.start(self.namespaces.dump(), self.namespaces.revision)
@@ -128,7 +128,7 @@ class NodeTiers:
             worker.start(spaces, config.threads)
 
     def stop(self) -> None:
-        """Within STOP_TIMEOUT_S, all together. Blocks."""
+        """Stop all threads within STOP_TIMEOUT_S. Blocks."""
         if self._deliver is None:
             self._close()
             return
@@ -138,7 +138,7 @@ class NodeTiers:
             worker.stop(deadline_s)
 
     def acts(self) -> dict[type, Callable[[Any], None]]:
-        """What carries out the actions that concern tiers."""
+        """The handlers of the actions that concern tiers, by type."""
         return {
             StorePages: lambda action: self._workers[action.tier].store(action),
             LoadPages: lambda action: self._workers[action.tier].load(action),
@@ -147,7 +147,7 @@ class NodeTiers:
         }
 
     def save_namespaces(self, action: SaveNamespaces) -> None:
-        """Keep the list for a start after a reboot; NamespacesSaved follows, if there are tiers."""
+        """Store the list for a start after a reboot. NamespacesSaved follows, if there are tiers."""
         if self._list_writer is not None:
             self._list_writer.save(action.text, action.revision)
 

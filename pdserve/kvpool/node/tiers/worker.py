@@ -1,11 +1,10 @@
-"""The threads of one tier: one writes, some read. Actions in, events out.
+"""The threads of one tier: one writer and some readers. They take actions and return events.
 
-The writer's queue is in order; what is in it is bounded by the node's state, which has only so many stores
-under way, and by SPILL_BYTES for pages that come from the tier above. A tier that could not write those is
-tried with others after a pause (backoff.py). Loads are cut into pieces so that the readers share a batch and
-its first pages are answered first.
+The writer works in the order of its queue. NodeState bounds the stores in the queue, and SPILL_BYTES bounds
+pages that come from the tier above. After a failed write of such pages there is a pause (tiers/backoff.py).
+Loads are divided into pieces, so several readers share a batch and its first pages are answered first.
 
-A tier does not raise; one that does all the same costs the pages of that call.
+A tier must not raise. If it does, only the pages of that call are lost.
 """
 
 from __future__ import annotations
@@ -50,16 +49,16 @@ from pdserve.kvpool.tiers.base import (
 
 logger = logging.getLogger(__name__)
 
-IDLE_S: Final = 0.5  # between looks for work in the background
-PIECE_BYTES: Final = 4 << 20  # loaded by one reader at a time, one page at least
-SPILL_BYTES: Final = 64 << 20  # on their way from the tier above
+IDLE_S: Final = 0.5  # interval of checks for background work
+PIECE_BYTES: Final = 4 << 20  # loaded by one reader at a time, at least one page
+SPILL_BYTES: Final = 64 << 20  # most bytes in progress from the tier above
 SPILL_PIECE_BYTES: Final = 8 << 20
 
 Job = Callable[[], None]
 
 
 class TierWorker:
-    """Runs a tier for a node. `memory` is the arena; `post` hands an event to the node from any thread."""
+    """Runs a tier for a node. `memory`: the arena. `post` passes an event to the node, from any thread."""
 
     def __init__(
         self,
@@ -87,7 +86,7 @@ class TierWorker:
         self._spill_bytes = 0
 
     def start(self, known: Collection[int], readers: int) -> None:
-        """`known`: the spaces whose pages count. `readers`: how many threads read."""
+        """Start the threads. `known`: spaces whose pages count. `readers`: number of reading threads."""
         loops = [lambda: self._write_loop(known), *[self._read_loop] * readers]
         for loop in loops:
             thread = threading.Thread(target=loop, name=self._where, daemon=True)
@@ -95,9 +94,9 @@ class TierWorker:
             thread.start()
 
     def stop(self, deadline_s: float) -> bool:
-        """End the threads and close the tier; False when they hang, in which case it stays open.
+        """End the threads and close the tier. False: a thread hangs, and the tier stays open.
 
-        `deadline_s`: of time.monotonic().
+        `deadline_s`: a time of time.monotonic().
         """
         self._stopping = True
         self._writes.put(None)
@@ -187,13 +186,13 @@ class TierWorker:
 
     def _forget(self, names: Sequence[PageName]) -> None:
         self.tier.forget(names)
-        # also where a page came in from above, or was found by the scan, after it was forgotten
+        # this also covers a page that came from above, or from the scan, after it was forgotten
         self._post(PagesGone(self._number, tuple(names), self.tier.used_bytes))
 
     # --- from tier to tier
 
     def leaving(self, names: Sequence[PageName]) -> None:
-        """Pages are about to leave the tier for lack of room (in its writer's thread)."""
+        """Pass pages that the tier evicts to the tier below. Called in the writer's thread."""
         self._post(PagesGone(self._number, tuple(names), self.tier.used_bytes))
         below = self.below
         if below is None or self._stopping:
@@ -204,7 +203,7 @@ class TierWorker:
             size = sum(padded(one.length_bytes) for one in batch)
             if size >= SPILL_PIECE_BYTES or at == len(names) - 1:
                 if not below.take_in(size):
-                    return  # it is behind, or cannot write: the rest is lost
+                    return  # the tier below is behind, or cannot write: the other pages are lost
                 self._spill(below, batch, size)
                 batch = []
 
@@ -215,12 +214,13 @@ class TierWorker:
             for result, data in zip(self.tier.read(names, memory), memory, strict=True):
                 if result.page is not None:
                     found.append((result.page, data))
-        finally:  # what was taken in is given back by this job alone
+        finally:  # this job alone gives back the bytes that it counted
             below._writes.put(lambda: below._store_spilled(found, size))
 
     def take_in(self, size: int) -> bool:
-        """Whether so many bytes may come down now; they are counted if so. While the tier cannot write, one
-        batch may, each time a pause is over.
+        """Whether `size` bytes may come from the tier above now. If so, they are counted.
+
+        While the tier cannot write, one batch is accepted after each pause.
         """
         with self._spill_lock:
             if self._backoff.failures and (self._spill_bytes or self._clock() < self._backoff.retry_at_s):
@@ -274,7 +274,7 @@ class TierWorker:
 
 
 def _nothing() -> None:
-    """When there is only maintenance to do."""
+    """An empty job: the writer then only does maintenance."""
 
 
 def _pieces(pages: Sequence[SlotPage]) -> list[list[SlotPage]]:

@@ -28,8 +28,9 @@ LIBRARY_AFTER_S: Final = 5.0
 
 
 class UcxPath:
-    """`memory`: the arena. `feed` takes what happened; `lost` the connections whose endpoint broke, and
-    why.
+    """All UCX endpoints of a node. `memory`: the arena, uint8, shape [arena_bytes].
+
+    `feed` is called with events. `lost` is called with a connection whose endpoint failed, and the reason.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class UcxPath:
         self._library: asyncio.Handle | None = None
 
     def prepare(self, *, at_once: bool) -> None:
-        """The node is ready. `at_once`: clients on other hosts, or of before an upgrade, may come soon."""
+        """The node is ready. `at_once`: load UCX now, for clients on other hosts or after an upgrade."""
         if at_once:
             self.load()
         else:
@@ -58,18 +59,18 @@ class UcxPath:
     def _load_library(self) -> None:
         try:
             UcxLibrary().context(self._config.ucx.options)
-        except PdserveError as error:  # a client that needs it is told why not
+        except PdserveError as error:  # a client that needs UCX gets the reason
             logger.info("node %s: %s", self._config.name, error)
 
     def load(self) -> asyncio.Task[UcxServer]:
-        """Load UCX unless that was begun."""
+        """Load UCX, unless the loading has begun already."""
         if self._loading is None:
             self._loading = asyncio.get_running_loop().create_task(self._start())
             self._loading.add_done_callback(self._loaded)
         return self._loading
 
     async def open(self, connection: int, hello: Hello) -> UcxInfo | Fault:
-        """Make ready for a client's endpoint. `close` undoes it."""
+        """Prepare for a client's endpoint. `close` undoes it."""
         try:
             server = await asyncio.shield(self.load())
             return await server.open(connection)
@@ -78,17 +79,17 @@ class UcxPath:
             return Fault(0, "data_path", f"node {self._config.name} cannot use UCX: {error}")
 
     def close(self, connection: int) -> None:
-        """The client is gone."""
+        """The client has disconnected."""
         if self.server is not None:
             self.server.close(connection)
 
     def perform(self, action: StartSend | StartReceive | CancelTransfers) -> None:
-        """Of a client that has an endpoint."""
+        """Carry out an action for a client that has an endpoint."""
         assert self.server is not None
         self.server.perform(action)
 
     def stop(self) -> None:
-        """End all of it; idempotent."""
+        """End all connections. Idempotent."""
         if self._library is not None:
             self._library.cancel()
         if self._loading is not None:

@@ -3,27 +3,26 @@
     node.py       open(connection) -> UcxInfo, sent in Welcome     close(connection) when control is gone
                   perform(action)                                  on_done(TransferDone), on_lost(connection)
 
-Every connection has its own worker and listener (see ucx.py for why). The client proves that an endpoint is
-its own by sending the number from Welcome, which is random, as first message; the node sends it back.
+Every connection has its own worker and listener (reasons: `transports/ucx.py`). The client proves that an
+endpoint is its own: its first message is the random number from Welcome. The node sends it back.
 
-No busy polling: each worker's descriptor is watched by the event loop. `_pump` makes progress, begins sends
-that wait, and then either arms the worker and returns to sleep, or asks for another turn. A *turn* is one
-round of the event loop, and all of UCX together has `TURN_S` in it, by turns of its connections: handing a
-page to the kernel copies it, and a client that reads many MiB at once would hold everybody else for as long.
-At most `WINDOW_BYTES` of a connection's sends are UCX's at a time, as one step of its may send them all;
-where others moved pages within the last second, too, `SHARED_WINDOW_BYTES` (over loopback one connection
-reads pages of 1 MiB 15 % slower by it, a quiet neighbour's p99 falls by a quarter).
+There is no busy polling: the event loop watches each worker's descriptor. `_pump` makes progress and begins
+waiting sends. Then it arms the worker, or asks for another turn. A *turn* is one round of the event loop. UCX
+gets `TURN_S` of it, shared by its connections in rotation: handing a page to the kernel copies it, so a
+client that reads many MiB would delay all others.
 
-What takes long and has no connection yet, loading UCX (0.6 s) and
-making a worker (a few ms), is done in a thread; afterwards only the loop's thread uses it.
+At most `WINDOW_BYTES` of a connection's sends are given to UCX at a time, because one step of UCX may send
+them all. The limit is `SHARED_WINDOW_BYTES` while several connections move pages. Over loopback this makes
+one connection's reads of 1 MiB pages 15 % slower, and a quiet neighbour's p99 falls by a quarter.
 
-After TransferDone UCX touches the slot no more. A transfer that cannot be ended alone (a send, or a receive
-that a message has matched) goes on after CancelTransfers until it ends by itself. One that makes no end for
-long is ended with its connection: the worker is destroyed, the client finds its endpoint closed and connects
-anew.
+A thread loads UCX (0.6 s) and makes workers (a few ms). Afterwards only the loop's thread uses them.
 
-A message that no receive waits for would stay in UCX's memory, however large. It may be the page of a receive
-that was cancelled: then it is taken and thrown away. Any other, but the smallest, ends the connection.
+After TransferDone UCX does not touch the slot any more. Sends, and receives that a message has matched,
+cannot be cancelled: after CancelTransfers they continue until they end. If that takes too long, the
+connection ends: the worker is destroyed, and the client finds its endpoint closed and connects again.
+
+A message without a receive would stay in UCX's memory, whatever its size. If it is the page of a cancelled
+receive, it is received and dropped. Any other message larger than a greeting ends the connection.
 """
 
 from __future__ import annotations
@@ -50,17 +49,17 @@ logger = logging.getLogger(__name__)
 
 Transfer: TypeAlias = StartSend | StartReceive
 
-TURN_S: Final = 100e-6  # a page of 256 KiB over TCP; then control messages have their turn
-WINDOW_BYTES: Final = 4 * 1024 * 1024  # and a page more
-SHARED_WINDOW_BYTES: Final = 512 * 1024  # and a page more
+TURN_S: Final = 100e-6  # about a page of 256 KiB over TCP; then control messages are served
+WINDOW_BYTES: Final = 4 * 1024 * 1024  # plus one page
+SHARED_WINDOW_BYTES: Final = 512 * 1024  # plus one page
 GREETING_TIMEOUT_S: Final = 5.0
-SWEEP_S: Final = 1.0  # UCX's keepalive and our deadlines need a look now and then, events or not
-LATE_TAGS: Final = 4096  # remembered for each connection; HiCache writes less than that at a time
-PORTS: Final = 64  # tried upwards from a configured port
+SWEEP_S: Final = 1.0  # interval of checks for UCX's keepalive and our deadlines, which need no event
+LATE_TAGS: Final = 4096  # tags kept for each connection; HiCache writes fewer at a time
+PORTS: Final = 64  # number of ports tried from a configured port upwards
 
 
 class _Running:
-    """One transfer under way. `operations`: those not yet seen completed, last segment first."""
+    """One transfer in progress. `operations`: not known to be completed, last segment first."""
 
     __slots__ = ("action", "cancelled_s", "ok", "operations", "started_s")
 
@@ -72,7 +71,7 @@ class _Running:
         self.cancelled_s: float | None = None
 
     def ended(self) -> bool:
-        """All segments completed; sets `ok` false if one failed."""
+        """True if all segments are completed. Sets `ok` to False if one failed."""
         while self.operations and self.operations[-1].completed:
             self.ok = self.operations.pop().ok and self.ok
         return not self.operations
@@ -90,15 +89,15 @@ class _Peer:
         self.greeting_operations: list[Operation] = [link.receive_greeting(self.greeting)]
         self.greeted = False
         self.running: dict[int, _Running] = {}  # by tag, oldest first
-        self.waiting: dict[int, StartSend] = {}  # sends not yet begun, by tag
-        self.sending_bytes = 0  # of the transfers that are running
-        self.late: dict[int, int] = {}  # by tag, the length of a message whose receive was cancelled
+        self.waiting: dict[int, StartSend] = {}  # sends that have not begun, by tag
+        self.sending_bytes = 0  # bytes of the sends in `running`
+        self.late: dict[int, int] = {}  # tag -> length of a message whose receive was cancelled
         self.discards: list[Operation] = []  # receives of such messages
         self.turn_asked = False
         self.active = False  # it began a transfer since the last sweep
 
     def may_send(self, window_bytes: int) -> bool:
-        """Whether a send waits that may begin."""
+        """Whether a send is waiting and the window has room."""
         return bool(self.waiting) and self.sending_bytes < window_bytes
 
 
@@ -116,11 +115,13 @@ class UcxServer:
         options: Mapping[str, str] | None = None,
         stall_timeout_s: float = 30.0,
     ) -> None:
-        """`on_done` is called from the loop, never within `perform`; once per StartSend and StartReceive.
-        `on_lost(connection, reason)`: the UCX connection failed; the control connection should be closed.
-        `host`: address for clients (empty: the one they reached us by). `port`: first of the ports to listen
-        on (0: any). A send not taken within `stall_timeout_s`, or a cancelled receive that is still going on
-        after it, ends its connection.
+        """The arguments:
+
+        - `on_done`: called once per StartSend and StartReceive, from the loop and never within `perform`.
+        - `on_lost(connection, reason)`: the UCX connection failed; the control connection should be closed.
+        - `host`: address for clients (empty: the address to which they connected).
+        - `port`: first of the ports to listen on (0: any).
+        - `stall_timeout_s`: a send, or a cancelled receive, that takes longer ends its connection.
         """
         self._arena = arena
         self._on_done = on_done
@@ -134,9 +135,9 @@ class UcxServer:
         self._library: UcxLibrary | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sweeper: asyncio.TimerHandle | None = None
-        self._turn: asyncio.Handle | None = None  # the next one
+        self._turn: asyncio.Handle | None = None  # handle of the next turn
         self._turn_ends_s = 0.0
-        self._asking: deque[_Peer] = deque()  # in the order in which they have their turns
+        self._asking: deque[_Peer] = deque()  # connections that need a turn, in order
         self._opener = ThreadPoolExecutor(1, "pdserve-ucx")
         self._stopped = False
 
@@ -154,7 +155,7 @@ class UcxServer:
         return library
 
     def stop(self) -> None:
-        """End all connections; idempotent."""
+        """End all connections. Idempotent."""
         self._stopped = True
         self._opener.shutdown(wait=False, cancel_futures=True)
         for handle in (self._sweeper, self._turn):
@@ -164,7 +165,7 @@ class UcxServer:
             self.close(connection)
 
     async def open(self, connection: int) -> UcxInfo:
-        """Make ready for one client; after `start`. Raises PoolUnavailable (no free port, no descriptors)."""
+        """Prepare for one client, after `start`. Raises PoolUnavailable (no free port, no descriptors)."""
         assert self._loop is not None
         if self._stopped:
             raise PoolUnavailable("the node stops")
@@ -179,9 +180,7 @@ class UcxServer:
         return UcxInfo(host=self._host, port=port, connection=peer.number)
 
     def _make_link(self) -> tuple[UcxLink, int]:
-        """A worker, and the port that it listens on. It has a context of its own, because UCXX's contexts may
-        not be used by two threads at a time.
-        """
+        """A worker and its listening port. It has its own context: two threads may not share one in UCXX."""
         assert self._library is not None
         try:
             link = UcxLink(self._library, self._library.context(self._options))
@@ -194,7 +193,7 @@ class UcxServer:
             raise
 
     def close(self, connection: int) -> None:
-        """The client disconnected, or is to be disconnected: end its transfers. Idempotent."""
+        """End the transfers of a client that disconnected or will be disconnected. Idempotent."""
         peer = self._peers.get(connection)
         if peer is not None:
             self._end(peer)
@@ -258,8 +257,10 @@ class UcxServer:
         self._ask_turn(peer)
 
     def _collect(self, peer: _Peer, *, thorough: bool) -> bool:
-        """Report what ended: from the oldest on up to the first that has not, or, thorough, all. One that
-        failed ends the connection (its other segments may never end by themselves): then False.
+        """Report ended transfers, from the oldest up to the first that has not ended; `thorough`: all.
+
+        A failed transfer ends the connection, because its other segments may never end. Then it returns
+        False.
         """
         ended = []
         for tag, running in peer.running.items():
@@ -284,7 +285,7 @@ class UcxServer:
     # -- progress
 
     def _in_turn(self) -> bool:
-        """Whether this turn has time left. The first question of a turn begins it."""
+        """Whether this turn has time left. The first call in a round of the event loop begins the turn."""
         if self._turn is None:
             assert self._loop is not None
             self._turn = self._loop.call_soon(self._next_turn)
@@ -330,7 +331,7 @@ class UcxServer:
                 if not self._in_turn():
                     break
             if self._peers.get(peer.connection) is not peer:
-                return  # beginning a transfer ended it
+                return  # the start of a transfer failed and ended the connection
             if not peer.link.alive:
                 self._lose(peer, "the client's endpoint closed")
             elif more or peer.may_send(self._window_bytes) or not peer.link.arm():
@@ -355,13 +356,13 @@ class UcxServer:
         for peer in active:
             peer.active = False
         for peer in list(self._peers.values()):
-            self._pump(peer)  # first: the node itself may have had no time
+            self._pump(peer)  # before the deadline check: the node itself may have been late
             reason = self._overdue(peer, now_s)
             if reason and self._peers.get(peer.connection) is peer:
                 self._lose(peer, reason)
 
     def _overdue(self, peer: _Peer, now_s: float) -> str:
-        """Why the connection has to end by now; empty if it has not."""
+        """The reason why the connection must end now. Empty: it may continue."""
         if not peer.greeted and now_s - peer.opened_s > GREETING_TIMEOUT_S:
             return "no UCX greeting came"
         for running in peer.running.values():
@@ -381,7 +382,7 @@ class UcxServer:
         self._loop.call_soon(self._on_lost, peer.connection, reason)
 
     def _end(self, peer: _Peer) -> None:
-        """Destroy the worker, then report every transfer that was under way."""
+        """Destroy the worker, then report every transfer in progress as failed."""
         assert self._loop is not None
         if self._peers.pop(peer.connection, None) is None:
             return
@@ -411,11 +412,11 @@ class UcxServer:
 
 
 def _discard_late(peer: _Peer) -> None:
-    """Take messages for receives that were cancelled. Raises PoolUnavailable: a message had no receive."""
+    """Receive and drop messages of cancelled receives. Raises PoolUnavailable for any other message."""
     peer.discards[:] = [operation for operation in peer.discards if not operation.completed]
     while (found := peer.link.unexpected()) is not None:
         tag, length = found
-        if length > max(peer.late.pop(tag, 0), GREETING_BYTES):  # a stranger's greeting does no harm
+        if length > max(peer.late.pop(tag, 0), GREETING_BYTES):  # a greeting of another client is harmless
             raise PoolUnavailable("the client sent a message that the node did not ask for")
         peer.discards.append(peer.link.receive(np.empty(length, np.uint8), tag))
     while len(peer.late) > LATE_TAGS:

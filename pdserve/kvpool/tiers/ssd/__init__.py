@@ -1,4 +1,4 @@
-"""The SSD tier: segment files written from start to end, their index, and the choice of what makes room.
+"""The SSD tier: append-only segment files, their index, and compaction.
 
-Belongs here: all that only this tier needs. May import: pdserve.kvpool.tiers, pdserve.kvpool.protocol.
+The package may import: pdserve.kvpool.tiers, pdserve.kvpool.protocol.
 """

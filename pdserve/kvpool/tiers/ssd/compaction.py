@@ -1,14 +1,15 @@
-"""Which segment makes room: pure.
+"""The choice of the segment that makes room. Pure.
 
-Space is given back by whole segments. Three ways, the cheapest first:
+A page is *live* while the index refers to its record. Space is freed by dropping whole segments. There are
+three ways, the cheapest first:
 
-    drop      nothing in it is found any more (its pages were forgotten, replaced or moved)
-    compact   at most half of it is found: all of that moves to the newest segment, then it is dropped
-    compact   the oldest: pages that were read since they were written move, as long as they are at most half
-              of it, the others leave the tier, then it is dropped
+    drop      a segment without live pages (they were forgotten, replaced or moved)
+    compact   a segment of which at most half is live: its live pages move to the newest segment, then drop
+    compact   the oldest segment: live pages that were read since their write move, at most half of it; its
+              other pages leave the tier, then drop
 
-So a page stays for as long as it is read once in the time that the whole tier is written once, and each
-byte that is freed costs at most one byte that is written again.
+So a page stays if it is read once in the time in which the whole tier is rewritten. Each freed byte costs at
+most one written byte.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ import msgspec
 
 
 class SegmentFacts(msgspec.Struct, frozen=True):
-    """A sealed segment; `read_bytes` of the live ones. Bytes of records, headers included."""
+    """The sizes of a sealed segment, in bytes of records including headers.
+
+    `read_bytes`: the part of `live_bytes` that was read since its write.
+    """
 
     number: int
     total_bytes: int
@@ -29,13 +33,13 @@ class SegmentFacts(msgspec.Struct, frozen=True):
 
 
 class Drop(msgspec.Struct, frozen=True):
-    """Remove the segment; what is live in it leaves the tier."""
+    """Remove the segment. Its live pages leave the tier."""
 
     number: int
 
 
 class Compact(msgspec.Struct, frozen=True):
-    """Move live pages (`only_read`: of those, what was read), at most `budget_bytes` of them; then Drop."""
+    """Move live pages (`only_read`: only those that were read), at most `budget_bytes`; then drop."""
 
     number: int
     only_read: bool
@@ -46,7 +50,7 @@ Plan: TypeAlias = Drop | Compact
 
 
 def make_room(segments: Sequence[SegmentFacts], room_bytes: int, wanted_bytes: int) -> Plan | None:
-    """What to do next, oldest segment first in `segments`; None when there is room, or nothing to do."""
+    """The next step. `segments`: oldest first. None: there is room, or no segment."""
     empty = [segment for segment in segments if not segment.live_bytes]
     if empty:
         return Drop(empty[0].number)

@@ -1,14 +1,13 @@
-"""Records of format version 1, whose pages carry the number of a namespace in place of a space.
+"""Records of format version 1, whose pages have the number of a namespace instead of a space.
 
 A number may have meant another namespace in an older segment, and pages of a number were voided by sequence.
-Version 1 kept that in two files, which are read once, when the tier is first opened by this version:
+Version 1 stored this in two files, which are read once, when this version first opens the tier:
 
-    origins.json      from which segment on a number means the namespace of the list that was saved with it
-    forgotten.json    below which sequence the pages of a number are void
+    origins.json      the first segment in which a number means the namespace of the saved list
+    forgotten.json    the sequence below which pages of a number are void
 
-What follows from them is kept in `version1.json`, with the space that each number stands for. Clearing or
-dropping a namespace changes its space, so nothing is ever added there. The file goes with the last segment of
-version 1.
+The resulting rules are stored in `version1.json`, with the space of each number. Clearing or dropping a
+namespace changes its space, so the rules never grow. The file is removed with the last segment of version 1.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ import msgspec
 
 from pdserve.kvpool.tiers.durable_files import load_json, read_text, write_durably
 
-VOID: Final = 0  # the space of no namespace
+VOID: Final = 0  # a space of no namespace
 _NO_OLD_VERSION: Final = '"pages are named by spaces here"'
 
 
 class NumberRule(msgspec.Struct, frozen=True):
-    """Which pages of a number count, and the space that they are in."""
+    """The valid pages of a number, and their space."""
 
     space: int
     first_segment: int
@@ -35,14 +34,14 @@ class NumberRule(msgspec.Struct, frozen=True):
 
 
 class _Origins(msgspec.Struct, frozen=True):
-    """origins.json: a first segment by number, and that of all other numbers. Segments count from 1."""
+    """origins.json: first segment by number, and that of all other numbers. Segments count from 1."""
 
     numbers: dict[int, int] = {}
     others: int = 1
 
 
 class NumberedPages:
-    """What the tier at `path` knows of its records of version 1."""
+    """The rules for records of version 1 in the tier at `path`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -57,14 +56,14 @@ class NumberedPages:
         return self._path / "forgotten.json"
 
     def space(self, number: int, segment: int, sequence: int) -> int:
-        """Of a record in this segment, VOID when it counts no more."""
+        """The space of a record in this segment. VOID: the record is not valid."""
         rule = self._rules.get(number)
         if rule is None or segment < rule.first_segment or sequence < rule.first_sequence:
             return VOID
         return rule.space
 
     def adopt(self, spaces: Mapping[int, int]) -> str:
-        """See `NumberedTier`. It may be done again: what the two files said is kept in the rules."""
+        """See `NumberedTier`. Repeatable: the rules keep the contents of the two files."""
         done = read_text(self._forgotten_file) == _NO_OLD_VERSION
         before = self._rules if done else self._read_version_1(set(spaces))
         self._rules = {
@@ -73,7 +72,7 @@ class NumberedPages:
             if number in spaces
         }
         text = msgspec.json.encode(self._rules).decode()
-        # an older program that is started here again finds nothing that it could take for its own
+        # an older version of pdserve that starts here later must find no list of its own
         problem = write_durably(self._rules_file, text) or write_durably(
             self._forgotten_file, _NO_OLD_VERSION
         )
@@ -82,10 +81,10 @@ class NumberedPages:
         return problem
 
     def end(self) -> None:
-        """There is no segment of version 1 any more."""
+        """Remove the rules: the last segment of version 1 is gone."""
         if self._rules:
             self._rules = {}
-            with contextlib.suppress(OSError):  # it stands for nothing any more
+            with contextlib.suppress(OSError):  # without such segments it has no effect
                 self._rules_file.unlink()
 
     def _read_version_1(self, numbers: set[int]) -> dict[int, NumberRule]:

@@ -1,7 +1,7 @@
-"""One segment file: written once by the writer's thread, read by any. The format is in segment_format.py.
+"""One segment file: written once by the writer's thread, read by any thread. Format: segment_format.py.
 
-Pages go from the arena to the device and back without a copy: direct I/O with one vectored call per batch.
-Where the file system refuses direct I/O, ordinary I/O takes its place.
+Pages move between arena and device without a copy: direct I/O, one vectored call per batch. If the file
+system refuses direct I/O, buffered I/O replaces it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from pdserve.kvpool.tiers.ssd.segment_format import (
     record_blocks,
 )
 
-MAX_BATCH_PAGES: Final = 256  # per write: two buffers each, and a call takes 1,024
+MAX_BATCH_PAGES: Final = 256  # per write; a page needs two buffers, and pwritev takes 1,024
 SCAN_CHUNK_BYTES: Final = 1 << 20
 _LIVE, _READ = 1, 2
 SpaceOf: TypeAlias = Callable[[int, int, int], int]
-"""(number, segment, sequence) -> the space that a record of version 1 is in."""
+"""(number, segment, sequence) -> the space of a record of version 1."""
 _scratch = threading.local()
 
 
 class SegmentFile:
-    """An open segment. Columns by ordinal, the order in the file; `live` ones are found by the index.
+    """An open segment. Its columns are indexed by ordinal: the position of a record in the file.
 
-    `users` counts readers under the tier's lock; the file is closed when it is doomed and none is left.
+    `live`: the index refers to the record. `users`: number of readers, under the index's lock. A doomed
+    segment is closed when its last reader ends.
     """
 
     def __init__(self, path: Path, fd: int, header: SegmentHeader, *, direct: bool) -> None:
@@ -53,7 +54,7 @@ class SegmentFile:
         self.version = header.version
         self.direct = direct
         self.file_bytes = 0
-        self.end_block = 1  # where the next record goes
+        self.end_block = 1  # block of the next record
         self.sealed = False
         self.users = 0
         self.doomed = False
@@ -72,7 +73,7 @@ class SegmentFile:
 
     @classmethod
     def create(cls, path: Path, number: int, nonce: int, size_bytes: int, *, direct: bool) -> SegmentFile:
-        """A new file of this size, all of it allocated. Raises OSError; then no file is left."""
+        """Create a fully allocated file of this size. Raises OSError; then no file is left."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd = -1
         try:
@@ -87,11 +88,11 @@ class SegmentFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or not direct:
                     raise
-                segment.direct = False  # some file systems open with direct I/O and then refuse it
+                segment.direct = False  # some file systems accept O_DIRECT at open and refuse it later
                 _clear_direct(fd)
                 _write(fd, [head], 0)
         except OSError:
-            if fd >= 0:  # else it is not ours
+            if fd >= 0:  # else the file is not ours
                 os.close(fd)
                 path.unlink(missing_ok=True)
             raise
@@ -99,8 +100,10 @@ class SegmentFile:
 
     @classmethod
     def open(cls, path: Path, *, direct: bool, space_of: SpaceOf) -> SegmentFile | None:
-        """An existing file with its records; None when it is no segment. `space_of`: of records of version 1.
-        Raises OSError, also where it cannot be told.
+        """Open an existing file with its records. None: it is not a segment.
+
+        `space_of`: the space of a record of version 1. Raises OSError, also if read errors hide whether the
+        file is a segment.
         """
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -118,7 +121,7 @@ class SegmentFile:
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES):
                 raise
-            fd, direct = _open(path, os.O_RDONLY | os.O_CLOEXEC, direct=direct)  # still good to read
+            fd, direct = _open(path, os.O_RDONLY | os.O_CLOEXEC, direct=direct)  # it can be read
         segment = cls(path, fd, found.header, direct=direct)
         segment.file_bytes = file_bytes
         for record in found.records:
@@ -132,7 +135,7 @@ class SegmentFile:
         return segment
 
     def take_pages(self) -> list[TierPage]:
-        """What was appended so far, in order, kept until the segment is sealed and this was called."""
+        """The appended pages, in order. The list is dropped by the first call after `seal`."""
         records = self._records
         if self.sealed:
             self._records = []
@@ -144,7 +147,7 @@ class SegmentFile:
     # --- writing
 
     def fits(self, lengths: Sequence[int]) -> int:
-        """How many pages of these lengths, in order, still fit with the footer."""
+        """The number of pages of these lengths, from the first, that fit together with the footer."""
         end, count = self.end_block, len(self.keys)
         for fitting, length in enumerate(lengths):
             end += record_blocks(length)
@@ -159,9 +162,9 @@ class SegmentFile:
         data: Sequence[PageMemory],
         headers: mmap.mmap,
     ) -> int:
-        """Write records that `fits`; the first one's ordinal. Raises OSError: then nothing was appended.
+        """Write records that fit (see `fits`). Returns the ordinal of the first one.
 
-        `headers`: room for one block per page, used here alone.
+        `headers`: a buffer with one block per page. Raises OSError; then nothing was appended.
         """
         buffers: list[memoryview | PageMemory] = []
         blocks = memoryview(headers)
@@ -180,7 +183,7 @@ class SegmentFile:
         return first
 
     def seal(self) -> None:
-        """Write the footer and give the unused rest back. Raises OSError; then it stays as it was."""
+        """Write the footer and free the unused rest of the file. Raises OSError; then it stays unsealed."""
         body = _aligned(encode_footer(self._records, self.end_block, self._nonce, self.version))
         _write(self._fd, [body], self.end_block * BLOCK_BYTES)
         end = self.end_block * BLOCK_BYTES + len(body)
@@ -191,7 +194,7 @@ class SegmentFile:
         self._records = []
 
     def sync(self) -> None:
-        """Through a power cut, too, from here on. Raises OSError."""
+        """Make the written records durable (fdatasync). Raises OSError."""
         os.fdatasync(self._fd)
 
     def _append(self, record: Record) -> None:
@@ -249,8 +252,9 @@ class SegmentFile:
     # --- reading
 
     def read(self, ordinal: int, into: PageMemory) -> Record | None:
-        """The record with its page's bytes in `into`; None when its header is not what it must be, or it is
-        longer than `into`. The bytes are not checked. Raises OSError.
+        """Read a record, with its page's bytes into `into`. The bytes are not checked.
+
+        None: the header is damaged, or the page is longer than `into`. Raises OSError.
         """
         block, length = self._blocks[ordinal], self._lengths[ordinal]
         size = padded(length)
@@ -269,24 +273,24 @@ class SegmentFile:
         return record if record.page.space == space else None
 
     def close(self) -> None:
-        """Once."""
+        """Close the file. Call it once."""
         os.close(self._fd)
 
     def remove(self) -> None:
-        """The name goes; the bytes with the last reader."""
-        with contextlib.suppress(OSError):  # a read-only file system: it is found again at the next start
+        """Unlink the file. Its bytes are freed when the last reader ends."""
+        with contextlib.suppress(OSError):  # a read-only file system: the next start finds it again
             self.path.unlink(missing_ok=True)
 
 
 class _CachedReads:
-    """Small reads of a file in chunks, since scanning goes forward. What cannot be read is missing."""
+    """Small forward reads of a file, through a buffer. Unreadable bytes are missing from the result."""
 
     def __init__(self, fd: int, file_bytes: int) -> None:
         self._fd = fd
         self._file_bytes = file_bytes
         self._at = 0
         self._chunk = b""
-        self.error: OSError | None = None  # of the last that could not be read
+        self.error: OSError | None = None  # the last read error
 
     def __call__(self, offset: int, size: int) -> bytes:
         start = offset - self._at
@@ -315,7 +319,7 @@ class _CachedReads:
 
 
 def _open(path: Path, flags: int, *, direct: bool) -> tuple[int, bool]:
-    """The descriptor, and whether it does direct I/O."""
+    """(descriptor, whether it uses direct I/O)."""
     if direct:
         try:
             return os.open(path, flags | os.O_DIRECT, 0o600), True
@@ -323,7 +327,7 @@ def _open(path: Path, flags: int, *, direct: bool) -> tuple[int, bool]:
             if error.errno != errno.EINVAL:
                 raise
             if flags & os.O_CREAT:
-                path.unlink(missing_ok=True)  # the name is made before direct I/O is refused
+                path.unlink(missing_ok=True)  # a refused O_DIRECT may leave the created file
     return os.open(path, flags, 0o600), False
 
 
@@ -332,7 +336,7 @@ def _clear_direct(fd: int) -> None:
 
 
 def _write(fd: int, buffers: Sequence[memoryview | mmap.mmap | PageMemory], offset: int) -> None:
-    """All of it. Raises OSError; a short write is a full disk."""
+    """Write all bytes. Raises OSError; a short write counts as a full disk."""
     wanted = sum(len(buffer) for buffer in buffers)
     written = os.pwritev(fd, buffers, offset)  # type: ignore[arg-type]
     if written != wanted:
@@ -344,14 +348,14 @@ def _read(fd: int, buffers: Sequence[memoryview | mmap.mmap | PageMemory], offse
 
 
 def _aligned(data: bytes) -> mmap.mmap:
-    """The bytes, of whole blocks, in memory that direct I/O takes."""
+    """A copy of the bytes (whole blocks) in memory aligned for direct I/O."""
     memory = mmap.mmap(-1, len(data))
     memory.write(data)
     return memory
 
 
 def _head() -> memoryview:
-    """One aligned block of this thread's own."""
+    """An aligned block that belongs to this thread."""
     head = getattr(_scratch, "head", None)
     if head is None:
         head = _scratch.head = memoryview(mmap.mmap(-1, BLOCK_BYTES))

@@ -1,4 +1,4 @@
-"""What a segment file looks like: bytes to records and back. Pure.
+"""The format of segment files: encoding and decoding of records. Pure.
 
 A segment is a file of 4 KiB blocks, written once from start to end and never changed:
 
@@ -8,20 +8,18 @@ A segment is a file of 4 KiB blocks, written once from start to end and never ch
             last        trailer, when the segment is sealed: magic, version, count, where the footer starts,
                         checksum of the footer, nonce, guard
 
-All numbers are little-endian. A record's header says space, key, length, the writer's checksum (0: none), the
-digest of the bytes as stored, sequence, and its own block number. A guard is
-XXH3-64 of everything before it in its block; the segment's random nonce and the block's own number are among
-that, so that neither an older file's block nor a page whose bytes imitate a header is ever taken for one.
-Digests are XXH3-64 of the page's `length_bytes` bytes; the writer's checksum is used as digest where there
-is one.
+All numbers are little-endian. A record's header has space, key, length, the writer's checksum (0: none), the
+digest of the stored bytes, sequence, and its own block number. A guard is XXH3-64 of all bytes before it in
+its block. These include the segment's random nonce and the block's own number, so neither a block of an older
+file nor a page that imitates a header is taken for one. A digest is XXH3-64 of the page's `length_bytes`
+bytes, or the writer's checksum if there is one.
 
 Opening a sealed segment reads its trailer and footer. If either is damaged, or the segment is not sealed (its
-writer died), the records are read one by one: a block that is no valid header is passed over, so that damage
-costs the record it is in and none behind it; a record whose bytes do not match its digest is left out, which
-is also how a torn last record ends the segment.
+writer died), the records are read one by one. A block without a valid header is skipped, so damage costs only
+its own record. A record whose bytes do not match its digest is left out, for example a torn last record.
 
-Version 1 differs in one field: records and entries carry the number of a namespace in place of its space
-(numbered_pages.py). It is read, and footers of it are written for segments that were not sealed.
+Version 1 differs in one field: records and entries have the number of a namespace instead of its space
+(numbered_pages.py). It is still read. Unsealed segments of version 1 get a footer of version 1.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ _TRAILER_MAGIC: Final = int.from_bytes(b"PDVEnd01", "little")
 _SEGMENT = struct.Struct("<QQQQ")  # magic, version, number, nonce
 _RECORD = struct.Struct("<QQQQ32sQQQQQ")  # magic, version, nonce, block, key, space, length, checksum,
 #                                           digest, sequence
-_TRAILER = struct.Struct("<QQQQQQ")  # magic, version, nonce, count, footer's first block, footer's checksum
+_TRAILER = struct.Struct("<QQQQQQ")  # magic, version, nonce, count, first block and checksum of the footer
 _GUARD = struct.Struct("<Q")
 
 ENTRY_DTYPE: Final = np.dtype(
@@ -66,12 +64,13 @@ ENTRY_DTYPE: Final = np.dtype(
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 ReadAt: TypeAlias = Callable[[int, int], Bytes]
-"""(offset, size) -> at most `size` bytes of the file; fewer at its end or where it cannot be read."""
+"""(offset, size) -> at most `size` bytes of the file; fewer at its end or at a read error."""
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):
-    """A page and the block its record starts at. `digest` is 0 where it comes from a footer. In version 1 the
-    page's `space` is the number of its namespace.
+    """A page and the first block of its record. In version 1 `page.space` is the number of a namespace.
+
+    `digest` is 0 if the record was read from a footer.
     """
 
     block: int
@@ -84,7 +83,7 @@ class Record(msgspec.Struct, frozen=True, gc=False):
 
 
 class SegmentHeader(msgspec.Struct, frozen=True):
-    """What a segment's first block says."""
+    """The contents of a segment's first block."""
 
     number: int
     nonce: int
@@ -92,7 +91,7 @@ class SegmentHeader(msgspec.Struct, frozen=True):
 
 
 class SegmentContents(msgspec.Struct, frozen=True):
-    """What a segment file says; `sealed`: its footer was used."""
+    """The header and records of a segment file. `sealed`: they come from its footer."""
 
     header: SegmentHeader
     records: list[Record]
@@ -100,7 +99,7 @@ class SegmentContents(msgspec.Struct, frozen=True):
 
 
 class Footer(msgspec.Struct, frozen=True):
-    """What a trailer says of the index footer in blocks [first_block, last block of the file)."""
+    """The trailer's description of the footer in blocks [first_block, last block of the file)."""
 
     count: int
     first_block: int
@@ -108,12 +107,12 @@ class Footer(msgspec.Struct, frozen=True):
 
 
 def record_blocks(length_bytes: int) -> int:
-    """Of a record with a page of this length, its header included."""
+    """Number of blocks of a record with a page of this length, including the header."""
     return 1 + padded(length_bytes) // BLOCK_BYTES
 
 
 def footer_blocks(count: int) -> int:
-    """Of the footer and trailer of a segment of so many records."""
+    """Number of blocks of footer and trailer for `count` records."""
     return 1 + padded(count * ENTRY_DTYPE.itemsize) // BLOCK_BYTES
 
 
@@ -121,12 +120,12 @@ def footer_blocks(count: int) -> int:
 
 
 def encode_segment_header(header: SegmentHeader) -> bytes:
-    """One block."""
+    """The header as one block."""
     return _block(_SEGMENT.pack(_SEGMENT_MAGIC, header.version, header.number, header.nonce))
 
 
 def decode_segment_header(block: Bytes) -> SegmentHeader | None:
-    """None when it is no segment of a version that is read."""
+    """The header, or None if the block is not the header of a segment of a known version."""
     if not _guarded(block, _SEGMENT):
         return None
     magic, version, number, nonce = _SEGMENT.unpack_from(block)
@@ -166,7 +165,7 @@ def encode_record_header(
 def decode_record_header(
     block_bytes: Bytes, nonce: int, block: int, version: int = FORMAT_VERSION
 ) -> Record | None:
-    """The record of this version that starts at this block; None when none does."""
+    """The record of this version that starts at this block, or None."""
     if not _guarded(block_bytes, _RECORD):
         return None
     magic, found, of_segment, at, key, space, length, checksum, digest, sequence = _RECORD.unpack_from(
@@ -200,7 +199,7 @@ def encode_footer(
 
 
 def decode_trailer(block_bytes: Bytes, segment: SegmentHeader, block: int) -> Footer | None:
-    """From the file's last block, number `block`; None when it is no trailer of this segment."""
+    """Decode the file's last block, number `block`. None: it is not the trailer of this segment."""
     if not _guarded(block_bytes, _TRAILER):
         return None
     magic, version, of_segment, count, first_block, digest = _TRAILER.unpack_from(block_bytes)
@@ -212,7 +211,7 @@ def decode_trailer(block_bytes: Bytes, segment: SegmentHeader, block: int) -> Fo
 
 
 def decode_footer(body: Bytes, footer: Footer, version: int = FORMAT_VERSION) -> list[Record] | None:
-    """The records in order; None when the footer is damaged. `body`: its blocks without the trailer."""
+    """The records in order, or None if the footer is damaged. `body`: its blocks without the trailer."""
     if xxhash.xxh3_64_intdigest(body) != footer.digest:
         return None
     if len(body) < footer.count * ENTRY_DTYPE.itemsize:
@@ -234,9 +233,9 @@ def decode_footer(body: Bytes, footer: Footer, version: int = FORMAT_VERSION) ->
 
 
 def read_index(read: ReadAt, file_bytes: int) -> SegmentContents | None:
-    """What the file holds; None when it is no segment at all.
+    """The header and records of a file, or None if it is not a segment.
 
-    Without a footer every record's bytes are read and checked.
+    If there is no valid footer, every record's bytes are read and checked.
     """
     header = decode_segment_header(read(0, BLOCK_BYTES))
     if header is None:
@@ -252,7 +251,7 @@ def read_index(read: ReadAt, file_bytes: int) -> SegmentContents | None:
 
 
 def scan_records(read: ReadAt, file_bytes: int, segment: SegmentHeader) -> Iterator[Record]:
-    """Every whole record, found by its header and checked against its digest."""
+    """All undamaged records, found by their headers and checked against their digests."""
     blocks = file_bytes // BLOCK_BYTES
     block = 1
     while block < blocks:
@@ -272,12 +271,12 @@ def scan_records(read: ReadAt, file_bytes: int, segment: SegmentHeader) -> Itera
 
 
 def _next_candidate(read: ReadAt, block: int, blocks: int) -> int:
-    """The next block that begins like a record; `blocks` when none does."""
+    """The next block that begins like a record, or `blocks`."""
     step = 256
     while block < blocks:
         chunk = read(block * BLOCK_BYTES, min(step, blocks - block) * BLOCK_BYTES)
         whole = len(chunk) // BLOCK_BYTES
-        if not whole:  # these cannot be read
+        if not whole:  # a read error
             block += 1
             continue
         words = np.frombuffer(chunk, "<u8", whole * BLOCK_BYTES // 8)[:: BLOCK_BYTES // 8]
@@ -289,7 +288,7 @@ def _next_candidate(read: ReadAt, block: int, blocks: int) -> int:
 
 
 def _name_field(version: int) -> str:
-    """The column of a footer that says whose a page is."""
+    """The footer's column with the page's owner: the number or space of its namespace."""
     return "number" if version == 1 else "space"
 
 

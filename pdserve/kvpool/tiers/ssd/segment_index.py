@@ -1,6 +1,7 @@
-"""Where each page is among the segments, and what is live in each: one lock, which nobody holds during I/O.
+"""The index of the SSD tier: the place of each page, and the live records of each segment.
 
-A page's place is its segment's number and its ordinal in it, packed into one integer.
+A place is a segment's number and an ordinal, packed into one integer. One lock protects the index; no thread
+holds it during I/O.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pdserve.kvpool.tiers.ssd.segment_file import MAX_BATCH_PAGES, SegmentFile
 
 _ORDINAL_BITS: Final = 32
 _ORDINAL_MASK: Final = (1 << _ORDINAL_BITS) - 1
-_AT_A_TIME: Final = 4096  # pages forgotten before readers get a turn
+_AT_A_TIME: Final = 4096  # pages forgotten in one critical section
 
 
 class SegmentIndex:
@@ -30,7 +31,7 @@ class SegmentIndex:
         self.segments[segment.number] = segment
 
     def insert(self, segment: SegmentFile, ordinals: Sequence[int]) -> None:
-        """These records are the ones that count for their pages from now on."""
+        """Make these records the live ones of their pages."""
         with self._lock:
             for ordinal in ordinals:
                 space, key = segment.space(ordinal), segment.keys[ordinal]
@@ -39,8 +40,8 @@ class SegmentIndex:
                 segment.set_live(ordinal)
 
     def take(self, names: Sequence[PageName]) -> list[tuple[int, int, int, SegmentFile]]:
-        """(segment's number, ordinal, place in `names`, segment) of those found, in the order of the device.
-        Each is to be given back by `let_go`.
+        """Find pages: (segment's number, ordinal, position in `names`, segment), in the order of the device.
+        The caller must call `let_go` for each result.
         """
         found = []
         with self._lock:
@@ -75,10 +76,10 @@ class SegmentIndex:
                 for key in keys[first : first + _AT_A_TIME]:
                     self._delete(space, key)
         with self._lock:
-            self._places.pop(space, None)  # of the one thread that inserts, so it is empty
+            self._places.pop(space, None)  # empty by now: only this thread inserts
 
     def live(self, segment: SegmentFile) -> list[PageName]:
-        """The pages that are found in this segment."""
+        """The names of the live pages in this segment."""
         with self._lock:
             return [
                 PageName(segment.space(ordinal), segment.keys[ordinal], segment.length(ordinal))
@@ -89,8 +90,9 @@ class SegmentIndex:
     def choose(
         self, segment: SegmentFile, ordinal: int, budget_bytes: int, step_bytes: int, *, only_read: bool
     ) -> tuple[list[int], int, int]:
-        """The next ordinals to move, from `ordinal` on; the one to go on with; their bytes. One page may
-        exceed the step, none the budget.
+        """Choose live records to move, from `ordinal` on: (ordinals, next ordinal, bytes).
+
+        A single page may exceed `step_bytes`, but no page exceeds `budget_bytes`.
         """
         chosen: list[int] = []
         size = 0
@@ -106,7 +108,7 @@ class SegmentIndex:
         return chosen, ordinal, size
 
     def facts(self, but: SegmentFile | None) -> list[SegmentFacts]:
-        """Of all segments but one, oldest first."""
+        """The facts of all segments except `but`, oldest first."""
         with self._lock:
             return [
                 SegmentFacts(segment.number, segment.file_bytes, segment.live_bytes, segment.read_bytes)
@@ -115,7 +117,7 @@ class SegmentIndex:
             ]
 
     def remove(self, segment: SegmentFile) -> None:
-        """Nothing in it is found any more; its file is closed with its last reader."""
+        """Remove the segment and its records. Its file is closed when the last reader ends."""
         with self._lock:
             assert not segment.live_bytes
             del self.segments[segment.number]

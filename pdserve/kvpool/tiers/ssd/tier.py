@@ -1,19 +1,19 @@
-"""The SSD tier: append-only segment files, written in batches with direct I/O, dropped as wholes.
+"""The SSD tier: append-only segment files, written in batches with direct I/O, dropped as a whole.
 
-    <path>/lock               held by the node that uses the directory
-           00000042.seg       segment_format.py; the one with the largest number is being written
+    <path>/lock               locked by the node that uses the directory
+           00000042.seg       segment_format.py; the segment with the largest number is being written
            namespaces.json    in the first tier: the node's list of namespaces, for a start after a reboot
            version1.json      while there are pages of format version 1: numbered_pages.py
 
-The index (segment_index.py) is in memory, about 200 bytes per page. It is read from the segments' footers at
-a start, newest segment last, so that of several records of one page the newest counts. A reader that found a
-segment keeps its file open until it is done, so that a segment can be dropped at any time.
+The index (segment_index.py) is in memory, about 200 bytes per page. A start reads it from the segments'
+footers, newest segment last, so the newest of several records of a page counts. A reader keeps the file of
+its segment open until it ends, so a segment can be dropped at any time.
 
-Making room is decided in compaction.py and done here, step by step in `maintain`, so that writes wait for a
-few MiB at most. Room is kept for one segment more than the one being written: compaction needs a place to
-move pages to. When writes are faster than that, the oldest segment goes as it is.
+compaction.py decides how to make room. `maintain` does it in small steps, so a write waits for at most a few
+MiB. The tier keeps room for one more segment than the one being written, because compaction moves pages
+there. If writes are faster than compaction, the oldest segment is dropped with its pages.
 
-Nothing is ever written twice in place, so a crash loses at most what was not yet synced: the last second.
+No block is overwritten in place, so a crash loses only unsynced records: those of about the last second.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ from pdserve.sizes import parse_bytes
 
 logger = logging.getLogger(__name__)
 
-MAX_BATCH_BYTES: Final = 64 << 20  # per write, one page at least
+MAX_BATCH_BYTES: Final = 64 << 20  # per write, but at least one page
 MAX_PAGE_BYTES: Final = 1 << 30
 COMPACT_STEP_BYTES: Final = 8 << 20
 SCAN_BATCH_PAGES: Final = 4096
 SYNC_INTERVAL_S: Final = 1.0
-MIN_SEGMENTS: Final = 4  # the capacity holds at least so many
+MIN_SEGMENTS: Final = 4  # least number of segments in the capacity
 
 
 class SegmentOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,7 +102,7 @@ class SegmentTier:
         numbers = (int(path.stem) for path in self._files() if path.stem.isdecimal())
         self._last_number = max(numbers, default=0)
         self._headers = mmap.mmap(-1, MAX_BATCH_PAGES * BLOCK_BYTES)
-        self._moving: tuple[Plan, int, int] | None = None  # under way: next ordinal, bytes moved so far
+        self._moving: tuple[Plan, int, int] | None = None  # plan in progress, next ordinal, moved bytes
         self._unsynced_since_s: float | None = None
         self._closed = False
 
@@ -151,7 +151,7 @@ class SegmentTier:
             self._numbered.end()
 
     def _adopt(self, segment: SegmentFile, known: set[int]) -> list[TierPage]:
-        """Index the pages of known spaces in a segment that was found; those pages."""
+        """Index the pages of known spaces in a found segment. Returns these pages."""
         valid = [(n, page) for n, page in enumerate(segment.take_pages()) if page.space in known]
         self._last_number = max(self._last_number, segment.number)
         self._index.add_segment(segment)
@@ -235,7 +235,7 @@ class SegmentTier:
         return length_bytes <= MAX_PAGE_BYTES and blocks * BLOCK_BYTES <= self._segment_bytes
 
     def _segment_for(self, lengths: Sequence[int]) -> SegmentFile:
-        """The one being written, which has room for the first page at least. Raises OSError."""
+        """The segment being written, with room for at least the first page. Raises OSError."""
         if self._current is not None and not self._current.fits(lengths[:1]):
             self._end_current()
         if self._current is None:
@@ -270,13 +270,13 @@ class SegmentTier:
     def _seal(self, segment: SegmentFile) -> None:
         try:
             segment.seal()
-        except OSError as error:  # it is scanned at the next start
+        except OSError as error:  # the next start reads its records one by one
             logger.warning("node %s: %s is not sealed: %s", self._settings.node, segment.path, error.strerror)
 
     # --- reading
 
     def read(self, names: Sequence[PageName], into: Sequence[PageMemory]) -> list[ReadResult]:
-        """See `Tier`. In the order of the device."""
+        """See `Tier`. Pages are read in the order of the device."""
         results = [ReadResult(GONE)] * len(names)
         for _, ordinal, place, segment in self._index.take(names):
             try:
@@ -326,7 +326,7 @@ class SegmentTier:
         return make_room(facts, self.capacity_bytes - self._used_bytes, wanted_bytes)
 
     def _step(self) -> None:
-        """Move a few pages of the segment that is to go, or let it go."""
+        """Move a few pages of the segment chosen for removal, or drop it."""
         assert self._moving is not None
         plan, ordinal, moved = self._moving
         segment = self._index.segments[plan.number]
@@ -343,7 +343,7 @@ class SegmentTier:
             self._drop(segment)
 
     def _move(self, segment: SegmentFile, chosen: list[int]) -> bool:
-        """Append these records to the current segment; False when that cannot be done."""
+        """Append these records to the current segment. False: there is no room or the write failed."""
         names = [
             PageName(segment.space(ordinal), segment.keys[ordinal], segment.length(ordinal))
             for ordinal in chosen
@@ -359,7 +359,7 @@ class SegmentTier:
         try:
             while done < len(found):
                 if not self._can_append(lengths[done]):
-                    return False  # no place to move to: the rest goes with the segment
+                    return False  # no place to move to: the other pages are dropped with the segment
                 current = self._segment_for(lengths[done:])
                 fitting = current.fits(lengths[done:])
                 pages = [page for page, _ in found[done : done + fitting]]
@@ -376,18 +376,18 @@ class SegmentTier:
         return True
 
     def _can_append(self, length_bytes: int) -> bool:
-        """Whether there is room for the page without dropping anything."""
+        """Whether the page fits without dropping a segment."""
         current = self._current
         room = self.capacity_bytes - self._used_bytes
         if current is not None:
             if current.fits([length_bytes]):
                 return True
             blocks = current.end_block + footer_blocks(len(current))
-            room += current.file_bytes - blocks * BLOCK_BYTES  # what sealing it gives back
+            room += current.file_bytes - blocks * BLOCK_BYTES  # freed when it is sealed
         return room >= self._segment_bytes
 
     def _drop_something(self) -> bool:
-        """Make room at once; False when there is nothing that could go."""
+        """Drop a segment now to make room. False: there is none to drop."""
         if self._moving is not None:
             number = self._moving[0].number
             self._moving = None
@@ -456,7 +456,7 @@ def _check_options(settings: TierSettings) -> tuple[int, bool]:
 
 
 def _usual_segment_bytes(capacity_bytes: int) -> int:
-    """Some hundred files, so that they can all be open; of 64 MiB or more where there is room for eight."""
+    """Bytes per segment: a few hundred files, so all can be open; at least 64 MiB if eight of them fit."""
     return min(max(capacity_bytes // 256, 64 << 20), 16 << 30, capacity_bytes // 8)
 
 

@@ -29,7 +29,7 @@ POLICY_NAMES: Final = (AFFINITY, *_BUILT_IN)
 
 
 def make_policy(name: str, settings: PolicySettings) -> Policy:
-    """The policy called `name`. Raises ConfigError naming the nearest one that exists."""
+    """The policy called `name`. Raises ConfigError that suggests a similar name."""
     if name == AFFINITY:
         without_key = settings.stickiness.without_key
         if without_key == AFFINITY:

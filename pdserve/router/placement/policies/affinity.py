@@ -1,12 +1,13 @@
 """Session affinity: the worker of the session's last turn, else rendezvous hashing with bounded load.
 
 Rendezvous (highest random weight) hashing: every router scores each worker by hash(session name, worker id)
-and takes the best score, so replicas agree without shared state, also after a restart, and a worker that
-leaves moves only its own sessions. Bounded load (mode soft): a worker is overloaded when it has more than
-`overload_factor` times the mean of requests (and more than `overload_min_requests`); then the next best
-score is taken. At least one worker is at or below the mean, so one is always found. In mode hard load does
-not count. Source: Thaler & Ravishankar 1998; Mirrokni, Thorup & Zadimoghaddam, "Consistent hashing with
-bounded loads", 2016.
+and takes the best score. So replicas agree without shared state, also after a restart, and a worker that
+leaves moves only its own sessions. Source: Thaler & Ravishankar, 1998.
+
+Bounded load (mode soft): a worker is overloaded if it has more than `overload_factor` times the mean of
+requests, and more than `overload_min_requests`. Then the worker with the next best score is taken. At least
+one worker is at or below the mean, so one is always found. Mode hard ignores load. Source: Mirrokni, Thorup &
+Zadimoghaddam, "Consistent hashing with bounded loads", 2016.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pdserve.router.placement.policies.base import Ask, Choice, Policy
 
 
 class Affinity:
-    """Keeps sessions together; requests that belong to none go where `fallback` says."""
+    """Sends a session to one worker. `fallback` places requests without a session."""
 
     def __init__(self, stickiness: Stickiness, fallback: Policy) -> None:
         self._stickiness = stickiness
@@ -30,8 +31,9 @@ class Affinity:
         self.needs_places = fallback.needs_places
 
     def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
-        """The session's worker unless it is gone or overloaded. Raises NoWorkerError if it is gone and
-        `when_gone` is refuse.
+        """The session's worker, or another one if it is gone or overloaded.
+
+        Raises NoWorkerError if the session's worker is gone and `when_gone` is refuse.
         """
         if ask.session is None:
             return self._fallback.choose(ask, workers)
@@ -54,7 +56,7 @@ class Affinity:
         return Choice(ranked[0], why)
 
     def load_limit(self, workers: Sequence[Worker]) -> float:
-        """Requests at which a worker is overloaded, the one to be placed counted into the mean."""
+        """Number of requests above which a worker is overloaded. The mean includes the new request."""
         if self._stickiness.mode == "hard":
             return float("inf")
         mean = (sum(worker.load for worker in workers) + 1) / len(workers)
@@ -62,7 +64,7 @@ class Affinity:
 
 
 def rendezvous_order(session: str, workers: Sequence[Worker]) -> list[Worker]:
-    """`workers`, best score for the session first; the order does not depend on the order given."""
+    """`workers` by their score for the session, best first. The input order does not matter."""
     prefix = session.encode("utf-8", "surrogatepass") + b"\0"
     return sorted(
         workers, key=lambda w: (xxhash.xxh3_64_intdigest(prefix + w.id.encode()), w.id), reverse=True

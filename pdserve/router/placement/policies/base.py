@@ -1,8 +1,7 @@
-"""What a placement policy is: a pure choice among eligible workers. It suggests; the planner disposes.
+"""The interface of placement policies: a pure choice among eligible workers.
 
-A policy is given workers that may all be used, in a fixed order, never none, and returns one of them with
-the reason. It holds no lock, clock or random source: what is random comes in with the question (`Ask.draw`),
-and so does everything that is known about time.
+A policy gets at least one worker, in a fixed order, and returns one of them with the reason. It uses no
+lock, clock or random source. Randomness (`Ask.draw`) and times are part of its argument.
 
 Policies of other packages are found by name through the entry point group `pdserve.router.policies`. Such an
 entry point is called with `PolicySettings` and returns a `Policy`:
@@ -24,30 +23,30 @@ from pdserve.router.placement.prefix_index import Places
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False):
-    """What a policy is asked: where should this request go?"""
+    """The facts of a request that a policy may use."""
 
     prompt_tokens: int = 0
-    """Estimated."""
+    """Estimated number of tokens."""
     session: str | None = None
-    """The session's name, the same at every router; None: the request belongs to none."""
+    """The session's name, equal at every router. None: the request has no session."""
     last_id: str | None = None
     """The worker of the session's last turn, if known."""
     turn: int = 0
-    """Number of the request at this router: lets equals take turns."""
+    """Number of the request at this router. Policies use it to alternate between equal workers."""
     draw: int = 0
     """A random number of 32 bits."""
     places: Places | None = None
-    """Where the prompt's beginning lives; None: nothing is known, or no policy asks."""
+    """Estimated places of the prompt's prefix. None: unknown, or no policy uses them."""
 
 
 class Choice(NamedTuple):
-    """A worker and why: a word, and figures where there are any, for log line and `x-pdserve-plan`."""
+    """A worker, and the reason as a word and figures for the log line and `x-pdserve-plan`."""
 
     worker: Worker
     reason: str
     figures: str = ""
     cause: str = ""
-    """What made the difference, where `reason` leaves that open: a word for metrics, out of a few."""
+    """A more precise reason for metrics, from a small set of words. Empty: `reason` is used."""
 
     def __str__(self) -> str:
         return f"{self.reason}({self.figures})" if self.figures else self.reason
@@ -57,15 +56,15 @@ class Policy(Protocol):
     """Chooses one of the eligible workers."""
 
     needs_places: bool
-    """Whether it looks at `Ask.places`, which costs some microseconds to make."""
+    """Whether the policy uses `Ask.places`, which costs some microseconds to make."""
 
     def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
-        """One of `workers` (never empty). Raises NoWorkerError if the request must rather wait."""
+        """One of `workers` (never empty). Raises NoWorkerError if none of them may be used."""
         ...
 
 
 class PolicySettings(msgspec.Struct, frozen=True):
-    """What a policy is made from."""
+    """The settings that an entry point gets to make a policy."""
 
     stickiness: Stickiness = Stickiness()
     weights: PlacementSettings = PlacementSettings()

@@ -12,7 +12,7 @@ from pdserve.router.placement.prefix_index import NOTHING, Cached
 
 
 class CacheAware:
-    """The least cost, what each worker is thought to have of the prompt weighed against its load."""
+    """Takes the lowest cost: estimated cached tokens of the prompt against load."""
 
     needs_places = True
     reason = "cache-aware"
@@ -21,7 +21,7 @@ class CacheAware:
         self._weights = settings.weights
 
     def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
-        """The cheapest worker; equals take turns."""
+        """The worker with the lowest cost. Equal workers alternate."""
         count, last_id, weights = len(workers), ask.last_id, self._weights
         best, best_cached, least_ms = workers[0], NOTHING, math.inf
         for i in range(ask.turn, ask.turn + count):
@@ -39,7 +39,7 @@ class CacheAware:
 
 
 class LoadAware(CacheAware):
-    """The least cost with nothing cached: queued tokens, requests and free KV memory."""
+    """Takes the lowest cost without caches: queued tokens, requests and free KV memory."""
 
     needs_places = False
     reason = "load-aware"
@@ -49,7 +49,7 @@ class LoadAware(CacheAware):
 
 
 class PowerOfTwo(LoadAware):
-    """The cheaper by load of two drawn at random: routers that see the same load do not all choose the same.
+    """Takes the less loaded of two workers drawn at random, so several routers do not all choose the same.
 
     Source: Mitzenmacher, "The power of two choices in randomized load balancing", 2001.
     """
@@ -57,7 +57,7 @@ class PowerOfTwo(LoadAware):
     reason = "power-of-two"
 
     def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
-        """One of two different workers, every pair equally likely."""
+        """The better of two different workers. Every pair is equally likely."""
         count = len(workers)
         if count > 2:
             first = ask.draw % count

@@ -1,4 +1,4 @@
-"""The worker with the fewest requests; equals take turns."""
+"""The policy `least_loaded`: the worker with the fewest requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pdserve.router.placement.policies.base import Ask, Choice, PolicySettings
 
 
 class LeastLoaded:
-    """Fewest requests, from this router and, as far as the workers say, from others."""
+    """Counts this router's requests, and those of other routers as far as workers report them."""
 
     needs_places = False
 
@@ -17,7 +17,7 @@ class LeastLoaded:
         pass
 
     def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
-        """The least loaded worker, searched from `turn` on so that equals take turns."""
+        """The least loaded worker. The search starts at `turn`, so equal workers alternate."""
         count = len(workers)
         best = workers[ask.turn % count]
         if count > 1:

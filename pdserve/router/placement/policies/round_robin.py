@@ -1,4 +1,4 @@
-"""Each worker in turn, whatever its load."""
+"""The policy `round_robin`: each worker in turn, independent of load."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pdserve.router.placement.policies.base import Ask, Choice, PolicySettings
 
 
 class RoundRobin:
-    """Request n goes to worker n mod count."""
+    """Sends request n to worker n mod count."""
 
     needs_places = False
 
@@ -17,5 +17,5 @@ class RoundRobin:
         pass
 
     def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
-        """The worker whose turn it is."""
+        """The worker at index `ask.turn` mod count."""
         return Choice(workers[ask.turn % len(workers)], "round-robin")

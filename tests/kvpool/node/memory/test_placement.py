@@ -22,7 +22,7 @@ from pdserve.kvpool.protocol.slot_table import TableLayout
 from pdserve.kvpool.transports.base import Connection
 from pdserve.settings.config_file import load_config
 from tests.support.kvpool.mounts import mounted, set_huge_pages
-from tests.support.kvpool.nodes import get, keys, open_namespace, put, serve_fails, small_config
+from tests.support.kvpool.nodes import get, keys, open_namespace, put, small_config, start_fails
 from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena
 
 MIB = 1 << 20
@@ -109,16 +109,16 @@ def test_pages_of_the_other_kind_are_given_up_and_freed(tmp_path: Path, hugetlbf
 
 
 def test_too_few_huge_pages_are_said_with_what_to_do(tmp_path: Path, hugetlbfs: Path) -> None:
-    wanted = ("--huge-pages", "2MiB", "--huge-pages-dir", str(hugetlbfs), "--slab-bytes", "2MiB")
-    line = serve_fails("--name", "big", "--capacity-bytes", "64MiB", *wanted)
+    sizes = {"capacity_bytes": "64MiB", "slab_bytes": "2MiB"}
+    line = start_fails(huge_pages="2MiB", huge_pages_dir=hugetlbfs, **sizes)
     assert re.search(r"needs 32 huge pages of 2 MiB, \d+ are free: as root, 'echo \d+ > /sys/kernel", line)
     assert list(hugetlbfs.iterdir()) == []
-    assert not (arena_dir() / "big").exists()
+    assert not (arena_dir() / "second").exists()
     arena_dir().rmdir()
 
 
 def test_a_hugetlbfs_that_is_not_there_is_said_with_what_to_do(tmp_path: Path) -> None:
-    line = serve_fails("--huge-pages", "2MiB", "--huge-pages-dir", str(tmp_path))
+    line = start_fails(huge_pages="2MiB", huge_pages_dir=tmp_path)
     assert "is not in a hugetlbfs" in line
     assert "mount -t hugetlbfs -o pagesize=2M" in line
 
@@ -177,9 +177,8 @@ def test_a_tmpfs_that_is_full_while_its_pages_are_touched_is_an_error_and_no_sig
 
 
 def test_advice_is_refused_where_nobody_takes_it() -> None:
-    line = serve_fails("--name", "thp", "--huge-pages", "advise", "--capacity-bytes", "32MiB")
-    assert "remount,huge=advise /dev/shm" in line
-    assert not (arena_dir() / "thp").exists()
+    assert "remount,huge=advise /dev/shm" in start_fails(huge_pages="advise")
+    assert not (arena_dir() / "second").exists()
     arena_dir().rmdir()
 
 
@@ -202,15 +201,9 @@ def test_an_arena_is_bound_to_its_numa_node(tmp_path: Path) -> None:
     arena_dir().rmdir()
 
 
-def test_a_numa_node_that_is_not_there_is_said(start_dir: None) -> None:
-    line = serve_fails("--name", "far", "--numa-node", "77", "--capacity-bytes", "32MiB")
-    assert "numa_node = 77: this machine's NUMA nodes are: 0" in line
-    assert not (arena_dir() / "far").exists()
-
-
-@pytest.fixture
-def start_dir() -> Iterator[None]:
-    yield
+def test_a_numa_node_that_is_not_there_is_said() -> None:
+    assert "numa_node = 77: this machine's NUMA nodes are: 0" in start_fails(numa_node=77)
+    assert not (arena_dir() / "second").exists()
     arena_dir().rmdir()
 
 

@@ -7,20 +7,22 @@ import re
 import threading
 import time
 import urllib.request
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.errors import StartupError
+from pdserve.errors import ConfigError, StartupError
+from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.metrics import server
 from pdserve.kvpool.node.metrics.families import OTHER, Labeller, NodeSnapshot, families
 from pdserve.kvpool.node.metrics.meter import BUCKETS_S, NO_NAMESPACE, LoopLag, Meter, Series
 from pdserve.kvpool.node.metrics.names import METRICS
 from pdserve.kvpool.node.metrics.server import MetricsServer, NodeCollector
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import Member, NamespaceSettings, TierStatus
+from pdserve.settings.config_file import load_config
 from tests.support.kvpool.nodes import PAGE_BYTES, Start, get, keys, open_namespace, put, soon
 
 Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -201,48 +203,38 @@ def test_a_real_node_is_scraped(start: Start) -> None:
     connection.close()
 
 
-def test_an_event_loop_that_is_stuck_is_said_within_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pdserve.kvpool.node.metrics import server
+async def test_an_event_loop_that_is_stuck_is_said_within_a_bounded_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
 
     monkeypatch.setattr(server, "SNAPSHOT_TIMEOUT_S", 0.05)
-
-    async def run() -> None:
-        collector = NodeCollector(asyncio.get_running_loop(), lambda: snapshot(report()), 10)
-        assert len(list(await asyncio.to_thread(collector.collect))) == len(METRICS)
-        stuck: list[object] = []
-        thread = threading.Thread(target=lambda: stuck.extend(collector.collect()))
-        thread.start()
-        thread.join(10)  # the loop does nothing meanwhile
-        assert [family.name for family in stuck] == ["pdserve_pool_responding"]  # type: ignore[attr-defined]
-
-    asyncio.run(run())
+    collector = NodeCollector(asyncio.get_running_loop(), lambda: snapshot(report()), 10)
+    assert len(list(await asyncio.to_thread(collector.collect))) == len(METRICS)
+    stuck: list[object] = []
+    thread = threading.Thread(target=lambda: stuck.extend(collector.collect()))
+    thread.start()
+    thread.join(10)  # the loop does nothing meanwhile
+    assert [family.name for family in stuck] == ["pdserve_pool_responding"]  # type: ignore[attr-defined]
 
 
-def test_a_server_stops_and_its_address_can_be_used_again() -> None:
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        server = MetricsServer("127.0.0.1:0", loop, lambda: snapshot(report()), LoopLag(), 10)
-        address = server.url.removeprefix("http://").removesuffix("/metrics")
-        with pytest.raises(StartupError, match="cannot be served at"):
-            MetricsServer(address, loop, lambda: snapshot(report()), LoopLag(), 10)
-        server.close()
-        deadline = time.monotonic() + 10
-        while True:
-            try:
-                MetricsServer(address, loop, lambda: snapshot(report()), LoopLag(), 10).close()
-                return
-            except StartupError:
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.02)
-
-    asyncio.run(run())
+async def test_a_server_stops_and_its_address_can_be_used_again() -> None:
+    loop = asyncio.get_running_loop()
+    serving = MetricsServer("127.0.0.1:0", loop, lambda: snapshot(report()), LoopLag(), 10)
+    address = serving.url.removeprefix("http://").removesuffix("/metrics")
+    with pytest.raises(StartupError, match="cannot be served at"):
+        MetricsServer(address, loop, lambda: snapshot(report()), LoopLag(), 10)
+    serving.close()
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            MetricsServer(address, loop, lambda: snapshot(report()), LoopLag(), 10).close()
+            return
+        except StartupError:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
 
 
-def test_an_address_that_is_none_is_refused(tmp_path: Path) -> None:
-    from pdserve.errors import ConfigError
-    from pdserve.kvpool.node.config.node import PoolNodeConfig
-    from pdserve.settings.config_file import load_config
-
+def test_an_address_that_is_none_is_refused() -> None:
     for text in ("9100", "host:", "http://h:1", ":1"):
         with pytest.raises(ConfigError, match="host:port"):
             load_config(PoolNodeConfig, None, {"metrics": text})

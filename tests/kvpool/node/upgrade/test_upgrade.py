@@ -11,7 +11,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +36,7 @@ from pdserve.kvpool.protocol.cluster_messages import Drain, Upgrade
 from pdserve.kvpool.protocol.frames import encode_frame
 from pdserve.kvpool.transports.base import Connection
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
+from tests.support.command import pdserve_here
 from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.moving_nodes import Nodes
 from tests.support.kvpool.node_model import key
@@ -67,12 +67,6 @@ def make_node(tmp_path: Path) -> Iterator[Callable[..., ProcessPool]]:
         remove_arena(node.config)
     if arena_dir().exists():
         arena_dir().rmdir()
-
-
-def pdserve(*words: str) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from pdserve.cli import main; main(sys.argv[1:])"
-    command = [sys.executable, "-c", code, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=SOON_S, check=False)
 
 
 def client_of(node: ProcessPool, **options: Any) -> PoolClient:
@@ -161,16 +155,16 @@ class Load:
             self._read(mine)
 
 
-@pytest.mark.parametrize("data_path", ["shm", "ucx"])
+@pytest.mark.parametrize(("data_path", "upgrades"), [("shm", 2), ("ucx", 1)])
 def test_upgrades_under_load_fail_no_operation_and_lose_no_page(
-    make_node: Callable[..., ProcessPool], data_path: str
+    make_node: Callable[..., ProcessPool], data_path: str, upgrades: int
 ) -> None:
     node = make_node(data_path)
     pid, incarnations = node.pid, set()
     client = client_of(node)
     load = Load(client)
     try:
-        for _ in range(2):
+        for _ in range(upgrades):
             load.progress()
             upgrade(node.address, deadline_s=SOON_S)
             report = client.status()["node"]
@@ -180,7 +174,7 @@ def test_upgrades_under_load_fail_no_operation_and_lose_no_page(
     finally:
         load.end()
     assert load.failures == []
-    assert len(incarnations) == 2
+    assert len(incarnations) == upgrades
     assert sum(map(len, load.written)) > 20
     assert client.counters.failures == client.counters.pages_lost == client.counters.pages_corrupt == 0
     assert (node._process.poll(), node.pid) == (None, pid)
@@ -231,9 +225,16 @@ def hung_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     )
 
 
+HARDLY_WAITS_FOR_TIERS = "from pdserve.kvpool.node.tiers import node_tiers; node_tiers.STOP_TIMEOUT_S = 0.2"
+
+
 def test_a_node_with_a_tier_that_hangs_is_upgraded_all_the_same(
-    make_node: Callable[..., ProcessPool], tmp_path: Path, hung_tier: str
+    make_node: Callable[..., ProcessPool],
+    tmp_path: Path,
+    hung_tier: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(ProcessPool, "code", f"{HARDLY_WAITS_FOR_TIERS}; {ProcessPool.code}")
     tier = TierConfig(kind=hung_tier, path=tmp_path / "ssd", capacity_bytes="64MiB", write="all")
     node = make_node(tiers=[tier])
     client = client_of(node)
@@ -655,7 +656,7 @@ def test_a_new_version_that_would_not_start_leaves_the_node_as_it_is(
         (good.replace(f"slab_bytes = {node.config.slab}", "slab_bytes = 2097152"), "made for other sizes"),
     ):
         node._file.write_text(bad)
-        done = pdserve("pool", "upgrade", node.address)
+        done = pdserve_here("pool", "upgrade", node.address)
         assert done.returncode == 1
         assert "is not upgraded" in done.stderr
         assert why in done.stderr
@@ -678,7 +679,7 @@ def test_a_node_that_starts_fresh_and_leaves_nothing_keeps_its_pages_over_an_upg
     node.restart()
     client = client_of(node)
     client.put([key(1)], [page_of(1)])
-    done = pdserve("pool", "upgrade", node.address)
+    done = pdserve_here("pool", "upgrade", node.address)
     assert done.returncode == 0, done.stderr
     assert "was upgraded in" in done.stdout
     page = empty()

@@ -10,14 +10,7 @@ from pdserve.errors import ConfigError
 from pdserve.router.api.errors import NoWorkerError
 from pdserve.router.config.placement import Stickiness
 from pdserve.router.fleet.worker import Worker
-from pdserve.router.placement.policies import (
-    POLICY_NAMES,
-    Ask,
-    Choice,
-    Policy,
-    PolicySettings,
-    make_policy,
-)
+from pdserve.router.placement.policies import POLICY_NAMES, Ask, Choice, Policy, PolicySettings, make_policy
 from pdserve.router.placement.policies.affinity import Affinity, rendezvous_order
 
 LOADS = st.lists(st.integers(0, 50), min_size=1, max_size=12)
@@ -153,9 +146,7 @@ def test_unknown_policy_is_refused_with_the_nearest() -> None:
 
 def test_a_policy_of_another_package_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint(
-        "mine",
-        "pdserve.router.placement.policies.round_robin:RoundRobin",
-        "pdserve.router.policies",
+        "mine", "pdserve.router.placement.policies.round_robin:RoundRobin", "pdserve.router.policies"
     )
     broken = EntryPoint(
         "broken", "pdserve.router.placement.policies.round_robin:Nothing", "pdserve.router.policies"

@@ -1,0 +1,113 @@
+"""Strangers at the control port of a real pool node: they take neither its memory nor its places."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from pdserve.errors import PoolError
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.frames import encode_frame
+from pdserve.kvpool.transports.control import make_hello
+from tests.support.kvpool.connectors import connect
+from tests.support.kvpool.nodes import get, keys, open_namespace, put, raw_socket, small_config, soon
+from tests.support.kvpool.pools import ProcessPool
+
+ADMIN_TOKEN = "the-token-of-this-pools-operator"
+MAX_CONNECTIONS = 32
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
+    directory = tmp_path_factory.mktemp("pool")
+    config = small_config(name="guarded", admin_token=ADMIN_TOKEN, arena_dir=directory / "arena")
+    pool = ProcessPool(config, directory, "shm", f"max_connections = {MAX_CONNECTIONS}\n")
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+@contextlib.contextmanager
+def strangers(pool: ProcessPool, count: int, first_bytes: bytes) -> Iterator[list[socket.socket]]:
+    """So many connections that have sent this."""
+    sockets = []
+    try:
+        for _ in range(count):
+            sock = raw_socket(pool)
+            sockets.append(sock)
+            with contextlib.suppress(OSError):  # the node may have closed it
+                sock.sendall(first_bytes)
+        yield sockets
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+def a_client_with_a_token_works(pool: ProcessPool, seed: int) -> None:
+    connection = connect(pool.address, time.monotonic() + 10, "shm", token=ADMIN_TOKEN)
+    try:
+        namespace, some = open_namespace(connection, "honest"), keys(4, seed)
+        assert put(connection, namespace, some) == some
+        assert get(connection, namespace, some) == some
+    finally:
+        connection.close()
+
+
+def rss_bytes(pool: ProcessPool) -> int:
+    return int(psutil.Process(pool.pid).memory_info().rss)
+
+
+def answer_of(sock: socket.socket) -> bytes:
+    """All that the node says until it hangs up."""
+    said = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := sock.recv(65536):
+            said += piece
+    return said
+
+
+@pytest.mark.parametrize("claimed", [m.MAX_HELLO_BYTES + 1, m.MAX_FRAME_BYTES])
+def test_a_first_frame_longer_than_a_hello_is_refused_by_its_length(pool: ProcessPool, claimed: int) -> None:
+    with raw_socket(pool) as sock:
+        sock.settimeout(10)
+        sock.sendall(claimed.to_bytes(4, "little") + b"\x00" * 100)
+        assert b"bad_frame" in answer_of(sock)
+
+
+def test_half_frames_of_strangers_take_no_memory(pool: ProcessPool) -> None:
+    before = rss_bytes(pool)
+    half = m.MAX_HELLO_BYTES.to_bytes(4, "little") + b"\x00" * (m.MAX_HELLO_BYTES - 1)
+    with strangers(pool, 300, half):
+        a_client_with_a_token_works(pool, 1)
+        assert rss_bytes(pool) - before < 32 * MIB
+
+
+def test_half_frames_of_clients_take_a_bounded_memory(pool: ProcessPool) -> None:
+    before = rss_bytes(pool)
+    hello = encode_frame(make_hello("holder", "", "none", ADMIN_TOKEN))
+    half = hello + m.MAX_FRAME_BYTES.to_bytes(4, "little")
+    with strangers(pool, MAX_CONNECTIONS - 2, half) as sockets:
+        for sock in sockets:  # 120 MB of half frames
+            sock.settimeout(10)
+            with contextlib.suppress(OSError):
+                sock.sendall(b"\x00" * (m.MAX_FRAME_BYTES - 1))
+        a_client_with_a_token_works(pool, 2)
+        assert rss_bytes(pool) - before < 110 * MIB
+
+
+def test_clients_without_a_token_do_not_take_the_places_of_those_with_one(pool: ProcessPool) -> None:
+    hello = encode_frame(make_hello("stranger", "", "none", "a-token-that-nobody-gave-out"))
+    with strangers(pool, 2 * MAX_CONNECTIONS, hello) as sockets:
+        sockets[-1].settimeout(10)
+        assert b"too_many_connections" in answer_of(sockets[-1])
+        for seed in range(3, 8):
+            a_client_with_a_token_works(pool, seed)
+        with pytest.raises(PoolError, match="without a token"):
+            connect(pool.address, soon(), "shm")
