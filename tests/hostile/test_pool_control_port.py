@@ -13,6 +13,7 @@ import pytest
 from pdserve.errors import PoolError
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import encode_frame
+from pdserve.kvpool.protocol.handshake import NONCE_BYTES, without_token
 from pdserve.kvpool.transports.control import make_hello
 from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.nodes import get, keys, open_namespace, put, raw_socket, small_config, soon
@@ -91,7 +92,7 @@ def test_half_frames_of_strangers_take_no_memory(pool: ProcessPool) -> None:
 
 def test_half_frames_of_clients_take_a_bounded_memory(pool: ProcessPool) -> None:
     before = rss_bytes(pool)
-    hello = encode_frame(make_hello("holder", "", "none", ADMIN_TOKEN))
+    hello = encode_frame(make_hello("holder", "", "none", ADMIN_TOKEN))  # as older clients do
     half = hello + m.MAX_FRAME_BYTES.to_bytes(4, "little")
     with strangers(pool, MAX_CONNECTIONS - 2, half) as sockets:
         for sock in sockets:  # 120 MB of half frames
@@ -103,7 +104,7 @@ def test_half_frames_of_clients_take_a_bounded_memory(pool: ProcessPool) -> None
 
 
 def test_clients_without_a_token_do_not_take_the_places_of_those_with_one(pool: ProcessPool) -> None:
-    hello = encode_frame(make_hello("stranger", "", "none", "a-token-that-nobody-gave-out"))
+    hello = encode_frame(make_hello("stranger", "", "none"))
     with strangers(pool, 2 * MAX_CONNECTIONS, hello) as sockets:
         sockets[-1].settimeout(10)
         assert b"too_many_connections" in answer_of(sockets[-1])
@@ -111,3 +112,19 @@ def test_clients_without_a_token_do_not_take_the_places_of_those_with_one(pool: 
             a_client_with_a_token_works(pool, seed)
         with pytest.raises(PoolError, match="without a token"):
             connect(pool.address, soon(), "shm")
+
+
+def test_who_names_a_token_and_does_not_prove_it_is_refused(pool: ProcessPool) -> None:
+    hello = without_token(make_hello("stranger", "", "none", ADMIN_TOKEN), bytes(NONCE_BYTES))
+    for second in (m.Proof(bytes(64)), m.Proof(b""), m.Ping(1), hello):
+        with raw_socket(pool) as sock:
+            sock.settimeout(10)
+            sock.sendall(encode_frame(hello) + encode_frame(second))
+            said = answer_of(sock)
+            assert ADMIN_TOKEN.encode() not in said
+            assert b"bad_token" in said or b"no_hello" in said
+
+
+def test_who_names_a_token_that_is_none_of_the_pools_is_told_so(pool: ProcessPool) -> None:
+    with pytest.raises(PoolError, match="does not know the token"):
+        connect(pool.address, soon(), "shm", token="a-token-that-nobody-gave-out")

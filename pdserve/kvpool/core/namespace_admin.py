@@ -36,6 +36,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
     PutNamespace,
     ReplaceNamespace,
 )
+from pdserve.kvpool.protocol.handshake import key_id
 from pdserve.tokens import same
 
 OnGone: TypeAlias = Callable[[int, list[Action]], int]
@@ -76,6 +77,8 @@ class Administration:
         self._rules = rules
         self._on_gone = on_gone
         self._on_settings = on_settings
+        self._known_tokens: dict[bytes, str] = {}  # digests by key id
+        self._known_revision = -1  # of the namespaces, when `_known_tokens` was made
         self._configure()
         for namespace in namespaces:
             self._settings_changed(namespace)
@@ -129,13 +132,14 @@ class Administration:
         number = getattr(message, "namespace", 0)
         return need is not None and not self.rights(session, number) & need
 
-    def knows(self, token: str) -> bool:
-        """Whether this digest is a token of the node, or of any namespace, for whatever right."""
-        return same(token, self._rules.admin_token) or any(
-            same(token, guard)
-            for record in self.namespaces.registry
-            for guard in access.guards(record.settings)
-        )
+    def token_digest(self, named: bytes) -> str:
+        """The digest of the token with this key id, if it is the node's or any namespace's; else empty."""
+        if self._known_revision != self.namespaces.revision:
+            settings = [self._rules.defaults, *(record.settings for record in self.namespaces.registry)]
+            digests = {self._rules.admin_token, *(guard for one in settings for guard in access.guards(one))}
+            self._known_tokens = {key_id(digest): digest for digest in digests if digest}
+            self._known_revision = self.namespaces.revision
+        return self._known_tokens.get(named, "")
 
     def _is_super(self, session: Session) -> bool:
         return session.peer or same(session.token, self._rules.admin_token)

@@ -244,7 +244,9 @@ class NodeState:
                 out.append(Answer(session.connection, self.status(message.id, now_s, session)))
             case ListPages():
                 out.append(Answer(session.connection, self._list_pages(session, message)))
-            case m.Hello() | GetView() | Gossip() | ProbePeer() | PullPages() | Drain() | Upgrade():
+            case m.Hello() | m.Proof():
+                out.append(Close(session.connection, "a second Hello"))
+            case GetView() | Gossip() | ProbePeer() | PullPages() | Drain() | Upgrade():
                 out.append(Close(session.connection, f"unexpected {type(message).__name__}"))
             case _:
                 assert_never(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import secrets
 from collections.abc import Callable
 
 from pdserve.errors import ConfigError
@@ -14,6 +15,7 @@ from pdserve.kvpool.node.config.namespaces import settings_of, token_digest
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.serving.places import Places
 from pdserve.kvpool.protocol.cluster_messages import View
+from pdserve.kvpool.protocol.handshake import NONCE_BYTES, Challenged, key_id
 from pdserve.kvpool.protocol.messages import (
     PROTOCOL_VERSION,
     ArenaInfo,
@@ -24,7 +26,7 @@ from pdserve.kvpool.protocol.messages import (
     Welcome,
 )
 from pdserve.kvpool.transports.shm import host_id
-from pdserve.tokens import digest
+from pdserve.tokens import digest, same
 
 
 def rules_of(config: PoolNodeConfig) -> Rules:
@@ -50,7 +52,7 @@ def rules_of(config: PoolNodeConfig) -> Rules:
 
 class Admission:
     """Answers Hello. `places`: the node's sockets; `view`: the ring as the node knows it;
-    `is_known(digest)`: whether a token is one of the pool's.
+    `token_digest(key_id)`: the digest of a token of the pool; empty if the key id names none.
     """
 
     def __init__(
@@ -60,15 +62,34 @@ class Admission:
         incarnation: int,
         places: Places,
         view: Callable[[], View],
-        is_known: Callable[[str], bool],
+        token_digest: Callable[[bytes], str],
     ) -> None:
         self._config = config
         self._rules = rules
         self._incarnation = incarnation
         self._host_id = host_id()
         self._places = places
-        self._is_known = is_known
+        self._token_digest = token_digest
         self._view = view
+
+    def challenge(self, hello: Hello) -> Challenged | Fault:
+        """For a client that names a token. A fault if the token is none of the pool's."""
+        found = ""
+        if hello.node and self._config.cluster.token:
+            own = digest(self._config.cluster.token)
+            found = own if key_id(own) == hello.key_id else ""
+        found = found or self._token_digest(hello.key_id)
+        if found:
+            return Challenged(hello, found, self._config.name, secrets.token_bytes(NONCE_BYTES))
+        return self._other_cluster(hello) if hello.node else self._unknown_token(hello)
+
+    def _other_cluster(self, hello: Hello) -> Fault:
+        message = f"node {self._config.name} has another cluster.token than node {hello.node}: give all one"
+        return Fault(0, "bad_token", message)
+
+    def _unknown_token(self, hello: Hello) -> Fault:
+        message = f"node {self._config.name} does not know the token of client {hello.client}"
+        return Fault(0, "bad_token", f"{message}: correct it there, or give it to the pool")
 
     def choose_path(self, connection: int, hello: Hello) -> DataPathName | Fault:
         """How the client of this connection will move pages, or why it cannot be served."""
@@ -80,8 +101,7 @@ class Admission:
             )
             return Fault(0, "protocol_version", message)
         if hello.node and not shows_token(hello, self._config):
-            message = f"node {name} has another cluster.token than node {hello.node}: give all one"
-            return Fault(0, "bad_token", message)
+            return self._other_cluster(hello)
         if not hello.node:
             no_place = self._places.refusal(
                 connection, has_token=self.has_token(hello), tokens_in_use=bool(self._rules.admin_token)
@@ -125,7 +145,10 @@ class Admission:
         """Whether the client shows a token of this pool, for whatever right."""
         if not hello.token:
             return False
-        return is_peer(hello, self._config, self._rules) or self._is_known(digest(hello.token))
+        if is_peer(hello, self._config, self._rules):
+            return True
+        presented = digest(hello.token)
+        return same(presented, self._token_digest(key_id(presented)))
 
     def connected(self, number: int, hello: Hello, path: DataPathName) -> Connected:
         """The event that a client has shaken hands."""

@@ -65,6 +65,7 @@ from pdserve.kvpool.node.upgrade.handover import Handover
 from pdserve.kvpool.node.upgrade.upgrader import Upgrader
 from pdserve.kvpool.protocol.address import is_remote
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, PullPages, Upgrade
+from pdserve.kvpool.protocol.handshake import Challenged
 from pdserve.kvpool.protocol.messages import (
     DataPathName,
     Fault,
@@ -107,7 +108,7 @@ class PoolNode:
             self.incarnation,
             self.places,
             lambda: self.gossip.view,
-            lambda token: self.state.administration.knows(token),
+            lambda key_id: self.state.administration.token_digest(key_id),
         )
         self._upgrader = Upgrader(self)
         self.handover: Handover | None = None  # set: another program is to take this process over
@@ -449,6 +450,10 @@ class PoolNode:
     def _accept(self) -> ClientConnection:
         self._last_connection += 1
         return ClientConnection(self, self._last_connection)
+
+    def challenge(self, hello: Hello) -> Challenged | Fault:
+        """For a client that names a token."""
+        return self._admission.challenge(hello)
 
     def choose_path(self, connection: int, hello: Hello) -> DataPathName | Fault:
         """How this client will move pages, or why it cannot be served."""

@@ -6,6 +6,8 @@ here. They go through mapped memory or UCX; these messages say where.
 
     client                    node
     Hello              ->     Welcome, or Fault and close
+    Hello with key_id  ->     Challenge, or Fault and close
+    Proof              ->     Welcome, or Fault and close
     request(id)        ->     reply(id), or Fault(id); any number in flight, replies in any order
     Abort, Release     ->     (no reply)
 
@@ -70,7 +72,7 @@ ALL: Final = READ | WRITE | ADMIN
 
 class Hello(Message, tag=1, frozen=True):
     """First frame of a client. `host_id` names the machine (boot id): both sides see whether mapping can
-    work.
+    work. `key_id` names the token that the client is going to prove (handshake.py); `token` stays empty then.
     """
 
     version: int
@@ -78,9 +80,27 @@ class Hello(Message, tag=1, frozen=True):
     pid: int
     host_id: str
     data_path: DataPathChoice = "auto"
-    token: str = ""
+    token: str = ""  # older clients sent it
     views: bool = False  # send a View whenever the ring changes
     node: str = ""  # the pool node that this client is, if it is one
+    key_id: bytes = b""
+    nonce: bytes = b""
+
+
+class Challenge(Message, tag=5, frozen=True):
+    """The node's answer to a Hello that names a token: it knows the token, and the client is to prove the
+    same (handshake.py).
+    """
+
+    node: str
+    nonce: bytes
+    proof: bytes
+
+
+class Proof(Message, tag=6, frozen=True):
+    """The client's second frame, after a Challenge. The answer is Welcome, or Fault and close."""
+
+    masked_token: bytes
 
 
 class ArenaInfo(Message, tag=91, frozen=True):
@@ -352,6 +372,7 @@ class StatusReport(Message, tag=28, frozen=True):
 
 Request: TypeAlias = (
     Hello
+    | Proof
     | OpenNamespace
     | Exists
     | Reserve
@@ -368,5 +389,15 @@ Request: TypeAlias = (
     | ClusterRequest
 )
 Reply: TypeAlias = (
-    Welcome | Fault | Done | Opened | Present | Reserved | Committed | Got | StatusReport | ClusterReply
+    Welcome
+    | Challenge
+    | Fault
+    | Done
+    | Opened
+    | Present
+    | Reserved
+    | Committed
+    | Got
+    | StatusReport
+    | ClusterReply
 )

@@ -21,6 +21,7 @@ from pdserve.kvpool.transports.session import (
     Event,
     Greeted,
     OnView,
+    Proving,
     ViewPushed,
     gone,
 )
@@ -163,6 +164,8 @@ class AsyncControl:
                 case ViewPushed(view):
                     if self._on_view is not None:
                         self._on_view(self.welcome, view)
+                case Proving(data):
+                    self._writer.write(data)
                 case Greeted():
                     if not self._greeted.done():
                         self._greeted.set_result(None)

@@ -18,6 +18,7 @@ from pdserve.kvpool.transports.session import (
     ControlSession,
     Event,
     OnView,
+    Proving,
     ViewPushed,
     make_hello,
 )
@@ -161,7 +162,10 @@ class ControlChannel:
             raise self._fail(PoolTimeout(f"pool node {self._address} did not answer in time")) from error
         except OSError as error:
             raise self._fail(PoolUnavailable(f"pool node {self._address} went away: {error}")) from error
-        self._take(self._session.receive(data))
+        for event in (events := self._session.receive(data)):
+            if isinstance(event, Proving):
+                self._send(event.data, deadline_s)
+        self._take(events)
 
     def _take(self, events: list[Event]) -> None:
         for event in events:

@@ -1,10 +1,14 @@
 """The protocol of a client's control connection, without a socket: bytes in, typed events out (as in h11).
 
-The client sends Hello, and the node's first message answers it. Every later request has an id, and replies
-arrive in any order. A message with id 0 is pushed by the node.
+The client sends Hello, and the node answers it. Every later request has an id, and replies arrive in any
+order. A message with id 0 is pushed by the node. A client with a token talks only to a node that has proved
+to know the token, and proves the same in turn (handshake.py).
 
     state       message of the node               event                     next state
-    GREETING    Welcome                           Greeted                   OPEN
+    GREETING    Challenge, with a right proof     Proving                   GREETING
+                Challenge, with a wrong proof     Ended(PoolRefused)        ENDED
+                Welcome, and nothing to prove     Greeted                   OPEN
+                Welcome, and nothing proved       Ended(PoolRefused)        ENDED
                 Fault "upgrading", "stopping"     Ended(PoolRestarting)     ENDED
                 another Fault                     Ended(PoolRefused)        ENDED
                 anything else                     Ended(FrameError)         ENDED
@@ -26,6 +30,7 @@ wait, and pass events on. Deadlines and the data path are outside this module.
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
@@ -34,9 +39,11 @@ import msgspec
 from pdserve.errors import FrameError, PoolError, PoolRefused, PoolRestarting, PoolUnavailable
 from pdserve.kvpool.protocol.cluster_messages import View
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_reply, encode_frame
+from pdserve.kvpool.protocol.handshake import NONCE_BYTES, prove, without_token
 from pdserve.kvpool.protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
+    Challenge,
     DataPathChoice,
     Fault,
     Hello,
@@ -46,12 +53,22 @@ from pdserve.kvpool.protocol.messages import (
     Welcome,
 )
 
+_UNPROVED: Final = (
+    "pool node {address} does not prove that it knows our token: it has no tokens, or is older than this "
+    "version; give it the token or upgrade it, or leave the token out here"
+)
 NO_REPLY: Final = (Abort, Release)
 RESTARTING: Final = frozenset({"upgrading", "stopping"})  # Fault codes of a node that restarts soon
 
 
+class Proving(msgspec.Struct, frozen=True):
+    """The node has proved that it knows our token. These bytes, to be sent now, prove that we know it."""
+
+    data: bytes
+
+
 class Greeted(msgspec.Struct, frozen=True):
-    """The node accepted the Hello. This event comes once, before all others except Ended."""
+    """The node accepted us. This event comes once, before all others except Proving and Ended."""
 
     welcome: Welcome
 
@@ -76,7 +93,7 @@ class Ended(msgspec.Struct, frozen=True):
     fault: Fault | None = None
 
 
-Event: TypeAlias = Greeted | Answered | ViewPushed | Ended
+Event: TypeAlias = Proving | Greeted | Answered | ViewPushed | Ended
 
 
 class ControlSession:
@@ -84,7 +101,10 @@ class ControlSession:
 
     def __init__(self, address: str, hello: Hello) -> None:
         self.address = address
-        self.greeting = encode_frame(hello)  # the first bytes to send
+        self._token = hello.token
+        self._hello = without_token(hello, secrets.token_bytes(NONCE_BYTES))
+        self._proved = not hello.token  # or there is nothing to prove
+        self.greeting = encode_frame(self._hello)  # the first bytes to send
         self.ended: PoolError | None = None
         self._welcome: Welcome | None = None
         self._frames = FrameBuffer()
@@ -151,7 +171,11 @@ class ControlSession:
         return self._end(FrameError(f"pool node {self.address} answered request {reply_id}, never sent"))
 
     def _greet(self, reply: Reply) -> Event:
+        if isinstance(reply, Challenge) and not self._proved:
+            return self._prove(reply)
         if isinstance(reply, Welcome):
+            if not self._proved:
+                return self._end(PoolRefused(_UNPROVED.format(address=self.address)))
             self._welcome = reply
             return Greeted(reply)
         if not isinstance(reply, Fault):
@@ -161,6 +185,14 @@ class ControlSession:
             return self._end(hung_up(self.address, reply), reply)
         text = f"pool node {self.address} refused the connection: {reply.message}"
         return self._end(PoolRefused(text), reply)
+
+    def _prove(self, asked: Challenge) -> Event:
+        try:
+            proof = prove(self._hello, asked, self._token)
+        except PoolRefused as error:
+            return self._end(error)
+        self._proved = True
+        return Proving(encode_frame(proof))
 
     def _end(self, error: PoolError, fault: Fault | None = None) -> Ended:
         self.ended = error

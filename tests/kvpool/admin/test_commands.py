@@ -20,6 +20,8 @@ from pdserve.kvpool.admin.sampling import Rates, add, rates
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE, DEAD, LEAVING, LEFT, Drain, Member, Upgrade
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_frame
+from pdserve.kvpool.protocol.handshake import NONCE_BYTES, Challenged
+from pdserve.tokens import digest
 from tests.support.command import Done, pdserve_here
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.nodes import Start, get, keys, open_namespace, put, soon
@@ -193,12 +195,15 @@ def test_what_cannot_be_done_is_one_line_and_an_exit_status(words: tuple[str, ..
 # --- drain, against a node that says what the test lets it
 
 
+TOKEN = "the operator's token"
+
+
 class ScriptedNode:
-    """Greets, and answers each request by `answer(request)`; a None hangs up."""
+    """Greets who has TOKEN, and answers each request by `answer(request)`; a None hangs up."""
 
     def __init__(self, path: Path, answer: Callable[[m.Request], m.Reply | None]) -> None:
         self.address = f"unix:{path}"
-        self.tokens: list[str] = []
+        self.proofs = 0  # of TOKEN
         self._answer = answer
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
@@ -219,9 +224,14 @@ class ScriptedNode:
             while data := sock.recv(65536):
                 for body in frames.feed(data):
                     request = decode_request(body)
-                    if isinstance(request, m.Hello):
-                        self.tokens.append(request.token)
-                        reply: m.Reply | None = m.Welcome(m.PROTOCOL_VERSION, "n", 1, "h", "none", 1.0)
+                    reply: m.Reply | None
+                    if isinstance(request, m.Hello) and request.key_id:
+                        challenged = Challenged(request, digest(TOKEN), "n", bytes(NONCE_BYTES))
+                        reply = challenged.challenge
+                    elif isinstance(request, m.Hello | m.Proof):
+                        if isinstance(request, m.Proof):
+                            self.proofs += challenged.accept(request) is not None
+                        reply = m.Welcome(m.PROTOCOL_VERSION, "n", 1, "h", "none", 1.0)
                     else:
                         reply = self._answer(request)
                     if reply is None:
@@ -258,7 +268,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
 def follow(node: ScriptedNode, deadline_s: float = 10.0) -> tuple[list[str], list[str]]:
     lines: list[str] = []
-    asking = Asking(node.address, False, "secret", 5.0)
+    asking = Asking(node.address, False, TOKEN, 5.0)
     with asking.node() as client:
         others = drain_module.follow(client, asking, soon(deadline_s), lines.append)
     return others, lines
@@ -304,7 +314,7 @@ def test_a_draining_node_that_goes_away_is_looked_up_at_another(
     else:
         with pytest.raises(drain_module.PoolRefused, match="went away before it had left"):
             follow(scripted("n", answer))
-    assert other.tokens == ["secret"]
+    assert other.proofs == 1
 
 
 def test_a_node_that_stays_in_the_ring_after_all_ends_the_drain(
@@ -340,12 +350,12 @@ def test_the_drain_command_says_what_became_of_it(scripted: Callable[..., Script
         return report(request.id, 0, [member("n", LEFT if drained else ACTIVE), member("o", ACTIVE)])
 
     node = scripted("n", answer)
-    assert "n has left after" in run("drain", "--token", "secret", node.address).stdout
-    found = json.loads(run("drain", "--token", "secret", "--json", node.address).stdout)
+    assert "n has left after" in run("drain", "--token", TOKEN, node.address).stdout
+    found = json.loads(run("drain", "--token", TOKEN, "--json", node.address).stdout)
     assert found["left"] is True
     assert found["others"] == ["o"]
     assert len(drained) == 2
-    assert set(node.tokens) == {"secret"}
+    assert node.proofs == 2
 
 
 def test_the_upgrade_command_waits_until_another_incarnation_answers(

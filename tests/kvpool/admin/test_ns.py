@@ -80,7 +80,7 @@ def pool(tmp_path: Path) -> Iterator[Locals]:
 
 
 def test_each_token_opens_its_doors_and_a_reader_keeps_its_connection(guarded: LocalNode) -> None:
-    writer, reader, stranger = (client(guarded, "tenant", token) for token in ("w", "r", "a guess"))
+    writer, reader, stranger = (client(guarded, "tenant", token) for token in ("w", "r", ""))
     some = keys(4)
     assert put(writer, some) == [True] * 4
     assert get(reader, some) == [True] * 4
@@ -91,8 +91,12 @@ def test_each_token_opens_its_doors_and_a_reader_keeps_its_connection(guarded: L
     assert get(stranger, some) == [False] * 4
     assert isinstance(error, PoolRefused)
     assert "read token" in str(error)
+    guesser = client(guarded, "tenant", "a guess")
+    [error] = guesser.check().values()
+    assert isinstance(error, PoolRefused)
+    assert "does not know the token" in str(error)
     assert "a guess" not in str(error)
-    for each in (writer, reader, stranger):
+    for each in (writer, reader, stranger, guesser):
         each.close()
 
 

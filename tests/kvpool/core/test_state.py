@@ -339,7 +339,7 @@ def test_ucx_leases_that_end_together_cancel_their_sends_at_once() -> None:
 def test_a_second_hello_closes_the_connection() -> None:
     node = Node()
     c = node.connect()
-    assert node.send(c, m.Hello(1, "x", 1, "h")) == [Close(c, "unexpected Hello")]
+    assert node.send(c, m.Hello(1, "x", 1, "h")) == [Close(c, "a second Hello")]
 
 
 def test_requests_of_a_closed_connection_are_passed_over() -> None:

@@ -12,9 +12,20 @@ from pdserve.errors import FrameError, PoolError, PoolRefused, PoolRestarting, P
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import GetView, View
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_frame
-from pdserve.kvpool.transports.session import ControlSession, Event, make_hello
+from pdserve.kvpool.protocol.handshake import NONCE_BYTES, Challenged
+from pdserve.kvpool.transports.session import (
+    ControlSession,
+    Ended,
+    Event,
+    Greeted,
+    Proving,
+    make_hello,
+)
+from pdserve.tokens import digest
 
-HELLO = make_hello("test", "host", "auto", "secret", views=True)
+HELLO = make_hello("test", "host", "auto", views=True)
+TOKEN = "the token of this pool"
+WITH_TOKEN = make_hello("test", "host", "auto", TOKEN)
 WELCOME = m.Welcome(m.PROTOCOL_VERSION, "node", 1, "host", "shm", 30.0)
 SENT = 6  # requests 1 to 6 are sent after the greeting
 
@@ -179,3 +190,44 @@ def test_what_is_sent_are_the_frames_of_the_protocol() -> None:
     events = feed(session, [b"".join(encode_frame(reply) for reply in answers)])
     assert kinds(events) == ["Greeted", "Answered", "ViewPushed", "Answered"]
     assert kinds(feed(session, [encode_frame(m.Done(1))])) == ["FrameError"], "a reply comes once"
+
+
+def challenged(session: ControlSession, token: str) -> Challenged:
+    """The node's side after our Hello, where it knows this token."""
+    [hello] = [decode_request(body) for body in FrameBuffer().feed(session.greeting)]
+    assert isinstance(hello, m.Hello)
+    return Challenged(hello, digest(token), "node", bytes(NONCE_BYTES))
+
+
+def test_a_node_that_proves_to_know_the_token_gets_the_proof_of_it() -> None:
+    session = ControlSession("unix:/s", WITH_TOKEN)
+    node = challenged(session, TOKEN)
+    [proving] = session.receive(encode_frame(node.challenge))
+    assert isinstance(proving, Proving)
+    [proof] = [decode_request(body) for body in FrameBuffer().feed(proving.data)]
+    assert isinstance(proof, m.Proof)
+    accepted = node.accept(proof)
+    assert accepted is not None
+    assert accepted.token == TOKEN
+    assert not session.greeted
+    assert session.receive(encode_frame(WELCOME)) == [Greeted(WELCOME)]
+
+
+@pytest.mark.parametrize("answers", ["a welcome", "a false challenge", "two challenges"])
+def test_a_node_that_does_not_prove_to_know_the_token_is_refused(answers: str) -> None:
+    session = ControlSession("unix:/s", WITH_TOKEN)
+    right = challenged(session, TOKEN).challenge
+    false = challenged(session, "another token").challenge
+    said = {"a welcome": [WELCOME], "a false challenge": [false, WELCOME], "two challenges": [right, right]}
+    events = session.receive(b"".join(encode_frame(reply) for reply in said[answers]))
+    assert isinstance(events[-1], Ended)
+    assert not session.greeted
+    assert type(session.ended) is (FrameError if answers == "two challenges" else PoolRefused)
+    sent = b"".join(event.data for event in events if isinstance(event, Proving))
+    assert bool(sent) == (answers == "two challenges")
+
+
+def test_a_node_that_asks_for_a_token_that_there_is_not_breaks_the_protocol() -> None:
+    session = session_of()
+    session.receive(encode_frame(m.Challenge("node", bytes(NONCE_BYTES), bytes(32))))
+    assert isinstance(session.ended, FrameError)

@@ -18,7 +18,12 @@ STATE = c.ClusterState(
 )
 
 GOLDEN: list[tuple[Struct, str]] = [
-    (m.Hello(1, "w", 7, "host", "shm", "tok"), "15000000990101a17707a4686f7374a373686da3746f6bc2a0"),
+    (
+        m.Hello(1, "w", 7, "host", "shm", "", False, "", b"id", b"no"),
+        "1a0000009b0101a17707a4686f7374a373686da0c2a0c4026964c4026e6f",
+    ),
+    (m.Challenge("n0", b"no", b"pr"), "0d0000009405a26e30c4026e6fc4027072"),
+    (m.Proof(b"to"), "060000009206c402746f"),
     (
         m.Welcome(
             1,

@@ -17,12 +17,14 @@ from typing import Final, Protocol, cast
 from pdserve.errors import FrameError
 from pdserve.kvpool.node.metrics.meter import Meter, Open
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_frame
+from pdserve.kvpool.protocol.handshake import Challenged
 from pdserve.kvpool.protocol.messages import (
     MAX_FRAME_BYTES,
     MAX_HELLO_BYTES,
     DataPathName,
     Fault,
     Hello,
+    Proof,
     Reply,
     Request,
     UcxInfo,
@@ -58,6 +60,10 @@ class Host(Protocol):
 
     def closed(self) -> None:
         """A socket was closed."""
+        ...
+
+    def challenge(self, hello: Hello) -> Challenged | Fault:
+        """What a client must prove that names a token, or why it cannot be served."""
         ...
 
     def choose_path(self, connection: int, hello: Hello) -> DataPathName | Fault:
@@ -96,6 +102,7 @@ class ClientConnection(asyncio.Protocol):
         self._client = "a client that has not said hello"
         self._greeted = False
         self.hello: Hello | None = None  # of a client that shook hands
+        self._challenged: Challenged | None = None  # until the client has proved its token
         self._greeting: asyncio.Task[None] | None = None  # while UCX is made ready for the client
         self._closed_by_us = False
         self._paused = False
@@ -201,16 +208,35 @@ class ClientConnection(asyncio.Protocol):
                 self._open[request_id] = self._node.meter.begin(message, since_s)
             self._node.received(self, message)
             return
-        if not isinstance(message, Hello) or self._greeting is not None:
+        if self._challenged is not None and isinstance(message, Proof):
+            proved = self._challenged.accept(message)
+            self._challenged = None
+            if proved is None:
+                self.refuse(Fault(0, "bad_token", "the proof of the token is wrong"))
+            else:
+                self._admit(proved)
+            return
+        if not isinstance(message, Hello) or self._greeting is not None or self._challenged is not None:
             self.refuse(Fault(0, "no_hello", "the first message of a connection must be Hello"))
             return
         name = "".join(c if c.isprintable() else "?" for c in message.client[:MAX_CLIENT_CHARS])
         self._client = f"{name} (pid {message.pid})"
-        path = self._node.choose_path(self.number, message)
+        if not message.key_id:
+            self._admit(message)
+            return
+        asked = self._node.challenge(message)
+        if isinstance(asked, Fault):
+            self.refuse(asked)
+            return
+        self._challenged = asked
+        self.send(asked.challenge)
+
+    def _admit(self, hello: Hello) -> None:
+        path = self._node.choose_path(self.number, hello)
         if path == "ucx":
-            self._greeting = asyncio.get_running_loop().create_task(self._greet_ucx(message))
+            self._greeting = asyncio.get_running_loop().create_task(self._greet_ucx(hello))
         else:
-            self._greet(message, path, None)
+            self._greet(hello, path, None)
 
     def _greet(self, hello: Hello, path: DataPathName | Fault, ucx: UcxInfo | None) -> None:
         if isinstance(path, Fault):
