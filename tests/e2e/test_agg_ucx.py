@@ -2,7 +2,8 @@
 in bfloat16.
 
 In bfloat16 near ties flip between a cold and a cached run, so what is compared is the log-probability of
-given tokens that follow a prompt, not generated text. Checksums are off, so that the check can be
+given tokens that follow a prompt, not generated text. It is the same with pages from the pool as with the
+worker's own. Checksums are off, so that the check can be
 shown to fail.
 """
 
@@ -18,12 +19,16 @@ import pytest
 from pdserve.pages import page_hashes
 from tests.support.e2e.arena import flip, page_offset
 from tests.support.e2e.cluster import PoolNode, Worker, eventually, http
-from tests.support.e2e.prompts import LOGPROB_TOLERANCE, PAGE, token_ids
+from tests.support.e2e.prompts import PAGE, token_ids
 from tests.support.e2e.site import Site
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 FORCED = 16
+SAME_SHAPES = 1e-6
+"""Of log-probabilities where the same number of tokens was computed."""
+OTHER_SHAPES = 0.1
+"""Where not: a processor's kernels for bfloat16 round otherwise in other shapes. One step at 12 is 0.06."""
 LENGTHS = (64, 65, 200, 640, 1000, 2000)
 
 
@@ -63,17 +68,21 @@ def is_pulled_whole(worker: Worker, prompt: list[int], forced: list[int]) -> boo
     return bool(meta["cached_tokens"] == len(prompt) // PAGE * PAGE)
 
 
-def test_forced_tokens_are_as_likely_from_the_pool_as_cold(agg: Agg) -> None:
+def test_forced_tokens_are_as_likely_from_the_pool_as_from_the_workers_own_memory_and_cold(agg: Agg) -> None:
     prompts = [token_ids(300 + length, length) for length in LENGTHS]
     forced = [token_ids(700 + length, FORCED) for length in LENGTHS]
     cold = [forced_logprobs(agg.worker, p, f)[0] for p, f in zip(prompts, forced, strict=True)]
+    warm = [forced_logprobs(agg.worker, p, f) for p, f in zip(prompts, forced, strict=True)]
     pages = sum((length + FORCED) // PAGE for length in LENGTHS)
     eventually(lambda: sum(pool.status().pages for pool in agg.pools) >= pages, "all pages stored", 20.0)
     agg.worker.flush()
-    for prompt, tokens, expected in zip(prompts, forced, cold, strict=True):
+    for i, (prompt, tokens) in enumerate(zip(prompts, forced, strict=True)):
         logprobs, meta = forced_logprobs(agg.worker, prompt, tokens)
-        assert len(logprobs) == len(expected) >= FORCED - 1
-        assert apart(logprobs, expected) <= LOGPROB_TOLERANCE, f"{len(prompt)} tokens"
+        own, own_meta = warm[i]
+        assert len(logprobs) == len(cold[i]) >= FORCED - 1
+        assert meta["cached_tokens"] == own_meta["cached_tokens"], "computed in the same shapes"
+        assert apart(logprobs, own) <= SAME_SHAPES, f"{len(prompt)} tokens"
+        assert apart(logprobs, cold[i]) <= OTHER_SHAPES, f"{len(prompt)} tokens"
         assert meta["cached_tokens_details"]["storage"] == len(prompt) // PAGE * PAGE
 
 
@@ -92,7 +101,7 @@ def test_a_dead_node_costs_its_pages_only_and_the_answer_is_the_same(agg: Agg) -
     agg.worker.flush()
     agg.pools[1].kill()
     logprobs, meta = forced_logprobs(agg.worker, prompt, forced)
-    assert apart(logprobs, expected) <= LOGPROB_TOLERANCE
+    assert apart(logprobs, expected) <= OTHER_SHAPES
     assert meta["cached_tokens"] < len(prompt) // PAGE * PAGE
     agg.pools[1].start()
 
@@ -123,7 +132,7 @@ def test_the_check_fails_when_a_page_is_wrong(agg: Agg) -> None:
     agg.worker.flush()
     wrong, _ = forced_logprobs(agg.worker, prompt, forced)
     flip(arena, offset, sum(segments))
-    assert apart(wrong, expected) > LOGPROB_TOLERANCE
+    assert apart(wrong, expected) > 10 * OTHER_SHAPES
 
 
 def test_the_worker_says_who_it_is(agg: Agg) -> None:

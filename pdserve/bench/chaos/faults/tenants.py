@@ -20,7 +20,7 @@ from pdserve.bench.chaos.records import Dropped, Intruded, Lost, Overshot
 from pdserve.bench.chaos.worker import GEOMETRY, NAMESPACE, READ_TOKEN, WRITE_TOKEN
 from pdserve.bench.dice import Dice
 from pdserve.bench.node_processes import NodeProcess
-from pdserve.errors import PoolError
+from pdserve.errors import PoolError, PoolRefused
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import (
@@ -175,11 +175,13 @@ def intrude(field: Field, fault: Fault) -> None:
 
 
 def _answer(node: NodeProcess, token: str, make: Callable[[int], m.Request]) -> m.Reply | None:
-    """Of a connection of its own; None when the node went away."""
+    """Of a connection of its own, or why there is none; None when the node went away."""
     deadline = time.monotonic() + 2.0
     try:
         hello = make_hello("chaos-intruder", host_id(), "shm", token)
         channel = ControlChannel.connect(node.address, hello, deadline)
+    except PoolRefused as error:
+        return m.Fault(1, "access_denied", str(error))
     except PoolError:
         return None
     try:
