@@ -14,6 +14,7 @@ from pdserve.kvpool.namespaces.validation import check_settings
 from pdserve.kvpool.node.config.namespaces import settings_of, token_digest
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.serving.places import Places
+from pdserve.kvpool.protocol.address import is_loopback
 from pdserve.kvpool.protocol.cluster_messages import View
 from pdserve.kvpool.protocol.handshake import NONCE_BYTES, Challenged, key_id
 from pdserve.kvpool.protocol.messages import (
@@ -91,8 +92,10 @@ class Admission:
         message = f"node {self._config.name} does not know the token of client {hello.client}"
         return Fault(0, "bad_token", f"{message}: correct it there, or give it to the pool")
 
-    def choose_path(self, connection: int, hello: Hello) -> DataPathName | Fault:
-        """How the client of this connection will move pages, or why it cannot be served."""
+    def choose_path(self, connection: int, address: str, hello: Hello) -> DataPathName | Fault:
+        """How the client of this connection will move pages, or why it cannot be served. `address`: the
+        client's IP address, or "uid N" for a Unix socket.
+        """
         name = self._config.name
         if hello.version != PROTOCOL_VERSION:
             message = (
@@ -119,10 +122,27 @@ class Admission:
             )
             return Fault(0, "data_path", message)
         if hello.data_path in ("auto", "ucx"):
-            if self._config.ucx.enabled:
-                return "ucx"
-            return Fault(0, "data_path", f"node {name} has UCX off, which client {hello.client} needs")
+            no_ucx = self._no_ucx(address, hello)
+            return Fault(0, "data_path", f"node {name} {no_ucx}") if no_ucx else "ucx"
         return Fault(0, "data_path", f"{hello.data_path} does not go over a socket")
+
+    def _no_ucx(self, address: str, hello: Hello) -> str:
+        """Why this client gets no UCX; empty if it gets it.
+
+        Whoever reaches a port of UCX can write the memory of this process, so strangers get no such port.
+        """
+        ucx = self._config.ucx
+        if not ucx.enabled:
+            return f"has UCX off, which client {hello.client} needs"
+        is_local = address.startswith("uid ") or is_loopback(address)
+        if not is_local and not ucx.trusted_network:
+            return (
+                f"offers no UCX to other hosts, like that of client {hello.client}: where everyone who "
+                "reaches the node's ports may write its memory, set ucx.trusted_network = true on it"
+            )
+        if self._rules.admin_token and not self.has_token(hello):
+            return f"offers UCX only to clients with a token, unlike client {hello.client}"
+        return ""
 
     def welcome(self, path: DataPathName, arena: ArenaInfo | None, ucx: UcxInfo | None) -> Welcome:
         """The answer to a Hello."""

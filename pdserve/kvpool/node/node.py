@@ -197,7 +197,7 @@ class PoolNode:
             self._upgrader.on_serving(self._inherited)
         if self.config.ucx.enabled:
             remote = any(is_remote(address) for address in self.config.listen)
-            self._ucx.prepare(at_once=remote or ucx_was_used)
+            self._ucx.prepare(at_once=(remote and self.config.ucx.trusted_network) or ucx_was_used)
 
     async def _leave_pool(self) -> None:
         self._stopped = True
@@ -455,9 +455,9 @@ class PoolNode:
         """For a client that names a token."""
         return self._admission.challenge(hello)
 
-    def choose_path(self, connection: int, hello: Hello) -> DataPathName | Fault:
+    def choose_path(self, connection: int, address: str, hello: Hello) -> DataPathName | Fault:
         """How this client will move pages, or why it cannot be served."""
-        return self._upgrader.goodbye_fault or self._admission.choose_path(connection, hello)
+        return self._upgrader.goodbye_fault or self._admission.choose_path(connection, address, hello)
 
     def welcome(self, path: DataPathName, ucx: UcxInfo | None) -> Welcome:
         """The answer to a Hello."""

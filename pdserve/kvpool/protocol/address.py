@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 
 from pdserve.errors import (
     ConfigError,
 )
+
+LOOPBACK_DEVICE = "lo"
 
 
 @dataclass(frozen=True)
@@ -38,4 +41,14 @@ def parse_address(address: str) -> UnixAddress | TcpAddress:
 def is_remote(address: str) -> bool:
     """Whether clients on other hosts can connect to it."""
     parsed = parse_address(address)
-    return isinstance(parsed, TcpAddress) and not parsed.host.startswith(("127.", "localhost", "::1"))
+    return isinstance(parsed, TcpAddress) and not is_loopback(parsed.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches it. `host`: a name or an address."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback

@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from pdserve.errors import PoolTimeout, PoolUnavailable, StartupError
+from pdserve.kvpool.protocol.address import LOOPBACK_DEVICE, is_loopback
 from pdserve.kvpool.protocol.messages import (
     Abort,
     Get,
@@ -80,6 +81,9 @@ class UcxConnection:
             if info is None:
                 raise PoolUnavailable(f"pool node {channel.welcome.node} offers no UCX to this client")
             library = UcxLibrary()
+            host = info.host or channel.peer_host
+            if is_loopback(host):  # whoever reaches a port of UCX may write our memory
+                options = {"NET_DEVICES": LOOPBACK_DEVICE, **options}
             # UCXX's contexts may not share workers between threads, so each connection has its own
             link = UcxLink(library, library.context(options))
         except StartupError as error:
@@ -90,7 +94,7 @@ class UcxConnection:
             raise
         connection = cls(channel, link, checksum)
         try:
-            connection._greet(info, info.host or channel.peer_host, deadline_s)
+            connection._greet(info, host, deadline_s)
         except BaseException:
             connection.close()
             raise

@@ -13,7 +13,7 @@ from pdserve.errors import ConfigError
 from pdserve.kvpool.node.config.cluster import ClusterConfig, MovingConfig, ReplicasConfig
 from pdserve.kvpool.node.config.namespaces import NamespaceConfig, NamespaceDefaults
 from pdserve.kvpool.node.memory.placement import Placement
-from pdserve.kvpool.protocol.address import TcpAddress, parse_address
+from pdserve.kvpool.protocol.address import LOOPBACK_DEVICE, TcpAddress, parse_address
 from pdserve.kvpool.protocol.messages import MAX_SEGMENTS
 from pdserve.logs import LogFormat, LogLevel
 from pdserve.sizes import parse_bytes as parse_bytes
@@ -26,6 +26,27 @@ class UcxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The data path to clients on other hosts."""
 
     enabled: Annotated[bool, Meta(description="Offer UCX to clients that cannot map the arena.")] = True
+    trusted_network: Annotated[
+        bool,
+        Meta(
+            description="Offer UCX to clients on other hosts. Everyone who reaches UCX's ports can write "
+            "this process's memory, without any token."
+        ),
+    ] = False
+    devices: Annotated[
+        str,
+        Meta(
+            description="Network devices for UCX, like `eth1` or `mlx5_0:1`, with commas between them. "
+            "Empty: loopback unless the network is trusted, else all."
+        ),
+    ] = ""
+    data_ports: Annotated[
+        str,
+        Meta(
+            pattern=r"^(\d{1,5}-\d{1,5})?$",
+            description="Ports for UCX's own TCP connections, like `7900-8900`; empty: any free ports.",
+        ),
+    ] = ""
     host: Annotated[
         str,
         Meta(description="Address for UCX connections; empty: the address to which the client connected."),
@@ -37,6 +58,13 @@ class UcxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     options: Annotated[
         dict[str, str], Meta(description="UCX settings without their UCX_ prefix, e.g. TLS, NET_DEVICES.")
     ] = {}
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """UCX settings for the node: the options, and what follows from the other fields."""
+        devices = self.devices or ("" if self.trusted_network else LOOPBACK_DEVICE)
+        chosen = {"NET_DEVICES": devices, "TCP_PORT_RANGE": self.data_ports}
+        return {**{name: value for name, value in chosen.items() if value}, **self.options}
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -149,7 +149,7 @@ class PeerLink:
         if channel.welcome.node != self.peer:
             channel.close()
             raise PoolRefused(f"at {self.address} is pool node {channel.welcome.node}, not {self.peer}")
-        return open_data_path(channel, ucx=config.ucx.options, checksum=True, deadline_s=deadline_s)
+        return open_data_path(channel, ucx=config.ucx.settings, checksum=True, deadline_s=deadline_s)
 
     def _id(self) -> int:
         self._last_id += 1

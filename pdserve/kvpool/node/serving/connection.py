@@ -66,7 +66,7 @@ class Host(Protocol):
         """What a client must prove that names a token, or why it cannot be served."""
         ...
 
-    def choose_path(self, connection: int, hello: Hello) -> DataPathName | Fault:
+    def choose_path(self, connection: int, address: str, hello: Hello) -> DataPathName | Fault:
         """How this client will move pages, or why it cannot be served."""
         ...
 
@@ -232,7 +232,7 @@ class ClientConnection(asyncio.Protocol):
         self.send(asked.challenge)
 
     def _admit(self, hello: Hello) -> None:
-        path = self._node.choose_path(self.number, hello)
+        path = self._node.choose_path(self.number, self.address, hello)
         if path == "ucx":
             self._greeting = asyncio.get_running_loop().create_task(self._greet_ucx(hello))
         else:
@@ -256,9 +256,8 @@ class ClientConnection(asyncio.Protocol):
         elif isinstance(ucx, Fault):
             self.refuse(ucx)
         else:
-            self._greet(
-                hello, self._node.choose_path(self.number, hello), ucx
-            )  # others may have connected meanwhile
+            # others may have connected meanwhile
+            self._greet(hello, self._node.choose_path(self.number, self.address, hello), ucx)
 
     def refuse(self, fault: Fault) -> None:
         """Say why, and close. Idempotent."""

@@ -58,7 +58,7 @@ class UcxPath:
 
     def _load_library(self) -> None:
         try:
-            UcxLibrary().context(self._config.ucx.options)
+            UcxLibrary().context(self._config.ucx.settings)
         except PdserveError as error:  # a client that needs UCX gets the reason
             logger.info("node %s: %s", self._config.name, error)
 
@@ -105,7 +105,7 @@ class UcxPath:
             self._lost,
             host=ucx.host,
             port=ucx.port,
-            options=ucx.options,
+            options=ucx.settings,
             stall_timeout_s=self._config.lease_s,
         )
         await self.server.start()

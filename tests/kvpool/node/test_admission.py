@@ -1,0 +1,72 @@
+"""Which clients a node lets in, and which of them may use UCX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdserve.kvpool.node.admission import Admission, rules_of
+from pdserve.kvpool.node.config.node import PoolNodeConfig, UcxConfig
+from pdserve.kvpool.node.serving.places import Places
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.cluster_messages import View
+from pdserve.kvpool.protocol.handshake import key_id
+from pdserve.kvpool.transports.session import make_hello
+from pdserve.tokens import digest
+
+TOKEN = "the-token-of-the-operator"
+HERE, LOOPBACK, FAR = "uid 0", "127.0.0.1", "192.0.2.9"
+
+
+def path_of(
+    address: str, data_path: m.DataPathChoice = "ucx", *, token: str = "", admin: str = "", **ucx: Any
+) -> m.DataPathName | m.Fault:
+    config = PoolNodeConfig(ucx=UcxConfig(**ucx), admin_token=admin)
+    known = {key_id(digest(admin)): digest(admin)} if admin else {}
+    admission = Admission(
+        config, rules_of(config), 1, Places(8), lambda: View(0, 0, []), lambda named: known.get(named, "")
+    )
+    return admission.choose_path(1, address, make_hello("w", "elsewhere", data_path, token))
+
+
+@pytest.mark.parametrize("address", [HERE, LOOPBACK, "::1", "::ffff:127.0.0.1"])
+def test_clients_of_this_host_may_use_ucx(address: str) -> None:
+    assert path_of(address) == "ucx"
+
+
+@pytest.mark.parametrize("address", [FAR, "2001:db8::1", "::ffff:192.0.2.9", "unknown"])
+def test_clients_of_other_hosts_may_use_ucx_in_a_trusted_network_only(address: str) -> None:
+    refused = path_of(address)
+    assert isinstance(refused, m.Fault)
+    assert "ucx.trusted_network = true" in refused.message
+    assert path_of(address, trusted_network=True) == "ucx"
+
+
+@pytest.mark.parametrize("address", [HERE, FAR])
+def test_where_tokens_are_in_use_ucx_is_for_those_with_one(address: str) -> None:
+    for token in ("", "a guess"):
+        refused = path_of(address, token=token, admin=TOKEN, trusted_network=True)
+        assert isinstance(refused, m.Fault)
+        assert "token" in refused.message
+    assert path_of(address, token=TOKEN, admin=TOKEN, trusted_network=True) == "ucx"
+
+
+def test_a_node_without_ucx_says_so() -> None:
+    refused = path_of(HERE, enabled=False)
+    assert isinstance(refused, m.Fault)
+    assert "has UCX off" in refused.message
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (UcxConfig(), {"NET_DEVICES": "lo"}),
+        (UcxConfig(trusted_network=True), {}),
+        (UcxConfig(trusted_network=True, devices="mlx5_0:1"), {"NET_DEVICES": "mlx5_0:1"}),
+        (UcxConfig(data_ports="7900-8900"), {"NET_DEVICES": "lo", "TCP_PORT_RANGE": "7900-8900"}),
+        (UcxConfig(options={"NET_DEVICES": "eth9"}), {"NET_DEVICES": "eth9"}),
+    ],
+)
+def test_ucx_listens_on_loopback_unless_told_otherwise(config: UcxConfig, settings: dict[str, str]) -> None:
+    assert config.settings == settings
