@@ -1,6 +1,10 @@
 """Secrets that prove who somebody is: API keys, the cluster's token, tokens of namespaces.
 
 What is kept is their SHA-256 digest; they are long and random, so that no slow hash is needed.
+
+An option that is a secret has the type `Secret`. It has no flag, because every user of a host sees the
+command lines of all. Its value comes from the configuration file, from the file that `NAME_file` names, or
+from an environment variable.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import hmac
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pdserve.errors import ConfigError
 
@@ -17,6 +22,43 @@ MIN_CHARS = 16
 """A shorter secret could be guessed; `pdserve key` makes one of 43 characters."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PRINTABLE = re.compile(r"[\x21-\x7e]+")
+HIDDEN = "***"
+
+
+class Secret(str):
+    """Text that is not shown: not by `repr`, `str`, `print`, `%s`, f-strings or a log, in whatever struct it
+    stands. msgspec encodes none. `reveal` gives the text, where it is sent or compared.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return repr(HIDDEN if self else "")
+
+    def __str__(self) -> str:
+        return HIDDEN if self else ""
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
+
+def reveal(secret: str) -> str:
+    """The text of a secret."""
+    return str.__str__(secret)
+
+
+def decode_secret(type_: type[Any], value: Any) -> Any:
+    """msgspec's `dec_hook`, for structs with secrets."""
+    if type_ is Secret and isinstance(value, str):
+        return Secret(value)
+    raise ValueError(f"Expected `str`, got `{type(value).__name__}`")
+
+
+def withhold_secret(value: Any) -> str:
+    """msgspec's `enc_hook`, for structs that are shown: a secret is left out."""
+    if isinstance(value, Secret):
+        return ""
+    raise NotImplementedError(f"{type(value).__name__} cannot be encoded")
 
 
 def digest(token: str) -> str:
@@ -61,13 +103,18 @@ def read_token(file: Path) -> str:
     return token
 
 
-def secret_of(name: str, text: str, file: Path | None, variable: str, environ: Mapping[str, str]) -> str:
+def given_secret(name: str, text: str, file: Path | None, variable: str, environ: Mapping[str, str]) -> str:
     """A secret given as text, in a file or in an environment variable, in this order; empty for none. Raises
-    ConfigError for one that is short, or that no header can carry.
+    ConfigError.
     """
     if text and file is not None:
         raise ConfigError(f"{name} and {name}_file are both set: keep one")
-    secret = text or (read_token(file) if file is not None else environ.get(variable, ""))
+    return reveal(text) or (read_token(file) if file is not None else environ.get(variable, ""))
+
+
+def secret_of(name: str, text: str, file: Path | None, variable: str, environ: Mapping[str, str]) -> str:
+    """As `given_secret`. Raises ConfigError also for one that is short, or that no header can carry."""
+    secret = given_secret(name, text, file, variable, environ)
     if secret and (len(secret) < MIN_CHARS or not _PRINTABLE.fullmatch(secret)):
         raise ConfigError(f"{name} must be {MIN_CHARS} characters or more, printable ASCII without spaces")
     return secret

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+
+from pdserve.tokens import Secret
 
 
 class EtcdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,7 +21,10 @@ class EtcdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         "/pdserve"
     )
     username: Annotated[str, Meta(description="User name in etcd, if etcd requires one.")] = ""
-    password: Annotated[str, Meta(description="The user's password.")] = ""
+    password: Annotated[Secret, Meta(description="The user's password; also from PDSERVE_ETCD_PASSWORD.")] = (
+        Secret("")
+    )
+    password_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
     ca_file: Annotated[
         str, Meta(description="CA certificates that verify https endpoints; empty: the system's.")
     ] = ""

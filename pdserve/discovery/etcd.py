@@ -15,6 +15,7 @@ import asyncio
 import base64
 import contextlib
 import logging
+import os
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, Final, TypeVar
@@ -24,6 +25,7 @@ import msgspec
 
 from pdserve.discovery.config import EtcdConfig
 from pdserve.errors import ConfigError, PoolError, PoolRefused, PoolUnavailable
+from pdserve.tokens import given_secret
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -332,7 +334,10 @@ def _b64(text: str | bytes) -> str:
 
 
 def _credentials(config: EtcdConfig) -> dict[str, str]:
-    return {"name": config.username, "password": config.password}
+    password = given_secret(
+        "etcd.password", config.password, config.password_file, "PDSERVE_ETCD_PASSWORD", os.environ
+    )
+    return {"name": config.username, "password": password}
 
 
 def _wants_new_token(answer: httpx.Response) -> bool:

@@ -20,6 +20,7 @@ from pdserve.engine.sglang.selfcheck import TESTED_SGLANG
 from pdserve.errors import ConfigError
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.settings.config_file import build_config, read_toml
+from pdserve.tokens import given_secret
 from pdserve.up.config import read_cluster_file
 from pdserve.up.plan import Plan, make_plan
 
@@ -53,12 +54,16 @@ def doctor(
     router: Annotated[
         str, typer.Option("--router", metavar="URL", help="URL of a running cluster's router.")
     ] = "",
-    key: Annotated[
-        str, typer.Option("--key", envvar="PDSERVE_API_KEY", help="API key, if the router requires one.")
-    ] = "",
-    token: Annotated[
-        str, typer.Option("--token", envvar="PDSERVE_CLUSTER_TOKEN", help="Token of the cluster.")
-    ] = "",
+    key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--key-file", help="File with an API key, if the router requires one; also from PDSERVE_API_KEY."
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option("--token-file", help="File with the cluster's token; also from PDSERVE_CLUSTER_TOKEN."),
+    ] = None,
     probe: Annotated[
         bool, typer.Option(help="Send two small prompts for each model through the cluster.")
     ] = True,
@@ -69,6 +74,8 @@ def doctor(
 
     Exit status: 0 nothing to change, 1 warnings, 2 something does not work.
     """
+    key = given_secret("--key", "", key_file, "PDSERVE_API_KEY", os.environ)
+    token = given_secret("--token", "", token_file, "PDSERVE_CLUSTER_TOKEN", os.environ)
     plan = None if config is None else _plan(config, run_dir)
     place = _place(plan, _checked(router.rstrip("/")), token)
     console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)

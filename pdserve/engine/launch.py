@@ -25,9 +25,9 @@ from pdserve.engine.sglang.server_args import check_needs, parse_args, resolved
 from pdserve.engine.worker import RoleParts, Worker, WorkerConfig, check_namespace, install
 from pdserve.errors import ConfigError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
-from pdserve.kvpool.client.config import POOL_TOKEN_VARIABLE, PoolClientConfig
+from pdserve.kvpool.client.config import POOL_TOKEN_VARIABLE, PoolClientConfig, with_token
 from pdserve.kvpool.client.locate import locate_pool
-from pdserve.tokens import secret_of
+from pdserve.tokens import reveal, secret_of
 from pdserve.tracing import Tracer, open_tracer
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
     )
     with until_stopped():
         if config.storage == "pool":
-            config = replace(config, pool=locate_pool(config.pool))
+            config = replace(config, pool=locate_pool(with_token(config.pool, os.environ)))
         device = prepare_process(config.engine)
         # SGLang may be imported from here on
         from pdserve.engine.sglang.geometry import kv_identity
@@ -75,7 +75,8 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         storage = _storage_of(config, pool_storage(config.pool, namespace, identity.geometry))
         server_args = parse_args(server_argv(config.engine, role, device, storage))
         logger.info("worker %s of %s, namespace %s", role, label, namespace)
-        os.environ[POOL_TOKEN_VARIABLE] = config.pool.token  # SGLang logs and shows what its arguments hold
+        # SGLang logs and shows what its arguments hold
+        os.environ[POOL_TOKEN_VARIABLE] = reveal(config.pool.token)
         with _registered(config, role) as register, _closing(tracer):
 
             def on_ready() -> None:

@@ -36,6 +36,7 @@ from pdserve.engine.sglang.engine import Engine
 from pdserve.errors import PoolRefused, StartupError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
+from pdserve.tokens import Secret
 from pdserve.tracing import Tracer, Tracing
 
 if TYPE_CHECKING:
@@ -100,13 +101,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = 3.0
     cluster_token: Annotated[
-        str,
+        Secret,
         Meta(
             description="Token required on every route except health and metrics; also from "
             "PDSERVE_CLUSTER_TOKEN. Empty: none, and routes that control SGLang accept only "
             "this host."
         ),
-    ] = ""
+    ] = Secret("")
     cluster_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = (
         None
     )

@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from pdserve.errors import ConfigError
+from pdserve.tokens import Secret, decode_secret
 
 T = TypeVar("T")
 
@@ -118,7 +119,7 @@ def options(type_: type[Any], prefix: str = "", *, file_only: bool = False) -> I
                 struct, f"{key}[]." if is_array else f"{key}.", file_only=file_only or is_array
             )
             continue
-        kind = "file-only" if file_only else _kind(inner)
+        kind = "file-only" if file_only or inner is Secret else _kind(inner)
         yield Option(key, annotation, kind, _type_name(inner), _default_text(field), description)
 
 
@@ -177,6 +178,8 @@ def _explain(
         flag = f"; its flag is {_flag(key)}" if source == NO_FILE else ""
         return f"{origin}: missing required key '{key}'{flag}"
     at, value = f"'{where}'" if where else "configuration", _get(data, where)
+    if _is_secret(type_, where):
+        return f"{origin}: {at} must be a string"
     if expected := _EXPECTED.match(what):
         wanted = expected["expected"].replace("`", "").replace("object", "table").replace("array", "list")
         return f"{origin}: {at} must be {wanted}, found {_found(value)}"
@@ -196,6 +199,11 @@ def _choices(type_: type[Any], where: str) -> str:
     key = _without_numbers(where)
     names = [option.type_name for option in options(type_) if option.key in (key, key.removesuffix("[]"))]
     return names[0].removeprefix("list of ").replace("`", "'") if names else "a known name"
+
+
+def _is_secret(type_: type[Any], where: str) -> bool:
+    pattern = _without_numbers(where)
+    return any(option.key == pattern and option.type_name == "secret" for option in options(type_))
 
 
 def _without_numbers(key: str) -> str:
@@ -235,6 +243,8 @@ def _found(value: Any) -> str:
 def _decode_custom(type_: type[Any], value: Any) -> Any:
     if type_ is Path and isinstance(value, str):
         return Path(value).expanduser()
+    if type_ is Secret:
+        return decode_secret(type_, value)
     if isinstance(value, type_):
         return value
     raise ValueError(f"Expected `{type_.__name__.lower()}`, got `{type(value).__name__}`")
@@ -281,6 +291,9 @@ def _kind(annotation: Any) -> Kind:
     return "repeated" if origins & {list, tuple, set, frozenset} else "scalar"
 
 
+_NAMES = {"str": "string", "Secret": "secret", "Path": "path"}
+
+
 def _type_name(annotation: Any) -> str:
     names = []
     for member in _members(annotation):
@@ -294,7 +307,7 @@ def _type_name(annotation: Any) -> str:
         elif isinstance(member, type) and issubclass(member, Enum):
             names.append(" or ".join(f"`{entry.value}`" for entry in member))
         else:
-            names.append({"str": "string", "Path": "path"}.get(member.__name__, member.__name__))
+            names.append(_NAMES.get(member.__name__, member.__name__))
     return " or ".join(names)
 
 

@@ -14,6 +14,7 @@ An unknown key is an error, and the message names the nearest known key.
 - A process that you start by itself reads the same keys from the top level of its own file (`--config FILE`).
 - Most options are also flags: `deadlines.head_s` is `--deadlines.head-s`. A flag wins over the file.
 - Options of lists of tables (`tenants[].name`) and free tables (`ucx.options`) have no flag.
+- A `secret` has no flag, because every user of a host sees the command lines of all. Logs do not show it.
 - Repeat the flag of a list option to give several values.
 - `required` means that there is no default. `none` means that the option is not set.
 """

@@ -27,6 +27,7 @@ from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.hicache.ssd_pages import came_from_ssd
 from pdserve.pages import KvGeometry
 from pdserve.sglang_places import places
+from pdserve.tokens import withhold_secret
 
 PLACES: Final = (
     *places(
@@ -58,7 +59,7 @@ def pool_storage(pool: PoolClientConfig, namespace: str, geometry: KvGeometry) -
         "class_name": "PdserveHiCache",
         "interface_v1": 1,
         "pdserve": {
-            "pool": msgspec.to_builtins(replace(pool, token="")),
+            "pool": msgspec.to_builtins(replace(pool, token_file=None), enc_hook=withhold_secret),
             "namespace": namespace,
             "geometry": geometry.as_dict(),
         },

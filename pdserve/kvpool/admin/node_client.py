@@ -5,8 +5,9 @@ Every question has a deadline. A node that does not answer is an error for that 
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from inspect import Signature, signature
 from pathlib import Path
@@ -28,11 +29,10 @@ MAX_PARALLEL: Final = 32  # nodes asked at the same time
 
 Address: TypeAlias = Annotated[str, typer.Argument(help="Control address: unix:/path or tcp:host:port.")]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="JSON for programs.")]
-Token: TypeAlias = Annotated[
-    str,
-    typer.Option("--token", envvar="PDSERVE_POOL_TOKEN", help="Token to send, if one is required."),
+TokenFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--token-file", help="File with the token to send; it may be in PDSERVE_POOL_TOKEN too."),
 ]
-TokenFile: TypeAlias = Annotated[Path | None, typer.Option("--token-file", help="File that holds the token.")]
 Timeout: TypeAlias = Annotated[
     float, typer.Option("--timeout", metavar="SECONDS", min=0.01, help="Longest wait for each node's answer.")
 ]
@@ -64,12 +64,11 @@ def asks(command: Callable[..., None]) -> Callable[..., None]:
     def run(
         address: Address,
         as_json: Json = False,
-        token: Token = "",
         token_file: TokenFile = None,
         timeout: Timeout = TIMEOUT_S,
         **own: Any,
     ) -> None:
-        command(Asking(address, as_json, chosen_token(token, token_file), timeout), **own)
+        command(Asking(address, as_json, chosen_token(token_file), timeout), **own)
 
     address, *shared, _ = signature(run, eval_str=True).parameters.values()
     _, *own = signature(command, eval_str=True).parameters.values()
@@ -80,10 +79,10 @@ def asks(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def chosen_token(token: str, token_file: Path | None) -> str:
-    """The token of these options. Raises ConfigError when the file cannot be read."""
+def chosen_token(token_file: Path | None, environ: Mapping[str, str] = os.environ) -> str:
+    """The token of the file, or of the environment. Raises ConfigError when the file cannot be read."""
     if token_file is None:
-        return token.strip()
+        return environ.get("PDSERVE_POOL_TOKEN", "").strip()
     try:
         return token_file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

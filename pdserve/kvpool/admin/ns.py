@@ -17,7 +17,6 @@ from pdserve.kvpool.admin.node_client import (
     Asking,
     NodeClient,
     Timeout,
-    Token,
     TokenFile,
     asks,
     chosen_token,
@@ -62,7 +61,7 @@ Bytes: TypeAlias = Annotated[
 ]
 Weight: TypeAlias = Annotated[float | None, typer.Option(help="Share of a busy node.")]
 ReadToken: TypeAlias = Annotated[
-    str | None, typer.Option(help='Token required to read: @FILE, sha256:DIGEST, or plain; "" removes it.')
+    str | None, typer.Option(help='Token required to read: @FILE or sha256:DIGEST; "" removes it.')
 ]
 WriteToken: TypeAlias = Annotated[
     str | None, typer.Option(help="Token required to write; it permits reading too.")
@@ -137,13 +136,12 @@ def _settings_command(start_from: Callable[[str, NamespaceRecord | None], Namesp
         read_token: ReadToken = None,
         write_token: WriteToken = None,
         admin_token: AdminToken = None,
-        token: Token = "",
         token_file: TokenFile = None,
         timeout: Timeout = TIMEOUT_S,
     ) -> None:
         given = _given(media, policy, ttl, quota, tier_quota, operations, bytes_, weight)
         given |= _tokens(read_token, write_token, admin_token)
-        with NodeClient(address, chosen_token(token, token_file), timeout) as node:
+        with NodeClient(address, chosen_token(token_file), timeout) as node:
             settings = replace(start_from(name, _find(node, name)), **given)
             node.ask(lambda i: PutNamespace(i, name, settings), Done)
 
@@ -281,9 +279,11 @@ def _tokens(*given: str | None) -> dict[str, str]:
     for name, text in zip(TOKENS, given, strict=True):
         if text is None:
             continue
-        found[name] = digest_of_setting(chosen_token("", Path(text[1:])) if text.startswith("@") else text)
+        option = name.replace("_", "-")
+        if text and not text.startswith(("@", "sha256:")):
+            raise ConfigError(f"--{option}: every user of this host sees command lines: give it as @FILE")
+        found[name] = digest_of_setting(chosen_token(Path(text[1:])) if text.startswith("@") else text)
         if text and not is_digest(found[name]):
-            option = name.replace("_", "-")
             raise ConfigError(
                 f"--{option}: the file is empty, or after sha256: come no 64 hexadecimal digits"
             )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from pdserve.discovery.config import EtcdConfig
 from pdserve.kvpool.protocol.messages import DataPathChoice
+from pdserve.tokens import Secret, given_secret
 
 POOL_TOKEN_VARIABLE = "PDSERVE_HICACHE_POOL_TOKEN"
 """How a worker hands `pool.token` to SGLang's processes, whose arguments are logged."""
@@ -51,7 +55,10 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     namespace: Annotated[
         str, Meta(description="Namespace in the pool; empty: one for each model revision and KV geometry.")
     ] = ""
-    token: Annotated[str, Meta(description="Access token of the namespace.")] = ""
+    token: Annotated[
+        Secret, Meta(description="Access token of the namespace; also from PDSERVE_POOL_TOKEN.")
+    ] = Secret("")
+    token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
     connect_timeout_s: Annotated[
         float, Meta(gt=0, description="Longest time of a connect, including the handshake.")
     ] = 1.0
@@ -75,3 +82,9 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     ucx: Annotated[
         dict[str, str], Meta(description="UCX settings without their UCX_ prefix, e.g. TLS, NET_DEVICES")
     ] = {}
+
+
+def with_token(config: PoolClientConfig, environ: Mapping[str, str]) -> PoolClientConfig:
+    """The configuration with the token itself, wherever it was given. Raises ConfigError."""
+    token = given_secret("pool.token", config.token, config.token_file, "PDSERVE_POOL_TOKEN", environ)
+    return replace(config, token=Secret(token), token_file=None)

@@ -40,6 +40,7 @@ from pdserve.kvpool.hicache.page_trace import PageTrace
 from pdserve.kvpool.hicache.ssd_pages import came_from_ssd
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.pages import KvGeometry, pool_key, rank_suffix
+from pdserve.tokens import Secret, decode_secret
 
 logger = logging.getLogger(__name__)
 
@@ -260,8 +261,8 @@ def _check_ranks(config: HiCacheStorageConfig, declared: KvGeometry) -> None:
 def _read_settings(storage_config: HiCacheStorageConfig) -> BackendSettings:
     extra = storage_config.extra_config or {}
     try:
-        settings = msgspec.convert(extra.get("pdserve"), BackendSettings)
+        settings = msgspec.convert(extra.get("pdserve"), BackendSettings, dec_hook=decode_secret)
     except msgspec.ValidationError as error:
         raise ConfigError(f"HiCache extra config of pdserve: {error}") from error
     token = settings.pool.token or os.environ.get(POOL_TOKEN_VARIABLE, "")
-    return replace(settings, pool=replace(settings.pool, token=token))
+    return replace(settings, pool=replace(settings.pool, token=Secret(token)))

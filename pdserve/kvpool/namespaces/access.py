@@ -84,7 +84,8 @@ def denied(namespace: str, right: int, request_id: int) -> m.Fault:
     """The answer to a client without the right."""
     message = (
         f"namespace '{namespace}': this client may not {_VERBS[right]}: give it the namespace's "
-        f"{RIGHTS[right]} token (a worker: pool.token; pdserve pool: --token or PDSERVE_POOL_TOKEN)"
+        f"{RIGHTS[right]} token (a worker: pool.token_file; pdserve pool: --token-file; both: "
+        "PDSERVE_POOL_TOKEN)"
     )
     return m.Fault(request_id, "access_denied", message)
 
@@ -95,7 +96,7 @@ _VERBS: Final = {READ: "read it", WRITE: "write to it", ADMIN: "administer it"}
 def denied_here(node: str, what: str, request_id: int) -> m.Fault:
     """The answer to a client that is not the node's administrator."""
     message = (
-        f"node {node}: {what} needs the node's admin token: give it with --token or PDSERVE_POOL_TOKEN "
+        f"node {node}: {what} needs the node's admin token: give it with --token-file or PDSERVE_POOL_TOKEN "
         "(the node's configuration sets it: admin_token)"
     )
     return m.Fault(request_id, "access_denied", message)

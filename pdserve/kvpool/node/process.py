@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import resource
 import signal
 import threading
@@ -15,7 +16,7 @@ from types import FrameType
 import uvloop
 
 from pdserve.kvpool.node.admission import rules_of
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config.node import PoolNodeConfig, with_secrets
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.serving.places import max_greeting
 from pdserve.kvpool.node.upgrade.door import check_start, received_door
@@ -35,6 +36,7 @@ def run_node(config: PoolNodeConfig) -> None:
     """
     for address in config.listen:
         parse_address(address)
+    config = with_secrets(config, os.environ)
     door = received_door()
     if door is not None:
         start = check_start(config)

@@ -52,6 +52,7 @@ from pdserve.kvpool.protocol.messages import (
     Request,
     Welcome,
 )
+from pdserve.tokens import reveal
 
 _UNPROVED: Final = (
     "pool node {address} does not prove that it knows our token: it has no tokens, or is older than this "
@@ -210,7 +211,7 @@ def make_hello(
         pid=os.getpid(),
         host_id=host_id,
         data_path=data_path,
-        token=token,
+        token=reveal(token),
         views=views,
     )
 

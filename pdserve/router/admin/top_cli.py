@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -47,13 +48,15 @@ class NoRouter(PdserveError):
 @app.command()
 def top(
     url: Annotated[str, typer.Argument(help="The router's admin port.")] = "http://127.0.0.1:8001",
-    key: Annotated[str, typer.Option("--key", envvar="PDSERVE_ADMIN_KEY", help="The admin key.")] = "",
-    key_file: Annotated[Path | None, typer.Option("--key-file", help="File with the admin key.")] = None,
+    key_file: Annotated[
+        Path | None,
+        typer.Option("--key-file", help="File with the admin key; it may be in PDSERVE_ADMIN_KEY too."),
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print frames as JSON, one per line.")] = False,
 ) -> None:
     """Show workers, requests, caches, pool and errors of a cluster, until Ctrl-C."""
-    secret = read_token(key_file) if key_file else key.strip()
+    secret = read_token(key_file) if key_file else os.environ.get("PDSERVE_ADMIN_KEY", "").strip()
     if not secret:
         raise ConfigError("the admin key is needed: --key-file, or PDSERVE_ADMIN_KEY")
     console = make_console()

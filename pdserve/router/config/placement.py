@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+
+from pdserve.tokens import Secret
 
 
 class Stickiness(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,6 +49,10 @@ class SharedTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     url: Annotated[
         str, Meta(description="`redis://HOST:PORT/DB`, `rediss://` or `unix://`; empty: no shared table.")
     ] = ""
+    password: Annotated[
+        Secret, Meta(description="Password, if Redis requires one; also from PDSERVE_REDIS_PASSWORD.")
+    ] = Secret("")
+    password_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
     timeout_s: Annotated[
         float,
         Meta(gt=0, description="Longest time of a look-up; after it, the router's own table is used."),

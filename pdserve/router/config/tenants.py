@@ -8,6 +8,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from pdserve.tokens import Secret
+
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 SHARED = "shared"
 """The cache namespace that asks for no separation; also the name that no tenant may have."""
@@ -77,8 +79,8 @@ class Access(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = None
     cluster_token: Annotated[
-        str, Meta(description="Token sent to the workers; also from PDSERVE_CLUSTER_TOKEN. Empty: none.")
-    ] = ""
+        Secret, Meta(description="Token sent to the workers; also from PDSERVE_CLUSTER_TOKEN. Empty: none.")
+    ] = Secret("")
     cluster_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = (
         None
     )
@@ -104,8 +106,9 @@ class Admin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Meta(description="Port of the admin API; 0: a free one; none: no API."),
     ] = None
     key: Annotated[
-        str, Meta(description="Key of the admin API, required if it has a port; also from PDSERVE_ADMIN_KEY.")
-    ] = ""
+        Secret,
+        Meta(description="Key of the admin API, required if it has a port; also from PDSERVE_ADMIN_KEY."),
+    ] = Secret("")
     key_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
     pool: Annotated[
         tuple[str, ...],

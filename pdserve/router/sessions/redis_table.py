@@ -20,6 +20,7 @@ import asyncio
 import hashlib
 import logging
 import math
+import os
 import time
 from typing import Any
 
@@ -30,6 +31,7 @@ from pdserve.router.api.request_body import UNREADABLE
 from pdserve.router.config.placement import Session
 from pdserve.router.sessions.keys import SessionKey
 from pdserve.router.sessions.table import SessionEntry
+from pdserve.tokens import given_secret
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +188,11 @@ def _connect(session: Session) -> tuple[Any, tuple[type[BaseException], ...]]:
             "session.redis.url is set, but the package 'redis' is missing; "
             "pip install '.[redis]' in the checkout"
         ) from None
-    timeout_s = session.redis.timeout_s
+    timeout_s, table = session.redis.timeout_s, session.redis
+    password = given_secret(
+        "session.redis.password", table.password, table.password_file, "PDSERVE_REDIS_PASSWORD", os.environ
+    )
+    own = {"password": password} if password else {}  # else the URL may hold one
     try:
         pool = BlockingConnectionPool.from_url(
             session.redis.url,
@@ -195,6 +201,7 @@ def _connect(session: Session) -> tuple[Any, tuple[type[BaseException], ...]]:
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),
+            **own,
         )
     except ValueError as error:
         raise ConfigError(f"session.redis.url: {error}") from None

@@ -50,8 +50,8 @@ def two_nodes(start: Start, tmp_path: Path) -> Iterator[Nodes]:
     before_a.close()
 
 
-def run(*words: str, status: int = 0) -> Done:
-    done = pdserve_here("pool", *words, COLUMNS="80")
+def run(*words: str, status: int = 0, **environment: str) -> Done:
+    done = pdserve_here("pool", *words, COLUMNS="80", **environment)
     assert done.returncode == status, done.stderr
     return done
 
@@ -350,8 +350,8 @@ def test_the_drain_command_says_what_became_of_it(scripted: Callable[..., Script
         return report(request.id, 0, [member("n", LEFT if drained else ACTIVE), member("o", ACTIVE)])
 
     node = scripted("n", answer)
-    assert "n has left after" in run("drain", "--token", TOKEN, node.address).stdout
-    found = json.loads(run("drain", "--token", TOKEN, "--json", node.address).stdout)
+    assert "n has left after" in run("drain", node.address, PDSERVE_POOL_TOKEN=TOKEN).stdout
+    found = json.loads(run("drain", "--json", node.address, PDSERVE_POOL_TOKEN=TOKEN).stdout)
     assert found["left"] is True
     assert found["others"] == ["o"]
     assert len(drained) == 2

@@ -65,7 +65,8 @@ def guarded(start: Start) -> LocalNode:
     node = start(name="guarded", admin_token=f"sha256:{digest(ROOT)}")
     ns(
         *("create", node.address, "tenant", "--quota", "1MiB"),
-        *("--read-token", "r", "--write-token", "w", "--admin-token", f"sha256:{digest('a')}"),
+        *("--read-token", f"sha256:{digest('r')}", "--write-token", f"sha256:{digest('w')}"),
+        *("--admin-token", f"sha256:{digest('a')}"),
         token=ROOT,
     )
     return node

@@ -16,6 +16,7 @@ from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.hicache import backend as hicache_backend
 from pdserve.kvpool.node.config.node import SLOT_ALIGN_BYTES
 from pdserve.pages import KvGeometry
+from pdserve.tokens import reveal
 from tests.support.kvpool.faulty import Pool, keys
 
 PAGE_TOKENS = 4
@@ -66,7 +67,11 @@ def geometry(**changed: str) -> KvGeometry:
 
 
 def storage_config(pool: Pool, declared: KvGeometry, **changed: Any) -> Any:
-    settings = {"pool": msgspec.to_builtins(pool.config()), "namespace": "ns", "geometry": declared.as_dict()}
+    settings = {
+        "pool": msgspec.to_builtins(pool.config(), enc_hook=reveal),
+        "namespace": "ns",
+        "geometry": declared.as_dict(),
+    }
     fields: dict[str, Any] = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1}
     fields |= {"attn_cp_rank": 0, "attn_cp_size": 1, "is_mla_model": False, "enable_storage_metrics": False}
     fields |= {"is_page_first_layout": True, "model_name": "m", "extra_config": {"pdserve": settings}}

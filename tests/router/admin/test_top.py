@@ -70,13 +70,13 @@ def test_frames_are_found_among_events() -> None:
 
 @pytest.mark.timeout(280)
 async def test_the_command_shows_a_live_router_once_and_says_what_is_wrong() -> None:
-    def top(*words: str) -> asyncio.Future[Done]:
-        return asyncio.ensure_future(asyncio.to_thread(pdserve_here, "top", *words))
+    def top(*words: str, key: str = KEY) -> asyncio.Future[Done]:
+        return asyncio.ensure_future(asyncio.to_thread(pdserve_here, "top", *words, PDSERVE_ADMIN_KEY=key))
 
     async with disagg(admin=Admin(key=KEY)) as (harness, _, [decode]), shown(harness) as url:
         frame: dict[str, Any] = {"point": {"parts_s": {}}}
         while not {"prefill", "decode"} <= set(frame["point"]["parts_s"]):  # a request in its time, whole
-            asked = top(url, "--once", "--json", "--key", KEY)
+            asked = top(url, "--once", "--json")
             while not asked.done():
                 decode.script(CHAT, telling(TIMING + CACHED))
                 await harness.chat(stream=True)
@@ -86,13 +86,13 @@ async def test_the_command_shows_a_live_router_once_and_says_what_is_wrong() -> 
             frame = json.loads(done.stdout)
         assert frame["point"]["requests_s"] > 0
         assert {worker["id"] for worker in frame["workers"]} >= {decode.id}
-        for words, reason in (
-            ((url, "--key", "wrong-key-wrong-key"), "the admin key is not right"),
-            ((harness.url, "--key", KEY), "it is no admin port"),
-            (("http://127.0.0.1:1", "--key", KEY), "does not answer"),
-            ((url,), "the admin key is needed"),
+        for where, key, reason in (
+            (url, "wrong-key-wrong-key", "the admin key is not right"),
+            (harness.url, KEY, "it is no admin port"),
+            ("http://127.0.0.1:1", KEY, "does not answer"),
+            (url, "", "the admin key is needed"),
         ):
-            done = await top(*words)
+            done = await top(where, key=key)
             assert done.returncode in (1, 2)
             assert reason in done.stderr
             assert done.stderr.count("\n") == 1

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from pdserve.kvpool.protocol.slot_table import TableLayout
 from pdserve.kvpool.testing.inproc import InprocConnector, InprocNode
 from pdserve.kvpool.transports.base import Connection
 from pdserve.settings.toml_text import to_toml
+from pdserve.tokens import reveal
 from tests.support.kvpool.connectors import connect
 
 KIB = 1024
@@ -92,6 +93,11 @@ class InprocPool:
         self.node.state.check()
 
 
+def _plain(config: ClusterConfig) -> dict[str, Any]:
+    tables: dict[str, Any] = msgspec.to_builtins(config, enc_hook=reveal)
+    return tables
+
+
 class ProcessPool:
     """The node is a process; `data_path` is how its clients move pages."""
 
@@ -113,13 +119,13 @@ class ProcessPool:
             f"reservation_lease_s = {config.reservation_lease_s}\nquarantine_s = {config.quarantine_s}\n"
             f"max_waiters = {config.max_waiters}\nmax_reserved_share = {config.max_reserved_share}\n"
             f"max_pinned_share = {config.max_pinned_share}\n"
-            f'admin_token = "{config.admin_token}"\n'
+            f'admin_token = "{reveal(config.admin_token)}"\n'
             f"promotion_timeout_s = {config.promotion_timeout_s}\n"
             f"tier_watermark = {config.tier_watermark}\n{extra}{_tier_tables(config)}"
         )
         if config.cluster != ClusterConfig():
             with self._file.open("a") as file:
-                file.write(to_toml({"cluster": msgspec.to_builtins(config.cluster)}))
+                file.write(to_toml({"cluster": _plain(config.cluster)}))
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from pdserve.discovery.config import EtcdConfig
+from pdserve.tokens import Secret
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,7 +40,14 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     weight: Annotated[
         int, Meta(ge=0, le=16384, description="Share of the ring; 0: as the capacity in GiB, at least 1.")
     ] = 0
-    token: Annotated[str, Meta(description="Secret of the pool's nodes, equal on all of them.")] = ""
+    token: Annotated[
+        Secret,
+        Meta(
+            description="Secret of the pool's nodes, equal on all of them; also from "
+            "PDSERVE_POOL_CLUSTER_TOKEN."
+        ),
+    ] = Secret("")
+    token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
     leave_on_stop: Annotated[
         bool, Meta(description="Leave the ring at a clean stop. If false, the others detect the loss.")
     ] = False

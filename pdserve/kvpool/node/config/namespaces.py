@@ -11,7 +11,7 @@ from msgspec import Meta
 from pdserve.errors import ConfigError
 from pdserve.kvpool.protocol.cluster_messages import Media, NamespaceSettings
 from pdserve.sizes import parse_bytes
-from pdserve.tokens import digest_of_setting, is_digest, read_token
+from pdserve.tokens import Secret, digest_of_setting, is_digest, read_token
 
 
 class NamespaceDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,20 +52,20 @@ class NamespaceDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         float, Meta(gt=0, description="Share of a busy node, relative to the weights of other namespaces.")
     ] = 1.0
     read_token: Annotated[
-        str, Meta(description="Token required to read: plain, or `sha256:` and its digest; empty: none.")
-    ] = ""
+        Secret, Meta(description="Token required to read: plain, or `sha256:` and its digest; empty: none.")
+    ] = Secret("")
     read_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
     write_token: Annotated[
-        str, Meta(description="Token required to write; it permits reading too. Empty: as read_token.")
-    ] = ""
+        Secret, Meta(description="Token required to write; it permits reading too. Empty: as read_token.")
+    ] = Secret("")
     write_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
     admin_token: Annotated[
-        str,
+        Secret,
         Meta(
             description="Token required to clear, drop, replace or change the namespace. Empty: as "
             "write_token."
         ),
-    ] = ""
+    ] = Secret("")
     admin_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool.node.config.cluster import ClusterConfig, MovingConfig, ReplicasConfig
@@ -17,6 +19,7 @@ from pdserve.kvpool.protocol.address import LOOPBACK_DEVICE, TcpAddress, parse_a
 from pdserve.kvpool.protocol.messages import MAX_SEGMENTS
 from pdserve.logs import LogFormat, LogLevel
 from pdserve.sizes import parse_bytes as parse_bytes
+from pdserve.tokens import Secret, given_secret
 
 SLOT_ALIGN_BYTES = 4096
 MAX_SLAB_BYTES = 2 << 30  # no page is larger, and the index keeps a page's length in 32 bits
@@ -198,12 +201,13 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         NamespaceDefaults, Meta(description="For namespaces that workers make by opening them.")
     ] = NamespaceDefaults()
     admin_token: Annotated[
-        str,
+        Secret,
         Meta(
             description="Token for operations on the node and on all namespaces: plain, or `sha256:` and "
-            "its digest. Empty: none is needed, and no namespace can have tokens."
+            "its digest; also from PDSERVE_POOL_ADMIN_TOKEN. Empty: none is needed, and no namespace can "
+            "have tokens."
         ),
-    ] = ""
+    ] = Secret("")
     admin_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
 
     metrics: Annotated[
@@ -302,6 +306,22 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def min_slot(self) -> int:
         """`min_slot_bytes` as a number."""
         return parse_bytes(self.min_slot_bytes)
+
+
+def with_secrets(config: PoolNodeConfig, environ: Mapping[str, str]) -> PoolNodeConfig:
+    """The configuration with its own secrets themselves, wherever they were given. Those of namespaces stay
+    as they are. Raises ConfigError.
+    """
+    cluster, admin = config.cluster, ("admin_token", config.admin_token, config.admin_token_file)
+    token = given_secret(
+        "cluster.token", cluster.token, cluster.token_file, "PDSERVE_POOL_CLUSTER_TOKEN", environ
+    )
+    return replace(
+        config,
+        admin_token=Secret(given_secret(*admin, "PDSERVE_POOL_ADMIN_TOKEN", environ)),
+        admin_token_file=None,
+        cluster=replace(cluster, token=Secret(token), token_file=None),
+    )
 
 
 def _is_wildcard(address: str) -> bool:

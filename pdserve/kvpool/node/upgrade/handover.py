@@ -107,7 +107,7 @@ def replace_process(handover: Handover) -> NoReturn:
         if fd > 2:
             with contextlib.suppress(OSError):  # the descriptor of this listing
                 os.set_inheritable(fd, fd in handover.fds)
-    logger.info("process %d continues as: %s", os.getpid(), " ".join(command()))
+    logger.info("process %d continues as the installed version", os.getpid())
     for handler in logging.getLogger().handlers:
         handler.flush()
     # Pending signals outlive `exec`. One that another thread was about to take has been seen to get lost.

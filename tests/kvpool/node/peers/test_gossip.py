@@ -139,7 +139,7 @@ def test_a_node_that_is_upgraded_stays_in_all_views_and_a_seed_never_stands_alon
         assert set(watcher.rings) == {"ab"}
         watcher.close()
     log = seed.log.read_text()
-    meanwhile = log[log.index(" continues as: ") : log.index("it was upgraded")]
+    meanwhile = log[log.index(" continues as the installed version") : log.index("it was upgraded")]
     assert re.search(r"epoch \d+: a, b$", meanwhile, re.M), log
     for node in processes.nodes.values():
         node.close()
