@@ -28,6 +28,10 @@ class EtcdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ca_file: Annotated[
         str, Meta(description="CA certificates that verify https endpoints; empty: the system's.")
     ] = ""
+    certificate_file: Annotated[
+        str, Meta(description="Our certificate, for an etcd that asks clients for one; empty: none.")
+    ] = ""
+    key_file: Annotated[str, Meta(description="The key of certificate_file; empty: in the same file.")] = ""
     timeout_s: Annotated[float, Meta(gt=0, description="Longest time of one request to etcd.")] = 2.0
     lease_s: Annotated[
         int, Meta(ge=1, description="A key ends when its owner has not renewed it for this long.")

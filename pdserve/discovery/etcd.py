@@ -5,6 +5,11 @@ watches the keys of the others. etcd only helps to find members and to doubt the
 among themselves which of them are alive (kvpool/cluster). So while etcd is down, or after it lost its data,
 the pool goes on with what it knows, and the members write their keys again.
 
+Whoever may write to etcd could name any address, and its readers would send tokens and prompts there. So
+members with a common secret sign their entries, and pass over entries without their signature. The signature
+covers the whole key, so an entry is good for one name and role. An old entry stays good: an address that
+belonged to a member must not be given to strangers.
+
 This speaks etcd's JSON gateway (https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/): keys and values in
 base64, 64-bit numbers as strings, a watch as one line of JSON per answer.
 """
@@ -14,6 +19,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import hashlib
+import hmac
 import logging
 import os
 import ssl
@@ -53,6 +60,8 @@ class _Entry(msgspec.Struct, frozen=True):
 
     address: str
     weight: int = 1
+    signature: str = ""
+    """HMAC-SHA256 in hex, where the members have a secret."""
 
 
 class _KeyValue(msgspec.Struct, frozen=True):
@@ -114,7 +123,9 @@ def discover(config: EtcdConfig, cluster: str) -> list[EtcdMember]:
                     answer = client.post(f"{base}/auth/authenticate", json=_credentials(config))
                     headers = {"Authorization": _decoded(answer, _Token).token}
                 answer = client.post(f"{base}/kv/range", json=body, headers=headers)
-                return _nodes(_decoded(answer, _Range).kvs, _prefix(config, cluster, NODES))
+                # without their signatures, which are for nodes: a client with a token lets each node prove it
+                found, _ = _members(_decoded(answer, _Range).kvs, _prefix(config, cluster, NODES), "")
+                return found
             except (httpx.HTTPError, httpx.InvalidURL, PoolUnavailable) as error:
                 problem = f"{endpoint}: {_words(error)}"
     raise PoolUnavailable(f"etcd cannot be asked for the pool's nodes: {problem}")
@@ -135,9 +146,12 @@ class EtcdMembership:
         *,
         kind: str = NODES,
         missing: Callable[[str], None] | None = None,
+        secret: str = "",
     ) -> None:
-        """`found` gets all nodes that have a key, after every change; `gone` a name whose key went; `missing`
-        (or `gone`) one whose key is not there any more when etcd is back after a failure.
+        """`secret`: of all members; entries without its signature are passed over.
+
+        `found` gets all nodes that have a key, after every change. `gone` gets a name whose key went.
+        `missing` (or `gone`) gets one whose key is not there any more when etcd is back after a failure.
         """
         self._config = config
         self._prefix = _prefix(config, cluster, kind)
@@ -146,6 +160,8 @@ class EtcdMembership:
         self._found = found
         self._gone = gone
         self._missing = missing or gone
+        self._secret = secret
+        self._passed_over: set[str] = set()  # names of entries that were logged
         self._client = httpx.AsyncClient(
             timeout=config.timeout_s, verify=_verify(config), trust_env=False, follow_redirects=False
         )
@@ -159,7 +175,7 @@ class EtcdMembership:
     async def nodes(self) -> list[EtcdMember]:
         """The nodes that have a key now. Raises PoolError."""
         answer = await self._ask("kv/range", _range_body(self._prefix), _Range)
-        return _nodes(answer.kvs, self._prefix)
+        return self._read(answer.kvs)
 
     async def run(self) -> None:
         """Keep the key and watch the others', until cancelled; through every failure of etcd."""
@@ -187,7 +203,7 @@ class EtcdMembership:
             known = await self._ask("kv/range", _range_body(self._prefix), _Range)
             self._said = ""
             before = self._nodes
-            self._nodes = {node.node: node for node in _nodes(known.kvs, self._prefix)}
+            self._nodes = {node.node: node for node in self._read(known.kvs)}
             self._found(list(self._nodes.values()))
             for name in before.keys() - self._nodes.keys():
                 self._missing(name)  # or etcd came back empty; a probe will tell
@@ -199,7 +215,8 @@ class EtcdMembership:
     async def _register(self, node: EtcdMember) -> _Lease:
         lease = await self._ask("lease/grant", {"TTL": str(self._config.lease_s)}, _Lease)
         self._lease = lease.ID
-        value = msgspec.json.encode(_Entry(node.address, node.weight))
+        signature = _signature(self._secret, self._prefix + node.node, node.address, node.weight)
+        value = msgspec.json.encode(_Entry(node.address, node.weight, signature))
         put = {"key": _b64(self._prefix + node.node), "value": _b64(value), "lease": str(lease.ID)}
         await self._ask("kv/put", put, msgspec.Raw)
         return lease
@@ -230,17 +247,29 @@ class EtcdMembership:
 
     def _happened(self, event: _Event) -> None:
         """Raises PoolUnavailable when this node must write its key anew."""
+        name = _name(event.kv.key, self._prefix)
         if event.type == "DELETE":
-            name = _name(event.kv.key, self._prefix)
             if self._node is not None and name == self._node.node:
                 raise PoolUnavailable("somebody deleted this node's key")
             if self._nodes.pop(name, None) is not None:
                 self._found(list(self._nodes.values()))
                 self._gone(name)
-        else:
-            for node in _nodes([event.kv], self._prefix):
-                self._nodes[node.node] = node
-                self._found(list(self._nodes.values()))
+            return
+        written = self._read([event.kv])
+        if self._node is not None and name == self._node.node and written != [self._node]:
+            raise PoolUnavailable("somebody overwrote this node's key")
+        for node in written:
+            self._nodes[node.node] = node
+            self._found(list(self._nodes.values()))
+
+    def _read(self, kvs: Iterable[_KeyValue]) -> list[EtcdMember]:
+        """What others wrote under the prefix and is no member is passed over, with one line in the log."""
+        found, problems = _members(kvs, self._prefix, self._secret)
+        for name, problem in problems.items():
+            if name not in self._passed_over and len(self._passed_over) < MAX_NODES:
+                self._passed_over.add(name)
+                logger.warning("etcd: %s%s is passed over: %s", self._prefix, name, problem)
+        return found
 
     async def _ask(self, path: str, body: Mapping[str, Any], type_: type[T]) -> T:
         """Ask the endpoints in turn, the last good one first. Raises PoolError."""
@@ -311,18 +340,29 @@ def _range(prefix: str) -> dict[str, str]:
     return {"key": _b64(prefix), "range_end": _b64(end)}
 
 
-def _nodes(kvs: Iterable[_KeyValue], prefix: str) -> list[EtcdMember]:
-    """What others wrote under the prefix and is no node is passed over."""
-    found = []
+def _members(kvs: Iterable[_KeyValue], prefix: str, secret: str) -> tuple[list[EtcdMember], dict[str, str]]:
+    """The members by name, and what is wrong with the entries of others."""
+    found, problems = [], {}
     for kv in kvs:
         name = _name(kv.key, prefix)
         try:
             entry = msgspec.json.decode(base64.b64decode(kv.value), type=_Entry)
         except (msgspec.MsgspecError, ValueError) as error:
-            logger.warning("etcd: %s%s is no node of a pool: %s", prefix, name, error)
+            problems[name] = str(error)
+            continue
+        expected = _signature(secret, prefix + name, entry.address, entry.weight)
+        if secret and not hmac.compare_digest(entry.signature.encode(), expected.encode()):
+            problems[name] = "it is not signed with our token: another token, an older version, or a stranger"
             continue
         found.append(EtcdMember(name, entry.address, max(1, entry.weight)))
-    return sorted(found, key=lambda node: node.node)
+    return sorted(found, key=lambda member: member.node), problems
+
+
+def _signature(secret: str, key: str, address: str, weight: int) -> str:
+    if not secret:
+        return ""
+    text = msgspec.json.encode(["pdserve etcd entry", key, address, weight])
+    return hmac.new(secret.encode(), text, hashlib.sha256).hexdigest()
 
 
 def _name(key: str, prefix: str) -> str:
@@ -349,10 +389,20 @@ def _wants_new_token(answer: httpx.Response) -> bool:
 
 def _verify(config: EtcdConfig) -> ssl.SSLContext | bool:
     """Raises ConfigError."""
+    if not (config.ca_file or config.certificate_file):
+        return True
     try:
-        return ssl.create_default_context(cafile=config.ca_file) if config.ca_file else True
+        context = ssl.create_default_context(cafile=config.ca_file or None)
     except OSError as error:  # ssl.SSLError too
         raise ConfigError(f"etcd.ca_file {config.ca_file} holds no certificates: {error}") from error
+    if config.certificate_file:
+        try:
+            context.load_cert_chain(config.certificate_file, config.key_file or None)
+        except OSError as error:
+            raise ConfigError(
+                f"etcd.certificate_file {config.certificate_file} and etcd.key_file: {error}"
+            ) from error
+    return context
 
 
 def _decoded(answer: httpx.Response, type_: type[T]) -> T:

@@ -44,10 +44,16 @@ def worker_key(role: str, url: str) -> EtcdMember:
 class Registration:
     """A worker's key, kept by a thread of its own from `start` to `stop`."""
 
-    def __init__(self, config: WorkerEtcdConfig, role: str, url: str) -> None:
-        """Raises ConfigError."""
+    def __init__(self, config: WorkerEtcdConfig, role: str, url: str, cluster_token: str) -> None:
+        """`cluster_token` signs the key. Raises ConfigError."""
         self._membership = EtcdMembership(
-            config, config.cluster, worker_key(role, url), lambda _: None, lambda _: None, kind=WORKERS
+            config,
+            config.cluster,
+            worker_key(role, url),
+            lambda _: None,
+            lambda _: None,
+            kind=WORKERS,
+            secret=cluster_token,
         )
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()

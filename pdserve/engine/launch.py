@@ -77,7 +77,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         logger.info("worker %s of %s, namespace %s", role, label, namespace)
         # SGLang logs and shows what its arguments hold
         os.environ[POOL_TOKEN_VARIABLE] = reveal(config.pool.token)
-        with _registered(config, role) as register, _closing(tracer):
+        with _registered(config, role, token) as register, _closing(tracer):
 
             def on_ready() -> None:
                 starting.end()
@@ -125,14 +125,15 @@ def _checked_args(config: WorkerConfig, role: Role, device: Device) -> Any:
 
 
 @contextlib.contextmanager
-def _registered(config: WorkerConfig, role: Role) -> Iterator[Callable[[], None]]:
+def _registered(config: WorkerConfig, role: Role, token: str) -> Iterator[Callable[[], None]]:
     """Gives what registers the worker in etcd, once it is ready, for as long as the block runs."""
     if not config.etcd.endpoints:
         yield lambda: None
         return
     engine = config.engine
     host = f"[{engine.host}]" if ":" in engine.host else engine.host
-    registration = Registration(config.etcd, role, config.advertise or f"http://{host}:{engine.port}")
+    url = config.advertise or f"http://{host}:{engine.port}"
+    registration = Registration(config.etcd, role, url, token)
     try:
         yield registration.start
     finally:

@@ -38,7 +38,7 @@ async def open_router(
     upstream = Upstream(config.limits, token)
     prober = Prober(config.probe, fleet, upstream, stats, token=token)
     shared = SharedSessions(config.session) if config.session.redis.url else None
-    discovery = Discovery(config.etcd, fleet) if config.etcd.endpoints else None
+    discovery = Discovery(config.etcd, fleet, token) if config.etcd.endpoints else None
     tasks: list[asyncio.Task[None]] = []
     try:
         dispatcher = Dispatcher(config, fleet, upstream, stats, shared)

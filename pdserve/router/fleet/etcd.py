@@ -24,8 +24,11 @@ logger = logging.getLogger(__name__)
 class Discovery:
     """Keeps the fleet's members of source `etcd` equal to the keys in etcd."""
 
-    def __init__(self, config: WorkerEtcdConfig, fleet: Fleet) -> None:
-        """Connects at the first request. Raises ConfigError for a configuration that cannot be used."""
+    def __init__(self, config: WorkerEtcdConfig, fleet: Fleet, cluster_token: str) -> None:
+        """Connects at the first request. Workers without the cluster token are passed over.
+
+        Raises ConfigError for a configuration that cannot be used.
+        """
         self._fleet = fleet
         self._patience_s = config.lease_s + 2 * config.retry_s
         self._urls: dict[str, tuple[str, Role]] = {}
@@ -33,7 +36,14 @@ class Discovery:
         self._missing: dict[str, asyncio.TimerHandle] = {}
         self._said: set[str] = set()
         self._membership = EtcdMembership(
-            config, config.cluster, None, self._found, self._gone, kind=WORKERS, missing=self._lose
+            config,
+            config.cluster,
+            None,
+            self._found,
+            self._gone,
+            kind=WORKERS,
+            missing=self._lose,
+            secret=cluster_token,
         )
 
     async def first(self) -> None:

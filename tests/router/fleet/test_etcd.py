@@ -16,6 +16,7 @@ from pdserve.discovery.workers import Registration, WorkerEtcdConfig, worker_key
 from pdserve.errors import ConfigError
 from pdserve.router.config.limits import Probe
 from pdserve.router.config.router import RouterConfig
+from pdserve.router.config.tenants import Access
 from tests.support.kvpool.etcd_server import EtcdServer
 from tests.support.router.harness import Harness, routed
 from tests.support.router.mock_worker import ANSWER, MockWorker, workers
@@ -43,13 +44,16 @@ async def watching(etcd: EtcdServer, lease_s: int = 2, **more: Any) -> AsyncIter
 
 
 @asynccontextmanager
-async def registered(etcd: EtcdServer, worker: MockWorker) -> AsyncIterator[None]:
-    registration = Registration(settings(etcd), worker.role, worker.url)
+async def registered(etcd: EtcdServer, worker: MockWorker, token: str = "") -> AsyncIterator[None]:
+    registration = Registration(settings(etcd), worker.role, worker.url, token)
     registration.start()
     try:
         yield
     finally:
         await asyncio.to_thread(registration.stop)
+
+
+TOKEN = "the-cluster-token-of-this-test"
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -174,3 +178,43 @@ async def test_a_router_starts_while_etcd_is_away(etcd: EtcdServer) -> None:
 def test_an_address_that_no_router_can_use_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="advertise"):
         worker_key("agg", url)
+
+
+@pytest.mark.timeout(120)
+async def test_a_worker_that_is_not_signed_with_the_cluster_token_is_never_asked_for_anything(
+    etcd: EtcdServer,
+) -> None:
+    """Whoever may write to etcd would get the token otherwise, and prompts."""
+    stranger, other, own = [MockWorker("agg") for _ in range(3)]
+    async with (
+        workers(stranger, other, own),
+        registered(etcd, other, "another-token-of-this-length"),
+        registered(etcd, own, TOKEN),
+    ):
+        signed = f"/pdserve/pool/workers/agg/{own.id}"
+        forged = json.dumps({"address": stranger.url})
+        register(etcd, stranger)
+        await until(lambda: len(etcd.keys("/pdserve/pool/workers/")) == 3)
+        async with watching(etcd, access=Access(cluster_token=TOKEN)) as harness:
+            await until(lambda: ready(harness) == {own.id})
+            assert (await harness.chat()).body == ANSWER
+            put(etcd, signed, forged)
+            await until(lambda: "signature" in etcd.value(signed))  # its owner writes it anew
+            put(etcd, "/pdserve/pool/workers/agg/127.0.0.1:1", forged)
+            assert (await harness.chat()).body == ANSWER
+            assert set(harness.router.fleet.by_id) == {own.id}
+    assert stranger.requests == other.requests == []
+
+
+@pytest.mark.timeout(120)
+async def test_a_signed_entry_is_good_for_no_other_role(etcd: EtcdServer) -> None:
+    moved, other = MockWorker("prefill"), MockWorker("decode")
+    async with workers(moved, other):
+        async with registered(etcd, moved, TOKEN):
+            await until(lambda: bool(etcd.keys("/pdserve/pool/workers/")))
+            value = etcd.value(f"/pdserve/pool/workers/prefill/{moved.id}")
+        put(etcd, f"/pdserve/pool/workers/decode/{moved.id}", value)
+        access = Access(cluster_token=TOKEN)
+        async with registered(etcd, other, TOKEN), watching(etcd, access=access) as harness:
+            await until(lambda: ready(harness) == {other.id})
+            assert set(harness.router.fleet.by_id) == {other.id}

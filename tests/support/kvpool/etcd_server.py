@@ -26,7 +26,12 @@ class EtcdServer:
     """
 
     def __init__(
-        self, directory: Path, tls: tuple[Path, Path] | None = None, auth_token: str = "simple"
+        self,
+        directory: Path,
+        tls: tuple[Path, Path] | None = None,
+        auth_token: str = "simple",
+        *,
+        asks_for_certificates: bool = False,
     ) -> None:
         program = shutil.which("etcd") or shutil.which("etcd", path="/usr/bin:/usr/local/bin")
         if program is None:
@@ -40,7 +45,11 @@ class EtcdServer:
         self.port = self._ports[0]
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
         self.ca_file = "" if tls is None else str(tls[0])
-        self._verify = ssl.create_default_context(cafile=self.ca_file) if tls else False
+        self._asks_for_certificates = asks_for_certificates
+        self._verify: ssl.SSLContext | bool = False
+        if tls is not None:
+            self._verify = ssl.create_default_context(cafile=self.ca_file)
+            self._verify.load_cert_chain(*tls)
         self._process: subprocess.Popen[bytes]
         self.start()
 
@@ -64,6 +73,8 @@ class EtcdServer:
         ]
         if self._tls is not None:
             command += [f"--cert-file={self._tls[0]}", f"--key-file={self._tls[1]}"]
+        if self._tls is not None and self._asks_for_certificates:
+            command += ["--client-cert-auth", f"--trusted-ca-file={self._tls[0]}"]
         log = self._directory / "etcd.log"
         with log.open("ab") as out:
             self._process = subprocess.Popen(command, stdout=out, stderr=out)
@@ -92,6 +103,11 @@ class EtcdServer:
         first, last = (base64.b64encode(f"{prefix[:-1]}{end}".encode()).decode() for end in "/0")
         found = self.post("kv/range", {"key": first, "range_end": last, "keys_only": True})
         return [base64.b64decode(one["key"]).decode() for one in found.get("kvs", [])]
+
+    def value(self, key: str) -> str:
+        """Of the key, which is there."""
+        [found] = self.post("kv/range", {"key": base64.b64encode(key.encode()).decode()})["kvs"]
+        return base64.b64decode(found["value"]).decode()
 
     def ask_for_passwords(self, user: str, password: str, prefix: str) -> None:
         """From now on only this user may read and write, and only under the prefix."""

@@ -96,7 +96,9 @@ class Joining:
         from pdserve.discovery.etcd import EtcdMember, EtcdMembership
 
         own = EtcdMember(self._name, self._config.address, self._config.weight)
-        self.etcd = EtcdMembership(config.etcd, config.name, own, self.found, self._doubt)
+        self.etcd = EtcdMembership(
+            config.etcd, config.name, own, self.found, self._doubt, secret=config.token
+        )
         try:
             async with asyncio.timeout(config.join_timeout_s):
                 self.found(await self.etcd.nodes())

@@ -124,12 +124,33 @@ async def test_another_endpoint_is_asked_where_one_is_away(tmp_path: Path, etcd:
         assert [node.node for node in discover(two, "pool")] == ["a"]
 
 
-def test_etcd_with_tls_and_passwords(tmp_path: Path) -> None:
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """A certificate that is its own authority's, and its key."""
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=127.0.0.1"
     command = ["openssl", *words.split(), "-addext", "subjectAltName=IP:127.0.0.1"]
     subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
-    server = EtcdServer(tmp_path, (cert, key))
+    return cert, key
+
+
+def test_an_etcd_that_asks_for_certificates_gets_ours(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+    server = EtcdServer(tmp_path, certificate, asks_for_certificates=True)
+    try:
+        cert, key = map(str, certificate)
+        without = settings(server, ca_file=cert)
+        with pytest.raises(PoolUnavailable):
+            discover(without, "pool")
+        own = msgspec.structs.replace(without, certificate_file=cert, key_file=key)
+        assert discover(own, "pool") == []
+        with pytest.raises(ConfigError, match=r"etcd\.certificate_file .*etcd\.key_file"):
+            discover(msgspec.structs.replace(own, key_file="/nowhere/key.pem"), "pool")
+    finally:
+        server.kill()
+
+
+def test_etcd_with_tls_and_passwords(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+    server = EtcdServer(tmp_path, certificate)
     try:
         server.ask_for_passwords("pool", "secret", "/pdserve")
         good = settings(server, ca_file=server.ca_file, username="pool", password="secret")
