@@ -11,7 +11,7 @@ import pytest
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from tests.support.kvpool.pools import KIB, InprocPool, Pool, ProcessPool, arena_dir, remove_arena
 
-TRANSPORTS = ("inproc", "shm", "ucx")
+TRANSPORTS = ("inproc", "shm", "ucx", "tcp")
 _numbers = itertools.count()
 
 

@@ -45,8 +45,8 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     data_path: Annotated[
         DataPathChoice,
         Meta(
-            description="Data path of page bytes: shm (same host only), ucx, or auto (shm where possible, "
-            "else ucx)."
+            description="Data path of page bytes: shm (same host only), ucx, tcp, or auto (shm where "
+            "possible, else ucx where the node offers it, else tcp)."
         ),
     ] = "auto"
     checksum: Annotated[

@@ -16,7 +16,7 @@ from pdserve.kvpool.transports.shm import host_id
 
 class ConfiguredConnector:
     """Connects as the configuration says. With `auto` the node decides: mapped memory on its own host, else
-    UCX.
+    UCX or TCP.
     """
 
     def __init__(self, config: PoolClientConfig, name: str) -> None:

@@ -10,8 +10,9 @@ of the actions. Loads run beside it. For every StorePages and LoadPages the shel
 once, in any number of PagesStored or PagesLoaded. Until then the tier's thread may read or write the slot's
 bytes.
 
-Transfers (UCX only). A page of segments [b0, b1, ...] is one transfer, named by its first segment's `tag`.
-Segment i is the UCX message with tag `tag + i`; it lies at arena offset `offset + b0 + ... + b(i-1)`. For
+Transfers (UCX and TCP). A page of segments [b0, b1, ...] is one transfer, named by its first segment's `tag`.
+Over UCX segment i is the message with tag `tag + i`; it lies at arena offset `offset + b0 + ... + b(i-1)`.
+Over TCP the page is one message. The sends of a connection begin in the order of their tags. For
 every StartSend and StartReceive the shell reports one TransferDone with the same connection and tag: when all
 segments completed (ok), when one failed and the others are cancelled (not ok), when the transfer was
 cancelled; also after the connection is gone. From then on nothing touches the slot's bytes. Tags are unique
@@ -62,7 +63,7 @@ class Received(msgspec.Struct, frozen=True):
 
 
 class TransferDone(msgspec.Struct, frozen=True):
-    """The transfer `tag` of `connection` ended: UCX does not touch the slot's bytes any more."""
+    """The transfer `tag` of `connection` ended: nothing touches the slot's bytes for it any more."""
 
     connection: int
     tag: int
@@ -235,7 +236,7 @@ class PublishNamespace(msgspec.Struct, frozen=True, gc=False):
 
 
 class StartSend(msgspec.Struct, frozen=True, gc=False):
-    """UCX: send the page's segments from the arena to the client."""
+    """UCX, TCP: send the page's segments from the arena to the client."""
 
     connection: int
     tag: int
@@ -244,7 +245,7 @@ class StartSend(msgspec.Struct, frozen=True, gc=False):
 
 
 class StartReceive(msgspec.Struct, frozen=True, gc=False):
-    """UCX: receive the page's segments from the client straight into the arena."""
+    """UCX, TCP: receive the page's segments from the client straight into the arena."""
 
     connection: int
     tag: int
@@ -253,7 +254,7 @@ class StartReceive(msgspec.Struct, frozen=True, gc=False):
 
 
 class CancelTransfers(msgspec.Struct, frozen=True, gc=False):
-    """UCX: cancel these transfers (first segments' tags); each is still reported by a TransferDone."""
+    """UCX, TCP: cancel these transfers (first segments' tags); each is still reported by a TransferDone."""
 
     connection: int
     tags: tuple[int, ...]

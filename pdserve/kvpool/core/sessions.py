@@ -39,13 +39,13 @@ class Limits:
     max_waited_keys: int = 131_072  # in open waits per connection; a key takes about 300 bytes
     max_reserved_bytes: int = 1 << 62  # per connection
     max_pinned_bytes: int = 1 << 62  # per connection
-    max_messages: int = 1 << 62  # UCX messages (segments) under way per connection
+    max_messages: int = 1 << 62  # segments under way per connection, UCX and TCP
     replication: ReplicationLimits = ReplicationLimits()
 
 
 @dataclass(slots=True)
 class PendingCommit:
-    """A Commit that waits for receives (UCX). Answered when `missing` is 0."""
+    """A Commit that waits for receives (UCX, TCP). Answered when `missing` is 0."""
 
     request_id: int
     mask: bytearray
@@ -59,7 +59,7 @@ class Reservation(Struct, gc=False):  # one per page: a Struct is made in a tent
     sequence: int
     slot_bytes: int
     deadline_s: float
-    tag: int = NO_TRANSFER  # of the receive under way (UCX)
+    tag: int = NO_TRANSFER  # of the receive under way (UCX, TCP)
     checksum: int = 0  # of the commit that waits for the receive
     commit: PendingCommit | None = None
     place: int = 0  # in the commit's mask
@@ -119,13 +119,13 @@ class Session:
     waited_keys: int = 0  # of all waiters
     gets: dict[int, PendingGet] = field(default_factory=dict)  # by request id
     pinned_bytes: int = 0  # in bytes of slots
-    transfers: dict[int, int] = field(default_factory=dict)  # tag under way (UCX) -> its messages
+    transfers: dict[int, int] = field(default_factory=dict)  # tag under way (UCX, TCP) -> its messages
     messages: int = 0  # of all transfers under way
 
     @property
     def mapped(self) -> bool:
         """Whether the client copies the bytes itself: then only the client knows when it stops."""
-        return self.data_path != "ucx"
+        return self.data_path not in ("ucx", "tcp")
 
     def begin_transfer(self, tag: int, messages: int) -> None:
         self.transfers[tag] = messages
@@ -147,7 +147,7 @@ class Session:
 
 
 class Tags:
-    """UCX tags, unique in an incarnation. A page of n segments takes n consecutive tags.
+    """Tags of UCX and TCP, unique in an incarnation. A page of n segments takes n consecutive tags.
 
     The high bits are the incarnation's low bits: a client of several nodes gets no tag twice.
     """

@@ -23,6 +23,7 @@ from pdserve.kvpool.protocol.messages import (
     DataPathName,
     Fault,
     Hello,
+    TcpInfo,
     UcxInfo,
     Welcome,
 )
@@ -118,12 +119,17 @@ class Admission:
         if hello.data_path == "shm":
             message = (
                 f"client {hello.client} cannot map the memory of node {name}: it is on another host, or in "
-                "another container; use data_path = 'ucx'"
+                "another container; use data_path = 'ucx' or 'tcp'"
             )
             return Fault(0, "data_path", message)
-        if hello.data_path in ("auto", "ucx"):
-            no_ucx = self._no_ucx(address, hello)
-            return Fault(0, "data_path", f"node {name} {no_ucx}") if no_ucx else "ucx"
+        no_ucx = self._no_ucx(address, hello)
+        no_tcp = "" if self._config.tcp.enabled else f"has TCP off, which client {hello.client} needs"
+        if hello.data_path in ("auto", "ucx") and not no_ucx:
+            return "ucx"
+        if hello.data_path in ("auto", "tcp") and not no_tcp:
+            return "tcp"
+        if hello.data_path in ("auto", "ucx", "tcp"):
+            return Fault(0, "data_path", f"node {name} {no_tcp if hello.data_path == 'tcp' else no_ucx}")
         return Fault(0, "data_path", f"{hello.data_path} does not go over a socket")
 
     def _no_ucx(self, address: str, hello: Hello) -> str:
@@ -144,7 +150,7 @@ class Admission:
             return f"offers UCX only to clients with a token, unlike client {hello.client}"
         return ""
 
-    def welcome(self, path: DataPathName, arena: ArenaInfo | None, ucx: UcxInfo | None) -> Welcome:
+    def welcome(self, path: DataPathName, arena: ArenaInfo | None, info: UcxInfo | TcpInfo | None) -> Welcome:
         """The answer to a Hello."""
         view = self._view()
         return Welcome(
@@ -155,7 +161,8 @@ class Admission:
             data_path=path,
             lease_s=self._config.lease_s,
             arena=arena,
-            ucx=ucx,
+            ucx=info if isinstance(info, UcxInfo) else None,
+            tcp=info if isinstance(info, TcpInfo) else None,
             epoch=view.epoch,
             nodes=view.nodes,
             previous=view.previous,

@@ -46,6 +46,7 @@ from pdserve.kvpool.namespaces.registry import Floors
 from pdserve.kvpool.node.admission import Admission, rules_of
 from pdserve.kvpool.node.bootstrap import make_state, take_memory
 from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.data_paths import DataPathInfo, DataPaths
 from pdserve.kvpool.node.loopback import LocalSession
 from pdserve.kvpool.node.memory.arena import Arena
 from pdserve.kvpool.node.metrics.meter import LoopLag, Meter
@@ -60,10 +61,8 @@ from pdserve.kvpool.node.serving.places import Places
 from pdserve.kvpool.node.serving.scheduler import Serving
 from pdserve.kvpool.node.tiers.node_tiers import NodeTiers
 from pdserve.kvpool.node.timers import call_at
-from pdserve.kvpool.node.ucx.data_path import UcxPath
 from pdserve.kvpool.node.upgrade.handover import Handover
 from pdserve.kvpool.node.upgrade.upgrader import Upgrader
-from pdserve.kvpool.protocol.address import is_remote
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, PullPages, Upgrade
 from pdserve.kvpool.protocol.handshake import Challenged
 from pdserve.kvpool.protocol.messages import (
@@ -73,7 +72,6 @@ from pdserve.kvpool.protocol.messages import (
     Request,
     Status,
     StatusReport,
-    UcxInfo,
     Welcome,
 )
 
@@ -88,7 +86,7 @@ class PoolNode:
 
     arena: Arena
     _tiers: NodeTiers
-    _ucx: UcxPath
+    data_paths: DataPaths
 
     def __init__(self, config: PoolNodeConfig, inherited: Handover | None = None) -> None:
         """`inherited`: from this process's earlier program, after an upgrade."""
@@ -163,13 +161,13 @@ class PoolNode:
 
     def _make_parts(self, ending: AsyncExitStack) -> None:
         """The node's state with all that the memory holds, and what surrounds it."""
-        self._ucx = UcxPath(self.config, self.arena.memory, self.feed, self._ucx_lost)
+        self.data_paths = DataPaths(self.config, self.arena.memory, self.feed, self._data_path_lost)
         self.state = make_state(
             self.config, self.incarnation, self.arena, self._tiers, self._rules, self._loop.time()
         )
         self._acts = self._make_acts()
         ending.callback(self._remove_sockets)
-        ending.callback(self._ucx.stop)
+        ending.callback(self.data_paths.stop)
         ending.callback(self._end_timer)
         self._tell_namespaces()
         self.meter = Meter(self.state.store.facts.namespace, self.arena.namespaces)
@@ -195,9 +193,7 @@ class PoolNode:
         if self._inherited is not None:
             ucx_was_used = self._inherited.ucx
             self._upgrader.on_serving(self._inherited)
-        if self.config.ucx.enabled:
-            remote = any(is_remote(address) for address in self.config.listen)
-            self._ucx.prepare(at_once=(remote and self.config.ucx.trusted_network) or ucx_was_used)
+        self.data_paths.prepare(ucx_was_used=ucx_was_used)
 
     async def _leave_pool(self) -> None:
         self._stopped = True
@@ -229,7 +225,7 @@ class PoolNode:
             pid=os.getpid(),
             lock_fd=lock_fd,
             listening=listening,
-            ucx=self._ucx.server is not None,
+            ucx=self.data_paths.ucx.server is not None,
             status=cluster.me.status,
             peers=[member.address for member in cluster.alive() if member.node != self.name],
         )
@@ -357,7 +353,7 @@ class PoolNode:
         self._tiers.save_namespaces(action)
 
     def _transfer(self, action: StartSend | StartReceive | CancelTransfers) -> None:
-        self._ucx.perform(action)
+        self.data_paths.perform(action)
 
     def _schedule(self) -> None:
         self._end_timer()
@@ -459,18 +455,11 @@ class PoolNode:
         """How this client will move pages, or why it cannot be served."""
         return self._upgrader.goodbye_fault or self._admission.choose_path(connection, address, hello)
 
-    def welcome(self, path: DataPathName, ucx: UcxInfo | None) -> Welcome:
+    def welcome(self, path: DataPathName, info: DataPathInfo | None) -> Welcome:
         """The answer to a Hello."""
-        return self._admission.welcome(path, self.arena.info if path == "shm" else None, ucx)
+        return self._admission.welcome(path, self.arena.info if path == "shm" else None, info)
 
-    async def open_ucx(self, connection: int, hello: Hello) -> UcxInfo | Fault:
-        """Make ready for a client's endpoint. `close_ucx` undoes it."""
-        return await self._ucx.open(connection, hello)
-
-    def close_ucx(self, connection: int) -> None:
-        self._ucx.close(connection)
-
-    def _ucx_lost(self, connection: int, reason: str) -> None:
+    def _data_path_lost(self, connection: int, reason: str) -> None:
         client = self.connections.get(connection)
         if client is not None:
             client.close(reason)
@@ -486,4 +475,4 @@ class PoolNode:
         if self.connections.pop(number, None) is not None:
             self.serving.gone(number)
             self.feed(Disconnected(number, by_peer))
-        self.close_ucx(number)
+        self.data_paths.close(number)

@@ -2,7 +2,7 @@
 
 A connection is one stream (Unix socket or TCP). Each frame is a little-endian u32 length, then that many
 bytes of msgpack: one message, an array whose first item is the message's number. Page bytes do not travel
-here. They go through mapped memory or UCX; these messages say where.
+here. They go through mapped memory, UCX or another TCP connection; these messages say where.
 
     client                    node
     Hello              ->     Welcome, or Fault and close
@@ -48,8 +48,8 @@ def pages_a_message(page_bytes: int) -> int:
 
 
 # "none": a connection for questions only (exists, wait, status); it may neither reserve nor get
-DataPathName: TypeAlias = Literal["shm", "ucx", "inproc", "none"]
-DataPathChoice: TypeAlias = Literal["auto", "shm", "ucx", "inproc", "none"]
+DataPathName: TypeAlias = Literal["shm", "ucx", "tcp", "inproc", "none"]
+DataPathChoice: TypeAlias = Literal["auto", "shm", "ucx", "tcp", "inproc", "none"]
 
 # Status of one key in `Reserved`
 GRANTED = 0  # the slot is the client's to fill
@@ -124,9 +124,22 @@ class UcxInfo(Message, tag=92, frozen=True):
     connection: int
 
 
+class TcpInfo(Message, tag=102, frozen=True):
+    """How a client opens its data connection: the port, and the host if it is not the control connection's.
+
+    `ticket` is good for one connection, for a few seconds. The client sends it as the first bytes, after the
+    TLS handshake where `tls` is set.
+    """
+
+    host: str
+    port: int
+    ticket: bytes
+    tls: bool
+
+
 class Welcome(Message, tag=2, frozen=True):
     """The node's answer to Hello. `incarnation` changes at every start of the node. `data_path` is the path
-    that the node chose: it decides whether `arena` or `ucx` is set (neither for inproc and none).
+    that the node chose: it decides whether `arena`, `ucx` or `tcp` is set (none of them for inproc and none).
     """
 
     version: int
@@ -140,6 +153,7 @@ class Welcome(Message, tag=2, frozen=True):
     epoch: int = 0
     nodes: list[NodeAddress] = []
     previous: list[NodeAddress] = []  # as in View
+    tcp: TcpInfo | None = None
 
 
 class Fault(Message, tag=3, frozen=True):
@@ -194,7 +208,8 @@ class Present(Message, tag=13, frozen=True):
 
 
 class Reserve(Message, tag=14, frozen=True):
-    """Ask for a slot per key. A page has `sum(segment_bytes)` bytes. Over UCX each segment is one message."""
+    """Ask for a slot per key. A page has `sum(segment_bytes)` bytes. Over UCX each segment is one message,
+    over TCP a page."""
 
     id: int
     namespace: int
@@ -249,7 +264,7 @@ class Abort(Message, tag=18, frozen=True):
 class Get(Message, tag=19, frozen=True):
     """Pin the pages for reading. `segment_bytes` as in Reserve, for this reader's buffers; a page of another
     length is
-    a miss. Over UCX the node starts sending at once."""
+    a miss. Over UCX and TCP the node starts sending at once."""
 
     id: int
     namespace: int

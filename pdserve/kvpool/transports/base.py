@@ -1,7 +1,8 @@
 """The interface of transports on the client's side: a control channel to one node, and moving page bytes.
 
-Three implementations: `inproc` (a node in the same process; tests), `shm` (control over a socket, pages by
-copying from and to the node's mapped arena) and `ucx` (control over a socket, pages as UCX tagged messages).
+Four implementations: `inproc` (a node in the same process; tests), `shm` (control over a socket, pages by
+copying from and to the node's mapped arena), `ucx` (control over a socket, pages as UCX tagged messages) and
+`tcp` (pages over a second socket, plain or TLS).
 All pass tests/contracts/test_transport_contract.py.
 
 A `Connection` belongs to one thread at a time; `client.py` keeps a bounded set of them per node. Deadlines

@@ -1,4 +1,4 @@
-"""Which clients a node lets in, and which of them may use UCX."""
+"""Which clients a node lets in, and how they move pages."""
 
 from __future__ import annotations
 
@@ -50,6 +50,13 @@ def test_where_tokens_are_in_use_ucx_is_for_those_with_one(address: str) -> None
         assert isinstance(refused, m.Fault)
         assert "token" in refused.message
     assert path_of(address, token=TOKEN, admin=TOKEN, trusted_network=True) == "ucx"
+
+
+@pytest.mark.parametrize(("trusted", "path"), [(False, "tcp"), (True, "ucx")])
+def test_other_hosts_get_tcp_by_themselves_where_the_network_is_not_trusted(trusted: bool, path: str) -> None:
+    assert path_of(FAR, "auto", trusted_network=trusted) == path
+    assert path_of(FAR, "auto", trusted_network=trusted, enabled=False) == "tcp"
+    assert path_of(FAR, "tcp", trusted_network=trusted) == "tcp"
 
 
 def test_a_node_without_ucx_says_so() -> None:

@@ -498,8 +498,8 @@ async def test_a_client_that_goes_while_ucx_is_loaded_leaves_nothing(
         assert isinstance(await reply_of(near), m.Welcome)
         ucx_loads_when_told.set()
         assert isinstance(await reply_of(staying), m.Welcome)
-        assert node._ucx.server is not None
-        assert len(node._ucx.server._peers) == len(node.connections) - 1 == 1
+        assert node.data_paths.ucx.server is not None
+        assert len(node.data_paths.ucx.server._peers) == len(node.connections) - 1 == 1
         writer.close()
         other.close()
 
@@ -518,7 +518,7 @@ async def test_a_client_waits_for_ucx_no_longer_than_the_handshake_may_take(
             writer.close()
             ucx_loads_when_told.set()
 
-    assert "UCX was not ready" in caplog.text
+    assert "the data path was not ready" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,20 @@ class UcxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return {**{name: value for name, value in chosen.items() if value}, **self.options}
 
 
+class TcpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The data path to clients on other hosts where the network is not trusted, or has no UCX."""
+
+    enabled: Annotated[bool, Meta(description="Offer TCP to clients that cannot map the arena.")] = True
+    host: Annotated[
+        str,
+        Meta(description="Address for data connections; empty: the address to which the client connected."),
+    ] = ""
+    port: Annotated[
+        int,
+        Meta(ge=0, le=65535, description="Port for the data connections of all clients; 0: any free port."),
+    ] = 0
+
+
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A storage tier below memory."""
 
@@ -177,8 +191,8 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         int,
         Meta(
             ge=MAX_SEGMENTS,
-            description="Most UCX messages (segments of pages) in flight per connection; beyond it, reads "
-            "miss and writes are refused.",
+            description="Most messages in flight per connection: segments over UCX, pages over TCP; beyond "
+            "it, reads miss and writes are refused.",
         ),
     ] = 65536
     tiers: Annotated[
@@ -192,6 +206,7 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         float, Meta(gt=0, description="Longest wait of a read for pages that are loaded from a tier.")
     ] = 1.0
     ucx: Annotated[UcxConfig, Meta(description="The data path to other hosts.")] = UcxConfig()
+    tcp: Annotated[TcpConfig, Meta(description="The data path to other hosts without UCX.")] = TcpConfig()
     cluster: Annotated[ClusterConfig, Meta(description="The other nodes.")] = ClusterConfig()
     namespaces: Annotated[
         list[NamespaceConfig],

@@ -1,6 +1,6 @@
 """Connections of a node to another one: to ask it, and to fetch pages from it. Blocking; for threads.
 
-It is the clients' own data path: mapped memory on one host, UCX otherwise. What is fetched is written
+It is the clients' own data path: mapped memory on one host, UCX or TCP otherwise. What is fetched is written
 straight into this node's slots, checked there, and its checksum carried over unchanged.
 """
 

@@ -15,6 +15,7 @@ import struct
 from typing import Final, Protocol, cast
 
 from pdserve.errors import FrameError
+from pdserve.kvpool.node.data_paths import DataPathInfo, DataPaths
 from pdserve.kvpool.node.metrics.meter import Meter, Open
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_frame
 from pdserve.kvpool.protocol.handshake import Challenged
@@ -27,7 +28,6 @@ from pdserve.kvpool.protocol.messages import (
     Proof,
     Reply,
     Request,
-    UcxInfo,
     Welcome,
 )
 
@@ -70,17 +70,14 @@ class Host(Protocol):
         """How this client will move pages, or why it cannot be served."""
         ...
 
-    async def open_ucx(self, connection: int, hello: Hello) -> UcxInfo | Fault:
-        """Make ready for the client's endpoint. `close_ucx` undoes it."""
-        ...
-
-    def close_ucx(self, connection: int) -> None: ...
+    @property
+    def data_paths(self) -> DataPaths: ...
 
     def connected(self, connection: ClientConnection, hello: Hello, path: DataPathName) -> None: ...
 
     def disconnected(self, number: int, *, by_peer: bool) -> None: ...
 
-    def welcome(self, path: DataPathName, ucx: UcxInfo | None) -> Welcome: ...
+    def welcome(self, path: DataPathName, info: DataPathInfo | None) -> Welcome: ...
 
     def received(self, connection: ClientConnection, message: Request) -> None:
         """A request of a client that shook hands."""
@@ -103,7 +100,7 @@ class ClientConnection(asyncio.Protocol):
         self._greeted = False
         self.hello: Hello | None = None  # of a client that shook hands
         self._challenged: Challenged | None = None  # until the client has proved its token
-        self._greeting: asyncio.Task[None] | None = None  # while UCX is made ready for the client
+        self._greeting: asyncio.Task[None] | None = None  # while the data path is made ready for the client
         self._closed_by_us = False
         self._paused = False
         self._paused_since_s = 0.0
@@ -233,12 +230,13 @@ class ClientConnection(asyncio.Protocol):
 
     def _admit(self, hello: Hello) -> None:
         path = self._node.choose_path(self.number, self.address, hello)
-        if path == "ucx":
-            self._greeting = asyncio.get_running_loop().create_task(self._greet_ucx(hello))
+        if path in ("ucx", "tcp"):
+            greet = self._open_data_path(hello, path)
+            self._greeting = asyncio.get_running_loop().create_task(greet)
         else:
             self._greet(hello, path, None)
 
-    def _greet(self, hello: Hello, path: DataPathName | Fault, ucx: UcxInfo | None) -> None:
+    def _greet(self, hello: Hello, path: DataPathName | Fault, info: DataPathInfo | None) -> None:
         if isinstance(path, Fault):
             self.refuse(path)
             return
@@ -247,17 +245,17 @@ class ClientConnection(asyncio.Protocol):
         self._frames.max_frame_bytes = MAX_FRAME_BYTES
         self.hello = hello
         self._node.connected(self, hello, path)
-        self.send(self._node.welcome(path, ucx))
+        self.send(self._node.welcome(path, info))
 
-    async def _greet_ucx(self, hello: Hello) -> None:
-        ucx = await self._node.open_ucx(self.number, hello)
+    async def _open_data_path(self, hello: Hello, path: DataPathName) -> None:
+        info = await self._node.data_paths.open(self.number, hello, path)
         if self._gone or self._closed_by_us:
-            self._node.close_ucx(self.number)
-        elif isinstance(ucx, Fault):
-            self.refuse(ucx)
+            self._node.data_paths.close(self.number)
+        elif isinstance(info, Fault):
+            self.refuse(info)
         else:
             # others may have connected meanwhile
-            self._greet(hello, self._node.choose_path(self.number, self.address, hello), ucx)
+            self._greet(hello, self._node.choose_path(self.number, self.address, hello), info)
 
     def refuse(self, fault: Fault) -> None:
         """Say why, and close. Idempotent."""
@@ -280,7 +278,7 @@ class ClientConnection(asyncio.Protocol):
         self.close(f"the rest of a frame did not come within {HALF_FRAME_TIMEOUT_S:.0f} s", at_once=True)
 
     def _no_handshake(self) -> None:
-        what = "no Hello" if self._greeting is None else "UCX was not ready"
+        what = "no Hello" if self._greeting is None else "the data path was not ready"
         self.close(f"{what} within {HANDSHAKE_TIMEOUT_S:.0f} s", at_once=True)
 
 

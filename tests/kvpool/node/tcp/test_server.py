@@ -1,0 +1,280 @@
+"""The node's end of the TCP data path against peers that are slow, wrong or hostile."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from pdserve.kvpool.node.tcp import door, server
+from pdserve.kvpool.transports.tcp.stream import HEADER, TICKET_BYTES, WITHDRAWN
+from tests.support.kvpool.tcp_server import Peer, RunningServer, dial, running
+
+KIB = 1024
+MIB = 1 << 20
+LONG_BYTES = 48 * MIB  # more than sockets buffer
+MARK = 0xAB
+
+
+@pytest.fixture
+def node() -> Iterator[RunningServer]:
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
+def peer(node: RunningServer) -> Iterator[Peer]:
+    peer = Peer(node)
+    yield peer
+    peer.close()
+
+
+def works(node: RunningServer, peer: Peer) -> bool:
+    """A page goes in and comes out."""
+    page = bytes(range(256)) * 16
+    tag = node.receive(peer.connection, 32 * MIB, len(page))
+    peer.write(tag, page)
+    assert node.outcome(tag)
+    tag = node.send(peer.connection, 32 * MIB, len(page))
+    assert peer.header() == (tag, len(page))
+    return peer.read(len(page)) == page
+
+
+def ends(sock: socket.socket) -> bool:
+    """The node closes it, and has sent nothing."""
+    try:
+        return sock.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+# --- tickets
+
+
+def test_a_socket_that_comes_while_no_client_is_expected_is_closed_at_once(
+    node: RunningServer, peer: Peer
+) -> None:
+    with socket.create_connection(peer.sock.getpeername()) as stranger:
+        stranger.settimeout(door.GREETING_TIMEOUT_S / 2)
+        assert ends(stranger)
+    assert works(node, peer)
+
+
+@pytest.mark.parametrize("shown", [bytes(TICKET_BYTES), b"GET / HTTP/1.1\r\n\r\n", b""])
+def test_a_wrong_ticket_ends_its_socket_and_the_right_one_is_still_good(
+    node: RunningServer, shown: bytes
+) -> None:
+    connection, info = node.expect_client()
+    with dial(info) as stranger:
+        if shown:
+            stranger.sendall(shown)
+        else:
+            stranger.shutdown(socket.SHUT_WR)
+        assert ends(stranger)
+    with dial(info) as client:
+        client.sendall(info.ticket)
+        assert len(client.recv(HEADER.size)) == HEADER.size
+    assert "closed" in node.reason(connection)
+
+
+def test_a_ticket_is_good_once(node: RunningServer) -> None:
+    _, info = node.expect_client()
+    node.expect_client()  # else the node expects nobody any more
+    with dial(info) as first, dial(info) as second:
+        first.sendall(info.ticket)
+        assert len(first.recv(HEADER.size)) == HEADER.size
+        second.sendall(info.ticket)
+        assert ends(second)
+
+
+def test_a_ticket_that_nobody_shows_ends_its_client_and_sockets_that_show_none(
+    node: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "GREETING_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(door, "GREETING_TIMEOUT_S", 0.2)
+    connection, info = node.expect_client()
+    with dial(info) as stranger:
+        assert ends(stranger)
+    assert node.reason(connection) == "no data connection came"
+
+
+def test_strangers_who_say_nothing_leave_room_for_a_client(node: RunningServer) -> None:
+    _, info = node.expect_client()
+    strangers = [dial(info) for _ in range(2 * door.MAX_UNCLAIMED)]
+    client = Peer(node)
+    assert works(node, client)
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("pdserve-tcp") <= door.MAX_UNCLAIMED + 1
+    for sock in (*strangers, client):
+        sock.close()
+
+
+def test_a_transfer_before_the_data_connection_came_fails_and_ends_the_client(node: RunningServer) -> None:
+    connection, _ = node.expect_client()
+    assert not node.outcome(node.receive(connection, 0, KIB))
+    assert "before" in node.reason(connection)
+
+
+# --- pages that nobody asked for
+
+
+@pytest.mark.parametrize("kind", ["unknown tag", "too long", "too short", "sent twice", "as withdrawn"])
+def test_a_page_that_the_node_did_not_ask_for_is_not_read_and_ends_the_connection(
+    node: RunningServer, peer: Peer, kind: str
+) -> None:
+    node.arena[: 2 * KIB] = MARK
+    tag = node.receive(peer.connection, 0, KIB)
+    wrong = {"unknown tag": (tag + 1, KIB), "too long": (tag, 2 * KIB), "too short": (tag, KIB - 1)}
+    wrong |= {"sent twice": (tag, KIB), "as withdrawn": (tag, WITHDRAWN)}
+    if kind == "sent twice":
+        peer.write(tag, bytes([MARK]) * KIB)
+        assert node.outcome(tag)
+    peer.write(wrong[kind][0], bytes(2 * KIB), wrong[kind][1])
+    assert "did not ask for" in node.reason(peer.connection)
+    assert node.outcome(tag) == (kind == "sent twice")
+    assert peer.is_hung_up_on()
+    assert (node.arena[: 2 * KIB] == MARK).all()
+
+
+# --- cancelled receives
+
+
+def test_nothing_is_written_into_a_slot_after_its_receive_was_reported_as_cancelled(
+    node: RunningServer, peer: Peer
+) -> None:
+    tag = node.receive(peer.connection, 0, MIB)
+    peer.write(tag, bytes([1]) * (MIB // 2), MIB)
+    while not node.arena[MIB // 2 - 1]:
+        pass
+    node.cancel(peer.connection, tag)
+    assert not node.outcome(tag)
+    node.arena[:MIB] = MARK  # another page's now
+    peer.sock.sendall(bytes([2]) * (MIB // 2))
+    assert works(node, peer)  # the rest was read before this
+    assert (node.arena[:MIB] == MARK).all()
+
+
+def test_a_page_that_comes_after_it_was_cancelled_is_dropped_and_the_connection_goes_on(
+    node: RunningServer, peer: Peer
+) -> None:
+    node.arena[: 4 * MIB] = MARK
+    tag = node.receive(peer.connection, 0, 4 * MIB)
+    node.cancel(peer.connection, tag)
+    assert not node.outcome(tag)
+    peer.write(tag, bytes(4 * MIB))
+    assert works(node, peer)
+    assert (node.arena[: 4 * MIB] == MARK).all()
+
+
+def test_a_client_that_does_not_finish_a_cancelled_page_is_ended() -> None:
+    with running(stall_timeout_s=0.2) as node:
+        peer = Peer(node)
+        tag = node.receive(peer.connection, 0, MIB)
+        peer.write(tag, bytes(KIB), MIB)
+        node.cancel(peer.connection, tag)
+        assert not node.outcome(tag)
+        assert "no page for" in node.reason(peer.connection)
+        assert peer.is_hung_up_on()
+        peer.close()
+
+
+def test_when_control_is_gone_the_page_under_way_ends_and_nothing_of_it_is_written_later(
+    node: RunningServer, peer: Peer
+) -> None:
+    arriving = node.receive(peer.connection, 0, MIB)
+    waiting = node.receive(peer.connection, MIB, MIB)
+    peer.write(arriving, bytes([1]) * KIB, MIB)
+    while not node.arena[KIB - 1]:
+        pass
+    node.close(peer.connection)
+    assert not node.outcome(arriving)
+    assert not node.outcome(waiting)
+    node.arena[: 2 * MIB] = MARK
+    assert peer.is_hung_up_on()
+    assert (node.arena[: 2 * MIB] == MARK).all()
+    late = node.receive(peer.connection, 0, KIB)
+    assert not node.outcome(late)
+    assert peer.connection not in node.lost
+
+
+# --- sends
+
+
+def test_pages_leave_while_the_client_writes_others(node: RunningServer, peer: Peer) -> None:
+    node.arena[:LONG_BYTES] = MARK
+    sent = node.send(peer.connection, 0, LONG_BYTES)
+    received = node.receive(peer.connection, LONG_BYTES, MIB)
+    peer.write(received, bytes([7]) * MIB)  # before anything is read
+    assert node.outcome(received)
+    assert (node.arena[LONG_BYTES : LONG_BYTES + MIB] == 7).all()
+    assert peer.header() == (sent, LONG_BYTES)
+    assert peer.read(LONG_BYTES) == bytes([MARK]) * LONG_BYTES
+    assert node.outcome(sent)
+
+
+def test_a_client_that_takes_no_page_is_ended_before_the_slot_is_let_go() -> None:
+    with running(stall_timeout_s=0.2) as node:
+        peer = Peer(node)
+        node.arena[:LONG_BYTES] = 1
+        first, second = (node.send(peer.connection, 0, LONG_BYTES) for _ in range(2))
+        assert not node.outcome(first)
+        assert not node.outcome(second)
+        node.arena[:LONG_BYTES] = 2  # other pages'
+        assert "no page for" in node.reason(peer.connection)
+        left = b""
+        while piece := receive_some(peer.sock):
+            left += piece
+        assert len(left) < LONG_BYTES
+        assert 2 not in left[HEADER.size :]
+        peer.close()
+
+
+def receive_some(sock: socket.socket) -> bytes:
+    try:
+        return sock.recv(MIB)
+    except ConnectionError:
+        return b""
+
+
+def test_a_cancelled_send_that_has_not_begun_is_withdrawn_and_one_that_has_is_finished(
+    node: RunningServer, peer: Peer
+) -> None:
+    node.arena[:LONG_BYTES] = MARK
+    begun, waiting, later = (node.send(peer.connection, 0, size) for size in (LONG_BYTES, MIB, KIB))
+    assert peer.header() == (begun, LONG_BYTES)
+    node.cancel(peer.connection, begun, waiting)
+    assert not node.outcome(waiting)
+    node.arena[:KIB] = 0
+    assert begun not in node.done
+    peer.read(LONG_BYTES)
+    assert not node.outcome(begun)
+    assert peer.header() == (waiting, WITHDRAWN)
+    assert peer.header() == (later, KIB)
+    assert peer.read(KIB) == bytes(KIB)
+    assert node.outcome(later)
+
+
+# --- the end
+
+
+def test_when_the_server_has_stopped_no_thread_is_left_and_every_transfer_was_reported() -> None:
+    with running() as node:
+        peers = [Peer(node) for _ in range(4)]
+        tags = [node.receive(peer.connection, 0, MIB) for peer in peers]
+        tags += [node.send(peer.connection, 0, LONG_BYTES) for peer in peers]
+        node.expect_client()
+        node.do(node.server.stop)
+        assert not any(thread.name == "pdserve-tcp" for thread in threading.enumerate())
+        assert [node.outcome(tag) for tag in tags] == [False] * len(tags)
+    for peer in peers:
+        assert peer.is_hung_up_on()
+        peer.close()
+
+
+def test_a_client_that_goes_away_fails_its_transfers(node: RunningServer, peer: Peer) -> None:
+    tags = [node.receive(peer.connection, 0, MIB), node.send(peer.connection, 0, LONG_BYTES)]
+    peer.close()
+    assert [node.outcome(tag) for tag in tags] == [False, False]
+    assert node.reason(peer.connection)
