@@ -108,6 +108,13 @@ class Administration:
             session.rights[number] = self.revision, found
         return found
 
+    def may_write(self, session: Session) -> bool:
+        """Whether the client may write to any namespace: one that there is, or a new one."""
+        if self._is_super(session):
+            return True
+        settings = [self._rules.defaults, *(record.settings for record in self.namespaces.registry)]
+        return any(access.rights_of(session.token, one) & m.WRITE for one in settings)
+
     def refusal(self, session: Session, message: m.Request) -> m.Fault | None:
         """Why the client may not make this request; None when it may. Requests that give a namespace's name
         instead of its number are judged by `handle`.

@@ -49,6 +49,7 @@ from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.data_paths import DataPathInfo, DataPaths
 from pdserve.kvpool.node.loopback import LocalSession
 from pdserve.kvpool.node.memory.arena import Arena
+from pdserve.kvpool.node.memory.descriptor_sockets import DescriptorSockets
 from pdserve.kvpool.node.metrics.meter import LoopLag, Meter
 from pdserve.kvpool.node.peers.gossip import Gossiper, Handler
 from pdserve.kvpool.node.peers.joining import Before
@@ -181,6 +182,7 @@ class PoolNode:
 
     async def _open_to_others(self, ending: AsyncExitStack) -> None:
         """Join the pool, and listen."""
+        ending.callback(DescriptorSockets(self.name, self.arena.directory, self._loop).close)
         ending.push_async_callback(self._dismiss)
         ending.push_async_callback(self._leave_pool)
         ending.callback(self._upgrader.close)
@@ -455,9 +457,14 @@ class PoolNode:
         """How this client will move pages, or why it cannot be served."""
         return self._upgrader.goodbye_fault or self._admission.choose_path(connection, address, hello)
 
-    def welcome(self, path: DataPathName, info: DataPathInfo | None) -> Welcome:
+    def welcome(self, connection: int, path: DataPathName, info: DataPathInfo | None) -> Welcome:
         """The answer to a Hello."""
-        return self._admission.welcome(path, self.arena.info if path == "shm" else None, info)
+        arena = None
+        if path == "shm":
+            session = self.state.sessions.get(connection)
+            may_write = session is not None and self.state.administration.may_write(session)
+            arena = self.arena.info(may_write=may_write)
+        return self._admission.welcome(path, arena, info)
 
     def _data_path_lost(self, connection: int, reason: str) -> None:
         client = self.connections.get(connection)

@@ -104,12 +104,16 @@ class Proof(Message, tag=6, frozen=True):
 
 
 class ArenaInfo(Message, tag=91, frozen=True):
-    """Where a same-host client maps the node's memory; both files are mapped whole."""
+    """Where a client on the node's host gets its memory, to map it whole.
+
+    `socket_path`: of a Unix socket that gives descriptors of arena and table. Older clients opened the paths.
+    """
 
     arena_path: str
     arena_bytes: int
     table_path: str
     table_bytes: int
+    socket_path: str = ""
 
 
 class UcxInfo(Message, tag=92, frozen=True):

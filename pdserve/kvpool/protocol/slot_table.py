@@ -260,6 +260,7 @@ class RowReader:
     _STATE_AT = 8 * _STATE_WORD + 4
 
     def __init__(self, buffer: Buffer, layout: TableLayout) -> None:
+        self.count = layout.rows
         self._buffer = buffer
         self._at = layout.rows_at + self._STATE_AT
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import Future
@@ -109,7 +110,7 @@ def open_socket(address: str, deadline_s: float) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(timeout_s)
-            _connect_unix(sock, parsed.path, deadline_s)
+            connect_unix(sock, parsed.path, deadline_s)
         except OSError:
             sock.close()
             raise
@@ -140,8 +141,8 @@ def _connect_tcp(where: TcpAddress, deadline_s: float) -> socket.socket:
     raise OSError("it has no address")
 
 
-def _connect_unix(sock: socket.socket, path: str, deadline_s: float) -> None:
-    """Connect, and retry while the node's backlog is full: a Unix socket does not wait by itself.
+def connect_unix(sock: socket.socket, path: str, deadline_s: float) -> None:
+    """Connect, and retry while the listener's backlog is full: a Unix socket does not wait by itself.
 
     Raises OSError, or TimeoutError at the deadline.
     """
@@ -153,3 +154,9 @@ def _connect_unix(sock: socket.socket, path: str, deadline_s: float) -> None:
             if time.monotonic() >= deadline_s:
                 raise TimeoutError from None
             time.sleep(RETRY_CONNECT_S)
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """The user at the other end of a Unix socket, as the kernel knows it. Raises OSError."""
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(uid)

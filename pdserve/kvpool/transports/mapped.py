@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from pdserve.errors import PoolTimeout
+from pdserve.errors import PoolTimeout, PoolUnavailable
 from pdserve.kvpool.protocol.messages import Grant, Pin
 from pdserve.kvpool.protocol.page_bytes import NO_CHECKSUM, Bytes1D, PageBuffers, finish, start
 from pdserve.kvpool.protocol.slot_table import RowReader
@@ -31,24 +31,31 @@ class MappedPages:
         self._checksum = checksum
 
     def write(self, grants: Sequence[Grant], pages: Sequence[PageBuffers], deadline_s: float) -> list[int]:
-        """`Connection.write_pages`. Raises PoolTimeout."""
+        """`Connection.write_pages`. Raises PoolTimeout; PoolUnavailable if a slot is outside the arena."""
         checksums = []
         for grant, page in zip(grants, pages, strict=True):
             _check_time(deadline_s)
+            self._check_place(grant, page)
             checksums.append(self._write_page(grant.offset, page))
         return checksums
 
     def read(self, pins: Sequence[Pin], pages: Sequence[PageBuffers], deadline_s: float) -> list[PageOutcome]:
-        """`Connection.read_pages`. Raises PoolTimeout."""
+        """`Connection.read_pages`. Raises PoolTimeout; PoolUnavailable if a slot is outside the arena."""
         outcomes = []
         for pin, page in zip(pins, pages, strict=True):
             _check_time(deadline_s)
+            self._check_place(pin, page)
             checksum = self._read_page(pin, page)
             if not self._rows.still_holds(pin.slot, pin.sequence):
                 outcomes.append(LOST)
             else:
                 outcomes.append(OK if checksum == pin.checksum else CORRUPT)
         return outcomes
+
+    def _check_place(self, place: Grant | Pin, page: PageBuffers) -> None:
+        end = place.offset + sum(segment.size for segment in page)
+        if not (place.offset >= 0 and end <= self._memory.size and 0 <= place.slot < self._rows.count):
+            raise PoolUnavailable(f"the pool node named slot {place.slot}, which is outside its memory")
 
     def _write_page(self, offset: int, page: PageBuffers) -> int:
         memory = self._memory

@@ -23,7 +23,8 @@ from pdserve.kvpool.protocol.page_bytes import Bytes1D
 logger = logging.getLogger(__name__)
 
 MADV_DONTNEED: Final = 4  # of a shared mapping: the file keeps the bytes
-MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; makes pages present and writable without changing them
+MADV_POPULATE_READ: Final = 22  # Linux 5.14; makes pages present
+MADV_POPULATE_WRITE: Final = 23  # makes pages present and writable without changing them
 THREAD: Final = "pdserve-memory"
 STEP_BYTES: Final = 64 * 1024 * 1024  # per call, about 10 ms
 
@@ -33,7 +34,8 @@ def populate_in_background(memory: Bytes1D) -> None:
 
     The thread keeps no reference to `memory` between steps, and ends when it is the only one left.
     """
-    _start(_advise, weakref.ref(memory), MADV_POPULATE_WRITE)
+    advice = MADV_POPULATE_WRITE if memory.flags.writeable else MADV_POPULATE_READ
+    _start(_advise, weakref.ref(memory), advice)
 
 
 def unmap_in_background(memory: Bytes1D) -> None:

@@ -2,13 +2,16 @@
 memory.
 
 The arena and the slot table are mapped whole, once per process and incarnation of a node, however many
-connections there are: see `Mapping`.
+connections there are: see `Mapping`. The node gives them as descriptors (descriptors.py). A client without
+the right to write gets the arena opened for reading.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import stat
 import threading
 import weakref
 from collections.abc import Sequence
@@ -17,16 +20,17 @@ from typing import ClassVar, TypeAlias
 
 import numpy as np
 
-from pdserve.errors import PoolRefused
+from pdserve.errors import PoolError, PoolRefused, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.protocol.messages import Abort, ArenaInfo, Grant, Pin, Release, Reply, Request, Welcome
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.kvpool.protocol.slot_table import RowReader, TableLayout
 from pdserve.kvpool.transports.base import PageOutcome
 from pdserve.kvpool.transports.control import ControlChannel
+from pdserve.kvpool.transports.descriptors import Foreign, receive_descriptors
 from pdserve.kvpool.transports.mapped import MappedPages
 from pdserve.kvpool.transports.page_residency import populate_in_background, unmap_in_background
 
-_Mappings: TypeAlias = "weakref.WeakValueDictionary[tuple[int, int, int], Mapping]"
+_Mappings: TypeAlias = "weakref.WeakValueDictionary[tuple[int, ArenaInfo], Mapping]"
 
 
 class ShmConnection:
@@ -40,12 +44,12 @@ class ShmConnection:
 
     @classmethod
     def open(cls, channel: ControlChannel, checksum: bool, deadline_s: float) -> ShmConnection:
-        """Take over a greeted channel. Raises PoolRefused when the node's memory cannot be mapped here, or
-        PoolUnavailable when the node has let it go since; then the channel is closed.
+        """Take over a greeted channel. Raises PoolRefused when the node's memory cannot be mapped here,
+        PoolUnavailable when the node has let it go since, or PoolTimeout; then the channel is closed.
         """
         try:
-            return cls(channel, Mapping.of(channel.welcome), checksum)
-        except PoolRefused:
+            return cls(channel, Mapping.of(channel.welcome, deadline_s), checksum)
+        except PoolError:
             try:
                 channel.take_pushed()  # raises if the node closed the connection before
             finally:
@@ -64,6 +68,11 @@ class ShmConnection:
         self, grants: Sequence[Grant], pages: Sequence[PageBuffers], deadline_s: float
     ) -> list[int]:
         """See `Connection`."""
+        if not self._mapping.memory.flags.writeable:
+            raise PoolUnavailable(
+                f"pool node {self.welcome.node} gave its memory for reading, before we had a right to write: "
+                "connect again"
+            )
         return self._pages.write(grants, pages, deadline_s)
 
     def read_pages(
@@ -80,7 +89,7 @@ class ShmConnection:
 class Mapping:
     """One incarnation's arena and table in this process's memory; unmapped with its last connection.
 
-    `memory` is the arena, shape [arena_bytes], `rows` reads the slot table.
+    `memory` is the arena, shape [arena_bytes], read-only as the node gave it; `rows` reads the slot table.
     """
 
     # weak references: an entry ends with the last connection that uses the mapping
@@ -93,49 +102,76 @@ class Mapping:
         weakref.finalize(self, unmap_in_background, self.memory).atexit = False
 
     @classmethod
-    def of(cls, welcome: Welcome) -> Mapping:
-        """The mapping that all connections to this incarnation share. Raises PoolRefused."""
-        if welcome.arena is None:
-            raise PoolRefused(f"pool node {welcome.node} offers no memory to map")
+    def of(cls, welcome: Welcome, deadline_s: float) -> Mapping:
+        """The mapping that all connections to this incarnation with the same right to write share.
+
+        Raises PoolRefused, PoolUnavailable, PoolTimeout.
+        """
         info = welcome.arena
-        try:
-            stat = Path(info.arena_path).stat()
-            name = (stat.st_dev, stat.st_ino, welcome.incarnation)
-            with cls._shared_lock:
-                found = cls._shared.get(name)
-                if found is None:
-                    found = cls._shared[name] = cls._open(info, welcome)
-                    populate_in_background(found.memory)
-            return found
-        except OSError as error:
+        if info is None:
+            raise PoolRefused(f"pool node {welcome.node} offers no memory to map")
+        if not info.socket_path:
             raise PoolRefused(
-                f"pool node {welcome.node}: cannot map {error.filename or info.arena_path} "
-                f"({error.strerror}): the node is on another host, in another container or of another user; "
-                "use data_path = 'ucx'"
-            ) from error
+                f"pool node {welcome.node} is of an older version, which names files instead of giving "
+                "descriptors: upgrade it"
+            )
+        name = (welcome.incarnation, info)
+        with cls._shared_lock:
+            found = cls._shared.get(name)
+        if found is not None:
+            return found
+        made = cls._open(info, welcome, deadline_s)
+        with cls._shared_lock:
+            found = cls._shared.setdefault(name, made)
+        if found is made:
+            populate_in_background(made.memory)
+        return found
 
     @classmethod
-    def _open(cls, info: ArenaInfo, welcome: Welcome) -> Mapping:
-        table = _map(info.table_path, info.table_bytes, mmap.PROT_READ)
+    def _open(cls, info: ArenaInfo, welcome: Welcome, deadline_s: float) -> Mapping:
+        where = f"pool node {welcome.node}: cannot map its memory: {info.socket_path}"
+        try:
+            arena_fd, table_fd = receive_descriptors(info.socket_path, deadline_s)
+        except TimeoutError as error:
+            raise PoolTimeout(f"{where} does not answer") from error
+        except ConnectionError as error:
+            raise PoolUnavailable(f"{where} is not served any more: the node has ended") from error
+        except (OSError, Foreign) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise PoolRefused(
+                f"{where}: {reason}: the node is on another host, in another container or of another user; "
+                "use data_path = 'ucx'"
+            ) from error
+        try:
+            return cls._map(info, welcome, arena_fd, table_fd)
+        except OSError as error:
+            raise PoolRefused(f"{where}: {error.strerror or error}") from error
+        finally:
+            os.close(arena_fd)
+            os.close(table_fd)
+
+    @classmethod
+    def _map(cls, info: ArenaInfo, welcome: Welcome, arena_fd: int, table_fd: int) -> Mapping:
+        """Raises OSError, PoolRefused."""
+        for fd, size in ((arena_fd, info.arena_bytes), (table_fd, info.table_bytes)):
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or not 0 < size == found.st_size:
+                raise OSError(0, "it gives out a file of another kind or size than the node says")
+        table = mmap.mmap(table_fd, info.table_bytes, prot=mmap.PROT_READ)
         view = memoryview(table)
         layout = TableLayout.from_header(bytes(view[:64]), info.table_bytes)
-        if layout is None or int(layout.header(view)["incarnation"][0]) != welcome.incarnation:
+        if (
+            layout is None
+            or layout.arena_bytes != info.arena_bytes
+            or int(layout.header(view)["incarnation"][0]) != welcome.incarnation
+        ):
             raise PoolRefused(
-                f"pool node {welcome.node}: {info.table_path} here is another node's memory: the node "
-                "is on another host; use data_path = 'ucx'"
+                f"pool node {welcome.node}: {info.socket_path} here gives out another node's memory: the "
+                "node is on another host; use data_path = 'ucx'"
             )
-        arena = _map(info.arena_path, info.arena_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
-        return cls(arena, table, layout)
-
-
-def _map(path: str, size: int, protection: int) -> mmap.mmap:
-    fd = os.open(path, (os.O_RDWR if protection & mmap.PROT_WRITE else os.O_RDONLY) | os.O_CLOEXEC)
-    try:
-        if os.fstat(fd).st_size != size:
-            raise OSError(0, "it has another size than the node says", path)
-        return mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=protection)
-    finally:
-        os.close(fd)
+        mode = fcntl.fcntl(arena_fd, fcntl.F_GETFL) & os.O_ACCMODE
+        may_write = mmap.PROT_WRITE if mode == os.O_RDWR else 0
+        return cls(mmap.mmap(arena_fd, info.arena_bytes, prot=mmap.PROT_READ | may_write), table, layout)
 
 
 def host_id() -> str:

@@ -32,13 +32,13 @@ GOLDEN: list[tuple[Struct, str]] = [
             "host",
             "shm",
             30.0,
-            m.ArenaInfo("/a", 16, "/t", 8),
+            m.ArenaInfo("/a", 16, "/t", 8, "/s"),
             None,
             3,
             [m.NodeAddress("n0", "unix:/s", 2)],
         ),
-        "360000009d0201a26e3009a4686f7374a373686dcb403e000000000000955ba22f6110a22f7408c00391945aa26e30a775"
-        "6e69783a2f730290c0",
+        "390000009d0201a26e3009a4686f7374a373686dcb403e000000000000965ba22f6110a22f7408a22f73c00391945aa26e"
+        "30a7756e69783a2f730290c0",
     ),
     (
         m.Welcome(1, "n0", 9, "host", "ucx", 30.0, None, m.UcxInfo("h", 5, 6)),

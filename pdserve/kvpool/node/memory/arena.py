@@ -3,6 +3,7 @@
     <arena_dir>/<node name>/arena              the slots, or a link to them (placement.py)
                             table              header, slab classes, rows (protocol/slot_table.py)
                             namespaces.json    list of namespaces (namespaces/catalog.py)
+                            readers, writers   sockets that give clients the memory (descriptor_sockets.py)
                             lock               locked by the node that uses the directory; holds its pid
 
 The files are allocated completely at the start: if the tmpfs is too small, this is an error then, and no
@@ -30,6 +31,7 @@ from pdserve.kvpool.core.events import AssignSlab, CommitRows, FreeRows, Reserve
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 from pdserve.kvpool.core.store.table_scan import TableContents, scan
 from pdserve.kvpool.namespaces.catalog import Namespaces
+from pdserve.kvpool.node.memory.descriptor_sockets import READERS, WRITERS
 from pdserve.kvpool.node.memory.placement import Placement, does_not_fit
 from pdserve.kvpool.protocol.messages import ArenaInfo
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
@@ -61,7 +63,7 @@ class Arena:
         """
         self.layout = layout
         self._name = name
-        self._directory = directory
+        self.directory = directory
         self._placement = placement
         self._home = home = placement.home(directory)
         self._lock_fd = _lock(name, directory, lock_fd)
@@ -86,14 +88,15 @@ class Arena:
         self.contents = self._recover(table, incarnation) if kept else None
         self._write_header(table, incarnation)
 
-    @property
-    def info(self) -> ArenaInfo:
-        """The paths and sizes with which clients map the memory."""
+    def info(self, *, may_write: bool) -> ArenaInfo:
+        """With which a client maps the memory."""
+        directory = self.directory.absolute()
         return ArenaInfo(
-            str(self._directory / "arena"),
+            str(directory / "arena"),
             self.layout.arena_bytes,
-            str(self._directory / "table"),
+            str(directory / "table"),
             self.layout.table_bytes,
+            str(directory / (WRITERS if may_write else READERS)),
         )
 
     # the actions of NodeState that concern the memory
@@ -123,13 +126,13 @@ class Arena:
         are dropped or cleared now, but not in the file, are freed at once: no restart may bring them back.
         """
         try:
-            _replace(self._directory / "namespaces.json", action.text)
+            _replace(self.directory / "namespaces.json", action.text)
         except OSError as error:
             self._rows.free_all_but(Namespaces.load(action.text).numbers_of_spaces)
             logger.warning(
                 "node %s: the list of namespaces is not saved, their pages are lost at a restart: %s: %s",
                 self._name,
-                self._directory,
+                self.directory,
                 error.strerror or error,
             )
 
@@ -144,44 +147,44 @@ class Arena:
     def close(self, *, keep: bool) -> None:
         """Unlock. Remove the files unless `keep`. The mapping lives as long as `memory`."""
         if not keep:
-            _unlink_arena(self._directory / "arena")
+            _unlink_arena(self.directory / "arena")
             for name in ("table", "namespaces.json", "namespaces.new", "lock"):
-                (self._directory / name).unlink(missing_ok=True)
+                (self.directory / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # another program put something else there
-                self._directory.rmdir()
+                self.directory.rmdir()
         os.close(self._lock_fd)
 
     # --- starting
 
     def _reusable(self, home: Path) -> bool:
         """Whether there are files of exactly this layout. Logs the reason if there are other files."""
-        arena, table = self._directory / "arena", self._directory / "table"
+        arena, table = self.directory / "arena", self.directory / "table"
         if not arena.exists() and not table.exists():
             return False  # a link may be left whose hugetlbfs a restart of the machine has emptied
-        reason = why_not_reusable(self._directory, home, self.layout)
+        reason = why_not_reusable(self.directory, home, self.layout)
         if not reason:
             return True
         logger.warning(
             "node %s: starting empty: cannot take over the pages in %s: %s",
             self._name,
-            self._directory,
+            self.directory,
             reason,
         )
         return False
 
     def _give_up(self) -> None:
         """Unlock, and remove empty directories."""
-        if self._home.parent != self._directory:
+        if self._home.parent != self.directory:
             with contextlib.suppress(OSError):  # it is not empty, or was never made
                 self._home.parent.rmdir()
-        if {path.name for path in self._directory.iterdir()} == {"lock"}:
-            (self._directory / "lock").unlink()
-            self._directory.rmdir()
+        if {path.name for path in self.directory.iterdir()} == {"lock"}:
+            (self.directory / "lock").unlink()
+            self.directory.rmdir()
         os.close(self._lock_fd)
 
     def _create_files(self, home: Path) -> None:
-        arena, table = self._directory / "arena", self._directory / "table"
-        old = [path for path in (table, arena, self._directory / "namespaces.json") if path.exists()]
+        arena, table = self.directory / "arena", self.directory / "table"
+        old = [path for path in (table, arena, self.directory / "namespaces.json") if path.exists()]
         replaced = sum(_allocated_bytes(path) for path in old if _home_of(path).parent == home.parent)
         needed = self.layout.arena_bytes
         if not self._placement.huge_page_bytes:
@@ -217,7 +220,7 @@ class Arena:
     def _recover(self, table: memoryview, incarnation: int) -> TableContents:
         started_s = time.monotonic()
         try:
-            text = (self._directory / "namespaces.json").read_bytes()
+            text = (self.directory / "namespaces.json").read_bytes()
             self.namespaces = Namespaces.load(text, incarnation)
         except FileNotFoundError:
             pass  # the earlier node had none

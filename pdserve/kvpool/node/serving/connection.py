@@ -11,7 +11,6 @@ import contextlib
 import logging
 import math
 import socket
-import struct
 from typing import Final, Protocol, cast
 
 from pdserve.errors import FrameError
@@ -30,6 +29,7 @@ from pdserve.kvpool.protocol.messages import (
     Request,
     Welcome,
 )
+from pdserve.kvpool.transports.dial import peer_uid
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Host(Protocol):
 
     def disconnected(self, number: int, *, by_peer: bool) -> None: ...
 
-    def welcome(self, path: DataPathName, info: DataPathInfo | None) -> Welcome: ...
+    def welcome(self, connection: int, path: DataPathName, info: DataPathInfo | None) -> Welcome: ...
 
     def received(self, connection: ClientConnection, message: Request) -> None:
         """A request of a client that shook hands."""
@@ -245,7 +245,7 @@ class ClientConnection(asyncio.Protocol):
         self._frames.max_frame_bytes = MAX_FRAME_BYTES
         self.hello = hello
         self._node.connected(self, hello, path)
-        self.send(self._node.welcome(path, info))
+        self.send(self._node.welcome(self.number, path, info))
 
     async def _open_data_path(self, hello: Hello, path: DataPathName) -> None:
         info = await self._node.data_paths.open(self.number, hello, path)
@@ -295,8 +295,7 @@ def _address_of(transport: asyncio.BaseTransport) -> str:
     if sock is None:
         return "unknown"
     if sock.family == socket.AF_UNIX:
-        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        return f"uid {uid}"
+        return f"uid {peer_uid(sock)}"
     peer = transport.get_extra_info("peername")
     return str(peer[0]) if peer else "unknown"
 
