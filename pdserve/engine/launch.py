@@ -20,7 +20,7 @@ from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.model_dir import check_address, check_model_dir
 from pdserve.engine.sglang import prepare, selfcheck
 from pdserve.engine.sglang.engine import Engine
-from pdserve.engine.sglang.server import clients, serve, until_stopped
+from pdserve.engine.sglang.server import clients, is_own, serve, until_stopped
 from pdserve.engine.sglang.server_args import check_needs, parse_args, resolved
 from pdserve.engine.worker import RoleParts, Worker, WorkerConfig, check_namespace, install
 from pdserve.errors import ConfigError
@@ -46,6 +46,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
     token = secret_of(
         "cluster_token", config.cluster_token, config.cluster_token_file, "PDSERVE_CLUSTER_TOKEN", os.environ
     )
+    check_token(config, token)
     with until_stopped():
         if config.storage == "pool":
             config = replace(config, pool=locate_pool(with_token(config.pool, os.environ)))
@@ -64,7 +65,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         pool = AsyncPoolClient(reached, namespace, identity.geometry.as_dict())
 
         tracer = open_tracer(config.tracing, f"pdserve-{role}")
-        starting, drain = Starting(), Drain(config.stop_grace_s, config.stop_notice_s, clients)
+        starting, drain = Starting(is_own), Drain(config.stop_grace_s, config.stop_notice_s, clients)
         metrics = WorkerMetrics()
         engine = Engine(drain, metrics)
 
@@ -75,6 +76,8 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         storage = _storage_of(config, pool_storage(config.pool, namespace, identity.geometry))
         server_args = parse_args(server_argv(config.engine, role, device, storage))
         logger.info("worker %s of %s, namespace %s", role, label, namespace)
+        if not token:
+            logger.warning("insecure, no cluster_token: every client generates, users of this host control")
         # SGLang logs and shows what its arguments hold
         os.environ[POOL_TOKEN_VARIABLE] = reveal(config.pool.token)
         with _registered(config, role, token) as register, _closing(tracer):
@@ -85,6 +88,15 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
 
             serve(server_args, drain, engine, configure_app=configure, on_ready=on_ready)
     return 0
+
+
+def check_token(config: WorkerConfig, token: str) -> None:
+    """Raises ConfigError for a worker that everybody may use, unless it is meant to be one."""
+    if not token and not config.insecure:
+        raise ConfigError(
+            "a worker needs the cluster's token, or every user of this host controls it: set "
+            "cluster_token_file or PDSERVE_CLUSTER_TOKEN, here and at the router, or insecure = true"
+        )
 
 
 def prepare_process(config: EngineConfig) -> Device:

@@ -26,7 +26,7 @@ from pdserve.discovery.workers import WorkerEtcdConfig
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.drain import Drain
 from pdserve.engine.http.fixed_weights import FixedWeights
-from pdserve.engine.http.guard import Draining, Guard, Starting
+from pdserve.engine.http.guard import Draining, Guard, Starting, close_cors
 from pdserve.engine.http.request import HttpRequest, RequestTracking
 from pdserve.engine.http.request_spans import Traced
 from pdserve.engine.http.resume import Continuing
@@ -104,13 +104,19 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Secret,
         Meta(
             description="Token required on every route except health and metrics; also from "
-            "PDSERVE_CLUSTER_TOKEN. Empty: none, and routes that control SGLang accept only "
-            "this host."
+            "PDSERVE_CLUSTER_TOKEN. Without one the worker starts only with `insecure`."
         ),
     ] = Secret("")
     cluster_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = (
         None
     )
+    insecure: Annotated[
+        bool,
+        Meta(
+            description="Start without cluster_token: everyone who reaches the port may generate, and every "
+            "user of this host may control SGLang."
+        ),
+    ] = False
     tracing: Annotated[Tracing, Meta(description="Traces for an OpenTelemetry collector.")] = Tracing()
 
 
@@ -179,6 +185,7 @@ def install(app: Any, worker: Worker, parts: RoleParts, token: str, starting: St
     app.add_middleware(RequestTracking, on_start=parts.on_start)
     worker.drain.add(parts.unpublished)
     app.add_middleware(Draining, drain=worker.drain)
+    close_cors(app)
     app.add_middleware(Guard, token=token, starting=starting)
     app.include_router(_info_router(worker))
     for router in parts.routers:

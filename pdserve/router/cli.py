@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 from pdserve.errors import ConfigError
@@ -9,7 +10,10 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.health_check import FirstRound
 from pdserve.router.processes.parent import run_processes
 from pdserve.router.processes.serving import configure_logging, serve_alone
+from pdserve.router.tenants.api_keys import check_open, load_keys
 from pdserve.settings.command_line import RESTARTED, ConfigSource, config_command
+
+logger = logging.getLogger(__name__)
 
 
 def run(config: RouterConfig, source: ConfigSource[RouterConfig] | None = None) -> int:
@@ -19,6 +23,8 @@ def run(config: RouterConfig, source: ConfigSource[RouterConfig] | None = None) 
         raise ConfigError(
             "no workers: list 'decode' (and 'prefill') workers, or 'agg' workers, or set etcd.endpoints"
         )
+    if check_open(config, load_keys(config.access)):
+        logger.warning("insecure, no API keys: everyone who reaches %s uses the models", config.host)
     first = FirstRound(strict=RESTARTED not in os.environ)
     if config.processes > 1:
         run_processes(config, source, first)

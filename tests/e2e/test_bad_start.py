@@ -14,6 +14,7 @@ from tests.support.e2e.cluster import PoolNode, free_port, pdserve, to_toml
 from tests.support.e2e.site import engine_settings
 
 pytestmark = pytest.mark.timeout(300)
+OPEN: dict[str, Any] = {"storage": "none", "insecure": True}
 
 
 def run(tmp_path: Path, command: list[str], config: dict[str, Any]) -> tuple[int, str]:
@@ -31,7 +32,7 @@ def run(tmp_path: Path, command: list[str], config: dict[str, Any]) -> tuple[int
 
 
 def test_a_model_path_that_does_not_exist(tmp_path: Path) -> None:
-    _, said = run(tmp_path, ["agg"], {"storage": "none", "engine": {"model_path": "/nowhere/model"}})
+    _, said = run(tmp_path, ["agg"], {**OPEN, "engine": {"model_path": "/nowhere/model"}})
     assert "/nowhere/model does not exist" in said
 
 
@@ -40,7 +41,7 @@ def test_a_port_in_use(tmp_path: Path, model: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        _, said = run(tmp_path, ["agg"], {"storage": "none", "engine": {"model_path": model, "port": port}})
+        _, said = run(tmp_path, ["agg"], {**OPEN, "engine": {"model_path": model, "port": port}})
         assert f"port {port}" in said
         assert "in use" in said
         _, said = run(tmp_path, ["router"], {"port": port, "agg": ["http://127.0.0.1:1"]})
@@ -74,7 +75,8 @@ def test_workers_that_differ_in_page_size_cannot_share_a_namespace(tmp_path: Pat
     pool = PoolNode(tmp_path).start()
     try:
         shared = {"nodes": [pool.ref], "namespace": "shared"}
-        settings = {"engine": engine_settings(model, port=free_port()), "pool": shared}
+        engine = engine_settings(model, port=free_port())
+        settings = {"insecure": True, "engine": engine, "pool": shared}
         # the first worker opens the namespace, as its start-up check does
         from pdserve.kvpool.client.client import PoolClient
         from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef

@@ -71,7 +71,7 @@ def contender(
         "hicache_ratio": setting.host_ratio,
         "extra_args": list(setting.extra_args),
     }
-    worker: dict[str, Any] = {"engine": engine, "cluster_token": ""}  # asked directly by us, on this host
+    worker: dict[str, Any] = {"engine": engine, "cluster_token": "", "insecure": True}  # we ask it directly
     router: dict[str, Any] = {"port": router_port}
     if setting.pull_step_tokens is not None:
         worker["pull_step_tokens"] = setting.pull_step_tokens

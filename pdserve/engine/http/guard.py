@@ -7,18 +7,24 @@ port. SGLang's own `--admin-api-key` guards only some of them, and appears in it
 | worker | health, metrics | generation, `/pd/*` | everything else |
 |---|---|---|---|
 | with the cluster's token | all | clients with the token | clients with the token |
-| without one | all | all | this host |
+| without one, `insecure` | all | all, once it is ready | this host, once it is ready |
 
-The router sends the token as `Authorization: Bearer TOKEN`. The lists name the open routes, so a route that a
-next SGLang adds is closed. SGLang asks its own server for a first generation while it starts. Until it is
-ready, this host may do so without the token.
+A worker without a token starts only with `insecure`: other users of its host could control it. The router
+sends the token as `Authorization: Bearer TOKEN`. The lists name the open routes, so a route that a next
+SGLang adds is closed. SGLang asks its own server for a first generation while it starts: until it is ready,
+this process itself is let in without the token, and nobody else. No route answers pages of other origins
+(CORS): a browser holds no token.
 """
 
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Callable
+from typing import Any
 
-from pdserve.engine.drain import Drain
+from starlette.middleware.cors import CORSMiddleware
+
+from pdserve.engine.drain import Client, Drain
 from pdserve.engine.http.connection import AsgiApp, Receive, Scope, Send, answer, stopping
 from pdserve.errors import RequestError
 from pdserve.tokens import bearer, digest, same
@@ -36,10 +42,11 @@ SERVING_PREFIXES = ("/v1/", "/pd/")
 
 
 class Starting:
-    """Whether SGLang is still starting."""
+    """Whether SGLang is still starting. `is_own`: whether a client is this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_own: Callable[[Client], bool]) -> None:
         self.is_over = False
+        self.is_own = is_own
 
     def end(self) -> None:
         """SGLang has had its first generation."""
@@ -67,9 +74,12 @@ class Guard:
         path = scope["path"]
         if path in OPEN_PATHS:
             return None
-        is_here = _is_this_host(scope)
+        if not self._starting.is_over and (client := scope.get("client")) and self._starting.is_own(client):
+            return None
         if not self._digest:
-            if path in SERVING_PATHS or path.startswith(SERVING_PREFIXES) or is_here:
+            if not self._starting.is_over:
+                return RequestError(503, "this worker starts", type_="server_error", code="worker_starting")
+            if path in SERVING_PATHS or path.startswith(SERVING_PREFIXES) or _is_this_host(scope):
                 return None
             return RequestError(
                 403,
@@ -77,8 +87,6 @@ class Guard:
                 type_="permission_error",
                 code="no_cluster_token",
             )
-        if is_here and not self._starting.is_over:
-            return None
         shown = bearer(next((value for name, value in scope["headers"] if name == b"authorization"), None))
         if same(digest(shown), self._digest):
             return None
@@ -88,6 +96,11 @@ class Guard:
             type_="authentication_error",
             code="invalid_cluster_token",
         )
+
+
+def close_cors(app: Any) -> None:
+    """Take away that SGLang's app lets the pages of all origins read its answers, before it serves."""
+    app.user_middleware[:] = [each for each in app.user_middleware if each.cls is not CORSMiddleware]
 
 
 class Draining:

@@ -138,6 +138,20 @@ def clients() -> set[Client]:
     return {(c.raddr.ip, c.raddr.port) for c in found if c.raddr and c.status == psutil.CONN_ESTABLISHED}
 
 
+def is_own(client: Client) -> bool:
+    """Whether the connection of a client of this process's server begins in this process too."""
+    import psutil
+
+    wanted = (_plain_ip(client[0]), client[1])
+    found = psutil.Process().net_connections("tcp")
+    return any(c.raddr and (_plain_ip(c.laddr.ip), c.laddr.port) == wanted for c in found)
+
+
+def _plain_ip(address: str) -> str:
+    """A server on `::` sees IPv4 addresses mapped."""
+    return address.removeprefix("::ffff:")
+
+
 def _child_failed(_signum: int, _frame: FrameType | None) -> None:
     raise StartupError("SGLang did not start: one of its processes failed, its last words are above")
 

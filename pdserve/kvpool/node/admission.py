@@ -9,12 +9,13 @@ from collections.abc import Callable
 from pdserve.errors import ConfigError
 from pdserve.kvpool.core.events import Connected
 from pdserve.kvpool.core.namespace_admin import Rules
+from pdserve.kvpool.namespaces.access import guards
 from pdserve.kvpool.namespaces.registry import NamespaceError, check_name
 from pdserve.kvpool.namespaces.validation import check_settings
 from pdserve.kvpool.node.config.namespaces import settings_of, token_digest
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.serving.places import Places
-from pdserve.kvpool.protocol.address import is_loopback
+from pdserve.kvpool.protocol.address import is_loopback, is_remote
 from pdserve.kvpool.protocol.cluster_messages import View
 from pdserve.kvpool.protocol.handshake import NONCE_BYTES, Challenged, key_id
 from pdserve.kvpool.protocol.messages import (
@@ -50,6 +51,26 @@ def rules_of(config: PoolNodeConfig) -> Rules:
         except NamespaceError as error:
             raise ConfigError(f"node {config.name}: {label}: {error}") from None
     return rules
+
+
+def check_open(config: PoolNodeConfig, rules: Rules) -> list[str]:
+    """The tokens that are missing for a node that other hosts reach, which `insecure` allows. Raises
+    ConfigError where it does not.
+    """
+    remote = [address for address in config.listen if is_remote(address)]
+    needed = {
+        "admin_token": rules.admin_token,
+        "cluster.token": config.cluster.token,
+        "namespace_defaults.read_token": guards(rules.defaults)[0],
+        **{f"read_token of namespace '{name}'": guards(one)[0] for name, one in rules.named.items()},
+    }
+    missing = [name for name, token in needed.items() if remote and not token]
+    if missing and not config.insecure:
+        raise ConfigError(
+            f"node {config.name}: other hosts reach {remote[0]}, and there is no {', no '.join(missing)}: "
+            "set each, as NAME_file, or insecure = true"
+        )
+    return missing
 
 
 class Admission:

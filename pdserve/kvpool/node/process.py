@@ -15,7 +15,7 @@ from types import FrameType
 
 import uvloop
 
-from pdserve.kvpool.node.admission import rules_of
+from pdserve.kvpool.node.admission import check_open, rules_of
 from pdserve.kvpool.node.config.node import PoolNodeConfig, with_secrets
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.serving.places import max_greeting
@@ -37,13 +37,15 @@ def run_node(config: PoolNodeConfig) -> None:
     for address in config.listen:
         parse_address(address)
     config = with_secrets(config, os.environ)
+    missing = check_open(config, rules_of(config))
     door = received_door()
     if door is not None:
         start = check_start(config)
-        rules_of(config)
         _load(config)
         door.keep(start)
         return
+    if missing:
+        logger.warning("node %s: insecure, other hosts reach it: no %s", config.name, ", no ".join(missing))
     raise_open_files(
         config.name, config.max_connections, config.max_connections + max_greeting(config.max_connections)
     )

@@ -20,7 +20,7 @@ from pdserve.router.log_throttle import ThrottledLog
 from pdserve.router.metrics.stats import Histogram
 from pdserve.router.request.call import Call
 from pdserve.router.request.token_usage import Meter
-from pdserve.router.tenants.api_keys import admin_key_digest, load_keys
+from pdserve.router.tenants.api_keys import admin_key_digest, check_open, load_keys
 from pdserve.router.tenants.registry import Tenants
 from pdserve.router.tenants.tenant import TenantState
 from pdserve.tokens import bearer, digest, same
@@ -57,6 +57,7 @@ class Gate:
         nothing.
         """
         keys = load_keys(config.access)
+        check_open(config, keys)
         self.tenants.configure(keys, config.tenants, config.tenant_defaults, self._loop.time())
         self._queue_s = config.admission.queue_s
         self._running_per_worker = config.admission.running_per_worker

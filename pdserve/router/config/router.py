@@ -101,6 +101,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             description="Interval of checks whether the configuration file has changed; 0: only on SIGHUP.",
         ),
     ] = 0.0
+    insecure: Annotated[
+        bool,
+        Meta(description="Serve other hosts without API keys: all who reach the port use the models."),
+    ] = False
     client_keepalive_s: Annotated[
         float, Meta(gt=0, description="An idle client connection is closed after this long.")
     ] = 75.0

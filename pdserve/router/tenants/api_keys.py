@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pdserve.errors import ConfigError
+from pdserve.kvpool.protocol.address import is_loopback
+from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import NAME_PATTERN, SHARED, Access, Admin
 from pdserve.tokens import MIN_CHARS, digest, digest_of_setting, is_digest, secret_of
 
@@ -41,6 +43,19 @@ def load_keys(access: Access, environ: Mapping[str, str] = os.environ) -> dict[s
             raise ConfigError(f"{where}: an entry is TENANT=KEY")
         _add(keys, where, tenant.strip(), key.strip())
     return keys
+
+
+def check_open(config: RouterConfig, keys: Mapping[str, str]) -> bool:
+    """Whether everyone on the network may use the models, which `insecure` allows. Raises ConfigError where
+    it does not.
+    """
+    is_open = not keys and not is_loopback(config.host)
+    if is_open and not config.insecure:
+        raise ConfigError(
+            f"host {config.host} serves other hosts, and there are no API keys: set access.keys_file "
+            f"(`pdserve key TENANT --file FILE` adds one) or {KEYS_VARIABLE}, or insecure = true"
+        )
+    return is_open
 
 
 def cluster_token(access: Access, environ: Mapping[str, str] = os.environ) -> str:

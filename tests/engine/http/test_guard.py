@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.testclient import TestClient
+from msgspec.structs import replace
 
-from pdserve.engine.http.guard import Guard, Starting
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.http.guard import Guard, Starting, close_cors
+from pdserve.engine.launch import check_token
+from pdserve.engine.sglang.server import is_own
+from pdserve.engine.worker import WorkerConfig
+from pdserve.errors import ConfigError
 
 TOKEN = "the-clusters-token-of-this-test"
 FAR, NEAR, SELF = ("10.1.2.3", 5), ("127.0.0.1", 5), ("10.9.9.9", 5)
@@ -35,6 +48,7 @@ def ask(
     *,
     token: str = TOKEN,
     started: bool = True,
+    own: bool = False,
     type_: str = "http",
 ) -> list[dict[str, Any]]:
     sent: list[dict[str, Any]] = []
@@ -48,7 +62,7 @@ def ask(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    starting = Starting()
+    starting = Starting(lambda asking: own and asking == client)
     if started:
         starting.end()
     headers = [(b"authorization", shown.encode())] if shown else []
@@ -99,10 +113,54 @@ def test_without_a_token_a_router_elsewhere_is_served(path: str) -> None:
     assert ask(path, FAR, token="") == PASSED
 
 
-def test_sglang_may_ask_itself_while_it_starts() -> None:
-    for client in (NEAR, SELF):
-        assert ask("/generate", client, started=False) == PASSED
-    assert ask("/generate", FAR, started=False) != PASSED
+@pytest.mark.parametrize("token", ["", TOKEN])
+@pytest.mark.parametrize("path", [*CONTROL, "/generate", "/v1/chat/completions", "/pd/info"])
+def test_until_it_is_ready_a_worker_serves_itself_and_nobody_else(path: str, token: str) -> None:
+    for client in (NEAR, SELF, FAR):
+        start, body = ask(path, client, token=token, started=False)
+        assert start["status"] == (401 if token else 503)
+        assert json.loads(body["body"])["error"]["code"] in ("invalid_cluster_token", "worker_starting")
+    assert ask(path, NEAR, token=token, started=False, own=True) == PASSED
+    assert ask(path, NEAR, token=TOKEN, own=True) != PASSED  # once it is ready
+    assert ask("/health", FAR, token=token, started=False) == PASSED
+
+
+def test_a_client_of_this_process_is_told_from_another_of_this_host() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_connection(server.getsockname()):
+            accepted, address = server.accept()
+            with accepted:
+                assert is_own(address)
+                assert is_own((f"::ffff:{address[0]}", address[1]))
+        asking = f"import socket; s = socket.create_connection({server.getsockname()!r}); s.recv(1)"
+        with subprocess.Popen([sys.executable, "-c", asking]) as process:
+            accepted, address = server.accept()
+            with accepted:
+                assert not is_own(address)
+            assert process.wait(30) == 0
+
+
+def test_no_page_of_another_origin_reads_a_workers_answers() -> None:
+    app = FastAPI()
+    app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_credentials=True, allow_methods=["*"])
+    app.get("/health")(lambda: "ok")
+    close_cors(app)
+    with TestClient(app) as client:
+        asked = client.get("/health", headers={"origin": "http://evil.example"})
+        preflight = client.options(
+            "/health", headers={"origin": "http://evil.example", "access-control-request-method": "POST"}
+        )
+    assert asked.status_code == 200
+    assert not [name for answer in (asked, preflight) for name in answer.headers if "access-control" in name]
+    assert preflight.status_code == 405
+
+
+def test_a_worker_without_a_token_starts_only_where_it_is_told_to() -> None:
+    config = WorkerConfig(engine=EngineConfig(model_path=Path("m")))
+    check_token(config, TOKEN)
+    with pytest.raises(ConfigError, match="cluster_token_file or PDSERVE_CLUSTER_TOKEN"):
+        check_token(config, "")
+    check_token(replace(config, insecure=True), "")
 
 
 def test_websockets_are_guarded_and_lifespan_is_not() -> None:

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from pdserve.kvpool.node.admission import Admission, rules_of
+from pdserve.errors import ConfigError
+from pdserve.kvpool.node.admission import Admission, check_open, rules_of
+from pdserve.kvpool.node.config.cluster import ClusterConfig
+from pdserve.kvpool.node.config.namespaces import NamespaceConfig, NamespaceDefaults
 from pdserve.kvpool.node.config.node import PoolNodeConfig, UcxConfig
 from pdserve.kvpool.node.serving.places import Places
 from pdserve.kvpool.protocol import messages as m
@@ -77,3 +80,38 @@ def test_a_node_without_ucx_says_so() -> None:
 )
 def test_ucx_listens_on_loopback_unless_told_otherwise(config: UcxConfig, settings: dict[str, str]) -> None:
     assert config.settings == settings
+
+
+GUARDED: dict[str, Any] = {
+    "listen": ["unix:/s", "tcp:0.0.0.0:7700"],
+    "admin_token": TOKEN,
+    "cluster": ClusterConfig(advertise="tcp:a:1", token=TOKEN),
+    "namespace_defaults": NamespaceDefaults(read_token=TOKEN),
+}
+
+
+@pytest.mark.parametrize(
+    ("open_", "missing"),
+    [
+        ({"admin_token": "", "namespace_defaults": NamespaceDefaults()}, "no admin_token"),
+        ({"cluster": ClusterConfig(advertise="tcp:a:1")}, "no cluster.token"),
+        ({"namespace_defaults": NamespaceDefaults(write_token=TOKEN)}, "no namespace_defaults.read_token"),
+        ({"namespaces": [NamespaceConfig(name="n", write_token=TOKEN)]}, "no read_token of namespace 'n'"),
+    ],
+)
+def test_a_node_that_other_hosts_reach_needs_every_token(open_: dict[str, Any], missing: str) -> None:
+    guarded = PoolNodeConfig(**GUARDED)
+    assert check_open(guarded, rules_of(guarded)) == []
+    config = PoolNodeConfig(**{**GUARDED, **open_})
+    with pytest.raises(ConfigError) as error:
+        check_open(config, rules_of(config))
+    assert missing in str(error.value)
+    assert "tcp:0.0.0.0:7700" in str(error.value)
+    insecure = PoolNodeConfig(**{**GUARDED, **open_, "insecure": True})
+    assert missing.removeprefix("no ") in check_open(insecure, rules_of(insecure))
+
+
+@pytest.mark.parametrize("listen", ["unix:/s", "tcp:127.0.0.1:7700", "tcp:[::1]:7700", "tcp:localhost:1"])
+def test_a_node_of_this_host_alone_needs_no_token(listen: str) -> None:
+    config = PoolNodeConfig(listen=[listen])
+    assert check_open(config, rules_of(config)) == []

@@ -353,6 +353,7 @@ def test_a_read_only_arena_directory_is_said_in_one_line(tmp_path: Path) -> None
         ("log_format = 'xml'", "log_format"),
         ("[[namespaces]]\nname = 'n'\npolicy = 'newest'", "policy"),
         ("[[namespaces]]\nname = 'n'\nquota_bytes = '900TiB'", "quota"),
+        ("listen = ['tcp:0.0.0.0:1']", "insecure = true"),
         ("name = ", "not valid TOML"),
     ],
 )

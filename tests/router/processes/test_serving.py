@@ -106,12 +106,25 @@ async def test_a_stream_that_outlasts_the_grace_ends_in_an_error_event() -> None
         (["--decode", "nonsense"], "http://HOST:PORT"),
         (["--decode", "http://127.0.0.1:1", "--session.sources", "kooky:x"], "kooky:x"),
         (["--config", "missing.toml"], "missing.toml"),
+        (["--decode", "http://127.0.0.1:1", "--host", "0.0.0.0"], "insecure = true"),
+        (["--decode", "http://127.0.0.1:1", "--host", "::", "--processes", "2"], "insecure = true"),
     ],
 )
 def test_what_cannot_be_configured_is_said_in_one_line(arguments: list[str], said: str) -> None:
     done = pdserve_here("router", *arguments)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert said in done.stderr
+
+
+@pytest.mark.timeout(60)
+async def test_a_router_that_is_told_to_serves_others_without_keys_and_warns() -> None:
+    decode = MockWorker("decode")
+    async with workers(decode):
+        router = await RouterProcess.start("--decode", decode.url, "--host", "0.0.0.0", "--insecure")
+        await router.said(rb"insecure, no API keys: everyone who reaches 0.0.0.0")
+        await router.listening()
+        router.process.send_signal(signal.SIGTERM)
+        assert (await router.ended())[0] == 0
 
 
 async def test_a_router_without_workers_says_so_in_one_line() -> None:

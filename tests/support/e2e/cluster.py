@@ -241,7 +241,12 @@ class Worker:
 
     def start(self) -> Worker:
         """Start without waiting; see `wait_ready`."""
-        config = {**self.settings, "engine": {**self.engine, "port": self.port}, "pool": self.pool}
+        config = {
+            "insecure": True,
+            **self.settings,
+            "engine": {**self.engine, "port": self.port},
+            "pool": self.pool,
+        }
         path = self.directory / f"{self.name}.toml"
         path.write_text(to_toml(config))
         argv = pdserve(self.role, "--config", str(path))

@@ -225,6 +225,13 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = Secret("")
     admin_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
 
+    insecure: Annotated[
+        bool,
+        Meta(
+            description="Serve other hosts without tokens: everyone who reaches a port of `listen` reads and "
+            "writes pages, or joins the pool."
+        ),
+    ] = False
     metrics: Annotated[
         str, Meta(description="Address of the Prometheus metrics, like `127.0.0.1:9100`; empty: no metrics.")
     ] = ""
