@@ -11,12 +11,12 @@ from tests.support.netns.field import FarNode, Field
 from tests.support.netns.lab import lab
 
 
-@pytest.fixture(scope="module")
-def whole_field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
+@pytest.fixture(scope="module", params=["ucx", "tcp"])
+def whole_field(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
     directory = tmp_path_factory.mktemp("netns")
     with ExitStack() as stack:
         network = stack.enter_context(lab("far", "near"))
-        node = FarNode(network, directory)
+        node = FarNode(network, directory, trusted=request.param == "ucx")
         stack.callback(node.close)
         node.await_ready()
         made = Field(network, node, directory)

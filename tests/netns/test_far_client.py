@@ -1,4 +1,4 @@
-"""A client and a node on two hosts: pages go by UCX, and the network fails under them in every way it can."""
+"""A client and a node on two hosts: pages go by UCX or TCP, and the network fails in every way it can."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.long
 LATE_S = TIMEOUT_S + 1.0  # R12
 
 
-def test_pages_go_by_ucx_and_arrive_whole(field: Field) -> None:
+def test_pages_cross_the_network_and_arrive_whole(field: Field) -> None:
     size = sum(map(sum, map(segments_of, field.pages)))
     before = field.network.received_bytes("far")
     assert all(field.client.do("put", pages=field.pages)["ok"])

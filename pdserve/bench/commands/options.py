@@ -12,7 +12,7 @@ from pdserve.errors import ConfigError
 if TYPE_CHECKING:
     from pdserve.kvpool.protocol.messages import DataPathChoice
 
-PATHS: Final[tuple[DataPathChoice, ...]] = ("shm", "ucx")
+PATHS: Final[tuple[DataPathChoice, ...]] = ("shm", "ucx", "tcp")
 
 AsJson: TypeAlias = Annotated[
     bool, typer.Option("--json", help="Print JSON lines: the origin, then each result.")
@@ -21,7 +21,7 @@ Plot: TypeAlias = Annotated[Path | None, typer.Option(help="Plot the results int
 Out: TypeAlias = Annotated[
     Path | None, typer.Option(help="Write logs, configuration and records to this directory.")
 ]
-DataPath: TypeAlias = Annotated[str, typer.Option(help="Data path of all clients: shm or ucx.")]
+DataPath: TypeAlias = Annotated[str, typer.Option(help="Data path of all clients: shm, ucx or tcp.")]
 NodeCapacity: TypeAlias = Annotated[str, typer.Option(help="Memory of each node.")]
 PoolCapacity: TypeAlias = Annotated[str, typer.Option(help="Memory of the pool node.")]
 PageSizes: TypeAlias = Annotated[str, typer.Option(help="Page sizes, separated by commas.")]

@@ -28,7 +28,7 @@ ON_OFF = ("on", "off")
 
 def pool(
     pages: options.PageSizes = "64KiB,1MiB,4MiB",
-    path: Annotated[str, typer.Option(help="Data paths: shm, ucx.")] = "shm,ucx",
+    path: Annotated[str, typer.Option(help="Data paths: shm, ucx, tcp.")] = "shm,ucx,tcp",
     checksum: Annotated[str, typer.Option(help="With checksums (on) or without (off).")] = "on,off",
     batch: Annotated[int, typer.Option(min=1, help="Pages per put and get.")] = 32,
     seconds: Annotated[

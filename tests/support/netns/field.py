@@ -38,7 +38,8 @@ main(sys.argv[1:])
 class FarNode:
     """A node at SUBNET.1. Asked how it is over a Unix socket, which needs no network."""
 
-    def __init__(self, network: Lab, directory: Path) -> None:
+    def __init__(self, network: Lab, directory: Path, *, trusted: bool = True) -> None:
+        """`trusted`: the network is, so pages go by UCX; else by TCP."""
         self.directory = directory
         self.arena_dir = Path("/dev/shm") / f"pdserve-netns-{directory.name}"
         self.address = f"tcp:{network.address('far')}:7700"
@@ -49,7 +50,7 @@ class FarNode:
             f'name = "far"\nlisten = ["{self.address}", "{self._socket}"]\narena_dir = "{self.arena_dir}"\n'
             f'capacity_bytes = "256MiB"\nslab_bytes = "4MiB"\nkeep = false\nlease_s = {LEASE_S}\n'
             f"reservation_lease_s = {LEASE_S}\nquarantine_s = {LEASE_S}\n"
-            "insecure = true\nucx.trusted_network = true\n"
+            f"insecure = true\nucx.trusted_network = {str(trusted).lower()}\n"
         )
         with self._log_path.open("wb") as log:
             command = ("-c", SERVE, "pool", "serve", "--config", str(config))

@@ -3,7 +3,7 @@ namespace of its own. Nothing is added to the machine's own network; the address
 alone.
 
 A program started by `ip netns exec` also has a mount namespace of its own, so for the pool it is on another
-host: it cannot be offered mapped memory, and takes UCX.
+host: it cannot be offered mapped memory, and takes UCX or TCP.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _cannot(error: Exception) -> None:
         said = "the program ip is missing: apt-get install iproute2"
     elif os.geteuid() != 0:
         said = f"it takes root: {said}"
-    reason = f"no network namespaces here, so UCX between hosts is NOT tested: {said}"
+    reason = f"no network namespaces here, so UCX and TCP between hosts are NOT tested: {said}"
     if os.environ.get(REQUIRED) == "required":
         pytest.fail(reason)
     pytest.skip(reason)

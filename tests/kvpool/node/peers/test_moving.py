@@ -17,7 +17,7 @@ from pdserve.kvpool.cluster.rebalance_plan import List, MigrationLimits, Pull
 from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.node.config.cluster import MovingConfig
 from pdserve.kvpool.node.config.namespaces import NamespaceConfig
-from pdserve.kvpool.node.config.node import TierConfig
+from pdserve.kvpool.node.config.node import TierConfig, UcxConfig
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.peers import rebalancer
 from pdserve.kvpool.node.peers.page_link import PeerLink
@@ -384,11 +384,12 @@ def test_a_damaged_page_does_not_move(nodes: Nodes) -> None:
     check_owned(nodes, [key for key in keys if key != damaged])
 
 
-def test_pages_come_over_ucx_from_a_node_on_another_host(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("path", ["ucx", "tcp"])
+def test_pages_come_from_a_node_on_another_host(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setattr("pdserve.kvpool.node.peers.page_link.host_id", lambda: "another host")
-    nodes.start("n0")
+    nodes.start("n0", ucx=UcxConfig(enabled=path == "ucx"))
     keys = some_keys(300, seed=9)
     fill(nodes, keys)
     nodes.start("n1")

@@ -155,7 +155,7 @@ class Load:
             self._read(mine)
 
 
-@pytest.mark.parametrize(("data_path", "upgrades"), [("shm", 2), ("ucx", 1)])
+@pytest.mark.parametrize(("data_path", "upgrades"), [("shm", 2), ("ucx", 1), ("tcp", 2)])
 def test_upgrades_under_load_fail_no_operation_and_lose_no_page(
     make_node: Callable[..., ProcessPool], data_path: str, upgrades: int
 ) -> None:
