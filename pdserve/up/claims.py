@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pdserve.errors import StartupError
+from pdserve.private_directory import private_directory
 from pdserve.up.plan import Plan
 from pdserve.up.ports import is_free
 
@@ -29,10 +30,13 @@ def check_ports(plan: Plan) -> None:
 def claimed(run_dir: Path) -> Iterator[None]:
     """Make the run directory and hold it for this process alone. Raises StartupError."""
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        private_directory(run_dir, checks_parents=False)
         lock = (run_dir / "lock").open("a+")
     except OSError as error:
-        raise StartupError(f"{run_dir}: cannot be used as run_dir: {error.strerror}") from None
+        raise StartupError(
+            f"{run_dir}: cannot be used as run_dir: {error.strerror}: make it this user's own, or choose "
+            "another"
+        ) from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

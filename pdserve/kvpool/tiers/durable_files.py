@@ -12,6 +12,7 @@ import msgspec
 
 from pdserve.errors import ConfigError, StartupError
 from pdserve.kvpool.tiers.base import TierSettings
+from pdserve.private_directory import private_directory
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ def read_options(settings: TierSettings, kind: str, wanted: type[Options]) -> Op
 
 
 def claim_directory(settings: TierSettings) -> int:
-    """Make the directory if it is missing, check that it is writable, and lock it.
+    """Make the directory if it is missing, check that it is writable by this user alone, and lock it.
 
     Returns the file descriptor of the lock.
 
@@ -39,7 +40,7 @@ def claim_directory(settings: TierSettings) -> int:
     """
     path, node = settings.path, settings.node
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_directory(path)
         fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise StartupError(

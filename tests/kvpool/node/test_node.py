@@ -326,14 +326,17 @@ def test_files_of_others_are_never_taken_for_the_arena(
     layout = TableLayout(1 << 20, 1 << 20, 1 << 13)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StartupError, match="this user's own"):
+    with pytest.raises(StartupError, match="is a symbolic link"):
         Arena("x", tmp_path / "link", layout, 1, fresh=False)
-    (tmp_path / "open").mkdir(mode=0o777)
+    (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
+    with pytest.raises(StartupError, match="can be written by other users"):
+        Arena("x", tmp_path / "open", layout, 1, fresh=False)
+    (tmp_path / "open").chmod(0o755)
     Arena("x", tmp_path / "open", layout, 1, fresh=False).close(keep=True)
     assert (tmp_path / "open").stat().st_mode & 0o777 == 0o700
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(StartupError, match="this user's own"):
+    with pytest.raises(StartupError, match="belongs to user"):
         Arena("x", tmp_path / "open", layout, 1, fresh=False)
 
 

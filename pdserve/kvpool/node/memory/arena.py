@@ -19,7 +19,6 @@ import fcntl
 import logging
 import mmap
 import os
-import stat
 import time
 from pathlib import Path
 
@@ -36,6 +35,7 @@ from pdserve.kvpool.node.memory.placement import Placement, does_not_fit
 from pdserve.kvpool.protocol.messages import ArenaInfo
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.protocol.slot_table import FREE, TABLE_MAGIC, TABLE_VERSION, RowWriter, TableLayout
+from pdserve.private_directory import private_directory
 
 logger = logging.getLogger(__name__)
 
@@ -190,8 +190,7 @@ class Arena:
         if not self._placement.huge_page_bytes:
             needed += self.layout.table_bytes
         if home != arena:
-            home.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_private(self._name, home.parent)
+            _make_private(home.parent)
         self._placement.check_fits(self._name, home, needed, replaced)
         _unlink_arena(arena)
         for path in old:
@@ -278,11 +277,13 @@ def _lock(name: str, directory: Path, held_fd: int | None) -> int:
                 return held_fd
         os.close(held_fd)  # of another directory: the configuration has changed
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_private(name, directory)
+        _make_private(directory)
         fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise StartupError(f"node {name}: cannot use {directory} for the arena: {error.strerror}") from error
+        raise StartupError(
+            f"node {name}: cannot use {directory} for the arena: {error.strerror}: make it this user's own, "
+            "or choose another arena_dir"
+        ) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -297,19 +298,10 @@ def _lock(name: str, directory: Path, held_fd: int | None) -> int:
     return fd
 
 
-def _check_private(name: str, directory: Path) -> None:
-    """Raises StartupError if other users could read the pages or replace our files.
-
-    Every user may write to /dev/shm, so another user could make the directory first.
-    """
-    found = directory.lstat()
-    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
-        directory.chmod(0o700)
-        return
-    raise StartupError(
-        f"node {name}: {directory} is not a directory of this user's own: remove it, or choose another "
-        "arena_dir"
-    )
+def _make_private(directory: Path) -> None:
+    """Raises OSError if other users could read the pages or replace our files."""
+    private_directory(directory)
+    directory.chmod(0o700)
 
 
 def _map(path: Path, size: int) -> mmap.mmap:

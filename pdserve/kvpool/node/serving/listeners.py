@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pdserve.errors import StartupError
 from pdserve.kvpool.protocol.address import TcpAddress, UnixAddress, parse_address
+from pdserve.private_directory import private_directory
 
 BACKLOG = 4096  # Linux's own bound; a client that finds a Unix socket's full is refused at once
 UNIX_PATH_BYTES = 107  # sun_path, less its end
@@ -100,7 +101,14 @@ def _prepare_socket(address: str, path: Path) -> None:
         raise StartupError(
             f"cannot listen at {address}: a Unix socket's path has at most {UNIX_PATH_BYTES} bytes"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.parent.exists():  # a place that is there was chosen by a person, like /tmp
+        try:
+            private_directory(path.parent)
+        except OSError as error:
+            raise StartupError(
+                f"cannot listen at {address}: {error.strerror}: make its directory this user's own, or "
+                "choose another"
+            ) from error
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:

@@ -1,0 +1,80 @@
+"""Another user of the host makes pdserve's directories first, or links them elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.errors import StartupError
+from pdserve.kvpool.node.config.node import TierConfig
+from pdserve.kvpool.node.serving.listeners import listen
+from pdserve.up.claims import claimed
+from tests.support.kvpool.nodes import small_config, start_fails
+
+NOBODY = 65534
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="gives directories to another user")
+
+
+@pytest.fixture
+def theirs() -> Iterator[Path]:
+    """A directory in memory that another user made where ours should be."""
+    path = Path(f"/dev/shm/pdserve-hostile-{os.getpid()}")
+    path.mkdir(mode=0o755)
+    os.chown(path, NOBODY, NOBODY)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def linked(theirs: Path, tmp_path: Path) -> Path:
+    """Their link, in a directory that all may write to, to a directory of ours."""
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    os.chown(link, NOBODY, NOBODY, follow_symlinks=False)
+    return link
+
+
+@pytest.fixture(params=["theirs", "linked"])
+def place(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def test_no_arena_is_made_there(place: Path) -> None:
+    line = start_fails(arena_dir=place / "cluster")
+    assert f"{place} " in line
+    assert f"user {NOBODY}" in line
+    assert not (place / "cluster").exists()
+
+
+@pytest.mark.parametrize("kind", ["ssd", "directory"])
+def test_no_tier_is_made_there(place: Path, tmp_path: Path, kind: str) -> None:
+    tier = TierConfig(kind=kind, path=place / "pages", capacity_bytes="64MiB")
+    line = start_fails(arena_dir=tmp_path / "arena", tiers=[tier])
+    assert f"user {NOBODY}" in line
+    assert not (place / "pages").exists()
+
+
+def test_no_socket_is_made_there(place: Path) -> None:
+    with pytest.raises(StartupError, match=f"user {NOBODY}"):
+        asyncio.run(listen(f"unix:{place}/made/s", asyncio.Protocol))
+    assert not (place / "made").exists()
+
+
+def test_no_secrets_are_written_there(theirs: Path) -> None:
+    with pytest.raises(StartupError, match=f"user {NOBODY}"), claimed(theirs):
+        pass
+    assert not list(theirs.iterdir())
+
+
+def test_an_arena_that_others_could_replace_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    line = start_fails(arena_dir=tmp_path / "open" / "arena")
+    assert "can be written by other users" in line
+    assert not small_config(arena_dir=tmp_path / "open" / "arena").arena_dir.exists()
