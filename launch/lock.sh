@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # Pins what setup.sh installs, or lists what it has installed.
 #
-#   launch/lock.sh              write launch/constraints.txt anew: the versions that it has are kept while they fit
-#   launch/lock.sh --upgrade    the same with the newest versions
-#   launch/lock.sh --sbom FILE  write a CycloneDX list (JSON) of what is installed in .venv, with versions and licences
+#   launch/lock.sh [--upgrade]   write launch/constraints.txt anew: its versions are kept while they fit, or are the newest
+#   launch/lock.sh --sbom FILE   write a CycloneDX list (JSON) of what is installed in .venv, with versions and licences
 #
 # Sets everything up first. Packages have hashes, so that an index cannot give other files. torch and what goes with it
 # have none: machines without a GPU take them from PyTorch's index where that can be reached, and its files are others.

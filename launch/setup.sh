@@ -2,7 +2,7 @@
 # Sets this checkout up: .venv with pdserve and all it needs. Called or sourced by the other scripts; done in a
 # moment when nothing has changed, installed over what is there when only requirements have. With a GPU: SGLang's normal
 # install. Without: torch for CPU where its index can be reached, and SGLang with the light set of dependencies in
-# requirements-cpu.txt.
+# requirements-cpu.txt. Either in the versions, and from the files, that constraints.txt pins (lock.sh writes it).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
@@ -53,12 +53,15 @@ make_venv() {
       need "Python's venv module" "$("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"
     "$python" -m venv --clear "$venv"
     say "installing uv into .venv"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv
+    sed -n '/^uv==/,/[^\\]$/p' launch/constraints.txt | "$venv/bin/python" -m pip install --quiet \
+      --disable-pip-version-check --no-deps --require-hashes --requirement /dev/stdin
   fi
 }
 
 # compiled now, so that the first start of a worker does not do it, twice at a time
-install() { "$uv" pip install --python "$venv/bin/python" --compile-bytecode "$@"; }
+install() {
+  "$uv" pip install --python "$venv/bin/python" --compile-bytecode --constraints launch/constraints.txt "$@"
+}
 
 install_cpu() {
   local backend=() ours
@@ -89,7 +92,7 @@ set_up() {
   kind=cpu
   if has_gpu; then kind=gpu; fi
   of="$kind $("$python" -V) $root" # a copied or moved .venv would run the other checkout
-  stamp="$of $(cat pyproject.toml launch/requirements-cpu.txt launch/setup.sh | sha256sum)"
+  stamp="$of $(cat pyproject.toml launch/constraints.txt launch/requirements-cpu.txt launch/setup.sh | sha256sum)"
   if is_current "$stamp"; then return; fi
   exec 9<launch/setup.sh
   flock -n 9 || { say "another set-up of $root runs: waiting for it" && flock 9; }
@@ -99,7 +102,7 @@ set_up() {
   # what runs in .venv goes on while requirements are installed over it, and would not if it were made anew
   if ! [[ $(cat "$venv/pdserve-setup" 2>/dev/null) = "$of "* ]] ||
     ! uv=$(command -v uv || command -v "$venv/bin/uv"); then make_venv; fi
-  if [ "$kind" = gpu ]; then install -e '.[test,docs,bench,redis,otel]'; else install_cpu; fi
+  if [ "$kind" = gpu ]; then install -e '.[test,docs,bench,redis,otel,release]'; else install_cpu; fi
   printf '%s\n' "$stamp" >"$venv/pdserve-setup"
   say "done"
 }

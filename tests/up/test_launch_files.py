@@ -67,7 +67,7 @@ def test_a_mistyped_key_is_refused_by_file_table_and_key_before_anything_starts(
     assert str(caught.value) == "c.toml: [agg[1]]: unknown key 'setle_s' (did you mean 'settle_s'?)"
 
 
-@pytest.mark.parametrize("script", ["disagg.sh", "agg.sh", "test.sh", "bench.sh", "docs.sh"])
+@pytest.mark.parametrize("script", ["disagg.sh", "agg.sh", "test.sh", "bench.sh", "docs.sh", "lock.sh"])
 def test_script_help_needs_no_set_up(script: str, tmp_path: Path) -> None:
     shown = subprocess.run(
         [str(LAUNCH / script), "--help"],

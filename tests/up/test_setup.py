@@ -31,7 +31,7 @@ class Checkout:
         self.root, self.tools, self.asked = root, tools, tools / "asked"
         self.venv = root / ".venv"
         (root / "launch").mkdir(parents=True)
-        for name in ("setup.sh", "requirements-cpu.txt"):
+        for name in ("setup.sh", "requirements-cpu.txt", "constraints.txt"):
             shutil.copy(LAUNCH / name, root / "launch")
         shutil.copy(LAUNCH.parent / "pyproject.toml", root)
         program(tools / "uv", UV.replace("{more}", more))
