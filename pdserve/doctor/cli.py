@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import ssl
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,15 +32,18 @@ MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a cluster is. `router_url`: empty where not known; `unwritten`: where its configuration should
-    be, and is not.
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a cluster is. `router_url`: empty where not known; `workers`: those that the operator named;
+    `unwritten`: where its configuration should be, and is not.
     """
 
     router_url: str
     workers: tuple[str, ...] = ()
     pool: tuple[str, ...] = ()
     token: str = ""
+    trust: ssl.SSLContext | None = None
+    """Of whom an API key may reach; None: the system's authorities."""
     unwritten: Path | None = None
 
 
@@ -64,6 +69,14 @@ def doctor(
         Path | None,
         typer.Option("--token-file", help="File with the cluster's token; also from PDSERVE_CLUSTER_TOKEN."),
     ] = None,
+    worker: Annotated[
+        list[str] | None,
+        typer.Option("--worker", metavar="URL", help="A worker to ask, with the token; may be repeated."),
+    ] = None,
+    ca_file: Annotated[
+        Path | None,
+        typer.Option("--ca-file", help="CA certificates, to check the router's before it gets a key."),
+    ] = None,
     probe: Annotated[
         bool, typer.Option(help="Send two small prompts for each model through the cluster.")
     ] = True,
@@ -77,7 +90,8 @@ def doctor(
     key = given_secret("--key", "", key_file, "PDSERVE_API_KEY", os.environ)
     token = given_secret("--token", "", token_file, "PDSERVE_CLUSTER_TOKEN", os.environ)
     plan = None if config is None else _plan(config, run_dir)
-    place = _place(plan, _checked(router.rstrip("/")), token)
+    named = tuple(_checked(url.rstrip("/"), "--worker") for url in worker or ())
+    place = _place(plan, _checked(router.rstrip("/"), "--router"), token, named, ca_file)
     console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
     findings: list[Finding] = []
     for finding in _findings(plan, place, key, probe, measure):
@@ -102,7 +116,8 @@ def _findings(
     yield from judge.machine(machine.gather(TESTED_SGLANG, measure=measure), rooms)
     if place is None:
         return
-    silent = f"nothing answers at {place.router_url}" if place.router_url and not runs else ""
+    where = place.router_url or ", ".join(place.workers)
+    silent = f"nothing answers at {where}" if where and not runs else ""
     if place.unwritten is not None:
         says = f"no cluster of this file has run in {place.unwritten}" + (f"; {silent}" if silent else "")
         yield Finding("cluster", "warn", says, "start it; if it runs, give --run-dir as it was given to `up`")
@@ -110,19 +125,20 @@ def _findings(
         yield Finding("cluster", "warn", silent, "start it, then ask again")
     if not runs:
         return
-    urls, why_none = place.workers, ""
-    if not urls:
-        urls, why_none = cluster.members(place.router_url)
+    urls, why_none, token = place.workers, "", place.token
+    if not urls:  # whoever answers there may name anybody
+        (urls, why_none), token = cluster.members(place.router_url), ""
     if not urls:
         change = "start one, or see the router's log; --config FILE, with --run-dir, names them too"
         yield Finding("worker", "fail", f"no worker is known: {why_none}", change)
-    workers = cluster.gather_workers(urls, place.token)
+    workers = cluster.gather_workers(urls, token)
     addresses = [*place.pool, *(address for worker in workers for address in worker.pool_nodes)]
     nodes = cluster.gather_pool(addresses)
     yield from judge.workers([cluster.with_host_tokens(worker, nodes) for worker in workers])
     yield from judge.pool(nodes)
-    for model, page_size in cluster.page_sizes(workers).items() if probe else ():
-        found = cluster.probe(place.router_url, model, page_size, key, random.SystemRandom())
+    for model, page_size in cluster.page_sizes(workers).items() if probe and place.router_url else ():
+        dice = random.SystemRandom()
+        found = cluster.probe(place.router_url, model, page_size, key, dice, place.trust)
         yield from judge.probe(found)
 
 
@@ -141,38 +157,48 @@ def _pools(plan: Plan) -> list[PoolNodeConfig]:
     ]
 
 
-def _checked(router: str) -> str:
-    """The URL that was given for it. Raises ConfigError."""
-    if not router:
+def _checked(given: str, option: str) -> str:
+    """The URL that was given. Raises ConfigError."""
+    if not given:
         return ""
     try:
-        url = httpx.URL(router)
+        url = httpx.URL(given)
         wrong = "" if url.scheme in ("http", "https") and url.host else "no host"
     except httpx.InvalidURL as error:
         wrong = str(error)
     if wrong:
-        raise ConfigError(f"--router {router}: {wrong}; it is of the form http://HOST:PORT")
-    return router
+        raise ConfigError(f"{option} {given}: {wrong}; it is of the form http://HOST:PORT")
+    return given
 
 
-def _place(plan: Plan | None, router: str, token: str) -> Place | None:
+def _place(
+    plan: Plan | None, router: str, token: str, named: tuple[str, ...], ca_file: Path | None
+) -> Place | None:
     """Where the cluster is: by the configuration that `pdserve up` wrote, or by what the router says."""
     if plan is not None:
         spec = plan.processes[-1]
         if not spec.config_path.is_file():
             known = plan.router_url if spec.listening[0].chosen else ""  # else the port is not the real one
-            return Place(router_url=router or known, token=token, unwritten=spec.config_path.parent)
+            unwritten, trust = spec.config_path.parent, cluster.trust_in(ca_file, None)
+            return Place(
+                router_url=router or known, workers=named, token=token, trust=trust, unwritten=unwritten
+            )
         written: dict[str, Any] = read_toml(spec.config_path)
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(written["host"], written["host"])
         host = f"[{host}]" if ":" in host else host
-        scheme = "https" if written.get("access", {}).get("tls_cert_file") else "http"
+        access = written.get("access", {})
+        own = access.get("tls_cert_file")
+        workers = tuple(url for role in ("prefill", "decode", "agg") for url in written.get(role, []))
         return Place(
-            router_url=router or f"{scheme}://{host}:{written['port']}",
-            workers=tuple(url for role in ("prefill", "decode", "agg") for url in written.get(role, [])),
+            router_url=router or f"{'https' if own else 'http'}://{host}:{written['port']}",
+            workers=(*named, *(url for url in workers if url not in named)),
             pool=tuple(written.get("admin", {}).get("pool", [])),
-            token=token or str(written.get("access", {}).get("cluster_token", "")),
+            token=token or str(access.get("cluster_token", "")),
+            trust=cluster.trust_in(ca_file, Path(own) if own and not router else None),
         )
-    return Place(router_url=router, token=token) if router else None
+    if not (router or named):
+        return None
+    return Place(router_url=router, workers=named, token=token, trust=cluster.trust_in(ca_file, None))
 
 
 def _answers(place: Place) -> bool:

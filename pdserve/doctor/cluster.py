@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+import ssl
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import Any, Final
 
 import httpx
 import msgspec
 
 from pdserve.doctor.facts import PoolNode, Probe, Turn, Worker
-from pdserve.errors import PdserveError, PoolError
+from pdserve.errors import ConfigError, PdserveError, PoolError
 from pdserve.kvpool.admin.node_client import TIMEOUT_S, NodeClient, all_nodes, in_parallel
 from pdserve.kvpool.protocol.cluster_messages import DEAD
 from pdserve.kvpool.protocol.messages import NodeAddress, StatusReport
@@ -22,14 +24,38 @@ from pdserve.router.request.cache_report import CACHED_HEADER, PREFILL_CACHED_HE
 
 FULL: Final = 0.95  # of a quota
 ARGUMENTS_S: Final = 30.0  # for a step of SGLang's to end, a long prefill on a processor
+UNAUTHORIZED: Final = 401
 PROBE_PAGES: Final = 4
 PROBE_TIMEOUT_S: Final = 120.0
 LEAST_TOKEN, LAST_TOKEN = 200, 1200  # ids that every vocabulary has, none of them special
 
 
-def _client(token: str, timeout_s: float) -> httpx.Client:
-    headers = {"authorization": f"Bearer {token}"} if token else None
-    return httpx.Client(headers=headers, timeout=timeout_s, trust_env=False, verify=False)
+def _client(secret: str, timeout_s: float, trust: ssl.SSLContext | None = None) -> httpx.Client:
+    """A client that sends a secret only to whom it trusts: `trust`, else the system's authorities. Without a
+    secret, everybody is asked.
+    """
+    headers = {"authorization": f"Bearer {secret}"} if secret else None
+    verify = (trust or True) if secret else False
+    return httpx.Client(headers=headers, timeout=timeout_s, trust_env=False, verify=verify)
+
+
+def trust_in(ca_file: Path | None, own_file: Path | None) -> ssl.SSLContext | None:
+    """`ca_file`: certificates of authorities. `own_file`: of a router on this host, which alone is trusted
+    then, by whatever name it is reached. None without either. Raises ConfigError.
+    """
+    if ca_file is None and own_file is None:
+        return None
+    try:
+        if ca_file is not None:
+            return ssl.create_default_context(cafile=str(ca_file))
+        assert own_file is not None
+        text, end = own_file.read_text(encoding="ascii"), "-----END CERTIFICATE-----"
+        trust = ssl.create_default_context(cadata=text[: text.index(end) + len(end)])  # not who signed it
+    except (OSError, ValueError) as error:  # also ssl.SSLError, a chain without a certificate
+        raise ConfigError(f"the certificates {ca_file or own_file} cannot be read: {error}") from None
+    trust.check_hostname = False
+    trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return trust
 
 
 class _Member(msgspec.Struct):
@@ -59,7 +85,9 @@ def gather_workers(
     arguments_s: float = ARGUMENTS_S,
     clock: Callable[[], float] = time.time,
 ) -> list[Worker]:
-    """Each, asked at the same time. `token`: the cluster's; `arguments_s`: time to tell SGLang's."""
+    """Each, asked at the same time. `token`: the cluster's, for workers that the operator named;
+    `arguments_s`: time to tell SGLang's.
+    """
     with _client(token, timeout_s) as client, ThreadPoolExecutor(32) as threads:
         return list(threads.map(lambda url: _worker(client, url, arguments_s, clock), urls))
 
@@ -72,7 +100,17 @@ def _worker(client: httpx.Client, url: str, arguments_s: float, clock: Callable[
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         return Worker(url=url, error=f"does not answer as a pdserve worker does: {error}")
     try:
-        info = _answer(client.get(f"{url}/pd/info"))
+        told = client.get(f"{url}/pd/info")
+        if told.status_code == UNAUTHORIZED and "authorization" not in client.headers:
+            return Worker(
+                url=url,
+                ready=bool(ready.get("ready")),
+                draining=bool(ready.get("draining")),
+                described=False,
+                guarded=True,
+                clock_ahead_s=ahead_s,
+            )
+        info = _answer(told)
         return worker_of(url, ready, info, _arguments(client, url, arguments_s), ahead_s)
     except (httpx.HTTPError, ValueError) as error:
         if ready.get("ready"):
@@ -92,8 +130,8 @@ def _arguments(client: httpx.Client, url: str, timeout_s: float) -> dict[str, An
 
 def _answer(response: httpx.Response, *statuses: int) -> dict[str, Any]:
     """Raises ValueError for what is no object, or of none of these statuses (none given: 200)."""
-    if response.status_code == 401:
-        raise ValueError("it asks for the cluster's token: give --config, or PDSERVE_CLUSTER_TOKEN")
+    if response.status_code == UNAUTHORIZED:
+        raise ValueError("the cluster's token is another one there")
     if response.status_code not in (statuses or (200,)) or not isinstance(found := response.json(), dict):
         raise ValueError(f"{response.url.path}: status {response.status_code}")
     return found
@@ -224,12 +262,19 @@ def page_sizes(workers: Iterable[Worker]) -> dict[str, int]:
     return sizes
 
 
-def probe(router_url: str, model: str, page_size: int, key: str, dice: random.Random) -> Probe:
+def probe(
+    router_url: str,
+    model: str,
+    page_size: int,
+    key: str,
+    dice: random.Random,
+    trust: ssl.SSLContext | None = None,
+) -> Probe:
     """Ask the router for a prompt of random tokens and then for the conversation's next turn."""
     prompt = [dice.randrange(LEAST_TOKEN, LAST_TOKEN) for _ in range(PROBE_PAGES * page_size + 7)]
     session = f"pdserve-doctor-{dice.getrandbits(64):x}"
     turns: list[Turn] = []
-    with _client(key, PROBE_TIMEOUT_S) as client:
+    with _client(key, PROBE_TIMEOUT_S, trust) as client:
         for _ in range(2):
             body = {
                 "model": model,

@@ -68,6 +68,8 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     described: bool = True
     """It told what it serves; one that starts or stops may not."""
+    guarded: bool = False
+    """It wants the cluster's token before it tells more, and was not sent it."""
     busy: bool = False
     """It had no time to tell SGLang's arguments: those below are not known."""
     pool: str = "down"

@@ -135,6 +135,12 @@ def workers(found: Sequence[Worker]) -> Iterator[Finding]:
         elif not worker.ready:
             says = f"{worker.url} is not ready: it still starts, or SGLang in it is not well"
             yield _finding("worker", "fail", says, "wait, or see its log")
+        if worker.guarded:
+            says = (
+                f"{worker.url} was not asked more: it wants the cluster's token, which goes to workers of "
+                "--config FILE or --worker URL alone"
+            )
+            yield _finding("worker", "ok", says)
         if worker.busy:
             says = f"{worker.url} is busy: it did not tell SGLang's arguments in time"
             yield _finding("worker", "warn", says, "ask again when it has less to do")

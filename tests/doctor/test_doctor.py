@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import random
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ import pytest
 from pdserve.doctor import cluster, judge, machine
 from pdserve.doctor.facts import PoolNode
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
+from pdserve.errors import ConfigError
 from pdserve.router.config.router import RouterConfig
+from tests.support.certificate import certificate
 from tests.support.command import pdserve_here
 from tests.support.e2e.cluster import to_toml
 from tests.support.kvpool.local_node import LocalNode
@@ -34,9 +38,9 @@ SERVER = {
 }
 
 
-async def doctor(*words: str) -> tuple[int, str]:
+async def doctor(*words: str, **environment: str) -> tuple[int, str]:
     """(exit status, what it said)"""
-    done = await asyncio.to_thread(pdserve_here, "doctor", "--no-measure", *words)
+    done = await asyncio.to_thread(pdserve_here, "doctor", "--no-measure", *words, **environment)
     return done.returncode, done.stdout
 
 
@@ -272,3 +276,77 @@ def test_fingerprints_tell_tokenizers_and_templates_apart() -> None:
     one.chat_template, same.chat_template = "a", "b"
     said = {chat_template_fingerprint(one, None), chat_template_fingerprint(same, None)}
     assert len(said | {chat_template_fingerprint(one, "chatml")}) == 3
+
+
+TOKEN = "cluster-token-cluster-token"
+
+
+def asks_for_the_token(worker: MockWorker) -> list[str | None]:
+    """What `worker` is shown at `/pd/info`, which it tells nobody without the cluster's token."""
+    shown: list[str | None] = []
+
+    async def info(wire: Wire, request: Received) -> None:
+        shown.append(request.headers.get("authorization"))
+        is_right = shown[-1] == f"Bearer {TOKEN}"
+        await wire.json(200 if is_right else 401, worker.info if is_right else {})
+
+    worker.script("/pd/info", *[info] * 5)
+    worker.script("/get_server_info", *[mock.answer(200, SERVER)] * 5)
+    return shown
+
+
+async def test_a_worker_that_only_the_router_names_is_not_sent_the_token() -> None:
+    liar, listed = MockWorker("decode"), MockWorker("decode")
+    async with mock.workers(liar, listed):
+        shown = asks_for_the_token(listed)
+        liar.script("/ready", mock.answer(200, {"workers": [{"id": listed.id}]}))
+        status, said = await doctor("--json", "--router", liar.url, PDSERVE_CLUSTER_TOKEN=TOKEN)
+        assert shown == [None]
+        assert listed.requests == []
+        found = [one for one in json.loads(said)["findings"] if listed.url in one["says"]]
+        assert [one["level"] for one in found if one["check"] == "worker"] == ["ok"]
+        assert "--worker URL" in said
+        assert TOKEN not in said
+        assert status < 2
+
+
+async def test_a_worker_that_the_operator_names_is_sent_the_token(tmp_path: Path) -> None:
+    named = MockWorker("decode")
+    (tmp_path / "token").write_text(TOKEN)
+    async with mock.workers(named):
+        shown = asks_for_the_token(named)
+        _, said = await doctor("--json", "--worker", named.url, "--token-file", str(tmp_path / "token"))
+        assert shown == [f"Bearer {TOKEN}"]
+        assert levels(said)["page size"] == "ok"
+        _, said = await doctor("--json", "--worker", named.url, PDSERVE_CLUSTER_TOKEN="another-token-here")
+        assert "the cluster's token is another one there" in said
+
+
+async def test_a_key_goes_to_a_router_whose_certificate_is_trusted_and_to_no_other(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    cert, key = certificate(tmp_path)
+    other, _ = certificate(tmp_path / "other")
+    heard = bytearray()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.extend(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 503 No\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        writer.close()
+
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(cert, key)
+    async with await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls) as server:
+        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for trust, is_trusted in (
+            (None, False),
+            (cluster.trust_in(other, None), False),
+            (cluster.trust_in(None, other), False),
+            (cluster.trust_in(cert, None), True),
+            (cluster.trust_in(None, cert), True),
+        ):
+            heard.clear()
+            found = await asyncio.to_thread(cluster.probe, url, "m", 16, TOKEN, random.Random(1), trust)
+            assert found.error
+            assert (TOKEN.encode() in heard) is is_trusted
+    with pytest.raises(ConfigError, match="cannot be read"):
+        cluster.trust_in(None, key)
