@@ -30,6 +30,7 @@ SUB_COMMANDS: Mapping[str, SubCommand] = {
     "up": SubCommand("pdserve.up.cli:app", "Start and supervise a whole cluster from one TOML file."),
     "router": SubCommand("pdserve.router.cli:command", "Run the router: OpenAI's API before the workers."),
     "key": SubCommand("pdserve.router.tenants.key_cli:app", "Make an API key of a tenant."),
+    "cert": SubCommand("pdserve.tls.cli:app", "Make certificates for TLS between the parts."),
     "prefill": SubCommand("pdserve.prefill.cli:command", "Run a prefill worker."),
     "decode": SubCommand("pdserve.decode.cli:command", "Run a decode worker."),
     "agg": SubCommand("pdserve.decode.cli:agg_command", "Run an aggregated worker: both roles in one."),

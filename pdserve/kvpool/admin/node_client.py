@@ -6,6 +6,7 @@ Every question has a deadline. A node that does not answer is an error for that 
 from __future__ import annotations
 
 import os
+import ssl
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from pdserve.kvpool.protocol.cluster_messages import LEFT
 from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.messages import NodeAddress, Reply, Request, Status, StatusReport
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
+from pdserve.tls.contexts import Certificates, TlsConfig
 
 R = TypeVar("R", bound=Reply)
 T = TypeVar("T")
@@ -38,6 +40,36 @@ Timeout: TypeAlias = Annotated[
 ]
 
 
+TlsCa: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-ca", metavar="FILE", envvar="PDSERVE_POOL_TLS_CA", help="Authorities of nodes reached by TLS."
+    ),
+]
+TlsCertificate: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-certificate",
+        metavar="FILE",
+        envvar="PDSERVE_POOL_TLS_CERTIFICATE",
+        help="Certificate for nodes that ask for one.",
+    ),
+]
+TlsKey: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--tls-key", metavar="FILE", envvar="PDSERVE_POOL_TLS_KEY", help="Key of the certificate."),
+]
+
+
+def chosen_tls(ca: Path | None, certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    """For connections by TLS; None: without. Raises ConfigError."""
+    try:
+        config = TlsConfig(ca=ca, certificate=certificate, key=key)
+    except ValueError:
+        raise ConfigError("--tls-certificate and --tls-key are given together, or none of them") from None
+    return Certificates(config).client_context
+
+
 class Asking(NamedTuple):
     """What the options that all commands share say: which node to ask, and how."""
 
@@ -45,14 +77,16 @@ class Asking(NamedTuple):
     json: bool
     token: str
     timeout_s: float
+    tls: ssl.SSLContext | None = None
 
     def node(self, address: str | None = None) -> NodeClient:
         """A connection to this node, the given one by default. Raises PoolError, ConfigError."""
-        return NodeClient(self.address if address is None else address, self.token, self.timeout_s)
+        where = self.address if address is None else address
+        return NodeClient(where, self.token, self.timeout_s, self.tls)
 
     def all_nodes(self) -> list[NodeAddress]:
         """Every node that the given one knows. Raises PoolError, ConfigError."""
-        return all_nodes(self.address, self.token, self.timeout_s)
+        return all_nodes(self.address, self.token, self.timeout_s, self.tls)
 
 
 def asks(command: Callable[..., None]) -> Callable[..., None]:
@@ -66,9 +100,13 @@ def asks(command: Callable[..., None]) -> Callable[..., None]:
         as_json: Json = False,
         token_file: TokenFile = None,
         timeout: Timeout = TIMEOUT_S,
+        tls_ca: TlsCa = None,
+        tls_certificate: TlsCertificate = None,
+        tls_key: TlsKey = None,
         **own: Any,
     ) -> None:
-        command(Asking(address, as_json, chosen_token(token_file), timeout), **own)
+        tls = chosen_tls(tls_ca, tls_certificate, tls_key)
+        command(Asking(address, as_json, chosen_token(token_file), timeout, tls), **own)
 
     address, *shared, _ = signature(run, eval_str=True).parameters.values()
     _, *own = signature(command, eval_str=True).parameters.values()
@@ -92,11 +130,17 @@ def chosen_token(token_file: Path | None, environ: Mapping[str, str] = os.enviro
 class NodeClient:
     """A connection to one node, for questions only. Raises PoolError from everything."""
 
-    def __init__(self, address: str, token: str = "", timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        token: str = "",
+        timeout_s: float = TIMEOUT_S,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.address = address
         self._timeout_s = timeout_s
         hello = make_hello("pdserve pool", "", "none", token)
-        self._channel = ControlChannel.connect(address, hello, time.monotonic() + timeout_s)
+        self._channel = ControlChannel.connect(address, hello, time.monotonic() + timeout_s, tls=tls)
         self._last_id = 0
 
     @property
@@ -137,9 +181,11 @@ def fetch_status(address: str, deadline_s: float) -> StatusReport:
     return ask(address, Status, StatusReport, timeout_s=deadline_s - time.monotonic())
 
 
-def all_nodes(address: str, token: str, timeout_s: float) -> list[NodeAddress]:
+def all_nodes(
+    address: str, token: str, timeout_s: float, tls: ssl.SSLContext | None = None
+) -> list[NodeAddress]:
     """Every node that the one at `address` knows, itself too, by name; without nodes that left."""
-    with NodeClient(address, token, timeout_s) as node:
+    with NodeClient(address, token, timeout_s, tls) as node:
         report = node.status()
         ring = node.nodes
     addresses = {each.node: each.address for each in ring}

@@ -17,8 +17,12 @@ from pdserve.kvpool.admin.node_client import (
     Asking,
     NodeClient,
     Timeout,
+    TlsCa,
+    TlsCertificate,
+    TlsKey,
     TokenFile,
     asks,
+    chosen_tls,
     chosen_token,
 )
 from pdserve.kvpool.admin.tables import as_json, make_console, make_table, rate, size
@@ -138,10 +142,14 @@ def _settings_command(start_from: Callable[[str, NamespaceRecord | None], Namesp
         admin_token: AdminToken = None,
         token_file: TokenFile = None,
         timeout: Timeout = TIMEOUT_S,
+        tls_ca: TlsCa = None,
+        tls_certificate: TlsCertificate = None,
+        tls_key: TlsKey = None,
     ) -> None:
         given = _given(media, policy, ttl, quota, tier_quota, operations, bytes_, weight)
         given |= _tokens(read_token, write_token, admin_token)
-        with NodeClient(address, chosen_token(token_file), timeout) as node:
+        tls = chosen_tls(tls_ca, tls_certificate, tls_key)
+        with NodeClient(address, chosen_token(token_file), timeout, tls) as node:
             settings = replace(start_from(name, _find(node, name)), **given)
             node.ask(lambda i: PutNamespace(i, name, settings), Done)
 
@@ -232,7 +240,8 @@ def _behind(asking: Asking, before: NamespaceRecord) -> dict[str, str]:
     while late:
         for name, (where, _) in list(late.items()):
             try:
-                with NodeClient(where, asking.token, max(0.1, deadline_s - time.monotonic())) as node:
+                left_s = max(0.1, deadline_s - time.monotonic())
+                with NodeClient(where, asking.token, left_s, asking.tls) as node:
                     found = _find(node, before.name)
             except PoolError as error:
                 late[name] = (where, str(error))

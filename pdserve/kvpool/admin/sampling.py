@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -47,12 +48,15 @@ class Row(msgspec.Struct, frozen=True):
 class Nodes:
     """Samples every node of the pools at some addresses. Each sample asks anew which nodes there are."""
 
-    def __init__(self, addresses: Sequence[str], token: str, timeout_s: float) -> None:
+    def __init__(
+        self, addresses: Sequence[str], token: str, timeout_s: float, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._addresses = list(addresses)
         self._seeds = self._addresses
         self._names: dict[str, str] = {}  # of nodes seen before, by address
         self._token = token
         self._timeout_s = timeout_s
+        self._tls = tls
         self._last: dict[str, tuple[float, StatusReport]] = {}
 
     def sample(self) -> list[Row]:
@@ -97,10 +101,10 @@ class Nodes:
         ]
 
     def _known_to(self, node: NodeAddress) -> list[NodeAddress]:
-        return all_nodes(node.address, self._token, self._timeout_s)
+        return all_nodes(node.address, self._token, self._timeout_s, self._tls)
 
     def _ask(self, node: NodeAddress) -> tuple[float, StatusReport]:
-        with NodeClient(node.address, self._token, self._timeout_s) as client:
+        with NodeClient(node.address, self._token, self._timeout_s, self._tls) as client:
             report = client.status()
         return report.uptime_s, report  # its own clock: no error from ours or the way
 

@@ -31,7 +31,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Take two samples, print them, and exit.")] = False,
 ) -> None:
     """Show operations, bytes and hits a second of every node and of the busiest namespaces."""
-    seen = Nodes([asking.address], asking.token, asking.timeout_s)
+    seen = Nodes([asking.address], asking.token, asking.timeout_s, asking.tls)
     console = make_console()
     seen.sample()
     if once or asking.json or not console.is_terminal:

@@ -27,6 +27,7 @@ from pdserve.kvpool.client.topology import SharedViews
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.transports.async_control import AsyncControl
 from pdserve.kvpool.transports.session import make_hello
+from pdserve.tls.contexts import Certificates
 from pdserve.tracing import timed
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class AsyncPoolClient:
         self.config = config
         self.namespace = namespace
         self._geometry = geometry
+        self._certificates = Certificates(config.tls)
         self._views = SharedViews(config)
         self._views.subscribe(self._follow)
         self._seeds = {ref.node: ref.address for ref in config.nodes}
@@ -231,7 +233,8 @@ class AsyncPoolClient:
             raise PoolUnavailable(f"pool node {node} has left the pool")
         hello = make_hello("worker", "", "none", self.config.token, views=True)
         on_view = self._views.on_view
-        control = await AsyncControl.connect(address, hello, self.namespace, self._geometry, on_view)
+        tls = self._certificates.client_context
+        control = await AsyncControl.connect(address, hello, self.namespace, self._geometry, on_view, tls)
         on_view(control.welcome, control.welcome)
         return control
 

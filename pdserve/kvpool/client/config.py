@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from pdserve.discovery.config import EtcdConfig
 from pdserve.kvpool.protocol.messages import DataPathChoice
+from pdserve.tls.contexts import TlsConfig
 from pdserve.tokens import Secret, given_secret
 
 POOL_TOKEN_VARIABLE = "PDSERVE_HICACHE_POOL_TOKEN"
@@ -59,6 +60,9 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Secret, Meta(description="Access token of the namespace; also from PDSERVE_POOL_TOKEN.")
     ] = Secret("")
     token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
+    tls: Annotated[TlsConfig, Meta(description="Certificates; with `ca` nodes are reached by TLS.")] = (
+        TlsConfig()
+    )
     connect_timeout_s: Annotated[
         float, Meta(gt=0, description="Longest time of a connect, including the handshake.")
     ] = 1.0

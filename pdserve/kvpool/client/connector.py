@@ -12,6 +12,7 @@ from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.data_path import open_data_path
 from pdserve.kvpool.transports.session import OnView
 from pdserve.kvpool.transports.shm import host_id
+from pdserve.tls.contexts import Certificates
 
 
 class ConfiguredConnector:
@@ -23,6 +24,7 @@ class ConfiguredConnector:
         self._config = config
         self._name = name
         self._host_id = host_id()
+        self._certificates = Certificates(config.tls)
         if _takes_ucx(config):  # load now: an operation's time-out may be shorter than the loading
             _load_ucx()
 
@@ -31,8 +33,11 @@ class ConfiguredConnector:
         config = self._config
         views = on_view is not None
         hello = make_hello(self._name, self._host_id, config.data_path, config.token, views=views)
-        channel = ControlChannel.connect(address, hello, deadline_s, on_view)
-        return open_data_path(channel, ucx=config.ucx, checksum=config.checksum, deadline_s=deadline_s)
+        tls = self._certificates.client_context
+        channel = ControlChannel.connect(address, hello, deadline_s, on_view, tls)
+        return open_data_path(
+            channel, ucx=config.ucx, checksum=config.checksum, deadline_s=deadline_s, tls=tls
+        )
 
 
 def _takes_ucx(config: PoolClientConfig) -> bool:

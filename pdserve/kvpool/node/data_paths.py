@@ -15,6 +15,7 @@ from pdserve.kvpool.node.ucx.data_path import UcxPath
 from pdserve.kvpool.protocol.address import TcpAddress, is_remote, parse_address
 from pdserve.kvpool.protocol.messages import DataPathName, Fault, Hello, TcpInfo, UcxInfo
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
+from pdserve.tls.contexts import Certificates
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class DataPaths:
     def __init__(
         self,
         config: PoolNodeConfig,
+        certificates: Certificates,
         memory: Bytes1D,
         feed: Callable[[Event], None],
         lost: Callable[[int, str], None],
@@ -44,6 +46,7 @@ class DataPaths:
             hosts=_hosts(config.listen),
             port=config.tcp.port,
             advertised=config.tcp.host,
+            tls=lambda: certificates.server_context,
             stall_timeout_s=config.lease_s,
         )
         self._tcp_problem: str | None = "it has not been started"

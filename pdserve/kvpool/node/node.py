@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import secrets
+import ssl
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,7 @@ from pdserve.kvpool.protocol.messages import (
     StatusReport,
     Welcome,
 )
+from pdserve.tls.contexts import Certificates
 
 if TYPE_CHECKING:
     from pdserve.kvpool.node.metrics.families import NodeSnapshot
@@ -98,7 +100,10 @@ class PoolNode:
         self.all_connections = Connections(config.name)
         self._inherited = inherited
         before = None if inherited is None else Before(inherited.status, inherited.peers)
-        self.gossip = Gossiper(config, self.incarnation, self.connections, self.fail, before)
+        self._certificates = Certificates(config.tls)
+        self.gossip = Gossiper(
+            config, self._certificates, self.incarnation, self.connections, self.fail, before
+        )
         self._rules = rules_of(config)
         self.places = Places(config.max_connections)
         self._admission = Admission(
@@ -162,7 +167,9 @@ class PoolNode:
 
     def _make_parts(self, ending: AsyncExitStack) -> None:
         """The node's state with all that the memory holds, and what surrounds it."""
-        self.data_paths = DataPaths(self.config, self.arena.memory, self.feed, self._data_path_lost)
+        self.data_paths = DataPaths(
+            self.config, self._certificates, self.arena.memory, self.feed, self._data_path_lost
+        )
         self.state = make_state(
             self.config, self.incarnation, self.arena, self._tiers, self._rules, self._loop.time()
         )
@@ -317,7 +324,7 @@ class PoolNode:
         """What moves pages between this node and the others."""
         self.gossip.moves_pages = True
         store, tiers = self.state.store, self.state.tiers
-        pages = PageFetch(self.config, self.gossip.cluster, self.arena.memory, self.local)
+        pages = PageFetch(self.config, self._certificates, self.gossip.cluster, self.arena.memory, self.local)
         self.replicator = Replicator(self.name, pages, self.local, self.arena.namespaces, self.feed)
         self.rebalancer = Rebalancer(
             self.config,
@@ -413,6 +420,11 @@ class PoolNode:
         self.all_connections.drop(
             self.places.holds(connection.number, half_frame_bytes), "too much of unfinished frames"
         )
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        """For clients that come by TCP."""
+        return self._certificates.server_context
 
     def closed(self) -> None:
         """A socket was closed."""

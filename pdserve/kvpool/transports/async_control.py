@@ -6,6 +6,7 @@ session.py has the rules. Used by the asyncio client and by nodes among themselv
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import Callable
 from typing import Final, assert_never
@@ -14,6 +15,7 @@ from pdserve.errors import PoolUnavailable
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.address import TcpAddress, parse_address
 from pdserve.kvpool.protocol.frames import expected
+from pdserve.kvpool.transports.dial import tls_error
 from pdserve.kvpool.transports.session import (
     Answered,
     ControlSession,
@@ -69,8 +71,10 @@ class AsyncControl:
         namespace: str | None = None,
         geometry: dict[str, str] | None = None,
         on_view: OnView | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> AsyncControl:
-        """Connect and shake hands. `on_view` is called with the views that the node pushes.
+        """Connect and shake hands. `on_view` is called with the views that the node pushes. `tls`: over TCP
+        the node must show a certificate that this context accepts for the host in its address.
 
         Raises PoolUnavailable, PoolRestarting, PoolRefused or FrameError. The caller bounds the time.
         """
@@ -78,9 +82,14 @@ class AsyncControl:
         where = parse_address(address)
         try:
             if isinstance(where, TcpAddress):
-                reader, writer = await asyncio.open_connection(where.host, where.port)
+                name = None if tls is None else where.host
+                reader, writer = await asyncio.open_connection(
+                    where.host, where.port, ssl=tls, server_hostname=name
+                )
             else:
                 reader, writer = await asyncio.open_unix_connection(where.path)
+        except ssl.SSLError as error:
+            raise tls_error(address, error) from error
         except OSError as error:
             raise PoolUnavailable(f"pool node {address} cannot be reached: {error}") from error
         control = cls(reader, writer, session, on_view)
@@ -147,6 +156,9 @@ class AsyncControl:
         while not self.broken:
             try:
                 data = await self._reader.read(READ_BYTES)
+            except ssl.SSLError as error:
+                self._take(self._session.fail(tls_error(self._session.address, error)))
+                return
             except OSError as error:
                 text = f"pool node {self._session.address} went away: {error}"
                 self._take(self._session.fail(LastWordsLost(text)))

@@ -7,12 +7,14 @@ later use raises PoolUnavailable at once.
 from __future__ import annotations
 
 import socket
+import ssl
 import time
 from typing import Final
 
 from pdserve.errors import PoolError, PoolTimeout, PoolUnavailable
+from pdserve.kvpool.protocol.address import TcpAddress, parse_address
 from pdserve.kvpool.protocol.messages import Abort, Hello, Release, Reply, Request, Welcome
-from pdserve.kvpool.transports.dial import open_socket
+from pdserve.kvpool.transports.dial import open_socket, tls_error
 from pdserve.kvpool.transports.session import (
     Answered,
     ControlSession,
@@ -42,15 +44,21 @@ class ControlChannel:
 
     @classmethod
     def connect(
-        cls, address: str, hello: Hello, deadline_s: float, on_view: OnView | None = None
+        cls,
+        address: str,
+        hello: Hello,
+        deadline_s: float,
+        on_view: OnView | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> ControlChannel:
-        """Connect and shake hands. Reads call `on_view` with the views that the node pushes.
+        """Connect and shake hands. Reads call `on_view` with the views that the node pushes. `tls`: see
+        `open_socket`.
 
         Raises PoolUnavailable (closed port), PoolRestarting, PoolTimeout, PoolRefused (refused by the node),
         FrameError (not a pool node), ConfigError (malformed address).
         """
         session = ControlSession(address, hello)
-        channel = cls(open_socket(address, deadline_s), session, on_view)
+        channel = cls(open_socket(address, deadline_s, tls), session, on_view)
         try:
             channel._send(session.greeting, deadline_s)
             while not session.greeted:
@@ -98,7 +106,7 @@ class ControlChannel:
         try:
             self._socket.setblocking(False)
             self._take(self._session.receive(self._socket.recv(RECEIVE_BYTES)))
-        except (BlockingIOError, InterruptedError):
+        except (BlockingIOError, InterruptedError, ssl.SSLWantReadError):
             return
         except OSError as error:
             raise self._fail(PoolUnavailable(f"pool node {self._address} went away: {error}")) from error
@@ -120,6 +128,12 @@ class ControlChannel:
         except OSError as error:
             raise self._fail(PoolUnavailable(f"pool node {self._address} went away: {error}")) from error
         return str(peer[0]) if self._socket.family != socket.AF_UNIX else "127.0.0.1"
+
+    @property
+    def server_name(self) -> str:
+        """The host in the node's address, which its certificate names; empty for a Unix socket."""
+        where = parse_address(self._address)
+        return where.host if isinstance(where, TcpAddress) else ""
 
     def fileno(self) -> int:
         """The socket's descriptor, for polling. When it is readable, call `take_pushed`."""
@@ -160,6 +174,10 @@ class ControlChannel:
             data = self._socket.recv(RECEIVE_BYTES)
         except TimeoutError as error:
             raise self._fail(PoolTimeout(f"pool node {self._address} did not answer in time")) from error
+        except (
+            ssl.SSLError
+        ) as error:  # with TLS 1.3 a server's opinion of our certificate comes as late as this
+            raise self._fail(tls_error(self._address, error)) from error
         except OSError as error:
             raise self._fail(PoolUnavailable(f"pool node {self._address} went away: {error}")) from error
         for event in (events := self._session.receive(data)):

@@ -27,7 +27,7 @@ def open_data_path(
     if channel.welcome.data_path == "shm":
         return ShmConnection.open(channel, checksum, deadline_s)
     if channel.welcome.data_path == "tcp":
-        return TcpConnection.open(channel, checksum, deadline_s, tls)
+        return TcpConnection.open(channel, checksum, deadline_s, tls, channel.server_name)
     # imported only if used: loading UCX costs a second and 170 MB
     from pdserve.kvpool.transports.ucx_client import UcxConnection
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import ssl
 import struct
 import threading
 import time
 from concurrent.futures import Future
 from typing import Any, Final, TypeAlias
 
-from pdserve.errors import (
-    PoolTimeout,
-    PoolUnavailable,
-)
+from pdserve.errors import PoolError, PoolRefused, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.protocol.address import TcpAddress, parse_address
 
 Address: TypeAlias = tuple[int, Any]  # address family, and the argument of `socket.connect`
@@ -99,14 +97,24 @@ RETRY_CONNECT_S: Final = 0.002
 _resolver: Final = Resolver()
 
 
-def open_socket(address: str, deadline_s: float) -> socket.socket:
+def open_socket(
+    address: str, deadline_s: float, tls: ssl.SSLContext | None = None, server_name: str = ""
+) -> socket.socket:
+    """A connected socket. `tls`: over TCP the node must show a certificate that this context accepts, for
+    `server_name` (empty: the host in `address`). A Unix socket goes without TLS.
+
+    Raises PoolUnavailable, PoolTimeout, PoolRefused (a certificate that is not accepted), ConfigError.
+    """
     parsed = parse_address(address)
     timeout_s = deadline_s - time.monotonic()
     if timeout_s <= 0:
         raise PoolTimeout(f"no time left to connect to pool node {address}")
     try:
         if isinstance(parsed, TcpAddress):
-            return _connect_tcp(parsed, deadline_s)
+            plain = _connect_tcp(parsed, deadline_s)
+            if tls is None:
+                return plain
+            return _secured(plain, tls, server_name or parsed.host, address, deadline_s)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(timeout_s)
@@ -139,6 +147,39 @@ def _connect_tcp(where: TcpAddress, deadline_s: float) -> socket.socket:
             if tried == len(addresses):
                 raise
     raise OSError("it has no address")
+
+
+def _secured(
+    plain: socket.socket, tls: ssl.SSLContext, server_name: str, address: str, deadline_s: float
+) -> ssl.SSLSocket:
+    """The socket after its TLS handshake. Raises TimeoutError, PoolUnavailable, PoolRefused."""
+    try:
+        sock = tls.wrap_socket(plain, server_hostname=server_name, do_handshake_on_connect=False)
+    except (OSError, ValueError) as error:
+        plain.close()
+        raise PoolUnavailable(f"pool node {address}: no TLS: {error}") from error
+    try:
+        sock.settimeout(max(0.001, deadline_s - time.monotonic()))
+        sock.do_handshake()
+    except TimeoutError:
+        sock.close()
+        raise
+    except OSError as error:
+        sock.close()
+        raise tls_error(address, error) from error
+    return sock
+
+
+def tls_error(address: str, error: OSError) -> PoolError:
+    """What became of a handshake."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return PoolRefused(
+            f"pool node {address} shows a certificate that tls.ca does not vouch for: {error.verify_message}"
+        )
+    reason = getattr(error, "reason", None) or error.strerror or error
+    return PoolUnavailable(
+        f"pool node {address} does not speak TLS as we do, or asks for a certificate: {reason}"
+    )
 
 
 def connect_unix(sock: socket.socket, path: str, deadline_s: float) -> None:

@@ -142,7 +142,8 @@ class ControlSession:
         if self.ended is not None:
             return []
         if not data:
-            return [self._end(PoolUnavailable(f"pool node {self.address} closed the connection"))]
+            early = "" if self.greeted else " before it answered: it may want TLS (tls.ca)"
+            return [self._end(PoolUnavailable(f"pool node {self.address} closed the connection{early}"))]
         events: list[Event] = []
         try:
             for body in self._frames.feed(data):

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from pdserve.errors import PoolRestarting, PoolTimeout, PoolUnavailable
+from pdserve.errors import PoolRefused, PoolRestarting, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.page_bytes import checksum_page
 from pdserve.kvpool.transports.base import CORRUPT, LOST, OK
@@ -268,6 +268,6 @@ def test_a_node_that_another_authority_vouches_for_gets_no_ticket(
 ) -> None:
     node, _ = secure
     number, info = node.expect_client()
-    with pytest.raises(PoolUnavailable, match="certificate"):
+    with pytest.raises(PoolRefused, match="certificate"):
         connect(Control(info), ssl.create_default_context())
     assert number not in node.lost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping
 
 from pdserve.kvpool.protocol.messages import DataPathChoice
@@ -22,8 +23,9 @@ def connect(
     checksum: bool = True,
     ucx: Mapping[str, str] | None = None,
     on_view: OnView | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> Connection:
     """Raises PoolError."""
     hello = make_hello(client, host_id(), data_path, token, views=on_view is not None)
-    channel = ControlChannel.connect(address, hello, deadline_s, on_view)
-    return open_data_path(channel, ucx=ucx or {}, checksum=checksum, deadline_s=deadline_s)
+    channel = ControlChannel.connect(address, hello, deadline_s, on_view, tls)
+    return open_data_path(channel, ucx=ucx or {}, checksum=checksum, deadline_s=deadline_s, tls=tls)

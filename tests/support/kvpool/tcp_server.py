@@ -39,7 +39,7 @@ class RunningServer:
             self._on_done,
             self._on_lost,
             hosts=["127.0.0.1"],
-            tls=tls,
+            tls=lambda: tls,
             stall_timeout_s=stall_timeout_s,
         )
         self.do(self.server.start)

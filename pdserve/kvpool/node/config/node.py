@@ -19,6 +19,7 @@ from pdserve.kvpool.protocol.address import LOOPBACK_DEVICE, TcpAddress, parse_a
 from pdserve.kvpool.protocol.messages import MAX_SEGMENTS
 from pdserve.logs import LogFormat, LogLevel
 from pdserve.sizes import parse_bytes as parse_bytes
+from pdserve.tls.contexts import TlsConfig
 from pdserve.tokens import Secret, given_secret
 
 SLOT_ALIGN_BYTES = 4096
@@ -232,6 +233,10 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "writes pages, or joins the pool."
         ),
     ] = False
+    tls: Annotated[
+        TlsConfig,
+        Meta(description="Certificates for connections by TCP. Nodes of one pool need `ca` for each other."),
+    ] = TlsConfig()
     metrics: Annotated[
         str, Meta(description="Address of the Prometheus metrics, like `127.0.0.1:9100`; empty: no metrics.")
     ] = ""

@@ -10,6 +10,7 @@ from functools import partial
 from pdserve.errors import PoolRefused, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.protocol.messages import Fault, Hello, Reply, Request, Welcome
 from pdserve.kvpool.transports.async_control import AsyncControl
+from pdserve.tls.contexts import Certificates
 
 
 @dataclass
@@ -28,9 +29,10 @@ class PeerControls:
     caller.
     """
 
-    def __init__(self, hello: Hello) -> None:
+    def __init__(self, hello: Hello, certificates: Certificates) -> None:
         self.on_upgrading: Callable[[str], None] = lambda node: None  # a peer says that it will be back
         self._hello = hello
+        self._certificates = certificates
         self._links: dict[str, _Link] = {}
         self._closed = False
 
@@ -88,7 +90,9 @@ class PeerControls:
         async with link.connecting:
             if link.control is None or link.control.broken:
                 self._drop(link, link.control)
-                control = await AsyncControl.connect(address, self._hello)
+                control = await AsyncControl.connect(
+                    address, self._hello, tls=self._certificates.client_context
+                )
                 if self._closed:
                     control.close()
                     raise PoolRefused("the node stops")

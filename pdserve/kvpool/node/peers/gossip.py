@@ -47,6 +47,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
     View,
 )
 from pdserve.kvpool.transports.control import make_hello
+from pdserve.tls.contexts import Certificates
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Gossiper:
     def __init__(
         self,
         config: PoolNodeConfig,
+        certificates: Certificates,
         incarnation: int,
         connections: Mapping[int, ClientConnection],
         fail: Callable[[PdserveError], None],
@@ -96,7 +98,7 @@ class Gossiper:
         self.on_namespaces: list[Callable[[list[NamespaceRecord]], None]] = []
         self.on_forgotten: list[Callable[[list[str], Floors], None]] = []  # names; all floors as they are now
         hello = make_hello(f"node {config.name}", "", "none", config.cluster.token)
-        self.links = PeerControls(replace(hello, node=config.name))
+        self.links = PeerControls(replace(hello, node=config.name), certificates)
         self.links.on_upgrading = lambda node: self._feed(d.Upgrading(node))
         self._connections = connections
         self._unaware: set[int] = set()  # connections that have yet to be told the newest view

@@ -27,6 +27,7 @@ from pdserve.kvpool.node.peers.page_link import PeerLink
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
+from pdserve.tls.contexts import Certificates
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +54,16 @@ class PageFetch:
     """
 
     def __init__(
-        self, config: PoolNodeConfig, cluster: Cluster, memory: Bytes1D, local: LocalSession
+        self,
+        config: PoolNodeConfig,
+        certificates: Certificates,
+        cluster: Cluster,
+        memory: Bytes1D,
+        local: LocalSession,
     ) -> None:
         self.closed = False
         self._config = config
+        self._certificates = certificates
         self._cluster = cluster
         self._memory = memory
         self._local = local
@@ -93,7 +100,8 @@ class PageFetch:
         self, peer: str, purpose: str, ask: Callable[[PeerLink, float], T], *, more_s: float = 0.0
     ) -> T:
         """Run one request to a peer in a thread. Raises what it raised."""
-        lock, link = self._links.setdefault((peer, purpose), (asyncio.Lock(), PeerLink(self._config, peer)))
+        new = asyncio.Lock(), PeerLink(self._config, self._certificates, peer)
+        lock, link = self._links.setdefault((peer, purpose), new)
         async with lock:
             address = self.address(peer)
             if address is None:

@@ -22,6 +22,7 @@ from pdserve.kvpool.transports.base import CORRUPT, OK, Connection
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.data_path import open_data_path
 from pdserve.kvpool.transports.shm import host_id
+from pdserve.tls.contexts import Certificates
 
 R = TypeVar("R", bound=m.Reply)
 
@@ -32,8 +33,9 @@ class PeerLink:
     PoolUnavailable, PoolTimeout, PoolRefused.
     """
 
-    def __init__(self, config: PoolNodeConfig, peer: str) -> None:
+    def __init__(self, config: PoolNodeConfig, certificates: Certificates, peer: str) -> None:
         self.peer = peer
+        self._certificates = certificates
         self.address = ""
         self._config = config
         self._connection: Connection | None = None
@@ -145,11 +147,12 @@ class PeerLink:
         config = self._config
         hello = make_hello(f"node {config.name}", host_id(), "auto", config.cluster.token)
         hello = msgspec.structs.replace(hello, node=config.name)
-        channel = ControlChannel.connect(self.address, hello, deadline_s)
+        tls = self._certificates.client_context
+        channel = ControlChannel.connect(self.address, hello, deadline_s, tls=tls)
         if channel.welcome.node != self.peer:
             channel.close()
             raise PoolRefused(f"at {self.address} is pool node {channel.welcome.node}, not {self.peer}")
-        return open_data_path(channel, ucx=config.ucx.settings, checksum=True, deadline_s=deadline_s)
+        return open_data_path(channel, ucx=config.ucx.settings, checksum=True, deadline_s=deadline_s, tls=tls)
 
     def _id(self) -> int:
         self._last_id += 1

@@ -11,11 +11,13 @@ import contextlib
 import logging
 import math
 import socket
+import ssl
 from typing import Final, Protocol, cast
 
 from pdserve.errors import FrameError
 from pdserve.kvpool.node.data_paths import DataPathInfo, DataPaths
 from pdserve.kvpool.node.metrics.meter import Meter, Open
+from pdserve.kvpool.node.serving.tls_transport import TlsTransport
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_frame
 from pdserve.kvpool.protocol.handshake import Challenged
 from pdserve.kvpool.protocol.messages import (
@@ -49,6 +51,11 @@ class Host(Protocol):
 
     name: str
     meter: Meter
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        """For clients that come by TCP; None: without TLS."""
+        ...
 
     def opened(self, connection: ClientConnection) -> None:
         """A socket was accepted."""
@@ -100,6 +107,7 @@ class ClientConnection(asyncio.Protocol):
         self._greeted = False
         self.hello: Hello | None = None  # of a client that shook hands
         self._challenged: Challenged | None = None  # until the client has proved its token
+        self._tls: TlsTransport | None = None
         self._greeting: asyncio.Task[None] | None = None  # while the data path is made ready for the client
         self._closed_by_us = False
         self._paused = False
@@ -110,16 +118,32 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        loop = asyncio.get_running_loop()
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _end_when_silent(sock)
+            if (context := self._node.tls) is not None:
+                self._transport = self._tls = TlsTransport(self._transport, context)
         # a connection that is not in use has a time to end by: before its Hello, and after we closed it
-        self._end_timer = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._no_handshake)
+        self._end_timer = loop.call_later(HANDSHAKE_TIMEOUT_S, self._no_handshake)
         self.address = _address_of(transport)
         self._node.opened(self)
 
     def data_received(self, data: bytes) -> None:
+        if self._closed_by_us:
+            return
+        if self._tls is not None:
+            try:
+                data = self._tls.receive(data)
+            except ssl.SSLError as error:
+                self.close(f"no TLS: {error.reason}", at_once=True, level=logging.DEBUG)
+                return
+            if not data:
+                return
+        self._take(data)
+
+    def _take(self, data: bytes) -> None:
         if self._closed_by_us:
             return
         # frames that waited while we paused were read then
@@ -157,7 +181,7 @@ class ClientConnection(asyncio.Protocol):
         if self._paused and not self._gone and not self._transport.is_closing():
             self._paused = False
             self._transport.resume_reading()
-            self.data_received(b"")
+            self._take(b"")
 
     def connection_lost(self, error: Exception | None) -> None:
         self._gone = True

@@ -43,7 +43,9 @@ Claim: TypeAlias = Callable[[bytes], Callable[[PageStream], None] | None]
 class Door:
     """Listening sockets and the sockets without a ticket. Its methods are called on the loop's thread."""
 
-    def __init__(self, claim: Claim, expects: Callable[[], bool], tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, claim: Claim, expects: Callable[[], bool], tls: Callable[[], ssl.SSLContext | None]
+    ) -> None:
         """`expects()`: whether any ticket is out."""
         self._claim = claim
         self._expects = expects
@@ -100,8 +102,9 @@ class Door:
     def _let_in(self, sock: socket.socket, address: str) -> None:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._tls is not None:
-                sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            tls = self._tls()
+            if tls is not None:
+                sock = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
             thread = threading.Thread(target=self._serve, args=(sock,), name="pdserve-tcp", daemon=True)
             with self._lock:
                 if len(self._unclaimed) >= MAX_UNCLAIMED:

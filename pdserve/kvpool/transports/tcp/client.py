@@ -234,27 +234,9 @@ def _connect(
     node, host = channel.welcome.node, info.host or channel.peer_host
     if info.tls != (tls is not None):
         wants, change = ("TLS", "set") if info.tls else ("no TLS", "unset")
-        raise PoolUnavailable(
-            f"pool node {node} wants {wants} on its data connections: {change} `certificates`"
-        )
-    sock = open_socket(f"tcp:[{host}]:{info.port}" if ":" in host else f"tcp:{host}:{info.port}", deadline_s)
-    if tls is None:
-        return sock
-    try:
-        secure = tls.wrap_socket(sock, server_hostname=server_name or host, do_handshake_on_connect=False)
-    except (OSError, ValueError) as error:
-        sock.close()
-        raise PoolUnavailable(f"pool node {node}: no TLS on its data connection: {error}") from error
-    try:
-        secure.settimeout(max(0.001, deadline_s - time.monotonic()))
-        secure.do_handshake()
-    except TimeoutError as error:
-        secure.close()
-        raise PoolTimeout(f"pool node {node}: no TLS handshake on its data connection in time") from error
-    except OSError as error:
-        secure.close()
-        raise PoolUnavailable(f"pool node {node}: no TLS on its data connection: {error}") from error
-    return secure
+        raise PoolUnavailable(f"pool node {node} wants {wants} on its data connections: {change} `tls.ca`")
+    address = f"tcp:[{host}]:{info.port}" if ":" in host else f"tcp:{host}:{info.port}"
+    return open_socket(address, deadline_s, tls, server_name)
 
 
 def _only_greeting(tag: int, length: int) -> Buffers | None:
