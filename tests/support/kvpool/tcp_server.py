@@ -21,6 +21,7 @@ from pdserve.kvpool.transports.tcp.stream import GREETED_TAG, HEADER
 T = TypeVar("T")
 PATIENCE_S: Final = 20.0
 ARENA_BYTES: Final = 64 << 20
+REUSED: Final = 0xEE
 
 
 class RunningServer:
@@ -30,6 +31,10 @@ class RunningServer:
         self.arena = np.zeros(ARENA_BYTES, np.uint8)
         self.done: dict[int, bool] = {}  # tag -> ok
         self.lost: dict[int, str] = {}  # connection -> reason
+        self.slots: dict[int, tuple[int, int]] = {}  # tag -> offset and length, of every receive
+        self.reuses_slots = (
+            False  # a slot is filled with REUSED as soon as its receive was reported as failed
+        )
         self._changed = threading.Condition()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -58,6 +63,9 @@ class RunningServer:
         with self._changed:
             assert event.tag not in self.done, "reported twice"
             self.done[event.tag] = event.ok
+            if self.reuses_slots and event.tag in self.slots and not event.ok:
+                offset, length = self.slots[event.tag]
+                self.arena[offset : offset + length] = REUSED
             self._changed.notify_all()
 
     def _on_lost(self, connection: int, reason: str) -> None:
@@ -85,6 +93,7 @@ class RunningServer:
     def receive(self, connection: int, offset: int, length: int) -> int:
         """Its tag."""
         tag, self._next_tag = self._next_tag, self._next_tag + 1
+        self.slots[tag] = (offset, length)
         self.do(lambda: self.server.perform(StartReceive(connection, tag, offset, (length,))))
         return tag
 
