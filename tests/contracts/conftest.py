@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from pdserve.kvpool.node.config.node import PoolNodeConfig
+from tests.support.certificates import Authority
 from tests.support.kvpool.pools import KIB, InprocPool, Pool, ProcessPool, arena_dir, remove_arena
 
-TRANSPORTS = ("inproc", "shm", "ucx", "tcp")
+TRANSPORTS = ("inproc", "shm", "ucx", "tcp", "tcp-tls")
 _numbers = itertools.count()
 
 
@@ -35,12 +36,15 @@ def make_pool(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
             "max_reserved_share": 1.0,
         }
         name = f"n{next(_numbers)}"
+        if transport == "tcp-tls":
+            defaults["tls"] = Authority(tmp_path_factory.mktemp("ca")).host(mutual=True)
         config = PoolNodeConfig(name=name, arena_dir=arena_dir(), **{**defaults, **options})
         configs.append(config)
         if transport == "inproc":
             pools.append(InprocPool(config))
         else:
-            pools.append(ProcessPool(config, tmp_path_factory.mktemp(name), transport))
+            data_path: Any = transport.removesuffix("-tls")
+            pools.append(ProcessPool(config, tmp_path_factory.mktemp(name), data_path))
         return pools[-1]
 
     try:

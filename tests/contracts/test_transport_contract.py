@@ -1,5 +1,4 @@
-"""What every transport does: the same tests on a node in this process, over mapped memory, over
-UCX, and over TCP."""
+"""What every transport does: the same tests on a node in this process, over mapped memory, UCX and TCP."""
 
 from __future__ import annotations
 
@@ -214,7 +213,7 @@ def test_a_page_whose_lease_ended_during_the_read_is_lost_and_never_wrong(
         eventually(evicted, "the page outlived its lease")
         eventually(lambda: reader_slot_reused(writer, pin), "the slot was not used again")
         target = pages_of(layout, 1)
-        if transport in ("ucx", "tcp"):  # the node cancelled its send
+        if transport in ("ucx", "tcp", "tcp-tls"):  # the node cancelled its send
             with pytest.raises(PoolUnavailable):
                 reader.connection.read_pages([pin], target, soon())
         else:
@@ -247,7 +246,7 @@ def test_a_page_that_was_not_written_shows_nothing_of_another_namespace(
     mortal_pool: Pool, transport: str, name: str
 ) -> None:
     if transport.startswith("tcp"):
-        pytest.skip("over TCP a page that is not whole is never committed: test_tcp.py")
+        pytest.skip("over TCP a page that is not whole is never committed: tests/kvpool/node/tcp")
     pool = mortal_pool
     for stage in ("evicted", "dropped", "of another class", "restarted"):
         with client(pool, f"{name}-theirs") as theirs:

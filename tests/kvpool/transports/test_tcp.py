@@ -21,7 +21,8 @@ from pdserve.kvpool.transports.base import CORRUPT, LOST, OK
 from pdserve.kvpool.transports.control import ControlChannel
 from pdserve.kvpool.transports.tcp.client import TcpConnection
 from pdserve.kvpool.transports.tcp.stream import GREETED_TAG, HEADER, TICKET_BYTES, WITHDRAWN
-from tests.support.kvpool.certificates import contexts
+from pdserve.tls.contexts import Certificates
+from tests.support.certificates import Authority
 from tests.support.kvpool.tcp_server import RunningServer, running
 
 KIB = 1024
@@ -219,7 +220,9 @@ def test_a_node_without_a_data_path_is_unavailable() -> None:
 
 @pytest.fixture
 def secure(tmp_path: Path) -> Iterator[tuple[RunningServer, ssl.SSLContext]]:
-    server, client = contexts(tmp_path)
+    files = Certificates(Authority(tmp_path).host())
+    server, client = files.server_context, files.client_context
+    assert client is not None
     with running(tls=server) as node:
         yield node, client
 

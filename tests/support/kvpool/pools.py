@@ -23,6 +23,7 @@ from pdserve.kvpool.protocol.slot_table import TableLayout
 from pdserve.kvpool.testing.inproc import InprocConnector, InprocNode
 from pdserve.kvpool.transports.base import Connection
 from pdserve.settings.toml_text import to_toml
+from pdserve.tls.contexts import Certificates
 from pdserve.tokens import reveal
 from tests.support.kvpool.connectors import connect
 
@@ -108,6 +109,7 @@ class ProcessPool:
     ) -> None:
         """`extra`: further lines for the node's configuration."""
         self.config = config
+        self._tls = Certificates(config.tls).client_context
         self.data_path = data_path
         self.address = f"unix:{directory}/{config.name}.sock"
         self.log = directory / f"{config.name}.log"
@@ -121,7 +123,7 @@ class ProcessPool:
             f"max_pinned_share = {config.max_pinned_share}\n"
             f'admin_token = "{reveal(config.admin_token)}"\n'
             f"promotion_timeout_s = {config.promotion_timeout_s}\n"
-            f"tier_watermark = {config.tier_watermark}\n{extra}{_tier_tables(config)}"
+            f"tier_watermark = {config.tier_watermark}\n{_tls_lines(config)}{extra}{_tier_tables(config)}"
         )
         if config.cluster != ClusterConfig():
             with self._file.open("a") as file:
@@ -147,7 +149,7 @@ class ProcessPool:
 
     def connect(self, *, checksum: bool = True, timeout_s: float = 5.0) -> Connection:
         deadline = time.monotonic() + timeout_s
-        return connect(self.address, deadline, self.data_path, checksum=checksum)
+        return connect(self.address, deadline, self.data_path, checksum=checksum, tls=self._tls)
 
     @property
     def arena_path(self) -> Path:
@@ -183,6 +185,11 @@ class ProcessPool:
             assert self._process.wait(15) == 0, self.log.read_text()
             assert not self.arena_path.parent.exists()
         assert "Traceback" not in self.log.read_text(), self.log.read_text()
+
+
+def _tls_lines(config: PoolNodeConfig) -> str:
+    files = msgspec.structs.asdict(config.tls)
+    return "".join(f'tls.{name} = "{file}"\n' for name, file in files.items() if file is not None)
 
 
 def _tier_tables(config: PoolNodeConfig) -> str:

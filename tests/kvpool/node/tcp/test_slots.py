@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kvpool.certificates import contexts
+from pdserve.tls.contexts import Certificates, TlsConfig
+from tests.support.certificates import Authority
 from tests.support.kvpool.tcp_server import REUSED, Peer, RunningServer, running
 
 SLOT_BYTES = 300_000
@@ -99,7 +100,8 @@ class Walk:
 def test_a_slot_holds_its_page_and_nothing_of_a_cancelled_one(
     tmp_path: Path, encrypted: bool, seed: int
 ) -> None:
-    server, client = contexts(tmp_path) if encrypted else (None, None)
+    files = Certificates(Authority(tmp_path).host() if encrypted else TlsConfig())
+    server, client = files.server_context, files.client_context
     with running(tls=server) as node:
         walk = Walk(node, client, seed)
         steps = [walk.grant, walk.grant, walk.begin, walk.begin, walk.go_on, walk.cancel, walk.read]
