@@ -48,16 +48,18 @@ def reveal(secret: str) -> str:
 
 
 def decode_secret(type_: type[Any], value: Any) -> Any:
-    """msgspec's `dec_hook`, for structs with secrets."""
-    if type_ is Secret and isinstance(value, str):
-        return Secret(value)
+    """msgspec's `dec_hook`, for structs with secrets and paths."""
+    if type_ in (Secret, Path) and isinstance(value, str):
+        return type_(value)
     raise ValueError(f"Expected `str`, got `{type(value).__name__}`")
 
 
 def withhold_secret(value: Any) -> str:
-    """msgspec's `enc_hook`, for structs that are shown: a secret is left out."""
+    """msgspec's `enc_hook`, for structs that are shown: a secret is left out, a path is its text."""
     if isinstance(value, Secret):
         return ""
+    if isinstance(value, Path):
+        return str(value)
     raise NotImplementedError(f"{type(value).__name__} cannot be encoded")
 
 

@@ -16,9 +16,12 @@ from pdserve.discovery.etcd import _credentials
 from pdserve.engine.sglang.storage import pool_storage
 from pdserve.errors import ConfigError
 from pdserve.kvpool.client.config import PoolClientConfig, with_token
+from pdserve.kvpool.hicache.backend import BackendSettings
 from pdserve.kvpool.node.config.node import PoolNodeConfig, with_secrets
+from pdserve.pages import KvGeometry
 from pdserve.settings.config_file import build_config, load_config
-from pdserve.tokens import Secret, given_secret, reveal
+from pdserve.tls.contexts import TlsConfig
+from pdserve.tokens import Secret, decode_secret, given_secret, reveal
 from tests.support.command import pdserve_here
 
 TEXT = "canary-of-this-test"
@@ -77,6 +80,15 @@ def test_etcds_password_comes_from_the_environment(monkeypatch: pytest.MonkeyPat
 def test_what_sglang_is_told_of_the_pool_holds_no_secret() -> None:
     geometry = Mock(as_dict=dict)
     assert TEXT not in str(pool_storage(PoolClientConfig(token=Secret(TEXT)), "n", geometry))
+
+
+def test_sglangs_processes_are_told_where_the_certificates_are() -> None:
+    tls = TlsConfig(certificate=Path("/c.pem"), key=Path("/c.key"), ca=Path("/ca.pem"))
+    geometry = KvGeometry(
+        model="m", dtype="d", kv_dtype="d", page_size="4", layout="page_first", tp_size="1", pp_size="1"
+    )
+    told = pool_storage(PoolClientConfig(tls=tls), "n", geometry)["pdserve"]
+    assert msgspec.convert(told, BackendSettings, dec_hook=decode_secret).pool.tls == tls
 
 
 @pytest.mark.parametrize("one", CONFIGURED, ids=lambda one: one.anchor)

@@ -9,7 +9,8 @@
 Certificates are short-lived in many places. So the files are looked at again and again, and each new
 connection uses what they hold then.
 
-Versions below TLS 1.3 are not spoken: all peers are pdserve's own.
+Versions below TLS 1.3 are not spoken: all peers are pdserve's own. Sessions are not resumed, because a
+resumed one does not check certificates again.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pdserve.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0  # between two looks at the files
+_OPEN_TO_OTHERS: Final = 0o007
 
 
 class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,9 +138,17 @@ class Certificates:
         config = self._config
         context = ssl.SSLContext(side)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
+        if side == ssl.PROTOCOL_TLS_SERVER:
+            context.num_tickets = 0
+
+        def refuse_password() -> str:  # OpenSSL would ask for it at the terminal, and wait
+            raise ConfigError(f"tls.key {config.key} is encrypted: give one without a password")
+
         try:
             if config.certificate is not None and config.key is not None:
-                context.load_cert_chain(config.certificate, config.key)
+                context.load_cert_chain(config.certificate, config.key, password=refuse_password)
+                if config.key.stat().st_mode & _OPEN_TO_OTHERS:  # Kubernetes mounts secrets so: no refusal
+                    logger.warning("tls.key %s is open to every user of this host: make it 0600", config.key)
         except OSError as error:  # ssl.SSLError too
             files = f"tls.certificate {config.certificate} and tls.key {config.key}"
             raise ConfigError(f"{files} cannot be used: {error.strerror or error}") from error

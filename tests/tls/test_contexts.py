@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -154,3 +155,30 @@ def test_a_file_that_cannot_be_used_at_the_start_is_said_in_one_line(
 def test_without_files_there_is_no_tls() -> None:
     none = Certificates(TlsConfig())
     assert none.server_context is none.client_context is None
+
+
+def test_an_encrypted_key_is_refused_and_nobody_is_asked_for_its_password(authority: Authority) -> None:
+    certificate, key = authority.files("localhost")
+    encrypted = key.with_suffix(".encrypted")
+    words = ["openssl", "ec", "-aes256", "-passout", "pass:secret", "-in", key, "-out", encrypted]
+    subprocess.run(words, check=True, capture_output=True)
+    with pytest.raises(ConfigError, match="is encrypted"):
+        Certificates(TlsConfig(certificate=certificate, key=encrypted))
+
+
+def test_a_key_that_every_user_may_read_is_warned_of(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = authority.host()
+    assert config.key is not None
+    Certificates(config)
+    assert not caplog.messages
+    config.key.chmod(0o644)
+    Certificates(config)
+    assert "open to every user of this host" in caplog.text
+
+
+def test_a_session_is_not_resumed(authority: Authority) -> None:
+    server = Certificates(authority.host()).server_context
+    assert server is not None
+    assert server.num_tickets == 0

@@ -87,6 +87,12 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         dict[str, str], Meta(description="UCX settings without their UCX_ prefix, e.g. TLS, NET_DEVICES")
     ] = {}
 
+    def __post_init__(self) -> None:
+        if self.tls.certificate is not None and self.tls.ca is None:
+            raise ValueError(
+                "tls.ca is needed beside tls.certificate: without it, nodes are reached in clear"
+            )
+
 
 def with_token(config: PoolClientConfig, environ: Mapping[str, str]) -> PoolClientConfig:
     """The configuration with the token itself, wherever it was given. Raises ConfigError."""
