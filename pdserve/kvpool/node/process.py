@@ -7,7 +7,6 @@ import contextlib
 import gc
 import logging
 import os
-import resource
 import signal
 import threading
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from pdserve.kvpool.node.upgrade.handover import (
     replace_process,
 )
 from pdserve.kvpool.protocol.address import parse_address
+from pdserve.open_files import raise_open_files
 
 
 def run_node(config: PoolNodeConfig) -> None:
@@ -46,7 +46,7 @@ def run_node(config: PoolNodeConfig) -> None:
         return
     if missing:
         logger.warning("node %s: insecure, other hosts reach it: no %s", config.name, ", no ".join(missing))
-    raise_open_files(
+    allow_open_files(
         config.name, config.max_connections, config.max_connections + max_greeting(config.max_connections)
     )
     inherited = received()
@@ -111,13 +111,11 @@ logger = logging.getLogger(__name__)
 OTHER_FILES = 64  # open files of a node beside its sockets
 
 
-def raise_open_files(name: str, max_connections: int, sockets: int) -> None:
+def allow_open_files(name: str, max_connections: int, sockets: int) -> None:
     """Let this process open as many files as it may; say so where that is too few for `sockets`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    hard = raise_open_files()
     needed = sockets + OTHER_FILES
-    if hard != resource.RLIM_INFINITY and hard < needed:
+    if hard is not None and hard < needed:
         logger.warning(
             "node %s: max_connections = %d needs %d open files, this process may have %d: raise the limit "
             "(ulimit -Hn, LimitNOFILE=, --ulimit nofile=), or lower max_connections",

@@ -39,6 +39,7 @@ def collect(stats: Stats, fleet: Fleet, gate: Gate, upstream: Upstream, sessions
         "prefill_missing_pages": stats.missing_pages,
         "processes_silent": 0,  # the parent adds the processes that do not answer
         "joins_refused": stats.joins_refused,
+        "task_failures": _keyed(stats.task_failures),
         "sessions": sessions,
         "upstream_connections": _keyed(msgspec.structs.asdict(upstream.counts)),
         "upstream_connections_open": upstream.open_count,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from pdserve.router.admission.gate import Gate
@@ -22,6 +22,8 @@ from pdserve.router.upstream.client import Upstream
 from pdserve.tracing import Tracer, open_tracer
 
 logger = logging.getLogger(__name__)
+
+RESTART_S = 1.0
 
 
 @asynccontextmanager
@@ -45,16 +47,16 @@ async def open_router(
         router = Router(config, fleet, gate, upstream, dispatcher, stats, make_app, tracer)
         if discovery is not None:
             await discovery.first()
-            tasks.append(asyncio.create_task(discovery.run(), name="router-discovery"))
+            tasks.append(asyncio.create_task(_keep_running("discovery", discovery.run, stats)))
         await prober.first_round(first)
-        tasks.append(asyncio.create_task(prober.run(), name="router-probes"))
-        for task in tasks:
-            task.add_done_callback(_report_end)
+        tasks.append(asyncio.create_task(_keep_running("probes", prober.run, stats)))
         yield router
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if discovery is not None:
+            await discovery.close()
         await prober.close()
         gate.close()
         upstream.close()
@@ -64,8 +66,12 @@ async def open_router(
             await asyncio.to_thread(tracer.close)
 
 
-def _report_end(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.critical(
-            "%s has ended: what it would find is no longer known", task.get_name(), exc_info=error
-        )
+async def _keep_running(name: str, run: Callable[[], Awaitable[None]], stats: Stats) -> None:
+    """Run it until cancelled. Without it, the router would go on with what it last knew of the workers."""
+    while True:
+        try:
+            await run()
+        except Exception:  # boundary: a background task, which nobody awaits
+            logger.exception("%s failed by a fault of the router; they begin again in %g s", name, RESTART_S)
+            stats.task_failures[name] += 1
+        await asyncio.sleep(RESTART_S)

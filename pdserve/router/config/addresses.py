@@ -21,6 +21,8 @@ def parse_base_url(url: str) -> tuple[str, int]:
         raise ValueError(f"worker URL {url!r}: {error}") from None
     if parts.scheme != "http" or not host or parts.path not in ("", "/") or parts.query or parts.username:
         raise ValueError(f"worker URL {url!r} is not of the form http://HOST:PORT")
+    if port == 0:
+        raise ValueError(f"worker URL {url!r}: port 0 is no port; name the port that the worker listens on")
     return host, port or 80
 
 

@@ -54,13 +54,14 @@ class Discovery:
             logger.warning("etcd does not tell of workers yet: %s", error)
 
     async def run(self) -> None:
-        """Follow the keys until cancelled."""
-        try:
-            await self._membership.run()
-        finally:
-            for timer in self._missing.values():
-                timer.cancel()
-            await self._membership.close()
+        """Follow the keys until cancelled. Can be called again after a failure."""
+        await self._membership.run()
+
+    async def close(self) -> None:
+        """Close the connections to etcd; after `run` was cancelled."""
+        for timer in self._missing.values():
+            timer.cancel()
+        await self._membership.close()
 
     def _found(self, nodes: list[EtcdMember]) -> None:
         for node in nodes:

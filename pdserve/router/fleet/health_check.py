@@ -24,6 +24,7 @@ from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Worker, WorkerInfo, WorkerLoad
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.upstream.client import Upstream
+from pdserve.router.upstream.connect_errors import is_own_fault, is_refused, os_errors
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,11 @@ def _ready_in(answer: bytes) -> _Ready:
         return _ready_decoder.decode(answer)
     except UNREADABLE:
         return _Ready()
+
+
+def _cause(error: httpx.ConnectError) -> str:
+    """What the operating system said, without httpx's "All connection attempts failed"."""
+    return str(next((one for one in os_errors(error) if one.errno is not None), error))
 
 
 class Prober:
@@ -123,6 +129,7 @@ class Prober:
 
     async def run(self) -> None:
         """Probe every worker periodically, each in its own task, until cancelled."""
+        self._probed.clear()
         async with asyncio.TaskGroup() as probing:
             while True:
                 await asyncio.sleep(self._config.interval_s)
@@ -170,14 +177,27 @@ class Prober:
             self._fleet.on_load(worker, said.load, pool_up=said.pool == "up")
             if not worker.ready or worker.stopping or worker.refused or asks_info:
                 return await self._ask_info(worker)
-        except (httpx.ConnectError, httpx.InvalidURL, UnicodeError) as error:  # UnicodeError: bad host name
+        except (httpx.InvalidURL, UnicodeError) as error:  # UnicodeError: bad host name
             self._lost(worker, self._fleet.on_probe_not_ready(worker), f"cannot be reached: {error}")
+            return None
+        except httpx.ConnectError as error:
+            self._not_connected(worker, error)
             return None
         except (httpx.HTTPError, TimeoutError) as error:
             went = self._fleet.on_probe_unanswered(worker, self._config.failures_to_down)
             self._lost(worker, went, f"does not answer probes ({type(error).__name__})")
             return None
         return worker.info
+
+    def _not_connected(self, worker: Worker, error: httpx.ConnectError) -> None:
+        """Only a closed port says at once that the worker is down. A fault of this machine says nothing."""
+        if is_own_fault(error):
+            self._lost(worker, False, f"cannot be probed by this machine: {_cause(error)}")
+        elif is_refused(error):
+            self._lost(worker, self._fleet.on_probe_not_ready(worker), f"cannot be reached: {error}")
+        else:
+            went = self._fleet.on_probe_unanswered(worker, self._config.failures_to_down)
+            self._lost(worker, went, f"cannot be reached: {_cause(error)}")
 
     def _is_ready(self, worker: Worker, info: WorkerInfo) -> None:
         """Tell the fleet that the worker is ready and has this info."""

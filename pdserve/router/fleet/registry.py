@@ -147,17 +147,16 @@ class Fleet:
 
     def on_queued(self, worker: Worker, tokens: int) -> None:
         """Add prompt tokens sent to `worker` to be computed. Negative: they were computed or dropped."""
-        left = worker.queued_tokens + tokens
-        worker.queued_tokens = left if left > 0 else 0
+        worker.queued_here += tokens
 
     def on_load(self, worker: Worker, load: WorkerLoad | None, *, pool_up: bool = False) -> None:
         """The worker reported its load. None: it does not know it, so only this router's requests count."""
         worker.pool_up = pool_up
         if load is None:
-            worker.elsewhere, worker.free_kv_tokens = 0, None
+            worker.elsewhere, worker.queued_elsewhere, worker.free_kv_tokens = 0, 0, None
             return
         worker.elsewhere = max(0, load.running_requests + load.waiting_requests - worker.in_flight)
-        worker.queued_tokens = load.queued_tokens
+        worker.queued_elsewhere = max(0, load.queued_tokens - worker.queued_here)
         worker.free_kv_tokens = load.free_kv_tokens
 
     def on_trial_answering(self, worker: Worker, trial: int, now_s: float) -> None:

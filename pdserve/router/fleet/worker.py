@@ -63,7 +63,8 @@ class Worker:
         "pool_up",
         "port",
         "probe_failures",
-        "queued_tokens",
+        "queued_elsewhere",
+        "queued_here",
         "ready",
         "refused",
         "role",
@@ -81,8 +82,10 @@ class Worker:
         self.in_flight = 0
         self.elsewhere = 0
         """Requests that the worker reports beyond this router's own: those of other routers."""
-        self.queued_tokens = 0
-        """Prompt tokens that wait to be computed: as the worker last reported, and sent there since."""
+        self.queued_here = 0
+        """Prompt tokens of this router's requests that wait to be computed."""
+        self.queued_elsewhere = 0
+        """Waiting prompt tokens that the worker reports beyond this router's own."""
         self.pool_up = False
         """The worker reaches the pool, so the pages that it computes are stored there."""
         self.free_kv_tokens: int | None = None
@@ -111,6 +114,11 @@ class Worker:
     def load(self) -> int:
         """Requests at the worker, from all routers as far as known."""
         return self.in_flight + self.elsewhere
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that wait to be computed, from all routers as far as known."""
+        return self.queued_here + self.queued_elsewhere
 
     @property
     def url(self) -> str:

@@ -115,6 +115,12 @@ METRICS: Final = (
         "Router processes that did not report in time; the sums contain their older figures.",
     ),
     _one("joins_refused", "counter", (), "Workers refused when they joined."),
+    _one(
+        "task_failures",
+        "counter",
+        ("task",),
+        "Failures of a background task (probes, discovery), which then begins again; each is a bug.",
+    ),
     _one("sessions", "gauge", (), "Sessions in the session table."),
     _one(
         "upstream_connections",

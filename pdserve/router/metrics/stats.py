@@ -73,6 +73,8 @@ class Stats:
         self.retries_refused = 0
         self.hedges = 0
         self.joins_refused = 0
+        self.task_failures: defaultdict[str, int] = defaultdict(int)
+        """By the background task that failed and began again: probes, discovery."""
         self.prompt_tokens = 0
         self.cached_tokens: defaultdict[str, int] = defaultdict(int)
         self.missing_pages = 0

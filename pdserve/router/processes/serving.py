@@ -16,6 +16,7 @@ import uvloop
 
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.logs import configure_logs
+from pdserve.open_files import raise_open_files
 from pdserve.router.admin.app import AdminApp
 from pdserve.router.admin.live_feed import LiveFeed
 from pdserve.router.app.lifespan import open_router
@@ -112,6 +113,7 @@ def serve_child(
 async def _server(config: RouterConfig, first: FirstRound) -> AsyncIterator[tuple[Router, uvicorn.Server]]:
     """A router and its server, to be stopped by SIGTERM or SIGINT."""
     loop = asyncio.get_running_loop()
+    raise_open_files()
     async with open_router(config, first=first) as router:
         server = make_server(router, config, config.access, router.generation)
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from pdserve.router.config.limits import Limits
+from pdserve.router.upstream.connect_errors import is_own_fault
 from pdserve.router.upstream.connection import Connection, ConnectionOwner
 from pdserve.router.upstream.response import UpstreamError
 
@@ -77,7 +78,9 @@ class WorkerPool(ConnectionOwner):
         return None
 
     async def connect(self, timeout_s: float) -> Connection:
-        """Open a connection. Raises UpstreamError `busy` at the limit of connections, else `connect`."""
+        """Open a connection. Raises UpstreamError `busy` at a limit of this router or its machine, else
+        `connect`.
+        """
         if len(self._open) + self._connecting >= self._limits.worker_connections:
             raise UpstreamError("busy", f"worker {self._worker.id} has all its connections in use")
         self._connecting += 1
@@ -92,6 +95,8 @@ class WorkerPool(ConnectionOwner):
             raise UpstreamError("connect", what) from None
         except OSError as error:
             self._counts.failed += 1
+            if is_own_fault(error):
+                raise UpstreamError("busy", f"this router cannot open a connection: {error}") from None
             raise UpstreamError("connect", f"worker {self._worker.id}: {error}") from None
         finally:
             self._connecting -= 1

@@ -42,6 +42,7 @@ def test_mode_follows_from_the_worker_lists() -> None:
         ({"decode": ["http://a:99999"]}, "http://a:99999"),
         ({"decode": ["http://10.0.0.256:1"]}, "http://10.0.0.256:1"),
         ({"decode": ["http://a..b:1"]}, "http://a..b:1"),
+        ({"decode": ["http://a:0"]}, "port 0 is no port"),
         ({"decode": ["http://[::g]:1"]}, "http://[::g]:1"),
         ({"admin.pool": ["127.0.0.1:7700"]}, "admin.pool: pool address"),
         ({"deadlines.prefil_s": 1.0}, "deadlines.prefill_s"),

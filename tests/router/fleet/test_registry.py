@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.router.fleet.membership import FleetError
 from pdserve.router.fleet.registry import Fleet
-from pdserve.router.fleet.worker import Worker, WorkerInfo
+from pdserve.router.fleet.worker import Worker, WorkerInfo, WorkerLoad
 
 GEOMETRY = {"layers": 2, "dtype": "float32"}
 
@@ -358,3 +358,27 @@ def test_whatever_happens_requests_go_where_the_rules_say(seed: int) -> None:
         day.check()  # what was found before is still right at this time
         day.dice.choice(EVENTS)(day, day.pick())
         day.check()
+
+
+def test_a_prompt_that_a_probe_no_longer_reports_is_not_taken_off_those_that_wait() -> None:
+    fleet = make("decode")
+    worker = fleet.workers[0]
+    fleet.on_queued(worker, 4000)
+    fleet.on_queued(worker, 1000)
+    fleet.on_load(worker, WorkerLoad(waiting_requests=1, queued_tokens=1000))  # the first one is computed
+    fleet.on_queued(worker, -4000)  # and its answer is here
+    assert worker.queued_tokens == 1000
+    fleet.on_queued(worker, -1000)
+    assert worker.queued_tokens == 0
+
+
+def test_what_other_routers_have_queued_stays_counted_when_own_prompts_are_computed() -> None:
+    fleet = make("decode")
+    worker = fleet.workers[0]
+    fleet.on_queued(worker, 1000)
+    fleet.on_load(worker, WorkerLoad(waiting_requests=2, queued_tokens=1500))
+    assert worker.queued_tokens == 1500
+    fleet.on_queued(worker, -1000)
+    assert worker.queued_tokens == 500
+    fleet.on_load(worker, None)
+    assert worker.queued_tokens == 0

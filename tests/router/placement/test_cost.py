@@ -20,7 +20,7 @@ WEIGHTS = PlacementSettings(
 
 def worker(queued: int = 0, requests: int = 0, elsewhere: int = 0, free: int | None = None) -> Worker:
     made = Worker("decode", "http://a:1")
-    made.queued_tokens, made.in_flight, made.elsewhere, made.free_kv_tokens = (
+    made.queued_here, made.in_flight, made.elsewhere, made.free_kv_tokens = (
         queued,
         requests,
         elsewhere,

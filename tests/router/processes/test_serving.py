@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -150,3 +151,21 @@ def test_a_port_in_use_is_refused() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(StartupError, match=f"127.0.0.1:{port}.*--port"):
             bind("127.0.0.1", port)
+
+
+@pytest.mark.timeout(60)
+async def test_a_router_raises_its_limit_of_open_files_to_what_it_may_have() -> None:
+    lowered = (
+        "import resource; hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]; "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard)); "
+        "from pdserve.cli import main; main()"
+    )
+    decode = MockWorker("decode")
+    async with workers(decode):
+        router = await RouterProcess.start("--decode", decode.url, program=lowered)
+        await router.listening()
+        lines = Path(f"/proc/{router.process.pid}/limits").read_text().splitlines()  # noqa: ASYNC240
+        [limit] = [line.split() for line in lines if line.startswith("Max open files")]
+        assert limit[3] == limit[4]
+        router.process.terminate()
+        await router.ended()
