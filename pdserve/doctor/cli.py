@@ -6,7 +6,7 @@ import itertools
 import os
 import random
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from pdserve.doctor import arenas, cluster, judge, machine
+from pdserve.doctor import arenas, cluster, exposure, judge, machine
 from pdserve.doctor.facts import Finding
 from pdserve.engine.sglang.selfcheck import TESTED_SGLANG
 from pdserve.errors import ConfigError
@@ -77,6 +77,15 @@ def doctor(
         Path | None,
         typer.Option("--ca-file", help="CA certificates, to check the router's before it gets a key."),
     ] = None,
+    part: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--part",
+            metavar="ROLE=FILE",
+            help="Configuration of one part (pool, prefill, decode, agg, router): what does it leave open to "
+            "strangers? May be repeated.",
+        ),
+    ] = None,
     probe: Annotated[
         bool, typer.Option(help="Send two small prompts for each model through the cluster.")
     ] = True,
@@ -91,10 +100,11 @@ def doctor(
     token = given_secret("--token", "", token_file, "PDSERVE_CLUSTER_TOKEN", os.environ)
     plan = None if config is None else _plan(config, run_dir)
     named = tuple(_checked(url.rstrip("/"), "--worker") for url in worker or ())
+    parts = [*_parts(plan), *map(_part, part or ())]
     place = _place(plan, _checked(router.rstrip("/"), "--router"), token, named, ca_file)
     console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
     findings: list[Finding] = []
-    for finding in _findings(plan, place, key, probe, measure):
+    for finding in _findings(plan, parts, place, key, probe, measure):
         findings.append(finding)
         if not as_json:
             mark, style = MARKS[finding.level]
@@ -109,11 +119,17 @@ def doctor(
 
 
 def _findings(
-    plan: Plan | None, place: Place | None, key: str, probe: bool, measure: bool
+    plan: Plan | None,
+    parts: Sequence[exposure.Part],
+    place: Place | None,
+    key: str,
+    probe: bool,
+    measure: bool,
 ) -> Iterator[Finding]:
     runs = place is not None and _answers(place)
     rooms = [] if plan is None or runs else arenas.gather(_pools(plan))
     yield from judge.machine(machine.gather(TESTED_SGLANG, measure=measure), rooms)
+    yield from exposure.judge(parts)
     if place is None:
         return
     where = place.router_url or ", ".join(place.workers)
@@ -147,6 +163,24 @@ def _plan(config: Path, run_dir: Path | None) -> Plan:
     file = read_cluster_file(config, {}, {})
     folder = (run_dir or file.cluster.run_dir).resolve()
     return make_plan(file, program=("pdserve",), run_dir=folder, uid=os.getuid(), ports=itertools.count(1))
+
+
+def _parts(plan: Plan | None) -> list[exposure.Part]:
+    """The configurations of all parts that `pdserve up` starts."""
+    processes = () if plan is None else plan.processes
+    return [
+        build_config(exposure.KINDS[spec.role], spec.config, source=spec.table)
+        for spec in processes
+        if spec.role in exposure.KINDS
+    ]
+
+
+def _part(given: str) -> exposure.Part:
+    """Raises ConfigError."""
+    role, _, file = given.partition("=")
+    if role not in exposure.KINDS or not file:
+        raise ConfigError(f"--part {given}: give it as ROLE=FILE, with a role of {', '.join(exposure.KINDS)}")
+    return build_config(exposure.KINDS[role], read_toml(Path(file)), source=file)
 
 
 def _pools(plan: Plan) -> list[PoolNodeConfig]:
