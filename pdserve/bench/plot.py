@@ -14,12 +14,18 @@ if TYPE_CHECKING:
     from pdserve.bench.router.measure import Row
     from pdserve.bench.soak.run import Sample
 
-PATH_NAMES: Final = {"shm": "pdserve, same host", "ucx": "pdserve, UCX over TCP", "tcp": "pdserve, TCP"}
+PATH_NAMES: Final = {
+    "shm": "pdserve, same host",
+    "ucx": "pdserve, UCX over TCP",
+    "tcp": "pdserve, TCP",
+    "tcp-tls": "pdserve, TLS",
+}
 COLOURS: Final = {
     "memcpy": "#b0b0b0",
     "pdserve, same host": "#1f5fa8",
     "pdserve, UCX over TCP": "#6fa8dc",
     "pdserve, TCP": "#3d8b7d",
+    "pdserve, TLS": "#8fc7bb",
     "ucx_perftest": "#8a8a5c",
     "ucx_perftest_tuned": "#c2c28f",
     "mooncake": "#d9822b",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -17,6 +17,7 @@ from pdserve.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from pdserve.bench.pool.own_node import BenchPath
     from pdserve.bench.pool.speed import PoolFigures
 
 
@@ -24,11 +25,12 @@ BANDWIDTH_PEERS = ("ucx_perftest", "ucx_perftest_tuned")  # with UCX's own setti
 STORE_PEERS = ("mooncake", "redis")
 PEERS = (*STORE_PEERS, *BANDWIDTH_PEERS)
 ON_OFF = ("on", "off")
+PATHS: Final[tuple[BenchPath, ...]] = (*options.PATHS, "tcp-tls")
 
 
 def pool(
     pages: options.PageSizes = "64KiB,1MiB,4MiB",
-    path: Annotated[str, typer.Option(help="Data paths: shm, ucx, tcp.")] = "shm,ucx,tcp",
+    path: Annotated[str, typer.Option(help=f"Data paths: {', '.join(PATHS)}.")] = "shm,ucx,tcp,tcp-tls",
     checksum: Annotated[str, typer.Option(help="With checksums (on) or without (off).")] = "on,off",
     batch: Annotated[int, typer.Option(min=1, help="Pages per put and get.")] = 32,
     seconds: Annotated[
@@ -53,7 +55,7 @@ def pool(
     from pdserve.sizes import parse_bytes
 
     sizes = page_sizes(pages)
-    paths = choices("path", path, options.PATHS)
+    paths = choices("path", path, PATHS)
     checksums = [word == "on" for word in choices("checksum", checksum, ON_OFF)]
     peers = [choices("peer", name, PEERS)[0] for name in peer or []]
     capacity_bytes = parse_bytes(capacity)

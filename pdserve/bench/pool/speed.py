@@ -22,9 +22,9 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from pdserve.bench.pool.own_node import BenchPath
 from pdserve.bench.stores import BenchError, PageStore
 from pdserve.kvpool.protocol.base import KEY_BYTES
-from pdserve.kvpool.protocol.messages import DataPathChoice
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 
 ROTATE_BYTES: Final = 256 * 1024 * 1024  # touched before one is touched again
@@ -65,7 +65,7 @@ class PoolFigures(msgspec.Struct, frozen=True, kw_only=True):
 class Workload:
     """What to measure with one client."""
 
-    path: DataPathChoice
+    path: BenchPath
     checksum: bool
     page_bytes: int
     batch_pages: int

@@ -72,7 +72,7 @@ def test_a_library_that_mooncake_misses_is_named_with_its_package(tmp_path: Path
 
 
 def test_table_names_what_it_shows() -> None:
-    one = ("--pages", "64KiB", "--path", "shm,ucx,tcp", "--checksum", "on")
+    one = ("--pages", "64KiB", "--path", "shm,ucx,tcp,tcp-tls", "--checksum", "on")
     done = bench_here("pool", *SHORT, *one)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("pdserve bench pool --seconds 0")
@@ -80,14 +80,14 @@ def test_table_names_what_it_shows() -> None:
     assert "get/copy" in done.stdout
     first, *more = (line.split() for line in done.stdout.splitlines() if " 64 KiB " in line)
     assert [row[:4] for row in (first, *more)] == [
-        [path, "on", "64", "KiB"] for path in ("shm", "ucx", "tcp")
+        [path, "on", "64", "KiB"] for path in ("shm", "ucx", "tcp", "tcp-tls")
     ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--path", "rdma"), "'rdma' is not one of shm, ucx, tcp"),
+        (("--path", "rdma"), "'rdma' is not one of shm, ucx, tcp, tcp-tls"),
         (("--checksum", "maybe"), "'maybe' is not one of on, off"),
         (("--pages", "big"), "--pages:"),
         (("--capacity", "1MiB"), "holds no 4 batches"),
