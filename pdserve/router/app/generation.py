@@ -123,6 +123,7 @@ class GenerationHandler:
         """Fill in what planning needs. Raises RequestError."""
         call.body = body
         view = parse_request(body)
+        call.streams = view.stream is True
         call.model = model = self._gate.model_of(call, view.model)
         self._turns[model] += 1
         session, scope = find_session_key(self._sources, call.header, view, body), view.model or model

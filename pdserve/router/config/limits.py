@@ -59,8 +59,19 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = 0.0
     first_byte_s: Annotated[
         float,
-        Meta(gt=0, description="Time until the decode worker's first byte; after it, the answer is 504."),
+        Meta(
+            gt=0,
+            description="Streams: time until the decode worker's first byte; after it, the answer is 504.",
+        ),
     ] = 300.0
+    whole_answer_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Time until the decode worker begins an answer that is not a stream, to compute it; "
+            "after it, the answer is 504.",
+        ),
+    ] = 1800.0
     between_chunks_s: Annotated[
         float,
         Meta(

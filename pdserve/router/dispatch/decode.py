@@ -16,6 +16,7 @@ from pdserve.router.dispatch.worker_request import (
     Failure,
     WorkerAnswerError,
     WorkerRequests,
+    outcome_of,
 )
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.metrics.names import CACHES
@@ -62,7 +63,10 @@ class DecodeStage:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%r, %s", worker, ", ".join(job.words))
         resumes = answer.is_started
-        limit_s = deadlines.between_chunks_s if resumes else deadlines.first_byte_s
+        if resumes:
+            limit_s = deadlines.between_chunks_s
+        else:
+            limit_s = deadlines.first_byte_s if call.streams else deadlines.whole_answer_s
         end_s = self._loop.time() + limit_s
         answer.plan_words = ", ".join(job.words).encode("ascii", "replace")
         response = None
@@ -77,7 +81,9 @@ class DecodeStage:
                 await self._answered(call, job, claim, response, left_s)
         except (UpstreamError, WorkerAnswerError) as error:
             answer.decode_id = b""
-            self._workers.on_failure(worker, error, "another worker is tried, if there is one")
+            is_long = not call.streams and outcome_of(error) == "timeout"  # no sign of a worker's fault
+            consequence = "another worker is tried, if there is one"
+            self._workers.on_failure(job, worker, error, consequence, is_blamed=not is_long)
             return error
         finally:
             if response is not None:
@@ -121,11 +127,15 @@ class DecodeStage:
             first = await response.read_some(left_s)
             if claim.trial:
                 self._fleet.on_trial_answering(worker, claim.trial, self._loop.time())
+            if job.suspects:
+                self._workers.on_answered(job)
             await relay_events(call, response, job.marks, first, between_s)
         elif call.answer.is_started:
             raise UpstreamError("protocol", "the rest of a stream is no stream")
         else:
             await relay_whole(call, response, left_s, between_s)
+            if job.suspects:
+                self._workers.on_answered(job)
         turn = self._note_answered(call, job, claim, turn, response)
         if self._shared is not None:
             self._share(self._shared, call, turn)

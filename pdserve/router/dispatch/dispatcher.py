@@ -5,7 +5,7 @@
 | settle | anything | go on: missing pages are computed again |
 | prefill | the request's own fault (400, 413, 422) | the client gets that answer |
 | prefill | anything else | the decode worker computes the prompt; counted against the worker's circuit
-  unless the request may be at fault |
+  unless the request may be at fault: a 500 counts once another worker has answered |
 | decode, nothing sent yet | no connection, broken answer, 5xx | another decode worker, else 502, 503 or the
   worker's error |
 | decode, nothing sent yet | too late | 504 |

@@ -18,7 +18,7 @@ MAX_PROMPTS_TOLD = 1024
 class Job:
     """One call on its way through the stages."""
 
-    __slots__ = ("cached_before", "is_prompt_counted", "marks", "plan", "tried", "words")
+    __slots__ = ("cached_before", "is_prompt_counted", "marks", "plan", "suspects", "tried", "words")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -27,6 +27,8 @@ class Job:
         self.marks = StreamMarks()
         self.tried: list[str] = []
         """Ids of the decode workers that failed."""
+        self.suspects: list[Worker] = []
+        """Workers that answered with an error that may be theirs or the request's: see `WorkerRequests`."""
         self.cached_before = b""
         """Header line for the decode worker: prompt tokens that were cached before this call."""
         self.is_prompt_counted = False

@@ -156,7 +156,7 @@ class PrefillStage:
                 raise
             outcome = outcome_of(error)
             self._stats.prefill[outcome] += 1
-            self._workers.on_failure(worker, error, "the decode worker computes the prompt")
+            self._workers.on_failure(job, worker, error, "the decode worker computes the prompt")
             return outcome
         self._fleet.on_success(worker)
         self._note(call, job, worker, report)

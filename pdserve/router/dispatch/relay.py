@@ -2,7 +2,8 @@
 
 A stream (server-sent events) is passed on as it comes, up to the end of the last whole event. If the worker
 breaks off inside an event, the client can still read the error event that follows. Any other answer is passed
-on when it is whole. Nothing is sent before the body's first byte; until then another worker can be tried.
+on when it is whole, or when it is long. Nothing is sent before the body's first byte; until
+then another worker can be tried.
 The pieces of a running stream go from one connection to the other without waking the call's task. The task
 handles a slow client and the stream's end.
 """
@@ -16,7 +17,9 @@ from pdserve.router.request import timing
 from pdserve.router.request.call import Call
 from pdserve.router.upstream.response import Response
 
-MAX_ANSWER_BYTES = 256 * 1024 * 1024
+HELD_BYTES = 8 * 1024 * 1024
+"""A longer answer goes to the client as it comes, and another worker can no longer be tried."""
+TAIL_BYTES = 4096
 _OWN_HEADERS = frozenset(
     (
         b"connection",
@@ -50,14 +53,42 @@ def passed_headers(exchange: Response) -> list[tuple[bytes, bytes]]:
 
 
 async def relay_whole(call: Call, response: Response, first_byte_s: float, between_s: float) -> None:
-    """Pass on an answer that is not a stream, once it is whole. Raises UpstreamError with nothing sent."""
+    """Pass on an answer that is not a stream, once it is whole or `HELD_BYTES` of it are here. Raises
+    UpstreamError; `call.answer.is_started` says whether anything was sent.
+    """
     if response.complete:
         body = response.take()
     else:
         body = await response.read_some(first_byte_s)
         if not response.at_end:
-            body += await response.read_all(between_s, MAX_ANSWER_BYTES)
-    call.answer.start(response.status, passed_headers(response), len(body))
+            body = await _read_much(response, body, between_s)
+    if response.at_end:
+        call.answer.start(response.status, passed_headers(response), len(body))
+        await call.answer.write(body, more=False)
+    else:
+        await _relay_long(call, response, body, between_s)
+
+
+async def _read_much(response: Response, body: bytes, between_s: float) -> bytes:
+    parts, size = [body], len(body)
+    while not response.at_end and size <= HELD_BYTES:
+        parts.append(await response.read_some(between_s))
+        size += len(parts[-1])
+    return b"".join(parts)
+
+
+async def _relay_long(call: Call, response: Response, body: bytes, between_s: float) -> None:
+    """Pass on a long answer as it comes. If the worker breaks off, the client's connection is closed before
+    the answer's end.
+    """
+    lengths = [int(value) for name, value in response.headers if name == b"content-length"]
+    call.answer.start(response.status, passed_headers(response), lengths[0] if lengths else None)
+    call.answer.is_stream = False  # also where it goes in chunks: its end cannot be told as an event
+    while not response.at_end:
+        cut = max(body.rfind(b"}") + 1, len(body) - TAIL_BYTES)  # the meter reads whole numbers
+        if cut > 0:
+            await call.answer.write(body[:cut], more=True)
+        body = body[cut:] + await response.read_some(between_s)
     await call.answer.write(body, more=False)
 
 

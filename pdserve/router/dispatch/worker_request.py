@@ -8,6 +8,7 @@ from typing import Final, TypeAlias
 
 from pdserve.errors import PdserveError
 from pdserve.router.api.request_body import UNREADABLE
+from pdserve.router.dispatch.job import Job
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.log_throttle import ThrottledLog
@@ -82,12 +83,30 @@ class WorkerRequests:
         finally:
             response.release()
 
-    def on_failure(self, worker: Worker, error: BaseException, consequence: str) -> None:
-        """Log the failure, and count it against the worker's circuit if it is the worker's fault."""
+    def on_failure(
+        self, job: Job, worker: Worker, error: BaseException, consequence: str, *, is_blamed: bool = True
+    ) -> None:
+        """Log the failure. Count it against the worker's circuit if it is the worker's fault and `is_blamed`.
+
+        A 500 can be the request's doing. Its worker is a suspect until another worker has answered the same
+        request (`on_answered`): else a worker that fails fast would draw all requests.
+        """
         self._log.warning(
             worker.id, "%s worker %s: %s; %s", worker.role, worker.id, _words(error), consequence
         )
-        if is_workers_fault(error) and self._fleet.on_failure(worker, self._loop.time()):
+        if is_blamed and is_workers_fault(error):
+            self._blame(worker)
+        elif isinstance(error, WorkerAnswerError) and error.status >= 500:
+            job.suspects.append(worker)
+
+    def on_answered(self, job: Job) -> None:
+        """A worker has answered the request well, so the errors of the suspects were theirs."""
+        for worker in job.suspects:
+            self._blame(worker)
+        job.suspects.clear()
+
+    def _blame(self, worker: Worker) -> None:
+        if self._fleet.on_failure(worker, self._loop.time()):
             logger.warning("%s worker %s: circuit opened", worker.role, worker.id)
 
 

@@ -50,6 +50,7 @@ class Call:
         "planned_s",
         "request_id",
         "started_s",
+        "streams",
         "task",
         "tenant",
         "trace",
@@ -72,6 +73,8 @@ class Call:
         self.tenant: TenantState
         self.model: str
         """The served model that the request means."""
+        self.streams = False
+        """The client asks for a stream."""
         self.phase: Phase = "body"
         self.end: End | None = None
         self.trace: Trace | None = None

@@ -34,6 +34,7 @@ class Meter:
 
     __slots__ = (
         "_outputs",
+        "_pieces",
         "_prompts",
         "_said",
         "_tail",
@@ -52,6 +53,8 @@ class Meter:
         self.events = 0
         self._tail = b"\n"
         self._said = b""
+        self._pieces = 0, 0
+        """Prompt and output tokens in the earlier pieces of a long answer."""
         self._prompts: dict[bytes, int] = {}
         self._outputs: dict[bytes, int] = {}
         """Of a stream, by choice, as last said."""
@@ -62,6 +65,8 @@ class Meter:
         self.events += text.count(_EVENT)
         self._tail = text[1 - len(_EVENT) :]
         if self._usage.mark in data:
+            if self._said and not self.events:
+                self._note_piece()
             self._said = data
             if self.events and _INDEX_MARK in data:  # else the next piece says all that this one does
                 self._read(data)
@@ -72,8 +77,8 @@ class Meter:
         """
         if not streamed:
             known = self.charged_tokens if self.prompt_tokens is None else self.prompt_tokens
-            prompt = sum(map(int, self._usage.prompt.findall(self._said))) or known
-            return prompt, sum(map(int, self._usage.output.findall(self._said)))
+            prompt, output = self._sums()
+            return prompt or known, output
         self._read(self._said)
         output = sum(self._outputs.values()) if self._outputs else self.events
         if self.prompt_tokens is not None:
@@ -82,6 +87,14 @@ class Meter:
         if not prompt or not self._tail.endswith(_DONE):  # some prompts may not have had an event yet
             prompt = max(prompt, self.charged_tokens)
         return prompt, output
+
+    def _note_piece(self) -> None:
+        """Another piece of a long answer follows that is no stream."""
+        self._pieces = self._sums()
+
+    def _sums(self) -> tuple[int, int]:
+        prompts, outputs = self._usage.prompt.findall(self._said), self._usage.output.findall(self._said)
+        return self._pieces[0] + sum(map(int, prompts)), self._pieces[1] + sum(map(int, outputs))
 
     def _read(self, events: bytes) -> None:
         for event in events.split(b"\n"):

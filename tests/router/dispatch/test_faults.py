@@ -67,11 +67,14 @@ WELL: dict[Kind, Script] = {
 }
 LEFT_S: dict[Phase, float] = {"settle": 1000, "prefill": 2000, "decode": 3000, "stream": 4000, "resume": 4000}
 """What a stalled worker is given, by phase: far apart, so that a wrong deadline shows."""
+WHOLE_S = 6000.0
+"""The same in the decode phase of an answer that is no stream."""
 DEADLINES = Deadlines(
     settle_s=LEFT_S["settle"],
     prefill_s=LEFT_S["prefill"],
     publish_s=0.0,
     first_byte_s=LEFT_S["decode"],
+    whole_answer_s=WHOLE_S,
     between_chunks_s=LEFT_S["stream"],
     total_s=9000.0,
 )
@@ -221,7 +224,9 @@ def expected(case: Case) -> Seen:
         seen.asked["first"] = [CHAT]
     if is_retried and (word != "connect" or case.others == "well"):
         seen.asked["second"] = [path]
-    if is_blamed(first_word):
+    is_long = phase == "decode" and case.kind == "whole" and word == "timeout"
+    is_proven = code_of(word) == 500 and is_retried and case.others == "well"
+    if (is_blamed(first_word) and not is_long) or is_proven:
         seen.blamed["first"] = 1
     if is_retried and case.others == "failing" and is_blamed(word):
         seen.blamed["second"] = 1
@@ -253,7 +258,7 @@ def prefilling(case: Case) -> Seen:
         return final
     seen = Seen(body=SAID[case.kind], words=(f"stage={word}",), answered_by="first")
     seen.counted = {"prefill": {word: 1}}
-    seen.blamed = {"prefill": 1} if is_blamed(word) else {}
+    seen.blamed = {"prefill": 1} if is_blamed(word) or code == 500 else {}
     seen.asked = asked | {"first": [CHAT]}
     return seen
 
@@ -268,7 +273,7 @@ def is_final(code: int) -> bool:
 
 
 def is_blamed(word: str) -> bool:
-    """Counted against the worker's circuit: not what may be the request's doing."""
+    """Counted against the worker's circuit at once: not what may be the request's doing."""
     return code_of(word) in (0, 502, 503, 504)
 
 
@@ -359,7 +364,8 @@ class Stage:
             await gate.reached.wait()
             if case.phase in ("stream", "resume"):
                 await take(client, seen, until=expected(replace(case, others="none")).body)
-            await self.expire(WorkerResponse, LEFT_S[case.phase])
+            is_whole = case.phase == "decode" and case.kind == "whole"
+            await self.expire(WorkerResponse, WHOLE_S if is_whole else LEFT_S[case.phase])
         if case.phase == "pull":
             await self.harness.until(lambda: bool(self.harness.stats.pull_ahead))
             gate.open.set()

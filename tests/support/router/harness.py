@@ -29,6 +29,7 @@ FAST = Deadlines(
     prefill_s=5.0,
     publish_s=0.0,
     first_byte_s=5.0,
+    whole_answer_s=5.0,
     between_chunks_s=5.0,
     total_s=20.0,
 )
