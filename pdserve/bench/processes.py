@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
 from pdserve.bench.stores import BenchError
+from pdserve.tokens import Secret, decode_secret, reveal
 from pdserve.up.process import die_with_parent
+
+C = TypeVar("C")
 
 SERVER_START_TIMEOUT_S: Final = 20.0
 SERVER_STOP_TIMEOUT_S: Final = 5.0
@@ -151,9 +154,19 @@ def clients(
 def client(config: ClientConfig, directory: Path, module: str) -> Child:
     """One of them, not started yet."""
     file = directory / f"{config.name}.json"
-    file.write_bytes(msgspec.json.encode(config))
+    file.write_bytes(msgspec.json.encode(config, enc_hook=_encode_custom))
     command = [sys.executable, "-m", module, str(file)]
     return Child(config.name, command, directory / f"{config.name}.log")
+
+
+def read_config(path: str, type_: type[C]) -> C:
+    """What `client` wrote, in the client's process."""
+    return msgspec.json.decode(Path(path).read_bytes(), type=type_, dec_hook=decode_secret)
+
+
+def _encode_custom(value: Any) -> str:
+    """The file's directory is our user's alone."""
+    return reveal(value) if isinstance(value, Secret) else str(value)
 
 
 def stop_at_sigterm() -> threading.Event:

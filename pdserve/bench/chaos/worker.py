@@ -21,7 +21,7 @@ from pdserve.bench.boards import open_rows
 from pdserve.bench.chaos import pages as p
 from pdserve.bench.chaos.records import Asked, Starved, to_line
 from pdserve.bench.dice import Dice
-from pdserve.bench.processes import run_threads, stop_at_sigterm
+from pdserve.bench.processes import read_config, run_threads, stop_at_sigterm
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
 
@@ -236,7 +236,7 @@ def watch(name: str, output: BinaryIO, stop: threading.Event) -> None:
 
 
 def main(config_path: str) -> None:
-    config = msgspec.json.decode(Path(config_path).read_bytes(), type=WorkerConfig)
+    config = read_config(config_path, WorkerConfig)
     stop = stop_at_sigterm()
     with Path(config.output).open("ab", buffering=0) as output:
         workers = [Worker(config, writer, output, stop) for writer in config.writers]

@@ -21,7 +21,7 @@ import numpy as np
 
 from pdserve.bench.boards import Rows, new_rows, open_rows
 from pdserve.bench.dice import Dice
-from pdserve.bench.processes import Child, ClientConfig, clients, run_threads, stop_at_sigterm
+from pdserve.bench.processes import Child, ClientConfig, clients, read_config, run_threads, stop_at_sigterm
 from pdserve.bench.stores import BenchError
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
@@ -148,7 +148,7 @@ def _drive(config: DriverConfig, index: int, client: PoolClient, stop: threading
 
 
 def main(config_path: str) -> None:
-    config = msgspec.json.decode(Path(config_path).read_bytes(), type=DriverConfig)
+    config = read_config(config_path, DriverConfig)
     if config.yields:
         run_when_idle()
     stop = stop_at_sigterm()

@@ -16,12 +16,12 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from pdserve.bench.pool.load_process import GO, MISSED, OPERATIONS, PAGES, REST_S, open_board, run_when_idle
+from pdserve.bench.processes import read_config
 from pdserve.errors import PoolUnavailable
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.address import UnixAddress, parse_address
@@ -149,7 +149,7 @@ async def _run(config: AskerConfig) -> None:
 
 
 def main(config_path: str) -> None:
-    config = msgspec.json.decode(Path(config_path).read_bytes(), type=AskerConfig)
+    config = read_config(config_path, AskerConfig)
     run_when_idle()
     with asyncio.Runner() as runner:
         loop = runner.get_loop()

@@ -10,7 +10,6 @@ import math
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -19,7 +18,7 @@ import numpy as np
 from pdserve.bench.boards import open_rows
 from pdserve.bench.chaos import pages as p
 from pdserve.bench.dice import Dice
-from pdserve.bench.processes import run_threads, stop_at_sigterm
+from pdserve.bench.processes import read_config, run_threads, stop_at_sigterm
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
 
@@ -131,7 +130,7 @@ class SoakThread:
 
 
 def main(config_path: str) -> None:
-    config = msgspec.json.decode(Path(config_path).read_bytes(), type=SoakClientConfig)
+    config = read_config(config_path, SoakClientConfig)
     stop = stop_at_sigterm()
     shared = SharedClient(config)
     run_threads([SoakThread(config, index, shared, stop).run for index in range(THREADS)], stop)
