@@ -1,7 +1,8 @@
 """A node's namespaces: opened, created, changed, replaced, dropped; and rights to use them. Pure.
 
     opened by a worker    A new name gets a record with the node's default settings; its first worker decides
-                          the geometry. A dropped name comes back with its settings.
+                          the geometry. A dropped name comes back with its settings. Where the node has an
+                          admin token, only its holder does that, or a holder of the name's write token.
     put                   An administrator creates or changes it. A replaced name comes back.
     replaced              `new` takes over the settings of `old`, unless it has its own. `old` is dropped;
                           clients that open it are told its replacement.
@@ -25,7 +26,12 @@ from pdserve.kvpool.core.events import Action, PublishNamespace, SaveNamespaces
 from pdserve.kvpool.core.sessions import Session
 from pdserve.kvpool.namespaces import access
 from pdserve.kvpool.namespaces.catalog import Namespace, Namespaces
-from pdserve.kvpool.namespaces.registry import Floors, NamespaceError, check_geometry
+from pdserve.kvpool.namespaces.registry import (
+    MAX_NAMESPACES_PER_TOKEN,
+    Floors,
+    NamespaceError,
+    check_geometry,
+)
 from pdserve.kvpool.namespaces.validation import check_record, check_settings
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import (
@@ -112,8 +118,11 @@ class Administration:
         """Whether the client may write to any namespace: one that there is, or a new one."""
         if self._is_super(session):
             return True
-        settings = [self._rules.defaults, *(record.settings for record in self.namespaces.registry)]
-        return any(access.rights_of(session.token, one) & m.WRITE for one in settings)
+        if self._may_make(session, self._rules.defaults):
+            return True
+        return any(
+            access.rights_of(session.token, record.settings) & m.WRITE for record in self.namespaces.registry
+        )
 
     def refusal(self, session: Session, message: m.Request) -> m.Fault | None:
         """Why the client may not make this request; None when it may. Requests that give a namespace's name
@@ -153,6 +162,32 @@ class Administration:
 
     def _is_operator(self, session: Session) -> bool:
         return not self._rules.admin_token or self._is_super(session)
+
+    def _may_make(self, session: Session, settings: NamespaceSettings) -> bool:
+        """Whether the client may open a namespace with these settings that is not there."""
+        if self._is_operator(session):
+            return True
+        return access.guards(settings)[1] != "" and bool(access.rights_of(session.token, settings) & m.WRITE)
+
+    def _may_decide(self, session: Session, record: NamespaceRecord) -> bool:
+        """Whether the client may decide the geometry of a namespace, for all later clients."""
+        return self._is_super(session) or bool(access.rights_of(session.token, record.settings) & m.WRITE)
+
+    def _check_makes(self, session: Session, record: NamespaceRecord, request_id: int) -> None:
+        """Raises Denied: strangers make no namespaces; NamespaceError: the holders of a token have theirs."""
+        if self._is_operator(session):
+            return
+        if not self._may_make(session, record.settings):
+            raise Denied(access.denied_new(record.name, request_id))
+        guard = access.guards(record.settings)[1]
+        living = (known for known in self.namespaces.registry if not known.dropped)
+        made = sum(access.guards(known.settings)[1] == guard for known in living)
+        if made >= MAX_NAMESPACES_PER_TOKEN:
+            raise NamespaceError(
+                "too_many_namespaces",
+                f"{made} namespaces have this write token, at most {MAX_NAMESPACES_PER_TOKEN} may be made "
+                "with one: drop those that are not used, or let the node's administrator make more",
+            )
 
     def _require(self, session: Session, record: NamespaceRecord, right: int, request_id: int) -> None:
         """Raises Denied."""
@@ -196,6 +231,7 @@ class Administration:
         if known is None and generation > record.generation:
             record = msgspec.structs.replace(record, generation=generation)
         is_new = known is None or record.dropped
+        local = self.namespaces.find(record.name)
         self._require(session, record, m.WRITE if is_new else m.READ, request.id)
         if record.replaced_by:
             raise NamespaceError(
@@ -206,7 +242,10 @@ class Administration:
         if generation and (record.dropped or record.generation != generation):
             # one of the two nodes has not heard of a drop yet: the pages must not come back
             raise NamespaceError("unknown_namespace", f"namespace '{record.name}' was dropped meanwhile")
-        local = self.namespaces.find(record.name)
+        if is_new:
+            self._check_makes(session, record, request.id)
+        elif local is None and not record.geometry and not self._may_decide(session, record):
+            raise Denied(access.denied_first(record.name, request.id))
         if local is not None or record.geometry:
             geometry = record.geometry if local is None else local.geometry
             check_geometry(request.name, geometry, request.geometry)

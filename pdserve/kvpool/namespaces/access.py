@@ -3,7 +3,8 @@
 A namespace may have a token to read, a token to write and a token to administer. The right to write includes
 reading; the right to administer includes both. A right without a token of its own needs the token of the
 right below it. So no right is more open than a right that it includes: with a write token alone, every client
-reads, and a client with the token writes and administers. A namespace without tokens is open to all.
+reads, and a client with the token writes and administers. A namespace without tokens is open to all. On a
+node with an `admin_token` only its holder makes one: a stranger would take a worker's name, or fill the list.
 
 The node's `admin_token` allows operations on the node and on all namespaces. Without one, operations on the
 node are open, and no namespace can have tokens: any client could pass for a node of the pool, and nodes read
@@ -91,6 +92,24 @@ def denied(namespace: str, right: int, request_id: int) -> m.Fault:
 
 
 _VERBS: Final = {READ: "read it", WRITE: "write to it", ADMIN: "administer it"}
+
+
+def denied_new(namespace: str, request_id: int) -> m.Fault:
+    """The answer to a client that may not make the namespace."""
+    message = (
+        f"namespace '{namespace}' is not there, and this client may not make it: make it with "
+        "`pdserve pool ns create`, or give nodes namespace_defaults.write_token and workers that token"
+    )
+    return m.Fault(request_id, "access_denied", message)
+
+
+def denied_first(namespace: str, request_id: int) -> m.Fault:
+    """The answer to a client that would decide a namespace's geometry, and may only read."""
+    message = (
+        f"namespace '{namespace}': no worker that may write has opened it yet, and this client may only "
+        "read: start a worker with the write token first"
+    )
+    return m.Fault(request_id, "access_denied", message)
 
 
 def denied_here(node: str, what: str, request_id: int) -> m.Fault:

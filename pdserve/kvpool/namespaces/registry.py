@@ -35,6 +35,7 @@ Floors: TypeAlias = list[tuple[int, int]]  # bucket, version; by bucket
 
 FLOORS: Final = 4096
 MAX_NAMESPACES = 1024  # without tombstones
+MAX_NAMESPACES_PER_TOKEN = MAX_NAMESPACES // 2  # made by workers; the rest is for other tokens
 MAX_NAME_CHARS = 512
 MAX_GEOMETRY_CHARS = 64 * 1024  # keys and values together
 MAX_REGISTRY_BYTES = 2 << 20  # of all records encoded: half a frame, in which nodes send them

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.kvpool.core import namespace_admin
 from pdserve.kvpool.core.events import (
     Answer,
     PublishNamespace,
@@ -360,6 +362,44 @@ def test_only_the_nodes_administrator_makes_namespaces_where_there_is_one() -> N
     assert "access_denied" in fault(node, stranger, c.Drain(1))
     assert "access_denied" in fault(node, stranger, c.ListPages(1, "new", 0, 1))
     assert isinstance(reply(node, root, c.PutNamespace(1, "new", GUARDED)), m.Done)
+
+
+def test_strangers_make_no_namespace_and_take_no_name_where_there_is_an_administrator() -> None:
+    node = Node(rules=WITH_ADMIN)
+    stranger, root = node.connect(), node.connect(token="root")
+    assert "may not make it" in fault(node, stranger, m.OpenNamespace(1, "worker", {"layout": "squat"}))
+    assert len(node.state.namespaces.registry) == 0
+    assert not node.state.administration.may_write(node.state.sessions[stranger])
+    node.open(root, "worker", layout="right")
+    node.open(stranger, "worker", layout="right")  # it is open to all, as its administrator made it
+    drop(node, root, "worker")
+    assert "may not make it" in fault(node, stranger, m.OpenNamespace(1, "worker", {"layout": "squat"}))
+
+
+def test_workers_with_the_default_write_token_make_their_namespaces_up_to_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(namespace_admin, "MAX_NAMESPACES_PER_TOKEN", 2)
+    node = Node(rules=Rules(admin_token=digest("root"), defaults=NamespaceSettings(write_token=digest("w"))))
+    stranger, worker, root = node.connect(), node.connect(token="w"), node.connect(token="root")
+    assert "access_denied" in fault(node, stranger, m.OpenNamespace(1, "a", {"layout": "x"}))
+    for name in ("a", "b"):
+        node.open(worker, name, layout="x")
+    assert "too_many_namespaces" in fault(node, worker, m.OpenNamespace(1, "c", {"layout": "x"}))
+    node.open(worker, "a", layout="x")
+    node.open(root, "c", layout="x")
+    drop(node, worker, "a")
+    drop(node, worker, "b")
+    node.open(worker, "d", layout="x")
+
+
+def test_who_may_only_read_does_not_decide_the_geometry_of_a_namespace() -> None:
+    node = Node(rules=WITH_ADMIN)
+    root = node.connect(token="root")
+    put_settings(node, root, "ns", **msgspec.structs.asdict(GUARDED))
+    assert "access_denied" in fault(node, node.connect(token="r"), m.OpenNamespace(1, "ns", {"layout": "no"}))
+    node.open(node.connect(token="w"), "ns", layout="right")
+    node.open(node.connect(token="r"), "ns", layout="right")
 
 
 def test_a_protected_name_stays_protected_after_its_drop() -> None:
