@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -70,6 +71,21 @@ def test_everything_that_is_wanted_is_pinned(python: str) -> None:
         version = str(mine[0].specifier).removeprefix("==")
         assert requirement.specifier.contains(version, prereleases=True), f"{mine[0]}: {RENEW}"
     assert "uv" in pins
+
+
+def test_the_list_of_what_is_installed_names_every_package_and_no_place(tmp_path: Path) -> None:
+    """As `launch/lock.sh --sbom` makes it."""
+    [command] = re.findall(r"exec (cyclonedx-py .*)", (LAUNCH / "lock.sh").read_text())
+    environment = {"PATH": str(Path(sys.executable).parent), "sbom": str(tmp_path / "sbom.json")}
+    command = command.replace('"$venv/bin/python"', sys.executable)
+    subprocess.run(["/bin/bash", "-c", command], cwd=ROOT, env=environment, check=True, timeout=120)
+    text = (tmp_path / "sbom.json").read_text()
+    made = json.loads(text)
+    assert made["bomFormat"] == "CycloneDX"
+    assert made["metadata"]["component"]["name"] == "pdserve"
+    assert {"sglang", "torch", "uvloop", "msgspec"} <= {one["name"] for one in made["components"]}
+    assert str(ROOT) not in text
+    assert str(Path.home()) not in text
 
 
 @pytest.mark.parametrize("kind", ["gpu", "cpu"])

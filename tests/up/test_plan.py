@@ -233,6 +233,12 @@ def test_a_cluster_gets_one_token_for_its_workers_and_router() -> None:
         assert "cluster_token" not in made["pool0"]
 
 
+def test_a_process_gets_its_secrets_in_its_file_and_not_on_its_command_line() -> None:
+    plan = plan_of(ClusterFile(pool=[{}], agg=[{}]), cluster_token="canary", admin_key="canary")
+    for spec in plan.processes:
+        assert "canary" not in " ".join([*spec.argv, *spec.env.values()])
+
+
 @pytest.mark.parametrize(
     "file",
     [

@@ -25,6 +25,7 @@ from pdserve.engine.worker import WorkerConfig
 from pdserve.kvpool.hicache.page_trace import VARIABLE, PageSpan, PageTrace
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.request.timing import parse_timing, timing
+from pdserve.settings.config_file import build_config
 
 intervals = st.lists(
     st.tuples(st.integers(0, 50), st.integers(1, 20)).map(lambda pair: (pair[0], pair[0] + pair[1]))
@@ -138,8 +139,8 @@ def test_workers_trace_their_pages_where_the_benchmark_looks() -> None:
 def test_prompts_are_pulled_ahead_as_asked_for_by_settings_that_workers_and_router_know() -> None:
     setting = Setting(model_path="/m", directory="/run/b", device_tokens=640, pull_step_tokens=512)
     tables = contender("disagg", setting, 9000, 9001).tables
-    worker = msgspec.convert(tables["worker"], WorkerConfig)
-    router = msgspec.convert(tables["router"], RouterConfig)
+    worker = build_config(WorkerConfig, tables["worker"], source="worker")
+    router = build_config(RouterConfig, tables["router"], source="router")
     assert (worker.pull_step_tokens, router.pull_ahead_tokens) == (512, 1024)
     usual = contender("disagg", msgspec.structs.replace(setting, pull_step_tokens=None), 9000, 9001).tables
     assert "pull_step_tokens" not in usual["worker"]
