@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pdserve.kvpool.node.tcp import door, server
 from pdserve.kvpool.transports.tcp.stream import HEADER, TICKET_BYTES, WITHDRAWN
@@ -136,6 +139,39 @@ def test_a_page_that_the_node_did_not_ask_for_is_not_read_and_ends_the_connectio
     assert node.outcome(tag) == (kind == "sent twice")
     assert peer.is_hung_up_on()
     assert (node.arena[: 2 * KIB] == MARK).all()
+
+
+@pytest.fixture(scope="module")
+def attacked() -> Iterator[RunningServer]:
+    with running() as server:
+        server.arena[:] = MARK
+        yield server
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    said=st.binary(max_size=64),
+    claimed=st.integers(0, 2 * KIB),
+    whose=st.sampled_from(["own", "other", "any"]),
+)
+def test_whatever_a_client_says_only_its_own_slot_changes(
+    attacked: RunningServer, said: bytes, claimed: int, whose: str
+) -> None:
+    honest, liar = Peer(attacked), Peer(attacked)
+    slots = {"other": attacked.receive(honest.connection, 0, KIB)}
+    slots["own"] = attacked.receive(liar.connection, KIB, KIB)
+    header = HEADER.pack(slots[whose], claimed) if whose in slots else b""
+    liar.sock.sendall(header + said)
+    with contextlib.suppress(OSError):  # the node may have closed it
+        liar.sock.shutdown(socket.SHUT_WR)
+    assert liar.is_hung_up_on()
+    assert not attacked.outcome(slots["own"])
+    assert (attacked.arena[:KIB] == MARK).all()
+    assert (attacked.arena[2 * KIB : 4 * KIB] == MARK).all()
+    honest.write(slots["other"], bytes([MARK]) * KIB)
+    assert attacked.outcome(slots["other"])
+    for peer in (honest, liar):
+        peer.close()
 
 
 # --- cancelled receives
