@@ -60,6 +60,9 @@ class GenerationHandler:
         self._sources = parse_sources(config.session.sources)
         self._shows_load = config.access.show_load
         self._body_limit_bytes = config.limits.body_bytes
+        self._held_limit_bytes = config.limits.held_body_bytes
+        self._held_bytes = 0
+        """The bodies of all requests in progress."""
         self._total_s = config.deadlines.total_s
         self._body_s = min(config.deadlines.body_s, self._total_s)
         self._loop = asyncio.get_running_loop()
@@ -88,6 +91,7 @@ class GenerationHandler:
             await call.answer.break_off(500, "Internal error in the router.", "internal_error")
         finally:
             self._deadlines.discard(call)
+            self._held_bytes -= call.held_bytes
             self._account(call)
             if call.trace is not None:
                 spans.end(call, self._loop.time())
@@ -152,7 +156,9 @@ class GenerationHandler:
         )
 
     async def _read_body(self, call: Call, client: Client) -> bytes | None:
-        """The request's body, None if the client left before its end. Raises RequestError 413."""
+        """The request's body, None if the client left before its end. Raises RequestError 413, or 503
+        where the bodies of all requests together are too much.
+        """
         limit = self._body_limit_bytes
         length = call.headers.get(b"content-length", b"0")
         if length.isdigit() and int(length.lstrip(b"0")[:20] or b"0") > limit:  # int() has a bound
@@ -164,6 +170,10 @@ class GenerationHandler:
             size += len(part)
             if size > limit:
                 raise _too_large(limit)
+            call.held_bytes = size
+            self._held_bytes += len(part)
+            if self._held_bytes > self._held_limit_bytes:
+                raise RequestError(503, "The router holds too many large requests.", code="router_busy")
             if not more and not parts:
                 return part
             parts.append(part)
@@ -178,6 +188,10 @@ class GenerationHandler:
         headers = [(b"content-type", JSON)]
         if error.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
+        elif error.status == 503:
+            headers.append((b"retry-after", b"%d" % error.retry_after_s))
+        self._held_bytes -= call.held_bytes
+        call.held_bytes = 0
         call.answer.start(error.status, headers, len(body), closes=True)
         await call.answer.write(body, more=True)
         left = self._body_limit_bytes

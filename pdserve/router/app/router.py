@@ -58,6 +58,8 @@ class Router:
         """Those of all of the router's processes together. Raises RequestError when there is no sum."""
         self.told_reload: Callable[[], None] | None = None
         """Is told of `reload_all`, to tell the router's other processes."""
+        self.is_stopping = False
+        """`/ready` says so, while requests are still served."""
         self._app = make_app(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -126,8 +128,10 @@ class Router:
         }
         if (without := list(models.values()).count(False)) and len(models) > 1:
             degraded.append(f"{without} of {len(models)} models have no worker that is ready")
+        if self.is_stopping:
+            degraded.append("the router is stopping")
         return {
-            "ready": bool(roles & {"decode", "agg"}),
+            "ready": bool(roles & {"decode", "agg"}) and not self.is_stopping,
             "degraded": degraded,
             "mode": self.fleet.mode,
             "models": models,

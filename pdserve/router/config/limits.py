@@ -80,6 +80,14 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "error event.",
         ),
     ] = 120.0
+    client_read_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Time for which a client may take nothing of what is sent to it; after it, its "
+            "connection is cut.",
+        ),
+    ] = 120.0
     total_s: Annotated[
         float, Meta(gt=0, description="Time of the whole request, including the client's reading.")
     ] = 3600.0
@@ -91,6 +99,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     body_bytes: Annotated[
         int, Meta(ge=1024, description="Largest request body; a larger one is answered with 413.")
     ] = 32 * 1024 * 1024
+    held_body_bytes: Annotated[
+        int,
+        Meta(
+            ge=1024,
+            description="Request bodies of all requests that a process reads, queues or serves together; "
+            "beyond it, the answer is 503.",
+        ),
+    ] = 2 * 1024**3
     worker_connections: Annotated[
         int,
         Meta(

@@ -108,6 +108,14 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     client_keepalive_s: Annotated[
         float, Meta(gt=0, description="An idle client connection is closed after this long.")
     ] = 75.0
+    stop_notice_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="On SIGTERM, `/ready` says 503 for this long before new connections are refused: the "
+            "interval of a load balancer's checks.",
+        ),
+    ] = 1.0
     stop_grace_s: Annotated[
         float, Meta(ge=0, description="Time that running requests have to finish after SIGTERM.")
     ] = 30.0

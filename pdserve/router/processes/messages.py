@@ -36,6 +36,10 @@ class Reload(msgspec.Struct, tag="reload", frozen=True):
     """Read the API keys again: the admin API of one child was asked to."""
 
 
+class Stopping(msgspec.Struct, tag="stopping", frozen=True):
+    """The router is about to stop: `/ready` is to say so, while requests are still served."""
+
+
 class Refused(msgspec.Struct, tag="refused", frozen=True):
     """Ids of all workers that the child refuses. A child that starts refuses the same."""
 
@@ -55,4 +59,4 @@ class NewShares(msgspec.Struct, tag="shares", frozen=True):
 
 
 FromChild = Ready | Collect | Last | FleetChange | Refused | Reload | Reports
-FromParent = Collect | FleetChange | Reload | NewShares
+FromParent = Collect | FleetChange | Reload | NewShares | Stopping

@@ -46,6 +46,7 @@ from pdserve.router.processes.messages import (
     Refused,
     Reload,
     Reports,
+    Stopping,
 )
 from pdserve.router.processes.reload import stamp, watch_file
 from pdserve.router.processes.shared_limits import Divider, Shares
@@ -83,13 +84,15 @@ class Parent:
         self._divider = Divider()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = asyncio.Event()
+        self._is_stopping = False
+        """Notice of the end was given."""
         self._reload = asyncio.Event()
 
     async def run(self) -> None:
         """Until SIGTERM or SIGINT. Raises StartupError."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stopped.set)
+        loop.add_signal_handler(signal.SIGINT, self._stopped.set)
+        loop.add_signal_handler(signal.SIGTERM, self._give_notice)
         loop.add_signal_handler(signal.SIGHUP, self._reload.set)
         config = self._setup.config
         port = config.port
@@ -114,6 +117,17 @@ class Parent:
             await self._stopped.wait()
         finally:
             await self._stop()
+
+    def _give_notice(self) -> None:
+        """SIGTERM: have `/ready` say that this is the end, and stop later. A second one stops at once."""
+        notice_s = self._setup.config.stop_notice_s
+        if self._is_stopping or notice_s <= 0:
+            self._stopped.set()
+            return
+        self._is_stopping = True
+        for child in self._live:
+            child.channel.send(Stopping())
+        asyncio.get_running_loop().call_later(notice_s, self._stopped.set)
 
     def _start(self, place: int, setup: Setup, first: FirstRound | None = None) -> Child:
         """Raises StartupError."""
@@ -185,6 +199,8 @@ class Parent:
         match message:
             case Ready():
                 child.is_ready.set()
+                if self._is_stopping:
+                    child.channel.send(Stopping())
             case Collect():
                 self._later(self._collect(child, message.number))
             case Last():

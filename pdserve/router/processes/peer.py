@@ -24,6 +24,7 @@ from pdserve.router.processes.messages import (
     Refused,
     Reload,
     Reports,
+    Stopping,
 )
 from pdserve.router.processes.shared_limits import REPORT_S, SharedLimits
 
@@ -106,5 +107,7 @@ class Peer:
                     self._router.reload()
                 except ConfigError as error:
                     logger.error("the API keys are not changed: %s", error)  # noqa: TRY400 - one line
+            case Stopping():
+                self._router.is_stopping = True
             case _:
                 assert_never(message)

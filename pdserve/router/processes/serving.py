@@ -54,7 +54,7 @@ async def _serve_alone(
     loop = asyncio.get_running_loop()
     seen = stamp(source.path) if source is not None else None
     with bind(config.host, config.port) as listening:
-        async with _server(config, first) as (router, server):
+        async with _server(config, first, config.stop_notice_s) as (router, server):
             host, port = listening.getsockname()[:2]
             watching = None
             if source is not None:
@@ -98,7 +98,7 @@ def serve_child(
     """Serve as one of several processes, until SIGTERM or until the parent is gone. Raises StartupError."""
 
     async def main() -> None:
-        async with _server(config, first) as (router, server):
+        async with _server(config, first, 0.0) as (router, server):  # the parent gives the notice
             peer = Peer(router, server)
             talking = asyncio.create_task(peer.run(channel))
             async with administered(router, config, admin) if admin else contextlib.nullcontext():
@@ -109,15 +109,26 @@ def serve_child(
     uvloop.run(main())
 
 
+def _stop(router: Router, server: uvicorn.Server, notice_s: float) -> None:
+    """SIGTERM: `/ready` says that this is the end, `notice_s` before it. A second one stops at once."""
+    if router.is_stopping or notice_s <= 0:
+        server.handle_exit(signal.SIGTERM, None)
+        return
+    router.is_stopping = True
+    asyncio.get_running_loop().call_later(notice_s, server.handle_exit, signal.SIGTERM, None)
+
+
 @contextlib.asynccontextmanager
-async def _server(config: RouterConfig, first: FirstRound) -> AsyncIterator[tuple[Router, uvicorn.Server]]:
+async def _server(
+    config: RouterConfig, first: FirstRound, notice_s: float
+) -> AsyncIterator[tuple[Router, uvicorn.Server]]:
     """A router and its server, to be stopped by SIGTERM or SIGINT."""
     loop = asyncio.get_running_loop()
     raise_open_files()
     async with open_router(config, first=first) as router:
         server = make_server(router, config, config.access, router.generation)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, server.handle_exit, number, None)
+        loop.add_signal_handler(signal.SIGINT, server.handle_exit, signal.SIGINT, None)
+        loop.add_signal_handler(signal.SIGTERM, _stop, router, server, notice_s)
         gc.freeze()  # what was made until now stays: the collector need not look at it again
         gc.set_threshold(*GC_THRESHOLD)
         yield router, server

@@ -44,6 +44,7 @@ class Call:
         "endpoint",
         "facts",
         "headers",
+        "held_bytes",
         "model",
         "parts_s",
         "phase",
@@ -69,6 +70,8 @@ class Call:
         self.upstream_headers = self._headers_for_workers()
         self.answer = Answer(client, self.request_id)
         self.body = b""
+        self.held_bytes = 0
+        """Bytes of the body, as counted by who bounds those of all requests."""
         self.facts = RequestFacts(self.endpoint)
         self.tenant: TenantState
         self.model: str

@@ -22,6 +22,8 @@ A limit starts when its state begins; later bytes do not extend it. So a head th
 answer is under way has its time when the answer is complete. A head of more than `MAX_HEAD_BYTES` is answered
 431. To close in order is to close the sending half only: a client that still sends gets to read its answer.
 
+In every state, a client that takes nothing for `client_read_s` of what waits to be sent is cut off.
+
 When the server stops, uvicorn would close idle connections at once, and lose a request that is on its way.
 Here an idle connection stays for `LINGER_S`, and a request that comes meanwhile is answered with
 `Connection: close`. The same holds for a connection whose answer has promised to keep it alive, and for one
@@ -80,9 +82,12 @@ class ClientConnection(HttpToolsProtocol):
 
     server_state: Connections
 
-    def __init__(self, *, head_s: float, direct: DirectHandler | None = None, **given: Any) -> None:
+    def __init__(
+        self, *, head_s: float, client_read_s: float, direct: DirectHandler | None = None, **given: Any
+    ) -> None:
         super().__init__(**given)
         self._head_s = head_s
+        self._client_read_s = client_read_s
         self._direct = direct
         self._state: State = "idle"
         self.is_closing = False
@@ -95,6 +100,10 @@ class ClientConnection(HttpToolsProtocol):
         """When the state's limit is exceeded, on the loop's clock."""
         self._timer: asyncio.TimerHandle | None = None
         """Fires at the deadline or before. A timer for each limit would cost more than it is worth."""
+        self._unread_timer: asyncio.TimerHandle | None = None
+        """Runs while the client is behind with its reading."""
+        self._unread_bytes = 0
+        """What waited to be sent when that timer was set."""
         self._on_gone: Callable[[], None] | None = None
 
     # --- the state
@@ -147,6 +156,42 @@ class ClientConnection(HttpToolsProtocol):
             self.transport.abort()
         else:
             self.transport.close()
+            self._watch_unread()
+
+    # --- a client that does not read
+
+    def pause_writing(self) -> None:
+        """Too much waits to be sent."""
+        super().pause_writing()
+        self._watch_unread()
+
+    def resume_writing(self) -> None:
+        """The client has taken most of it."""
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._forget_unread()
+
+    def _watch_unread(self) -> None:
+        """Cut the connection once the client takes nothing for its time, if something waits to be sent."""
+        if (
+            self._unread_timer is None
+            and self._state != "gone"
+            and (unread := self.transport.get_write_buffer_size())
+        ):
+            self._unread_bytes = unread
+            self._unread_timer = self.loop.call_later(self._client_read_s, self._on_unread)
+
+    def _on_unread(self) -> None:
+        self._unread_timer = None
+        if self.transport.get_write_buffer_size() < self._unread_bytes:
+            self._watch_unread()
+        else:
+            self.transport.abort()
+
+    def _forget_unread(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     # --- the connection
 
@@ -159,6 +204,7 @@ class ClientConnection(HttpToolsProtocol):
         """The connection is over."""
         if self._timer is not None:
             self._timer.cancel()
+        self._forget_unread()
         super().connection_lost(exc)
         # request and connection hold each other, and the garbage collector runs seldom
         self.cycle = self.scope = None  # type: ignore[assignment]
@@ -203,6 +249,7 @@ class ClientConnection(HttpToolsProtocol):
             return
         if self._is_answering:
             self.transport.close()
+            self._watch_unread()
             return
         self.transport.write(answer)
         self.close_in_order()
@@ -213,6 +260,7 @@ class ClientConnection(HttpToolsProtocol):
             return
         if not self.transport.can_write_eof():  # TLS
             self.transport.close()
+            self._watch_unread()
             return
         self.transport.write_eof()
         self.flow.resume_reading()
@@ -236,6 +284,7 @@ class ClientConnection(HttpToolsProtocol):
         """The answer is sent: the next request's turn."""
         self.server_state.total_requests += 1
         if self.is_closing or self.transport.is_closing():
+            self._watch_unread()
             return
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())

@@ -54,6 +54,7 @@ def make_server(
         http=partial(  # type: ignore[arg-type]  # a factory will do
             ClientConnection,
             head_s=config.deadlines.head_s,
+            client_read_s=config.deadlines.client_read_s,
             direct=direct,
         ),
         ws="none",

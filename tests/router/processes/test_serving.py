@@ -15,7 +15,7 @@ from pdserve.router.server.listening import bind
 from tests.support.command import pdserve_here
 from tests.support.router.harness import chat_body
 from tests.support.router.mock_worker import ANSWER, EVENTS, Gate, MockWorker, stream, workers
-from tests.support.router.process import CHAT, RouterProcess
+from tests.support.router.process import CHAT, RouterProcess, until
 
 
 def lingering(seconds: float) -> str:
@@ -169,3 +169,25 @@ async def test_a_router_raises_its_limit_of_open_files_to_what_it_may_have() -> 
         assert limit[3] == limit[4]
         router.process.terminate()
         await router.ended()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.timeout(60)
+async def test_a_router_says_that_it_stops_before_it_refuses_connections(processes: int) -> None:
+    decode = MockWorker("decode")
+    async with workers(decode):
+        options = ("--processes", str(processes), "--stop-notice-s", "3600")
+        router = await RouterProcess.start("--decode", decode.url, *options)
+        await router.listening()
+        assert (await router.ask("/ready")).status == 200
+        router.process.send_signal(signal.SIGTERM)
+
+        async def says_so() -> bool:
+            answers = [await router.ask("/ready") for _ in range(8)]
+            return all(answer.status == 503 for answer in answers)
+
+        await until(says_so)
+        assert "the router is stopping" in (await router.ask("/ready")).json()["degraded"]
+        assert (await router.ask()).body == ANSWER
+        router.process.send_signal(signal.SIGTERM)  # a second one is obeyed at once
+        assert (await router.ended())[0] == 0

@@ -25,7 +25,7 @@ from pdserve.router.server.request_cycle import RequestCycle
 from pdserve.router.server.uvicorn_server import make_server
 from tests.support.virtual_time import virtually
 
-KEEP_ALIVE_S, HEAD_S = 60, 10.0
+KEEP_ALIVE_S, HEAD_S, READ_S = 60, 10.0, 30.0
 HOUR_S = 3600.0
 HEAD = b"POST /direct HTTP/1.1\r\nhost: t\r\ncontent-length: 5\r\n\r\n"
 REQUEST = HEAD + b"hello"
@@ -40,8 +40,13 @@ class Transport(asyncio.Transport):
         self.protocol: ClientConnection
         self.sent = b""
         self.ended_s = self.half_closed_s = None
-        self.was_aborted = self.is_paused = False
+        self.was_aborted = self.was_lost = self.is_paused = False
+        self.unread_bytes = 0
+        """Of what was sent, as the test says."""
         self._can_write_eof = can_write_eof
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread_bytes
 
     def write(self, data: Any) -> None:
         assert self.half_closed_s is None
@@ -59,6 +64,8 @@ class Transport(asyncio.Transport):
     def close(self) -> None:
         if self.ended_s is None:
             self.ended_s = self.protocol.loop.time()
+        if not self.was_lost and (self.was_aborted or not self.unread_bytes):
+            self.was_lost = True
             self.protocol.loop.call_soon(self.protocol.connection_lost, None)
 
     def abort(self) -> None:
@@ -84,7 +91,13 @@ class Client:
         config = make_server(self.ordinary, RouterConfig(client_keepalive_s=KEEP_ALIVE_S)).config
         direct: Any = SimpleNamespace(targets={b"/direct": "/direct"}, serve=self.serve)
         self.connection = ClientConnection(
-            head_s=HEAD_S, direct=direct, config=config, server_state=self.state, app_state={}, _loop=loop
+            head_s=HEAD_S,
+            client_read_s=READ_S,
+            direct=direct,
+            config=config,
+            server_state=self.state,
+            app_state={},
+            _loop=loop,
         )
         self.transport = self.connection.transport = Transport(can_write_eof)
         self.transport.protocol = self.connection
@@ -379,3 +392,42 @@ async def test_what_is_no_http_is_answered_400() -> None:
     await client.send(b"SSH-2.0-x\r\n\r\n")
     assert client.statuses == [400]
     assert client.transport.is_closing()
+
+
+@virtually
+async def test_a_client_that_takes_nothing_of_its_answer_is_cut_off() -> None:
+    client = await in_state("answering")
+    client.transport.unread_bytes = 100_000
+    client.connection.pause_writing()
+    for taken in (60_000, 0):  # it is slow at first
+        await asyncio.sleep(READ_S - 1.0)
+        client.transport.unread_bytes -= taken
+    assert not client.transport.was_aborted
+    await asyncio.sleep(2 * READ_S)
+    assert client.transport.was_aborted
+    assert client.connection.is_closing
+
+
+@virtually
+async def test_a_client_that_reads_again_in_time_is_not_cut_off() -> None:
+    client = await in_state("answering")
+    for _ in range(10):
+        client.transport.unread_bytes = 100_000
+        client.connection.pause_writing()
+        await asyncio.sleep(READ_S - 1.0)
+        client.transport.unread_bytes = 0
+        client.connection.resume_writing()
+    await asyncio.sleep(HOUR_S)
+    assert not client.transport.was_aborted
+
+
+@pytest.mark.parametrize("closes", [False, True])
+@virtually
+async def test_the_end_of_an_answer_that_a_client_does_not_take_is_not_kept_for_ever(closes: bool) -> None:
+    client = await in_state("answering")
+    client.transport.unread_bytes = 1000  # too little to pause the writing
+    client.cycles[-1].start(200, [], 2, closes=closes)
+    await client.cycles[-1].write(b"ok", more=False)
+    await asyncio.sleep(KEEP_ALIVE_S + READ_S + 1.0)
+    assert client.transport.was_aborted
+    assert client.transport.was_lost

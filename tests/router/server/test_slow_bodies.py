@@ -11,9 +11,10 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
+from pdserve.router.config.limits import Limits
 from pdserve.router.server import connection
 from tests.support.router.harness import FAST, Connection, Harness, chat_body, disagg
-from tests.support.router.mock_worker import ANSWER, EVENTS, MockWorker, Received, Wire
+from tests.support.router.mock_worker import ANSWER, EVENTS, Gate, MockWorker, Received, Wire, hang
 
 CHAT = "/v1/chat/completions"
 BODY = json.dumps(chat_body()).encode()
@@ -108,3 +109,21 @@ async def test_a_head_without_end_during_an_answer_ends_the_connection_and_is_no
         assert harness.stats.stream_errors == {}
         [known] = harness.router.fleet.workers
         assert known.circuit.failures == 0
+
+
+async def test_bodies_of_all_requests_together_are_bounded_and_given_back() -> None:
+    limits = Limits(held_body_bytes=64 * 1024)
+    async with disagg(prefill=0, deadlines=FAST, limits=limits) as (harness, _, [worker]):
+        gate = Gate()
+        worker.script(CHAT, hang(gate))
+        messages = [{"role": "user", "content": "x" * 40 * 1024}]
+        first = await harness.asking(messages=messages)
+        await gate.reached.wait()
+        refused = await harness.chat(messages=messages)
+        assert (refused.status, refused.error["code"]) == (503, "router_busy")
+        assert refused.headers["retry-after"] == "1"
+        assert (await harness.chat()).status == 200
+        first.leave()
+        await harness.settle()
+        for _ in range(3):
+            assert (await harness.chat(messages=messages)).status == 200
