@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import TypeVar
 
 import msgspec
 
@@ -48,6 +49,7 @@ class RequestView(msgspec.Struct, gc=False):
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What decoding raises for bytes that are not JSON, of another form, or nested too deeply."""
+T = TypeVar("T")
 _decoder = msgspec.json.Decoder(RequestView)
 _TOKEN_IDS = re.compile(rb"[\[\s]+\d")
 _NOTHING = re.compile(rb'null|""|\[\s*\]')
@@ -57,8 +59,13 @@ _FIELD = re.compile(r" - at `\$\.(?P<field>[A-Za-z_]+)[^`]*`$")
 
 def parse_request(body: bytes) -> RequestView:
     """The request in `body`. Raises RequestError (400) for anything but a JSON object of that form."""
+    return decode_view(_decoder, body)
+
+
+def decode_view(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """`body` as the decoder has it. Raises RequestError (400)."""
     try:
-        return _decoder.decode(body)
+        return decoder.decode(body)
     except msgspec.ValidationError as error:
         match = _FIELD.search(str(error))
         if match is None:

@@ -27,6 +27,8 @@ from pdserve.router.server.client import Client
 from pdserve.router.server.uvicorn_server import LAST_WORD_S
 from pdserve.router.sessions.keys import find_session_key, parse_sources
 from pdserve.router.tenants.cache_salt import isolated
+from pdserve.router.tenants.engine_fields import check_fields, parse_tenant_request
+from pdserve.router.tenants.media import check_media
 from pdserve.tracing import Tracer
 
 logger = logging.getLogger(__name__)
@@ -126,14 +128,19 @@ class GenerationHandler:
     def _understand(self, call: Call, body: bytes) -> None:
         """Fill in what planning needs. Raises RequestError."""
         call.body = body
-        view = parse_request(body)
+        has_keys = self._gate.tenants.has_keys
+        view = parse_tenant_request(body) if has_keys else parse_request(body)
         call.streams = view.stream is True
         call.model = model = self._gate.model_of(call, view.model)
         self._turns[model] += 1
         session, scope = find_session_key(self._sources, call.header, view, body), view.model or model
         if session is not None:
             session = session.of_model(scope)
-        if self._gate.tenants.has_keys:  # tenants share neither caches nor sessions, nor see others' load
+        if has_keys:  # tenants share neither caches nor sessions, nor see others' load
+            limits = call.tenant.limits
+            if not limits.controls_engine:
+                check_fields(view)
+            check_media(view, limits.media_domains)
             call.answer.shows_figures = self._shows_load
             if call.endpoint.is_salted:
                 call.body = isolated(body, view.cache_salt, call.tenant.cache)

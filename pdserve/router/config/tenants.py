@@ -54,6 +54,20 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "tenant's own; `shared`: common to all tenants with this value.",
         ),
     ] = ""
+    controls_engine: Annotated[
+        bool,
+        Meta(
+            description="May set the fields of a request that control the engine, like `priority` or "
+            "`custom_logit_processor` (docs/tenants.md)."
+        ),
+    ] = False
+    media_domains: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Hosts from which workers may fetch its images, videos and sound: names, "
+            "`*.example.com`, or `*` for all names. Media in the request itself are always taken."
+        ),
+    ] = ()
 
     @property
     def is_limited(self) -> bool:

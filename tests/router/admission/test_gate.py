@@ -139,6 +139,41 @@ async def test_both_workers_get_the_tenants_salt_and_tenants_share_no_session(ac
         assert len(harness.router.dispatcher.placer.sessions) == 2
 
 
+# --- what a tenant may ask for
+
+
+async def test_fields_that_control_the_engine_reach_no_worker_but_from_whom_may_set_them(
+    access: Access,
+) -> None:
+    tenants = (Tenant(name="bob", controls_engine=True),)
+    async with disagg(access=access, tenants=tenants) as (harness, [prefill], [decode]):
+        refused = await harness.chat(by(ALICE), priority=9)
+        assert (refused.status, refused.error["param"]) == (400, "priority")
+        assert decode.requests == prefill.requests == []
+        assert (await harness.chat(by(BOB), priority=9)).status == 200
+        assert (await harness.chat(by(ALICE), temperature=0.5)).status == 200
+    async with disagg() as (harness, _, [decode]):
+        assert (await harness.chat(priority=9)).status == 200, "without keys the operator is the only user"
+
+
+async def test_workers_fetch_media_of_a_tenants_hosts_only(access: Access) -> None:
+    def asking(url: str) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+
+    tenants = (Tenant(name="bob", media_domains=("cdn.example.com",)),)
+    async with disagg(access=access, tenants=tenants) as (harness, _, [decode]):
+        for key, url in (
+            (ALICE, "https://cdn.example.com/a"),
+            (BOB, "http://127.0.0.1/a"),
+            (BOB, "file:///a"),
+        ):
+            refused = await harness.chat(by(key), messages=asking(url))
+            assert (refused.status, refused.error["param"]) == (400, "messages")
+        assert decode.requests == []
+        for key, url in ((ALICE, "data:image/png;base64,AAAA"), (BOB, "https://cdn.example.com/a")):
+            assert (await harness.chat(by(key), messages=asking(url))).status == 200
+
+
 # --- limits
 
 

@@ -1,0 +1,117 @@
+"""From where media of a tenant may come."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pdserve.errors import RequestError
+from pdserve.router.tenants.engine_fields import parse_tenant_request
+from pdserve.router.tenants.media import check_media
+
+JPEG = "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDAAgGBgcGBQgHBwcJCQgKDBQNDAsLDBkSEw8UHRofHh0aHBwg2Q=="
+DOMAINS = ("cdn.example.com", "*.images.example.org", "10.0.0.9")
+
+
+def chat(part: dict[str, Any]) -> bytes:
+    content = [{"type": "text", "text": "what is this?"}, part]
+    return json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
+
+
+def image(url: str) -> bytes:
+    return chat({"type": "image_url", "image_url": {"url": url, "detail": "low"}})
+
+
+def checked(body: bytes, *domains: str) -> None:
+    check_media(parse_tenant_request(body), domains)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "data:image/png;base64,AAAA",
+        JPEG,
+        "https://cdn.example.com/a.png",
+        "http://CDN.example.com:8080/a.png?x=1",
+        "https://a.images.example.org/a",
+        "https://a.b.images.example.org/a",
+        "http://10.0.0.9/a.png",
+    ],
+)
+def test_media_of_the_request_and_of_allowed_hosts_are_taken(url: str) -> None:
+    checked(image(url), *DOMAINS)
+
+
+HOSTILE = [
+    "file:///etc/passwd",
+    "FILE:///etc/passwd",
+    "/etc/ssl/private/picture.png",
+    "../../secret.jpg",
+    "secretpng",
+    "AAAA.JPG",
+    "ftp://cdn.example.com/a",
+    "http://127.0.0.1:8100/flush_cache",
+    "http://localhost/a",
+    "http://[::1]/a",
+    "http://169.254.169.254/latest/meta-data",
+    "http://2130706433/a",
+    "http://0x7f.1/a",
+    "https://other.example.com/a.png",
+    "https://images.example.org.evil.net/a",
+    "https://cdn.example.com@evil.net/a",
+    "https://evil.net\\\\@cdn.example.com/a",
+    "https://cdn.example.com\t.evil.net/a",
+    "http://[broken/a",
+    "http:///a",
+]
+
+
+@pytest.mark.parametrize("url", HOSTILE)
+def test_files_and_other_hosts_are_refused(url: str) -> None:
+    for domains in ((), DOMAINS):
+        with pytest.raises(RequestError) as error:
+            checked(image(url), *domains)
+        assert error.value.status == 400
+        assert "'messages'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1/a", "http://localhost/a", "http://0x7f.1/a", "http://[::1]/a"]
+)
+def test_every_name_is_no_address(url: str) -> None:
+    checked(image("https://anything.example/a"), "*")
+    with pytest.raises(RequestError):
+        checked(image(url), "*")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        image("file:///x").replace(b"image_url", b"im\\u0061ge_url"),
+        chat({"type": "image_url", "image_url": "file:///x"}),
+        chat({"type": "video_url", "video_url": {"url": "file:///x"}}),
+        chat({"type": "audio_url", "audio_url": {"url": "file:///x"}}),
+        chat({"type": "input_audio", "input_audio": {"data": "file:///x", "format": "wav"}}),
+        json.dumps({"text": "a", "image_data": "file:///x"}).encode(),
+        json.dumps({"text": "a", "image_data": ["data:,", ["file:///x"]]}).encode(),
+        json.dumps({"text": "a", "video_data": [{"url": "/etc/x.mp4"}]}).encode(),
+        json.dumps({"text": "a", "audio_data": "http://127.0.0.1/a"}).encode(),
+        json.dumps({"input": [{"text": "a", "image": "file:///x"}]}).encode(),
+    ],
+)
+def test_wherever_media_stand_they_are_seen(body: bytes) -> None:
+    with pytest.raises(RequestError):
+        checked(body)
+
+
+def test_text_about_images_is_text() -> None:
+    content = 'see image_url: file:///etc/passwd and {"image_url": "file:///x"}'
+    checked(json.dumps({"messages": [{"role": "user", "content": content}], "prompt": content}).encode())
+
+
+def test_messages_nested_without_end_are_refused() -> None:
+    deep = b"[" * 5000 + b'"image"' + b"]" * 5000
+    with pytest.raises(RequestError):
+        checked(b'{"messages": %b}' % deep)
