@@ -34,8 +34,8 @@ class WorkerEtcdConfig(EtcdConfig, frozen=True, kw_only=True, forbid_unknown_fie
 def worker_key(role: str, url: str) -> EtcdMember:
     """What a worker writes. Raises ConfigError for a URL that no router could use."""
     parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
-        raise ConfigError(f"advertise: {url!r} is not of the form http://HOST:PORT")
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+        raise ConfigError(f"advertise: {url!r} is not of the form http://HOST:PORT or https://HOST:PORT")
     if parts.hostname in ("0.0.0.0", "::"):
         raise ConfigError(f"advertise is needed: {url} is no address that a router can connect to")
     return EtcdMember(f"{role}/{parts.netloc}", url, 1)

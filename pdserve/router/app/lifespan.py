@@ -19,6 +19,7 @@ from pdserve.router.metrics.stats import Stats
 from pdserve.router.sessions.redis_table import SharedSessions
 from pdserve.router.tenants.api_keys import cluster_token
 from pdserve.router.upstream.client import Upstream
+from pdserve.router.upstream.worker_tls import WorkerTls
 from pdserve.tracing import Tracer, open_tracer
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,9 @@ async def open_router(
     fleet, stats = Fleet.from_config(config), Stats()
     token = cluster_token(config.access)
     gate = Gate(config, fleet)
-    upstream = Upstream(config.limits, token)
-    prober = Prober(config.probe, fleet, upstream, stats, token=token)
+    tls = WorkerTls(config.tls)
+    upstream = Upstream(config.limits, token, tls)
+    prober = Prober(config.probe, fleet, upstream, stats, token=token, tls=tls)
     shared = SharedSessions(config.session) if config.session.redis.url else None
     discovery = Discovery(config.etcd, fleet, token) if config.etcd.endpoints else None
     tasks: list[asyncio.Task[None]] = []

@@ -19,11 +19,17 @@ def parse_base_url(url: str) -> tuple[str, int]:
         (host or "").encode("idna")  # a..b is no name
     except (ValueError, httpx.InvalidURL) as error:
         raise ValueError(f"worker URL {url!r}: {error}") from None
-    if parts.scheme != "http" or not host or parts.path not in ("", "/") or parts.query or parts.username:
-        raise ValueError(f"worker URL {url!r} is not of the form http://HOST:PORT")
+    bare = parts.path in ("", "/") and not parts.query and not parts.username
+    if parts.scheme not in ("http", "https") or not host or not bare:
+        raise ValueError(f"worker URL {url!r} is not of the form http://HOST:PORT or https://HOST:PORT")
     if port == 0:
         raise ValueError(f"worker URL {url!r}: port 0 is no port; name the port that the worker listens on")
-    return host, port or 80
+    return host, port or (443 if parts.scheme == "https" else 80)
+
+
+def is_https(url: str) -> bool:
+    """Whether a worker with this base URL speaks TLS."""
+    return urlsplit(url).scheme == "https"
 
 
 def check_pool_address(address: str) -> None:

@@ -9,10 +9,11 @@ from msgspec import Meta
 
 from pdserve.discovery.workers import WorkerEtcdConfig
 from pdserve.router.api.endpoints import PREFILLABLE, PrefillPath
-from pdserve.router.config.addresses import check_pool_address, parse_base_url
+from pdserve.router.config.addresses import check_pool_address, is_https, parse_base_url
 from pdserve.router.config.limits import Deadlines, Limits, Probe
 from pdserve.router.config.placement import PlacementSettings, Session
 from pdserve.router.config.tenants import SHARED, Access, Admin, Admission, Tenant, TenantLimits
+from pdserve.tls.contexts import TlsConfig
 from pdserve.tracing import Tracing
 
 Mode = Literal["disagg", "agg"]
@@ -132,6 +133,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     limits: Limits = Limits()
     probe: Probe = Probe()
     access: Access = Access()
+    tls: Annotated[
+        TlsConfig, Meta(description="Certificates for workers. With `ca` their URLs are `https`.")
+    ] = TlsConfig()
     admission: Admission = Admission()
     tenant_defaults: TenantLimits = TenantLimits()
     tenants: tuple[Tenant, ...] = ()
@@ -148,6 +152,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for url, place in zip(urls, seen, strict=True):
             if seen.count(place) > 1:
                 raise ValueError(f"worker {url} is listed twice")
+        self._check_tls(urls)
         if any(tenant.name == SHARED for tenant in self.tenants):
             raise ValueError(f"no tenant can be called {SHARED!r}: it names the shared cache namespace")
         for address in self.admin.pool:
@@ -160,6 +165,18 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(
                 "'prefill' lists workers but 'decode' is empty; list a decode worker, or use 'agg'"
             )
+
+    def _check_tls(self, urls: list[str]) -> None:
+        if self.tls.certificate is not None and self.tls.ca is None:
+            raise ValueError(
+                "tls.certificate is shown to workers, which needs tls.ca; that of the public port is "
+                "access.tls_cert_file"
+            )
+        for url in urls:
+            if is_https(url) and self.tls.ca is None:
+                raise ValueError(f"worker {url} needs tls.ca: who signed the certificates of workers")
+            if not is_https(url) and self.tls.ca is not None:
+                raise ValueError(f"worker {url} has no TLS, and tls.ca asks for it: write https://")
 
     @property
     def mode(self) -> Mode:

@@ -25,6 +25,8 @@ from pdserve.router.fleet.worker import Worker, WorkerInfo, WorkerLoad
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.upstream.client import Upstream
 from pdserve.router.upstream.connect_errors import is_own_fault, is_refused, os_errors
+from pdserve.router.upstream.response import UpstreamError
+from pdserve.router.upstream.worker_tls import ASKS_FOR_CERTIFICATE, RenewedTransport, WorkerTls
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,11 @@ def _cause(error: httpx.ConnectError) -> str:
     return str(next((one for one in os_errors(error) if one.errno is not None), error))
 
 
+def _named(error: Exception, worker: Worker) -> str:
+    cut_off = worker.is_tls and isinstance(error, httpx.RemoteProtocolError | httpx.NetworkError)
+    return type(error).__name__ + (f": {ASKS_FOR_CERTIFICATE}" if cut_off else "")
+
+
 class Prober:
     """Probes every worker of the fleet."""
 
@@ -82,16 +89,17 @@ class Prober:
         stats: Stats,
         transport: httpx.AsyncBaseTransport | None = None,
         token: str = "",
+        tls: WorkerTls | None = None,
     ) -> None:
         self._config = config
         self._fleet = fleet
         self._upstream = upstream
         self._stats = stats
+        self._tls = tls or WorkerTls()
         self._client = httpx.AsyncClient(
             timeout=config.timeout_s,
             trust_env=False,
-            verify=False,  # workers speak plain HTTP: the system's certificates need not be read
-            transport=transport,
+            transport=transport or RenewedTransport(self._tls),
             headers={"authorization": f"Bearer {token}"} if token else None,
         )
         self._probed: set[Worker] = set()
@@ -164,6 +172,7 @@ class Prober:
     async def _ask(self, worker: Worker, *, asks_info: bool) -> WorkerInfo | None:
         """The worker's info if it is ready. None if not; then the fleet has been told."""
         try:
+            self._tls.context(worker)
             response = await self._get(f"{worker.url}/pd/ready")
             said = _ready_in(response.content)
             if said.draining:
@@ -177,6 +186,9 @@ class Prober:
             self._fleet.on_load(worker, said.load, pool_up=said.pool == "up")
             if not worker.ready or worker.stopping or worker.refused or asks_info:
                 return await self._ask_info(worker)
+        except UpstreamError as error:  # the other scheme
+            self._lost(worker, self._fleet.on_probe_not_ready(worker), f"is not used: {error}")
+            return None
         except (httpx.InvalidURL, UnicodeError) as error:  # UnicodeError: bad host name
             self._lost(worker, self._fleet.on_probe_not_ready(worker), f"cannot be reached: {error}")
             return None
@@ -185,7 +197,7 @@ class Prober:
             return None
         except (httpx.HTTPError, TimeoutError) as error:
             went = self._fleet.on_probe_unanswered(worker, self._config.failures_to_down)
-            self._lost(worker, went, f"does not answer probes ({type(error).__name__})")
+            self._lost(worker, went, f"does not answer probes ({_named(error, worker)})")
             return None
         return worker.info
 

@@ -126,8 +126,8 @@ class Membership:
     def sync(self, source: Source, urls: Mapping[str, Role]) -> tuple[list[Worker], list[Worker]]:
         """Make `urls` (base URL → role) the complete list of `source`. Returns (joined, left).
 
-        A worker whose role changes leaves and joins again. Raises FleetError, without any change, for an
-        invalid base URL and for a worker that another source names in another role.
+        A worker whose role or scheme changes leaves and joins again. Raises FleetError, without any change,
+        for an invalid base URL and for a worker that another source names in another role.
         """
         wanted = {worker.id: worker for worker in self._made(source, urls)}
         if source == "etcd":
@@ -138,7 +138,8 @@ class Membership:
         joined: list[Worker] = []
         for worker in self.workers:
             new = wanted.get(worker.id)
-            if source in worker.sources and (new is None or new.role != worker.role):
+            same = new is not None and (new.role, new.is_tls) == (worker.role, worker.is_tls)
+            if source in worker.sources and not same:
                 worker.sources.discard(source)
                 if not worker.sources:
                     self._remove(worker)

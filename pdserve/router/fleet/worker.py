@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pdserve.router.config.addresses import parse_base_url
+from pdserve.router.config.addresses import is_https, parse_base_url
 from pdserve.router.fleet.circuit_breaker import CircuitBreaker
 
 Role = Literal["prefill", "decode", "agg"]
@@ -60,6 +60,7 @@ class Worker:
         "in_flight",
         "incarnation",
         "info",
+        "is_tls",
         "pool_up",
         "port",
         "probe_failures",
@@ -70,12 +71,16 @@ class Worker:
         "role",
         "sources",
         "stopping",
+        "url",
     )
 
     def __init__(self, role: Role, url: str) -> None:
         self.host, self.port = parse_base_url(url)
+        self.is_tls = is_https(url)
         self.role = role
         self.id = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        self.url = f"{'https' if self.is_tls else 'http'}://{self.id}"
+        """Base URL."""
         self.id_header = self.id.encode("ascii", "replace")
         self.incarnation = self.id
         """Changes whenever the worker comes back, since its memory is empty then."""
@@ -119,8 +124,3 @@ class Worker:
     def queued_tokens(self) -> int:
         """Prompt tokens that wait to be computed, from all routers as far as known."""
         return self.queued_here + self.queued_elsewhere
-
-    @property
-    def url(self) -> str:
-        """Base URL."""
-        return f"http://{self.id}"

@@ -12,6 +12,7 @@ from pdserve.router.config.limits import Limits
 from pdserve.router.deadlines import Deadlines
 from pdserve.router.upstream.pool import ConnectionCounts, Peer, WorkerPool
 from pdserve.router.upstream.response import Response, UpstreamError
+from pdserve.router.upstream.worker_tls import WorkerTls
 
 IDLE_CHECK_S = 1.0
 
@@ -19,9 +20,10 @@ IDLE_CHECK_S = 1.0
 class Upstream:
     """The connection pools of all workers. Its constructor needs a running event loop."""
 
-    def __init__(self, limits: Limits, token: str = "") -> None:
+    def __init__(self, limits: Limits, token: str = "", tls: WorkerTls | None = None) -> None:
         """`token`: the cluster's bearer token, sent with each request. Empty: no token is sent."""
         self._limits = limits
+        self._tls = tls or WorkerTls()
         self._authorization = b"authorization: Bearer %b\r\n" % token.encode("ascii") if token else b""
         self._loop = asyncio.get_running_loop()
         self._pools: dict[str, WorkerPool] = {}
@@ -31,9 +33,9 @@ class Upstream:
 
     def pool(self, worker: Peer) -> WorkerPool:
         """The worker's pool, made at the first call."""
-        pool = self._pools.get(worker.id)
+        pool = self._pools.get(worker.url)
         if pool is None:
-            pool = self._pools[worker.id] = WorkerPool(worker, self._limits, self.counts)
+            pool = self._pools[worker.url] = WorkerPool(worker, self._limits, self.counts, self._tls)
             if self._timer is None:
                 self._timer = self._loop.call_later(IDLE_CHECK_S, self._drop_aged)
         return pool
@@ -54,7 +56,7 @@ class Upstream:
         must `release()` the response. Raises UpstreamError. After an error or a cancellation the connection
         is closed.
         """
-        pool = self._pools.get(worker.id) or self.pool(worker)
+        pool = self._pools.get(worker.url) or self.pool(worker)
         head = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-length: %d\r\n%b%b\r\n" % (
             target.encode("ascii"),
             worker.id_header,
@@ -111,8 +113,8 @@ class Upstream:
 
     def _drop_aged(self) -> None:
         now_s = self._loop.time()
-        for worker_id, pool in list(self._pools.items()):
+        for url, pool in list(self._pools.items()):
             pool.drop_aged(now_s)
             if pool.is_empty:  # its worker may have left; if not, `pool` makes a new one
-                del self._pools[worker_id]
+                del self._pools[url]
         self._timer = self._loop.call_later(IDLE_CHECK_S, self._drop_aged)

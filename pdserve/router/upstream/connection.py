@@ -3,7 +3,8 @@
 Rules:
 - A `Connection` carries one `Response` at a time.
 - Body bytes are passed on unread; only the transfer coding is removed.
-- A body without a length is complete when the connection ends, unless the connection was reset.
+- A body without a length is complete when the connection ends, unless the connection was reset, or TLS was
+  spoken: then the end may be a stranger's.
 - A body with a length or chunked coding must not end with the connection: that is an error.
 - Bytes that are not HTTP, an endless head, and bytes without a request are errors.
 - 1xx heads are skipped.
@@ -19,6 +20,7 @@ import httptools
 
 from pdserve.router.deadlines import Deadlines
 from pdserve.router.upstream.response import ErrorKind, Response, UpstreamError
+from pdserve.router.upstream.worker_tls import ASKS_FOR_CERTIFICATE
 
 MAX_HEAD_BYTES = 64 * 1024
 """Longest response head (status line and headers). uvicorn has the same limit for requests."""
@@ -50,6 +52,7 @@ class Connection(asyncio.Protocol):
         self._interim = False
         self._keep_alive = True
         self._closed = False
+        self._is_tls = False
         self.used = False
         """It has carried a request before, so the worker may have closed it meanwhile."""
         self.idle_since_s = 0.0
@@ -112,6 +115,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The connection is open: send small writes at once (TCP_NODELAY)."""
         self._transport = cast("asyncio.Transport", transport)
+        self._is_tls = transport.get_extra_info("ssl_object") is not None
         sock = transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -140,12 +144,15 @@ class Connection(asyncio.Protocol):
         del self._parser  # a reference cycle, and the garbage collector runs seldom (`processes/serving.py`)
         response = self._response
         if response is not None and not response.complete:
-            if response.status and not self._has_length and response.error is None and exc is None:
+            has_end = exc is None and not self._has_length and not self._is_tls
+            if response.status and has_end and response.error is None:
                 response.complete = True  # no length: the end of the connection is the end of the body
                 response.wake()
             else:
                 kind: ErrorKind = "cut" if response.status else "closed"
-                response.fail(UpstreamError(kind, "the worker closed the connection"))
+                refused = self._is_tls and not self.used and not response.received_bytes
+                why = f" before an answer: {ASKS_FOR_CERTIFICATE}" if refused else ""
+                response.fail(UpstreamError(kind, f"the worker closed the connection{why}"))
         self._pool.forget(self)
 
     def _drop(self) -> None:

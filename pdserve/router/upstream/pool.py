@@ -15,17 +15,22 @@ from pdserve.router.config.limits import Limits
 from pdserve.router.upstream.connect_errors import is_own_fault
 from pdserve.router.upstream.connection import Connection, ConnectionOwner
 from pdserve.router.upstream.response import UpstreamError
+from pdserve.router.upstream.worker_tls import WorkerTls
 
 IDLE_S = 4.0
+LAST_WORD_S = 1.0
+"""A peer's time to answer the end of TLS."""
 
 
 class Peer(Protocol):
     """The attributes of a worker that its connections use."""
 
     id: str
+    url: str
     id_header: bytes
     host: str
     port: int
+    is_tls: bool
 
 
 class ConnectionCounts(msgspec.Struct):
@@ -43,11 +48,12 @@ class WorkerPool(ConnectionOwner):
     The most recently used idle connection is used first, so the others can age out.
     """
 
-    def __init__(self, worker: Peer, limits: Limits, counts: ConnectionCounts) -> None:
+    def __init__(self, worker: Peer, limits: Limits, counts: ConnectionCounts, tls: WorkerTls) -> None:
         self._worker = worker
         self._loop = asyncio.get_running_loop()
         self._limits = limits
         self._counts = counts
+        self._tls = tls
         self._idle: deque[Connection] = deque()
         self._open: set[Connection] = set()
         self._connecting = 0
@@ -83,11 +89,17 @@ class WorkerPool(ConnectionOwner):
         """
         if len(self._open) + self._connecting >= self._limits.worker_connections:
             raise UpstreamError("busy", f"worker {self._worker.id} has all its connections in use")
+        context = self._tls.context(self._worker)
         self._connecting += 1
         try:
             async with asyncio.timeout(timeout_s):
                 _, connection = await self._loop.create_connection(
-                    lambda: Connection(self), self._worker.host, self._worker.port
+                    lambda: Connection(self),
+                    self._worker.host,
+                    self._worker.port,
+                    ssl=context,
+                    ssl_handshake_timeout=timeout_s if context else None,
+                    ssl_shutdown_timeout=LAST_WORD_S if context else None,
                 )
         except TimeoutError:
             self._counts.failed += 1

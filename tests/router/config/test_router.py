@@ -38,7 +38,11 @@ def test_mode_follows_from_the_worker_lists() -> None:
         ({"decode": ["http://a:1"], "agg": ["http://a:1/"]}, "listed twice"),
         ({"decode": ["http://a:1"], "prefill_endpoints": ["/v1/chat"]}, "must be '/v1/chat/completions' or "),
         ({"decode": ["a:1"]}, "http://HOST:PORT"),
-        ({"decode": ["https://a:1"]}, "http://HOST:PORT"),
+        ({"decode": ["ftp://a:1"]}, "http://HOST:PORT"),
+        ({"decode": ["https://a:1"]}, "https://a:1 needs tls.ca"),
+        ({"decode": ["http://a:1"], "tls.ca": "/ca"}, "http://a:1 has no TLS"),
+        ({"tls.certificate": "/c", "tls.key": "/k"}, "needs tls.ca"),
+        ({"tls.ca": "/a", "decode": ["https://a:1"], "agg": ["https://a:1"]}, "listed twice"),
         ({"decode": ["http://a:99999"]}, "http://a:99999"),
         ({"decode": ["http://10.0.0.256:1"]}, "http://10.0.0.256:1"),
         ({"decode": ["http://a..b:1"]}, "http://a..b:1"),
@@ -58,4 +62,5 @@ def test_what_cannot_be_used_is_refused_in_one_line(overrides: dict[str, object]
 
 def test_base_urls() -> None:
     assert parse_base_url("http://h:8") == ("h", 8)
+    assert parse_base_url("https://h") == ("h", 443)
     assert parse_base_url("http://[::1]:8/") == ("::1", 8)

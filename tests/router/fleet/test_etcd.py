@@ -137,7 +137,7 @@ async def test_nonsense_there_keeps_no_worker_out(etcd: EtcdServer) -> None:
     good, listed = MockWorker("decode"), MockWorker("decode")
     async with workers(good, listed):
         for key, address in (
-            ("decode/x", "https://x:1"),
+            ("decode/x", "ftp://x:1"),
             ("boss/y", "http://y:1"),
             (f"prefill/{listed.id}", listed.url),  # the configuration has it as another's role
         ):
@@ -174,7 +174,7 @@ async def test_a_router_starts_while_etcd_is_away(etcd: EtcdServer) -> None:
             await until(lambda: ready(harness) == {worker.id})
 
 
-@pytest.mark.parametrize("url", ["http://0.0.0.0:1", "https://h:1", "h:1", "http://h:1/v1"])
+@pytest.mark.parametrize("url", ["http://0.0.0.0:1", "ftp://h:1", "h:1", "http://h:1/v1"])
 def test_an_address_that_no_router_can_use_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="advertise"):
         worker_key("agg", url)

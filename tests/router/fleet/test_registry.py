@@ -169,7 +169,7 @@ def test_the_last_worker_of_a_model_takes_the_model_with_it() -> None:
 @pytest.mark.parametrize(
     ("code", "act"),
     [
-        ("bad_url", lambda fleet: fleet.members.join("https://h:1", "decode")),
+        ("bad_url", lambda fleet: fleet.members.join("ftp://h:1", "decode")),
         ("other_role", lambda fleet: fleet.members.join("http://h0:1", "prefill")),
         ("unknown_worker", lambda fleet: fleet.members.leave("h9:1")),
         ("unknown_worker", lambda fleet: fleet.members.drain("h9:1", True)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -156,6 +157,7 @@ class MockWorker:
         self.token = ""
         """What it asks for on every path but `/pd/ready`, as a worker with a cluster's token does."""
         self.load: dict[str, int] | None = None
+        self.tls: ssl.SSLContext | None = None
         self.requests: list[Received] = []
         self.disconnected = 0
         self.connections = 0
@@ -167,7 +169,7 @@ class MockWorker:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     @property
     def id(self) -> str:
@@ -186,7 +188,7 @@ class MockWorker:
             await asyncio.wait_for(self._arrived.wait_for(condition), 10)
 
     async def start(self, port: int = 0) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port, ssl=self.tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
