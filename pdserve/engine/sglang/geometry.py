@@ -10,6 +10,7 @@ from typing import Any, Final
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.model_loader.checkpoint_quantization import resolve_checkpoint_quant_spec
 
+from pdserve.engine.fingerprint_cache import kept_fingerprint
 from pdserve.errors import StartupError
 from pdserve.pages import KvGeometry, adapter_fingerprint, all_rank_suffixes, model_fingerprint
 from pdserve.sglang_places import places
@@ -78,7 +79,7 @@ def kv_identity(server_args: Any) -> KvIdentity:
     dp_size = max(server_args.attn_dp_size, server_args.dp_size if server_args.enable_dp_attention else 1)
     tp_size = server_args.tp_size // dp_size
     geometry = KvGeometry(
-        model=model_fingerprint(model_path),
+        model=kept_fingerprint(model_path, model_fingerprint),
         dtype=dtype,
         kv_dtype=_auto_kv_dtype(config, model_path) if wanted == "auto" else _KV_DTYPES.get(wanted, wanted),
         page_size=str(server_args.page_size),

@@ -99,6 +99,7 @@ def serve(
 
     from pdserve.engine.sglang.children import entry
 
+    entry.install()
     engine.app = http_server.app
     configure_app(http_server.app)
     ending = _Ending(drain)

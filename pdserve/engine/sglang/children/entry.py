@@ -19,6 +19,12 @@ from pdserve.sglang_places import places
 PLACES: Final = (
     *places("sglang.srt.managers.scheduler", "run_scheduler_process"),
     *places("sglang.srt.managers.detokenizer_manager", "run_detokenizer_process"),
+    *places("sglang.srt.managers.data_parallel_controller", "run_data_parallel_controller_process"),
+    *places(
+        "sglang.srt.entrypoints.engine",
+        "run_data_parallel_controller_process",
+        "Engine._launch_scheduler_processes uses run_data_parallel_controller_process",
+    ),
 )
 
 prepare.before_sglang()
@@ -46,6 +52,22 @@ def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
         from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run
 
     run(*args, **kwargs)
+
+
+def run_data_parallel_controller_process(*args: Any, **kwargs: Any) -> None:
+    """SGLang's function of this name with the same arguments, in a prepared process."""
+    with prepare.without_gc():
+        _enter_child()
+        from sglang.srt.managers.data_parallel_controller import run_data_parallel_controller_process as run
+
+    run(*args, **kwargs)
+
+
+def install() -> None:
+    """Have SGLang start its data parallel controller here too: it has no argument for that function."""
+    from sglang.srt.entrypoints import engine
+
+    engine.run_data_parallel_controller_process = run_data_parallel_controller_process
 
 
 def _change_scheduler() -> None:

@@ -1,0 +1,45 @@
+"""SGLang's child processes outlive a signal to the whole group: the parent decides when they end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+ASKED = """
+import signal, sys
+from types import ModuleType
+
+def say(*args, **kwargs):
+    print(args, kwargs, *(signal.getsignal(n) is signal.SIG_IGN for n in (signal.SIGTERM, signal.SIGINT)))
+
+for package in ("sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.entrypoints"):
+    sys.modules[package] = ModuleType(package)
+controller = ModuleType("sglang.srt.managers.data_parallel_controller")
+controller.run_data_parallel_controller_process = say
+engine = ModuleType("sglang.srt.entrypoints.engine")
+engine.run_data_parallel_controller_process = say
+sys.modules[controller.__name__] = controller
+sys.modules["sglang.srt.entrypoints"].engine = sys.modules[engine.__name__] = engine
+
+from pdserve.engine.sglang.children import entry
+entry.install()
+engine.run_data_parallel_controller_process(1, pipe_writer=2)
+"""
+
+
+def test_the_data_parallel_controller_does_not_end_by_a_signal_to_the_group() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "(1,) {'pipe_writer': 2} True True"
+
+
+@pytest.mark.parametrize("name", ["run_scheduler_process", "run_data_parallel_controller_process"])
+def test_a_function_that_sglang_spawns_is_found_by_its_name(name: str) -> None:
+    """A spawned process imports its target by module and name."""
+    from pdserve.engine.sglang.children import entry
+
+    found = getattr(entry, name)
+    assert (found.__module__, found.__qualname__) == (entry.__name__, name)
