@@ -19,7 +19,7 @@ import msgspec
 
 from pdserve.bench.stores import BenchError
 from pdserve.tokens import Secret, decode_secret, reveal
-from pdserve.up.process import die_with_parent
+from pdserve.up.process import dies_with_parent
 
 C = TypeVar("C")
 
@@ -109,8 +109,8 @@ def server(
     Its standard input is a pipe that ends with this process, should the server listen to that; the kernel
     sends it SIGTERM then. To be called in the main thread: it is that thread's end that counts.
     """
-    child = Child(name, command, log_path)
-    child.spawn(stdin=subprocess.PIPE, env=environment, preexec_fn=die_with_parent(os.getpid()))
+    child = Child(name, dies_with_parent(command), log_path)
+    child.spawn(stdin=subprocess.PIPE, env=environment)
     try:
         child.await_true(ready, SERVER_START_TIMEOUT_S)
         yield child.process

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
+import errno
 import os
+import shutil
 import signal
+import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from io import FileIO
 from pathlib import Path
@@ -24,7 +26,17 @@ TAIL_LINES: Final = 20
 READ_BYTES: Final = 64 * 1024
 MAX_LINE_BYTES: Final = 16 * 1024  # longer lines are shown in pieces
 DRAIN_TIMEOUT_S: Final = 2.0
-_PR_SET_PDEATHSIG: Final = 1
+_WISH: Final = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):  # it died before
+    os._exit(1)
+for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would keep that
+    signal.signal(number, signal.SIG_DFL)
+os.execv(sys.argv[2], sys.argv[3:])
+"""
+"""Asks for SIGTERM when the parent dies, and becomes the command. The wish survives exec."""
 
 
 class Child:
@@ -50,7 +62,7 @@ class Child:
         output = FileIO(reads)
         try:
             process = await asyncio.create_subprocess_exec(
-                *spec.argv,
+                *dies_with_parent(spec.argv),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=writes,
                 stderr=asyncio.subprocess.STDOUT,
@@ -59,7 +71,6 @@ class Child:
                 | ({RESTARTED: "1"} if again else {})
                 | dict(spec.env),
                 start_new_session=True,
-                preexec_fn=die_with_parent(os.getpid()),
             )
         except OSError as error:
             log.close()
@@ -162,13 +173,13 @@ def write_private(path: Path, text: str) -> None:
         raise StartupError(f"{path}: cannot be written: {error.strerror}") from None
 
 
-def die_with_parent(parent: int) -> Callable[[], None]:
-    """To run in the child before exec: ask for SIGTERM when the parent dies. The wish survives exec."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
+def dies_with_parent(command: Sequence[str | Path]) -> list[str]:
+    """The command, to be started by this process, which gets SIGTERM when this process dies.
 
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # it died before we asked
-            os._exit(1)
-
-    return ask
+    The wish is made by a Python of its own that becomes the command. Code between fork and exec of a process
+    with threads may wait for a lock for ever (`preexec_fn`). Raises FileNotFoundError.
+    """
+    program, *arguments = map(str, command)
+    if (found := shutil.which(program)) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), program)
+    return [sys.executable, "-I", "-S", "-c", _WISH, str(os.getpid()), found, program, *arguments]
