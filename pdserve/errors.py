@@ -80,6 +80,14 @@ class PoolRefused(PoolError):
     """The node answered no: unknown namespace, geometry mismatch, wrong protocol version, bad token."""
 
 
+class RequestRefused(PoolRefused):
+    """The node answered one request with a Fault of this code; it may serve others."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class StaleView(PoolRefused):
     """The node has another view of the ring than who asked; one of the two learns of it soon."""
 

@@ -14,9 +14,17 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final, TypeAlias
 
-from pdserve.errors import PoolError, PoolRefused, PoolRestarting, PoolTimeout, PoolUnavailable
+from pdserve.errors import (
+    PoolError,
+    PoolRefused,
+    PoolRestarting,
+    PoolTimeout,
+    PoolUnavailable,
+    RequestRefused,
+)
 from pdserve.kvpool.client.deadline import Deadline
 from pdserve.kvpool.client.node_health import (
+    PASSING,
     Cause,
     Close,
     DropIdle,
@@ -30,7 +38,7 @@ from pdserve.kvpool.client.node_health import (
     TrySucceeded,
     cause_of,
 )
-from pdserve.kvpool.protocol.frames import refusal
+from pdserve.kvpool.protocol.frames import refused
 from pdserve.kvpool.protocol.messages import Fault, Reply, Request
 from pdserve.kvpool.transports.async_control import AsyncControl, LastWordsLost
 from pdserve.kvpool.transports.session import hung_up
@@ -111,8 +119,9 @@ class AsyncNodeLink:
 
         The next connection opens the namespace again.
         """
-        error = PoolRefused(f"pool node {self.name}: {refusal(reply)}")
-        self._lose(self._generation, Cause.FAILED, error)
+        error = refused(reply, self.name)
+        if not isinstance(error, RequestRefused) or error.code not in PASSING:
+            self._lose(self._generation, cause_of(error, connected=True, excusable=False), error)
         return error
 
     def close(self) -> None:

@@ -69,7 +69,14 @@ class BatchRunner:
         if len(parts) == 1:
             self._do(*parts[0], batch)
             return
-        pieces = [_Piece(partial(self._do, node, places, batch)) for node, places in parts]
+        self._run_all([_Piece(partial(self._do, node, places, batch)) for node, places in parts])
+
+    def each(self, nodes: Sequence[str], work: Callable[[str], None]) -> None:
+        """Call `work` for each node, side by side where there are threads. Its steps have deadlines."""
+        if nodes:
+            self._run_all([_Piece(partial(work, node)) for node in nodes])
+
+    def _run_all(self, pieces: list[_Piece]) -> None:
         # Every step of a piece has the deadline, so joining needs none. All pieces are joined on every path,
         # because one may be writing into the caller's buffers.
         for piece in pieces[:-1]:

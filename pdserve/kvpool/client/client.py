@@ -178,7 +178,8 @@ class PoolClient:
 
     def clear(self) -> int:
         """Drop every page of the namespace on every reachable node. Returns their number."""
-        return sum(self._each_node(operations.clear, self.config.exists_timeout_s).values())
+        timeout_s = max(operations.CLEAR_TIMEOUT_S, self.config.exists_timeout_s)
+        return sum(self._each_node(operations.clear, timeout_s).values())
 
     # -- the pool as a whole
 
@@ -276,22 +277,26 @@ class PoolClient:
         timeout_s: float,
         errors: dict[str, PoolError | None] | None = None,
     ) -> dict[str, T]:
-        """Each node's answer, by name; nodes are asked in turn.
+        """Each node's answer, by name; nodes are asked side by side, within `timeout_s` in all.
 
         Failures are counted, or stored in `errors`.
         """
-        result: dict[str, T] = {}
-        for name, link in self._links.links.items():
-            deadline = self._within(timeout_s)
+        answers: dict[str, T] = {}
+        deadline = self._within(timeout_s)
+        links = dict(self._links.links)
+
+        def ask(name: str) -> None:
             try:
-                result[name] = link.use(deadline, lambda opened, until=deadline: part(opened, until.at_s))  # type: ignore[misc]
+                answers[name] = links[name].use(deadline, lambda opened: part(opened, deadline.at_s))
             except PoolError as error:
                 logger.debug("pool node %s: %s", name, error)
                 if errors is None:
                     self._tally.add(failures=1)
                 else:
                     errors[name] = error
-        return result
+
+        self._runner.each(list(links), ask)
+        return {name: answers[name] for name in links if name in answers}
 
 
 def check_pages(keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> int:

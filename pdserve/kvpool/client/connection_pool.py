@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from pdserve.errors import PoolError, PoolRestarting, PoolTimeout, PoolUnavailable
+from pdserve.errors import PoolError, PoolRestarting, PoolTimeout, PoolUnavailable, RequestRefused
 from pdserve.kvpool.client.deadline import Deadline
 from pdserve.kvpool.client.node_health import (
+    PASSING,
     Asked,
     Cause,
     Close,
@@ -153,9 +154,10 @@ class NodeLink:
     def acquire(
         self, deadline: Deadline, *, last: bool = True, repeatable: bool = True
     ) -> Iterator[OpenConnection]:
-        """Context with a connection for one operation. A PoolError inside closes it and makes the node DOWN.
-        Two errors mean that the operation is to be repeated: PoolRestarting, and, unless this is the `last`
-        attempt, StaleConnection (an idle connection was found closed).
+        """Context with a connection for one operation. A PoolError inside closes it and makes the node DOWN,
+        but a refusal of this request alone does not (node_health.py). Two errors mean that the operation is
+        to be repeated: PoolRestarting, and, unless this is the `last` attempt, StaleConnection (an idle
+        connection was found closed).
 
         Raises PoolUnavailable at once while the node is down, PoolTimeout if no connection became free in
         time.
@@ -182,6 +184,9 @@ class NodeLink:
             generation = opened.generation
             yield opened
         except BaseException as error:
+            if opened is not None and isinstance(error, RequestRefused) and error.code in PASSING:
+                self._give_back(opened)
+                raise
             if opened is not None:  # an interrupted operation leaves it in an unknown state
                 opened.connection.close()
             if not isinstance(error, PoolError):

@@ -12,6 +12,7 @@ tries that notice a node's return.
 
     state        event            next         actions
     UP           Lost STALE       UP           DropIdle
+    UP           Lost REFUSED     UP           DropIdle
     UP           Lost RESTARTING  RESTARTING   DropIdle, Try at once
     UP           Lost FAILED      DOWN         DropIdle, Try after a pause
     UP           Lost ABSENT      DOWN         DropIdle, Try after a short pause
@@ -33,10 +34,14 @@ import logging
 from dataclasses import dataclass
 from typing import Final, TypeAlias, assert_never
 
-from pdserve.errors import PoolError, PoolRestarting, PoolUnavailable
+from pdserve.errors import PoolError, PoolRestarting, PoolUnavailable, RequestRefused
 
 RESTART_RETRY_S: Final = 0.02
 RETRY_SHARE: Final = 0.05  # of the time since the node went down
+
+
+PASSING: Final = frozenset(("overloaded", "too_many_waiters", "not_durable"))
+"""Codes of Faults after which the connection is as good as before."""
 
 
 class NodeState(enum.Enum):
@@ -54,6 +59,7 @@ class Cause(enum.Enum):
     STALE = "stale"  # an idle connection was found closed: it does not count against the node
     RESTARTING = "restarting"  # the node announced it
     ABSENT = "absent"  # no connection could be opened
+    REFUSED = "refused"  # the node refused one request, of a namespace that was dropped, say
     FAILED = "failed"
 
 
@@ -64,6 +70,8 @@ def cause_of(error: PoolError, *, connected: bool, excusable: bool) -> Cause:
     """
     if isinstance(error, PoolRestarting):
         return Cause.RESTARTING
+    if isinstance(error, RequestRefused) and connected:
+        return Cause.REFUSED  # where the next connection is refused too, that counts
     if not isinstance(error, PoolUnavailable):
         return Cause.FAILED
     if not connected:
@@ -192,7 +200,7 @@ class NodeHealth:
 
     def _lost(self, event: Lost, now_s: float) -> list[Action]:
         self.generation += 1
-        if self.state is not NodeState.UP or event.cause is Cause.STALE:
+        if self.state is not NodeState.UP or event.cause in (Cause.STALE, Cause.REFUSED):
             return [DropIdle()]
         if event.cause is Cause.RESTARTING:
             self.state = NodeState.RESTARTING

@@ -23,6 +23,9 @@ from pdserve.kvpool.transports.base import CORRUPT, OK
 logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=m.Reply)
 
+CLEAR_TIMEOUT_S: Final = 6.0
+"""A node answers a Clear when it is durable, after 4 s at most (core/durable_answers.py)."""
+
 # result of one page of a put
 UNSTORED: Final = 0
 STORED: Final = 1  # in the pool, or being written by another writer

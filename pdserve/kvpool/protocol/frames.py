@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from pdserve.errors import FrameError, PoolRefused
+from pdserve.errors import FrameError, PoolRefused, RequestRefused
 from pdserve.kvpool.protocol.base import KEY_BYTES, Message
 from pdserve.kvpool.protocol.base import NodeAddress as NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import (
@@ -83,7 +83,13 @@ def expected(reply: Reply, kind: type[R], node: str) -> R:
     """The reply, if it is of this kind. Raises PoolRefused with the answer of `node` otherwise."""
     if isinstance(reply, kind):
         return reply
-    raise PoolRefused(f"pool node {node}: {refusal(reply)}")
+    raise refused(reply, node)
+
+
+def refused(reply: Reply, node: str) -> PoolRefused:
+    """The error for a reply that is not of the expected kind."""
+    text = f"pool node {node}: {refusal(reply)}"
+    return RequestRefused(text, reply.code) if isinstance(reply, Fault) else PoolRefused(text)
 
 
 def refusal(reply: Reply) -> str:

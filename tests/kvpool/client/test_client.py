@@ -10,8 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 from pdserve.errors import PageMismatch, PoolError, PoolTimeout, PoolUnavailable
+from pdserve.kvpool.client import operations
 from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.connection_pool import OpenConnection
 from pdserve.kvpool.cluster.ring import Ring
+from pdserve.kvpool.core.durable_answers import SAVE_TIMEOUT_S
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import GetView
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
@@ -297,6 +300,43 @@ def test_a_closed_client_answers_with_misses(pool: Pool) -> None:
     client.close()
     assert client.exists(keys(9)) == get(client, keys(9)) == put(client, keys(9)) == [False] * 9
     assert client.clear() == 0
+
+
+def test_nodes_are_cleared_and_checked_side_by_side_with_the_time_that_they_may_take(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = pool.client(exists_timeout_s=1.0)
+    client.check()
+    together, asked = threading.Barrier(len(pool.nodes)), []
+    clear, ping = operations.clear, operations.ping
+
+    def clear_together(opened: OpenConnection, deadline_s: float) -> int:
+        together.wait(SOON_S)
+        asked.append(deadline_s - time.monotonic())
+        return clear(opened, deadline_s)
+
+    def ping_together(opened: OpenConnection, deadline_s: float) -> None:
+        together.wait(SOON_S)
+        ping(opened, deadline_s)
+
+    monkeypatch.setattr(operations, "clear", clear_together)
+    monkeypatch.setattr(operations, "ping", ping_together)
+    put(client, keys(COUNT))
+    assert client.clear() == COUNT
+    assert min(asked) > SAVE_TIMEOUT_S  # what a node may need to make it durable
+    assert set(client.check().values()) == {None}
+
+
+def test_a_node_that_is_overloaded_for_one_request_serves_the_next(pool: Pool) -> None:
+    client = pool.client(retry_after_s=60.0)
+    put(client, keys(COUNT))
+    pool.connector.answer = lambda node, request: (
+        m.Fault(request.id, "overloaded", "too much") if isinstance(request, m.Exists) else None
+    )
+    assert client.exists(keys(COUNT)) == [False] * COUNT
+    pool.connector.answer = lambda node, request: None
+    assert client.nodes_up == len(pool.nodes)
+    assert client.exists(keys(COUNT)) == [True] * COUNT
 
 
 def test_clear_while_others_read_and_write_empties_only_our_namespace(pool: Pool) -> None:

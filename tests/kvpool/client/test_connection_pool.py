@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 
-from pdserve.errors import PoolError, PoolRefused, PoolRestarting, PoolTimeout, PoolUnavailable, StartupError
+from pdserve.errors import (
+    PoolError,
+    PoolRefused,
+    PoolRestarting,
+    PoolTimeout,
+    PoolUnavailable,
+    RequestRefused,
+    StartupError,
+)
 from pdserve.kvpool.client.connection_pool import NodeLink, OpenConnection
 from pdserve.kvpool.client.deadline import Deadline
 from pdserve.kvpool.protocol import messages as m
@@ -248,6 +256,18 @@ def test_a_refused_namespace_is_a_refusal_and_closes_the_connection(node: Node, 
     with pytest.raises(PoolRefused, match="page_size is 32"):
         link.check(soon())
     assert node.made[0].closed
+
+
+@pytest.mark.parametrize("code", ["overloaded", "unknown_namespace"])
+def test_one_refused_request_does_not_take_the_node_from_all_others(
+    node: Node, make: MakeLink, code: str
+) -> None:
+    link = make(retry_after_s=NEVER_S)
+    fail(link, RequestRefused("no", code))
+    assert link.up
+    link.check(soon())
+    assert len(node.made) == (1 if code == "overloaded" else 2)  # the second has the namespace's new number
+    assert node.made[0].closed == (code != "overloaded")
 
 
 def test_any_exception_inside_an_operation_closes_its_connection_only(node: Node, make: MakeLink) -> None:

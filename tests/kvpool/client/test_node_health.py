@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.errors import PoolError, PoolRefused, PoolRestarting, PoolTimeout, PoolUnavailable
+from pdserve.errors import (
+    PoolError,
+    PoolRefused,
+    PoolRestarting,
+    PoolTimeout,
+    PoolUnavailable,
+    RequestRefused,
+)
 from pdserve.kvpool.client.node_health import (
     RESTART_RETRY_S,
     Asked,
@@ -54,6 +61,7 @@ UP, RESTARTING, DOWN, CLOSED = NodeState.UP, NodeState.RESTARTING, NodeState.DOW
     ("state", "event", "after", "actions"),
     [
         (UP, lost(Cause.STALE), UP, [DropIdle()]),
+        (UP, lost(Cause.REFUSED), UP, [DropIdle()]),
         (UP, lost(Cause.RESTARTING), RESTARTING, [DropIdle(), logging.INFO, Try(0.0)]),
         (UP, lost(Cause.FAILED), DOWN, [DropIdle(), logging.WARNING, Try(RETRY_S, lost=True)]),
         (UP, lost(Cause.ABSENT), DOWN, [DropIdle(), logging.WARNING, Try(RESTART_RETRY_S, lost=True)]),
@@ -127,6 +135,8 @@ def test_where_nobody_listens_pauses_grow_with_the_time_away_to_the_usual_one() 
         (PoolTimeout("t"), True, True, Cause.FAILED),
         (PoolTimeout("t"), False, True, Cause.FAILED),
         (PoolRefused("no"), True, True, Cause.FAILED),
+        (RequestRefused("no", "unknown_namespace"), True, True, Cause.REFUSED),
+        (RequestRefused("no", "geometry_mismatch"), False, True, Cause.FAILED),
     ],
 )
 def test_what_an_error_says_of_the_node(
