@@ -68,10 +68,11 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         tuple[str, ...],
         Meta(
             description="Sources of the session key, in order of preference: `header:NAME`, "
-            "`cookie:NAME`, `user` (the body's field), `body:PATH` (dotted path into the "
-            "body), `messages` (hash chain of the messages after the system prompt)."
+            "`cookie:NAME`, `user` (the body's field), `user:messages` (each conversation of that user), "
+            "`body:PATH` (dotted path into the body), `messages` (hash chain of the messages after the "
+            "system prompt)."
         ),
-    ] = ("header:x-session-id", "header:x-user-id", "user")
+    ] = ("header:x-session-id", "header:x-user-id", "user:messages")
     ttl_s: Annotated[
         float, Meta(gt=0, description="A session without a request for this long is forgotten.")
     ] = 3600.0

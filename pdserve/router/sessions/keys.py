@@ -10,8 +10,10 @@ For other clients the source `messages` makes keys from the conversation itself:
 
 `h1` names the session for placement: it is equal in every turn and at every router. The session table finds
 the conversation by its longest known link. So two conversations with the same first message differ from
-their second turn on. Leading `system` and `developer` messages are left out, since many conversations share
-them. If a client does not repeat earlier messages byte for byte, its request begins a new session.
+their second turn on. Many clients send one constant `user`. The source `user:messages` makes the same keys,
+apart for each `user`, instead of one session of all its conversations. Leading `system` and `developer`
+messages are left out, since many conversations share them. If a client does not repeat earlier messages
+byte for byte, its request begins a new session.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class SessionSource(msgspec.Struct, frozen=True):
 
     kind: Literal["header", "cookie", "user", "body", "messages"]
     name: str = ""
-    """Header name (lower case), cookie name or dotted path."""
+    """Header name (lower case), cookie name, dotted path; `messages`: the conversations of a user."""
 
 
 class SessionKey(msgspec.Struct, frozen=True, gc=False):
@@ -56,7 +58,7 @@ class SessionKey(msgspec.Struct, frozen=True, gc=False):
         return SessionKey(self.name, tuple(f"{model}/{link}" for link in self.links))
 
     def within(self, tenant: str) -> SessionKey:
-        """The key for one tenant."""
+        """The key for one tenant, or for one user."""
         return SessionKey(f"{tenant}/{self.name}", tuple(f"{tenant}/{link}" for link in self.links))
 
 
@@ -82,6 +84,8 @@ def parse_sources(texts: Sequence[str]) -> tuple[SessionSource, ...]:
         kind, _, name = text.partition(":")
         if kind in ("user", "messages") and text == kind:
             sources.append(SessionSource(kind))  # type: ignore[arg-type]
+        elif text == "user:messages":
+            sources.append(SessionSource("user", "messages"))
         elif kind == "header" and _TOKEN.fullmatch(name):
             sources.append(SessionSource("header", name.lower()))
         elif kind == "cookie" and _TOKEN.fullmatch(name):
@@ -90,8 +94,8 @@ def parse_sources(texts: Sequence[str]) -> tuple[SessionSource, ...]:
             sources.append(SessionSource("body", name))
         else:
             raise ConfigError(
-                f"session.sources: {text!r} is not `header:NAME`, `cookie:NAME`, `user`, `body:PATH` "
-                "(a dotted path) or `messages`"
+                f"session.sources: {text!r} is not `header:NAME`, `cookie:NAME`, `user`, `user:messages`, "
+                "`body:PATH` (a dotted path) or `messages`"
             )
     return tuple(sources)
 
@@ -104,6 +108,11 @@ def find_session_key(
         kind = source.kind
         if kind == "header":
             key = header(source.name)
+        elif kind == "user" and source.name:
+            links = message_links(view.messages) if view.user else ()
+            if links:
+                return SessionKey(links[0], links).within(_bounded(view.user or ""))
+            continue
         elif kind == "user":
             key = view.user
         elif kind == "cookie":
@@ -116,10 +125,14 @@ def find_session_key(
                 return SessionKey(links[0], links)
             continue
         if key:
-            if len(key) > MAX_SESSION_KEY_CHARS:
-                key = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
-            return named(key)
+            return named(_bounded(key))
     return None
+
+
+def _bounded(key: str) -> str:
+    if len(key) <= MAX_SESSION_KEY_CHARS:
+        return key
+    return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
 
 
 def message_links(messages: msgspec.Raw) -> tuple[str, ...]:

@@ -44,7 +44,30 @@ def test_without_configuration_a_session_wins_over_its_user() -> None:
     sources, user = Session().sources, {"x-user-id": "ada"}
     assert find({"user": "u"}, *sources, **user, **{"x-session-id": "s"}) == "s"
     assert find({"user": "u"}, *sources, **user) == "ada"
-    assert find({"user": "u"}, *sources) == "u"
+    assert find({"user": "u"}, *sources) is None
+
+
+def test_conversations_under_one_constant_user_are_sessions_of_their_own() -> None:
+    sources = Session().sources
+
+    def key(user: str, *said: str) -> SessionKey | None:
+        messages = [{"role": "user", "content": text} for text in said]
+        return find_key({"user": user, "messages": messages}, *sources)
+
+    one, other, next_turn = key("app", "a"), key("app", "b"), key("app", "a", "c")
+    assert one is not None
+    assert other is not None
+    assert next_turn is not None
+    assert one.name == next_turn.name != other.name
+    assert one.links[-1] in next_turn.links
+    assert not set(one.links) & set(other.links)
+    somebody = key("app2", "a")
+    assert somebody is not None
+    assert not set(one.links) & set(somebody.links)
+    assert key("", "a") is None
+    long = key("u" * (MAX_SESSION_KEY_CHARS + 1), "a")
+    assert long is not None
+    assert len(long.name) < MAX_SESSION_KEY_CHARS
 
 
 def test_a_long_session_key_is_digested_and_still_exact() -> None:
