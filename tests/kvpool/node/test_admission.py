@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ from pdserve.errors import ConfigError
 from pdserve.kvpool.node.admission import Admission, check_open, rules_of
 from pdserve.kvpool.node.config.cluster import ClusterConfig
 from pdserve.kvpool.node.config.namespaces import NamespaceConfig, NamespaceDefaults
-from pdserve.kvpool.node.config.node import PoolNodeConfig, UcxConfig
+from pdserve.kvpool.node.config.node import PoolNodeConfig, UcxConfig, with_secrets
 from pdserve.kvpool.node.serving.places import Places
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import View
 from pdserve.kvpool.protocol.handshake import key_id
 from pdserve.kvpool.transports.session import make_hello
+from pdserve.settings.config_file import load_config
 from pdserve.tokens import digest
 
 TOKEN = "the-token-of-the-operator"
@@ -114,4 +116,14 @@ def test_a_node_that_other_hosts_reach_needs_every_token(open_: dict[str, Any], 
 @pytest.mark.parametrize("listen", ["unix:/s", "tcp:127.0.0.1:7700", "tcp:[::1]:7700", "tcp:localhost:1"])
 def test_a_node_of_this_host_alone_needs_no_token(listen: str) -> None:
     config = PoolNodeConfig(listen=[listen])
+    assert check_open(config, rules_of(config)) == []
+
+
+def test_the_example_of_a_node_that_other_hosts_reach_has_every_token(tmp_path: Path) -> None:
+    example = (Path(__file__).parents[3] / "launch/pool-node.toml").read_text()
+    (tmp_path / "node.toml").write_text(example.replace("/etc/pdserve", str(tmp_path)))
+    for name in ("pool-admin", "pool-cluster", "pool"):
+        (tmp_path / f"{name}-token").write_text(f"{TOKEN}-{name}")
+    loaded = load_config(PoolNodeConfig, tmp_path / "node.toml", {"cluster.advertise": "tcp:pool-a:7700"})
+    config = with_secrets(loaded, {})
     assert check_open(config, rules_of(config)) == []
