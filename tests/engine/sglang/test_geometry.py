@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from sglang.srt.lora.lora_registry import LoRARef
 
+from pdserve.engine import fingerprint_cache
 from pdserve.engine.sglang import geometry
 from pdserve.errors import StartupError
 from pdserve.pages import KvGeometry
@@ -35,6 +36,7 @@ DEFAULTS: dict[str, Any] = {
 @pytest.fixture
 def identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The identity under arguments that differ from the defaults in these."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.bin").write_bytes(b"weights")
 
@@ -156,3 +158,16 @@ def test_a_checkpoint_quantized_for_fp8_pages_has_them_without_being_told(
     key = "quantization_config" if place == "config.json" else "quantization"
     (tmp_path / place).write_text(json.dumps({key: said}))
     assert identity(quantization=quantization).geometry.kv_dtype == kv_dtype
+
+
+def test_weights_are_read_once_from_start_to_start(
+    identity: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint_cache, "SETTLED_S", -10.0)  # the files were just written
+    before = identity()
+
+    def model_fingerprint(path: Path) -> str:
+        raise AssertionError("it is kept")
+
+    monkeypatch.setattr(geometry, "model_fingerprint", model_fingerprint)
+    assert identity() == before
