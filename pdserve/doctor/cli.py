@@ -22,6 +22,7 @@ from pdserve.engine.sglang.selfcheck import TESTED_SGLANG
 from pdserve.errors import ConfigError
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.settings.config_file import build_config, read_toml
+from pdserve.tls.contexts import Certificates, TlsConfig
 from pdserve.tokens import given_secret
 from pdserve.up.config import read_cluster_file
 from pdserve.up.plan import Plan, make_plan
@@ -44,6 +45,8 @@ class Place:
     token: str = ""
     trust: ssl.SSLContext | None = None
     """Of whom an API key may reach; None: the system's authorities."""
+    worker_trust: ssl.SSLContext | None = None
+    """Of workers, and a certificate for those that ask for one."""
     unwritten: Path | None = None
 
 
@@ -147,7 +150,7 @@ def _findings(
     if not urls:
         change = "start one, or see the router's log; --config FILE, with --run-dir, names them too"
         yield Finding("worker", "fail", f"no worker is known: {why_none}", change)
-    workers = cluster.gather_workers(urls, token)
+    workers = cluster.gather_workers(urls, token, trust=place.worker_trust)
     addresses = [*place.pool, *(address for worker in workers for address in worker.pool_nodes)]
     nodes = cluster.gather_pool(addresses)
     yield from judge.workers([cluster.with_host_tokens(worker, nodes) for worker in workers])
@@ -222,6 +225,7 @@ def _place(
         host = f"[{host}]" if ":" in host else host
         access = written.get("access", {})
         own = access.get("tls_cert_file")
+        tls = build_config(TlsConfig, written.get("tls", {}), source=f"{spec.config_path}: tls")
         workers = tuple(url for role in ("prefill", "decode", "agg") for url in written.get(role, []))
         return Place(
             router_url=router or f"{'https' if own else 'http'}://{host}:{written['port']}",
@@ -229,10 +233,12 @@ def _place(
             pool=tuple(written.get("admin", {}).get("pool", [])),
             token=token or str(access.get("cluster_token", "")),
             trust=cluster.trust_in(ca_file, Path(own) if own and not router else None),
+            worker_trust=Certificates(tls).client_context,
         )
     if not (router or named):
         return None
-    return Place(router_url=router, workers=named, token=token, trust=cluster.trust_in(ca_file, None))
+    trust = cluster.trust_in(ca_file, None)
+    return Place(router_url=router, workers=named, token=token, trust=trust, worker_trust=trust)
 
 
 def _answers(place: Place) -> bool:

@@ -30,12 +30,14 @@ PROBE_TIMEOUT_S: Final = 120.0
 LEAST_TOKEN, LAST_TOKEN = 200, 1200  # ids that every vocabulary has, none of them special
 
 
-def _client(secret: str, timeout_s: float, trust: ssl.SSLContext | None = None) -> httpx.Client:
+def _client(
+    secret: str, timeout_s: float, trust: ssl.SSLContext | None = None, *, asks_all: bool = True
+) -> httpx.Client:
     """A client that sends a secret only to whom it trusts: `trust`, else the system's authorities. Without a
-    secret, everybody is asked.
+    secret, everybody is asked if `asks_all`.
     """
     headers = {"authorization": f"Bearer {secret}"} if secret else None
-    verify = (trust or True) if secret else False
+    verify = (trust or True) if secret or not asks_all else False
     return httpx.Client(headers=headers, timeout=timeout_s, trust_env=False, verify=verify)
 
 
@@ -60,6 +62,7 @@ def trust_in(ca_file: Path | None, own_file: Path | None) -> ssl.SSLContext | No
 
 class _Member(msgspec.Struct):
     id: str
+    tls: bool = False
 
 
 class _RouterReady(msgspec.Struct):
@@ -75,7 +78,8 @@ def members(router_url: str) -> tuple[tuple[str, ...], str]:
         return (), f"{router_url}/ready does not answer as a router's does: {error}"
     if said.workers is None:
         return (), f"{router_url} does not tell who its workers are (it asks for API keys)"
-    return tuple(f"http://{one.id}" for one in said.workers), f"{router_url} has none"
+    urls = tuple(f"{'https' if one.tls else 'http'}://{one.id}" for one in said.workers)
+    return urls, f"{router_url} has none"
 
 
 def gather_workers(
@@ -84,11 +88,15 @@ def gather_workers(
     timeout_s: float = TIMEOUT_S,
     arguments_s: float = ARGUMENTS_S,
     clock: Callable[[], float] = time.time,
+    trust: ssl.SSLContext | None = None,
 ) -> list[Worker]:
     """Each, asked at the same time. `token`: the cluster's, for workers that the operator named;
-    `arguments_s`: time to tell SGLang's.
+    `arguments_s`: time to tell SGLang's; `trust`: the certificates that the router has for workers.
     """
-    with _client(token, timeout_s) as client, ThreadPoolExecutor(32) as threads:
+    with (
+        _client(token, timeout_s, trust, asks_all=trust is None) as client,
+        ThreadPoolExecutor(32) as threads,
+    ):
         return list(threads.map(lambda url: _worker(client, url, arguments_s, clock), urls))
 
 

@@ -24,6 +24,7 @@ from typing import Any, Literal
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.device import Device
 from pdserve.errors import ConfigError
+from pdserve.tls.contexts import TlsConfig
 
 Role = Literal["prefill", "decode", "agg"]
 Storage = Mapping[str, Any] | Literal["file", "mooncake"] | None
@@ -60,6 +61,10 @@ NEEDED: Mapping[str, str] = {
     "speculative_algorithm": "the pool does not store the state of draft models yet",
     "api_key": "set cluster_token",
     "admin_api_key": "set cluster_token",
+    "ssl_certfile": "set tls.certificate",
+    "ssl_keyfile": "set tls.key",
+    "ssl_ca_certs": "set tls.client_ca",
+    "enable_ssl_refresh": "the files of tls are read again when they change",
     "enable_metrics": "a worker reports SGLang's times and counts",
     "enable_cache_report": "a worker reports SGLang's counts of cached tokens",
     "tokenizer_worker_num": "a worker tracks its requests in one process",
@@ -85,7 +90,9 @@ def needed(device: Device) -> Mapping[str, str]:
     return {**NEEDED, **(NEEDED_ON_CPU if device == "cpu" else {})}
 
 
-def server_argv(config: EngineConfig, role: Role, device: Device, storage: Storage) -> list[str]:
+def server_argv(
+    config: EngineConfig, role: Role, device: Device, storage: Storage, tls: TlsConfig | None = None
+) -> list[str]:
     """The words after `sglang serve` for one worker.
 
     Raises ConfigError where options of `config` exclude each other on this device.
@@ -110,6 +117,8 @@ def server_argv(config: EngineConfig, role: Role, device: Device, storage: Stora
         argv += ["--tool-call-parser", config.tool_call_parser]
     if config.context_length is not None:
         argv += ["--context-length", str(config.context_length)]
+    if tls is not None and tls.as_server:
+        argv += ["--ssl-certfile", str(tls.certificate), "--ssl-keyfile", str(tls.key)]
     argv += _sizes(config, device)
     if device == "cpu":
         # an idle scheduler on CPU would spin on a core that others need

@@ -27,6 +27,7 @@ from pdserve.errors import ConfigError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.client.config import POOL_TOKEN_VARIABLE, PoolClientConfig, with_token
 from pdserve.kvpool.client.locate import locate_pool
+from pdserve.tls.contexts import Certificates
 from pdserve.tokens import reveal, secret_of
 from pdserve.tracing import Tracer, open_tracer
 
@@ -47,6 +48,8 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         "cluster_token", config.cluster_token, config.cluster_token_file, "PDSERVE_CLUSTER_TOKEN", os.environ
     )
     check_token(config, token)
+    Certificates(config.tls)  # refuses files that cannot be used, before anything slow
+    url = advertised(config)
     with until_stopped():
         if config.storage == "pool":
             config = replace(config, pool=locate_pool(with_token(config.pool, os.environ)))
@@ -74,19 +77,19 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
             install(app, worker, parts(worker), token, starting)
 
         storage = _storage_of(config, pool_storage(config.pool, namespace, identity.geometry))
-        server_args = parse_args(server_argv(config.engine, role, device, storage))
+        server_args = parse_args(server_argv(config.engine, role, device, storage, config.tls))
         logger.info("worker %s of %s, namespace %s", role, label, namespace)
         if not token:
             logger.warning("insecure, no cluster_token: every client generates, users of this host control")
         # SGLang logs and shows what its arguments hold
         os.environ[POOL_TOKEN_VARIABLE] = reveal(config.pool.token)
-        with _registered(config, role, token) as register, _closing(tracer):
+        with _registered(config, role, url, token) as register, _closing(tracer):
 
             def on_ready() -> None:
                 starting.end()
                 register()
 
-            serve(server_args, drain, engine, configure_app=configure, on_ready=on_ready)
+            serve(server_args, drain, engine, config.tls, configure_app=configure, on_ready=on_ready)
     return 0
 
 
@@ -97,6 +100,16 @@ def check_token(config: WorkerConfig, token: str) -> None:
             "a worker needs the cluster's token, or every user of this host controls it: set "
             "cluster_token_file or PDSERVE_CLUSTER_TOKEN, here and at the router, or insecure = true"
         )
+
+
+def advertised(config: WorkerConfig) -> str:
+    """The worker's URL for routers. Raises ConfigError for one of another scheme than it serves."""
+    engine, scheme = config.engine, "https" if config.tls.as_server else "http"
+    host = f"[{engine.host}]" if ":" in engine.host else engine.host
+    if config.advertise and not config.advertise.startswith(f"{scheme}://"):
+        how = "with" if config.tls.as_server else "without"
+        raise ConfigError(f"advertise: this worker serves {how} TLS: write {scheme}://HOST:PORT")
+    return config.advertise or f"{scheme}://{host}:{engine.port}"
 
 
 def prepare_process(config: EngineConfig) -> Device:
@@ -128,23 +141,20 @@ def _checked_args(config: WorkerConfig, role: Role, device: Device) -> Any:
     flags change what a worker needs.
     """
     storage = _storage_of(config, {})
-    found = resolved(parse_args(server_argv(config.engine, role, device, storage)))
+    found = resolved(parse_args(server_argv(config.engine, role, device, storage, config.tls)))
     if config.engine.extra_args:
         plain = replace(config.engine, extra_args=[])
-        own = resolved(parse_args(server_argv(plain, role, device, storage)))
+        own = resolved(parse_args(server_argv(plain, role, device, storage, config.tls)))
         check_needs(found, own, needed(device))
     return found
 
 
 @contextlib.contextmanager
-def _registered(config: WorkerConfig, role: Role, token: str) -> Iterator[Callable[[], None]]:
+def _registered(config: WorkerConfig, role: Role, url: str, token: str) -> Iterator[Callable[[], None]]:
     """Gives what registers the worker in etcd, once it is ready, for as long as the block runs."""
     if not config.etcd.endpoints:
         yield lambda: None
         return
-    engine = config.engine
-    host = f"[{engine.host}]" if ":" in engine.host else engine.host
-    url = config.advertise or f"http://{host}:{engine.port}"
     registration = Registration(config.etcd, role, url, token)
     try:
         yield registration.start

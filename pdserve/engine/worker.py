@@ -36,6 +36,7 @@ from pdserve.engine.sglang.engine import Engine
 from pdserve.errors import PoolRefused, StartupError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
+from pdserve.tls.contexts import TlsConfig
 from pdserve.tokens import Secret
 from pdserve.tracing import Tracer, Tracing
 
@@ -117,6 +118,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "user of this host may control SGLang."
         ),
     ] = False
+    tls: Annotated[
+        TlsConfig,
+        Meta(
+            description="Certificates of the HTTP port. With `certificate` it speaks TLS; with `client_ca` "
+            "only to routers with a certificate. `ca` is of no use here, see `pool.tls`."
+        ),
+    ] = TlsConfig()
     tracing: Annotated[Tracing, Meta(description="Traces for an OpenTelemetry collector.")] = Tracing()
 
 

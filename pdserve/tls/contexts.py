@@ -69,9 +69,13 @@ class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Certificates:
     """The contexts of one TlsConfig. Thread-safe."""
 
-    def __init__(self, config: TlsConfig) -> None:
-        """Raises ConfigError: a file is not readable, or holds no certificate."""
+    def __init__(self, config: TlsConfig, oldest: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> None:
+        """`oldest`: for ports that others than pdserve's own parts connect to.
+
+        Raises ConfigError: a file is not readable, or holds no certificate.
+        """
         self._config = config
+        self._oldest = oldest
         self._lock = threading.Lock()
         self._looked_s = 0.0
         self._problem = ""
@@ -87,6 +91,21 @@ class Certificates:
     def client_context(self) -> ssl.SSLContext | None:
         """For connecting; it checks the server's name. None: without TLS."""
         return self._fresh()[1]
+
+    def lasting_server_context(self) -> ssl.SSLContext | None:
+        """One for a server that takes a context once: each handshake uses the certificates of then. None:
+        without TLS.
+        """
+        with self._lock:
+            lasting = self._load()[0]
+        if lasting is not None:
+            lasting.sni_callback = self._follow
+        return lasting
+
+    def _follow(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        """Called by OpenSSL at the begin of a handshake, with or without a server name."""
+        if (context := self.server_context) is not None:
+            connection.context = context
 
     def _fresh(self) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
         """The contexts, made again if the files have changed. Files that cannot be used leave them as they
@@ -137,7 +156,7 @@ class Certificates:
     def _context(self, side: int, name: str, authorities: Path | None) -> ssl.SSLContext:
         config = self._config
         context = ssl.SSLContext(side)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.minimum_version = self._oldest
         if side == ssl.PROTOCOL_TLS_SERVER:
             context.num_tickets = 0
 

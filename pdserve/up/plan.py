@@ -34,6 +34,8 @@ class HttpReady:
     """Ready when a GET is answered 200."""
 
     url: str
+    certificate: tuple[str, str] | None = None
+    """Files of a certificate and its key, for a server that asks for one."""
 
 
 STOP_SLACK_S: Final[Mapping[Role, float]] = {"prefill": 8.0, "decode": 8.0, "agg": 8.0, "router": 5.0}
@@ -136,6 +138,8 @@ def make_plan(
         _share_token(cluster_token, [draft.config for draft in workers], _sub_table(router, "access"))
     for draft in workers:
         router.config[draft.role] = [*_list(router, router.config, draft.role), _url(draft)]
+    if any(map(_tls, workers)) and not _sub_table(router, "tls").get("ca"):
+        raise ConfigError("'router.tls.ca' is needed: who signed the certificates of the workers")
     for draft in (*workers, router):  # they have to end on their own before the supervisor ends them
         own_s = max(0.0, file.cluster.stop_grace_s - STOP_SLACK_S[draft.role])
         draft.config.setdefault("stop_grace_s", own_s)
@@ -264,7 +268,10 @@ def _spec(draft: _Draft, program: Sequence[str], run_dir: Path) -> ProcessSpec:
     if draft.role == "pool":
         ready = ConnectReady(draft.config["listen"][0])
     else:
-        ready = HttpReady(_url(draft) + ("/ready" if draft.role == "router" else "/pd/ready"))
+        path = "/ready" if draft.role == "router" else "/pd/ready"
+        tls = _tls(draft)
+        own = (str(tls["certificate"]), str(tls.get("key"))) if tls.get("client_ca") else None
+        ready = HttpReady(_url(draft) + path, own)
     return ProcessSpec(
         name=draft.name,
         role=draft.role,
@@ -298,8 +305,18 @@ def _url(draft: _Draft) -> str:
     place = draft.listening[0]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(place.host, place.host)
     access = draft.config.get("access")
-    is_tls = draft.role == "router" and isinstance(access, dict) and access.get("tls_cert_file")
+    is_tls = _tls(draft) or (
+        draft.role == "router" and isinstance(access, dict) and access.get("tls_cert_file")
+    )
     return f"{'https' if is_tls else 'http'}://{f'[{host}]' if ':' in host else host}:{place.port}"
+
+
+def _tls(draft: _Draft) -> Table:
+    """The `tls` table of a worker that speaks TLS; else empty."""
+    tls = draft.config.get("tls")
+    if draft.role not in WORKER_ROLES or not isinstance(tls, dict) or not tls.get("certificate"):
+        return {}
+    return tls
 
 
 def _refuse_repeats(what: str, values: Iterable[object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from typing import Any, Final
 
 import httpx
@@ -17,7 +18,7 @@ async def is_ready(probe: HttpReady | ConnectReady) -> bool:
     try:
         async with asyncio.timeout(ATTEMPT_TIMEOUT_S):
             if isinstance(probe, HttpReady):
-                return (await _get(probe.url)).status_code == httpx.codes.OK
+                return (await _get(probe.url, probe.certificate)).status_code == httpx.codes.OK
             return await _accepts(probe.address)
     except (OSError, TimeoutError, ValueError, httpx.HTTPError):
         return False
@@ -34,9 +35,14 @@ async def served_model(router_url: str) -> str | None:
         return None
 
 
-async def _get(url: str) -> httpx.Response:
+async def _get(url: str, certificate: tuple[str, str] | None = None) -> httpx.Response:
     """A GET to a process of our own on this host, whose certificate names another one."""
-    async with httpx.AsyncClient(verify=False, trust_env=False, timeout=ATTEMPT_TIMEOUT_S) as client:
+    verify: ssl.SSLContext | bool = False
+    if certificate is not None:
+        verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        verify.check_hostname, verify.verify_mode = False, ssl.CERT_NONE
+        verify.load_cert_chain(*certificate)
+    async with httpx.AsyncClient(verify=verify, trust_env=False, timeout=ATTEMPT_TIMEOUT_S) as client:
         return await client.get(url)
 
 

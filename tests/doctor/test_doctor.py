@@ -18,14 +18,16 @@ from pdserve.doctor.facts import PoolNode
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
 from pdserve.errors import ConfigError
 from pdserve.router.config.router import RouterConfig
+from pdserve.tls.contexts import Certificates
 from tests.support.certificate import certificate
+from tests.support.certificates import Authority
 from tests.support.command import pdserve_here
 from tests.support.e2e.cluster import to_toml
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.nodes import small_config
 from tests.support.kvpool.pools import arena_dir, remove_arena
 from tests.support.router import mock_worker as mock
-from tests.support.router.harness import FAST, disagg, routed
+from tests.support.router.harness import FAST, before, disagg, routed
 from tests.support.router.mock_worker import REPORT, MockWorker, Received, Wire
 
 SERVER = {
@@ -350,3 +352,29 @@ async def test_a_key_goes_to_a_router_whose_certificate_is_trusted_and_to_no_oth
             assert (TOKEN.encode() in heard) is is_trusted
     with pytest.raises(ConfigError, match="cannot be read"):
         cluster.trust_in(None, key)
+
+
+async def test_workers_are_asked_by_https_with_the_routers_certificates(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    worker = mock.MockWorker("decode")
+    worker.tls = Certificates(authority.host(mutual=True)).server_context
+    async with mock.workers(worker):
+        found = [
+            (await asyncio.to_thread(cluster.gather_workers, (worker.url,), token, trust=trust))[0].error
+            for token in ("", "t" * 16)
+            for trust in (
+                Certificates(authority.host("router")).client_context,
+                Certificates(Authority(tmp_path / f"other{token}").client()).client_context,
+            )
+        ]
+    assert ["certificate verify failed" in error for error in found] == [False, True, False, True], found
+    assert "404" in found[0]
+
+
+async def test_a_router_tells_which_workers_speak_tls(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    worker = mock.MockWorker("decode")
+    worker.tls = Certificates(authority.host()).server_context
+    async with before(worker, tls=authority.client()) as harness:
+        urls, _ = await asyncio.to_thread(cluster.members, f"http://127.0.0.1:{harness.port}")
+    assert urls == (worker.url,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from pdserve.engine.args import served_model_name, server_argv
 from pdserve.engine.config import EngineConfig
 from pdserve.errors import ConfigError
+from pdserve.tls.contexts import TlsConfig
 
 POOL = {"backend_name": "pdserve", "module_path": "m", "class_name": "C", "interface_v1": 1}
 
@@ -89,3 +91,10 @@ def test_layout_and_io_backend_must_fit(fields: dict[str, str], device: str) -> 
 def test_served_name_defaults_to_the_directory() -> None:
     assert served_model_name(config()) == "qwen"
     assert served_model_name(config(served_model_name="chat")) == "chat"
+
+
+def test_sglang_is_told_of_a_certificate_so_that_it_asks_itself_by_https() -> None:
+    tls = TlsConfig(certificate=Path("/c"), key=Path("/k"))
+    argv = server_argv(config(), "agg", "cpu", None, tls)
+    assert (value(argv, "--ssl-certfile"), value(argv, "--ssl-keyfile")) == ("/c", "/k")
+    assert "--ssl-certfile" not in server_argv(config(), "agg", "cpu", None, TlsConfig(ca=Path("/a")))

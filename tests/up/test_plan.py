@@ -272,6 +272,21 @@ def test_a_router_with_a_certificate_is_asked_over_tls() -> None:
     assert plan.router_url == "https://127.0.0.1:8000"
 
 
+def test_workers_with_certificates_are_reached_by_https() -> None:
+    tls = {"certificate": "/c", "key": "/k"}
+    router = {"port": 8000, "tls": {"ca": "/ca"}}
+    plan = plan_of(ClusterFile(worker={"tls": tls}, agg=[{}], router=router))
+    assert configs(plan)["router"]["agg"] == ["https://127.0.0.1:20000"]
+    ready = {spec.name: spec.ready for spec in plan.processes}
+    assert ready["agg0"] == HttpReady("https://127.0.0.1:20000/pd/ready")
+    mutual = plan_of(ClusterFile(worker={"tls": {**tls, "client_ca": "/ca"}}, agg=[{}], router=router))
+    ready = {spec.name: spec.ready for spec in mutual.processes}
+    assert ready["agg0"] == HttpReady("https://127.0.0.1:20000/pd/ready", ("/c", "/k"))
+    assert ready["router"] == HttpReady("http://127.0.0.1:8000/ready")
+    with pytest.raises(ConfigError, match=r"router\.tls\.ca"):
+        plan_of(ClusterFile(worker={"tls": tls}, agg=[{}]))
+
+
 def test_processes_end_on_their_own_before_the_supervisor_ends_them() -> None:
     cluster = ClusterSettings(stop_grace_s=12.0)
     made = configs(plan_of(ClusterFile(cluster=cluster, agg=[{}])))

@@ -35,13 +35,16 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(tls_in: Path | None = None) -> Iterator[str]:
+def serving(tls_in: Path | None = None, *, mutual: bool = False) -> Iterator[str]:
     """A server's URL."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         scheme = "http"
         if tls_in is not None:
             scheme, context = "https", ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(*certificate(tls_in))
+            if mutual:
+                context.verify_mode = ssl.CERT_REQUIRED
+                context.load_verify_locations(tls_in / "cert.pem")
             server.socket = context.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -71,3 +74,11 @@ def test_a_control_address_is_ready_when_it_accepts(tmp_path: Path) -> None:
         addresses = [f"tcp:127.0.0.1:{tcp.getsockname()[1]}", f"unix:{path}"]
         assert all(asyncio.run(is_ready(ConnectReady(address))) for address in addresses)
     assert not any(asyncio.run(is_ready(ConnectReady(address))) for address in addresses)
+
+
+def test_a_process_that_asks_for_a_certificate_is_shown_its_own(tmp_path: Path) -> None:
+    with serving(tmp_path, mutual=True) as url:
+        own = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+        assert asyncio.run(is_ready(HttpReady(f"{url}/ready", own)))
+        assert not asyncio.run(is_ready(HttpReady(f"{url}/ready")))
+        assert not asyncio.run(is_ready(HttpReady(f"{url}/ready", ("/none", "/none"))))

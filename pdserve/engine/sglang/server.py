@@ -2,7 +2,7 @@
 
     with until_stopped():
         engine = Engine(drain, metrics)
-        serve(parse_args(argv), drain, engine, configure_app=add_our_routes)    # until SIGTERM or Ctrl-C
+        serve(parse_args(argv), drain, engine, tls, configure_app=add_our_routes)    # until SIGTERM or Ctrl-C
 
 The end: the worker drains (drain.py), unless one of SGLang's processes has failed. Then requests that still
 run are aborted. The schedulers release their resources: a storage backend closes its connections. The HTTP
@@ -28,8 +28,10 @@ from typing import Any, Final
 
 from pdserve.engine.drain import Client, Drain
 from pdserve.engine.sglang.engine import Engine
+from pdserve.engine.sglang.tls import serving
 from pdserve.errors import StartupError
 from pdserve.sglang_places import places
+from pdserve.tls.contexts import Certificates, TlsConfig
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,7 @@ def serve(
     server_args: Any,
     drain: Drain,
     engine: Engine,
+    tls: TlsConfig,
     *,
     configure_app: Callable[[Any], None],
     on_ready: Callable[[], None],
@@ -114,13 +117,14 @@ def serve(
         return manager, templates
 
     try:
-        http_server.launch_server(
-            server_args,
-            init_tokenizer_manager_func=init_manager,
-            run_scheduler_process_func=entry.run_scheduler_process,
-            run_detokenizer_process_func=entry.run_detokenizer_process,
-            launch_callback=on_ready,
-        )
+        with serving(http_server, tls, Certificates(tls)):
+            http_server.launch_server(
+                server_args,
+                init_tokenizer_manager_func=init_manager,
+                run_scheduler_process_func=entry.run_scheduler_process,
+                run_detokenizer_process_func=entry.run_detokenizer_process,
+                launch_callback=on_ready,
+            )
     except (RuntimeError, ValueError, AssertionError) as error:  # what SGLang raises for what it cannot run
         raise StartupError(f"SGLang did not start: {_first_line(error)}") from error
     finally:

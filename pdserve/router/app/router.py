@@ -138,6 +138,7 @@ class Router:
             "workers": [
                 {
                     "id": worker.id,
+                    "tls": worker.is_tls,
                     "role": worker.role,
                     "model": worker.info.model if worker.info else None,
                     "ready": worker.ready and worker.refused is None,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import socket
+import ssl
 from collections.abc import Iterator
 from functools import partial
 
@@ -16,6 +17,7 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Access
 from pdserve.router.server.connection import ClientConnection, Connections, DirectHandler
 from pdserve.router.server.listening import BACKLOG
+from pdserve.tls.contexts import Certificates, TlsConfig
 
 LAST_WORD_S = 1.0
 """How long a client that must be cut off is given to take the error."""
@@ -49,6 +51,7 @@ def make_server(
     `direct` gets its requests past ASGI. Raises ConfigError for a certificate that cannot be used.
     """
     access = access or Access()
+    context = _public_tls(access)
     settings = uvicorn.Config(
         application,  # type: ignore[arg-type]  # our own, looser ASGI types
         http=partial(  # type: ignore[arg-type]  # a factory will do
@@ -67,15 +70,20 @@ def make_server(
         backlog=BACKLOG,
         timeout_keep_alive=math.ceil(config.client_keepalive_s),
         timeout_graceful_shutdown=math.ceil(config.stop_grace_s),
-        ssl_certfile=access.tls_cert_file,
-        ssl_keyfile=access.tls_key_file,
+        ssl_context_factory=None if context is None else lambda _config, _default: context,
     )
-    try:
-        settings.load()
-    except OSError as error:  # ssl.SSLError too
-        files = f"{access.tls_cert_file} and {access.tls_key_file}"
-        raise ConfigError(f"access: no certificate and key can be had from {files}: {error}") from None
+    settings.load()
     return _Server(settings)
+
+
+def _public_tls(access: Access) -> ssl.SSLContext | None:
+    """Follows the files. Clients are not ours: they may speak TLS 1.2. Raises ConfigError."""
+    files = TlsConfig(certificate=access.tls_cert_file, key=access.tls_key_file)
+    try:
+        return Certificates(files, oldest=ssl.TLSVersion.TLSv1_2).lasting_server_context()
+    except ConfigError as error:
+        names = f"{access.tls_cert_file} and {access.tls_key_file}"
+        raise ConfigError(f"access: no certificate and key can be had from {names}: {error}") from None
 
 
 async def serve_until_stopped(server: uvicorn.Server, listening: socket.socket) -> None:

@@ -1,0 +1,123 @@
+"""A worker's TLS in SGLang's own server module: who is let in, and that SGLang still reaches itself."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from sglang.srt.entrypoints import http_server
+
+from pdserve.engine.sglang.tls import serving
+from pdserve.tls import contexts
+from pdserve.tls.contexts import Certificates, TlsConfig
+from tests.support.certificates import Authority
+
+TIMEOUT_S = 10.0
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "ca")
+
+
+async def application(scope: Any, _receive: Any, send: Callable[[Any], Any]) -> None:
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+
+@contextmanager
+def worker(tls: TlsConfig) -> Iterator[str]:
+    """The server as SGLang makes it, in a thread; its URL."""
+    started = threading.Event()
+    with serving(http_server, tls, Certificates(tls)), socket.create_server(("127.0.0.1", 0)) as listening:
+        names: Any = vars(http_server)
+        files = {"ssl_certfile": str(tls.certificate), "ssl_keyfile": str(tls.key)}
+        config = names["uvicorn"].Config(application, log_config=None, lifespan="off", loop="uvloop", **files)
+        server = names["uvicorn"].Server(config)
+
+        async def serve() -> None:
+            serving = asyncio.create_task(server.serve(sockets=[listening]))
+            while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+                await asyncio.sleep(0.001)
+            started.set()
+            await serving
+
+        thread = threading.Thread(target=asyncio.run, args=(serve(),))
+        thread.start()
+        try:
+            assert started.wait(TIMEOUT_S)
+            yield f"https://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(TIMEOUT_S)
+
+
+def ask(url: str, tls: TlsConfig) -> int:
+    """The status, over a new connection. Raises httpx.HTTPError."""
+    context: Any = Certificates(tls).client_context
+    return httpx.get(url, verify=context, timeout=TIMEOUT_S, trust_env=False).status_code
+
+
+def test_routers_with_a_certificate_are_let_in_and_nobody_else(authority: Authority, tmp_path: Path) -> None:
+    certificate, key = Authority(tmp_path / "other").files("router")
+    with worker(authority.host(mutual=True)) as url:
+        assert ask(url, authority.host("router")) == 200
+        for stranger in (
+            authority.client(),
+            TlsConfig(ca=authority.ca, certificate=certificate, key=key),
+        ):
+            with pytest.raises(httpx.HTTPError):
+                ask(url, stranger)
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(url.replace("https", "http"), timeout=TIMEOUT_S, trust_env=False)
+
+
+def test_sglang_reaches_its_own_server_as_it_does_at_its_start(authority: Authority) -> None:
+    """At an address that the certificate does not name, as for a worker that listens on all."""
+    names: Any = vars(http_server)
+    with worker(authority.host("elsewhere.example", mutual=True)) as url:
+        assert names["requests"].get(url, timeout=TIMEOUT_S, verify=True).status_code == 200
+        assert names["requests"].post(url, json={}, timeout=TIMEOUT_S).status_code == 200
+        assert issubclass(names["requests"].exceptions.RequestException, Exception)
+
+
+def test_sglangs_module_is_as_before_afterwards_and_without_tls(authority: Authority) -> None:
+    names: Any = vars(http_server)
+    before = names["uvicorn"], names["requests"]
+    with serving(http_server, TlsConfig(), Certificates(TlsConfig())):
+        assert (names["uvicorn"], names["requests"]) == before
+    with worker(authority.host()):
+        assert names["uvicorn"] is not before[0]
+    assert (names["uvicorn"], names["requests"]) == before
+
+
+def test_a_running_worker_uses_renewed_certificates_and_authorities(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contexts, "LOOK_S", 0.0)
+    tls, new = authority.host(mutual=True), Authority(tmp_path / "new")
+    files = [tmp_path / name for name in ("c.pem", "c.key", "ca.pem")]
+
+    def lay(source: TlsConfig) -> None:
+        for file, what in zip(files, (source.certificate, source.key, source.client_ca), strict=True):
+            assert what is not None
+            file.write_bytes(what.read_bytes())
+        files[1].chmod(0o600)
+
+    lay(tls)
+    with worker(TlsConfig(certificate=files[0], key=files[1], client_ca=files[2])) as url:
+        assert ask(url, authority.host("router")) == 200
+        lay(new.host(mutual=True))
+        assert ask(url, new.host("router")) == 200
+        with pytest.raises(httpx.HTTPError):
+            ask(url, authority.host("router"))
+        with pytest.raises(httpx.HTTPError):  # the new server's certificate, an old client's
+            ask(url, TlsConfig(ca=new.ca, certificate=tls.certificate, key=tls.key))

@@ -1,0 +1,48 @@
+"""The public port's certificate: renewed while the router serves."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.router.config.router import RouterConfig
+from pdserve.router.config.tenants import Access
+from pdserve.router.server.uvicorn_server import make_server
+from pdserve.tls import contexts
+from tests.support.certificates import Authority
+from tests.support.router.harness import served
+
+
+async def shown(port: int, ca: Path, newest: ssl.TLSVersion) -> bytes:
+    """The certificate that a client is shown, DER."""
+    context = ssl.create_default_context(cafile=str(ca))
+    context.maximum_version = newest
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    found = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.close()
+    return bytes(found)
+
+
+async def test_a_renewed_certificate_is_shown_to_the_next_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contexts, "LOOK_S", 0.0)
+    authority = Authority(tmp_path)
+    certificate, key = authority.files("127.0.0.1")
+    access = Access(tls_cert_file=certificate, tls_key_file=key)
+    async with served(make_server(object(), RouterConfig(), access)) as port:
+        for newest in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):
+            authority.files("127.0.0.1")
+            renewed = ssl.PEM_cert_to_DER_cert(certificate.read_text())
+            assert await shown(port, authority.ca, newest) == renewed
+
+
+def test_a_certificate_that_cannot_be_used_is_said_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="access: no certificate and key can be had from"):
+        make_server(
+            object(), RouterConfig(), Access(tls_cert_file=tmp_path / "a", tls_key_file=tmp_path / "b")
+        )
