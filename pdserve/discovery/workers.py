@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -15,6 +16,8 @@ from msgspec import Meta
 from pdserve.discovery.config import EtcdConfig
 from pdserve.discovery.etcd import EtcdMember, EtcdMembership
 from pdserve.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 WORKERS = "workers"
 
@@ -55,6 +58,7 @@ class Registration:
             kind=WORKERS,
             secret=cluster_token,
         )
+        self._retry_s = config.retry_s
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="worker-etcd", daemon=True)
@@ -74,9 +78,17 @@ class Registration:
         self._loop.run_until_complete(self._keep())
 
     async def _keep(self) -> None:
-        keeping = asyncio.create_task(self._membership.run())
+        keeping = asyncio.create_task(self._run_membership())
         await self._stopped.wait()
         keeping.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await keeping
         await self._membership.close()
+
+    async def _run_membership(self) -> None:
+        while True:
+            try:
+                await self._membership.run()
+            except Exception:  # boundary: of this thread; routers would lose a worker that serves
+                logger.exception("worker: keeping its key in etcd failed, and is repeated")
+            await asyncio.sleep(self._retry_s)

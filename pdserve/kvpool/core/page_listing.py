@@ -61,7 +61,15 @@ class PageListing:
             place, length_bytes = self._tiers.place(namespace, key)
             if length_bytes and key not in committed:
                 pages.append(PageEntry(key, length_bytes, place))
-        return pages, cursor + limit if start + limit < len(keys) else 0
+        if start + limit < len(keys):
+            return pages, cursor + limit
+        self._tier_keys.pop((namespace, asker), None)
+        return pages, 0
+
+    def gone(self, asker: int) -> None:
+        """The client disconnected."""
+        for listed in [listed for listed in self._tier_keys if listed[1] == asker]:
+            del self._tier_keys[listed]
 
     def _keys(self, namespace: int, asker: int, *, begin: bool) -> list[bytes]:
         """The keys in tiers that the asker goes through: a new list at the beginning, or when it was

@@ -304,6 +304,7 @@ class NodeState:
         if session is None:
             return
         self._startup_hold.gone(event.connection)
+        self._listing.gone(event.connection)
         self.waits.disconnected(session)
         self.tiers.disconnected(session)
         self.reads.disconnected(session, out)

@@ -72,6 +72,22 @@ def test_pins_and_pages_being_written_are_told_apart() -> None:
     assert {page.key: page.pins for page in listed(node, c, "a", 10)} == {key(1): 0, key(2): 1}
 
 
+def test_lists_of_keys_go_with_their_listing_or_their_client() -> None:
+    node = Node(slabs=8, tiers=[TierSpec("ssd:/a", "ssd", 1 << 30)])
+    one, other = node.connect(), node.connect()
+    ns = node.open(one, "a")
+    node.open(other, "a")
+    node.do(PagesFound(0, tuple(TierPage(ns, key(k), 8 * KIB, 0, 1) for k in range(9)), 0, last=True))
+    kept = node.state._listing._tier_keys
+    listed(node, one, "a", 4)
+    assert not kept
+    begun = node.ask(other, ListPages(1, "a", 0, 4), PageList)
+    node.ask(other, ListPages(2, "a", begun.cursor, 4), PageList)
+    assert kept
+    node.disconnect(other)
+    assert not kept
+
+
 def test_a_namespace_that_is_not_there_is_named() -> None:
     node = Node()
     c = node.connect()

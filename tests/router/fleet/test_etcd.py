@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.discovery.etcd import EtcdMembership
 from pdserve.discovery.workers import Registration, WorkerEtcdConfig, worker_key
 from pdserve.errors import ConfigError
 from pdserve.router.config.limits import Probe
@@ -41,6 +43,30 @@ async def watching(etcd: EtcdServer, lease_s: int = 2, **more: Any) -> AsyncIter
     config = RouterConfig(etcd=settings(etcd, lease_s), probe=Probe(interval_s=0.1), **more)
     async with routed(config) as harness:
         yield harness
+
+
+def test_a_worker_keeps_its_key_though_the_task_for_it_ended_by_a_bug(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs: list[int] = []
+    again = threading.Event()
+
+    async def run(self: EtcdMembership) -> None:
+        runs.append(1)
+        if len(runs) == 1:
+            raise RuntimeError("bug")
+        again.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(EtcdMembership, "run", run)
+    config = WorkerEtcdConfig(endpoints=["http://127.0.0.1:1"], retry_s=0.01)
+    registration = Registration(config, "decode", "http://worker:1", "")
+    registration.start()
+    try:
+        assert again.wait(WAIT_S)
+    finally:
+        registration.stop()
+    assert "is repeated" in caplog.text
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final, Literal, TypeAlias
 
 import msgspec
@@ -134,7 +135,9 @@ class TierIndexes:
     def keys(self, namespace: int) -> list[bytes]:
         """The keys of the namespace's pages in any tier, each once."""
         space = self._spaces.get(namespace, _NO_SPACE)
-        return list(dict.fromkeys(key for tier in self.tiers for key in tier.pages.get(space, ())))
+        # without a step of Python per page, where one tier has them all: 10 million are copied in the loop
+        held = [pages for tier in self.tiers if (pages := tier.pages.get(space))]
+        return list(held[0]) if len(held) == 1 else list(dict.fromkeys(chain.from_iterable(held)))
 
     def page_count(self, namespace: int) -> int:
         """Number of the namespace's pages in all tiers. A page in two tiers counts twice."""

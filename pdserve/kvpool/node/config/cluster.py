@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.discovery.config import EtcdConfig
+from pdserve.sizes import parse_bytes
 from pdserve.tokens import Secret
 
 
@@ -86,6 +87,15 @@ class MovingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float,
         Meta(gt=0, description="Longest time of one request to another node; more for a large batch."),
     ] = 5.0
+
+    def __post_init__(self) -> None:
+        for name in ("bytes_s", "batch_bytes"):
+            try:
+                size_bytes = parse_bytes(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            if size_bytes < 0:
+                raise ValueError(f"{name} must not be negative, it is {size_bytes}")
 
 
 class ReplicasConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

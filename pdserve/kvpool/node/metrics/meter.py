@@ -19,6 +19,7 @@ BUCKETS_S: Final = (
     *(25e-6, 50e-6, 100e-6, 250e-6, 500e-6),
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
 )
+FIRST_FORGET: Final = 256  # series; then namespaces that are gone are looked for
 NO_NAMESPACE: Final = 0  # of requests that name none, or one that is not there
 
 
@@ -68,6 +69,7 @@ class Meter:
         self._namespace_of_slot = namespace_of_slot
         self._known = known
         self._series: dict[tuple[type, int], Series] = {}
+        self._forget_at = FIRST_FORGET
 
     def begin(self, message: Request, since_s: float) -> Open:
         """A request came."""
@@ -91,15 +93,22 @@ class Meter:
             series.refused += 1
 
     def _add(self, request: Open) -> Series:
+        if len(self._series) >= self._forget_at:  # nobody may ask for snapshots
+            self._forget()
+            self._forget_at = 2 * len(self._series) + FIRST_FORGET
         namespace = request.namespace if request.namespace in self._known else NO_NAMESPACE
         return self._series.setdefault((request.kind, namespace), Series())
 
     def snapshot(self) -> dict[tuple[str, int], Series]:
         """By name of the request and number of the namespace; namespaces that are gone are forgotten."""
+        self._forget()
+        return {(kind.__name__, number): series.copy() for (kind, number), series in self._series.items()}
+
+    def _forget(self) -> None:
+        """Namespaces that are gone."""
         for kind, namespace in list(self._series):
             if namespace != NO_NAMESPACE and namespace not in self._known:
                 del self._series[kind, namespace]
-        return {(kind.__name__, number): series.copy() for (kind, number), series in self._series.items()}
 
 
 class LoopLag:

@@ -81,6 +81,8 @@ class Serving:
         self._revision = -1
         self._watched: Item | None = None  # the request being served: what it is not given does not count
         self._watched_flow = PEERS
+        # reads of flows with a rate that wait for pages from a tier, by connection and id; no more than that
+        self._loading: dict[tuple[int, int], tuple[int, m.Get]] = {}
         self._turn_keys = 0  # served in this turn
         self._turn: asyncio.Handle | None = None  # the next one
         self._timer: asyncio.Handle | None = None
@@ -115,21 +117,24 @@ class Serving:
     def answered(self, connection: int, reply: m.Reply) -> None:
         """A request was answered: the bytes that it was not given count for nothing."""
         if self._watched is not None:
-            self._give_back(self._watched, connection, reply)
+            asker, request = self._watched
+            answers = isinstance(reply, m.Got | m.Reserved | m.Fault) and reply.id == request.id
+            if connection == asker and answers and isinstance(request, m.Get | m.Reserve):
+                self._watched = None
+                self._give_back(self._watched_flow, request, reply)
+                return
+        if self._loading and isinstance(reply, m.Got | m.Fault):
+            loading = self._loading.pop((connection, reply.id), None)
+            if loading is not None:
+                self._give_back(*loading, reply)
 
-    def _give_back(self, watched: Item, connection: int, reply: m.Reply) -> None:
-        asker, request = watched
-        if connection != asker or not isinstance(request, m.Get | m.Reserve):
-            return
-        if not isinstance(reply, m.Got | m.Reserved | m.Fault) or reply.id != request.id:
-            return
-        self._watched = None
+    def _give_back(self, flow: int, request: m.Get | m.Reserve, reply: m.Reply) -> None:
         given = 0
         if isinstance(reply, m.Got):
             given = sum(pin.status == m.HIT for pin in reply.pins)
         elif isinstance(reply, m.Reserved):
             given = sum(grant.status == m.GRANTED for grant in reply.grants)
-        self._queue.give_back(self._watched_flow, (len(request.keys) - given) * self._page_bytes(request))
+        self._queue.give_back(flow, (len(request.keys) - given) * self._page_bytes(request))
 
     def gone(self, connection: int) -> None:
         """A client disconnected."""
@@ -137,6 +142,8 @@ class Serving:
             self._queue.remove(lambda item: item[0] == connection)
         for paused in self._paused.values():
             paused.discard(connection)
+        for asked in [asked for asked in self._loading if asked[0] == connection]:
+            del self._loading[asked]
 
     def counters(self) -> dict[str, int]:
         """What happened, for status and metrics."""
@@ -186,6 +193,8 @@ class Serving:
         self._turn_keys += self._keys_of(message) + REQUEST_KEYS
         self._watched, self._watched_flow = (connection, message), flow
         self._feed(Received(connection, message))
+        if self._watched is not None and isinstance(message, m.Get) and flow in self._queue.limited:
+            self._loading[connection, message.id] = flow, message
         self._watched = None
 
     def _next_turn(self) -> None:

@@ -30,6 +30,7 @@ from typing import IO, Final, Protocol
 import msgspec
 from msgspec.structs import replace
 
+from pdserve.errors import NodeFailed, PdserveError
 from pdserve.kvpool.core.state import NodeState
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.serving.connection import ClientConnection, Connections
@@ -67,6 +68,10 @@ class Host(Protocol):
         """End the event loop."""
         ...
 
+    def fail(self, error: PdserveError) -> None:
+        """End the event loop by this error; the pages stay."""
+        ...
+
 
 class Upgrader:
     """One upgrade at a time; lives in the node's loop."""
@@ -85,6 +90,23 @@ class Upgrader:
             connection.send(Fault(request.id, "upgrade_failed", "an upgrade is under way already"))
             return
         self._task = asyncio.get_running_loop().create_task(self._run(connection, request))
+        self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A bug in an upgrade is seen: the node serves on, or ends where clients were sent away."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        name = self._node.config.name
+        logger.critical("node %s: the upgrade ended by an unexpected error", name, exc_info=error)
+        if self.goodbye_fault is None:
+            self._end_child()
+            hold_signals(hold=False)
+            return
+        self._node.fail(
+            NodeFailed(
+                f"node {name}: its upgrade failed, {error!r}: its pages stay in memory, start it again"
+            )
+        )
 
     @property
     def _under_way(self) -> bool:
@@ -140,7 +162,7 @@ class Upgrader:
                         async with asyncio.timeout(LOAD_S):
                             found = await loop.sock_recv(mine, WORD_BYTES)
                     if not found:
-                        raise UpgradeError(self._why_not_loaded(errors))
+                        raise UpgradeError(await self._why_not_loaded(errors))
                 check_same(msgspec.json.decode(found, type=Start), start_of(self._node.config))
                 undo.pop_all()
         except OSError as error:
@@ -149,12 +171,13 @@ class Upgrader:
             raise UpgradeError(f"its command starts no node of this kind: {error}") from error
         self._next = replace(passed, door_fd=mine.detach(), door_pid=self._child.pid)
 
-    def _why_not_loaded(self, errors: IO[bytes]) -> str:
+    async def _why_not_loaded(self, errors: IO[bytes]) -> str:
         assert self._child is not None
-        try:
-            status = self._child.wait(ENDING_S)
-        except subprocess.TimeoutExpired:
-            return f"the new version made no start within {LOAD_S:.0f} s"
+        deadline_s = time.monotonic() + ENDING_S
+        while (status := self._child.poll()) is None:  # clients are served meanwhile
+            if time.monotonic() >= deadline_s:
+                return f"the new version made no start within {LOAD_S:.0f} s"
+            await asyncio.sleep(POLL_S)
         errors.seek(0)
         lines = errors.read().decode(errors="replace").strip().splitlines() or [f"exit status {status}"]
         return f"the new version would not start: {lines[-1]}"

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.kvpool.core.events import Answer, LoadPages, PagesFound, PagesLoaded
+from pdserve.kvpool.core.namespace_admin import Rules
 from pdserve.kvpool.core.tiering.tier_index import TierSpec
 from pdserve.kvpool.node.serving.fair_queue import MAX_QUEUED, MAX_QUEUED_S
 from pdserve.kvpool.node.serving.scheduler import TURN_KEYS
 from pdserve.kvpool.node.timers import CLOCK_STEP_S
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings
+from pdserve.kvpool.tiers.base import GONE, TierPage
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from tests.support.kvpool.moving_nodes import Nodes
 from tests.support.kvpool.node_model import KIB, Node, key
@@ -149,6 +152,26 @@ def test_misses_take_no_bytes() -> None:
         served.get(a, ns, KEYS[:4])
         served.loop.turn()
     assert len(a.sent) == 5
+
+
+def test_pages_that_a_tier_turns_out_not_to_have_take_no_bytes() -> None:
+    page = 4 * KIB
+    rules = Rules(named={"a": NamespaceSettings(bytes_s=float(8 * page))})
+    served = Served(node=Node(8, tiers=[TierSpec("s", "ssd", 1 << 30)], rules=rules))
+    a, ns = served.client("a")
+    space = served.node.state.namespaces[ns].tier_space
+    below = tuple(TierPage(space, each, page, 0, 1) for each in KEYS[:8])
+    served.node.do(PagesFound(0, below, 0, last=True))
+    served.get(a, ns, KEYS[:8])  # all that it may have in a second
+    [load] = [action for action in served.actions if isinstance(action, LoadPages)]
+    slots = tuple(loaded.slot for loaded in load.pages)
+    for action in served.node.do(PagesLoaded(0, slots, (GONE,) * 8, (0,) * 8)):
+        if isinstance(action, Answer):
+            served.serving.answered(action.connection, action.message)
+    assert not served.serving._loading
+    served.loop.turn()
+    served.get(a, ns, KEYS[8:])
+    assert len(a.sent) == 1
 
 
 def test_what_cannot_be_a_page_takes_no_more_of_a_rate_than_the_largest_page() -> None:
