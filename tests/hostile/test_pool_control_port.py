@@ -12,6 +12,7 @@ import pytest
 
 from pdserve.errors import PoolError
 from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.base import KEY_BYTES
 from pdserve.kvpool.protocol.frames import encode_frame
 from pdserve.kvpool.protocol.handshake import NONCE_BYTES, without_token
 from pdserve.kvpool.transports.control import make_hello
@@ -101,6 +102,24 @@ def test_half_frames_of_clients_take_a_bounded_memory(pool: ProcessPool) -> None
                 sock.sendall(b"\x00" * (m.MAX_FRAME_BYTES - 1))
         a_client_with_a_token_works(pool, 2)
         assert rss_bytes(pool) - before < 110 * MIB
+
+
+def test_open_waits_of_a_client_take_a_bounded_memory(pool: ProcessPool) -> None:
+    connection = connect(pool.address, soon(), "shm", token=ADMIN_TOKEN)
+    namespace = open_namespace(connection, "honest")
+    connection.close()
+    before = rss_bytes(pool)
+    with raw_socket(pool) as sock:
+        sock.settimeout(10)
+        sock.sendall(encode_frame(make_hello("waiter", "", "none", ADMIN_TOKEN)))
+        said = b""
+        for number in range(128):
+            some = [(number << 32 | n).to_bytes(KEY_BYTES, "little") for n in range(m.MAX_KEYS)]
+            sock.sendall(encode_frame(m.Wait(number + 2, namespace, some, 600.0)))
+        while b"too_many_waiters" not in said:
+            said += sock.recv(1 << 16)
+        assert rss_bytes(pool) - before < 110 * MIB
+    a_client_with_a_token_works(pool, 9)
 
 
 def test_clients_without_a_token_do_not_take_the_places_of_those_with_one(pool: ProcessPool) -> None:

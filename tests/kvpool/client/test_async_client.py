@@ -272,3 +272,15 @@ async def test_what_hangs_up_a_connection_reaches_all_its_calls_and_its_owner(do
     assert told == [UPGRADING]
     with pytest.raises(PoolRestarting):
         await control.call(m.Ping)
+
+
+async def test_one_refused_request_does_not_take_the_node_from_all_others(door: Door) -> None:
+    with client_of(door, retry_after_s=600.0) as client:
+        put(door, 1)
+        assert await client.exists([key(1)]) == [True]
+        link = client._links["n0"]
+        link.refused(m.Fault(2, "overloaded", "too much"))
+        assert link._alive() is not None
+        link.refused(m.Fault(3, "unknown_namespace", "it was dropped"))
+        assert link._alive() is None, "the next connection has the namespace's new number"
+        assert await client.exists([key(1)]) == [True]
