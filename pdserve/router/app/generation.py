@@ -141,7 +141,8 @@ class GenerationHandler:
             if not limits.controls_engine:
                 check_fields(view)
             check_media(view, limits.media_domains)
-            call.answer.shows_figures = self._shows_load
+            call.answer.shows_insides = self._shows_load
+            call.keep_apart()
             if call.endpoint.is_salted:
                 call.body = isolated(body, view.cache_salt, call.tenant.cache)
             if session is not None:

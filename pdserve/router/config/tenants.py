@@ -105,8 +105,8 @@ class Access(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     show_load: Annotated[
         bool,
         Meta(
-            description="Show figures of load in `x-pdserve-plan` even if there are API keys. They reveal "
-            "how much other tenants send."
+            description="Show figures of load in `x-pdserve-plan`, and the workers' addresses, even if there "
+            "are API keys. They reveal how much other tenants send."
         ),
     ] = False
 

@@ -158,10 +158,11 @@ class Dispatcher:
         else:
             if failure.kind == "timeout":
                 call.end = "worker"
+            who = f"Worker {worker.id}" if call.answer.shows_insides else "The worker"
             status = {"timeout": 504, "busy": 503}.get(failure.kind, 502)
             raise RequestError(
                 status,
-                f"Worker {worker.id} did not answer ({failure.kind}), and no other could be tried.",
+                f"{who} did not answer ({failure.kind}), and no other could be tried.",
                 type_=error_type(status),
                 code="worker_unavailable",
             )

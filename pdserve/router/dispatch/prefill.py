@@ -27,6 +27,7 @@ from pdserve.router.metrics.names import CACHES
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.placer import Placer
 from pdserve.router.placement.planner import choose_alternate
+from pdserve.router.request.answer import PREFILL_HEADER
 from pdserve.router.request.cache_report import PREFILL_CACHED_HEADER, cached_words
 from pdserve.router.request.call import Call
 
@@ -179,7 +180,7 @@ class PrefillStage:
         job.cached_before = cached_before_header(report.cached_by_prompt)
         job.count_prompt(stats, tokens)
         call.answer.prefill_headers = [
-            (b"x-pdserve-prefill", worker.id_header),
+            (PREFILL_HEADER, worker.id_header),
             (PREFILL_CACHED_HEADER, cached_words(tokens)),
         ]
         if call.answer.meter is not None:

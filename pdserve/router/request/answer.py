@@ -15,6 +15,7 @@ from pdserve.router.request.token_usage import Meter
 from pdserve.router.server.client import Client, Headers
 
 JSON = b"application/json"
+PREFILL_HEADER = b"x-pdserve-prefill"
 _FIGURES = re.compile(rb"\([^)]*\)")
 _RETRY_STATUSES = (429, 503)
 
@@ -42,7 +43,7 @@ class Answer:
         "prefill_headers",
         "progress",
         "request_id",
-        "shows_figures",
+        "shows_insides",
         "started_s",
         "status",
     )
@@ -60,8 +61,8 @@ class Answer:
         self.meter: Meter | None = None
         """Counts the answer's tokens, once the call was let in."""
         self.plan_words = b""
-        self.shows_figures = True
-        """The client may see how busy the workers are."""
+        self.shows_insides = True
+        """The client may see where the workers are, and how busy."""
         self.prefill_headers: Headers = []
         """Headers that name the prefill worker, and what it found cached."""
         self.decode_id = b""
@@ -84,6 +85,12 @@ class Answer:
             return self.prefill_headers
         return [*self.prefill_headers, (b"x-pdserve-decode", self.decode_id)]
 
+    def _shown_workers(self) -> Headers:
+        """What the client may see of `worker_headers`."""
+        if self.shows_insides:
+            return self.worker_headers
+        return [header for header in self.prefill_headers if header[0] != PREFILL_HEADER]
+
     def start(self, status: int, headers: Headers, length: int | None, *, closes: bool = False) -> None:
         """Send the status and `headers`, with the router's own added. `length`: of the body in bytes; None: a
         stream of events. `closes`: the connection ends with the answer.
@@ -94,10 +101,8 @@ class Answer:
         self.is_stream = length is None
         headers.append((b"x-request-id", self.request_id))
         if words := self.plan_words:
-            headers.append((b"x-pdserve-plan", words if self.shows_figures else _FIGURES.sub(b"", words)))
-            headers += self.prefill_headers
-            if self.decode_id:
-                headers.append((b"x-pdserve-decode", self.decode_id))
+            headers.append((b"x-pdserve-plan", words if self.shows_insides else _FIGURES.sub(b"", words)))
+            headers += self._shown_workers()
         self.client.start(status, headers, length, closes=closes)
 
     async def write(self, body: bytes, more: bool) -> None:

@@ -8,8 +8,8 @@ phase holds: a connection to a worker, a count of load.
 from __future__ import annotations
 
 import asyncio
-import random
 import re
+import secrets
 from typing import Literal
 
 from pdserve.router.api.endpoints import ENDPOINTS
@@ -28,8 +28,10 @@ _FIELD_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]{1,1024}")
 
 
 def request_id(given: bytes) -> bytes:
-    """The id of a request: the client's own if it is short and plain, else a new one (no secret)."""
-    return given if given and _REQUEST_ID.fullmatch(given) else b"%024x" % random.getrandbits(96)
+    """The id of a request: the client's own if it is short and plain, else a new one that nobody guesses:
+    workers are asked about a request by its id.
+    """
+    return given if given and _REQUEST_ID.fullmatch(given) else secrets.token_hex(12).encode()
 
 
 class Call:
@@ -56,6 +58,7 @@ class Call:
         "tenant",
         "trace",
         "upstream_headers",
+        "worker_request_id",
     )
 
     def __init__(self, client: Client, now_s: float, deadline_s: float) -> None:
@@ -67,6 +70,8 @@ class Call:
         assert task is not None
         self.task = task
         self.request_id = request_id(self.headers.get(b"x-request-id", b""))
+        self.worker_request_id = self.request_id
+        """The request's id at the workers."""
         self.upstream_headers = self._headers_for_workers()
         self.answer = Answer(client, self.request_id)
         self.body = b""
@@ -93,6 +98,11 @@ class Call:
         value = self.headers.get(name.encode("ascii"))
         return None if value is None else value.decode("latin-1")
 
+    def keep_apart(self) -> None:
+        """Of two tenants that use one id, workers must not take one request for the other's."""
+        self.worker_request_id = b"%b:%b" % (self.tenant.name.encode("ascii"), self.request_id)
+        self.upstream_headers = self._headers_for_workers()
+
     def pass_on(self, headers: dict[bytes, bytes]) -> None:
         """Send workers these headers in place of the client's own."""
         self.headers.update(headers)
@@ -102,7 +112,7 @@ class Call:
         content_type = self.headers.get(b"content-type", JSON)
         if not _FIELD_VALUE.fullmatch(content_type):
             content_type = JSON
-        lines = b"content-type: %b\r\nx-request-id: %b\r\n" % (content_type, self.request_id)
+        lines = b"content-type: %b\r\nx-request-id: %b\r\n" % (content_type, self.worker_request_id)
         for name in PASSED_ON:
             value = self.headers.get(name)
             if value is not None and _FIELD_VALUE.fullmatch(value):

@@ -299,6 +299,11 @@ class ClientConnection(HttpToolsProtocol):
         self._sending = "head"
         self.url, self.headers, self.expect_100_continue = b"", [], False
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header line. A trailer is passed over: it would override what others have checked."""
+        if self._sending != "rest":
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """The head is complete."""
         self._sending = "rest"

@@ -168,9 +168,9 @@ class Connection(asyncio.Protocol):
         self._has_length = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """The parser found a header line."""
+        """The parser found a header line, or a trailer, which is passed over."""
         response = self._response
-        if response is None or response.complete:
+        if response is None or response.complete or response.status:
             return
         name = name.lower()
         if name in (b"content-length", b"transfer-encoding"):

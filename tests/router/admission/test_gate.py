@@ -17,7 +17,16 @@ from pdserve.router.config.tenants import Access, Admission, Tenant
 from pdserve.router.tenants.api_keys import key_line
 from tests.support.router import mock_worker as mock
 from tests.support.router.harness import CHAT, FAST, Connection, Harness, disagg, routed
-from tests.support.router.mock_worker import ANSWER, EVENTS, STREAM, Gate, MockWorker
+from tests.support.router.mock_worker import (
+    ANSWER,
+    EVENTS,
+    STREAM,
+    CloseConnection,
+    Gate,
+    MockWorker,
+    Received,
+    Wire,
+)
 from tests.support.router.streams import telling
 
 ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
@@ -355,7 +364,8 @@ async def test_a_worker_that_joins_lets_in_what_waits(access: Access) -> None:
         second = await harness.asking(by(ALICE))
         await until_waiting(harness, 1)
         harness.router.fleet.members.join(new.url, "decode")
-        assert (await second.response()).headers["x-pdserve-decode"] == new.id
+        assert (await second.response()).status == 200
+        assert len(new.got(CHAT)) == 1
 
 
 async def test_a_tenants_concurrency_holds_only_that_tenant(access: Access) -> None:
@@ -390,6 +400,39 @@ async def test_a_worker_that_asks_for_the_token_joins_a_router_that_has_it() -> 
             config = RouterConfig(decode=(worker.url,), access=Access(cluster_token=token))
             async with routed(config) as harness:
                 assert (await harness.chat()).status == status
+
+
+@pytest.mark.parametrize("shown", [False, True])
+async def test_where_workers_are_is_no_tenants_business_unless_configured(
+    access: Access, shown: bool
+) -> None:
+    async def closes(wire: Wire, request: Received) -> None:
+        raise CloseConnection
+
+    settings = msgspec.structs.replace(access, show_load=shown)
+    async with disagg(access=settings) as (harness, [prefill], [decode]):
+        answers = [await harness.chat(headers=by(ALICE))]
+        decode.script(CHAT, *[closes] * 9)
+        answers.append(await harness.chat(headers=by(ALICE)))
+        assert [answer.status for answer in answers] == [200, 502]
+        told = [str(answer.headers) + answer.body.decode() for answer in answers]
+        for worker in (prefill, decode):
+            assert (worker.id in told[0]) is shown
+        assert (decode.id in told[1]) is shown
+
+
+async def test_workers_never_take_one_tenants_request_for_anothers(access: Access) -> None:
+    """Both chose the same id. The worker follows pages by it, and SGLang names the request so."""
+    async with disagg(access=access) as (harness, [prefill], [decode]):
+        same = {"x-request-id": "mine", "x-session-id": "s"}
+        for key in (ALICE, BOB, ALICE):
+            answer = await harness.chat(headers=by(key) | same)
+            assert answer.headers["x-request-id"] == "mine"
+        for worker, path in ((prefill, "/pd/prefill"), (decode, CHAT)):
+            ids = [request.headers["x-request-id"] for request in worker.got(path)]
+            assert ids == ["alice:mine", "bob:mine", "alice:mine"]
+        [settled] = decode.got("/pd/settled")
+        assert settled.json()["request_id"] == "alice:mine"
 
 
 @pytest.mark.parametrize("shown", [False, True])

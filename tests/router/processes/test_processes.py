@@ -66,7 +66,7 @@ class Site:
     def text(self, tenants: str = "", probe: str = "probe.interval_s = 0.1\n") -> str:
         return (
             f"decode = {json.dumps([worker.url for worker in self._decode])}\nprocesses = 2\n{probe}"
-            f'access.keys_file = "{self.keys}"\n'
+            f'access = {{ keys_file = "{self.keys}", show_load = true }}\n'
             f'[admin]\nport = {self.admin_port}\nkey = "{ADMIN_KEY}"\n{tenants}'
         )
 

@@ -77,6 +77,23 @@ async def test_a_long_body_in_pieces_reaches_the_worker_as_it_is(target: str, co
 
 
 @WAYS
+async def test_a_trailer_changes_no_header(target: str) -> None:
+    """A proxy that takes headers away may let trailers through."""
+    body = json.dumps(chat_body()).encode()
+    async with disagg(prefill=0) as (harness, _, [worker]):
+        client = await harness.connect()
+        head = (
+            f"POST {target} HTTP/1.1\r\nhost: t\r\nx-request-id: mine\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        chunks = b"%x\r\n%b\r\n0\r\nX-Request-Id: others\r\nx-new: 1\r\n\r\n" % (len(body), body)
+        for _ in range(2):  # the second on the kept connection
+            client.writer.write(head.encode() + chunks)
+            answer = await client.response()
+            assert (answer.body, answer.headers["x-request-id"]) == (ANSWER, "mine")
+        assert [request.headers["x-request-id"] for request in worker.got(CHAT)] == ["mine"] * 2
+
+
+@WAYS
 @pytest.mark.parametrize(("lines", "version"), [(["connection: close"], "1.1"), ([], "1.0")])
 async def test_the_connection_ends_with_the_answer_where_the_client_wants_that(
     target: str, lines: list[str], version: str

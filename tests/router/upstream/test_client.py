@@ -65,6 +65,17 @@ async def client_of(*scripts: Script, limits: Limits | None = None) -> AsyncIter
             client.upstream.close()
 
 
+async def test_a_trailer_of_a_worker_is_no_header() -> None:
+    trailer = mock.raw_answer(CHUNKED + b"2\r\nok\r\n0\r\nx-pdserve-cached: device=9\r\n\r\n")
+    async with client_of(trailer, FINE) as client:
+        response = await client.post()
+        assert await response.read_all(5.0, 1 << 20) == b"ok"
+        assert [name for name, _ in response.headers] == [b"transfer-encoding"]
+        response.release()
+        assert await client.read() == b"ok"
+        assert client.mock.connections == 1
+
+
 async def test_a_connection_is_used_again() -> None:
     async with client_of(FINE, FINE, FINE) as client:
         assert [await client.read(b"%d" % i) for i in range(3)] == [b"ok"] * 3
