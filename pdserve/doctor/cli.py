@@ -47,6 +47,7 @@ class Place:
     """Of whom an API key may reach; None: the system's authorities."""
     worker_trust: ssl.SSLContext | None = None
     """Of workers, and a certificate for those that ask for one."""
+    pool_tls: ssl.SSLContext | None = None
     unwritten: Path | None = None
 
 
@@ -152,7 +153,7 @@ def _findings(
         yield Finding("worker", "fail", f"no worker is known: {why_none}", change)
     workers = cluster.gather_workers(urls, token, trust=place.worker_trust)
     addresses = [*place.pool, *(address for worker in workers for address in worker.pool_nodes)]
-    nodes = cluster.gather_pool(addresses)
+    nodes = cluster.gather_pool(addresses, place.pool_tls)
     yield from judge.workers([cluster.with_host_tokens(worker, nodes) for worker in workers])
     yield from judge.pool(nodes)
     for model, page_size in cluster.page_sizes(workers).items() if probe and place.router_url else ():
@@ -192,6 +193,12 @@ def _pools(plan: Plan) -> list[PoolNodeConfig]:
         for spec in plan.processes
         if spec.role == "pool"
     ]
+
+
+def _pool_tls(plan: Plan) -> ssl.SSLContext | None:
+    """As pool nodes have it for each other. Raises ConfigError."""
+    contexts = (Certificates(node.tls).client_context for node in _pools(plan))
+    return next((context for context in contexts if context is not None), None)
 
 
 def _checked(given: str, option: str) -> str:
@@ -234,6 +241,7 @@ def _place(
             token=token or str(access.get("cluster_token", "")),
             trust=cluster.trust_in(ca_file, Path(own) if own and not router else None),
             worker_trust=Certificates(tls).client_context,
+            pool_tls=_pool_tls(plan),
         )
     if not (router or named):
         return None

@@ -205,18 +205,20 @@ def with_host_tokens(worker: Worker, nodes: Iterable[PoolNode]) -> Worker:
     return worker
 
 
-def gather_pool(addresses: Sequence[str]) -> list[PoolNode]:
-    """Every node that those at the addresses know, and those addresses that do not answer."""
+def gather_pool(addresses: Sequence[str], tls: ssl.SSLContext | None = None) -> list[PoolNode]:
+    """Every node that those at the addresses know, and those addresses that do not answer. `tls`: for nodes
+    with certificates.
+    """
     nodes: dict[str, NodeAddress] = {}
     dead: list[PoolNode] = []
     for address in dict.fromkeys(addresses):
         try:
-            nodes |= {node.node: node for node in all_nodes(address, "", TIMEOUT_S)}
+            nodes |= {node.node: node for node in all_nodes(address, "", TIMEOUT_S, tls)}
         except PdserveError as error:
             dead.append(PoolNode(address=address, error=str(error)))
 
     def ask(node: NodeAddress) -> PoolNode:
-        with NodeClient(node.address) as client:
+        with NodeClient(node.address, tls=tls) as client:
             return node_of(node.address, client.status())
 
     found = []

@@ -119,6 +119,8 @@ def server_argv(
         argv += ["--context-length", str(config.context_length)]
     if tls is not None and tls.as_server:
         argv += ["--ssl-certfile", str(tls.certificate), "--ssl-keyfile", str(tls.key)]
+        # unused (sglang/tls.py): without one SGLang warns that nothing is checked
+        argv += ["--ssl-ca-certs", str(tls.client_ca or tls.certificate)]
     argv += _sizes(config, device)
     if device == "cpu":
         # an idle scheduler on CPU would spin on a core that others need

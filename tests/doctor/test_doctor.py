@@ -14,15 +14,18 @@ from typing import Any
 import pytest
 
 from pdserve.doctor import cluster, judge, machine
+from pdserve.doctor.cli import _plan, _pool_tls
 from pdserve.doctor.facts import PoolNode
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
 from pdserve.errors import ConfigError
 from pdserve.router.config.router import RouterConfig
+from pdserve.settings import toml_text
 from pdserve.tls.contexts import Certificates
 from tests.support.certificate import certificate
 from tests.support.certificates import Authority
 from tests.support.command import pdserve_here
-from tests.support.e2e.cluster import to_toml
+from tests.support.e2e.cluster import free_port, to_toml
+from tests.support.kvpool.clustered import running
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.nodes import small_config
 from tests.support.kvpool.pools import arena_dir, remove_arena
@@ -378,3 +381,17 @@ async def test_a_router_tells_which_workers_speak_tls(tmp_path: Path) -> None:
     async with before(worker, tls=authority.client()) as harness:
         urls, _ = await asyncio.to_thread(cluster.members, f"http://127.0.0.1:{harness.port}")
     assert urls == (worker.url,)
+
+
+async def test_pool_nodes_are_asked_with_the_certificates_of_their_configuration(tmp_path: Path) -> None:
+    files = Authority(tmp_path / "ca").host(mutual=True)
+    table = {name: str(getattr(files, name)) for name in ("certificate", "key", "ca", "client_ca")}
+    file, address = tmp_path / "cluster.toml", f"tcp:127.0.0.1:{free_port()}"
+    tables = {"cluster": {"name": "c"}, "pool": [{"listen": [address], "tls": table}], "agg": [{}]}
+    file.write_text(toml_text.to_toml(tables))
+    async with running(tmp_path, "a", listen=[address], tls=files):
+        tls = _pool_tls(_plan(file, tmp_path))
+        [found] = await asyncio.to_thread(cluster.gather_pool, [address], tls)
+        [in_clear] = await asyncio.to_thread(cluster.gather_pool, [address])
+    assert (found.node, found.error) == ("a", "")
+    assert "it may want TLS" in in_clear.error

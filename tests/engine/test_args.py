@@ -97,4 +97,5 @@ def test_sglang_is_told_of_a_certificate_so_that_it_asks_itself_by_https() -> No
     tls = TlsConfig(certificate=Path("/c"), key=Path("/k"))
     argv = server_argv(config(), "agg", "cpu", None, tls)
     assert (value(argv, "--ssl-certfile"), value(argv, "--ssl-keyfile")) == ("/c", "/k")
+    assert value(argv, "--ssl-ca-certs") == "/c"
     assert "--ssl-certfile" not in server_argv(config(), "agg", "cpu", None, TlsConfig(ca=Path("/a")))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import ssl
+import warnings
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final
@@ -33,6 +34,8 @@ def serving(http_server: ModuleType, tls: TlsConfig, certificates: Certificates)
     if context is None:
         yield
         return
+    # of SGLang's requests to itself, see above; each would be told of
+    warnings.filterwarnings("ignore", message="Unverified HTTPS request")
     names = vars(http_server)
     before = {"uvicorn": names["uvicorn"], "requests": names["requests"]}
     names["uvicorn"] = _with_context(before["uvicorn"], context)
