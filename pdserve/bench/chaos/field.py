@@ -25,6 +25,7 @@ from pdserve.bench.processes import Child, client, free_ports
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.protocol.base import NodeAddress
+from pdserve.tokens import Secret
 
 ADMIN_TOKEN: Final = "chaos may do all"
 CLUSTER_TOKEN: Final = "chaos is one pool"
@@ -253,7 +254,7 @@ def make_workers(
             "checksum": line.checksum and settings.checksum,
             "restart_wait_s": RESTART_WAIT_S,
             "connections_per_node": 1,
-            "token": WRITE_TOKEN,
+            "token": Secret(WRITE_TOKEN),
         }
         config = WorkerConfig(
             name=line.name,

@@ -65,7 +65,7 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tuple[str, ...],
         Meta(
             description="Hosts from which workers may fetch its images, videos and sound: names, "
-            "`*.example.com`, or `*` for all names. Media in the request itself are always taken."
+            "`*.example.com`, or `*` for all names. `data:` URLs are always taken."
         ),
     ] = ()
 

@@ -21,6 +21,7 @@ _RANK: Final = "it decides which rank computes"
 _CONNECTS: Final = "it makes a worker connect to an address"
 _NAMES: Final = "it could name a request or a session of others"
 _CACHE: Final = "it tells caches what a prompt is"
+_UNCOUNTED: Final = "what it stands for is not counted"
 _METRICS: Final = "it changes what the operator measures"
 
 ENGINE_FIELDS: Final = {
@@ -45,9 +46,17 @@ ENGINE_FIELDS: Final = {
     "session_id": _NAMES,
     "session_params": _NAMES,
     "lora_id": _NAMES,
+    "extra_key": _CACHE,
     "mm_hashes": _CACHE,
     "mm_content_hashes": _CACHE,
-    "input_embeds": "its tokens are not counted",
+    "input_embeds": _UNCOUNTED,
+    "embed_overrides": _UNCOUNTED,
+    "embed_override_token_id": _UNCOUNTED,
+    "positional_embed_overrides": _UNCOUNTED,
+    "token_indices_to_pool": _UNCOUNTED,
+    "custom_params": "it is for custom_logit_processor",
+    "return_hidden_states": "it shows the inside of the model",
+    "no_logs": _METRICS,
     "custom_labels": _METRICS,
     "external_trace_header": _METRICS,
     "log_metrics": _METRICS,

@@ -32,7 +32,7 @@ def checked(body: bytes, *domains: str) -> None:
     "url",
     [
         "data:image/png;base64,AAAA",
-        JPEG,
+        f"data:image/jpeg;base64,{JPEG}",
         "https://cdn.example.com/a.png",
         "http://CDN.example.com:8080/a.png?x=1",
         "https://a.images.example.org/a",
@@ -48,6 +48,9 @@ HOSTILE = [
     "file:///etc/passwd",
     "FILE:///etc/passwd",
     "/etc/ssl/private/picture.png",
+    "/etc/passwd",
+    "secret",
+    JPEG,
     "../../secret.jpg",
     "secretpng",
     "AAAA.JPG",
@@ -93,7 +96,7 @@ def test_every_name_is_no_address(url: str) -> None:
         chat({"type": "image_url", "image_url": "file:///x"}),
         chat({"type": "video_url", "video_url": {"url": "file:///x"}}),
         chat({"type": "audio_url", "audio_url": {"url": "file:///x"}}),
-        chat({"type": "input_audio", "input_audio": {"data": "file:///x", "format": "wav"}}),
+        json.dumps({"text": "a", "image_data": "/etc/passwd"}).encode(),
         json.dumps({"text": "a", "image_data": "file:///x"}).encode(),
         json.dumps({"text": "a", "image_data": ["data:,", ["file:///x"]]}).encode(),
         json.dumps({"text": "a", "video_data": [{"url": "/etc/x.mp4"}]}).encode(),
@@ -104,6 +107,10 @@ def test_every_name_is_no_address(url: str) -> None:
 def test_wherever_media_stand_they_are_seen(body: bytes) -> None:
     with pytest.raises(RequestError):
         checked(body)
+
+
+def test_sound_in_openais_form_is_always_data() -> None:
+    checked(chat({"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}))
 
 
 def test_text_about_images_is_text() -> None:

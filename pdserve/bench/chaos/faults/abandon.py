@@ -12,6 +12,7 @@ import sys
 import time
 from typing import Final, cast
 
+from pdserve.bench.chaos.field import ADMIN_TOKEN
 from pdserve.bench.chaos.pages import SHAPES
 from pdserve.bench.chaos.worker import GEOMETRY
 from pdserve.errors import PoolTimeout, PoolUnavailable
@@ -20,6 +21,7 @@ from pdserve.kvpool.client.connector import connector_for
 from pdserve.kvpool.protocol.base import KEY_BYTES
 from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.messages import GRANTED, DataPathChoice, Opened, OpenNamespace, Reserve, Reserved
+from pdserve.tokens import Secret
 
 READY: Final = "ready"
 LEFT_OUT: Final = "left out: "
@@ -29,7 +31,9 @@ CALL_TIMEOUT_S: Final = 5.0
 
 def main(address: str, data_path: str, count: int) -> None:
     """Raises PoolRefused, FrameError, ConfigError."""
-    connector = connector_for(PoolClientConfig(data_path=cast(DataPathChoice, data_path)), "abandon")
+    # of the operator, who may make a namespace
+    config = PoolClientConfig(data_path=cast(DataPathChoice, data_path), token=Secret(ADMIN_TOKEN))
+    connector = connector_for(config, "abandon")
     deadline = time.monotonic() + CALL_TIMEOUT_S
     keys = [os.urandom(KEY_BYTES) for _ in range(count)]
     try:
