@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, cast, get_args
 
 import typer
@@ -118,6 +119,7 @@ def commands() -> Iterator[tuple[str, Any]]:
 
 def openapi_document() -> dict[str, Any]:
     """The document that the router publishes as `/openapi.json`."""
-    nobody = cast(Any, None)  # the routes ask the router only when they are called
+    # the routes ask the router only when they are called, the document asks for its configuration
+    nobody = cast(Any, SimpleNamespace(config=RouterConfig()))
     document: dict[str, Any] = make_app(nobody).openapi()
     return document

@@ -100,7 +100,7 @@ class Gate:
         if not slots:
             raise NoWorkerError("No worker is ready to serve this model; try again shortly.")
         estimate = call.facts.prompt_tokens_estimate
-        tenant.take(estimate, now_s)
+        tenant.take(estimate, now_s, call.facts.answers)
         ticket = Ticket(tenant, model, now_s, now_s + self._queue_s)
         changed = self.queue.arrive(ticket, slots, now_s)
         if self._waiters:

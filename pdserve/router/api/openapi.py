@@ -67,12 +67,17 @@ _HEADERS = {
 }
 
 
-def complete(document: dict[str, Any]) -> dict[str, Any]:
-    """FastAPI's document of the ordinary routes, completed."""
+def complete(document: dict[str, Any], choices: int) -> dict[str, Any]:
+    """FastAPI's document of the ordinary routes, completed. `choices`: most answers to a prompt."""
     components = document.setdefault("components", {})
     schemas = json.loads(files("pdserve.router.api").joinpath("sglang_schemas.json").read_text("utf-8"))
     # the router also reads a model name there, to choose among several
     schemas["GenerateReqInput"]["properties"]["model"] = {"type": ["string", "null"], "default": None}
+    for name in ("ChatCompletionRequest", "CompletionRequest"):
+        fields = schemas[name]["properties"]
+        fields["n"]["maximum"] = choices
+        if "best_of" in fields:
+            fields["best_of"] = {"type": ["integer", "null"], "maximum": choices, "default": None}
     one = {"$ref": f"{_REF}GeneratedOne"}
     schemas |= {
         "Error": _ERROR,

@@ -35,6 +35,9 @@ class RequestView(msgspec.Struct, gc=False):
     input: msgspec.Raw = _EMPTY
     tools: msgspec.Raw = _EMPTY
     cache_salt: msgspec.Raw = _EMPTY
+    n: msgspec.Raw = _EMPTY
+    best_of: msgspec.Raw = _EMPTY
+    sampling_params: msgspec.Raw = _EMPTY
 
     def prompt_json(self, fields: Iterable[str]) -> msgspec.Raw:
         """The prompt as it stands in the body: messages, text, token ids, or a list of prompts. The first of
@@ -51,6 +54,18 @@ UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What decoding raises for bytes that are not JSON, of another form, or nested too deeply."""
 T = TypeVar("T")
 _decoder = msgspec.json.Decoder(RequestView)
+
+
+class _Sampling(msgspec.Struct, gc=False):
+    n: msgspec.Raw = _EMPTY
+
+
+MAX_COUNT = 1e9
+_sampling_decoder = msgspec.json.Decoder(_Sampling | list[_Sampling | None] | None)
+_list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+_number_decoder = msgspec.json.Decoder(float | None, strict=False)
+_BASE64 = re.compile(rb";base64,")
+_INLINE_MEDIA = re.compile(rb'data:[^",;]{1,100};base64,[^"]*')
 _TOKEN_IDS = re.compile(rb"[\[\s]+\d")
 _NOTHING = re.compile(rb'null|""|\[\s*\]')
 _PROMPTS = re.compile(rb"\s*\[\s*[\[\"]")
@@ -86,10 +101,50 @@ def bytes_per_token(prompt_json: bytes) -> int:
 
 
 def estimate_prompt_tokens(prompt_json: bytes) -> int:
-    """Roughly how many tokens the prompt has, from the length of its JSON."""
-    return len(prompt_json) // bytes_per_token(prompt_json)
+    """Roughly how many tokens the prompt has, from the length of its JSON.
+
+    Media in `data:` URLs count nothing: how many tokens an image has depends on the model, not on its bytes.
+    """
+    size = len(prompt_json)
+    if _BASE64.search(prompt_json):
+        size -= sum(len(one) for one in _INLINE_MEDIA.findall(prompt_json))
+    return size // bytes_per_token(prompt_json)
 
 
 def has_several_prompts(prompt_json: bytes) -> bool:
     """The prompt is a list of prompts, also of a single one."""
     return _PROMPTS.match(prompt_json) is not None
+
+
+def count_prompts(prompt_json: bytes) -> int:
+    """How many prompts a request has."""
+    if not has_several_prompts(prompt_json):
+        return 1
+    try:
+        return max(1, len(_list_decoder.decode(prompt_json)))
+    except UNREADABLE:
+        return 1  # the worker refuses it
+
+
+def count_choices(view: RequestView, sampling_field: str) -> int:
+    """How many answers a request wants of each prompt. `sampling_field`: see `Endpoint`."""
+    if not sampling_field:
+        return max(_number(view.n), _number(view.best_of))
+    if not view.sampling_params:
+        return 1
+    try:
+        sampling = _sampling_decoder.decode(view.sampling_params)
+    except UNREADABLE:
+        return 1  # the worker refuses it
+    every = sampling if isinstance(sampling, list) else [sampling]
+    return max([1, *(_number(one.n) for one in every if one is not None)])
+
+
+def _number(said: msgspec.Raw) -> int:
+    """A count as workers read it: also `2.0`, `2e0` and `"2"`. At least 1."""
+    if not said:
+        return 1
+    try:
+        return max(1, int(min(_number_decoder.decode(said) or 1, MAX_COUNT)))
+    except UNREADABLE:
+        return 1  # the worker refuses it

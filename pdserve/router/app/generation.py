@@ -13,7 +13,13 @@ from pdserve.logs import served_request
 from pdserve.router.admission.gate import Gate
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.errors import error_of
-from pdserve.router.api.request_body import estimate_prompt_tokens, has_several_prompts, parse_request
+from pdserve.router.api.request_body import (
+    count_choices,
+    count_prompts,
+    estimate_prompt_tokens,
+    has_several_prompts,
+    parse_request,
+)
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.deadlines import Deadlines
 from pdserve.router.dispatch.dispatcher import Dispatcher
@@ -61,6 +67,7 @@ class GenerationHandler:
         self._needs_prefix = dispatcher.placer.needs_prefix
         self._sources = parse_sources(config.session.sources)
         self._shows_load = config.access.show_load
+        self._limits = config.limits
         self._body_limit_bytes = config.limits.body_bytes
         self._held_limit_bytes = config.limits.held_body_bytes
         self._held_bytes = 0
@@ -149,19 +156,29 @@ class GenerationHandler:
                 session = session.within(call.tenant.name)
             scope = f"{call.tenant.cache}/{scope}"
         prompt = view.prompt_json(call.endpoint.prompt_fields)
-        computes = (
-            call.endpoint.task is not None
-        )  # tokenizing does not: it is no load, and leaves no pages behind
+        computes = call.endpoint.task is not None  # tokenizing does not: it leaves no pages behind
+        prompts = count_prompts(prompt) if computes else 1
+        choices = count_choices(view, call.endpoint.sampling_field) if computes else 1
+        self._check_counts(prompts, choices)
         call.facts = RequestFacts(
             endpoint=call.endpoint,
             model=view.model,
             session=session,
             prompt_tokens_estimate=estimate_prompt_tokens(prompt),
             has_several_prompts=has_several_prompts(prompt),
+            answers=prompts * choices,
             turn=self._turns[model],
             draw=random.getrandbits(32),
             prefix=prefix_of(view, prompt, scope) if self._needs_prefix and computes else None,
         )
+
+    def _check_counts(self, prompts: int, choices: int) -> None:
+        """Raises RequestError (400)."""
+        if prompts > self._limits.prompts:
+            raise RequestError(400, f"A request may have at most {self._limits.prompts} prompts.")
+        if choices > self._limits.choices:
+            message = f"A request may ask for at most {self._limits.choices} answers to a prompt."
+            raise RequestError(400, message, param="n")
 
     async def _read_body(self, call: Call, client: Client) -> bytes | None:
         """The request's body, None if the client left before its end. Raises RequestError 413, or 503

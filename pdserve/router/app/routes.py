@@ -22,7 +22,7 @@ def make_app(router: Router) -> fastapi.FastAPI:
         title="pdserve", version=__version__, summary="One OpenAI endpoint before many SGLang workers."
     )
     add_error_handlers(app)
-    _publish(app)
+    _publish(app, router)
 
     @app.get("/v1/models", tags=["OpenAI"])
     async def list_models() -> dict[str, Any]:
@@ -62,13 +62,13 @@ def make_app(router: Router) -> fastapi.FastAPI:
     return app
 
 
-def _publish(app: fastapi.FastAPI) -> None:
+def _publish(app: fastapi.FastAPI, router: Router) -> None:
     """The OpenAPI document: FastAPI's, completed; made when it is first asked for."""
     of_fastapi = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = complete(of_fastapi())
+            app.openapi_schema = complete(of_fastapi(), router.config.limits.choices)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to extend it

@@ -99,6 +99,17 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     body_bytes: Annotated[
         int, Meta(ge=1024, description="Largest request body; a larger one is answered with 413.")
     ] = 32 * 1024 * 1024
+    prompts: Annotated[
+        int, Meta(ge=1, description="Most prompts in one request; each counts as a request of its tenant.")
+    ] = 2048
+    choices: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Most answers to each prompt (`n`, `best_of`); each counts as a request of its "
+            "tenant.",
+        ),
+    ] = 128
     held_body_bytes: Annotated[
         int,
         Meta(

@@ -129,7 +129,11 @@ class DecodeStage:
                 self._fleet.on_trial_answering(worker, claim.trial, self._loop.time())
             if job.suspects:
                 self._workers.on_answered(job)
-            await relay_events(call, response, job.marks, first, between_s)
+            try:
+                await relay_events(call, response, job.marks, first, between_s)
+            finally:
+                if call.answer.meter is not None:
+                    call.answer.meter.marked_tokens = job.marks.token_count
         elif call.answer.is_started:
             raise UpstreamError("protocol", "the rest of a stream is no stream")
         else:

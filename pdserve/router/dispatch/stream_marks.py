@@ -51,6 +51,11 @@ class StreamMarks:
         """The marks tell what the client has."""
         return self._is_marked
 
+    @property
+    def token_count(self) -> int:
+        """Output tokens that the marks have listed so far; 0 after marks that did not go to the end."""
+        return len(self._tokens)
+
     def begin(self, is_marked: bool) -> None:
         """A worker begins or continues the stream. `is_marked`: its answer says that it sends marks."""
         self._is_marked = is_marked
@@ -94,6 +99,7 @@ class StreamMarks:
             characters, first, *tokens = map(int, mark.split())
         except (ValueError, OverflowError):  # "off", or no mark of this version
             self._is_marked = False
+            self._tokens = array("l")
             return
         self._characters = characters
         del self._tokens[first:]

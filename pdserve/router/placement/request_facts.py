@@ -18,6 +18,8 @@ class RequestFacts(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens_estimate: int = 0
     """0: the endpoint does not compute the prompt."""
     has_several_prompts: bool = False
+    answers: int = 1
+    """What it counts for as requests: prompts times answers of each."""
     turn: int = 0
     """Number of the request for its model at this router. Equally good workers alternate by it."""
     draw: int = 0

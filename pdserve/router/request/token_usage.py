@@ -4,8 +4,9 @@ An answer that says its usage is believed: OpenAI's `usage` and SGLang's `meta_i
 and `completion_tokens`. A stream says it in its last event (OpenAI's, where the client asked with
 `include_usage`), or in every event, growing, each choice its own (`/generate`, and OpenAI's with
 `continuous_usage_stats`): what has several choices is read event by event, all else once, in the end. A
-stream that does not, or whose client left, is counted by its events, one of which is a token, or a few where
-the worker's stream interval is larger; its prompt's tokens are what a worker's report or header says
+stream that does not, or whose client left, is counted by its worker's marks (dispatch/stream_marks.py), which
+list its tokens. Without marks it is counted by its events: one of them is a token, or a few where the
+worker's stream interval is larger. Its prompt's tokens are what a worker's report or header says
 (`prompt_tokens`), else the estimate. The names in quotes are searched in the bytes; within a JSON string the
 quotes would be escaped, so no answer's text can pretend.
 """
@@ -41,6 +42,7 @@ class Meter:
         "_usage",
         "charged_tokens",
         "events",
+        "marked_tokens",
         "prompt_tokens",
     )
 
@@ -51,6 +53,8 @@ class Meter:
         self.prompt_tokens: int | None = None
         """What the prompt has, as a worker says that has computed it; several prompts together."""
         self.events = 0
+        self.marked_tokens = 0
+        """Output tokens of a stream, as its marks list them; 0: it has none."""
         self._tail = b"\n"
         self._said = b""
         self._pieces = 0, 0
@@ -80,7 +84,7 @@ class Meter:
             prompt, output = self._sums()
             return prompt or known, output
         self._read(self._said)
-        output = sum(self._outputs.values()) if self._outputs else self.events
+        output = sum(self._outputs.values()) if self._outputs else self.marked_tokens or self.events
         if self.prompt_tokens is not None:
             return self.prompt_tokens, output
         prompt = sum(self._prompts.values())

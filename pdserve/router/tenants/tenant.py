@@ -76,9 +76,11 @@ class TenantState:
         self.requests = _bucket(self.requests, limits.requests_s, max(1.0, limits.requests_s), now_s)
         self.tokens = _bucket(self.tokens, limits.tokens_min / 60, float(limits.tokens_min), now_s)
 
-    def take(self, tokens: int, now_s: float) -> None:
-        """Charge a request of `tokens` (an estimate). Raises TooManyError, and charges nothing then."""
-        if self.requests is not None and (wait_s := self.requests.wait_s(1, now_s)):
+    def take(self, tokens: int, now_s: float, requests: int = 1) -> None:
+        """Charge a request of `tokens` (an estimate), which counts as `requests`. Raises TooManyError, and
+        charges nothing then.
+        """
+        if self.requests is not None and (wait_s := self.requests.wait_s(requests, now_s)):
             self.use.refused += 1
             limit = f"{self.limits.requests_s:g} requests per second"
             raise TooManyError(f"You may send {limit}.", wait_s, RATE_EXCEEDED)
@@ -87,8 +89,8 @@ class TenantState:
             limit = f"{self.limits.tokens_min:,} tokens per minute"
             raise TooManyError(f"You may use {limit}.", wait_s, RATE_EXCEEDED)
         if self.requests is not None:
-            self.requests.charge(1, now_s)
-            self.spent_requests += 1
+            self.requests.charge(requests, now_s)
+            self.spent_requests += requests
         if self.tokens is not None:
             self.tokens.charge(tokens, now_s)
             self.spent_tokens += tokens

@@ -12,6 +12,7 @@ import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.router.app.lifespan import open_router
+from pdserve.router.config.limits import Limits
 from pdserve.router.config.router import Admin, RouterConfig
 from pdserve.router.config.tenants import Access, Admission, Tenant
 from pdserve.router.tenants.api_keys import key_line
@@ -149,6 +150,32 @@ async def test_both_workers_get_the_tenants_salt_and_tenants_share_no_session(ac
 
 
 # --- what a tenant may ask for
+
+
+async def test_every_answer_counts_as_a_request_and_their_number_is_bounded(access: Access) -> None:
+    tenants = (Tenant(name="alice", requests_s=4.0),)
+    limits = Limits(prompts=8, choices=4)
+    async with disagg(access=access, tenants=tenants, limits=limits) as (harness, _, [decode]):
+        for body in ({"n": 5}, {"best_of": 5}):
+            refused = await harness.chat(by(ALICE), **body)
+            assert (refused.status, refused.error["param"]) == (400, "n")
+        many = {"model": "m", "prompt": ["a"] * 9}
+        assert (await harness.post("/v1/completions", many, by(ALICE))).status == 400
+        assert decode.requests == []
+        assert (await harness.chat(by(ALICE), n=4)).status == 200
+        assert (await harness.chat(by(ALICE))).status == 429
+
+
+async def test_a_stream_without_usage_is_charged_the_tokens_of_its_marks(access: Access) -> None:
+    marked = mock.raw_answer(
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-pdserve-marks: 1\r\n\r\n"
+        b'data: {"choices":[{"delta":{"content":"one two"}}]}\n\n: pd 7 0 11 12 13\n\n'
+        b"data: [DONE]\n\n: pd 7 3\n\n"
+    )
+    async with disagg(prefill=0, access=access) as (harness, _, [decode]):
+        decode.script(CHAT, marked)
+        assert (await harness.chat(by(ALICE), stream=True)).status == 200
+        assert used(harness)[1] == 3
 
 
 async def test_fields_that_control_the_engine_reach_no_worker_but_from_whom_may_set_them(

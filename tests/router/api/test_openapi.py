@@ -126,8 +126,8 @@ async def test_schemathesis_finds_nothing_wrong_with_the_document(tmp_path: Path
 async def test_a_document_that_is_wrong_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check above can fail: here the document forgets that a model may be unknown."""
 
-    def forgetful(document: dict[str, Any]) -> dict[str, Any]:
-        made = complete(document)
+    def forgetful(document: dict[str, Any], choices: int) -> dict[str, Any]:
+        made = complete(document, choices)
         del made["paths"]["/v1/models/{model}"]["get"]["responses"]["404"]
         return made
 

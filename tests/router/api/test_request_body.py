@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +11,8 @@ from pdserve.errors import RequestError
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.request_body import (
     RequestView,
+    count_choices,
+    count_prompts,
     estimate_prompt_tokens,
     has_several_prompts,
     parse_request,
@@ -105,3 +108,52 @@ def test_a_field_of_another_route_is_not_taken_for_the_prompt(path: str, prompt:
 def test_token_ids_of_a_chat_stand_for_its_messages() -> None:
     view = parse_request(b'{"messages":[{"a":1}],"input_ids":[1,2]}')
     assert bytes(view.prompt_json(ENDPOINTS["/v1/chat/completions"].prompt_fields)) == b"[1,2]"
+
+
+@pytest.mark.parametrize(
+    ("body", "prompts", "choices"),
+    [
+        (b'{"prompt": "a"}', 1, 1),
+        (b'{"prompt": "a", "n": 3}', 1, 3),
+        (b'{"prompt": "a", "n": 3, "best_of": 5}', 1, 5),
+        (b'{"prompt": "a", "n": null, "best_of": null}', 1, 1),
+        (b'{"prompt": "a", "n": 2e1}', 1, 20),
+        (b'{"prompt": "a", "n": "7"}', 1, 7),
+        (b'{"prompt": "a", "n": -4}', 1, 1),
+        (b'{"prompt": "a", "n": 1e300}', 1, 10**9),
+        (b'{"prompt": "a", "\\u006e": 9}', 1, 9),
+        (b'{"prompt": ["a", "b", "c"], "n": 2}', 3, 2),
+        (b'{"prompt": [1, 2, 3]}', 1, 1),
+        (b'{"prompt": [[1, 2], [3]]}', 2, 1),
+    ],
+)
+def test_answers_of_a_request_are_counted_as_workers_read_them(
+    body: bytes, prompts: int, choices: int
+) -> None:
+    view = parse_request(body)
+    assert count_prompts(view.prompt) == prompts
+    assert count_choices(view, "") == choices
+
+
+@pytest.mark.parametrize(
+    ("sampling", "choices"),
+    [
+        (b'{"n": 4}', 4),
+        (b"null", 1),
+        (b'[{"n": 2}, null, {"n": 6}]', 6),
+        (b'{"temperature": 1}', 1),
+        (b"7", 1),
+    ],
+)
+def test_answers_are_counted_in_sampling_parameters_too(sampling: bytes, choices: int) -> None:
+    view = parse_request(b'{"text": "a", "n": 99, "sampling_params": %b}' % sampling)
+    assert count_choices(view, "sampling_params") == choices
+
+
+def test_an_image_counts_nothing_until_the_worker_says() -> None:
+    text = "what is this? " * 10
+    image = "data:image/png;base64," + "A" * 1_400_000
+    parts = [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": image}}]
+    messages = msgspec.json.encode([{"role": "user", "content": parts}])
+    assert estimate_prompt_tokens(messages) < 100
+    assert estimate_prompt_tokens(messages.replace(image.encode(), b"")) <= estimate_prompt_tokens(messages)

@@ -95,7 +95,7 @@ class Clients(RuleBasedStateMachine):
         self.secret = self.node.open(self.root, "secret")
         self.paths: list[m.DataPathName] = ["shm", "inproc", "ucx", "ucx"]
         self.connections = [self.node.connect(path) for path in self.paths]
-        self.namespaces = [self.node.open(self.connections[0], name) for name in "ab"]
+        self.namespaces = [self.node.open(self.root, name) for name in "ab"]
         self.settings = [NamespaceSettings(), NamespaceSettings()]
         self.held: dict[tuple[int, int], Held] = {}  # by slot and sequence
         self.granted: list[tuple[int, int]] = []  # ever
@@ -356,7 +356,7 @@ class Clients(RuleBasedStateMachine):
         if what == 1:
             self.namespaces[ns] = -1
             self.send(client, m.DropNamespace(4, "ab"[ns]))
-            self.namespaces[ns] = self.node.open(self.connections[client], "ab"[ns])
+            self.namespaces[ns] = self.node.open(self.root, "ab"[ns])  # who makes one needs a token
             assert self.namespaces[ns] not in (number, self.secret)
         else:
             self.send(client, m.Clear(4, number))
