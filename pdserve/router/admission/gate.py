@@ -99,7 +99,7 @@ class Gate:
         slots = self._slots(model, now_s)
         if not slots:
             raise NoWorkerError("No worker is ready to serve this model; try again shortly.")
-        estimate = call.facts.prompt_tokens_estimate
+        estimate = call.facts.charged_tokens
         tenant.take(estimate, now_s, call.facts.answers)
         ticket = Ticket(tenant, model, now_s, now_s + self._queue_s)
         changed = self.queue.arrive(ticket, slots, now_s)

@@ -51,6 +51,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Body members, all of them fields of `RequestView`. SGLang (0.5.23) takes the prompt from the first one
     that is given, and ignores the members of other endpoints.
     """
+    charged_fields: tuple[str, ...] = ()
+    """Members that cost a tenant as much as a prompt, where there is none: a worker tokenizes them."""
     sampling_field: str = ""
     """Body member that holds the sampling parameters. Empty: they stand in the body itself."""
     usage: Usage = OPENAI_USAGE
@@ -70,6 +72,7 @@ _TOKENIZE: Final = Endpoint(
     summary="Text to token ids",
     request_schema="TokenizeRequest",
     response_schema="TokenizeResponse",
+    charged_fields=("prompt", "messages"),
 )
 _DETOKENIZE: Final = Endpoint(
     path="/detokenize",

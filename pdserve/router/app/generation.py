@@ -160,11 +160,13 @@ class GenerationHandler:
         prompts = count_prompts(prompt) if computes else 1
         choices = count_choices(view, call.endpoint.sampling_field) if computes else 1
         self._check_counts(prompts, choices)
+        tokens = estimate_prompt_tokens(prompt)
         call.facts = RequestFacts(
             endpoint=call.endpoint,
             model=view.model,
             session=session,
-            prompt_tokens_estimate=estimate_prompt_tokens(prompt),
+            prompt_tokens_estimate=tokens,
+            charged_tokens=tokens or estimate_prompt_tokens(view.prompt_json(call.endpoint.charged_fields)),
             has_several_prompts=has_several_prompts(prompt),
             answers=prompts * choices,
             turn=self._turns[model],

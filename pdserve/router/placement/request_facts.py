@@ -18,6 +18,8 @@ class RequestFacts(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens_estimate: int = 0
     """0: the endpoint does not compute the prompt."""
     has_several_prompts: bool = False
+    charged_tokens: int = 0
+    """What it costs its tenant until its real use is known."""
     answers: int = 1
     """What it counts for as requests: prompts times answers of each."""
     turn: int = 0
