@@ -70,6 +70,11 @@ def pool_node(config: PoolNodeConfig) -> Iterator[Finding]:
     if config.insecure:
         says = f"{who}: insecure = true lets every host that reaches it use the pool without a token"
         yield _warn(says, "set admin_token_file, a token for namespaces, and cluster.token_file")
+    elif missing := _missing_tokens(config):
+        says = (
+            f"{who}: other hosts reach it, and its file names no {', no '.join(missing)}: it does not start"
+        )
+        yield Finding(CHECK, "fail", says, "give each a file, or insecure = true")
     if not config.tls.as_server:
         says = f"{who}: without tls, pages and prompts can be read and changed on the wire"
         yield _warn(says, "`pdserve cert` makes certificates for its tls table")
@@ -81,6 +86,17 @@ def pool_node(config: PoolNodeConfig) -> Iterator[Finding]:
         if not ucx.devices:
             change = f"name the interfaces in ucx.devices; {change}"
         yield _warn(says, change)
+
+
+def _missing_tokens(config: PoolNodeConfig) -> list[str]:
+    """Those without which a node that other hosts reach does not start. They may come by the environment."""
+    defaults, cluster = config.namespace_defaults, config.cluster
+    given = {
+        "admin_token": reveal(config.admin_token) or config.admin_token_file,
+        "cluster.token": reveal(cluster.token) or cluster.token_file,
+        "namespace_defaults.read_token": reveal(defaults.read_token) or defaults.read_token_file,
+    }
+    return [name for name, token in given.items() if not token]
 
 
 def worker(config: WorkerConfig) -> Iterator[Finding]:

@@ -60,6 +60,7 @@ def test_of_a_closed_configuration_nothing_is_said(role: str, text: str, tmp_pat
     ("role", "text", "says"),
     [
         ("pool", FAR_NODE + "insecure = true", "insecure = true lets every host"),
+        ("pool", FAR_NODE.replace("admin_token", "# "), "no admin_token: it does not start"),
         ("pool", FAR_NODE.partition("tls =")[0], "read and changed on the wire"),
         ("pool", FAR_NODE + "ucx.trusted_network = true", "UCX listens on all interfaces"),
         ("pool", FAR_NODE + 'ucx = { trusted_network = true, devices = "ib0" }', "UCX listens on ib0"),
