@@ -62,10 +62,12 @@ class _Sampling(msgspec.Struct, gc=False):
 
 MAX_COUNT = 1e9
 _sampling_decoder = msgspec.json.Decoder(_Sampling | list[_Sampling | None] | None)
-_list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+MAX_MEDIA = 1000
+MAX_SAMPLING_BYTES = 4 * 1024 * 1024
 _number_decoder = msgspec.json.Decoder(float | None, strict=False)
 _BASE64 = re.compile(rb";base64,")
-_INLINE_MEDIA = re.compile(rb'data:[^",;]{1,100};base64,[^"]*')
+_PROMPT = re.compile(rb'\s*(?:"[^"\\]*(?:\\.[^"\\]*)*"|\[[^\[\]]*\])\s*,?', re.DOTALL)
+"""One prompt of a list: text, or token ids."""
 _TOKEN_IDS = re.compile(rb"[\[\s]+\d")
 _NOTHING = re.compile(rb'null|""|\[\s*\]')
 _PROMPTS = re.compile(rb"\s*\[\s*[\[\"]")
@@ -107,8 +109,22 @@ def estimate_prompt_tokens(prompt_json: bytes) -> int:
     """
     size = len(prompt_json)
     if _BASE64.search(prompt_json):
-        size -= sum(len(one) for one in _INLINE_MEDIA.findall(prompt_json))
+        size -= _inline_media_bytes(bytes(prompt_json))
     return size // bytes_per_token(prompt_json)
+
+
+def _inline_media_bytes(text: bytes) -> int:
+    """Of the first `MAX_MEDIA` texts in base64, in linear time."""
+    found = at = 0
+    for _ in range(MAX_MEDIA):
+        begin = text.find(b";base64,", at)
+        if begin < 0:
+            break
+        at = text.find(b'"', begin)
+        if at < 0:
+            break
+        found += at - begin
+    return found
 
 
 def has_several_prompts(prompt_json: bytes) -> bool:
@@ -116,14 +132,15 @@ def has_several_prompts(prompt_json: bytes) -> bool:
     return _PROMPTS.match(prompt_json) is not None
 
 
-def count_prompts(prompt_json: bytes) -> int:
-    """How many prompts a request has."""
+def count_prompts(prompt_json: bytes, at_most: int) -> int:
+    """How many prompts a request has. It stops counting at `at_most` + 1: a body may hold millions."""
     if not has_several_prompts(prompt_json):
         return 1
-    try:
-        return max(1, len(_list_decoder.decode(prompt_json)))
-    except UNREADABLE:
-        return 1  # the worker refuses it
+    text = bytes(prompt_json)
+    count, at = 0, text.index(b"[") + 1
+    while count <= at_most and (found := _PROMPT.match(text, at)) is not None:
+        count, at = count + 1, found.end()
+    return max(1, count)
 
 
 def count_choices(view: RequestView, sampling_field: str) -> int:
@@ -132,6 +149,8 @@ def count_choices(view: RequestView, sampling_field: str) -> int:
         return max(_number(view.n), _number(view.best_of))
     if not view.sampling_params:
         return 1
+    if len(bytes(view.sampling_params)) > MAX_SAMPLING_BYTES:
+        return int(MAX_COUNT)  # so many objects are not made only to be counted
     try:
         sampling = _sampling_decoder.decode(view.sampling_params)
     except UNREADABLE:

@@ -157,7 +157,7 @@ class GenerationHandler:
             scope = f"{call.tenant.cache}/{scope}"
         prompt = view.prompt_json(call.endpoint.prompt_fields)
         computes = call.endpoint.task is not None  # tokenizing does not: it leaves no pages behind
-        prompts = count_prompts(prompt) if computes else 1
+        prompts = count_prompts(prompt, self._limits.prompts) if computes else 1
         choices = count_choices(view, call.endpoint.sampling_field) if computes else 1
         self._check_counts(prompts, choices)
         tokens = estimate_prompt_tokens(prompt)

@@ -25,6 +25,8 @@ from pdserve.router.api.request_body import UNREADABLE, RequestView
 
 _PARTS: Final = frozenset(("image_url", "video_url", "audio_url", "input_image", "image", "video", "audio"))
 """Members of a content part that hold media, in all spellings that SGLang's endpoints take."""
+MAX_MARKS: Final = 1_000_000
+"""Of a text that is decoded: what is made of it in memory is bounded by them, and the time that it takes."""
 _FIELDS: Final = ("image_data", "video_data", "audio_data")
 _HINT: Final = re.compile(rb"image|video|audio|\\u00[4-7]", re.IGNORECASE)
 """A body without it names no media. A member's name may be written with escapes."""
@@ -56,6 +58,11 @@ def _sources(view: RequestView) -> Iterator[tuple[str, str]]:
 
 def _decoded(said: msgspec.Raw, field: str) -> Any:
     """Raises RequestError (400)."""
+    text = bytes(said)
+    if sum(text.count(mark) for mark in (b"{", b"[", b'"', b",")) > MAX_MARKS:
+        what = f"it has more than {MAX_MARKS:,} brackets, quotes and commas"
+        message = f"Media in '{field}' cannot be checked: {what}."
+        raise RequestError(400, message, param=field)
     try:
         return msgspec.json.decode(said)
     except UNREADABLE as error:

@@ -131,7 +131,7 @@ def test_answers_of_a_request_are_counted_as_workers_read_them(
     body: bytes, prompts: int, choices: int
 ) -> None:
     view = parse_request(body)
-    assert count_prompts(view.prompt) == prompts
+    assert count_prompts(view.prompt, 100) == prompts
     assert count_choices(view, "") == choices
 
 
@@ -157,3 +157,25 @@ def test_an_image_counts_nothing_until_the_worker_says() -> None:
     messages = msgspec.json.encode([{"role": "user", "content": parts}])
     assert estimate_prompt_tokens(messages) < 100
     assert estimate_prompt_tokens(messages.replace(image.encode(), b"")) <= estimate_prompt_tokens(messages)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        b"[" + b"[]," * 100_000 + b"[]]",
+        b'["a"' + b',""' * 100_000 + b"]",
+        b"[" + b"[1,2]," * 100_000 + b"[3]]",
+    ],
+)
+def test_of_too_many_prompts_no_more_are_looked_at_than_needed(prompt: bytes) -> None:
+    assert count_prompts(prompt, 50) == 51
+
+
+def test_prompts_with_quotes_and_brackets_in_them_are_counted_right() -> None:
+    texts = ['a "quoted" [text], with ] and , in it', "\\", '\\"', "[", "ä\n"]
+    assert count_prompts(msgspec.json.encode(texts), 50) == len(texts)
+
+
+def test_marks_of_media_without_end_cost_no_more_than_their_length() -> None:
+    for text in (b";base64," * 200_000, b'";base64,"' * 200_000, b"data:" * 200_000 + b";base64,"):
+        assert 0 <= estimate_prompt_tokens(b'[{"content": "%b"}]' % text) <= len(text)

@@ -122,3 +122,9 @@ def test_messages_nested_without_end_are_refused() -> None:
     deep = b"[" * 5000 + b'"image"' + b"]" * 5000
     with pytest.raises(RequestError):
         checked(b'{"messages": %b}' % deep)
+
+
+@pytest.mark.parametrize("many", [b"[]", b"{}", b'""', b"1"])
+def test_messages_of_millions_of_parts_are_refused_before_they_are_made(many: bytes) -> None:
+    with pytest.raises(RequestError, match="cannot be checked"):
+        checked(b'{"messages": ["image"' + (b"," + many) * 1_000_001 + b"]}")
