@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from pdserve.discovery.config import EtcdConfig
 from pdserve.discovery.etcd import EtcdMember, EtcdMembership, discover
 from pdserve.errors import ConfigError, PoolError, PoolUnavailable
 from pdserve.kvpool.protocol.cluster_messages import DEAD
+from tests.support.certificate import certificate as self_signed
 from tests.support.kvpool.clustered import QUIET, ring, running, status_of, until
 from tests.support.kvpool.etcd_server import EtcdServer, in_etcd, settings
 
@@ -127,11 +127,7 @@ async def test_another_endpoint_is_asked_where_one_is_away(tmp_path: Path, etcd:
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
     """A certificate that is its own authority's, and its key."""
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=127.0.0.1"
-    command = ["openssl", *words.split(), "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
-    return cert, key
+    return self_signed(tmp_path)
 
 
 def test_an_etcd_that_asks_for_certificates_gets_ours(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
