@@ -65,8 +65,9 @@ install() {
 
 install_cpu() {
   local backend=() ours
+  # a torch that is installed already, or an answer kept from last time, says nothing of the index
   if UV_HTTP_TIMEOUT=5 UV_HTTP_RETRIES=0 timeout 30 "$uv" pip install --python "$venv/bin/python" --quiet \
-    --dry-run --no-deps --torch-backend=cpu torch >/dev/null 2>&1; then
+    --dry-run --reinstall --refresh --no-deps --torch-backend=cpu torch >/dev/null 2>&1; then
     backend=(--torch-backend=cpu)
   else
     say "the index of CPU builds of torch is out of reach: taking the ordinary build (larger)"

@@ -93,6 +93,15 @@ def test_a_failed_installation_is_tried_again_over_what_runs_there(checkout: Che
     assert checkout.set_up() == (0, ["pip", "pip", "pip"])
 
 
+def test_an_index_out_of_reach_is_noticed_where_torch_is_installed_already(tmp_path: Path) -> None:
+    """uv asks no index for what is installed, and answers from its cache for what it once asked."""
+    unreachable = 'case "$*" in *--dry-run*--reinstall*--refresh*) exit 1 ;; esac'
+    checkout = Checkout(tmp_path / "one", tmp_path / "bin", unreachable)
+    assert checkout.set_up()[0] == 0
+    installed = [line for line in checkout.asked.read_text().splitlines() if "--dry-run" not in line]
+    assert not [line for line in installed if "--torch-backend" in line]
+
+
 def test_a_copied_checkout_gets_an_environment_of_its_own(checkout: Checkout, tmp_path: Path) -> None:
     other = Checkout(tmp_path / "two", checkout.tools)
     shutil.copytree(checkout.venv, other.venv, symlinks=True)
