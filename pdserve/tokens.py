@@ -54,6 +54,15 @@ def decode_secret(type_: type[Any], value: Any) -> Any:
     raise ValueError(f"Expected `str`, got `{type(value).__name__}`")
 
 
+def reveal_secret(value: Any) -> str:
+    """msgspec's `enc_hook`, for structs that go to a process of ours, where no other user can read them."""
+    if isinstance(value, Secret):
+        return reveal(value)
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"{type(value).__name__} cannot be encoded")
+
+
 def withhold_secret(value: Any) -> str:
     """msgspec's `enc_hook`, for structs that are shown: a secret is left out, a path is its text."""
     if isinstance(value, Secret):

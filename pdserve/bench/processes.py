@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol, TypeVar
 import msgspec
 
 from pdserve.bench.stores import BenchError
-from pdserve.tokens import Secret, decode_secret, reveal
+from pdserve.tokens import decode_secret, reveal_secret
 from pdserve.up.process import dies_with_parent
 
 C = TypeVar("C")
@@ -154,7 +154,7 @@ def clients(
 def client(config: ClientConfig, directory: Path, module: str) -> Child:
     """One of them, not started yet."""
     file = directory / f"{config.name}.json"
-    file.write_bytes(msgspec.json.encode(config, enc_hook=_encode_custom))
+    file.write_bytes(msgspec.json.encode(config, enc_hook=reveal_secret))
     command = [sys.executable, "-m", module, str(file)]
     return Child(config.name, command, directory / f"{config.name}.log")
 
@@ -162,11 +162,6 @@ def client(config: ClientConfig, directory: Path, module: str) -> Child:
 def read_config(path: str, type_: type[C]) -> C:
     """What `client` wrote, in the client's process."""
     return msgspec.json.decode(Path(path).read_bytes(), type=type_, dec_hook=decode_secret)
-
-
-def _encode_custom(value: Any) -> str:
-    """The file's directory is our user's alone."""
-    return reveal(value) if isinstance(value, Secret) else str(value)
 
 
 def stop_at_sigterm() -> threading.Event:

@@ -41,6 +41,12 @@ PLACES: Final = (
     ),
     *places("sglang.srt.mem_cache.pool_host.mha", "MHATokenToKVPoolHost.get_page_buffer_meta(indices)"),
     *places(
+        "sglang.srt.mem_cache.pool_host.common",
+        "ShmHostTensorAllocator.__init__ sets fds, mms",
+        "get_allocator_type uses hicache_storage_backend_extra_config",
+    ),
+    *places("sglang.srt.mem_cache.pool_host.base", "HostKVCache.__init__ sets allocator"),
+    *places(
         "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller",
         "HybridCacheController.attach_storage_backend(storage_backend, storage_backend_extra_config)",
         "HybridCacheController._page_transfer_with_stable_layout(operation) uses _page_transfer",
@@ -58,6 +64,7 @@ def pool_storage(pool: PoolClientConfig, namespace: str, geometry: KvGeometry) -
         "module_path": "pdserve.kvpool.hicache.backend",
         "class_name": "PdserveHiCache",
         "interface_v1": 1,
+        **({"allocator": "shm"} if pool.page_mover else {}),  # a host pool that the page mover can map
         "pdserve": {
             "pool": msgspec.to_builtins(replace(pool, token_file=None), enc_hook=withhold_secret),
             "namespace": namespace,

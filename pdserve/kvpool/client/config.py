@@ -63,6 +63,13 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     tls: Annotated[TlsConfig, Meta(description="Certificates; with `ca` nodes are reached by TLS.")] = (
         TlsConfig()
     )
+    page_mover: Annotated[
+        bool,
+        Meta(
+            description="Workers only: copy pages in a process beside each scheduler, where the scheduler's "
+            "Python neither slows them nor waits for them."
+        ),
+    ] = True
     connect_timeout_s: Annotated[
         float, Meta(gt=0, description="Longest time of a connect, including the handshake.")
     ] = 1.0

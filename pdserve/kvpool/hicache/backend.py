@@ -15,31 +15,27 @@ was missing a millisecond ago may have been committed since.
 
 Pages move without a copy of ours: `get_page_buffer_meta` gives the address of each segment of a page in the
 host pool (two for page_first layouts, 2 x layers for layer_first, one for MLA), and the transport reads and
-writes there.
+writes there: in a process of its own where possible (page_access.py).
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import time
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from msgspec.structs import replace
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
-from pdserve.errors import ConfigError, PoolRefused, StartupError
-from pdserve.kvpool.client.client import PoolClient
+from pdserve.errors import ConfigError, PoolRefused, PoolUnavailable, StartupError
 from pdserve.kvpool.client.config import POOL_TOKEN_VARIABLE, PoolClientConfig
-from pdserve.kvpool.hicache.metrics import ClientMetrics
+from pdserve.kvpool.hicache.page_access import PageAccess, open_access
 from pdserve.kvpool.hicache.page_trace import PageTrace
 from pdserve.kvpool.hicache.ssd_pages import came_from_ssd
-from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
-from pdserve.pages import KvGeometry, pool_key, rank_suffix
+from pdserve.pages import KvGeometry, rank_suffix
 from pdserve.tokens import Secret, decode_secret
 
 logger = logging.getLogger(__name__)
@@ -74,15 +70,8 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             pp_rank=storage_config.pp_rank,
             pp_size=storage_config.pp_size,
         )
-        self._client = PoolClient(
-            self._settings.pool,
-            self._settings.namespace,
-            self._settings.geometry.as_dict(),
-            name=f"hicache{storage_config.tp_rank}",
-        )
-        self._metrics = ClientMetrics()
+        self._pages: PageAccess | None = None  # from `register_mem_pool_host` to `close`
         self._trace = PageTrace(os.environ)
-        self._page_tokens = int(self._settings.geometry.page_size)
         self._warned_at_s = 0.0
 
     # -- start and end
@@ -108,7 +97,17 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                 f"SGLang keeps KV in {kv_dtype}, but this worker declared {declared.kv_dtype} to the pool: "
                 "say which with --kv-cache-dtype in engine.extra_args"
             )
-        for node, error in self._client.check().items():
+        name = f"hicache{self._config.tp_rank}"
+        pages = open_access(
+            self._settings.pool,
+            self._settings.namespace,
+            declared.as_dict(),
+            mem_pool_host,
+            self._suffix,
+            name,
+        )
+        self._pages = pages
+        for node, error in pages.check().items():
             if isinstance(error, PoolRefused):
                 raise StartupError(str(error))
             if error is not None:
@@ -127,7 +126,8 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         )
 
     def close(self) -> None:
-        self._client.close()
+        if self._pages is not None:
+            self._pages.close()
 
     # -- the v1 contract
 
@@ -135,46 +135,39 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         """How many pages of the chain, from its start, the pool has. Never raises."""
         try:
             with self._trace.span("exists", len(keys)):
-                present = self._client.exists(self._pool_keys(keys))
+                return self._opened.exists(keys)
         except Exception as error:  # boundary: an exception would kill SGLang's query thread for good
             self._complain("lookup", error)
             return 0
-        finally:
-            self._publish()
-        return present.index(False) if False in present else len(present)
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Fill the host pages of `keys`. `host_indices`: int64 [pages * page_size]. Never raises."""
-        ssd_before = self._client.counters.pages_ssd
         try:
-            with self._metrics.timed("read"), self._trace.span("get", len(keys)):
-                return self._client.get(self._pool_keys(keys), self._page_buffers(keys, host_indices))
+            with self._trace.span("get", len(keys)):
+                read = self._opened.get(keys, host_indices)
+            came_from_ssd(read.from_ssd)
+            return read.done
         except Exception as error:  # boundary: an exception would kill SGLang's get thread for good
             self._complain("read", error)
             return [False] * len(keys)
-        finally:
-            came_from_ssd(self._client.counters.pages_ssd - ssd_before)
-            self._publish()
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Store the host pages of `keys`. `host_indices`: int64 [pages * page_size]. Never raises."""
         try:
-            with self._metrics.timed("written"), self._trace.span("put", len(keys)):
-                return self._client.put(self._pool_keys(keys), self._page_buffers(keys, host_indices))
+            with self._trace.span("put", len(keys)):
+                return self._opened.put(keys, host_indices).done
         except Exception as error:  # boundary: an exception would kill SGLang's backup thread for good
             self._complain("write", error)
             return [False] * len(keys)
-        finally:
-            self._publish()
 
     def clear(self) -> None:
         """`POST /hicache/storage-backend/clear`: drop our namespace's pages, nobody else's."""
         try:
-            dropped = self._client.clear()
+            dropped = self._opened.clear()
             logger.info("cleared namespace %s: %d pages", self._settings.namespace, dropped)
         except Exception as error:  # boundary: called on SGLang's scheduler thread
             self._complain("clear", error)
@@ -206,25 +199,11 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
 
     # -- details
 
-    def _pool_keys(self, keys: list[str]) -> list[bytes]:
-        return [pool_key(bytes.fromhex(key), self._suffix) for key in keys]
-
-    def _page_buffers(self, keys: list[str], host_indices: torch.Tensor) -> list[PageBuffers]:
-        pointers, sizes = self.mem_pool_host.get_page_buffer_meta(host_indices)
-        segments, rest = divmod(len(pointers), len(keys))
-        if rest or len(host_indices) != len(keys) * self._page_tokens:
-            raise ValueError(
-                f"{len(pointers)} segments and {len(host_indices)} indices "
-                f"for {len(keys)} pages of {self._page_tokens} tokens"
-            )
-        views = [_view(pointer, size) for pointer, size in zip(pointers, sizes, strict=True)]
-        return [views[start : start + segments] for start in range(0, len(views), segments)]
-
-    def _publish(self) -> None:
-        try:
-            self._metrics.publish(self._client.counters)
-        except Exception as error:  # boundary: of SGLang's threads; the metrics' directory may be full
-            self._complain("count", error)
+    @property
+    def _opened(self) -> PageAccess:
+        if self._pages is None:
+            raise PoolUnavailable("SGLang has registered no host pool yet")
+        return self._pages
 
     def _complain(self, what: str, error: Exception) -> None:
         now_s = time.monotonic()
@@ -232,13 +211,6 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             self._warned_at_s = now_s
             text = "pool %s failed inside pdserve (a bug; treated as a miss): %s"
             logger.error(text, what, error, exc_info=error)
-
-
-def _view(pointer: int, size_bytes: int) -> Bytes1D:
-    """The host pool's memory at `pointer` as uint8 [size_bytes]; SGLang keeps it alive as long as
-    it uses us.
-    """
-    return np.frombuffer(memoryview((ctypes.c_uint8 * size_bytes).from_address(pointer)), dtype=np.uint8)
 
 
 def _check_ranks(config: HiCacheStorageConfig, declared: KvGeometry) -> None:

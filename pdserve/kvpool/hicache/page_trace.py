@@ -44,13 +44,15 @@ class PageTrace:
     @contextmanager
     def span(self, what: Literal["exists", "get", "put"], pages: int) -> Iterator[None]:
         """Of the block. Never raises of its own."""
+        if self._file is None:
+            yield
+            return
         start_s = time.time()
         try:
             yield
         finally:
-            if self._file is not None:
-                line = msgspec.json.encode(PageSpan(what, pages, start_s, time.time())) + b"\n"
-                _write(self._file, line)
+            line = msgspec.json.encode(PageSpan(what, pages, start_s, time.time())) + b"\n"
+            _write(self._file, line)
 
 
 def _write(file: int, line: bytes) -> None:

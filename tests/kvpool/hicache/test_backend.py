@@ -14,51 +14,12 @@ import torch
 from pdserve.errors import PoolUnavailable, StartupError
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.hicache import backend as hicache_backend
+from pdserve.kvpool.hicache import page_access
 from pdserve.kvpool.node.config.node import SLOT_ALIGN_BYTES
 from pdserve.pages import KvGeometry
 from pdserve.tokens import reveal
 from tests.support.kvpool.faulty import Pool, keys
-
-PAGE_TOKENS = 4
-TOKEN_BYTES = 64  # of K, or of V, in one layer
-LAYERS = 3
-HOST_PAGES = 200
-
-
-class HostPool:
-    """SGLang's host KV pool, as far as a backend sees it."""
-
-    def __init__(self, layout: str, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.layout = layout
-        self.page_size = PAGE_TOKENS
-        self.dtype = dtype
-        shape = (
-            (2, HOST_PAGES, LAYERS * PAGE_TOKENS * TOKEN_BYTES)
-            if layout == "page_first"
-            else (2, LAYERS, HOST_PAGES, PAGE_TOKENS * TOKEN_BYTES)
-        )
-        self.kv = np.zeros(shape, np.uint8)
-
-    def segments(self, page: int) -> list[np.ndarray[Any, Any]]:
-        if self.layout == "page_first":
-            return [self.kv[part, page] for part in range(2)]
-        return [self.kv[part, layer, page] for layer in range(LAYERS) for part in range(2)]
-
-    def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
-        pages = indices.tolist()[::PAGE_TOKENS]
-        found = [s for at in pages for s in self.segments(at // PAGE_TOKENS)]
-        return [s.ctypes.data for s in found], [s.nbytes for s in found]
-
-    def fill(self, pages: list[int], seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        for page in pages:
-            for segment in self.segments(page):
-                segment[:] = rng.integers(0, 256, segment.shape, np.uint8)
-
-
-def indices(pages: list[int]) -> Any:
-    """SGLang's host indices of whole pages, int64 [pages * PAGE_TOKENS]."""
-    return torch.tensor([page * PAGE_TOKENS + token for page in pages for token in range(PAGE_TOKENS)])
+from tests.support.kvpool.host_pool import HOST_PAGES, LAYERS, PAGE_TOKENS, TOKEN_BYTES, HostPool, indices
 
 
 def geometry(**changed: str) -> KvGeometry:
@@ -82,7 +43,7 @@ def storage_config(pool: Pool, declared: KvGeometry, **changed: Any) -> Any:
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
     with Pool() as pool:
         client = functools.partial(PoolClient, connector=pool.connector)
-        monkeypatch.setattr(hicache_backend, "PoolClient", client)
+        monkeypatch.setattr(page_access, "PoolClient", client)
         yield pool
 
 
@@ -152,7 +113,8 @@ def test_ranks_of_an_mla_model_share_their_pages_which_are_written_once(pool: Po
         ranks[-1].register_mem_pool_host(host)
     for rank in ranks:
         assert rank.batch_set_v1(names(3), indices([0, 1, 2])) == [True] * 3
-    assert [rank._client.counters.pages_written for rank in ranks] == [3, 0]
+    written = [rank._pages._chains.client.counters.pages_written for rank in ranks]
+    assert written == [3, 0]
     assert ranks[1].batch_get_v1(names(3), indices([5, 6, 7])) == [True] * 3
     for source, target in zip(host.segments(1), host.segments(6), strict=True):
         assert np.array_equal(source, target)
@@ -193,7 +155,7 @@ def test_counts_that_cannot_be_published_cost_no_page(pool: Pool, monkeypatch: p
     def publish(counters: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(made._metrics, "publish", publish)
+    monkeypatch.setattr(made._pages._chains._metrics, "publish", publish)
     assert made.batch_set_v1(names(3), indices([0, 1, 2])) == [True] * 3
     assert made.batch_get_v1(names(3), indices([4, 5, 6])) == [True] * 3
     assert made.batch_exists(names(3)) == 3

@@ -1,0 +1,110 @@
+"""The scheduler's side of the page mover: the calls of `ChainClient`, for a host pool that both share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from pdserve.errors import PoolError, PoolRefused, PoolUnavailable
+from pdserve.kvpool.client.config import PoolClientConfig
+from pdserve.kvpool.client.operations import CLEAR_TIMEOUT_S
+from pdserve.kvpool.mover.chain_client import Moved
+from pdserve.kvpool.mover.host_pages import HostPages
+from pdserve.kvpool.mover.messages import VERSION, Call, Check, Checked, Clear, Done, Exists, Move, Start
+from pdserve.kvpool.mover.supervisor import MoverSupervisor
+from pdserve.tokens import reveal_secret
+
+GRACE_S = 0.5  # the mover's own client gives up in time; this is for its answer
+
+
+class MoverClient:
+    """One rank's pages of one namespace, moved by a page mover. Thread-safe.
+
+    Operations raise PoolUnavailable where the mover failed; faults of the pool are misses. When a call
+    returns or raises, nothing reads or writes the host pool any more.
+    """
+
+    def __init__(
+        self,
+        config: PoolClientConfig,
+        namespace: str,
+        geometry: Mapping[str, str],
+        host: HostPages,
+        *,
+        suffix: bytes = b"",
+        name: str = "client",
+    ) -> None:
+        """Starts the mover. Raises StartupError."""
+        self.config = config
+        pool = msgspec.to_builtins(config, enc_hook=reveal_secret)
+
+        def start(lanes: list[int]) -> Start:
+            return Start(
+                version=VERSION,
+                lanes=lanes,
+                host=host,
+                pool=pool,
+                namespace=namespace,
+                geometry=dict(geometry),
+                suffix=suffix,
+                name=name,
+            )
+
+        self._supervisor = MoverSupervisor(start)
+
+    @property
+    def pid(self) -> int | None:
+        """The mover's process id; None while it is started again."""
+        return self._supervisor.pid
+
+    @property
+    def restarts(self) -> int:
+        """How many movers were started after the first."""
+        return self._supervisor.restarts
+
+    def exists(self, keys: Sequence[str]) -> int:
+        """As `ChainClient.exists`."""
+        return self._done(Exists(list(keys)), self.config.exists_timeout_s).number
+
+    def get(self, keys: Sequence[str], indices: bytes) -> Moved:
+        """Read pages into the host pool. `indices`: each page's first token there, int64 [pages]."""
+        return self._move(Move(False, list(keys), indices), self.config.get_timeout_s)
+
+    def put(self, keys: Sequence[str], indices: bytes) -> Moved:
+        """Write pages from the host pool. `indices`: as for `get`."""
+        return self._move(Move(True, list(keys), indices), self.config.put_timeout_s)
+
+    def clear(self) -> int:
+        """As `ChainClient.clear`."""
+        return self._done(Clear(), max(CLEAR_TIMEOUT_S, self.config.exists_timeout_s)).number
+
+    def check(self) -> dict[str, PoolError | None]:
+        """As `ChainClient.check`."""
+        answer = self._supervisor.call(Check(), self._within(self.config.connect_timeout_s))
+        if not isinstance(answer, Checked):
+            raise PoolUnavailable(f"the page mover failed: {answer}")
+        refused = set(answer.refused)
+        return {
+            node: (PoolRefused(text) if node in refused else PoolUnavailable(text)) if text else None
+            for node, text in answer.errors.items()
+        }
+
+    def close(self) -> None:
+        """End the mover. Idempotent. Operations in progress fail."""
+        self._supervisor.close()
+
+    def _move(self, call: Move, timeout_s: float) -> Moved:
+        done = self._done(call, timeout_s)
+        if len(done.mask) != len(call.keys):
+            raise PoolUnavailable(f"the page mover answered {len(done.mask)} of {len(call.keys)} pages")
+        return Moved(list(map(bool, done.mask)), done.number)
+
+    def _done(self, call: Call, timeout_s: float) -> Done:
+        answer = self._supervisor.call(call, self._within(timeout_s))
+        if not isinstance(answer, Done):
+            raise PoolUnavailable(f"the page mover failed: {answer}")
+        return answer
+
+    def _within(self, timeout_s: float) -> float:
+        return timeout_s + self.config.restart_wait_s + GRACE_S

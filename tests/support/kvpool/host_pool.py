@@ -1,0 +1,60 @@
+"""SGLang's host KV pool, as far as a storage backend sees it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+PAGE_TOKENS = 4
+TOKEN_BYTES = 64  # of K, or of V, in one layer
+LAYERS = 3
+HOST_PAGES = 200
+
+
+class HostPool:
+    """`kv`: its memory."""
+
+    def __init__(self, layout: str, dtype: torch.dtype = torch.bfloat16, *, shared: bool = False) -> None:
+        """`shared`: with a descriptor, as SGLang's `shm` allocator makes it."""
+        self.layout = layout
+        self.page_size = PAGE_TOKENS
+        self.dtype = dtype
+        shape = (
+            (2, HOST_PAGES, LAYERS * PAGE_TOKENS * TOKEN_BYTES)
+            if layout == "page_first"
+            else (2, LAYERS, HOST_PAGES, PAGE_TOKENS * TOKEN_BYTES)
+        )
+        self.size = HOST_PAGES * PAGE_TOKENS
+        self.kv = np.zeros(shape, np.uint8)
+        if shared:
+            self.fd = os.memfd_create("host-pool")
+            os.ftruncate(self.fd, self.kv.nbytes)
+            mapping = mmap.mmap(self.fd, self.kv.nbytes)
+            self.allocator = SimpleNamespace(fds=[self.fd], mms=[mapping])
+            self.kv = np.frombuffer(mapping, np.uint8).reshape(shape)
+
+    def segments(self, page: int) -> list[np.ndarray[Any, Any]]:
+        if self.layout == "page_first":
+            return [self.kv[part, page] for part in range(2)]
+        return [self.kv[part, layer, page] for layer in range(LAYERS) for part in range(2)]
+
+    def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
+        pages = indices.tolist()[::PAGE_TOKENS]
+        found = [s for at in pages for s in self.segments(at // PAGE_TOKENS)]
+        return [s.ctypes.data for s in found], [s.nbytes for s in found]
+
+    def fill(self, pages: list[int], seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for page in pages:
+            for segment in self.segments(page):
+                segment[:] = rng.integers(0, 256, segment.shape, np.uint8)
+
+
+def indices(pages: list[int]) -> Any:
+    """SGLang's host indices of whole pages, int64 [pages * PAGE_TOKENS]."""
+    return torch.tensor([page * PAGE_TOKENS + token for page in pages for token in range(PAGE_TOKENS)])
