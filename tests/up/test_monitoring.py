@@ -20,8 +20,8 @@ from prometheus_client.registry import Collector
 
 from docs.generate.product import LISTED
 from pdserve.engine.http.timing import FirstToken, WorkerMetrics
-from pdserve.kvpool.client.metrics import ClientMetrics
 from pdserve.kvpool.client.operations import ClientCounters
+from pdserve.kvpool.mover.client_metrics import ClientMetrics
 from pdserve.up.config import ClusterFile
 from pdserve.up.plan import make_plan
 from pdserve.up.scraping import TARGETS_FILE, targets

@@ -1,29 +1,38 @@
 """A batch of keys, divided into pieces for nodes and threads. A node gets one or more pieces.
 
-The calling thread takes the last piece itself, and then each piece that no other thread has begun. So a batch
-makes progress without any other thread, and a batch for one node needs no thread switch.
+The calling thread takes the first piece itself, and then each piece that no other thread has begun. So a
+batch makes progress without any other thread, and a small batch for one node needs no thread switch.
+
+Pages to move are divided by bytes: pieces are copied side by side over the node's connections, and each is
+committed by itself. So pages are visible early, a node grants little at a time, and a deadline costs the
+pieces that are left, not the batch. Late in its time, a batch begins no piece that would not be done by the
+deadline at the speed seen so far: a time-out in the middle would count against the node.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_all
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from pdserve.errors import PoolError
-from pdserve.kvpool.client.connection_pool import OpenConnection
+from pdserve.kvpool.client.connection_pool import NodeLink, OpenConnection
 from pdserve.kvpool.client.deadline import Deadline
 from pdserve.kvpool.client.operations import Tally
 from pdserve.kvpool.client.topology import PoolLinks
-from pdserve.kvpool.protocol.messages import MAX_KEYS
+from pdserve.kvpool.protocol.messages import MAX_KEYS, pages_a_message
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+PIECE_BYTES: Final = 16 * 1024 * 1024
+"""A piece of pages to move: some milliseconds of copying, much longer than the messages that it needs."""
 
 
 @dataclass
@@ -35,13 +44,28 @@ class Batch(Generic[T]):
     deadline: Deadline
     part: Callable[[OpenConnection, list[int]], list[T]]
     repeatable: bool = True  # a piece may be repeated after the node has answered part of it
-    most: int = MAX_KEYS  # most keys in one message
-    page_bytes: int = 0  # size of a page to read, which counts as load of the node meanwhile
+    page_bytes: int = 0  # size of a page to move; 0: a question
     asked: list[str] = field(init=False)
     """For each key, the node that was asked last."""
 
     def __post_init__(self) -> None:
         self.asked = [""] * len(self.keys)
+        self._half_s = (time.monotonic() + self.deadline.at_s) / 2
+
+    def is_worth_a_try(self, link: NodeLink, size_bytes: int) -> bool:
+        """Whether a piece may be begun now. In the first half of the time it always may: the node may have
+        become faster.
+        """
+        now_s = time.monotonic()
+        return now_s < self._half_s or link.speed.allows(size_bytes, self.deadline.at_s - now_s)
+
+    def divide(self, places: list[int]) -> list[list[int]]:
+        """The pieces for one node, alike in length and in the order of the keys."""
+        most = MAX_KEYS
+        if self.page_bytes:
+            most = max(1, min(pages_a_message(self.page_bytes), PIECE_BYTES // self.page_bytes))
+        pieces = -(-len(places) // most)
+        return [places[len(places) * i // pieces : len(places) * (i + 1) // pieces] for i in range(pieces)]
 
 
 class BatchRunner:
@@ -61,11 +85,7 @@ class BatchRunner:
 
         If a node fails, the `result` of its keys stays unchanged.
         """
-        parts = [
-            (node, places[start : start + batch.most])
-            for node, places in jobs.items()
-            for start in range(0, len(places), batch.most)
-        ]
+        parts = [(node, piece) for node, places in jobs.items() for piece in batch.divide(places)]
         if len(parts) == 1:
             self._do(*parts[0], batch)
             return
@@ -79,10 +99,10 @@ class BatchRunner:
     def _run_all(self, pieces: list[_Piece]) -> None:
         # Every step of a piece has the deadline, so joining needs none. All pieces are joined on every path,
         # because one may be writing into the caller's buffers.
-        for piece in pieces[:-1]:
+        for piece in pieces[1:]:
             self._submit(piece)
         try:
-            for piece in reversed(pieces):
+            for piece in pieces:
                 piece.run()
         finally:
             for piece in pieces:
@@ -100,7 +120,11 @@ class BatchRunner:
             batch.asked[place] = node
         try:
             link = self._links.link(node)
-            with link.busy(batch.page_bytes * len(places)):
+            size_bytes = batch.page_bytes * len(places)
+            if not batch.is_worth_a_try(link, size_bytes):
+                logger.debug("pool node %s: no time is left for %d bytes", node, size_bytes)
+                return
+            with link.busy(size_bytes):
                 answers = link.use(
                     batch.deadline, lambda opened: batch.part(opened, places), repeatable=batch.repeatable
                 )

@@ -27,7 +27,7 @@ from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.client.connection_pool import OpenConnection
 from pdserve.kvpool.client.connector import connector_for
 from pdserve.kvpool.client.deadline import Deadline
-from pdserve.kvpool.client.operations import MOVED, STORED, UNSTORED, ClientCounters, Tally
+from pdserve.kvpool.client.operations import FULL, MOVED, STORED, UNSTORED, ClientCounters, Tally
 from pdserve.kvpool.client.replica_hints import HotPages, Reads
 from pdserve.kvpool.client.routing import Rings, Search
 from pdserve.kvpool.client.topology import PoolLinks, SharedViews
@@ -113,7 +113,6 @@ class PoolClient:
             return found
 
         batch = Batch(keys, [False] * len(keys), deadline, part, page_bytes=page_bytes)
-        batch.most = m.pages_a_message(page_bytes)
         rings = self._links.rings
         self._runner.run(self._plan_reads(keys, rings, page_bytes), batch)
         first_asked = list(batch.asked)
@@ -164,16 +163,23 @@ class PoolClient:
                     self._links.ask_view(opened, deadline.at_s)
             return stored
 
-        batch = Batch(keys, [UNSTORED] * len(keys), deadline, part, repeatable=False)
-        batch.most = m.pages_a_message(page_bytes)
+        batch = Batch(keys, [UNSTORED] * len(keys), deadline, part, repeatable=False, page_bytes=page_bytes)
         self._runner.run(self._links.rings.split(keys), batch)
+        if FULL in batch.result:
+            # a node grants only so much at a time; what was granted to the other pieces is committed now
+            full = [i for i, became in enumerate(batch.result) if became == FULL]
+            again = self._links.rings.split([keys[i] for i in full])
+            for node, places in again.items():
+                self._runner.run({node: [full[i] for i in places]}, batch)
         if MOVED in batch.result:
-            again = {
+            moved_to = {
                 node: moved
                 for node, places in self._links.rings.split(keys).items()
                 if (moved := [i for i in places if batch.result[i] == MOVED and batch.asked[i] != node])
             }
-            self._runner.run(again, batch)
+            self._runner.run(moved_to, batch)
+        if FULL in batch.result:
+            self._tally.add(pages_refused=batch.result.count(FULL))
         return [became == STORED for became in batch.result]
 
     def clear(self) -> int:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from pdserve.errors import PoolError, PoolRestarting, PoolTimeout, PoolUnavailable, RequestRefused
-from pdserve.kvpool.client.deadline import Deadline
+from pdserve.kvpool.client.deadline import Deadline, Speed
 from pdserve.kvpool.client.node_health import (
     PASSING,
     Asked,
@@ -107,7 +107,8 @@ class NodeLink:
         The background thread calls `on_lost(name)` repeatedly while the node is down.
         """
         self.name = name
-        self.outstanding_bytes = 0  # bytes of page reads in progress
+        self.outstanding_bytes = 0  # bytes of pages that are being moved
+        self.speed = Speed()
         self._connect = connect
         self._namespace = namespace
         self._geometry = geometry
@@ -201,11 +202,13 @@ class NodeLink:
 
     @contextmanager
     def busy(self, size_bytes: int) -> Iterator[None]:
-        """Context: `size_bytes` are being read from the node."""
+        """Context: `size_bytes` are being moved from or to the node."""
+        started_s = time.monotonic()
         with self._changed:
             self.outstanding_bytes += size_bytes
         try:
             yield
+            self.speed.learn(size_bytes, time.monotonic() - started_s)
         finally:
             with self._changed:
                 self.outstanding_bytes -= size_bytes

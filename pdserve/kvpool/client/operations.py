@@ -30,6 +30,7 @@ CLEAR_TIMEOUT_S: Final = 6.0
 UNSTORED: Final = 0
 STORED: Final = 1  # in the pool, or being written by another writer
 MOVED: Final = 2  # not stored: another node owns the page now
+FULL: Final = 3  # not stored: the node had no room at that moment
 
 
 @dataclass
@@ -123,7 +124,9 @@ def read(
 def write(
     opened: OpenConnection, keys: list[bytes], pages: list[PageBuffers], deadline_s: float, tally: Tally
 ) -> list[int]:
-    """Write pages. Returns UNSTORED, STORED or MOVED for each. Raises PoolError."""
+    """Write pages. Returns UNSTORED, STORED, MOVED or FULL for each; the caller counts FULL. Raises
+    PoolError.
+    """
     if not opened.rights & WRITE:
         tally.add(pages_refused=len(keys))
         return [UNSTORED] * len(keys)
@@ -137,8 +140,10 @@ def write(
             result[i] = STORED
         elif grant.status == m.MOVED:
             result[i] = MOVED
+        elif grant.status == m.FULL:
+            result[i] = FULL
     present = result.count(STORED)
-    refused = sum(grant.status in (m.FULL, m.TOO_LARGE) for grant in grants)
+    refused = sum(grant.status == m.TOO_LARGE for grant in grants)
     written = 0
     mine = [i for i, grant in enumerate(grants) if grant.status == m.GRANTED]
     if mine:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pdserve.errors import PoolError
 from pdserve.kvpool.client.client import PoolClient
-from pdserve.kvpool.client.metrics import ClientMetrics
+from pdserve.kvpool.mover.client_metrics import ClientMetrics
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
 from pdserve.pages import pool_key
 
