@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -17,14 +17,16 @@ from pdserve.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from pdserve.bench.pool.beside import BesideFigures, Steps
     from pdserve.bench.pool.own_node import BenchPath
-    from pdserve.bench.pool.speed import PoolFigures
+    from pdserve.bench.pool.speed import PoolFigures, Workload
 
 
 BANDWIDTH_PEERS = ("ucx_perftest", "ucx_perftest_tuned")  # with UCX's own settings for TCP, and with ours
 STORE_PEERS = ("mooncake", "redis")
 PEERS = (*STORE_PEERS, *BANDWIDTH_PEERS)
 ON_OFF = ("on", "off")
+BESIDE: Final[tuple[Steps, ...]] = ("none", "python", "torch")
 PATHS: Final[tuple[BenchPath, ...]] = (*options.PATHS, "tcp-tls")
 
 
@@ -40,6 +42,14 @@ def pool(
     peer: Annotated[
         list[str] | None, typer.Option(help=f"Another store to measure: {', '.join(PEERS)}.")
     ] = None,
+    beside: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure instead how pages move beside a busy thread of the same process, and how its steps "
+            f"go on: {', '.join(BESIDE)}."
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="With --beside: rounds; results are medians.")] = 3,
     plot: options.Plot = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -62,8 +72,16 @@ def pool(
     if capacity_bytes < 4 * batch * max(sizes):
         raise ConfigError(f"--capacity {capacity} holds no 4 batches of {batch} pages of {max(sizes)} bytes")
     output = Output(as_json, plot)
+    if beside is not None:
+        kinds = choices("beside", beside, BESIDE)
+        workloads = [
+            Workload(name, on, size, batch, seconds, capacity_bytes)
+            for name, on, size in itertools.product(paths, checksums, sizes)
+        ]
+        _beside(output, workloads, kinds, rounds, capacity)
+        return
     figures: list[PoolFigures] = []
-    beside = {
+    bandwidths = {
         (name, size): perftest_gbps(name, size) for name in peers if name in BANDWIDTH_PEERS for size in sizes
     }
     with (
@@ -75,12 +93,42 @@ def pool(
             with connect(path_name, with_checksum) as client:
                 figures.append(measure(PoolStore(client), workload, peer_stores))
             output.row(figures[-1], checksum=ON_OFF[not with_checksum])
-    for (name, size), gbps in beside.items():
+    for (name, size), gbps in bandwidths.items():
         output.row({"peer": name, "page_bytes": size, "gbps": gbps})
     output.show(*_pool_tables(figures))
-    output.show(*(f"{name}, {size_name(size)}: {gbps:.2f} GB/s" for (name, size), gbps in beside.items()))
+    output.show(*(f"{name}, {size_name(size)}: {gbps:.2f} GB/s" for (name, size), gbps in bandwidths.items()))
     if plot is not None:
-        plot_pool(plot, figures, beside, f"Batches of {batch} pages, medians, one machine, one run")
+        plot_pool(plot, figures, bandwidths, f"Batches of {batch} pages, medians, one machine, one run")
+
+
+def _beside(
+    output: Output, workloads: Sequence[Workload], kinds: Sequence[Steps], rounds: int, capacity: str
+) -> None:
+    from pdserve.bench.plot import size_name
+    from pdserve.bench.pool.beside import measure_beside
+    from pdserve.bench.pool.own_node import bench_node
+    from pdserve.bench.tables import table
+
+    columns = ("way", "beside", "get", "put", "get/alone", "put/alone", "mean", "p99", "mean", "p99")
+    largest = max(workload.page_bytes for workload in workloads)
+    with bench_node(capacity, slab_bytes=max(16 << 20, largest)) as connect:
+        for workload in workloads:
+            with connect(workload.path, workload.checksum) as client:
+                rows = list(measure_beside(client, workload, kinds, rounds))
+            sums = ON_OFF[not workload.checksum]
+            for row in rows:
+                output.row(row, checksum=sums)
+            what = f"{workload.batch_pages} pages of {size_name(workload.page_bytes)}"
+            title = f"{workload.path}, checksums {sums}, {what}: GB/s, and the thread's steps (get, put)"
+            lines = [_beside_row(row) for row in rows]
+            output.show(table(title, columns, lines, left=("way", "beside"), no_wrap=True))
+
+
+def _beside_row(row: BesideFigures) -> tuple[str, ...]:
+    rates = (row.get_gbps, row.put_gbps, row.get_over_alone, row.put_over_alone)
+    steps = (row.get_step_mean, row.get_step_p99, row.put_step_mean, row.put_step_p99)
+    times = (f"{step:.2f}" if step else "-" for step in steps)
+    return (row.way, row.beside, *(f"{rate:.2f}" for rate in rates), *times)
 
 
 def _pool_tables(figures: list[PoolFigures]) -> Iterator[Table]:
