@@ -206,6 +206,9 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         return self._pages
 
     def _complain(self, what: str, error: Exception) -> None:
+        if isinstance(error, PoolUnavailable):  # the page mover failed, which its supervisor has said
+            logger.debug("pool %s: %s", what, error)
+            return
         now_s = time.monotonic()
         if now_s - self._warned_at_s >= WARN_EVERY_S:
             self._warned_at_s = now_s

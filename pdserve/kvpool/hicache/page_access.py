@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 
-from pdserve.errors import PageMismatch, PoolError
+from pdserve.errors import PageMismatch, PoolError, PoolUnavailable
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.mover.chain_client import ChainClient, Moved
 from pdserve.kvpool.mover.client import MoverClient
+from pdserve.kvpool.mover.client_metrics import ClientMetrics
 from pdserve.kvpool.mover.host_pages import HostPages, learn_segments
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 
@@ -105,18 +106,35 @@ class ByMover:
     def __init__(self, mover: MoverClient, page_tokens: int) -> None:
         self.mover = mover
         self._page_tokens = page_tokens
-        self.exists = mover.exists
+        self._metrics = ClientMetrics()
         self.clear = mover.clear
         self.check = mover.check
         self.close = mover.close
 
+    def exists(self, keys: Sequence[str]) -> int:
+        """See `PageAccess`. Raises PoolUnavailable."""
+        try:
+            return self.mover.exists(keys)
+        except PoolUnavailable:
+            self._metrics.mover_failed()
+            raise
+
     def get(self, keys: Sequence[str], host_indices: torch.Tensor) -> Moved:
         """See `PageAccess`. Raises PageMismatch, PoolUnavailable."""
-        return self.mover.get(keys, self._first_tokens(keys, host_indices))
+        return self._move(self.mover.get, keys, host_indices)
 
     def put(self, keys: Sequence[str], host_indices: torch.Tensor) -> Moved:
         """See `PageAccess`. Raises PageMismatch, PoolUnavailable."""
-        return self.mover.put(keys, self._first_tokens(keys, host_indices))
+        return self._move(self.mover.put, keys, host_indices)
+
+    def _move(
+        self, move: Callable[[Sequence[str], bytes], Moved], keys: Sequence[str], host_indices: torch.Tensor
+    ) -> Moved:
+        try:
+            return move(keys, self._first_tokens(keys, host_indices))
+        except PoolUnavailable:
+            self._metrics.mover_failed()
+            raise
 
     def _first_tokens(self, keys: Sequence[str], host_indices: torch.Tensor) -> bytes:
         _check_length(keys, host_indices, self._page_tokens)

@@ -107,6 +107,7 @@ def test_a_mover_that_was_killed_costs_a_batch_and_starts_again(rank: Callable[.
     first.kill()
     with pytest.raises(PoolUnavailable):
         one.access.get(names(2), indices([4, 5]))
+    assert one.access._metrics._mover_failures._value.get() == 1
     wait_until(lambda: one.mover.pid is not None, "another mover runs")
     assert one.mover.pid != first.pid
     assert one.mover.restarts == 1
