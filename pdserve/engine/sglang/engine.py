@@ -8,6 +8,7 @@ from typing import Any, Final
 from pdserve.engine.drain import Drain
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
+from pdserve.engine.sglang import long_texts
 from pdserve.engine.sglang.tokenizer_manager import watch
 from pdserve.sglang_places import places
 
@@ -27,6 +28,7 @@ PLACES: Final = (
         "LoadSnapshot(num_running_reqs, num_waiting_reqs, num_waiting_uncached_tokens)",
         "LoadSnapshot(num_used_tokens, max_total_num_tokens)",
     ),
+    *places("sglang.srt.configs.model_config", "ModelConfig.__init__ sets is_multimodal"),
     *places("sglang.srt.server_args", "ServerArgs(chat_template, enable_deterministic_inference, dp_size)"),
 )
 
@@ -37,6 +39,7 @@ class Engine:
     def __init__(self, drain: Drain, metrics: WorkerMetrics) -> None:
         self.app: Any = None
         self.tokenizer_manager: Any = None
+        self._long_texts: long_texts.LongTexts | None = None
         self._drain = drain
         self._metrics = metrics
 
@@ -44,6 +47,9 @@ class Engine:
         """SGLang has made its tokenizer manager: follow its requests from now on."""
         self.tokenizer_manager = tokenizer_manager
         watch(tokenizer_manager, metrics=self._metrics, is_stopping=lambda: self._drain.is_closed)
+        self._long_texts = long_texts.LongTexts(tokenizer_manager)
+        self._long_texts.measure()
+        long_texts.install(self._long_texts)
 
     @property
     def app_state(self) -> Any:
@@ -59,6 +65,8 @@ class Engine:
     def facts(self) -> dict[str, Any]:
         """What `/pd/info` says of the model and of how this SGLang reads prompts."""
         manager = self.tokenizer_manager
+        assert self._long_texts is not None
+        bound = self._long_texts.bound
         named = _template(manager.server_args.chat_template)
         return {
             "model": manager.served_model_name,
@@ -67,6 +75,9 @@ class Engine:
             "tasks": ["generate" if manager.is_generation else "embed"],
             "tokenizer": tokenizer_fingerprint(manager.tokenizer),
             "chat_template": chat_template_fingerprint(manager.tokenizer, named),
+            "is_multimodal": bool(manager.model_config.is_multimodal),
+            "longest_token_bytes": bound.longest_token_bytes,
+            "text_shrink": bound.text_shrink,
         }
 
     def load(self) -> dict[str, int] | None:

@@ -1,0 +1,166 @@
+"""Long texts are tokenized beside SGLang's event loop, and not at all where they cannot fit.
+
+SGLang (0.5.23) tokenizes a text whole before it looks at its length. It does so in threads for chats, and in
+its event loop for `/tokenize` and for the texts of `/generate`, `/v1/completions` and `/v1/embeddings`
+(`TokenizerManager._tokenize_texts`): then no stream goes on. Rust tokenizers let other threads run meanwhile.
+
+    text that has more tokens than the model takes, whatever they are    refused
+    text of more than `SHORT_CHARS`, and each `/tokenize`                in a thread
+    other text                                                          in the loop, which has its turn after
+                                                                        each `SHORT_CHARS`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import msgspec
+from fastapi.responses import Response
+
+from pdserve.engine.token_bytes import text_bound
+from pdserve.sglang_places import places
+from pdserve.text_bound import NO_BOUND, TextBound
+
+logger = logging.getLogger(__name__)
+
+PLACES: Final = (
+    *places(
+        "sglang.srt.managers.tokenizer_manager",
+        "TokenizerManager._tokenize_texts(texts, is_cross_encoder)",
+        "TokenizerManager._validate_one_request(obj, input_ids)",
+        "TokenizerManager.__init__ sets allow_auto_truncate",
+        "TokenizerManager.init_tokenizer_and_processor sets tokenizer, mm_processor",
+        "TokenizerManager.init_tokenizer_and_processor sets async_dynamic_batch_tokenizer",
+        "TokenizerManager.init_model_config sets context_len, num_reserved_tokens",
+    ),
+    *places(
+        "sglang.srt.entrypoints.openai.serving_tokenize",
+        "OpenAIServingTokenize._handle_non_streaming_request(adapted_request, request, raw_request)",
+    ),
+    *places(
+        "sglang.srt.entrypoints.openai.serving_chat",
+        "parallel_prompt_encode(tokenizer, text, encode_kwargs)",
+        "OpenAIServingChat._render_and_encode_chat_template uses parallel_prompt_encode",
+    ),
+)
+SHORT_CHARS: Final = 4096
+"""About 2 ms of tokenizing; a change of threads takes a twentieth of it."""
+_THREADS: Final = 2
+"""Long texts at a time. A text of 32 MiB takes 28 s of a core, and memory."""
+
+
+class LongTexts:
+    """Of one tokenizer manager."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._tokenize = manager._tokenize_texts
+        self._threads = ThreadPoolExecutor(_THREADS, "tokenize")
+        self._since_turn_chars = 0
+        self._bound = NO_BOUND
+        manager._tokenize_texts = self.tokenize_texts
+
+    @property
+    def bound(self) -> TextBound:
+        """What texts are refused by. None are, where SGLang truncates them, and until it is measured."""
+        return NO_BOUND if self._manager.allow_auto_truncate else self._bound
+
+    def measure(self) -> None:
+        """Find the bound of the tokenizer, in a thread."""
+
+        def run() -> None:
+            try:
+                self._bound = text_bound(self._manager.tokenizer)
+            # boundary: a tokenizer may be anybody's code, and the worker serves without the bound
+            except Exception as error:
+                logger.warning(
+                    "the tokenizer cannot be measured, long texts are not refused early: %s", error
+                )
+
+        threading.Thread(target=run, name="measure-tokenizer", daemon=True).start()
+
+    async def tokenize_texts(self, texts: Any, is_cross_encoder: bool = False) -> Any:
+        """In place of SGLang's `_tokenize_texts`. Raises ValueError, as SGLang does for what is too long."""
+        if self._manager.async_dynamic_batch_tokenizer is not None:  # its own thread, and its own batches
+            return await self._tokenize(texts, is_cross_encoder)
+        size_chars = len(texts) if isinstance(texts, str) else _chars(texts)
+        if size_chars > SHORT_CHARS:
+            if not is_cross_encoder:
+                self.check(texts)
+            return await self.beside(lambda: self._tokenize(texts, is_cross_encoder))
+        self._since_turn_chars += size_chars
+        if self._since_turn_chars > SHORT_CHARS:
+            self._since_turn_chars = 0
+            await asyncio.sleep(0)
+        return await self._tokenize(texts, is_cross_encoder)
+
+    async def beside(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """The result of a coroutine that waits for nothing, computed in a thread."""
+        context = contextvars.copy_context()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, context.run, _finish, work)
+
+    def check(self, texts: Any) -> None:
+        """Raises ValueError, in SGLang's words, if one of the texts has too many tokens in any case."""
+        manager, bound = self._manager, self.bound
+        if not bound or manager.mm_processor is not None:  # a processor of media makes the prompt anew
+            return
+        for text in [texts] if isinstance(texts, str) else texts:
+            tokens = bound.fewest_tokens(text) + manager.num_reserved_tokens
+            if tokens >= manager.context_len:
+                raise ValueError(
+                    f"The input (at least {tokens} tokens) is longer than the model's context length "
+                    f"({manager.context_len} tokens)."
+                )
+
+
+def install(long_texts: LongTexts) -> None:
+    """Have `/tokenize` work in a thread too, and chats refused before their text is tokenized."""
+    from sglang.srt.entrypoints.openai import serving_chat
+    from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingTokenize
+
+    handle = OpenAIServingTokenize._handle_non_streaming_request
+    encode = serving_chat.parallel_prompt_encode
+    only_tokenizes = contextvars.ContextVar("only_tokenizes", default=False)
+
+    async def handle_beside(self: Any, adapted: Any, request: Any, raw_request: Any) -> Any:
+        only_tokenizes.set(True)  # in the context of this request; such a text has any length
+        return await long_texts.beside(lambda: _answered(handle(self, adapted, request, raw_request)))
+
+    def encode_checked(tokenizer: Any, text: Any, encode_kwargs: Any = None) -> Any:
+        if isinstance(text, str) and not only_tokenizes.get():
+            long_texts.check(text)
+        return encode(tokenizer, text, encode_kwargs)
+
+    OpenAIServingTokenize._handle_non_streaming_request = handle_beside
+    serving_chat.parallel_prompt_encode = encode_checked
+
+
+async def _answered(answer: Coroutine[Any, Any, Any]) -> Any:
+    """The answer in bytes, since a list of millions of tokens takes long to write."""
+    from sglang.srt.entrypoints.openai.protocol import TokenizeResponse
+
+    said = await answer
+    if not isinstance(said, TokenizeResponse):
+        return said
+    return Response(msgspec.json.encode(said.__dict__), media_type="application/json")
+
+
+def _chars(texts: Any) -> int:
+    """Of a list of texts, or of pairs of them."""
+    return sum(len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts or ())
+
+
+def _finish(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    begun = work()
+    try:
+        begun.send(None)
+    except StopIteration as end:
+        return end.value
+    begun.close()
+    raise RuntimeError("tokenizing waits for something: it cannot be done in a thread")

@@ -1,0 +1,200 @@
+"""Long texts are tokenized beside the event loop, and refused where they cannot fit."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.entrypoints.openai import serving_chat
+from sglang.srt.entrypoints.openai.protocol import TokenizeRequest
+from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingTokenize
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+from pdserve.engine.sglang.long_texts import SHORT_CHARS, LongTexts, install
+from pdserve.text_bound import TextBound
+
+LONG = "x" * (SHORT_CHARS + 1)
+
+
+class Tokenizer:
+    """One token for each character. `enter` is called first."""
+
+    is_fast = True
+
+    def __init__(self, enter: Any = lambda: None) -> None:
+        self.enter = enter
+        self.calls = 0
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, Any]:
+        self.calls += 1
+        self.enter()
+        return {"input_ids": [[1] * len(text) for text in texts]}
+
+
+def manager_with(tokenizer: Tokenizer, **more: Any) -> tuple[Any, LongTexts]:
+    """SGLang's own tokenizing, on a manager that was not started."""
+    manager = TokenizerManager.__new__(TokenizerManager)
+    settings = {
+        "tokenizer": tokenizer,
+        "async_dynamic_batch_tokenizer": None,
+        "mm_processor": None,
+        "allow_auto_truncate": False,
+        "context_len": 100,
+        "num_reserved_tokens": 0,
+        "model_config": SimpleNamespace(is_embedding_gemma=False),
+    }
+    for name, value in (settings | more).items():
+        setattr(manager, name, value)
+    return manager, LongTexts(manager)
+
+
+async def test_the_loop_goes_on_while_a_long_text_is_tokenized() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def enter() -> None:
+        entered.set()
+        assert go_on.wait(30)
+
+    manager, _ = manager_with(Tokenizer(enter))
+    work = asyncio.create_task(manager._tokenize_texts(LONG))
+    assert await asyncio.to_thread(entered.wait, 10), "the loop does not go on"
+    assert not work.done()
+    go_on.set()
+    ids, _ = await work
+    assert len(ids) == len(LONG)
+
+
+async def test_many_short_texts_let_the_loop_have_its_turn() -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    manager, _ = manager_with(Tokenizer())
+    counting = asyncio.create_task(count())
+    for _ in range(100):
+        await manager._tokenize_texts("x" * (SHORT_CHARS // 2))
+    counting.cancel()
+    assert turns >= 30
+
+
+async def test_a_text_that_cannot_fit_is_refused_untokenized_and_one_that_may_fit_is_not() -> None:
+    tokenizer = Tokenizer()
+    manager, long_texts = manager_with(tokenizer, context_len=2 * SHORT_CHARS)
+    long_texts._bound = TextBound(10)
+    with pytest.raises(ValueError, match=r"at least 8192 tokens\) is longer than the model's context length"):
+        await manager._tokenize_texts("x" * (20 * SHORT_CHARS - 9))
+    with pytest.raises(ValueError):
+        await manager._tokenize_texts(["short", "x" * (20 * SHORT_CHARS)])
+    assert tokenizer.calls == 0
+    await manager._tokenize_texts("x" * (20 * SHORT_CHARS - 10))
+    await manager._tokenize_texts(["x" * (19 * SHORT_CHARS)] * 2)  # each may fit
+    assert tokenizer.calls == 2
+
+
+@pytest.mark.parametrize("setting", [{"allow_auto_truncate": True}, {"mm_processor": object()}])
+async def test_nothing_is_refused_where_sglang_truncates_or_a_processor_makes_the_prompt(
+    setting: Any,
+) -> None:
+    manager, long_texts = manager_with(Tokenizer(), **setting)
+    long_texts._bound = TextBound(10)
+    ids, _ = await manager._tokenize_texts(LONG * 10)
+    assert len(ids) == len(LONG) * 10
+
+
+async def test_a_client_that_leaves_while_its_text_waits_or_is_tokenized_leaves_nothing_behind() -> None:
+    entered, go_on = threading.Semaphore(0), threading.Event()
+
+    def enter() -> None:
+        entered.release()
+        assert go_on.wait(30)
+
+    tokenizer = Tokenizer(enter)
+    manager, _ = manager_with(tokenizer)
+    tasks = [asyncio.create_task(manager._tokenize_texts(LONG)) for _ in range(5)]
+    for _ in range(2):
+        assert await asyncio.to_thread(entered.acquire, True, 10)
+    for task in tasks:
+        task.cancel()
+    assert all(
+        isinstance(end, asyncio.CancelledError)
+        for end in await asyncio.gather(*tasks, return_exceptions=True)
+    )
+    go_on.set()
+    ids, _ = await manager._tokenize_texts(LONG)
+    assert (len(ids), tokenizer.calls) == (len(LONG), 3)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[LongTexts], None]:
+    """Installs, and takes it back after the test."""
+    monkeypatch.setattr(serving_chat, "parallel_prompt_encode", serving_chat.parallel_prompt_encode)
+    name = "_handle_non_streaming_request"
+    monkeypatch.setattr(OpenAIServingTokenize, name, getattr(OpenAIServingTokenize, name))
+    return install
+
+
+class Words(Tokenizer):
+    """A token for each word: its length."""
+
+    model_max_length = 64
+    chat_template = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[threading.Thread] = []
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.threads.append(threading.current_thread())
+        return [len(word) for word in text.split()]
+
+    def apply_chat_template(self, messages: Any, **_: Any) -> str:
+        return " ".join(message["content"] for message in messages)
+
+
+async def test_tokenizing_for_a_client_answers_as_sglang_does_and_beside_the_loop(
+    installed: Callable[[LongTexts], None],
+) -> None:
+    words = Words()
+    manager, long_texts = manager_with(words)
+    long_texts._bound = TextBound(1)  # of what has any length here, nothing is refused
+    serving = OpenAIServingTokenize.__new__(OpenAIServingTokenize)
+    serving.tokenizer_manager = manager
+    request = TokenizeRequest(model="m", prompt="a bb ccc " + LONG)
+    plain = await serving._handle_non_streaming_request(request, request, None)
+    installed(long_texts)
+    answer = await serving._handle_non_streaming_request(request, request, None)
+    assert answer.body == b'{"tokens":[1,2,3,4097],"count":4,"max_model_len":64}'
+    assert plain.model_dump_json().encode() == answer.body
+    main = threading.main_thread()
+    assert [thread is main for thread in words.threads] == [True, False]
+
+
+def test_a_chat_that_cannot_fit_is_refused_after_its_template_and_before_its_tokens(
+    installed: Callable[[LongTexts], None],
+) -> None:
+    words = Words()
+    manager, long_texts = manager_with(words)
+    long_texts._bound = TextBound(1)
+    serving = serving_chat.OpenAIServingChat.__new__(serving_chat.OpenAIServingChat)
+    serving.tokenizer_manager = manager
+    serving.template_manager = SimpleNamespace(python_chat_template=None)
+    serving._prompt_text_round_trip_is_lossy = False
+    installed(long_texts)
+
+    def tokens_of(text: str) -> Any:
+        messages = [{"role": "user", "content": text}]
+        settings: Any = {"tools": None, "template_kwargs": {}, "encode_kwargs": {}, "use_cache": False}
+        return serving._render_and_encode_chat_template(messages, **settings)
+
+    assert tokens_of("a bb ccc")[0] == [1, 2, 3]
+    with pytest.raises(ValueError, match="at least 100 tokens"):
+        tokens_of("x" * 100)
+    assert len(words.threads) == 1
