@@ -51,6 +51,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Body members, all of them fields of `RequestView`. SGLang (0.5.23) takes the prompt from the first one
     that is given, and ignores the members of other endpoints.
     """
+    text_fields: tuple[str, ...] = ()
+    """Those of `prompt_fields` whose text a worker tokenizes whole, and refuses if it is too long."""
     charged_fields: tuple[str, ...] = ()
     """Members that cost a tenant as much as a prompt, where there is none: a worker tokenizes them."""
     sampling_field: str = ""
@@ -100,6 +102,7 @@ _ROWS: Final = (
         response_schema="CompletionResponse",
         task="generate",
         prompt_fields=("prompt",),
+        text_fields=("prompt",),
         streams=True,
         is_salted=True,
         is_resumable=True,
@@ -112,6 +115,7 @@ _ROWS: Final = (
         response_schema="EmbeddingResponse",
         task="embed",
         prompt_fields=("input",),
+        text_fields=("input",),
     ),
     Endpoint(
         path="/generate",
@@ -120,6 +124,7 @@ _ROWS: Final = (
         response_schema="Generated",
         task="generate",
         prompt_fields=("text", "input_ids"),
+        text_fields=("text",),
         sampling_field="sampling_params",
         streams=True,
         is_salted=True,

@@ -20,9 +20,12 @@ from pdserve.router.api.request_body import (
     has_several_prompts,
     parse_request,
 )
+from pdserve.router.api.text_length import check_texts
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.deadlines import Deadlines
 from pdserve.router.dispatch.dispatcher import Dispatcher
+from pdserve.router.fleet.registry import Fleet
+from pdserve.router.fleet.text_limits import LARGEST_BODY_BYTES
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.prefix_index import prefix_of
 from pdserve.router.placement.request_facts import RequestFacts
@@ -51,6 +54,7 @@ class GenerationHandler:
     def __init__(
         self,
         config: RouterConfig,
+        fleet: Fleet,
         gate: Gate,
         dispatcher: Dispatcher,
         deadlines: Deadlines,
@@ -60,6 +64,7 @@ class GenerationHandler:
         self.targets: Final = {path.encode("ascii"): path for path in ENDPOINTS}
         """Path by request target."""
         self._tracer = tracer
+        self._fleet = fleet
         self._gate = gate
         self._dispatcher = dispatcher
         self._deadlines = deadlines
@@ -68,7 +73,6 @@ class GenerationHandler:
         self._sources = parse_sources(config.session.sources)
         self._shows_load = config.access.show_load
         self._limits = config.limits
-        self._body_limit_bytes = config.limits.body_bytes
         self._held_limit_bytes = config.limits.held_body_bytes
         self._held_bytes = 0
         """The bodies of all requests in progress."""
@@ -160,6 +164,8 @@ class GenerationHandler:
         prompts = count_prompts(prompt, self._limits.prompts) if computes else 1
         choices = count_choices(view, call.endpoint.sampling_field) if computes else 1
         self._check_counts(prompts, choices)
+        limit = self._fleet.text_limit(model)
+        check_texts(view, call.endpoint, limit.tokens, limit.bound)
         tokens = estimate_prompt_tokens(prompt)
         call.facts = RequestFacts(
             endpoint=call.endpoint,
@@ -186,7 +192,7 @@ class GenerationHandler:
         """The request's body, None if the client left before its end. Raises RequestError 413, or 503
         where the bodies of all requests together are too much.
         """
-        limit = self._body_limit_bytes
+        limit = self._limits.body_bytes or self._fleet.body_limit_bytes
         length = call.headers.get(b"content-length", b"0")
         if length.isdigit() and int(length.lstrip(b"0")[:20] or b"0") > limit:  # int() has a bound
             raise _too_large(limit)
@@ -221,7 +227,7 @@ class GenerationHandler:
         call.held_bytes = 0
         call.answer.start(error.status, headers, len(body), closes=True)
         await call.answer.write(body, more=True)
-        left = self._body_limit_bytes
+        left = self._limits.body_bytes or LARGEST_BODY_BYTES
         try:
             async with asyncio.timeout(DRAIN_S):
                 while left > 0 and (piece := await client.read()) is not None:

@@ -52,7 +52,9 @@ class Router:
         self.dispatcher = dispatcher
         self.stats = stats
         self.created_s = int(time.time())
-        self.generation = GenerationHandler(config, gate, dispatcher, upstream.deadlines, stats, tracer)
+        self.generation = GenerationHandler(
+            config, fleet, gate, dispatcher, upstream.deadlines, stats, tracer
+        )
         self._generation_paths = frozenset(ENDPOINTS)
         self.metrics: Callable[[], Awaitable[Snapshot]] = self._metrics
         """Those of all of the router's processes together. Raises RequestError when there is no sum."""

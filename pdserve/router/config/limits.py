@@ -97,8 +97,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Bounds on what one router holds."""
 
     body_bytes: Annotated[
-        int, Meta(ge=1024, description="Largest request body; a larger one is answered with 413.")
-    ] = 32 * 1024 * 1024
+        Annotated[int, Meta(ge=1024)] | None,
+        Meta(
+            description="Largest request body; a larger one is answered with 413. None: 64 bytes for each "
+            "token of the workers' longest context, from 4 MiB to 32 MiB; 32 MiB for models that embed or "
+            "take media."
+        ),
+    ] = None
     prompts: Annotated[
         int, Meta(ge=1, description="Most prompts in one request; each counts as a request of its tenant.")
     ] = 2048

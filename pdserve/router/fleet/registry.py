@@ -19,6 +19,13 @@ from pdserve.router.config.router import Mode, RouterConfig
 from pdserve.router.fleet.compatibility import find_mismatch
 from pdserve.router.fleet.membership import Membership
 from pdserve.router.fleet.models import Models
+from pdserve.router.fleet.text_limits import (
+    LARGEST_BODY_BYTES,
+    NO_LIMIT,
+    TextLimit,
+    body_limit_bytes,
+    text_limit,
+)
 from pdserve.router.fleet.worker import ROLES, Role, Worker, WorkerInfo, WorkerLoad
 
 
@@ -53,6 +60,9 @@ class Fleet:
         self._snapshots: dict[str, Snapshot] = {}
         self.tasks: dict[str, frozenset[str]] = {}
         """Model → tasks of its workers. Unhealthy workers count, refused workers do not."""
+        self._text_limits: dict[str, TextLimit] = {}
+        self.body_limit_bytes = LARGEST_BODY_BYTES
+        """No usual request of any model is larger."""
         self._next_incarnation = 0
         self.members = Membership(workers, self._facts_changed)
 
@@ -69,7 +79,10 @@ class Fleet:
         return fleet
 
     def _facts_changed(self) -> None:
-        joined = (w.info for w in self.workers if w.info and not w.refused)
+        joined = [w.info for w in self.workers if w.info and not w.refused]
+        models = {info.model for info in joined}
+        self._text_limits = {m: text_limit([info for info in joined if info.model == m]) for m in models}
+        self.body_limit_bytes = body_limit_bytes(joined)
         self.tasks = {info.model: frozenset(info.tasks) for info in joined}
         self._snapshots.clear()
 
@@ -101,6 +114,10 @@ class Fleet:
         if found is None or now_s >= found.valid_until_s:
             found = self._snapshots[model] = self._take_snapshot(model, now_s)
         return found
+
+    def text_limit(self, model: str) -> TextLimit:
+        """What no worker of `model` takes."""
+        return self._text_limits.get(model, NO_LIMIT)
 
     def context_length(self, model: str) -> int:
         """Longest context in tokens that every worker of `model` accepts. 0: no worker reports one."""

@@ -34,6 +34,11 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     tokenizer: str = ""
     """A fingerprint. Empty: the worker does not say."""
     chat_template: str = ""
+    is_multimodal: bool | None = None
+    """The model takes images, video or audio. None: the worker does not say."""
+    longest_token_bytes: int = 0
+    """UTF-8 bytes of text that one token can stand for (see `TextBound`). 0: there is no bound."""
+    text_shrink: int = 1
 
 
 class WorkerLoad(msgspec.Struct, frozen=True):
