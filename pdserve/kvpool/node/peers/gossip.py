@@ -19,11 +19,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 from msgspec.structs import replace
 
-from pdserve.errors import FrameError, PdserveError, PoolRefused
+from pdserve.errors import FrameError, NodeFailed, PdserveError, PoolRefused
 from pdserve.kvpool.cluster import failure_detector as d
 from pdserve.kvpool.cluster.membership import Cluster, Update
 from pdserve.kvpool.cluster.state import parts
@@ -83,6 +84,7 @@ class Gossiper:
             config.cluster.indirect_timeout_s,
             config.cluster.sync_interval_s,
         )
+        self._fail = fail
         self.name = config.name
         self.address = NodeAddress(config.name, config.address, config.weight)
         self.cluster = Cluster(
@@ -173,9 +175,9 @@ class Gossiper:
         for address in list(self.joining.seeds):
             self._spawn_sync(address)
         self.anti_entropy.tell_all({})
-        self._spawn(self._run())
+        self._spawn(self._run(), vital=True)
         if self.joining.etcd is not None:
-            self._spawn(self.joining.etcd.run())
+            self._spawn(self.joining.etcd.run(), vital=True)
 
     async def stop(self, *, leaving: bool = True) -> None:
         """End all of it; tell the others first, if so configured and this node is `leaving`."""
@@ -354,12 +356,20 @@ class Gossiper:
         if isinstance(reply, m.Done):
             self._feed(d.Asked(node, helper, reply.count == 1))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], *, vital: bool = False) -> None:
+        """`vital`: without it the node would look well to others and notice nothing of them; it ends."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(partial(self._ended, vital))
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, vital: bool, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("node %s: in talking to other nodes", self.name, exc_info=error)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        logger.error("node %s: in talking to other nodes", self.name, exc_info=error)
+        if vital:
+            text = (
+                f"node {self.name} stopped after an unexpected error among its peers, {error!r}: its pages "
+                "stay in memory, start it again; its log says where the error was"
+            )
+            self._fail(NodeFailed(text))

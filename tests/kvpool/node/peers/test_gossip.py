@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pdserve.errors import PoolError, PoolRefused, StartupError
+from pdserve.errors import NodeFailed, PoolError, PoolRefused, StartupError
 from pdserve.kvpool.admin.node_client import ask, fetch_status
 from pdserve.kvpool.admin.upgrade import upgrade
 from pdserve.kvpool.client.client import PoolClient
@@ -254,6 +254,20 @@ async def test_a_node_that_does_not_belong_is_refused_and_says_why(
         assert "\n" not in str(error.value)
         await asyncio.sleep(0.3)  # several rounds of gossip
         assert ring(a) == ring(b) == "ab"
+
+
+async def test_a_node_whose_clock_among_its_peers_ends_does_not_go_on_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would notice no death and no new ring, and still look well to its clients."""
+    node = PoolNode(config_of(tmp_path, "a"))
+
+    def bug(*_: object) -> None:
+        raise RuntimeError("bug")
+
+    monkeypatch.setattr(node.gossip, "push_views", bug)
+    with pytest.raises(NodeFailed, match="among its peers"):
+        await asyncio.wait_for(node.serve(), HANGS_S)
 
 
 async def test_of_two_nodes_of_one_name_that_meet_later_one_ends(
