@@ -15,7 +15,7 @@ from pdserve.discovery.config import EtcdConfig
 from pdserve.discovery.etcd import _credentials
 from pdserve.engine.sglang.storage import pool_storage
 from pdserve.errors import ConfigError
-from pdserve.kvpool.client.config import PoolClientConfig, with_token
+from pdserve.kvpool.client.config import PoolClientConfig, with_pool_secrets
 from pdserve.kvpool.hicache.backend import BackendSettings
 from pdserve.kvpool.node.config.node import PoolNodeConfig, with_secrets
 from pdserve.pages import KvGeometry
@@ -65,8 +65,13 @@ def test_the_secrets_of_pool_and_etcd_come_from_files_and_environment(tmp_path: 
     assert (reveal(node.admin_token), reveal(node.cluster.token)) == ("a", "c")
     assert TEXT not in str(with_secrets(build_config(PoolNodeConfig, table, source="f"), {}))
 
-    assert reveal(with_token(PoolClientConfig(token_file=file), {}).token) == TEXT
-    assert reveal(with_token(PoolClientConfig(), {"PDSERVE_POOL_TOKEN": "v"}).token) == "v"
+    assert reveal(with_pool_secrets(PoolClientConfig(token_file=file), {}).token) == TEXT
+    assert reveal(with_pool_secrets(PoolClientConfig(), {"PDSERVE_POOL_TOKEN": "v"}).token) == "v"
+    given = with_pool_secrets(PoolClientConfig(page_key_file=file), {})
+    assert (reveal(given.page_key), given.page_key_file) == (TEXT, None)
+    assert reveal(with_pool_secrets(PoolClientConfig(), {"PDSERVE_POOL_PAGE_KEY": TEXT}).page_key) == TEXT
+    with pytest.raises(ConfigError, match="page_key must be 16 characters"):
+        with_pool_secrets(PoolClientConfig(), {"PDSERVE_POOL_PAGE_KEY": "short"})
 
     etcd = build_config(EtcdConfig, {"username": "u", "password_file": str(file)}, source="f")
     assert _credentials(etcd) == {"name": "u", "password": TEXT}

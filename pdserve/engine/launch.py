@@ -25,7 +25,12 @@ from pdserve.engine.sglang.server_args import check_needs, parse_args, resolved
 from pdserve.engine.worker import RoleParts, Worker, WorkerConfig, check_namespace, install
 from pdserve.errors import ConfigError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
-from pdserve.kvpool.client.config import POOL_TOKEN_VARIABLE, PoolClientConfig, with_token
+from pdserve.kvpool.client.config import (
+    PAGE_KEY_VARIABLE,
+    POOL_TOKEN_VARIABLE,
+    PoolClientConfig,
+    with_pool_secrets,
+)
 from pdserve.kvpool.client.locate import locate_pool
 from pdserve.tls.contexts import Certificates
 from pdserve.tokens import reveal, secret_of
@@ -52,13 +57,13 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
     url = advertised(config)
     with until_stopped():
         if config.storage == "pool":
-            config = replace(config, pool=locate_pool(with_token(config.pool, os.environ)))
+            config = replace(config, pool=locate_pool(with_pool_secrets(config.pool, os.environ)))
         device = prepare_process(config.engine)
         # SGLang may be imported from here on
         from pdserve.engine.sglang.geometry import kv_identity
         from pdserve.engine.sglang.storage import pool_storage
 
-        identity = kv_identity(_checked_args(config, role, device))
+        identity = kv_identity(_checked_args(config, role, device), reveal(config.pool.page_key))
         label = served_model_name(config.engine)
         namespace = config.pool.namespace or identity.geometry.namespace(label)
         if config.storage == "pool":
@@ -73,7 +78,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         engine = Engine(drain, metrics)
 
         def configure(app: Any) -> None:
-            worker = Worker(role, config, namespace, identity, engine, pool, drain, metrics, tracer)
+            worker = Worker(role, config, namespace, identity, engine, pool, drain, metrics, tracer, starting)
             install(app, worker, parts(worker), token, starting)
 
         storage = _storage_of(config, pool_storage(config.pool, namespace, identity.geometry))
@@ -83,6 +88,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
             logger.warning("insecure, no cluster_token: every client generates, users of this host control")
         # SGLang logs and shows what its arguments hold
         os.environ[POOL_TOKEN_VARIABLE] = reveal(config.pool.token)
+        os.environ[PAGE_KEY_VARIABLE] = reveal(config.pool.page_key)
         with _registered(config, role, url, token) as register, _closing(tracer):
 
             def on_ready() -> None:

@@ -141,6 +141,12 @@ class Worker:
     drain: Drain
     metrics: WorkerMetrics
     tracer: Tracer | None = None
+    starting: Starting | None = None
+
+    @property
+    def is_up(self) -> bool:
+        """Requests are served: SGLang is up, and those of others are let in."""
+        return self.engine.is_up and (self.starting is None or self.starting.is_over)
 
     @property
     def names(self) -> PageNames:
@@ -236,7 +242,7 @@ def _info_router(worker: Worker) -> APIRouter:
 
 async def _readiness(worker: Worker) -> dict[str, Any]:
     reachable = [error is None for error in (await worker.pool.check()).values()]
-    is_up = worker.engine.is_up
+    is_up = worker.is_up
     load = worker.engine.load() if is_up else None
     stops = worker.drain.is_draining  # no wait from here until the answer: who hears it has been told
     pool = "up" if reachable and all(reachable) else "down"

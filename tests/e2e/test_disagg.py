@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from pdserve.kvpool.protocol.page_tag import TAG_BYTES
 from pdserve.pages import page_hashes
 from tests.support.e2e.arena import flip, page_offset
 from tests.support.e2e.cluster import Router, Worker, eventually, free_port, http
@@ -225,7 +226,7 @@ def test_a_corrupt_page_is_a_miss_and_the_answer_is_right(cluster: Cluster, refe
     generate(cluster.pairs[0], prompt)
     info = http.get(f"{cluster.decode[0].url}/pd/info").json()
     key = page_hashes(prompt, PAGE)[3]
-    segments = [4 * 2 * 32 * PAGE * 4] * 2
+    segments = [*[4 * 2 * 32 * PAGE * 4] * 2, TAG_BYTES]
     offset = page_offset(cluster.pool, info["namespace"], info["kv_geometry"], key, segments)
     flip(cluster.pool.directory / "arena" / cluster.pool.name / "arena", offset + 1000, 1)
     cluster.flush()

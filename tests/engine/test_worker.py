@@ -11,9 +11,10 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from pdserve.engine.drain import Drain
+from pdserve.engine.http.guard import Starting
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.sglang.engine import Engine
-from pdserve.engine.worker import _info_router
+from pdserve.engine.worker import Worker, _info_router
 from pdserve.pages import KvGeometry
 from pdserve.router.fleet.worker import WorkerInfo, WorkerLoad
 
@@ -35,7 +36,7 @@ def rank(running: int, waiting: int, queued: int, used: int, total: int) -> Any:
 def manager(ranks: Any = (), *, deterministic: bool = False, status: str = "Up") -> Any:
     return SimpleNamespace(
         served_model_name="m",
-        model_config=SimpleNamespace(context_len=9),
+        model_config=SimpleNamespace(context_len=9, is_multimodal=False),
         is_generation=True,
         tokenizer=None,
         server_args=SimpleNamespace(chat_template=None, enable_deterministic_inference=deterministic),
@@ -56,23 +57,25 @@ class Pool:
         return self._nodes
 
 
-def ask(path: str, made: Any, pool: Pool | None = None, *, drains: bool = False) -> tuple[int, Any]:
+def ask(
+    path: str, made: Any, pool: Pool | None = None, *, drains: bool = False, started: bool = True
+) -> tuple[int, Any]:
     """A worker's answer where SGLang has made this tokenizer manager."""
     drain = Drain(30.0, 3.0, set)
     if drains:
         drain.begin(0.0)
     engine = Engine(drain, WorkerMetrics())
     engine.tokenizer_manager = made
-    worker: Any = SimpleNamespace(
-        role="agg",
-        namespace="ns",
-        identity=SimpleNamespace(geometry=GEOMETRY),
-        names=SimpleNamespace(page_size=64),
-        engine=engine,
-        pool=pool or Pool({"a": None}),
-        drain=drain,
-        config=SimpleNamespace(engine=SimpleNamespace(model_path="m")),
-    )
+    long_texts: Any = SimpleNamespace(bound=SimpleNamespace(longest_token_bytes=0, text_shrink=1))
+    engine._long_texts = long_texts
+    starting = Starting(lambda client: False)
+    if started:
+        starting.end()
+    identity: Any = SimpleNamespace(geometry=GEOMETRY, rank_suffixes=[b""])
+    config: Any = SimpleNamespace(engine=SimpleNamespace(model_path="m"))
+    reached: Any = pool or Pool({"a": None})
+    metrics = WorkerMetrics()
+    worker = Worker("agg", config, "ns", identity, engine, reached, drain, metrics, starting=starting)
     app = FastAPI()
     app.include_router(_info_router(worker))
     answer = TestClient(app).get(path)
@@ -110,6 +113,12 @@ def test_readiness_is_sglangs_the_pools_and_the_drains(
     assert (answered, (body["ready"], body["draining"], body["pool"])) == (status, said)
     assert body["load"] is None
     assert "reason" not in body
+
+
+def test_a_worker_that_lets_nobody_in_yet_is_not_ready() -> None:
+    """SGLang says that it is up a moment before its first generation ends; a router would ask too early."""
+    status, said = ask("/pd/ready", manager(), started=False)
+    assert (status, said["ready"]) == (503, False)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from sglang.srt.model_loader.checkpoint_quantization import resolve_checkpoint_q
 
 from pdserve.engine.fingerprint_cache import kept_fingerprint
 from pdserve.errors import StartupError
+from pdserve.kvpool.protocol.page_tag import page_key_id
 from pdserve.pages import KvGeometry, adapter_fingerprint, all_rank_suffixes, model_fingerprint
 from pdserve.sglang_places import places
 
@@ -54,8 +55,9 @@ class KvIdentity:
     rank_suffixes: list[bytes]
 
 
-def kv_identity(server_args: Any) -> KvIdentity:
-    """`server_args`: SGLang's arguments, resolved (`server_args.resolved`).
+def kv_identity(server_args: Any, page_key: str = "") -> KvIdentity:
+    """`server_args`: SGLang's arguments, resolved (`server_args.resolved`). `page_key`: pages end with a tag
+    made with it, so workers with another one must not share their namespace.
 
     Raises StartupError when the model is no local directory (its revision could not be told from its name),
     or its pages are divided between ranks in a way that has no names here.
@@ -86,7 +88,7 @@ def kv_identity(server_args: Any) -> KvIdentity:
         layout=server_args.hicache_mem_layout,
         tp_size="replicated" if replicated else str(tp_size),
         pp_size=str(server_args.pp_size),
-        options=_options(server_args),
+        options=_options(server_args, page_key),
     )
     suffixes = all_rank_suffixes(replicated=replicated, tp_size=tp_size, pp_size=server_args.pp_size)
     return KvIdentity(geometry, suffixes)
@@ -120,12 +122,13 @@ def _quantization(config: Any, model_path: Path) -> dict[str, Any]:
     return nested
 
 
-def _options(server_args: Any) -> str:
+def _options(server_args: Any, page_key: str) -> str:
     """Settings beyond the model's files that change its keys and values, those that are set, readable."""
     found = {name: getattr(server_args, name) for name in _VALUE_OPTIONS}
     if server_args.load_format == "dummy":
         found["load_format"] = "dummy"
     found["lora_paths"] = sorted(_adapter(entry) for entry in _entries(server_args.lora_paths))
+    found["page_key"] = page_key_id(page_key) if page_key else None
     overrides = json.loads(server_args.json_model_override_args or "{}")
     found["json_model_override_args"] = json.dumps(overrides, sort_keys=True) if overrides else None
     return ",".join(f"{name}={value}" for name, value in sorted(found.items()) if value)

@@ -66,7 +66,9 @@ def pool_storage(pool: PoolClientConfig, namespace: str, geometry: KvGeometry) -
         "interface_v1": 1,
         **({"allocator": "shm"} if pool.page_mover else {}),  # a host pool that the page mover can map
         "pdserve": {
-            "pool": msgspec.to_builtins(replace(pool, token_file=None), enc_hook=withhold_secret),
+            "pool": msgspec.to_builtins(
+                replace(pool, token_file=None, page_key_file=None), enc_hook=withhold_secret
+            ),
             "namespace": namespace,
             "geometry": geometry.as_dict(),
         },

@@ -33,7 +33,9 @@ from pdserve.kvpool.client.routing import Rings, Search
 from pdserve.kvpool.client.topology import PoolLinks, SharedViews
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
+from pdserve.kvpool.protocol.page_tag import PageTags
 from pdserve.kvpool.transports.base import Connector
+from pdserve.tokens import reveal
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -72,6 +74,8 @@ class PoolClient:
         )
         self._hot = HotPages(random.Random(seed))
         self._lock = threading.Lock()  # guards `_hot`
+        key = reveal(config.page_key)
+        self._tags = PageTags(key, namespace) if key else None
 
     @property
     def counters(self) -> ClientCounters:
@@ -94,7 +98,8 @@ class PoolClient:
         return batch.result
 
     def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
-        """Read pages into the caller's buffers. True: the buffers hold the page, and its checksum is right.
+        """Read pages into the caller's buffers. True: the buffers hold the page, and its checksum is right;
+        with a page key, its tag too.
 
         `pages`: for each key its segments, each uint8, shape [segment bytes]. Raises PageMismatch if the
         pages differ in their segments' lengths. The contents of the other buffers (False) are undefined.
@@ -106,7 +111,7 @@ class PoolClient:
 
         def part(opened: OpenConnection, places: list[int]) -> list[bool]:
             chosen = [keys[i] for i in places], [pages[i] for i in places]
-            found, copies = operations.read(opened, *chosen, deadline.at_s, self._tally)
+            found, copies = operations.read(opened, *chosen, deadline.at_s, self._tally, self._tags)
             replicas.update(
                 (place, count) for place, hit, count in zip(places, found, copies, strict=True) if hit
             )
@@ -157,7 +162,7 @@ class PoolClient:
 
         def part(opened: OpenConnection, places: list[int]) -> list[int]:
             chosen = [keys[i] for i in places], [pages[i] for i in places]
-            stored = operations.write(opened, *chosen, deadline.at_s, self._tally)
+            stored = operations.write(opened, *chosen, deadline.at_s, self._tally, self._tags)
             if MOVED in stored:
                 with opened.best_effort():
                     self._links.ask_view(opened, deadline.at_s)

@@ -13,10 +13,12 @@ from msgspec.structs import replace
 from pdserve.discovery.config import EtcdConfig
 from pdserve.kvpool.protocol.messages import DataPathChoice
 from pdserve.tls.contexts import TlsConfig
-from pdserve.tokens import Secret, given_secret
+from pdserve.tokens import Secret, given_secret, secret_of
 
 POOL_TOKEN_VARIABLE = "PDSERVE_HICACHE_POOL_TOKEN"
 """How a worker hands `pool.token` to SGLang's processes, whose arguments are logged."""
+PAGE_KEY_VARIABLE = "PDSERVE_HICACHE_PAGE_KEY"
+"""The same for `pool.page_key`."""
 
 
 class PoolNodeRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,6 +62,14 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Secret, Meta(description="Access token of the namespace; also from PDSERVE_POOL_TOKEN.")
     ] = Secret("")
     token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
+    page_key: Annotated[
+        Secret,
+        Meta(
+            description="Secret of the workers that share pages; every page carries a tag made with it, and "
+            "none is read without. Empty: checksums only. Also from PDSERVE_POOL_PAGE_KEY."
+        ),
+    ] = Secret("")
+    page_key_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
     tls: Annotated[TlsConfig, Meta(description="Certificates; with `ca` nodes are reached by TLS.")] = (
         TlsConfig()
     )
@@ -101,7 +111,12 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             )
 
 
-def with_token(config: PoolClientConfig, environ: Mapping[str, str]) -> PoolClientConfig:
-    """The configuration with the token itself, wherever it was given. Raises ConfigError."""
+def with_pool_secrets(config: PoolClientConfig, environ: Mapping[str, str]) -> PoolClientConfig:
+    """The configuration with the secrets themselves, wherever they were given. Raises ConfigError."""
     token = given_secret("pool.token", config.token, config.token_file, "PDSERVE_POOL_TOKEN", environ)
-    return replace(config, token=Secret(token), token_file=None)
+    page_key = secret_of(
+        "pool.page_key", config.page_key, config.page_key_file, "PDSERVE_POOL_PAGE_KEY", environ
+    )
+    return replace(
+        config, token=Secret(token), token_file=None, page_key=Secret(page_key), page_key_file=None
+    )

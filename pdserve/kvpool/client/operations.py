@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+import numpy as np
+
 from pdserve.errors import PoolRefused
 from pdserve.kvpool.client.connection_pool import OpenConnection
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.messages import ADMIN, WRITE
-from pdserve.kvpool.protocol.page_bytes import PageBuffers
+from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
+from pdserve.kvpool.protocol.page_tag import TAG_BYTES, PageTags
 from pdserve.kvpool.transports.base import CORRUPT, OK
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,7 @@ class ClientCounters:
     pages_refused: int = 0  # writes for which the pool had no room
     pages_lost: int = 0  # reads whose lease ended during the copy
     pages_corrupt: int = 0  # reads whose checksum did not match
+    pages_forged: int = 0  # reads whose checksum matched, but not the tag made with the page key
     pages_fallback: int = (
         0  # reads served by another node than the first one, while pages moved or replicas ended
     )
@@ -88,12 +92,20 @@ def wait(opened: OpenConnection, keys: list[bytes], timeout_s: float, deadline_s
 
 
 def read(
-    opened: OpenConnection, keys: list[bytes], pages: list[PageBuffers], deadline_s: float, tally: Tally
+    opened: OpenConnection,
+    keys: list[bytes],
+    pages: list[PageBuffers],
+    deadline_s: float,
+    tally: Tally,
+    tags: PageTags | None = None,
 ) -> tuple[list[bool], list[int]]:
     """Read pages into their buffers. Returns (whether each was read, each page's number of replicas).
 
-    Raises PoolError. Nothing writes into the buffers after the return or an error.
+    `tags`: pages in the pool end with a tag. Raises PoolError. Nothing writes into the buffers after the
+    return or an error.
     """
+    trailers = _trailers(tags, keys)
+    pages = [[*page, trailer] for page, trailer in zip(pages, trailers, strict=True)] if tags else pages
     segment_bytes = [segment.nbytes for segment in pages[0]]
     request = m.Get(opened.next_id(), opened.namespace, keys, segment_bytes)
     got = expect(opened, request, m.Got, deadline_s)
@@ -106,12 +118,15 @@ def read(
         for i, outcome in zip(held, outcomes, strict=True):
             result[i] = outcome == OK
         corrupt = [i for i, outcome in zip(held, outcomes, strict=True) if outcome == CORRUPT]
+        forged = _forged(tags, keys, pages, result)
         lost = sum(outcome not in (OK, CORRUPT) for outcome in outcomes)
         below = sum(0 <= i < len(result) and result[i] for i in got.below)
-        tally.add(pages_corrupt=len(corrupt), pages_lost=lost, pages_ssd=below)
-        if corrupt:
-            text = "pool node %s: %d of %d pages did not match their checksum; they are recomputed"
-            logger.error(text, opened.node, len(corrupt), len(held))
+        tally.add(pages_corrupt=len(corrupt), pages_forged=len(forged), pages_lost=lost, pages_ssd=below)
+        for wrong, what in ((corrupt, "checksum"), (forged, "tag: someone without the page key wrote them")):
+            if wrong:
+                text = "pool node %s: %d of %d pages did not match their %s; they are recomputed"
+                logger.error(text, opened.node, len(wrong), len(held), what)
+        corrupt += forged
         with opened.best_effort():
             opened.connection.post(m.Release([pins[i].slot for i in held], [pins[i].sequence for i in held]))
             if corrupt and opened.rights & WRITE:  # else a client with the right will find the damage
@@ -122,7 +137,12 @@ def read(
 
 
 def write(
-    opened: OpenConnection, keys: list[bytes], pages: list[PageBuffers], deadline_s: float, tally: Tally
+    opened: OpenConnection,
+    keys: list[bytes],
+    pages: list[PageBuffers],
+    deadline_s: float,
+    tally: Tally,
+    tags: PageTags | None = None,
 ) -> list[int]:
     """Write pages. Returns UNSTORED, STORED, MOVED or FULL for each; the caller counts FULL. Raises
     PoolError.
@@ -130,7 +150,7 @@ def write(
     if not opened.rights & WRITE:
         tally.add(pages_refused=len(keys))
         return [UNSTORED] * len(keys)
-    segment_bytes = [segment.nbytes for segment in pages[0]]
+    segment_bytes = [segment.nbytes for segment in pages[0]] + [TAG_BYTES] * (tags is not None)
     request = m.Reserve(opened.next_id(), opened.namespace, keys, segment_bytes)
     grants = expect(opened, request, m.Reserved, deadline_s).grants
     _check_length(opened, grants, keys)
@@ -148,7 +168,10 @@ def write(
     mine = [i for i, grant in enumerate(grants) if grant.status == m.GRANTED]
     if mine:
         granted = [grants[i] for i in mine]
-        checksums = opened.connection.write_pages(granted, [pages[i] for i in mine], deadline_s)
+        written_pages = [pages[i] for i in mine]
+        if tags is not None:
+            written_pages = [[*pages[i], _tag(tags, keys[i], pages[i])] for i in mine]
+        checksums = opened.connection.write_pages(granted, written_pages, deadline_s)
         slots, sequences = [grant.slot for grant in granted], [grant.sequence for grant in granted]
         commit = m.Commit(opened.next_id(), slots, sequences, checksums)
         done = _mask(opened, expect(opened, commit, m.Committed, deadline_s), mine)
@@ -163,6 +186,29 @@ def write(
         bytes_written=written * sum(segment_bytes),
     )
     return result
+
+
+def _trailers(tags: PageTags | None, keys: list[bytes]) -> list[Bytes1D]:
+    """Room for the tags of pages."""
+    return list(np.zeros((len(keys) if tags else 0, TAG_BYTES), np.uint8))
+
+
+def _tag(tags: PageTags, key: bytes, page: PageBuffers) -> Bytes1D:
+    return np.frombuffer(tags.tag(key, page), np.uint8)
+
+
+def _forged(
+    tags: PageTags | None, keys: list[bytes], pages: list[PageBuffers], result: list[bool]
+) -> list[int]:
+    """The pages that were read and have a wrong tag; they are no result any more."""
+    if tags is None:
+        return []
+    forged = [
+        i for i, read in enumerate(result) if read and not tags.fits(keys[i], pages[i][:-1], pages[i][-1])
+    ]
+    for i in forged:
+        result[i] = False
+    return forged
 
 
 def ping(opened: OpenConnection, deadline_s: float) -> None:

@@ -31,7 +31,7 @@ from msgspec.structs import replace
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
 from pdserve.errors import ConfigError, PoolRefused, PoolUnavailable, StartupError
-from pdserve.kvpool.client.config import POOL_TOKEN_VARIABLE, PoolClientConfig
+from pdserve.kvpool.client.config import PAGE_KEY_VARIABLE, POOL_TOKEN_VARIABLE, PoolClientConfig
 from pdserve.kvpool.hicache.page_access import PageAccess, open_access
 from pdserve.kvpool.hicache.page_trace import PageTrace
 from pdserve.kvpool.hicache.ssd_pages import came_from_ssd
@@ -240,4 +240,6 @@ def _read_settings(storage_config: HiCacheStorageConfig) -> BackendSettings:
     except msgspec.ValidationError as error:
         raise ConfigError(f"HiCache extra config of pdserve: {error}") from error
     token = settings.pool.token or os.environ.get(POOL_TOKEN_VARIABLE, "")
-    return replace(settings, pool=replace(settings.pool, token=Secret(token)))
+    page_key = settings.pool.page_key or os.environ.get(PAGE_KEY_VARIABLE, "")
+    pool = replace(settings.pool, token=Secret(token), page_key=Secret(page_key))
+    return replace(settings, pool=pool)

@@ -13,6 +13,7 @@ from tests.support.e2e.servers import Servers
 from tests.support.kvpool.etcd_server import EtcdServer
 
 CHUNK_TOKENS: Final = 512
+PAGE_KEY: Final = "of-the-workers-of-this-run-alone"
 PULL_AHEAD: Final = {"pull_ahead_tokens": 2 * CHUNK_TOKENS}
 NEEDS: Final = {
     "file_worker": ("file",),
@@ -172,7 +173,7 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
     stepwise = {"pull_step_tokens": CHUNK_TOKENS}
     shm = {"nodes": [pools["aggpool"].ref], "checksum": False}
     ucx = {"nodes": [pools[f"ucxpool{i}"].ref for i in range(2)], "data_path": "ucx", "checksum": False}
-    disaggregated = {"nodes": [pools["pool0"].ref], "retry_after_s": 0.2}
+    disaggregated = {"nodes": [pools["pool0"].ref], "retry_after_s": 0.2, "page_key": PAGE_KEY}
     return [
         Worker("agg", "plain", run_dir, exact, settings={"storage": "none"}),
         Worker("agg", "agg", run_dir, exact, shm, registered),
