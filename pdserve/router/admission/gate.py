@@ -119,7 +119,7 @@ class Gate:
             self._wake(self.queue.leave(ticket, now_s))
             raise
         tenant.use.requests += 1
-        call.answer.meter = Meter(estimate, call.endpoint.usage)
+        call.answer.meter = Meter(estimate, call.endpoint.usage, call.facts.choices, call.facts.prompts)
         return ticket
 
     def leave(self, call: Call, ticket: Ticket) -> None:

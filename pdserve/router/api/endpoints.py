@@ -22,6 +22,8 @@ class Usage(msgspec.Struct, frozen=True):
     """Bytes in each piece that says the output's tokens."""
     prompt: re.Pattern[bytes]
     output: re.Pattern[bytes]
+    is_list: bool = False
+    """The prompt's group may be numbers with commas between them. A part of such an answer can lack some."""
 
 
 def usage_under(prompt: str, output: str) -> Usage:
@@ -36,6 +38,8 @@ def usage_under(prompt: str, output: str) -> Usage:
 
 OPENAI_USAGE: Final = usage_under("prompt_tokens", "completion_tokens")
 """OpenAI's `usage` and SGLang's `meta_info` use the same two names."""
+_TOKENIZED: Final = Usage(b'"count":', re.compile(rb'"count":\s*\[?([\d,\s]+)'), re.compile(rb"(?!)"), True)
+"""`/tokenize` says how many tokens a text has, or each text of a list. It has no output."""
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -75,6 +79,7 @@ _TOKENIZE: Final = Endpoint(
     request_schema="TokenizeRequest",
     response_schema="TokenizeResponse",
     charged_fields=("prompt", "messages"),
+    usage=_TOKENIZED,
 )
 _DETOKENIZE: Final = Endpoint(
     path="/detokenize",

@@ -147,10 +147,16 @@ def count_prompts(prompt_json: bytes, at_most: int) -> int:
     return max(1, count)
 
 
+def count_candidates(view: RequestView, sampling_field: str) -> int:
+    """How many answers to each prompt may be computed. `sampling_field`: see `Endpoint`."""
+    choices = count_choices(view, sampling_field)
+    return choices if sampling_field else max(choices, _number(view.best_of))
+
+
 def count_choices(view: RequestView, sampling_field: str) -> int:
-    """How many answers a request wants of each prompt. `sampling_field`: see `Endpoint`."""
+    """How many answers a request gets to each prompt."""
     if not sampling_field:
-        return max(_number(view.n), _number(view.best_of))
+        return _number(view.n)
     if not view.sampling_params:
         return 1
     if len(bytes(view.sampling_params)) > MAX_SAMPLING_BYTES:

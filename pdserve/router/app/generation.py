@@ -14,6 +14,7 @@ from pdserve.router.admission.gate import Gate
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.errors import error_of
 from pdserve.router.api.request_body import (
+    count_candidates,
     count_choices,
     count_prompts,
     estimate_prompt_tokens,
@@ -162,8 +163,9 @@ class GenerationHandler:
         prompt = view.prompt_json(call.endpoint.prompt_fields)
         computes = call.endpoint.task is not None  # tokenizing does not: it leaves no pages behind
         prompts = count_prompts(prompt, self._limits.prompts) if computes else 1
-        choices = count_choices(view, call.endpoint.sampling_field) if computes else 1
-        self._check_counts(prompts, choices)
+        sampling = call.endpoint.sampling_field
+        candidates = count_candidates(view, sampling) if computes else 1
+        self._check_counts(prompts, candidates)
         limit = self._fleet.text_limit(model)
         check_texts(view, call.endpoint, limit.tokens, limit.bound)
         tokens = estimate_prompt_tokens(prompt)
@@ -173,8 +175,10 @@ class GenerationHandler:
             session=session,
             prompt_tokens_estimate=tokens,
             charged_tokens=tokens or estimate_prompt_tokens(view.prompt_json(call.endpoint.charged_fields)),
+            prompts=prompts,
             has_several_prompts=has_several_prompts(prompt),
-            answers=prompts * choices,
+            answers=prompts * candidates,
+            choices=count_choices(view, sampling) if candidates > 1 else 1,
             turn=self._turns[model],
             draw=random.getrandbits(32),
             prefix=prefix_of(view, prompt, scope) if self._needs_prefix and computes else None,

@@ -17,11 +17,15 @@ class RequestFacts(msgspec.Struct, frozen=True, gc=False):
     session: SessionKey | None = None
     prompt_tokens_estimate: int = 0
     """0: the endpoint does not compute the prompt."""
+    prompts: int = 1
     has_several_prompts: bool = False
+    """The prompt is a list of prompts, also of a single one."""
     charged_tokens: int = 0
     """What it costs its tenant until its real use is known."""
     answers: int = 1
     """What it counts for as requests: prompts times answers of each."""
+    choices: int = 1
+    """Answers to each prompt that the client gets."""
     turn: int = 0
     """Number of the request for its model at this router. Equally good workers alternate by it."""
     draw: int = 0

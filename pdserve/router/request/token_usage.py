@@ -5,7 +5,8 @@ and `completion_tokens`. A stream says it in its last event (OpenAI's, where the
 `include_usage`), or in every event, growing, each choice its own (`/generate`, and OpenAI's with
 `continuous_usage_stats`): what has several choices is read event by event, all else once, in the end. A
 stream that does not, or whose client left, is counted by its worker's marks (dispatch/stream_marks.py), which
-list its tokens. Without marks it is counted by its events: one of them is a token, or a few where the
+list its tokens. A prompt counts once, however many answers it gets: SGLang's own answers say it each time.
+Without marks it is counted by its events: one of them is a token, or a few where the
 worker's stream interval is larger. Its prompt's tokens are what a worker's report or header says
 (`prompt_tokens`), else the estimate. The names in quotes are searched in the bytes; within a JSON string the
 quotes would be escaped, so no answer's text can pretend.
@@ -34,8 +35,10 @@ class Meter:
     """The usage of one request."""
 
     __slots__ = (
+        "_choices",
         "_outputs",
         "_pieces",
+        "_prompt_count",
         "_prompts",
         "_said",
         "_tail",
@@ -46,8 +49,13 @@ class Meter:
         "prompt_tokens",
     )
 
-    def __init__(self, charged_tokens: int, usage: Usage = OPENAI_USAGE) -> None:
+    def __init__(
+        self, charged_tokens: int, usage: Usage = OPENAI_USAGE, choices: int = 1, prompts: int = 1
+    ) -> None:
+        """`choices`: answers to each of the `prompts`."""
         self._usage = usage
+        self._prompt_count = prompts
+        self._choices = choices
         self.charged_tokens = charged_tokens
         """Taken from the tenant's bucket when the request was let in."""
         self.prompt_tokens: int | None = None
@@ -57,8 +65,8 @@ class Meter:
         """Output tokens of a stream, as its marks list them; 0: it has none."""
         self._tail = b"\n"
         self._said = b""
-        self._pieces = 0, 0
-        """Prompt and output tokens in the earlier pieces of a long answer."""
+        self._pieces = 0, 0, 0
+        """Prompt and output tokens in the earlier pieces of a long answer, and the prompt counts there."""
         self._prompts: dict[bytes, int] = {}
         self._outputs: dict[bytes, int] = {}
         """Of a stream, by choice, as last said."""
@@ -81,14 +89,22 @@ class Meter:
         """
         if not streamed:
             known = self.charged_tokens if self.prompt_tokens is None else self.prompt_tokens
-            prompt, output = self._sums()
+            prompt, output, _ = self._sums()
+            if (
+                self._usage.is_list
+                and self._said
+                and not (self._said[:1] == b"{" and self._said[-1:] == b"}")
+            ):
+                prompt = max(prompt, known)
             return prompt or known, output
         self._read(self._said)
         output = sum(self._outputs.values()) if self._outputs else self.marked_tokens or self.events
         if self.prompt_tokens is not None:
             return self.prompt_tokens, output
-        prompt = sum(self._prompts.values())
-        if not prompt or not self._tail.endswith(_DONE):  # some prompts may not have had an event yet
+        said = {int(choice or 0) // self._choices: tokens for choice, tokens in self._prompts.items()}
+        prompt = sum(said.values())
+        has_all = len(said) >= self._prompt_count or self._tail.endswith(_DONE)
+        if not prompt or not has_all:  # some prompts have not had an event yet
             prompt = max(prompt, self.charged_tokens)
         return prompt, output
 
@@ -96,9 +112,14 @@ class Meter:
         """Another piece of a long answer follows that is no stream."""
         self._pieces = self._sums()
 
-    def _sums(self) -> tuple[int, int]:
+    def _sums(self) -> tuple[int, int, int]:
+        prompt, output, count = self._pieces
         prompts, outputs = self._usage.prompt.findall(self._said), self._usage.output.findall(self._said)
-        return self._pieces[0] + sum(map(int, prompts)), self._pieces[1] + sum(map(int, outputs))
+        for said in prompts:
+            if count % self._choices == 0:  # the answers to a prompt stand together
+                prompt += sum(int(number) for number in said.split(b",") if number.strip())
+            count += 1
+        return prompt, output + sum(map(int, outputs)), count
 
     def _read(self, events: bytes) -> None:
         for event in events.split(b"\n"):

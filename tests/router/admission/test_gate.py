@@ -260,7 +260,10 @@ CHARGES = {
         mock.stream(EVENTS), 200, (40, 40), len(EVENTS), body={"stream": True}, prefill=1
     ),
     "a prompt that prefill computed": Charge(mock.close(), 502, (40, 40), 0, prefill=1),
-    "tokenizing": Charge(TOKENS, 200, (1000, 1001), 0, "/tokenize", TOKENIZED, prefill=1),
+    "tokenizing": Charge(TOKENS, 200, (2, 2), 0, "/tokenize", TOKENIZED, prefill=1),
+    "tokenizing by a worker that says no count": Charge(
+        mock.answer(200, {"tokens": [1, 2]}), 200, (1000, 1001), 0, "/tokenize", TOKENIZED, prefill=1
+    ),
     "detokenizing": Charge(TOKENS, 200, (0, 0), 0, "/v1/detokenize", TOKENIZED, prefill=1),
     "no head in time": Charge(mock.hang(), 504, (100, 120), 0, deadline="first_byte_s"),
     "no end in time": Charge(mock.raw_answer(HALF), 504, (100, 120), 0, deadline="between_chunks_s"),

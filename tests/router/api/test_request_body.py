@@ -11,6 +11,7 @@ from pdserve.errors import RequestError
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.request_body import (
     RequestView,
+    count_candidates,
     count_choices,
     count_prompts,
     estimate_prompt_tokens,
@@ -132,7 +133,12 @@ def test_answers_of_a_request_are_counted_as_workers_read_them(
 ) -> None:
     view = parse_request(body)
     assert count_prompts(view.prompt, 100) == prompts
-    assert count_choices(view, "") == choices
+    assert count_candidates(view, "") == choices
+
+
+def test_best_of_is_computed_and_not_answered() -> None:
+    view = parse_request(b'{"prompt": "a", "n": 2, "best_of": 5}')
+    assert (count_choices(view, ""), count_candidates(view, "")) == (2, 5)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +153,7 @@ def test_answers_of_a_request_are_counted_as_workers_read_them(
 )
 def test_answers_are_counted_in_sampling_parameters_too(sampling: bytes, choices: int) -> None:
     view = parse_request(b'{"text": "a", "n": 99, "sampling_params": %b}' % sampling)
-    assert count_choices(view, "sampling_params") == choices
+    assert count_choices(view, "sampling_params") == count_candidates(view, "sampling_params") == choices
 
 
 def test_an_image_counts_nothing_until_the_worker_says() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.request.token_usage import Meter
 from tests.support.router.mock_worker import DONE
 
@@ -102,10 +103,36 @@ def test_every_prompt_of_a_streamed_batch_is_charged_with_what_was_delivered(is_
 
 @pytest.mark.parametrize("reported", [None, 5000])
 def test_leaving_a_batch_early_does_not_make_its_prompts_cheap(reported: int | None) -> None:
-    meter = Meter(4000)
+    meter = Meter(4000, prompts=100)
     meter.prompt_tokens = reported
     meter.count(of_choice(0, 1))
     assert meter.total(streamed=True) == (reported or 4000, 1)
+
+
+def test_a_prompt_counts_once_however_many_answers_say_it() -> None:
+    one = b'{"text":"","meta_info":{"prompt_tokens":%d,"completion_tokens":1}}'
+    meter = Meter(0, choices=2)
+    meter.count(b"[" + b",".join([one % 9, one % 9, one % 5]))  # a long answer, in two pieces
+    meter.count(b"," + one % 5 + b"]")
+    assert meter.total(streamed=False) == (14, 4)
+    meter = Meter(4000, choices=2, prompts=2)
+    for choice in range(4):
+        meter.count(of_choice(choice, 1, prompt_tokens=[9, 5][choice // 2]))
+    assert meter.total(streamed=True) == (14, 4), "of an answer that was broken off all prompts are known"
+
+
+@pytest.mark.parametrize(("count", "tokens"), [(b"12", 12), (b"[3, 4,5]", 12), (b"[]", 7), (b"0", 7)])
+def test_tokenizing_says_how_many_tokens_it_found(count: bytes, tokens: int) -> None:
+    meter = Meter(7, ENDPOINTS["/tokenize"].usage)
+    meter.count(b'{"tokens":[1,2,3],"count":' + count + b',"max_model_len":64}')
+    assert meter.total(streamed=False) == (tokens, 0)
+
+
+def test_a_long_list_of_counts_that_comes_in_pieces_is_not_cheaper_than_its_estimate() -> None:
+    meter = Meter(5000, ENDPOINTS["/tokenize"].usage)
+    for piece in (b'{"tokens":[[1,2],[3]', b'],"count":[2,', b'1],"max_model_len":64}'):
+        meter.count(piece)
+    assert meter.total(streamed=False) == (5000, 0)
 
 
 def of_openai(choices: bytes, completion_tokens: int) -> bytes:
