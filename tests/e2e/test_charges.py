@@ -107,6 +107,18 @@ def charged(router: Router) -> tuple[int, int]:
     return of_kind.get("prompt", 0), of_kind.get("output", 0)
 
 
+def silent_streams() -> list[tuple[str, dict[str, Any], int]]:
+    """Streams whose client asks for no usage, and the tokens of their output."""
+    chat = {"messages": [{"role": "user", "content": "page über cache"}], "max_tokens": 7}
+    found = []
+    for n in (1, 3):
+        more = {"model": "demo-tiny", "n": n, "temperature": 0.7, "ignore_eos": True, "stream": True}
+        completion = {"prompt": ["page page", "cache"], "max_tokens": 5}
+        found += [(CHAT, chat | more, 7 * n), (COMPLETIONS, completion | more, 10 * n)]
+        found.append((COMPLETIONS, {"prompt": "page", "max_tokens": 9} | more, 9 * n))
+    return found
+
+
 def abandoned(router: Router, body: dict[str, Any], events: int) -> int:
     """Leave a stream after so many events; how many tokens were seen."""
     seen = b""
@@ -120,7 +132,7 @@ def abandoned(router: Router, body: dict[str, Any], events: int) -> int:
 
 
 def check(router: Router) -> None:
-    """Every request of the mix alone, and a stream that its client leaves."""
+    """Every request of the mix alone, streams that say no usage, and one that its client leaves."""
 
     def is_idle() -> bool:
         return not sum(worker["in_flight"] for worker in http.get(f"{router.url}/ready").json()["workers"])
@@ -134,6 +146,16 @@ def check(router: Router) -> None:
         after = charged(router)
         said = (after[0] - before[0], after[1] - before[1])
         assert said == (expected.prompt, expected.output), (path, body)
+    for path, body, output in silent_streams():
+        plain = http.post(router.url + path, json=body | {"stream": False}, timeout=120.0).json()["usage"]
+        assert plain["completion_tokens"] == output
+        eventually(is_idle, "the answer is accounted for", SETTLED_S)
+        before = charged(router)
+        assert b"pd-usage" not in http.post(router.url + path, json=body, timeout=120.0).content
+        eventually(is_idle, "the stream is accounted for", SETTLED_S)
+        after = charged(router)
+        said = (after[0] - before[0], after[1] - before[1])
+        assert said == (plain["prompt_tokens"], output), (path, body)
     sampling = {"max_new_tokens": 400, "temperature": 0, "ignore_eos": True}
     before = charged(router)
     seen = abandoned(router, {"input_ids": list(range(20, 97)), "sampling_params": sampling}, 5)

@@ -5,6 +5,9 @@ A caller that sends `x-pdserve-marks: 1` finds a comment after the events of eac
 output tokens from number FIRST on. Events and their mark leave in one piece. The last events (those of the
 finished step, the finish reason, the usage, `[DONE]`) leave in one piece too, without a mark. `: pd off` says
 that no marks follow: an answer of several choices cannot be taken over.
+
+With or without marks, `: pd-usage PROMPT OUTPUT` is among the last events of a stream that ended by itself:
+the tokens of all prompts, each once, and of all answers.
 """
 
 from __future__ import annotations
@@ -88,6 +91,10 @@ class MarkedStream:
             if not self._is_begun:  # SGLang makes the first event before it begins to answer
                 return
             await self._send({"type": "http.response.body", "body": self._taken(), "more_body": True})
+
+    def tell_usage(self, prompt_tokens: int, output_tokens: int) -> None:
+        """Say what the whole answer used, with the next events."""
+        self._events.append(f": pd-usage {prompt_tokens} {output_tokens}\n\n".encode())
 
     def _taken(self) -> bytes:
         taken = b"".join(self._events)

@@ -168,20 +168,23 @@ async def marked(
     continuation_of: Callable[[str], Continuation | None],
     *,
     token_ids_are_wanted: bool,
+    choices: Callable[[], int] = lambda: 1,
 ) -> AsyncIterator[Any]:
     """What the engine yields, as its caller may see it. A step's events are marked when the caller comes for
-    the next step.
+    the next step. `choices`: answers to each prompt, once the engine yields.
 
     `continuation_of`: by SGLang's request id, once it is with the scheduler. `token_ids_are_wanted`: the
     client gets token ids beside the text; they do not end where the text does, so they cannot be cut there.
     """
     is_begun = stream.so_far is None
     sent = 0  # tokens that the marks have told
+    used: dict[int, tuple[int, int]] = {}  # prompt and output tokens, by the number of the answer
     async with aclosing(contents):
         async for content in contents:
             if "index" in content or "text" not in content or token_ids_are_wanted:
                 await stream.end_marks()
             if not stream.is_marked:
+                _note_usage(used, content)
                 yield content
                 continue
             finish = content["meta_info"].get("finish_reason")
@@ -195,6 +198,7 @@ async def marked(
                     is_begun, sent = True, len(before.kept)
                     with stream.dropping():
                         yield before.earlier(step)
+            _note_usage(used, step)
             if finish:
                 yield step
             elif stream.so_far is None or len(step["text"]) > stream.so_far.characters:
@@ -202,6 +206,14 @@ async def marked(
                 count = step["meta_info"]["completion_tokens"]
                 await stream.mark(len(step["text"]), sent, step["output_ids"][sent:count])
                 sent = count
+    if used:
+        prompts = {number // choices(): prompt for number, (prompt, _) in used.items()}
+        stream.tell_usage(sum(prompts.values()), sum(output for _, output in used.values()))
+
+
+def _note_usage(used: dict[int, tuple[int, int]], content: Any) -> None:
+    meta = content.get("meta_info", {})
+    used[content.get("index") or 0] = meta.get("prompt_tokens", 0), meta.get("completion_tokens", 0)
 
 
 def _refused(stream: MarkedStream, finish: dict[str, Any]) -> str:

@@ -117,7 +117,13 @@ class _Wrap:
         if http is None or http.stream is None or not getattr(obj, "stream", False):
             return contents
         wanted = obj.return_prompt_token_ids or self._manager.incremental_streaming_output
-        return marked(contents, http.stream, self._continuation_of, token_ids_are_wanted=wanted)
+        return marked(
+            contents,
+            http.stream,
+            self._continuation_of,
+            token_ids_are_wanted=wanted,
+            choices=lambda: getattr(obj, "parallel_sample_num", 1) or 1,
+        )
 
     def _reuse_of(self, rid: str) -> Reuse | None:
         made = self._made.get(rid)

@@ -134,6 +134,7 @@ class DecodeStage:
             finally:
                 if call.answer.meter is not None:
                     call.answer.meter.marked_tokens = job.marks.token_count
+                    call.answer.meter.used = job.marks.used
         elif call.answer.is_started:
             raise UpstreamError("protocol", "the rest of a stream is no stream")
         else:

@@ -8,7 +8,8 @@ steps with a mark. A mark is a comment of the event stream, and the router takes
 A client that has everything up to a mark has CHARACTERS characters of the answer's text. They come from the
 output tokens of all marks; the tokens of this mark stand at FIRST and after. `: pd off` says that no mark
 follows. Events are passed on only up to the last mark, or when the stream is whole. So at any time the marks
-tell exactly what the client has.
+tell exactly what the client has. Near its end the stream says what it used, `: pd-usage PROMPT OUTPUT`, also
+where it has no marks. The router takes that out too, and charges it.
 
 When the worker is lost, `POST /pd/continue` asks another worker for the rest, with the tokens so far before
 the client's own body (pdserve/engine/http/resume.py). The rest comes under the id and time of the first part.
@@ -26,6 +27,9 @@ MARKS_HEADER = b"x-pdserve-marks"
 MARK = b": pd "
 MAX_HELD_BYTES = 1024 * 1024
 """A longer event is passed on in pieces."""
+USAGE = b": pd-usage "
+_USAGE = re.compile(rb"^: pd-usage (\d{1,15}) (\d{1,15})\n\n", re.MULTILINE)
+"""No event has these bytes: its JSON has no line's end."""
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _OPENING_BYTES = 512
 _ID = re.compile(rb'"id":"[^"]*"')
@@ -35,7 +39,16 @@ _CREATED = re.compile(rb'"created":\d+')
 class StreamMarks:
     """The marks of one stream, and the bytes that cannot be passed on yet."""
 
-    __slots__ = ("_characters", "_held", "_is_marked", "_opening", "_renamed", "_tokens")
+    __slots__ = (
+        "_characters",
+        "_held",
+        "_is_marked",
+        "_opening",
+        "_renamed",
+        "_tells_usage",
+        "_tokens",
+        "used",
+    )
 
     def __init__(self) -> None:
         self._characters = 0
@@ -43,6 +56,9 @@ class StreamMarks:
         self._held = b""
         self._opening = b""
         self._is_marked = False
+        self._tells_usage = False
+        self.used: tuple[int, int] | None = None
+        """Prompt and output tokens, as the worker says at the end."""
         self._renamed: tuple[bytes, bytes] | None = None
         """Id and creation time of the first part; None until another worker continues."""
 
@@ -58,7 +74,7 @@ class StreamMarks:
 
     def begin(self, is_marked: bool) -> None:
         """A worker begins or continues the stream. `is_marked`: its answer says that it sends marks."""
-        self._is_marked = is_marked
+        self._is_marked = self._tells_usage = is_marked
         self._held = b""
 
     def take(self, data: bytes, at_end: bool) -> bytes:
@@ -81,6 +97,9 @@ class StreamMarks:
             ready, self._held = split_events(rest)
         if parts:
             ready = b"".join((*parts, ready))
+        if self._tells_usage and USAGE in ready and (said := _USAGE.search(ready)):
+            self.used = int(said[1]), int(said[2])
+            ready = ready[: said.start()] + ready[said.end() :]
         if self._renamed is not None:
             ready = self._rename(ready, *self._renamed)
         elif not self._opening:

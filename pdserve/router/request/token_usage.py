@@ -4,7 +4,8 @@ An answer that says its usage is believed: OpenAI's `usage` and SGLang's `meta_i
 and `completion_tokens`. A stream says it in its last event (OpenAI's, where the client asked with
 `include_usage`), or in every event, growing, each choice its own (`/generate`, and OpenAI's with
 `continuous_usage_stats`): what has several choices is read event by event, all else once, in the end. A
-stream that does not, or whose client left, is counted by its worker's marks (dispatch/stream_marks.py), which
+stream that does not is charged what its worker says at the end beside the events (`used`).
+What did not come to its end is counted by the worker's marks (dispatch/stream_marks.py), which
 list its tokens. A prompt counts once, however many answers it gets: SGLang's own answers say it each time.
 Without marks it is counted by its events: one of them is a token, or a few where the
 worker's stream interval is larger. Its prompt's tokens are what a worker's report or header says
@@ -47,6 +48,7 @@ class Meter:
         "events",
         "marked_tokens",
         "prompt_tokens",
+        "used",
     )
 
     def __init__(
@@ -63,6 +65,8 @@ class Meter:
         self.events = 0
         self.marked_tokens = 0
         """Output tokens of a stream, as its marks list them; 0: it has none."""
+        self.used: tuple[int, int] | None = None
+        """Prompt and output tokens of a stream, as its worker says at the end."""
         self._tail = b"\n"
         self._said = b""
         self._pieces = 0, 0, 0
@@ -87,6 +91,8 @@ class Meter:
         """(prompt tokens, output tokens). An answer in one piece has these numbers once, or once for each
         prompt; of a stream's, which grow, the last of each choice counts.
         """
+        if self.used is not None:
+            return self.used
         if not streamed:
             known = self.charged_tokens if self.prompt_tokens is None else self.prompt_tokens
             prompt, output, _ = self._sums()

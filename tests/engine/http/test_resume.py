@@ -320,6 +320,37 @@ def test_a_continued_stream_can_be_continued() -> None:
     )
 
 
+def test_a_stream_says_what_it_used_and_one_that_another_worker_ends_says_the_same() -> None:
+    answer = list(b"hello world")
+    first = chat(Engine(answer), b"{}")
+    marks, continued = StreamMarks(), StreamMarks()
+    marks.begin(True)
+    marks.take(first, at_end=True)
+    cut_and_continue(first, [len(first) // 2], Engine(answer, rid="other"), b"{}", continued)
+    assert marks.used is not None
+    assert marks.used[0] == len(PROMPT)
+    assert marks.used[1] >= len(answer)
+    assert continued.used == marks.used
+
+
+def test_several_choices_say_together_what_they_used_and_each_prompt_once() -> None:
+    class Choices(Engine):
+        async def generate_request(self, obj: Obj, request: Any = None) -> AsyncGenerator[Any, None]:
+            obj.parallel_sample_num = 2
+            for index, output in [(0, 1), (1, 1), (2, 1), (0, 2), (3, 1), (3, 2)]:
+                meta = {"id": "a", "prompt_tokens": [10, 20][index // 2], "completion_tokens": output}
+                meta |= {"cached_tokens": 0, "cached_tokens_details": {}, "reasoning_tokens": 0}
+                yield {
+                    "text": "a",
+                    "meta_info": {**meta, "finish_reason": None},
+                    "output_ids": [],
+                    "index": index,
+                }
+
+    stream = chat(Choices([]), b"{}")
+    assert stream.count(b": pd-usage 30 6\n\n") == 1
+
+
 def test_several_choices_are_passed_on_as_they_come() -> None:
     class Choices(Engine):
         async def generate_request(self, obj: Obj, request: Any = None) -> AsyncGenerator[Any, None]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.config.limits import Limits, Probe
 from pdserve.router.dispatch.resume import Continue, may_resume
+from pdserve.router.dispatch.stream_marks import StreamMarks
 from tests.support.router.harness import Harness, Response, disagg
 from tests.support.router.mock_worker import DONE, Gate, MockWorker, Received, Script, Wire
 from tests.support.router.streams import FIRST, REST, WHOLE, marked, named
@@ -161,3 +165,28 @@ async def test_a_seeded_stream_goes_on_at_a_busier_worker_if_only_that_one_sampl
 @pytest.mark.parametrize("body", [b'{"\xff":1}', b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"])
 def test_a_body_that_cannot_be_read_may_not_be_continued(body: bytes) -> None:
     assert not may_resume(ENDPOINTS[CHAT], body, "always", seeds_count=True)
+
+
+@given(st.lists(st.integers(0, 200)), st.booleans())
+def test_what_a_stream_says_of_its_use_is_taken_out_wherever_it_is_cut(
+    cuts: list[int], has_marks: bool
+) -> None:
+    text = b'data: {"text":": pd-usage 1 2 \\n: pd-usage 3 4"}\n\n'
+    mark = b": pd 9 0 7\n\n" if has_marks else b": pd off\n\n"
+    data = text + mark + text + b": pd-usage 18 7\n\n" + DONE
+    marks, got = StreamMarks(), b""
+    marks.begin(True)
+    ends = sorted(min(cut, len(data)) for cut in cuts)
+    for begin, end in itertools.pairwise([0, *ends]):
+        got += marks.take(data[begin:end], at_end=False)
+    got += marks.take(data[ends[-1] if ends else 0 :], at_end=True)
+    assert got == text + text + DONE
+    assert marks.used == (18, 7)
+
+
+def test_a_worker_that_sends_no_marks_says_no_use_either() -> None:
+    marks = StreamMarks()
+    marks.begin(False)
+    data = b": pd-usage 18 7\n\n" + DONE
+    assert marks.take(data, at_end=True) == data
+    assert marks.used is None

@@ -71,14 +71,16 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 @st.composite
 def streaming(draw: st.DrawFn, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """A stream whose usage is known: by marks, by SGLang's own events, or because the client asks for it."""
+    """A stream that ends, or one that its client leaves where it can be told what it got: by marks, by
+    SGLang's own events, or by usage in all events.
+    """
     one = asked(path, body)
     is_counted = path == GENERATE or not one.is_batch
     options = draw(
         st.sampled_from([{"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}])
     )
     more: dict[str, Any] = {"stream": True}
-    if not is_counted or (path != GENERATE and draw(st.booleans())):
+    if path != GENERATE and draw(st.booleans()):
         more["stream_options"] = options
         is_counted = is_counted or "continuous_usage_stats" in options
     if is_counted and draw(st.booleans()):

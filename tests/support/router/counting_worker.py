@@ -85,9 +85,12 @@ class CountingWorker(MockWorker):
             await super()._default(wire, request)
 
     async def _stream(self, wire: Wire, request: Received, body: dict[str, Any], one: Asked) -> None:
-        marks = request.headers.get("x-pdserve-marks") == "1" and not one.is_batch
-        extra = told(one.prompts[:1]) + ("x-pdserve-marks: 1\r\n" if marks else "")
+        tells = request.headers.get("x-pdserve-marks") == "1"
+        marks = tells and not one.is_batch
+        extra = told(one.prompts[:1]) + ("x-pdserve-marks: 1\r\n" if tells else "")
         await wire.head(200, "text/event-stream; charset=utf-8", extra=extra)
+        if tells and not marks:
+            await wire.chunk(b": pd off\n\n")
         for number, data in enumerate(events(request.path, body, one)):
             if number == body.get("test_held_after"):
                 await asyncio.Event().wait()
@@ -96,7 +99,8 @@ class CountingWorker(MockWorker):
             await wire.chunk(
                 b"data: " + json.dumps({"choices": [], "usage": usage_of(*one.usage)}).encode() + b"\n\n"
             )
-        await wire.chunk(DONE)
+        usage = b": pd-usage %d %d\n\n" % one.usage if tells else b""
+        await wire.chunk(usage + DONE)
         await wire.end()
 
 
