@@ -5,7 +5,8 @@ its event loop for `/tokenize` and for the texts of `/generate`, `/v1/completion
 (`TokenizerManager._tokenize_texts`): then no stream goes on. Rust tokenizers let other threads run meanwhile.
 
     text that has more tokens than the model takes, whatever they are    refused
-    text of more than `SHORT_CHARS`, and each `/tokenize`                in a thread
+    text of more than `SHORT_CHARS`, and each `/tokenize`                in a thread; those of more than
+                                                                        `HUGE_CHARS` in threads of their own
     other text                                                          in the loop, which has its turn after
                                                                         each `SHORT_CHARS`
 """
@@ -51,8 +52,10 @@ PLACES: Final = (
 )
 SHORT_CHARS: Final = 4096
 """About 2 ms of tokenizing; a change of threads takes a twentieth of it."""
+HUGE_CHARS: Final = 256 * 1024
+"""Shorter texts take a fifth of a second at most. They do not wait for one of 32 MiB, which takes 28 s."""
 _THREADS: Final = 2
-"""Long texts at a time. A text of 32 MiB takes 28 s of a core, and memory."""
+"""Long texts at a time, and as many huge ones: each takes a core, and memory."""
 
 
 class LongTexts:
@@ -61,7 +64,8 @@ class LongTexts:
     def __init__(self, manager: Any) -> None:
         self._manager = manager
         self._tokenize = manager._tokenize_texts
-        self._threads = ThreadPoolExecutor(_THREADS, "tokenize")
+        self._long = ThreadPoolExecutor(_THREADS, "tokenize")
+        self._huge = ThreadPoolExecutor(_THREADS, "tokenize-huge")
         self._since_turn_chars = 0
         self._bound = NO_BOUND
         manager._tokenize_texts = self.tokenize_texts
@@ -89,21 +93,22 @@ class LongTexts:
         """In place of SGLang's `_tokenize_texts`. Raises ValueError, as SGLang does for what is too long."""
         if self._manager.async_dynamic_batch_tokenizer is not None:  # its own thread, and its own batches
             return await self._tokenize(texts, is_cross_encoder)
-        size_chars = len(texts) if isinstance(texts, str) else _chars(texts)
+        size_chars = _chars(texts)
         if size_chars > SHORT_CHARS:
             if not is_cross_encoder:
                 self.check(texts)
-            return await self.beside(lambda: self._tokenize(texts, is_cross_encoder))
+            return await self.beside(lambda: self._tokenize(texts, is_cross_encoder), size_chars)
         self._since_turn_chars += size_chars
         if self._since_turn_chars > SHORT_CHARS:
             self._since_turn_chars = 0
             await asyncio.sleep(0)
         return await self._tokenize(texts, is_cross_encoder)
 
-    async def beside(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """The result of a coroutine that waits for nothing, computed in a thread."""
+    async def beside(self, work: Callable[[], Coroutine[Any, Any, Any]], size_chars: int) -> Any:
+        """The result of a coroutine that waits for nothing, computed in a thread for texts of this size."""
         context = contextvars.copy_context()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, context.run, _finish, work)
+        threads = self._huge if size_chars > HUGE_CHARS else self._long
+        return await asyncio.get_running_loop().run_in_executor(threads, context.run, _finish, work)
 
     def check(self, texts: Any) -> None:
         """Raises ValueError, in SGLang's words, if one of the texts has too many tokens in any case."""
@@ -130,7 +135,10 @@ def install(long_texts: LongTexts) -> None:
 
     async def handle_beside(self: Any, adapted: Any, request: Any, raw_request: Any) -> Any:
         only_tokenizes.set(True)  # in the context of this request; such a text has any length
-        return await long_texts.beside(lambda: _answered(handle(self, adapted, request, raw_request)))
+        size_chars = HUGE_CHARS + 1 if request.messages else _chars(request.prompt)
+        return await long_texts.beside(
+            lambda: _answered(handle(self, adapted, request, raw_request)), size_chars
+        )
 
     def encode_checked(tokenizer: Any, text: Any, encode_kwargs: Any = None) -> Any:
         if isinstance(text, str) and not only_tokenizes.get():
@@ -152,7 +160,9 @@ async def _answered(answer: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _chars(texts: Any) -> int:
-    """Of a list of texts, or of pairs of them."""
+    """Of a text, a list of texts, or one of pairs of them."""
+    if isinstance(texts, str):
+        return len(texts)
     return sum(len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts or ())
 
 

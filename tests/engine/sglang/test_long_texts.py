@@ -14,7 +14,7 @@ from sglang.srt.entrypoints.openai.protocol import TokenizeRequest
 from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingTokenize
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from pdserve.engine.sglang.long_texts import SHORT_CHARS, LongTexts, install
+from pdserve.engine.sglang.long_texts import HUGE_CHARS, SHORT_CHARS, LongTexts, install
 from pdserve.text_bound import TextBound
 
 LONG = "x" * (SHORT_CHARS + 1)
@@ -66,6 +66,26 @@ async def test_the_loop_goes_on_while_a_long_text_is_tokenized() -> None:
     go_on.set()
     ids, _ = await work
     assert len(ids) == len(LONG)
+
+
+async def test_a_long_text_does_not_wait_for_huge_ones() -> None:
+    entered, go_on = threading.Semaphore(0), threading.Event()
+
+    class Slow(Tokenizer):
+        def __call__(self, texts: list[str], **_: Any) -> dict[str, Any]:
+            if len(texts[0]) > HUGE_CHARS:
+                entered.release()
+                assert go_on.wait(30)
+            return {"input_ids": [[1] * len(text) for text in texts]}
+
+    manager, _ = manager_with(Slow())
+    huge = [asyncio.create_task(manager._tokenize_texts("x" * (HUGE_CHARS + 1))) for _ in range(5)]
+    assert await asyncio.to_thread(entered.acquire, True, 10)
+    ids, _ = await asyncio.wait_for(manager._tokenize_texts(LONG), 10)
+    assert len(ids) == len(LONG)
+    assert not any(task.done() for task in huge)
+    go_on.set()
+    await asyncio.gather(*huge)
 
 
 async def test_many_short_texts_let_the_loop_have_its_turn() -> None:
