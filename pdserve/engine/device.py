@@ -22,6 +22,10 @@ NO_COMPILER_ENV = "TORCHDYNAMO_DISABLE"
 IDLE_THREADS_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 
 
+# A worker's ranks are on one host, so what they say to each other stays on it. What a user sets stays.
+ONE_HOST_ENV = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+
+
 def detect_device() -> Device:
     """ "cuda" where torch sees a GPU, else "cpu".
 

@@ -11,12 +11,21 @@ import os
 import warnings
 from collections.abc import Iterator
 
-from pdserve.engine.device import ENGINE_ENV, IDLE_THREADS_ENV, NO_COMPILER_ENV, SGLANG_CPU_ENV, Device
+from pdserve.engine.device import (
+    ENGINE_ENV,
+    IDLE_THREADS_ENV,
+    NO_COMPILER_ENV,
+    ONE_HOST_ENV,
+    SGLANG_CPU_ENV,
+    Device,
+)
 
 
 def choose(device: Device) -> None:
     """Record the device for this process and its children, and prepare this process for importing SGLang."""
     os.environ[ENGINE_ENV] = device
+    for name, value in ONE_HOST_ENV.items():
+        os.environ.setdefault(name, value)
     if device == "cpu":
         os.environ[SGLANG_CPU_ENV] = "1"
         # nothing is compiled on CPU, and to import the compiler is a fifth of a start

@@ -1,4 +1,4 @@
-"""TLS of a worker's HTTP server, which SGLang runs by uvicorn.
+"""TLS and bounds of a worker's HTTP server, which SGLang runs by uvicorn.
 
 SGLang (0.5.23) reads certificates once and asks no client for one. A context of our own asks for one where it
 should, and follows the files. SGLang gets the files as arguments too, so that it asks itself by https for a
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final
 
+from pdserve.engine.http.bounded_heads import BoundedHeads
 from pdserve.sglang_places import places
 from pdserve.tls.contexts import Certificates, TlsConfig
 
@@ -29,26 +30,29 @@ PLACES: Final = places(
 
 @contextlib.contextmanager
 def serving(http_server: ModuleType, tls: TlsConfig, certificates: Certificates) -> Iterator[None]:
-    """SGLang's server (`http_server`, its module) speaks TLS while the block runs, where `tls` says so."""
+    """While the block runs, SGLang's server (`http_server`, its module) has bounded heads, and speaks TLS
+    where `tls` says so.
+    """
     context = certificates.lasting_server_context()
-    if context is None:
-        yield
-        return
-    # of SGLang's requests to itself, see above; each would be told of
-    warnings.filterwarnings("ignore", message="Unverified HTTPS request")
     names = vars(http_server)
     before = {"uvicorn": names["uvicorn"], "requests": names["requests"]}
-    names["uvicorn"] = _with_context(before["uvicorn"], context)
-    names["requests"] = _showing(before["requests"], tls)
+    names["uvicorn"] = _configured(before["uvicorn"], context)
+    if context is not None:
+        # of SGLang's requests to itself, see above; each would be told of
+        warnings.filterwarnings("ignore", message="Unverified HTTPS request")
+        names["requests"] = _showing(before["requests"], tls)
     try:
         yield
     finally:
         names.update(before)
 
 
-def _with_context(uvicorn: ModuleType, context: ssl.SSLContext) -> SimpleNamespace:
-    """The module, whose servers use `context`."""
-    config = functools.partial(uvicorn.Config, ssl_context_factory=lambda _config, _default: context)
+def _configured(uvicorn: ModuleType, context: ssl.SSLContext | None) -> SimpleNamespace:
+    """The module, whose servers have bounded heads, and use `context` if there is one."""
+    more: dict[str, Any] = {"http": BoundedHeads}
+    if context is not None:
+        more["ssl_context_factory"] = lambda _config, _default: context
+    config = functools.partial(uvicorn.Config, **more)
     return SimpleNamespace(**{**vars(uvicorn), "Config": config})
 
 

@@ -19,8 +19,9 @@ of these states, and each state has a limit:
     any --connection lost--> gone
 
 A limit starts when its state begins; later bytes do not extend it. So a head that a client sends while an
-answer is under way has its time when the answer is complete. A head of more than `MAX_HEAD_BYTES` is answered
-431. To close in order is to close the sending half only: a client that still sends gets to read its answer.
+answer is under way has its time when the answer is complete. A head of more than `MAX_HEAD_BYTES`, or with
+more than `MAX_HEADERS` lines, is answered 431. To close in order is to close the sending half only: a client
+that still sends gets to read its answer.
 
 In every state, a client that takes nothing for `client_read_s` of what waits to be sent is cut off.
 
@@ -47,6 +48,8 @@ from pdserve.router.server.request_cycle import RequestCycle
 
 MAX_HEAD_BYTES = 64 * 1024
 """Longest request line and headers; httptools has no bound of its own."""
+MAX_HEADERS = 256
+"""Each header takes memory of its own: ten thousand short ones took 2 MB."""
 MAX_AHEAD = 16
 MAX_AHEAD_BYTES = 64 * 1024
 LINGER_S = 1.0
@@ -225,8 +228,11 @@ class ClientConnection(HttpToolsProtocol):
                 self.flow.pause_reading()
             else:  # it was paused at the head
                 self.flow.resume_reading()
-        if self._sending == "head" and self._head_bytes > MAX_HEAD_BYTES:
+        if self._sending == "head" and (
+            self._head_bytes > MAX_HEAD_BYTES or len(self.headers or ()) > MAX_HEADERS
+        ):
             self._refuse(_TOO_LONG)
+            self.headers = []
         self._update()
 
     @property
@@ -301,12 +307,15 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header line. A trailer is passed over: it would override what others have checked."""
-        if self._sending != "rest":
+        if self._sending != "rest" and len(self.headers) <= MAX_HEADERS:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """The head is complete."""
         self._sending = "rest"
+        if len(self.headers) > MAX_HEADERS:
+            self._refuse(_TOO_LONG)
+            return
         path = None if self._direct is None else self._direct.targets.get(self.url)
         if path is not None and self.parser.get_method() == b"POST" and self._is_plain:
             self._begin_direct(path)
@@ -350,7 +359,14 @@ class ClientConnection(HttpToolsProtocol):
         else:
             super()._start_asgi_task(cycle, app)
 
+    def on_body(self, body: bytes) -> None:
+        """A part of the body."""
+        if not self.is_closing:
+            super().on_body(body)
+
     def on_message_complete(self) -> None:
         """The request is complete. What comes next is another head, and not counted with this one."""
+        if self.is_closing:
+            return
         self._sending, self._head_bytes = "idle", 0
         super().on_message_complete()

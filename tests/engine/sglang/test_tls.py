@@ -14,6 +14,7 @@ import httpx
 import pytest
 from sglang.srt.entrypoints import http_server
 
+from pdserve.engine.http.bounded_heads import BoundedHeads
 from pdserve.engine.sglang.tls import serving
 from pdserve.tls import contexts
 from pdserve.tls.contexts import Certificates, TlsConfig
@@ -93,7 +94,9 @@ def test_sglangs_module_is_as_before_afterwards_and_without_tls(authority: Autho
     names: Any = vars(http_server)
     before = names["uvicorn"], names["requests"]
     with serving(http_server, TlsConfig(), Certificates(TlsConfig())):
-        assert (names["uvicorn"], names["requests"]) == before
+        config = names["uvicorn"].Config("app")
+        assert (config.http, config.ssl_context_factory) == (BoundedHeads, None)
+        assert names["requests"] is before[1]
     with worker(authority.host()):
         assert names["uvicorn"] is not before[0]
     assert (names["uvicorn"], names["requests"]) == before

@@ -18,6 +18,7 @@ from pdserve.router.server.connection import (
     MAX_AHEAD,
     MAX_AHEAD_BYTES,
     MAX_HEAD_BYTES,
+    MAX_HEADERS,
     ClientConnection,
     Connections,
 )
@@ -299,6 +300,23 @@ async def test_a_head_without_end_is_answered_once(again: bool) -> None:
         await client.send(b"x" * 1000)
     assert client.statuses == [200, 431] if again else [431]
     assert client.transport.half_closed_s is not None
+
+
+@pytest.mark.parametrize("in_one", [True, False])
+@virtually
+async def test_a_head_of_very_many_lines_is_answered_and_not_kept(in_one: bool) -> None:
+    """Ten thousand headers of four letters are within the bytes, and took 2 MB."""
+    client = await in_state("idle")
+    lines = b"x: y\r\n" * (MAX_HEADERS + 1)
+    if in_one:
+        await client.send(HEAD.removesuffix(b"\r\n") + lines + b"\r\n")
+    else:
+        await client.send(HEAD.removesuffix(b"\r\n"))
+        await client.send(lines)
+    assert client.statuses == [431]
+    assert client.transport.half_closed_s is not None
+    await client.send(b"rest")
+    assert client.statuses == [431]
 
 
 @virtually

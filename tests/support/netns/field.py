@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import select
 import shutil
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 
 from pdserve.bench.chaos import pages as p
 from pdserve.kvpool.admin.node_client import NodeClient
 from pdserve.kvpool.protocol.messages import StatusReport
 from tests.support.netns.lab import Lab, last_lines
+from tests.support.netns.program import Program
 
-ANSWER_TIMEOUT_S = 120.0
 START_TIMEOUT_S = 120.0
 HANGS_S = 60.0  # no bound of the product's: after it a test is taken to hang
 LEASE_S = 1.0
@@ -86,52 +81,12 @@ class FarNode:
         assert "Traceback" not in self._log_path.read_text(), self.log()
 
 
-class NearClient:
+class NearClient(Program):
     """A guest at SUBNET.2."""
 
     def __init__(self, network: Lab, node: FarNode, directory: Path) -> None:
-        self._log_path = directory / "near.log"
-        with self._log_path.open("wb") as log:
-            self._process = network.start(
-                "near", "-m", "tests.support.netns.guest", node.address, "near", log=log, pipes=True
-            )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._in, self._out = self._process.stdin, self._process.stdout
-
-    def ask(self, do: str, **more: Any) -> None:
-        self._in.write(json.dumps({"do": do, **more}).encode() + b"\n")
-        self._in.flush()
-
-    def answer(self, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
-        ready, _, _ = select.select([self._out], [], [], timeout_s)
-        assert ready, f"the client hangs: {last_lines(self._log_path)}"
-        line = self._out.readline()
-        assert line, last_lines(self._log_path)
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def do(self, what: str, **more: Any) -> dict[str, Any]:
-        self.ask(what, **more)
-        return self.answer()
-
-    @property
-    def runs(self) -> bool:
-        return self._process.poll() is None
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def close(self) -> None:
-        if self._process.poll() is None:
-            self._in.close()
-            try:
-                assert self._process.wait(15) == 0, last_lines(self._log_path)
-            except subprocess.TimeoutExpired:
-                pytest.fail(f"the client does not end: {last_lines(self._log_path)}")
-            finally:
-                self.kill()
+        module = "tests.support.netns.guest"
+        super().__init__(network, "near", directory / "near.log", "-m", module, node.address, "near")
 
 
 class Field:

@@ -71,8 +71,9 @@ def install() -> None:
 
 
 def _change_scheduler() -> None:
-    from pdserve.engine.sglang.children import pulls, ssd_tokens
+    from pdserve.engine.sglang.children import local_store, pulls, ssd_tokens
 
+    local_store.install()
     pulls.install()
     ssd_tokens.install()
     if prepare.is_on_cpu():

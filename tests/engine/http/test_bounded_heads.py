@@ -1,0 +1,97 @@
+"""Heads that strangers send to a worker's port: too long, too many lines, too slow."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import uvicorn
+
+from pdserve.engine.http import bounded_heads
+from pdserve.engine.http.bounded_heads import MAX_HEAD_BYTES, MAX_HEADERS, BoundedHeads
+
+HEAD = b"GET / HTTP/1.1\r\nhost: t\r\n"
+
+
+async def app(scope: dict[str, object], receive: object, send: object) -> None:
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
+        await send({"type": "http.response.body", "body": b"ok"})  # type: ignore[operator]
+
+
+@contextlib.asynccontextmanager
+async def serving() -> AsyncIterator[int]:
+    server = uvicorn.Server(uvicorn.Config(app, port=0, http=BoundedHeads, log_level="error", lifespan="off"))
+    task = asyncio.create_task(server.serve())
+    await until(lambda: server.started)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110  uvicorn has no event for it
+            await asyncio.sleep(0.01)
+
+
+async def answer(port: int, *parts: bytes) -> bytes:
+    """All that is answered until the server closes; the client sends no end."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        for part in parts:
+            with contextlib.suppress(OSError):
+                writer.write(part)
+                await writer.drain()
+        with contextlib.suppress(ConnectionResetError):
+            return await reader.read()
+        return b"reset"
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (HEAD, b"x: " + b"y" * MAX_HEAD_BYTES),
+        (HEAD, b"x: y\r\n" * (MAX_HEADERS + 1)),
+        (HEAD + b"x: y\r\n" * (MAX_HEADERS + 1) + b"\r\n",),
+        (HEAD + b"\r\n" + HEAD, b"x: " + b"y" * MAX_HEAD_BYTES),
+    ],
+    ids=["bytes", "lines", "lines at once", "a second head"],
+)
+def test_a_head_beyond_the_bounds_is_refused(parts: tuple[bytes, ...]) -> None:
+    async def run() -> bytes:
+        async with serving() as port:
+            return await answer(port, *parts)
+
+    said = asyncio.run(run())  # it ends: the connection is closed
+    assert said.count(b" 200 ") == parts[0].count(b"\r\n\r\nGET")
+
+
+def test_ordinary_requests_and_long_bodies_are_served() -> None:
+    async def run() -> bytes:
+        async with serving() as port:
+            body = b"x" * (3 * MAX_HEAD_BYTES)
+            post = b"POST / HTTP/1.1\r\nhost: t\r\ncontent-length: %d\r\n\r\n" % len(body)
+            last = HEAD + b"connection: close\r\n\r\n"
+            return await answer(port, post + body, HEAD + b"\r\n", last)
+
+    assert asyncio.run(run()).count(b" 200 ") == 3
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD, HEAD + b"\r\n" + HEAD])
+def test_a_head_that_does_not_end_in_time_ends_the_connection(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_heads, "HEAD_S", 0.1)
+
+    async def run() -> bytes:
+        async with serving() as port:
+            return await answer(port, sent)
+
+    assert asyncio.run(run()).count(b" 200 ") == sent.count(b"\r\n\r\n")
