@@ -66,9 +66,10 @@ def make_authority(directory: Path, lifetime_days: float) -> Path:
 
 def make_host_certificate(directory: Path, names: Sequence[str], lifetime_days: float) -> tuple[Path, Path]:
     """Make, or renew, the certificate of a host with these DNS names and IP addresses; the paths of the
-    certificate and of its key, which are called after the first name.
+    certificate and of its key, which are called after the first name. It ends no later than the authority's.
 
-    Raises ConfigError: no authority in the directory, or a name that is none; StartupError: a disk's error.
+    Raises ConfigError: no authority in the directory, one that has ended, or a name that is none;
+    StartupError: a disk's error.
     """
     try:
         authority = x509.load_pem_x509_certificate((directory / "ca.pem").read_bytes())
@@ -79,13 +80,18 @@ def make_host_certificate(directory: Path, names: Sequence[str], lifetime_days: 
         ) from None
     if not isinstance(authority_key, ec.EllipticCurvePrivateKey):
         raise ConfigError(f"{directory / 'ca.key'} is no key of `pdserve cert ca`")
+    if authority.not_valid_after_utc <= datetime.now(UTC):
+        raise ConfigError(
+            f"{directory / 'ca.pem'} has ended, so nobody believes what it vouches for: make another "
+            "authority with `pdserve cert ca`, in a new directory"
+        )
     alternatives = x509.SubjectAlternativeName([_name(name) for name in names])
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])
     usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
     builder = (
-        _builder(subject, authority.subject, key, lifetime_days)
+        _builder(subject, authority.subject, key, lifetime_days, authority.not_valid_after_utc)
         .add_extension(alternatives, critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
@@ -97,10 +103,21 @@ def make_host_certificate(directory: Path, names: Sequence[str], lifetime_days: 
     return certificate, key_file
 
 
+def ends_at(certificate: Path) -> datetime:
+    """When this certificate ends, in UTC."""
+    return x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
+
+
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, lifetime_days: float
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    lifetime_days: float,
+    latest: datetime | None = None,
 ) -> x509.CertificateBuilder:
+    """`latest`: end of the issuer's own certificate; what it vouches for ends no later."""
     now = datetime.now(UTC)
+    end = now + timedelta(days=lifetime_days)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -108,7 +125,7 @@ def _builder(
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - CLOCK_SKEW)
-        .not_valid_after(now + timedelta(days=lifetime_days))
+        .not_valid_after(end if latest is None else min(end, latest))
     )
 
 

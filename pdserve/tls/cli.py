@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pdserve.tls.authority import make_authority, make_host_certificate
+from pdserve.tls.authority import ends_at, make_authority, make_host_certificate
 
 app = typer.Typer(
     add_completion=False,
@@ -34,9 +34,10 @@ def make_ca(
 def make_host(
     directory: Directory,
     names: Annotated[list[str], typer.Argument(help="Names and IP addresses that others reach the host by.")],
-    days: Annotated[float, typer.Option(min=0.01, help="Lifetime.")] = 90.0,
+    days: Annotated[float, typer.Option(min=0.01, help="Lifetime; it ends with the authority's.")] = 90.0,
 ) -> None:
     """Make, or renew, a host's certificate. Running parts use the new one without a restart."""
     certificate, key = make_host_certificate(directory, names, days)
-    typer.echo(f"{certificate}: tls.certificate of the parts on this host, for {days:g} days")
+    until = ends_at(certificate).strftime("%Y-%m-%d")
+    typer.echo(f"{certificate}: tls.certificate of the parts on this host, until {until}")
     typer.echo(f"{key}: tls.key; keep it on this host, readable by its owner only")

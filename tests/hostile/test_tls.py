@@ -115,7 +115,7 @@ async def test_a_certificate_is_renewed_while_the_node_serves(
 ) -> None:
     monkeypatch.setattr("pdserve.tls.contexts.LOOK_S", 0.0)
     certificate, key = authority.files("of-before", LOOP)
-    files = TlsConfig(certificate=certificate, key=key)
+    files = TlsConfig(certificate=certificate, key=key, ca=authority.ca)
     async with secured(tmp_path, "a", files) as node:
         await asyncio.to_thread(move_pages, node.config.address, authority.client())
         newer = Authority(tmp_path / "newer").host()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.tls.authority import ends_at, make_authority
 from tests.support.command import pdserve_here
 
 
@@ -49,6 +50,23 @@ def test_a_host_is_renewed_and_an_authority_is_not_overwritten(tmp_path: Path) -
     assert "is there already" in error
     assert (tmp_path / "ca.pem").read_bytes() == before[0]
     assert (tmp_path / "pool-a.pem").read_bytes() != before[1]
+
+
+def test_a_host_certificate_ends_no_later_than_its_authority(tmp_path: Path) -> None:
+    cert("ca", tmp_path, "--days", "30")
+    said = cert("host", tmp_path, "pool-a", "--days", "90").stdout
+    end = ends_at(tmp_path / "pool-a.pem")
+    assert end == ends_at(tmp_path / "ca.pem")
+    assert f"until {end:%Y-%m-%d}" in said
+    cert("host", tmp_path, "pool-a", "--days", "2")
+    assert ends_at(tmp_path / "pool-a.pem") < end
+
+
+def test_an_authority_that_has_ended_makes_no_certificates(tmp_path: Path) -> None:
+    make_authority(tmp_path, lifetime_days=-0.001)
+    error = cert("host", tmp_path, "pool-a", status=2).stderr
+    assert "has ended" in error
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["ca.key", "ca.pem"]
 
 
 @pytest.mark.parametrize("name", ["bad name", "../x", "-x-", ""])

@@ -49,7 +49,7 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         DataPathChoice,
         Meta(
             description="Data path of page bytes: shm (same host only), ucx, tcp, or auto (shm where "
-            "possible, else ucx where the node offers it, else tcp)."
+            "possible; on other hosts tcp if the node has TLS; else ucx where the node offers it, else tcp)."
         ),
     ] = "auto"
     checksum: Annotated[

@@ -145,6 +145,9 @@ class Admission:
             return Fault(0, "data_path", message)
         no_ucx = self._no_ucx(address, hello)
         no_tcp = "" if self._config.tcp.enabled else f"has TCP off, which client {hello.client} needs"
+        encrypts = self._config.tls.as_server and not _is_local(address)
+        if hello.data_path == "auto" and encrypts and not no_tcp:
+            return "tcp"  # UCX would send in clear what the client came by TLS to protect
         if hello.data_path in ("auto", "ucx") and not no_ucx:
             return "ucx"
         if hello.data_path in ("auto", "tcp") and not no_tcp:
@@ -161,8 +164,7 @@ class Admission:
         ucx = self._config.ucx
         if not ucx.enabled:
             return f"has UCX off, which client {hello.client} needs"
-        is_local = address.startswith("uid ") or is_loopback(address)
-        if not is_local and not ucx.trusted_network:
+        if not _is_local(address) and not ucx.trusted_network:
             return (
                 f"offers no UCX to other hosts, like that of client {hello.client}: where everyone who "
                 "reaches the node's ports may write its memory, set ucx.trusted_network = true on it"
@@ -202,6 +204,11 @@ class Admission:
         """The event that a client has shaken hands."""
         peer = is_peer(hello, self._config, self._rules)
         return Connected(number, path, hello.client, hello.pid, peer, digest(hello.token))
+
+
+def _is_local(address: str) -> bool:
+    """Whether a client of this address is on the node's host."""
+    return address.startswith("uid ") or is_loopback(address)
 
 
 def shows_token(hello: Hello, config: PoolNodeConfig) -> bool:

@@ -11,23 +11,32 @@ from pdserve.errors import ConfigError
 from pdserve.kvpool.node.admission import Admission, check_open, rules_of
 from pdserve.kvpool.node.config.cluster import ClusterConfig
 from pdserve.kvpool.node.config.namespaces import NamespaceConfig, NamespaceDefaults
-from pdserve.kvpool.node.config.node import PoolNodeConfig, UcxConfig, with_secrets
+from pdserve.kvpool.node.config.node import PoolNodeConfig, TcpConfig, UcxConfig, with_secrets
 from pdserve.kvpool.node.serving.places import Places
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import View
 from pdserve.kvpool.protocol.handshake import key_id
 from pdserve.kvpool.transports.session import make_hello
 from pdserve.settings.config_file import load_config
+from pdserve.tls.contexts import TlsConfig
 from pdserve.tokens import digest
 
 TOKEN = "the-token-of-the-operator"
+PLAIN, TCP = TlsConfig(), TcpConfig()
 HERE, LOOPBACK, FAR = "uid 0", "127.0.0.1", "192.0.2.9"
 
 
 def path_of(
-    address: str, data_path: m.DataPathChoice = "ucx", *, token: str = "", admin: str = "", **ucx: Any
+    address: str,
+    data_path: m.DataPathChoice = "ucx",
+    *,
+    token: str = "",
+    admin: str = "",
+    tls: TlsConfig = PLAIN,
+    tcp: TcpConfig = TCP,
+    **ucx: Any,
 ) -> m.DataPathName | m.Fault:
-    config = PoolNodeConfig(ucx=UcxConfig(**ucx), admin_token=admin)
+    config = PoolNodeConfig(ucx=UcxConfig(**ucx), tcp=tcp, admin_token=admin, tls=tls)
     known = {key_id(digest(admin)): digest(admin)} if admin else {}
     admission = Admission(
         config, rules_of(config), 1, Places(8), lambda: View(0, 0, []), lambda named: known.get(named, "")
@@ -62,6 +71,14 @@ def test_other_hosts_get_tcp_by_themselves_where_the_network_is_not_trusted(trus
     assert path_of(FAR, "auto", trusted_network=trusted) == path
     assert path_of(FAR, "auto", trusted_network=trusted, enabled=False) == "tcp"
     assert path_of(FAR, "tcp", trusted_network=trusted) == "tcp"
+
+
+def test_pages_of_clients_that_come_by_tls_go_by_tls_unless_they_ask_for_ucx() -> None:
+    tls = TlsConfig(certificate=Path("/c"), key=Path("/k"), ca=Path("/a"))
+    assert path_of(FAR, "auto", trusted_network=True, tls=tls) == "tcp"
+    assert path_of(FAR, "ucx", trusted_network=True, tls=tls) == "ucx"
+    assert path_of(FAR, "auto", trusted_network=True, tls=tls, tcp=TcpConfig(enabled=False)) == "ucx"
+    assert path_of(HERE, "auto", trusted_network=True, tls=tls) == "ucx", "its ports are on loopback"
 
 
 def test_a_node_without_ucx_says_so() -> None:

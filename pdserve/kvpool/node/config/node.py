@@ -287,6 +287,10 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"cluster: {error}") from error
         if cluster.membership == "etcd" and not cluster.etcd.endpoints:
             raise ValueError('cluster.etcd.endpoints is needed for cluster.membership = "etcd"')
+        if self.tls.as_server and not self.tls.as_client:
+            raise ValueError(
+                "tls.ca is needed beside tls.certificate: without it, the node speaks to others in clear"
+            )
         if not self.alone and _is_wildcard(self.address):
             raise ValueError(
                 f"cluster.advertise is needed: {self.address} is no address that another host can connect to"

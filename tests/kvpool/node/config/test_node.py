@@ -64,6 +64,7 @@ def test_capacity_is_whole_slabs() -> None:
         ({"cluster": {"membership": "etcd"}}, "cluster.etcd.endpoints is needed"),
         ({"cluster": {"membership": "zookeeper"}}, "cluster.membership"),
         ({"cluster": {"peers": ["tcp:a:1"]}, "listen": ["tcp:0.0.0.0:7700"]}, "cluster.advertise is needed"),
+        ({"tls": {"certificate": "/c", "key": "/k"}}, "tls.ca is needed beside tls.certificate"),
         ({"capactiy_bytes": 1}, "capacity_bytes"),
     ],
 )
