@@ -7,7 +7,7 @@ import typer
 from pdserve.bench.commands.compare import compare
 from pdserve.bench.commands.endurance import chaos, soak
 from pdserve.bench.commands.multiturn import multiturn
-from pdserve.bench.commands.nodes import hot, quiet, restart
+from pdserve.bench.commands.nodes import hostile, hot, quiet, restart
 from pdserve.bench.commands.offline import index, policies
 from pdserve.bench.commands.pool import pool, tier
 from pdserve.bench.commands.router import router
@@ -22,6 +22,6 @@ app = typer.Typer(
     help="Measure serving, router and pool, and put the pool under faults.",
 )
 SERVING = (multiturn, compare, sweep, weights, router)
-POOL = (pool, tier, policies, index, quiet, hot, restart, soak, chaos)
+POOL = (pool, tier, policies, index, quiet, hostile, hot, restart, soak, chaos)
 for command in (*SERVING, *POOL):
     app.command()(command)

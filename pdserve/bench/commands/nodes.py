@@ -1,4 +1,4 @@
-"""`pdserve bench quiet`, `hot` and `restart`: how nodes share their time, and how soon they are back."""
+"""`pdserve bench quiet`, `hostile`, `hot` and `restart`: how nodes share their time, and are back."""
 
 from __future__ import annotations
 
@@ -63,6 +63,35 @@ def _quiet_shown(outcome: Quiet) -> list[Table | str]:
             "the neighbour asked for less than 10 times its limit: this machine is too busy to measure it"
         )
     return shown
+
+
+def hostile(
+    connections: Annotated[int, typer.Option(min=1, help="Hostile connections.")] = 1000,
+    phases: Annotated[int, typer.Option(min=1, help="Phases of each kind, in turn.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of a phase.")] = 5.0,
+    as_json: options.AsJson = False,
+) -> None:
+    """A pool node beside hostile connections without a token: p99 of honest gets, and the node's memory."""
+    from pdserve.bench.pool.hostile import MEMORY_GOAL, P99_GOAL
+    from pdserve.bench.pool.hostile import hostile as run
+    from pdserve.bench.tables import table
+
+    output = Output(as_json)
+    with workplace() as directory:
+        rows = list(run(connections, phases, seconds, directory))
+    for row in rows:
+        output.row(row)
+    columns = ("connections", "gets", "missed", "p50 µs", "p99 µs", "p99 over alone", "memory over alone")
+    lines = [
+        (
+            *(row.kind, str(row.gets), str(row.missed), f"{row.p50_us:.0f}", f"{row.p99_us:.0f}"),
+            *(f"{row.p99_over_alone:.2f}", f"{row.memory_over_alone:.2f}"),
+        )
+        for row in rows
+    ]
+    verdict = "pass" if all(row.passed for row in rows) else "MISS"
+    goals = f"goals: p99 at most {P99_GOAL}, memory at most {MEMORY_GOAL}, none missed: {verdict}"
+    output.show(table(f"A pool node beside {connections} hostile connections", columns, lines), goals)
 
 
 def hot(
