@@ -24,7 +24,7 @@ BLOCKS: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
     "docs/internals/slot-table.md": {"rows": formats.slot_rows},
     "docs/internals/tier-format.md": {"entries": formats.segment_entries},
     "docs/benchmarks/index.md": {"results": summary.eight_results, "kept": summary.kept_runs},
-    "docs/benchmarks/pool.md": {"pool": pool.speed, "pool-goals": pool.goals},
+    "docs/benchmarks/pool.md": {"pool": pool.speed, "pool-goals": pool.goals, "beside": pool.beside},
     "docs/benchmarks/serving.md": {
         "goals": serving.goals,
         "compared": serving.compared,
@@ -33,7 +33,7 @@ BLOCKS: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
         "overlap": lambda: serving.parts("overlap"),
     },
     "docs/benchmarks/router.md": {"router": router.beside_others, "router-goals": router.goals},
-    "docs/benchmarks/reliability.md": {"quiet": reliability.quiet},
+    "docs/benchmarks/reliability.md": {"quiet": reliability.quiet, "hostile": reliability.hostile},
     "docs/benchmarks/policies.md": {"policies": policies.hit_rates},
 }
 

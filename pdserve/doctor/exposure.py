@@ -124,9 +124,10 @@ def router(config: RouterConfig) -> Iterator[Finding]:
     if not is_loopback(config.host) and config.access.tls_cert_file is None:
         says = f"{who}: without TLS, API keys and prompts can be read on the wire"
         yield _warn(says, "set access.tls_cert_file and tls_key_file, or put a proxy with TLS before it")
-    if config.admin.port is not None and not is_loopback(config.admin.host):
-        says = f"{who}: the admin API listens at {config.admin.host}, in plain HTTP: its key can be read"
-        yield _warn(says, "set admin.host to 127.0.0.1, or to an address of a network for operators")
+    admin = config.admin
+    if admin.port is not None and not is_loopback(admin.host) and not admin.tls.as_server:
+        says = f"{who}: the admin API listens at {admin.host}, in plain HTTP: its key can be read"
+        yield _warn(says, "set admin.tls.certificate and key, or admin.host to 127.0.0.1")
     plain = [url for url in (*config.prefill, *config.decode, *config.agg) if _is_plain(url)]
     if plain:
         says = f"{who}: prompts and the cluster token go to {plain[0]} without encryption"

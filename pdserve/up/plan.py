@@ -88,7 +88,10 @@ class Plan:
     def live_page(self) -> str:
         """URL of the router's live page; empty where it has none."""
         admin = self.stages[-1][-1].config.get("admin") or {}
-        return f"http://{admin.get('host', METRICS_HOST)}:{admin['port']}/live/" if admin.get("port") else ""
+        scheme = "https" if admin.get("tls", {}).get("certificate") else "http"
+        return (
+            f"{scheme}://{admin.get('host', METRICS_HOST)}:{admin['port']}/live/" if admin.get("port") else ""
+        )
 
     @property
     def processes(self) -> list[ProcessSpec]:

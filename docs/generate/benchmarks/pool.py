@@ -38,6 +38,31 @@ def goals() -> str:
     return goal_table(GOALS, kept)
 
 
+def beside() -> str:
+    """The newest runs, one for each number of pages in a batch."""
+    kept = runs("beside")
+    if not kept:
+        return NO_RUN
+    columns = (
+        *("batch", "path", "checksum", "way", "beside", "get GB/s", "put GB/s", "get / alone", "put / alone"),
+        *("step, get: mean / p99", "step, put: mean / p99"),
+    )
+    rows = [_beside_cells(line) for run in kept for line in run.lines]
+    return "\n".join(map(origin, kept)) + "\n" + table(columns, rows)
+
+
+def _beside_cells(line: dict[str, Any]) -> tuple[str, ...]:
+    def steps(what: str) -> str:
+        mean, p99 = line[f"{what}_step_mean"], line[f"{what}_step_p99"]
+        return f"{mean:.2f} / {p99:.2f}" if mean else ""
+
+    return (
+        *(f"{line['batch_pages']} × {line['page_bytes'] >> 20} MiB", line["path"], line["checksum"]),
+        *(line["way"], line["beside"], f"{line['get_gbps']:.2f}", f"{line['put_gbps']:.2f}"),
+        *(f"{line['get_over_alone']:.2f}", f"{line['put_over_alone']:.2f}", steps("get"), steps("put")),
+    )
+
+
 def same_host(run: Run, figure: str, checksum: str = "off") -> list[float]:
     """A figure of same-host transfers of pages of 1 MiB and more."""
     return [row[figure] for row in _large(run, "shm", checksum)]

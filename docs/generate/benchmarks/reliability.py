@@ -1,4 +1,4 @@
-"""The block of docs/benchmarks/reliability.md that has raw lines: a quiet namespace beside a loud one."""
+"""Blocks of docs/benchmarks/reliability.md: a quiet namespace beside a loud one; hostile connections."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from docs.generate.benchmarks.results import NO_RUN, Run, met, origin, runs
 from docs.generate.markdown import table
-from docs.generate.product import QUIET_GOAL
+from docs.generate.product import HOSTILE_MEMORY, HOSTILE_P99, QUIET_GOAL
 
 COLUMNS = (
     *("commit", "data path", "limit MB/s", "asked / limit", "p99 alone, ms", "beside / alone"),
@@ -22,6 +22,32 @@ def quiet() -> str:
     rows = [_cells(run, line) for run in kept for line in run.lines]
     origins = "\n".join(f"Run of {run.origin['commit']}:\n\n{origin(run)}" for run in kept)
     return f"{origins}\n{table(COLUMNS, rows)}"
+
+
+def hostile() -> str:
+    """The newest run."""
+    kept = runs("hostile")
+    if not kept:
+        return NO_RUN
+    run = kept[0]
+    columns = (
+        *("connections", "gets", "missed", "p99, ms", "p99 / alone", "memory / alone"),
+        f"p99 ≤ {HOSTILE_P99}, memory ≤ {HOSTILE_MEMORY}",
+    )
+    rows = [
+        (
+            *(f"{line['connections']} {line['kind']}" if line["connections"] else "none", str(line["gets"])),
+            *(str(line["missed"]), f"{line['p99_us'] / 1e3:.2f}"),
+            *(f"{line['p99_over_alone']:.2f}", f"{line['memory_over_alone']:.2f}"),
+            met(
+                line["p99_over_alone"] <= HOSTILE_P99
+                and line["memory_over_alone"] <= HOSTILE_MEMORY
+                and not line["missed"]
+            ),
+        )
+        for line in run.lines
+    ]
+    return origin(run) + "\n" + table(columns, rows)
 
 
 def _cells(run: Run, line: dict[str, Any]) -> tuple[str, ...]:

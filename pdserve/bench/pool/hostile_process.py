@@ -1,8 +1,8 @@
 """A process that keeps many hostile connections to a pool node's control port, of one kind at a time.
 
 Run as `python -m pdserve.bench.pool.hostile_process HOST PORT CONNECTIONS`. A line on its standard input
-names the kind, or is `rest`; a line answers when all connections were tried once. Connections that the node closes
-are opened again. It runs only where nobody else wants to, as if it ran elsewhere.
+names the kind, or is `rest`. A line answers when all connections were tried once. Connections that the node
+closes are opened again. It runs only where nobody else wants to, as if it ran elsewhere.
 """
 
 from __future__ import annotations

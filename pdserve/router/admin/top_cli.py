@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from pdserve.errors import ConfigError, PdserveError
 from pdserve.kvpool.admin.tables import make_console, make_table, rate, share, size
 from pdserve.router.admin.live_frames import Frame, NodeView, Point, Problem, SpaceView, WorkerView
 from pdserve.router.metrics.names import PARTS, TIERS
+from pdserve.tls.contexts import Certificates, TlsConfig
 from pdserve.tokens import read_token
 
 TIMEOUT_S: Final = 15.0  # longest time without a frame; a frame arrives every two seconds
@@ -52,6 +54,14 @@ def top(
         Path | None,
         typer.Option("--key-file", help="File with the admin key; it may be in PDSERVE_ADMIN_KEY too."),
     ] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option("--tls-ca", help="Authority of the router's certificate, for https.")
+    ] = None,
+    tls_certificate: Annotated[
+        Path | None,
+        typer.Option("--tls-certificate", help="Our certificate, for a router that asks for one."),
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="Its key.")] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print frames as JSON, one per line.")] = False,
 ) -> None:
@@ -60,7 +70,8 @@ def top(
     if not secret:
         raise ConfigError("the admin key is needed: --key-file, or PDSERVE_ADMIN_KEY")
     console = make_console()
-    seen = frames(url.rstrip("/"), secret)
+    tls = Certificates(TlsConfig(ca=tls_ca, certificate=tls_certificate, key=tls_key)).client_context
+    seen = frames(url.rstrip("/"), secret, tls)
     if once or as_json or not console.is_terminal:
         for frame in seen:
             if as_json:
@@ -74,12 +85,12 @@ def top(
             live.update(view(frame), refresh=True)
 
 
-def frames(url: str, key: str) -> Iterator[Frame]:
+def frames(url: str, key: str, tls: ssl.SSLContext | None = None) -> Iterator[Frame]:
     """A router's frames from now on, without the first, which may be old. Raises NoRouter."""
     headers = {"authorization": f"Bearer {key}"}
     try:
         with (
-            httpx.Client(headers=headers, timeout=TIMEOUT_S, trust_env=False) as client,
+            httpx.Client(headers=headers, timeout=TIMEOUT_S, trust_env=False, verify=tls or True) as client,
             client.stream("GET", f"{url}/live/events") as answer,
         ):
             if answer.status_code != 200:

@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from pdserve.tls.contexts import TlsConfig
 from pdserve.tokens import Secret
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
@@ -131,6 +132,13 @@ class Admin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "others. Set by `pdserve up`."
         ),
     ] = ()
+    tls: Annotated[
+        TlsConfig,
+        Meta(
+            description="Certificate of the admin port; with it `https` only. With `client_ca` only those who "
+            "show a certificate are let in. `ca` has no use here."
+        ),
+    ] = TlsConfig()
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -26,8 +26,9 @@ from pdserve.router.fleet.health_check import FirstRound
 from pdserve.router.processes.peer import Peer
 from pdserve.router.processes.reload import stamp, take_over, watch_file
 from pdserve.router.server.listening import bind
-from pdserve.router.server.uvicorn_server import make_server, serve_until_stopped
+from pdserve.router.server.uvicorn_server import make_server, public_tls, serve_until_stopped
 from pdserve.settings.command_line import ConfigSource
+from pdserve.tls.contexts import Certificates
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ async def _server(
     loop = asyncio.get_running_loop()
     raise_open_files()
     async with open_router(config, first=first) as router:
-        server = make_server(router, config, config.access, router.generation)
+        server = make_server(router, config, public_tls(config.access), router.generation)
         loop.add_signal_handler(signal.SIGINT, server.handle_exit, signal.SIGINT, None)
         loop.add_signal_handler(signal.SIGTERM, _stop, router, server, notice_s)
         gc.freeze()  # what was made until now stays: the collector need not look at it again
@@ -146,7 +147,8 @@ async def administered(
         return
     with given or bind(config.admin.host, config.admin.port) as listening:
         feed = LiveFeed(router)
-        server = make_server(AdminApp(router, feed), config)
+        tls = Certificates(config.admin.tls).lasting_server_context()
+        server = make_server(AdminApp(router, feed), config, tls)
         logger.info("admin API on port %d of %s", listening.getsockname()[1], config.admin.host)
         serving = asyncio.create_task(server.serve(sockets=[listening]), name="router-admin")
         feeding = asyncio.create_task(feed.run(), name="router-live")

@@ -44,14 +44,12 @@ class _Server(uvicorn.Server):
 def make_server(
     application: object,
     config: RouterConfig,
-    access: Access | None = None,
+    tls: ssl.SSLContext | None = None,
     direct: DirectHandler | None = None,
 ) -> uvicorn.Server:
-    """uvicorn for this router: httptools, no access log, headers of our own only; TLS as `access` says.
-    `direct` gets its requests past ASGI. Raises ConfigError for a certificate that cannot be used.
+    """uvicorn for this router: httptools, no access log, headers of our own only. `direct` gets its requests
+    past ASGI.
     """
-    access = access or Access()
-    context = _public_tls(access)
     settings = uvicorn.Config(
         application,  # type: ignore[arg-type]  # our own, looser ASGI types
         http=partial(  # type: ignore[arg-type]  # a factory will do
@@ -70,14 +68,16 @@ def make_server(
         backlog=BACKLOG,
         timeout_keep_alive=math.ceil(config.client_keepalive_s),
         timeout_graceful_shutdown=math.ceil(config.stop_grace_s),
-        ssl_context_factory=None if context is None else lambda _config, _default: context,
+        ssl_context_factory=None if tls is None else lambda _config, _default: tls,
     )
     settings.load()
     return _Server(settings)
 
 
-def _public_tls(access: Access) -> ssl.SSLContext | None:
-    """Follows the files. Clients are not ours: they may speak TLS 1.2. Raises ConfigError."""
+def public_tls(access: Access) -> ssl.SSLContext | None:
+    """TLS of the public port. Follows the files. Clients are not ours: they may speak TLS 1.2. Raises
+    ConfigError.
+    """
     files = TlsConfig(certificate=access.tls_cert_file, key=access.tls_key_file)
     try:
         return Certificates(files, oldest=ssl.TLSVersion.TLSv1_2).lasting_server_context()

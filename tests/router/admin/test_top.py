@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from pdserve.kvpool.admin.tables import make_console
 from pdserve.router.admin.live_frames import Frame, NodeView, Point, Problem, SpaceView, WorkerView
 from pdserve.router.admin.top_cli import decode, view
 from pdserve.router.config.router import Admin
+from tests.support.certificates import Authority
 from tests.support.command import Done, pdserve_here
 from tests.support.router.harness import disagg
 from tests.support.router.live_page import CACHED, KEY, shown
@@ -96,3 +99,28 @@ async def test_the_command_shows_a_live_router_once_and_says_what_is_wrong() -> 
             assert done.returncode in (1, 2)
             assert reason in done.stderr
             assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.timeout(60)
+async def test_an_admin_port_with_a_certificate_speaks_tls_only_and_asks_for_one(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    ours = authority.host(mutual=True)
+    admin = Admin(key=KEY, tls=replace(ours, ca=None))
+
+    async def top(url: str, *words: object) -> Done:
+        said = ("top", url, "--once", "--json", *map(str, words))
+        return await asyncio.to_thread(pdserve_here, *said, PDSERVE_ADMIN_KEY=KEY)
+
+    async with disagg(admin=admin) as (harness, _, [decode]), shown(harness) as url:
+        showing = ("--tls-ca", ours.ca, "--tls-certificate", ours.certificate, "--tls-key", ours.key)
+        done = await top(url, *showing)
+        assert done.returncode == 0, done.stderr
+        assert decode.id in done.stdout
+        for where, words in (
+            (url, ("--tls-ca", ours.ca)),
+            (url, ()),
+            (url.replace("https", "http"), ()),
+        ):
+            done = await top(where, *words)
+            assert done.returncode == 1
+            assert "does not answer" in done.stderr

@@ -11,7 +11,7 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Access
-from pdserve.router.server.uvicorn_server import make_server
+from pdserve.router.server.uvicorn_server import make_server, public_tls
 from pdserve.tls import contexts
 from tests.support.certificates import Authority
 from tests.support.router.harness import served
@@ -34,7 +34,7 @@ async def test_a_renewed_certificate_is_shown_to_the_next_client(
     authority = Authority(tmp_path)
     certificate, key = authority.files("127.0.0.1")
     access = Access(tls_cert_file=certificate, tls_key_file=key)
-    async with served(make_server(object(), RouterConfig(), access)) as port:
+    async with served(make_server(object(), RouterConfig(), public_tls(access))) as port:
         for newest in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):
             authority.files("127.0.0.1")
             renewed = ssl.PEM_cert_to_DER_cert(certificate.read_text())
@@ -43,6 +43,4 @@ async def test_a_renewed_certificate_is_shown_to_the_next_client(
 
 def test_a_certificate_that_cannot_be_used_is_said_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="access: no certificate and key can be had from"):
-        make_server(
-            object(), RouterConfig(), Access(tls_cert_file=tmp_path / "a", tls_key_file=tmp_path / "b")
-        )
+        public_tls(Access(tls_cert_file=tmp_path / "a", tls_key_file=tmp_path / "b"))

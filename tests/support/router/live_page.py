@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pdserve.router.admin.app import AdminApp
 from pdserve.router.admin.live_feed import LiveFeed
 from pdserve.router.server.uvicorn_server import make_server
+from pdserve.tls.contexts import Certificates
 from tests.support.router.harness import Harness, served
 
 KEY = "administrators-key-of-this-test"
@@ -19,9 +20,11 @@ CACHED = "x-pdserve-cached: device=10, host=5, pool=100, computed=7\r\n"
 async def shown(harness: Harness, interval_s: float = 0.2) -> AsyncIterator[str]:
     """The admin port of a router; its URL."""
     feed = LiveFeed(harness.router, interval_s)
-    async with served(make_server(AdminApp(harness.router, feed), harness.router.config)) as port:
+    config = harness.router.config
+    tls = Certificates(config.admin.tls).lasting_server_context()
+    async with served(make_server(AdminApp(harness.router, feed), config, tls)) as port:
         feeding = asyncio.create_task(feed.run())
         try:
-            yield f"http://127.0.0.1:{port}"
+            yield f"{'http' if tls is None else 'https'}://127.0.0.1:{port}"
         finally:
             feeding.cancel()
