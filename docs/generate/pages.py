@@ -19,11 +19,11 @@ WHOLE: Final[Mapping[str, Callable[[], str]]] = {
     "docs/reference/api.md": api.page,
 }
 BLOCKS: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
-    "README.md": {"results": summary.eight_results},
+    "README.md": {"results": summary.readme_results},
     "docs/internals/pool-protocol.md": {"messages": formats.messages},
     "docs/internals/slot-table.md": {"rows": formats.slot_rows},
     "docs/internals/tier-format.md": {"entries": formats.segment_entries},
-    "docs/benchmarks/index.md": {"results": summary.eight_results, "kept": summary.kept_runs},
+    "docs/benchmarks/index.md": {"results": summary.readme_results, "kept": summary.kept_runs},
     "docs/benchmarks/pool.md": {"pool": pool.speed, "pool-goals": pool.goals, "beside": pool.beside},
     "docs/benchmarks/serving.md": {
         "goals": serving.goals,

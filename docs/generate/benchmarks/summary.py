@@ -1,4 +1,4 @@
-"""The block of eight results in README.md, and the list of kept runs in docs/benchmarks/index.md."""
+"""The block of results in README.md, and the list of kept runs in docs/benchmarks/index.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from docs.generate.benchmarks.results import kinds as kept_kinds
 from docs.generate.benchmarks.results import met, runs, spread
 from docs.generate.benchmarks.serving import goal_list
 from docs.generate.markdown import table
-from docs.generate.product import GoalRow
+from docs.generate.product import HOSTILE_P99, GoalRow
 
 SERVING = (
     ("tokens/s ≥", "long-input", "agg", "Long conversations, from turn 2: prompt tokens/s over plain SGLang"),
@@ -31,10 +31,10 @@ SERVING = (
 """Words of the goal, the load and the server; then what the row is called."""
 
 
-def eight_results() -> str:
+def readme_results() -> str:
     """What was measured, its goal, and whether the goal is met."""
     rows = [_serving_row(*words, found=goal_list()) for words in SERVING]
-    rows += [*_pool_rows(), _router_row()]
+    rows += [*_pool_rows(), *_beside_rows(), _hostile_row(), _router_row()]
     return table(("measured", "server", "goal", "result", "met"), rows)
 
 
@@ -64,6 +64,28 @@ def _pool_rows() -> Iterator[tuple[str, ...]]:
         f"{spread(found)} ×",
         met(min(found) >= 0.8),
     )
+
+
+def _beside_rows() -> Iterator[tuple[str, ...]]:
+    lines = [
+        line
+        for run in runs("beside")
+        for line in run.lines
+        if line["way"] == "mover" and line["beside"] != "none" and line["batch_pages"] == 128
+    ]
+    found = [line[f"{what}_over_alone"] for line in lines for what in ("get", "put")]
+    title = "128 pages of 1 MiB moved beside a busy scheduler thread, over alone"
+    yield title, "pool", "≥ 0.8 ×", f"{spread(found)} ×", met(min(found) >= 0.8)
+    found = [line[f"{what}_step_p99"] for line in lines for what in ("get", "put")]
+    title = "p99 of that thread's steps meanwhile, over no moves"
+    yield title, "pool", "≤ 1.2 ×", f"{spread(found)} ×", met(max(found) <= 1.2)
+
+
+def _hostile_row() -> tuple[str, ...]:
+    run = runs("hostile")[0]
+    found = [line["p99_over_alone"] for line in run.lines if line["connections"]]
+    title = "p99 of honest reads beside 1,000 hostile connections, over none"
+    return title, "pool", f"≤ {HOSTILE_P99} ×", f"{spread(found)} ×", met(max(found) <= HOSTILE_P99)
 
 
 def _router_row() -> tuple[str, ...]:

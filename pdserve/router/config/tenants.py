@@ -135,8 +135,8 @@ class Admin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     tls: Annotated[
         TlsConfig,
         Meta(
-            description="Certificate of the admin port; with it `https` only. With `client_ca` only those who "
-            "show a certificate are let in. `ca` has no use here."
+            description="Certificate of the admin port; with it `https` only. With `client_ca` "
+            "clients must show one too. `ca` has no use here."
         ),
     ] = TlsConfig()
 
