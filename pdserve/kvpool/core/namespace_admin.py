@@ -179,6 +179,7 @@ class Administration:
             return
         if not self._may_make(session, record.settings):
             raise Denied(access.denied_new(record.name, request_id))
+        self.namespaces.registry.check_spare(record)
         guard = access.guards(record.settings)[1]
         living = (known for known in self.namespaces.registry if not known.dropped)
         made = sum(access.guards(known.settings)[1] == guard for known in living)
@@ -243,7 +244,8 @@ class Administration:
             # one of the two nodes has not heard of a drop yet: the pages must not come back
             raise NamespaceError("unknown_namespace", f"namespace '{record.name}' was dropped meanwhile")
         if is_new:
-            self._check_makes(session, record, request.id)
+            asked = msgspec.structs.replace(record, geometry=dict(request.geometry))
+            self._check_makes(session, asked, request.id)
         elif local is None and not record.geometry and not self._may_decide(session, record):
             raise Denied(access.denied_first(record.name, request.id))
         if local is not None or record.geometry:
@@ -267,21 +269,30 @@ class Administration:
             known = self.namespaces.registry.fresh(request.name, NamespaceSettings())
         else:
             self._require(session, known, m.ADMIN, request.id)
+        if known.dropped and not self._is_operator(session):
+            self.namespaces.registry.check_spare(known)
         settings = _with_kept_tokens(request.settings, known.settings)
         check_settings(settings, self._capacity_bytes, tokens_allowed=bool(self._rules.admin_token))
         self._change(_changed(known, settings=settings, dropped=False, replaced_by=""), out)
         return m.Done(request.id)
 
     def _replace(self, session: Session, request: ReplaceNamespace, out: list[Action]) -> m.Done:
-        old, new = self._known(request.old), self.namespaces.registry.get(request.new)
+        registry = self.namespaces.registry
+        if registry.get(request.old) is None:  # others are not told of names that are like it
+            self._require_operator(session, "replacing a namespace that is not there", request.id)
+        old, new = self._known(request.old), registry.get(request.new)
         self._require(session, old, m.ADMIN, request.id)
         if request.old == request.new:
             raise NamespaceError("bad_request", f"namespace '{request.old}' cannot replace itself")
         is_new = new is None
         if new is None:
-            new = self.namespaces.registry.fresh(request.new, old.settings)
+            if not self._may_make(session, self._rules.defaults):
+                raise Denied(access.denied_new(request.new, request.id))
+            new = registry.fresh(request.new, old.settings)
         else:
             self._require(session, new, m.ADMIN, request.id)
+        if (is_new or new.dropped) and not self._is_operator(session):
+            registry.check_spare(new)
         has_own = not is_new and new.settings not in (self._rules.defaults, NamespaceSettings())
         settings = new.settings if has_own else old.settings
         # `new` first: if it is refused, `old` must stay

@@ -36,6 +36,7 @@ Floors: TypeAlias = list[tuple[int, int]]  # bucket, version; by bucket
 FLOORS: Final = 4096
 MAX_NAMESPACES = 1024  # without tombstones
 MAX_NAMESPACES_PER_TOKEN = MAX_NAMESPACES // 2  # made by workers; the rest is for other tokens
+OPERATORS_SHARE = 4  # one part in so many of namespaces and bytes is for the nodes' administrator
 MAX_NAME_CHARS = 512
 MAX_GEOMETRY_CHARS = 64 * 1024  # keys and values together
 MAX_REGISTRY_BYTES = 2 << 20  # of all records encoded: half a frame, in which nodes send them
@@ -174,6 +175,22 @@ class Registry:
         if known is None or known.dropped:
             self._check_room(record)
         self._put(record)
+
+    def check_spare(self, record: NamespaceRecord) -> None:
+        """Whether one who is not the nodes' administrator may add this record. Raises NamespaceError.
+
+        A namespace's administrator changes its tokens, and drops that are protected stay. So nothing else
+        bounds what the holder of one token adds.
+        """
+        size = self._encoded_bytes + len(_encoder.encode(record))
+        most = MAX_NAMESPACES - MAX_NAMESPACES // OPERATORS_SHARE
+        most_bytes = MAX_REGISTRY_BYTES - MAX_REGISTRY_BYTES // OPERATORS_SHARE
+        if self._live >= most or size > most_bytes:
+            raise NamespaceError(
+                "too_many_namespaces",
+                f"the pool knows {len(self)} namespaces, those dropped included: what room is left is for "
+                "its administrator (`pdserve pool ns`)",
+            )
 
     def _put(self, record: NamespaceRecord) -> None:
         known = self._records.get(record.name)

@@ -16,6 +16,7 @@ from pdserve.kvpool.core.events import (
     SaveNamespaces,
 )
 from pdserve.kvpool.core.namespace_admin import Rules
+from pdserve.kvpool.namespaces import registry
 from pdserve.kvpool.namespaces.access import KEPT
 from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.namespaces.registry import bucket_of
@@ -27,6 +28,7 @@ from pdserve.tokens import digest
 from tests.support.kvpool.node_model import KIB, Node, key, opened
 
 GUARDED = NamespaceSettings(read_token=digest("r"), write_token=digest("w"), admin_token=digest("a"))
+WITH_DEFAULT_WRITE = Rules(admin_token=digest("root"), defaults=NamespaceSettings(write_token=digest("w")))
 WITH_ADMIN = Rules(admin_token=digest("root"))
 
 
@@ -294,7 +296,7 @@ REQUESTS = {
     ADMIN: [
         lambda ns: m.Clear(1, ns),
         lambda ns: c.PutNamespace(1, "ns", NamespaceSettings()),
-        lambda ns: c.ReplaceNamespace(1, "ns", "new"),
+        lambda ns: c.ReplaceNamespace(1, "ns", "next"),
         lambda ns: m.DropNamespace(1, "ns"),
     ],
 }
@@ -309,6 +311,7 @@ def test_each_token_may_do_its_part_and_no_more(token: str, rights: int) -> None
         for make in makers:
             node = guarded_node()
             ns = node.state.namespaces.numbers[0]
+            put_settings(node, node.connect(token="root"), "next", **msgspec.structs.asdict(GUARDED))
             found = reply(node, node.connect(token=token), make(ns))
             refused = isinstance(found, m.Fault) and found.code == "access_denied"
             assert refused == (not rights & right), (token, make(ns))
@@ -391,6 +394,48 @@ def test_workers_with_the_default_write_token_make_their_namespaces_up_to_a_boun
     drop(node, worker, "a")
     drop(node, worker, "b")
     node.open(worker, "d", layout="x")
+
+
+def test_a_token_whose_holder_changes_tokens_does_not_fill_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "MAX_NAMESPACES", 8)
+    node = Node(rules=WITH_DEFAULT_WRITE)
+    worker, root = node.connect(token="w"), node.connect(token="root")
+    for i in range(6):
+        node.open(worker, f"n{i}", layout="x")
+        assert isinstance(put_settings(node, worker, f"n{i}", write_token=digest(f"other {i}")), m.Done)
+    assert "too_many_namespaces" in fault(node, worker, m.OpenNamespace(1, "n6", {"layout": "x"}))
+    node.open(root, "operator's", layout="x")
+
+
+def test_protected_drops_of_one_token_leave_room_for_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "MAX_REGISTRY_BYTES", 8 * KIB)
+    node = Node(rules=WITH_DEFAULT_WRITE)
+    worker, root = node.connect(token="w"), node.connect(token="root")
+    for i in range(100):
+        answer = reply(node, worker, m.OpenNamespace(node.next_id(), f"n{i}", {"layout": "x" * 64}))
+        if isinstance(answer, m.Fault):
+            break
+        drop(node, worker, f"n{i}")
+    assert "too_many_namespaces" in fault(node, worker, m.OpenNamespace(1, "more", {"layout": "x" * 64}))
+    node.open(root, "operator's", layout="x" * 512)
+
+
+def test_a_namespaces_administrator_takes_no_new_name_by_a_switch() -> None:
+    node = guarded_node()
+    holder, root = node.connect(token="a"), node.connect(token="root")
+    assert "may not make it" in fault(node, holder, c.ReplaceNamespace(1, "ns", "of-another-tenant"))
+    assert not record(node, "ns").dropped
+    put_settings(node, root, "next", **msgspec.structs.asdict(GUARDED))
+    node.ask(holder, c.ReplaceNamespace(2, "ns", "next"), m.Done)
+
+
+def test_strangers_are_told_no_names_that_are_like_theirs() -> None:
+    node = guarded_node()
+    for token in ("", "r"):
+        said = fault(node, node.connect(token=token), c.ReplaceNamespace(1, "nsx", "b"))
+        assert "access_denied" in said
+        assert "'ns'" not in said
+    assert "did you mean 'ns'" in fault(node, node.connect(token="root"), c.ReplaceNamespace(1, "nsx", "b"))
 
 
 def test_who_may_only_read_does_not_decide_the_geometry_of_a_namespace() -> None:
