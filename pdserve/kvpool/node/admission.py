@@ -128,8 +128,9 @@ class Admission:
         if hello.node and not shows_token(hello, self._config):
             return self._other_cluster(hello)
         if not hello.node:
+            admin, token = self._rules.admin_token, self.shown_token(hello)
             no_place = self._places.refusal(
-                connection, has_token=self.has_token(hello), tokens_in_use=bool(self._rules.admin_token)
+                connection, token=token, tokens_in_use=bool(admin), operator=same(token, admin)
             )
             if no_place:
                 return Fault(0, "too_many_connections", no_place)
@@ -169,7 +170,7 @@ class Admission:
                 f"offers no UCX to other hosts, like that of client {hello.client}: where everyone who "
                 "reaches the node's ports may write its memory, set ucx.trusted_network = true on it"
             )
-        if self._rules.admin_token and not self.has_token(hello):
+        if self._rules.admin_token and not self.shown_token(hello):
             return f"offers UCX only to clients with a token, unlike client {hello.client}"
         return ""
 
@@ -191,14 +192,14 @@ class Admission:
             previous=view.previous,
         )
 
-    def has_token(self, hello: Hello) -> bool:
-        """Whether the client shows a token of this pool, for whatever right."""
+    def shown_token(self, hello: Hello) -> str:
+        """The digest of the token of this pool that the client shows, for whatever right; empty: of none."""
         if not hello.token:
-            return False
-        if is_peer(hello, self._config, self._rules):
-            return True
+            return ""
         presented = digest(hello.token)
-        return same(presented, self._token_digest(key_id(presented)))
+        if is_peer(hello, self._config, self._rules):
+            return presented
+        return presented if same(presented, self._token_digest(key_id(presented))) else ""
 
     def connected(self, number: int, hello: Hello, path: DataPathName) -> Connected:
         """The event that a client has shaken hands."""

@@ -485,7 +485,7 @@ class PoolNode:
 
     def connected(self, connection: ClientConnection, hello: Hello, path: DataPathName) -> None:
         self.connections[connection.number] = connection
-        self.places.greeted(connection.number, has_token=self._admission.has_token(hello))
+        self.places.greeted(connection.number, token=self._admission.shown_token(hello))
         self.feed(self._admission.connected(connection.number, hello, path))
 
     def disconnected(self, number: int, *, by_peer: bool) -> None:

@@ -171,7 +171,9 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         float,
         Meta(ge=0, description="Time after a crash in which slots that were being written are not used."),
     ] = 30.0
-    max_connections: Annotated[int, Meta(ge=1, description="Most open connections.")] = 1024
+    max_connections: Annotated[
+        int, Meta(ge=1, description="Most open connections; with `admin_token` clients of one token get 3/4.")
+    ] = 1024
     max_waiters: Annotated[int, Meta(ge=1, description="Most open `wait` requests per connection.")] = 256
     max_reserved_share: Annotated[
         float,

@@ -1,6 +1,6 @@
 """Which sockets a node keeps. Pure.
 
-A stranger can open sockets as fast as the kernel makes them, and can begin a frame on each. Five bounds keep
+A stranger can open sockets as fast as the kernel makes them, and can begin a frame on each. Six bounds keep
 places and memory for the clients:
 
 | bound | who goes |
@@ -9,6 +9,7 @@ places and memory for the clients:
 | `max_connections` clients have shaken hands | a new client is refused |
 | half of these show no token, where the pool has tokens | a new client without one is refused |
 | a quarter of these show no token and have one address, where the pool has tokens | the same |
+| three quarters of these show one token, other than the node's `admin_token` | a new client that shows it |
 | `MAX_HALF_FRAMES_BYTES` of frames that are not whole | the socket that holds most of them |
 
 Nodes of the pool are always let in. An address is an IP address, or a user of this host ("uid 1000").
@@ -38,8 +39,8 @@ class Places:
         self._max_greeting = max_greeting(max_connections)
         self._greeting: dict[int, str] = {}
         """Address by number; the oldest first."""
-        self._clients: dict[int, tuple[str, bool]] = {}
-        """Address, and whether the client has shown a token; by number."""
+        self._clients: dict[int, tuple[str, str]] = {}
+        """Address, and digest of the token that the client has shown; by number."""
         self._half_frame_bytes: dict[int, int] = {}
 
     @property
@@ -64,14 +65,21 @@ class Places:
         del self._greeting[oldest]
         return oldest
 
-    def refusal(self, number: int, *, has_token: bool, tokens_in_use: bool) -> str:
-        """Why the socket gets no client's place; empty if it gets one."""
+    def refusal(self, number: int, *, token: str, tokens_in_use: bool, operator: bool = False) -> str:
+        """Why the socket gets no client's place; empty if it gets one. `token`: digest of a known one, if the
+        client shows one. `operator`: it is the node's `admin_token`.
+        """
         limit = self._max_connections
         if len(self._clients) >= limit:
             return f"the node holds {limit} connections already"
-        if has_token or not tokens_in_use:
+        if operator or not tokens_in_use:
             return ""
-        without = Counter(address for address, has in self._clients.values() if not has)
+        if token:
+            same = sum(other == token for _, other in self._clients.values())
+            if same < max(1, limit * 3 // 4):
+                return ""
+            return f"the node holds {same} connections with this token already: raise max_connections"
+        without = Counter(address for address, other in self._clients.values() if not other)
         if without.total() >= max(1, limit // 2):
             return f"the node holds {without.total()} connections without a token already: show one"
         address = self._greeting.get(number, "")
@@ -79,9 +87,9 @@ class Places:
             return f"the node holds {without[address]} connections of {address} without a token: show one"
         return ""
 
-    def greeted(self, number: int, *, has_token: bool) -> None:
-        """The socket has shaken hands."""
-        self._clients[number] = (self._greeting.pop(number, ""), has_token)
+    def greeted(self, number: int, *, token: str) -> None:
+        """The socket has shaken hands. `token`: see `refusal`."""
+        self._clients[number] = (self._greeting.pop(number, ""), token)
 
     def holds(self, number: int, half_frame_bytes: int) -> int | None:
         """The socket has sent so many bytes of a frame that is not whole. The number of a socket to close, if

@@ -30,10 +30,10 @@ def test_clients_with_a_token_find_places_beside_any_number_without() -> None:
 
     def come(number: int, address: str, *, has_token: bool, tokens_in_use: bool = True) -> bool:
         places.accepted(number, address)
-        if places.refusal(number, has_token=has_token, tokens_in_use=tokens_in_use):
+        if places.refusal(number, token="t" * has_token, tokens_in_use=tokens_in_use):
             places.closed(number)
             return False
-        places.greeted(number, has_token=has_token)
+        places.greeted(number, token="t" * has_token)
         return True
 
     assert [come(i, "a", has_token=False) for i in range(3)] == [True, True, False], "of one address"
@@ -43,6 +43,23 @@ def test_clients_with_a_token_find_places_beside_any_number_without() -> None:
     assert come(30, "c", has_token=False)
     places.closed(30)
     assert come(31, "a", has_token=False, tokens_in_use=False)
+
+
+def test_the_holder_of_one_token_leaves_places_for_those_of_others() -> None:
+    places = Places(max_connections=8)
+
+    def come(number: int, token: str, *, operator: bool = False) -> bool:
+        places.accepted(number, "a")
+        if places.refusal(number, token=token, tokens_in_use=True, operator=operator):
+            places.closed(number)
+            return False
+        places.greeted(number, token=token)
+        return True
+
+    assert [come(i, "one") for i in range(8)] == [True] * 6 + [False] * 2
+    assert come(10, "other")
+    assert come(11, "root", operator=True)
+    assert not come(12, "root", operator=True), "all are taken"
 
 
 def test_the_socket_that_holds_most_of_unfinished_frames_goes() -> None:
@@ -64,8 +81,8 @@ def test_nothing_is_left_of_a_socket_that_is_closed(steps: list[tuple[int, str, 
             open_sockets.add(number)
             open_sockets.discard(places.accepted(number, f"address {size % 3}") or -1)
         elif step == "g" and number in open_sockets:
-            if not places.refusal(number, has_token=has_token, tokens_in_use=True):
-                places.greeted(number, has_token=has_token)
+            if not places.refusal(number, token="t" * has_token, tokens_in_use=True):
+                places.greeted(number, token="t" * has_token)
         elif step == "h" and number in open_sockets:
             places.holds(number, size)
         elif step == "c":
