@@ -84,7 +84,8 @@ def test_etcds_password_comes_from_the_environment(monkeypatch: pytest.MonkeyPat
 
 def test_what_sglang_is_told_of_the_pool_holds_no_secret() -> None:
     geometry = Mock(as_dict=dict)
-    assert TEXT not in str(pool_storage(PoolClientConfig(token=Secret(TEXT)), "n", geometry))
+    config = PoolClientConfig(token=Secret(TEXT), page_key=Secret(TEXT))
+    assert TEXT not in str(pool_storage(config, "n", geometry))
 
 
 def test_sglangs_processes_are_told_where_the_certificates_are() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import threading
 from queue import Queue
 from types import SimpleNamespace
@@ -28,6 +29,8 @@ from pdserve.kvpool.hicache.ssd_pages import came_from_ssd
 from pdserve.pages import KvGeometry
 from pdserve.sglang_places import places
 from pdserve.tokens import withhold_secret
+
+HUGE_PAGES_ENV: Final = "SGLANG_HUGEPAGE_SIZE"
 
 PLACES: Final = (
     *places(
@@ -64,7 +67,7 @@ def pool_storage(pool: PoolClientConfig, namespace: str, geometry: KvGeometry) -
         "module_path": "pdserve.kvpool.hicache.backend",
         "class_name": "PdserveHiCache",
         "interface_v1": 1,
-        **({"allocator": "shm"} if pool.page_mover else {}),  # a host pool that the page mover can map
+        **_allocator(pool),
         "pdserve": {
             "pool": msgspec.to_builtins(
                 replace(pool, token_file=None, page_key_file=None), enc_hook=withhold_secret
@@ -73,6 +76,11 @@ def pool_storage(pool: PoolClientConfig, namespace: str, geometry: KvGeometry) -
             "geometry": geometry.as_dict(),
         },
     }
+
+
+def _allocator(pool: PoolClientConfig) -> dict[str, str]:
+    """A host pool that the page mover can map; SGLang makes none of these of huge pages."""
+    return {"allocator": "shm"} if pool.page_mover and not os.environ.get(HUGE_PAGES_ENV) else {}
 
 
 class TrialBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no types

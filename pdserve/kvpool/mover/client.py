@@ -15,7 +15,7 @@ from pdserve.kvpool.mover.messages import VERSION, Call, Check, Checked, Clear, 
 from pdserve.kvpool.mover.supervisor import MoverSupervisor
 from pdserve.tokens import reveal_secret
 
-GRACE_S = 0.5  # the mover's own client gives up in time; this is for its answer
+GRACE_S = 1.0  # the mover's own client gives up in time; this is for its answer
 
 
 class MoverClient:
