@@ -75,7 +75,7 @@ class _Phase(msgspec.Struct):
 def hostile(connections: int, phases: int, phase_s: float, directory: Path) -> Iterator[HostileFigures]:
     """Run it in `directory`. Raises BenchError."""
     (port,) = free_ports(1)
-    with pool_of(1, directory, {**NODE, "listen": [f"tcp:127.0.0.1:{port}"]}) as (node,):
+    with pool_of(1, directory, NODE, [port]) as (node,):
         config = msgspec.structs.replace(client_of([node], "shm"), token=Secret(TOKEN))
         keys = make_keys("hostile", PAGES)
         with closing(_client(config)) as client:
@@ -164,5 +164,8 @@ class _Ask:
         assert self._process.stdout is not None
         self._process.stdin.write(kind + "\n")
         self._process.stdin.flush()
-        if not self._process.stdout.readline():
+        said = self._process.stdout.readline().rpartition(" ")
+        if not said[0]:
             raise BenchError("the process with the hostile connections ended")
+        if kind != "rest" and said[2].strip() == "0":
+            raise BenchError("no hostile connection was taken: nothing would be measured")

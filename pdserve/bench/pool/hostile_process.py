@@ -1,8 +1,8 @@
 """A process that keeps many hostile connections to a pool node's control port, of one kind at a time.
 
 Run as `python -m pdserve.bench.pool.hostile_process HOST PORT CONNECTIONS`. A line on its standard input
-names the kind, or is `rest`. A line answers when all connections were tried once. Connections that the node
-closes are opened again. It runs only where nobody else wants to, as if it ran elsewhere.
+names the kind, or is `rest`. A line answers when all connections were tried once: the kind, and how many were
+taken. Connections that the node closes are opened again. It runs only where nobody else wants to, as if it ran elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import select
 import socket
 import struct
 import sys
-import time
 from collections.abc import Callable
 from typing import Final
 
@@ -40,15 +39,18 @@ class Attacker:
         self._connections = connections
         self._sockets: list[socket.socket] = []
 
-    def hold(self, kind: str) -> None:
-        """Have all connections open, each with what its kind sends."""
+    def hold(self, kind: str) -> int:
+        """Have all connections open, each with what its kind sends. Returns how many were opened now."""
+        opened = 0
         self._sockets = [sock for sock in self._sockets if _is_open(sock)]
         for _ in range(self._connections - len(self._sockets)):
             with contextlib.suppress(OSError):
                 sock = socket.create_connection(self._address, CONNECT_TIMEOUT_S)
                 self._sockets.append(sock)
+                opened += 1
                 sock.setblocking(False)
-                sock.send(KINDS[kind]() or b"")
+                sock.send(KINDS[kind]())
+        return opened
 
     def rest(self) -> None:
         """Close all."""
@@ -83,14 +85,13 @@ def main(host: str, port: int, connections: int) -> None:
             kind = sys.stdin.readline().strip()
             if not kind:
                 return
-        if kind == "rest":
+        opened = 0
+        if ready:  # the connections of another kind would go on
             attacker.rest()
-        else:
-            attacker.hold(kind)
+        if kind != "rest":
+            opened = attacker.hold(kind)
         if ready:
-            print(kind, flush=True)
-        else:
-            time.sleep(0)
+            print(kind, opened, flush=True)
 
 
 if __name__ == "__main__":
