@@ -8,6 +8,7 @@ is logged while a request is served has its id as `request`, without anyone pass
 from __future__ import annotations
 
 import logging
+import time
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, TypeAlias
@@ -18,6 +19,7 @@ LogFormat: TypeAlias = Literal["text", "json"]
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
 TEXT_FORMAT: Final = "%(asctime)s %(levelname)s %(message)s"
+THROTTLE_S: Final = 1.0
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -75,3 +77,30 @@ def _name_request(record: logging.LogRecord) -> bool:
 
 def _extras(record: logging.LogRecord) -> dict[str, Any]:
     return {name: value for name, value in vars(record).items() if name not in _OWN}
+
+
+class ThrottledLog:
+    """Lines that a fault or a stranger would repeat without end: at most one per key and interval, with the
+    number left out. The number of keys must be bounded.
+    """
+
+    def __init__(self, logger: logging.Logger, interval_s: float = THROTTLE_S) -> None:
+        self._logger = logger
+        self._interval_s = interval_s
+        self._last: dict[str, tuple[float, int]] = {}
+        """Key → (when a line was written last, lines left out since)."""
+
+    def warning(self, key: str, message: str, *args: object, now_s: float | None = None) -> None:
+        """Write the line, or count it as left out."""
+        self.log(logging.WARNING, key, message, *args, now_s=now_s)
+
+    def log(self, level: int, key: str, message: str, *args: object, now_s: float | None = None) -> None:
+        """The same at another level."""
+        now_s = time.monotonic() if now_s is None else now_s
+        last_s, left_out = self._last.get(key, (float("-inf"), 0))
+        if now_s - last_s < self._interval_s:
+            self._last[key] = (last_s, left_out + 1)
+            return
+        self._last[key] = (now_s, 0)
+        suffix = f" ({left_out} more like it)" if left_out else ""
+        self._logger.log(level, message + suffix, *args)

@@ -147,3 +147,16 @@ def test_who_names_a_token_and_does_not_prove_it_is_refused(pool: ProcessPool) -
 def test_who_names_a_token_that_is_none_of_the_pools_is_told_so(pool: ProcessPool) -> None:
     with pytest.raises(PoolError, match="does not know the token"):
         connect(pool.address, soon(), "shm", token="a-token-that-nobody-gave-out")
+
+
+def test_strangers_do_not_fill_the_log(pool: ProcessPool) -> None:
+    """Three hundred wrote three hundred lines, 12,000 in two seconds where they could."""
+    lines = len(pool.log.read_text().splitlines())
+    began_s = time.monotonic()
+    for _ in range(300):
+        with raw_socket(pool) as sock:
+            sock.sendall(b"\xff" * 100)
+            answer_of(sock)
+    most = 3 + 2 * (time.monotonic() - began_s)  # two kinds of lines, each once a second
+    assert len(pool.log.read_text().splitlines()) - lines <= most
+    a_client_with_a_token_works(pool, 99)

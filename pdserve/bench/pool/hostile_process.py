@@ -2,7 +2,8 @@
 
 Run as `python -m pdserve.bench.pool.hostile_process HOST PORT CONNECTIONS`. A line on its standard input
 names the kind, or is `rest`. A line answers when all connections were tried once: the kind, and how many were
-taken. Connections that the node closes are opened again. It runs only where nobody else wants to, as if it ran elsewhere.
+taken. Connections that the node closes are opened again. It runs only where nobody else wants to, as if it
+ran elsewhere.
 """
 
 from __future__ import annotations

@@ -76,6 +76,7 @@ from pdserve.kvpool.protocol.messages import (
     StatusReport,
     Welcome,
 )
+from pdserve.logs import ThrottledLog
 from pdserve.tls.contexts import Certificates
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ class PoolNode:
         ending.callback(self._end_timer)
         self._tell_namespaces()
         self.meter = Meter(self.state.store.facts.namespace, self.arena.namespaces)
+        self.strangers = ThrottledLog(logger)
         self.local = LocalSession(self.feed)
         self._make_movers()
         self.serving = Serving(self._loop, self.state, self.feed, self.connections)

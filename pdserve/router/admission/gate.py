@@ -11,12 +11,12 @@ import logging
 from collections.abc import Iterable
 
 from pdserve.errors import RequestError
+from pdserve.logs import ThrottledLog
 from pdserve.router.admission.queue import FairQueue, State, Ticket
 from pdserve.router.api.errors import NoWorkerError, TooManyError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.models import Models
 from pdserve.router.fleet.registry import Fleet
-from pdserve.router.log_throttle import ThrottledLog
 from pdserve.router.metrics.stats import Histogram
 from pdserve.router.request.call import Call
 from pdserve.router.request.token_usage import Meter

@@ -7,11 +7,11 @@ import logging
 from typing import Final, TypeAlias
 
 from pdserve.errors import PdserveError
+from pdserve.logs import ThrottledLog
 from pdserve.router.api.request_body import UNREADABLE
 from pdserve.router.dispatch.job import Job
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Worker
-from pdserve.router.log_throttle import ThrottledLog
 from pdserve.router.request.call import Call
 from pdserve.router.upstream.client import Upstream
 from pdserve.router.upstream.response import UpstreamError

@@ -32,6 +32,7 @@ from pdserve.kvpool.protocol.messages import (
     Welcome,
 )
 from pdserve.kvpool.transports.dial import peer_uid
+from pdserve.logs import ThrottledLog
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class Host(Protocol):
 
     name: str
     meter: Meter
+    strangers: ThrottledLog  # lines about clients that have not shaken hands
 
     @property
     def tls(self) -> ssl.SSLContext | None:
@@ -213,7 +215,11 @@ class ClientConnection(asyncio.Protocol):
         if self._closed_by_us:
             return
         self._closed_by_us = True
-        logger.log(level, "node %s: closing the connection of %s: %s", self._node.name, self._client, reason)
+        text, words = "node %s: closing the connection of %s: %s", (self._node.name, self._client, reason)
+        if self._greeted:
+            logger.log(level, text, *words)
+        else:  # else a stranger could fill the disk of logs
+            self._node.strangers.log(level, "closing", text, *words)
         if at_once:
             self._transport.abort()
         else:
