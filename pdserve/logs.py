@@ -80,15 +80,16 @@ def _extras(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class ThrottledLog:
-    """Lines that a fault or a stranger would repeat without end: at most one per key and interval, with the
-    number left out. The number of keys must be bounded.
+    """Lines that a fault or a stranger would repeat without end: at most `most` per key and interval. The
+    next one tells how many were left out. The number of keys must be bounded.
     """
 
-    def __init__(self, logger: logging.Logger, interval_s: float = THROTTLE_S) -> None:
+    def __init__(self, logger: logging.Logger, interval_s: float = THROTTLE_S, most: int = 1) -> None:
         self._logger = logger
         self._interval_s = interval_s
-        self._last: dict[str, tuple[float, int]] = {}
-        """Key → (when a line was written last, lines left out since)."""
+        self._most = most
+        self._since: dict[str, tuple[float, int, int]] = {}
+        """Key → (when its interval began, lines written in it, lines left out)."""
 
     def warning(self, key: str, message: str, *args: object, now_s: float | None = None) -> None:
         """Write the line, or count it as left out."""
@@ -97,10 +98,12 @@ class ThrottledLog:
     def log(self, level: int, key: str, message: str, *args: object, now_s: float | None = None) -> None:
         """The same at another level."""
         now_s = time.monotonic() if now_s is None else now_s
-        last_s, left_out = self._last.get(key, (float("-inf"), 0))
-        if now_s - last_s < self._interval_s:
-            self._last[key] = (last_s, left_out + 1)
+        began_s, written, left_out = self._since.get(key, (float("-inf"), 0, 0))
+        if now_s - began_s >= self._interval_s:
+            began_s, written = now_s, 0
+        if written == self._most:
+            self._since[key] = (began_s, written, left_out + 1)
             return
-        self._last[key] = (now_s, 0)
+        self._since[key] = (began_s, written + 1, 0)
         suffix = f" ({left_out} more like it)" if left_out else ""
         self._logger.log(level, message + suffix, *args)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from pdserve.logs import configure_logs, served_request
+from pdserve.logs import ThrottledLog, configure_logs, served_request
 
 pytestmark = pytest.mark.usefixtures("logs_as_before")
 
@@ -65,3 +65,21 @@ def test_lines_have_the_id_of_the_request_that_is_served(
         assert [json.loads(line).get("request") for line in lines] == ["r-1", "r-2", None]
     else:
         assert lines == ["pdserve.x: late request=r-1", "pdserve.x: late request=r-2", "pdserve.x: idle"]
+
+
+def test_a_throttled_log_writes_so_many_lines_an_interval_and_says_how_many_it_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = ThrottledLog(logging.getLogger("throttled"), interval_s=1.0, most=2)
+    for now_s in (0.0, 0.1, 0.2, 0.9, 1.0, 1.1, 1.2, 5.0):
+        log.warning("key", "said %s", now_s, now_s=now_s)
+    log.log(logging.ERROR, "other", "too", now_s=1.2)
+    said = [
+        "said 0.0",
+        "said 0.1",
+        "said 1.0 (2 more like it)",
+        "said 1.1",
+        "said 5.0 (1 more like it)",
+        "too",
+    ]
+    assert [record.getMessage() for record in caplog.records] == said

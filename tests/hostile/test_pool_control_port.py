@@ -150,13 +150,13 @@ def test_who_names_a_token_that_is_none_of_the_pools_is_told_so(pool: ProcessPoo
 
 
 def test_strangers_do_not_fill_the_log(pool: ProcessPool) -> None:
-    """Three hundred wrote three hundred lines, 12,000 in two seconds where they could."""
+    """They wrote a line each, 12,000 in two seconds."""
     lines = len(pool.log.read_text().splitlines())
     began_s = time.monotonic()
     for _ in range(300):
         with raw_socket(pool) as sock:
             sock.sendall(b"\xff" * 100)
             answer_of(sock)
-    most = 3 + 2 * (time.monotonic() - began_s)  # two kinds of lines, each once a second
+    most = 20 * (2 + time.monotonic() - began_s)  # twenty lines a second
     assert len(pool.log.read_text().splitlines()) - lines <= most
     a_client_with_a_token_works(pool, 99)

@@ -180,7 +180,7 @@ class PoolNode:
         ending.callback(self._end_timer)
         self._tell_namespaces()
         self.meter = Meter(self.state.store.facts.namespace, self.arena.namespaces)
-        self.strangers = ThrottledLog(logger)
+        self.strangers = ThrottledLog(logger, most=20)
         self.local = LocalSession(self.feed)
         self._make_movers()
         self.serving = Serving(self._loop, self.state, self.feed, self.connections)
