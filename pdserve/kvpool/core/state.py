@@ -385,6 +385,10 @@ class NodeState:
             text = "slots, sequences and checksums must be of one length, checksums of 64 bits"
             out.append(Answer(session.connection, m.Fault(request.id, "bad_request", text)))
             return
+        namespace_of = self.store.facts.namespace
+        for number in {namespace_of[slot] for slot in request.slots if slot in session.reservations}:
+            if not self.administration.rights(session, number) & m.WRITE:  # its token was changed meanwhile
+                self.writes.drop_namespace(session, number, out)
         self.writes.commit(session, request, now_s, out)
 
     def _written(self, slots: list[int], now_s: float, out: list[Action]) -> None:

@@ -286,6 +286,20 @@ def guarded_node() -> Node:
     return node
 
 
+def test_what_was_reserved_under_a_token_that_is_changed_is_not_committed() -> None:
+    node = guarded_node()
+    writer, root = node.connect(token="w"), node.connect(token="root")
+    ns = node.open(writer)
+    grants = node.ask(writer, m.Reserve(1, ns, [key(7), key(8)], [4 * KIB]), m.Reserved).grants
+    put_settings(node, root, "ns", write_token=digest("new"))
+    slots, sequences = [one.slot for one in grants], [one.sequence for one in grants]
+    assert node.ask(writer, m.Commit(2, slots, sequences, [0, 0]), m.Committed).mask == b"\0\0"
+    assert node.exists(root, node.open(root), 7) == [0]
+    status = node.state.status(0, 0.0)
+    assert (status.reserved_bytes, status.pins) == (0, 0)
+    node.state.check()
+
+
 REQUESTS = {
     READ: [
         lambda ns: m.Exists(1, ns, [key(1)]),
