@@ -44,6 +44,8 @@ def _takes_ucx(config: PoolClientConfig) -> bool:
     """Whether this client will probably use UCX, before any node has answered."""
     if config.data_path != "auto":
         return config.data_path == "ucx"
+    if config.tls.as_client:  # a node with TLS gives TCP to whom it gives no memory
+        return False
     return any(is_remote(ref.address) for ref in config.nodes)
 
 

@@ -116,7 +116,7 @@ class NodeState:
         tags, tiering = Tags(incarnation, FIRST_TAG), tiering or TieringLimits()
         self.tiers = Tiers(store, tiers, tiering, self._settings, self._pin, self._readable, self._found)
         self.sharding = Sharding(name, store, limits.replication, self.tiers)
-        self.waits = Waits(store, limits.max_waiters, limits.max_waited_keys, self.tiers.has)
+        self.waits = Waits(store, limits.max_waiters, limits.max_waited_keys, self.tiers.has, self._may_read)
         self.reads = Reads(store, limits, tags, self.tiers, self.sharding)
         self.writes = Writes(store, limits, tags, self._written, self.tiers.has if tiers else no_tier)
         self._listing = PageListing(store, self.sharding, self.tiers)
@@ -345,6 +345,9 @@ class NodeState:
         count += self.store.clear(number, number, out)
         self.store.forget(number)
         return count
+
+    def _may_read(self, session: Session, number: int) -> bool:
+        return bool(self.administration.rights(session, number) & m.READ)
 
     def _changed(self, number: int, settings: NamespaceSettings) -> None:
         """The namespace was opened, or its settings changed."""

@@ -26,9 +26,12 @@ class Waits:
         max_per_session: int,
         max_keys_per_session: int,
         in_tier: Callable[[int, bytes], bool],
+        may_read: Callable[[Session, int], bool],
     ) -> None:
+        """`may_read(session, namespace)`: whether the client may still read. Tokens change meanwhile."""
         self._store = store
         self._in_tier = in_tier
+        self._may_read = may_read
         self._max_per_session = max_per_session
         self._max_keys_per_session = max_keys_per_session
         self._keys = 0
@@ -77,9 +80,11 @@ class Waits:
                 self.answer(sessions[waiter.connection], waiter, now_s, out)
 
     def answer(self, session: Session, waiter: Waiter, now_s: float, out: list[Action]) -> None:
-        """End the wait with what is committed now."""
+        """End the wait with what is committed now, or with nothing if the client may not read it any more."""
         self._remove(session, waiter)
-        out.append(Answer(session.connection, Present(waiter.request_id, self._mask(waiter, now_s))))
+        may = self._may_read(session, waiter.namespace)
+        mask = self._mask(waiter, now_s) if may else bytes(len(waiter.keys))
+        out.append(Answer(session.connection, Present(waiter.request_id, mask)))
 
     def expire(self, session: Session, now_s: float, out: list[Action]) -> None:
         for waiter in [waiter for waiter in session.waiters.values() if waiter.deadline_s <= now_s]:

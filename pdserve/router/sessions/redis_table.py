@@ -23,6 +23,7 @@ import math
 import os
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -192,7 +193,12 @@ def _connect(session: Session) -> tuple[Any, tuple[type[BaseException], ...]]:
     password = given_secret(
         "session.redis.password", table.password, table.password_file, "PDSERVE_REDIS_PASSWORD", os.environ
     )
-    own = {"password": password} if password else {}  # else the URL may hold one
+    if urlsplit(table.url).password:
+        raise ConfigError(
+            "session.redis.url holds a password, which would be shown with it: put the password into "
+            "session.redis.password_file, or PDSERVE_REDIS_PASSWORD"
+        )
+    own = {"password": password} if password else {}
     try:
         pool = BlockingConnectionPool.from_url(
             session.redis.url,

@@ -25,7 +25,7 @@ from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceSettings
 from pdserve.kvpool.protocol.messages import ADMIN, ALL, READ, WRITE
 from pdserve.tokens import digest
-from tests.support.kvpool.node_model import KIB, Node, key, opened
+from tests.support.kvpool.node_model import KIB, Node, answers, commit, key, opened
 
 GUARDED = NamespaceSettings(read_token=digest("r"), write_token=digest("w"), admin_token=digest("a"))
 WITH_DEFAULT_WRITE = Rules(admin_token=digest("root"), defaults=NamespaceSettings(write_token=digest("w")))
@@ -297,6 +297,18 @@ def test_what_was_reserved_under_a_token_that_is_changed_is_not_committed() -> N
     assert node.exists(root, node.open(root), 7) == [0]
     status = node.state.status(0, 0.0)
     assert (status.reserved_bytes, status.pins) == (0, 0)
+    node.state.check()
+
+
+def test_a_wait_opened_under_a_token_that_is_changed_tells_nothing() -> None:
+    node = guarded_node()
+    reader, root = node.connect(token="r"), node.connect(token="root")
+    ns = node.open(reader)
+    assert answers(node.send(reader, m.Wait(50, ns, [key(7)], 30.0)), reader) == []
+    put_settings(node, root, "ns", read_token=digest("new"), write_token=KEPT, admin_token=KEPT)
+    [grant] = node.reserve(root, node.open(root), 7)
+    actions = node.send(root, commit(51, grant))
+    assert answers(actions, reader) == [m.Present(50, b"\0")]
     node.state.check()
 
 

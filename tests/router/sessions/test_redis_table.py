@@ -155,6 +155,13 @@ async def test_a_url_that_is_none_is_refused() -> None:
         SharedSessions(settings("http://x"))
 
 
+async def test_a_url_with_a_password_is_refused_without_telling_it() -> None:
+    """URLs are shown in logs and errors."""
+    with pytest.raises(ConfigError, match="password_file") as refused:
+        SharedSessions(settings("redis://user:a-secret-of-redis@127.0.0.1:1/0"))
+    assert "a-secret-of-redis" not in str(refused.value)
+
+
 SESSION = {"x-session-id": "s"}
 KEY = named("s").of_model("m")
 
