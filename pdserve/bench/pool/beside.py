@@ -123,7 +123,7 @@ def measure_beside(
         mover = MoverClient(client.config, "bench", {"bench": "1"}, host, suffix=RANK)
         stack.enter_context(closing(mover))
         ways: dict[Way, _Pages] = {"in process": _InProcess(client, memory, size), "mover": mover}
-        run = _Run(_Batches(sets, batch), workload.seconds)
+        run = _Run(_Batches(sets, batch), workload.seconds, client.clear)
         which: list[Steps] = ["none", *(kind for kind in kinds if kind != "none")]
         for _ in range(rounds):
             for kind in which:
@@ -150,8 +150,9 @@ class _Batches:
 class _Run:
     """What was measured so far."""
 
-    def __init__(self, batches: _Batches, seconds: float) -> None:
+    def __init__(self, batches: _Batches, seconds: float, clear: Callable[[], int]) -> None:
         self._batches = batches
+        self._clear = clear
         self._seconds = seconds
         self._seen: dict[tuple[str, ...], list[float]] = defaultdict(list)
 
@@ -164,8 +165,9 @@ class _Run:
     def moves(self, kind: Steps, way: Way, pages: _Pages) -> None:
         """Get and put, beside the steps."""
         batches = self._batches
+        self._clear()  # beside the pages of earlier puts, a page to get could be evicted by the next
         for names, indices in zip(batches.kept, batches.indices, strict=True):
-            _all(pages.put(names, indices))  # the puts of before may have evicted them
+            _all(pages.put(names, indices))
         for what in ("get", "put"):
             with self._steps(kind, way, what):
                 moved, spent_s = 0, 0.0
