@@ -17,7 +17,7 @@ from pdserve.kvpool.protocol.page_tag import TAG_BYTES
 from pdserve.tokens import Secret
 from tests.support.kvpool.faulty import PAGE_BYTES, empty_page, get, keys, page_of, put
 from tests.support.kvpool.nodes import small_config
-from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena
+from tests.support.kvpool.pools import ProcessPool, arena_dir, running_node
 
 PAGE_KEY = Secret("the workers' own page key")
 OTHER_KEY = Secret("somebody else's page key")
@@ -27,12 +27,8 @@ Connect = Callable[..., PoolClient]
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
     config = small_config(arena_dir=arena_dir())
-    pool = ProcessPool(config, tmp_path_factory.mktemp("node"), "shm")
-    yield pool
-    pool.close()
-    remove_arena(config)
-    if arena_dir().exists():
-        arena_dir().rmdir()
+    with running_node(config, tmp_path_factory.mktemp("node")) as pool:
+        yield pool
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from pdserve.kvpool.mover.supervisor import MAX_PAUSE_S, Pauses
 from tests.support.kvpool.faulty import keys
 from tests.support.kvpool.host_pool import HostPool, indices
 from tests.support.kvpool.nodes import small_config
-from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena
+from tests.support.kvpool.pools import ProcessPool, arena_dir, running_node
 from tests.support.up.cluster import wait_until
 
 GEOMETRY = {"test": "mover"}
@@ -36,12 +36,8 @@ GEOMETRY = {"test": "mover"}
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
     config = replace(small_config(arena_dir=arena_dir()), reservation_lease_s=2.0)
-    pool = ProcessPool(config, tmp_path_factory.mktemp("node"), "shm")
-    yield pool
-    pool.close()
-    remove_arena(config)
-    if arena_dir().exists():
-        arena_dir().rmdir()
+    with running_node(config, tmp_path_factory.mktemp("node")) as pool:
+        yield pool
 
 
 class Rank:

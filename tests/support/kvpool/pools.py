@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -209,6 +211,17 @@ def remove_arena(config: PoolNodeConfig) -> None:
         for path in directory.iterdir():
             path.unlink()
         directory.rmdir()
+
+
+@contextmanager
+def running_node(config: PoolNodeConfig, directory: Path) -> Iterator[ProcessPool]:
+    """A node whose arena is in `arena_dir()`; it must end cleanly, and nothing is left."""
+    pool = ProcessPool(config, directory, "shm")
+    yield pool
+    pool.close()
+    remove_arena(config)
+    if arena_dir().exists():
+        arena_dir().rmdir()
 
 
 def arena_dir() -> Path:
