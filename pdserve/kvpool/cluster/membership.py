@@ -14,6 +14,7 @@ from pdserve.errors import FrameError, PoolRefused
 from pdserve.kvpool.cluster.state import (
     MAX_HORIZON,
     MAX_MEMBERS,
+    MAX_VERSION,
     check_state,
     encoded,
     epoch_of,
@@ -105,15 +106,15 @@ class Cluster:
 
     # --- changes
 
-    def receive(self, other: ClusterState) -> Update:
-        """Merge another node's state. Raises FrameError, and merges nothing, if that state is impossible or
-        too large.
+    def receive(self, other: ClusterState, now_ms: int = MAX_VERSION) -> Update:
+        """Merge another node's state. Raises FrameError, and merges nothing, if that state is impossible at
+        this time of our clock (by default at any time), or too large.
         """
         if other.cluster != self.state.cluster:
             raise FrameError(f"news of cluster '{other.cluster}', this is '{self.state.cluster}'")
         if not (other.members or other.namespaces or other.stable):
             return Update()
-        check_state(other)
+        check_state(other, now_ms)
         merged = merge(self.state, other)
         if len(merged.members) > MAX_MEMBERS:
             raise FrameError(f"more than {MAX_MEMBERS} nodes were in the pool lately: give nodes fixed names")

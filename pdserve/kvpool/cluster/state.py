@@ -67,6 +67,9 @@ from pdserve.kvpool.protocol.cluster_messages import ACTIVE, DEAD, LEFT, Cluster
 MAX_MEMBERS: Final = 1024  # at 100 bytes each they fit a frame many times
 MAX_HORIZON: Final = 1 << 42  # the clock's milliseconds in the year 2109
 MAX_VERSION: Final = 1 << 52  # leaves room for the sum of all in 63 bits
+MAX_FOLDED: Final = 1 << 62
+MAX_FORGOTTEN: Final = 1 << 21  # members; each adds a version, that is a time, to `folded`
+AHEAD_MS: Final = 24 * 3600 * 1000  # by which clocks may differ
 MAX_ADDRESS_CHARS: Final = 256
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # as in PoolNodeConfig
 
@@ -162,27 +165,35 @@ def owners_of(members: Iterable[Member]) -> list[NodeAddress]:
     ]
 
 
-def check_state(state: ClusterState) -> None:
-    """Raises FrameError for a state that no node can have.
+def check_state(state: ClusterState, now_ms: int = MAX_VERSION) -> None:
+    """Raises FrameError for a state that no node can have at this time of our clock.
+
+    A node must be able to take the version after one that others believe. No fixed bound allows this, because
+    a peer can name the bound itself. A bound that moves with the clock does.
 
     A node sends all members that it knows. So no epoch in a state is above the epoch of the state.
     """
     if len(state.members) > MAX_MEMBERS:
         raise FrameError(f"a state of {len(state.members)} members, at most {MAX_MEMBERS} are allowed")
+    latest_ms = min(MAX_VERSION, now_ms + AHEAD_MS)
+    if max((stamp(member) for member in state.members), default=0) > latest_ms or state.horizon > latest_ms:
+        raise FrameError("impossible news of a time to come: two nodes' clocks differ by more than a day")
     epoch = epoch_of(state)
     for member in state.members:
         good = (
             _good_node(member)
-            and 0 <= member.version <= MAX_VERSION
+            and member.version >= 0
             and 0 <= member.incarnation < 1 << 63
             and 0 <= member.settled <= epoch
-            and 0 <= member.renewed <= MAX_VERSION
+            and member.renewed >= 0
             and stamp(member) >= state.horizon
             and ACTIVE <= member.status <= DEAD
         )
         if not good:
             raise FrameError(f"an impossible member of the pool: {member}")
-    if not 0 <= state.horizon <= MAX_HORIZON or not 0 <= state.folded < 1 << 62:
+    if not 0 <= state.horizon <= MAX_HORIZON or not 0 <= state.folded < min(
+        MAX_FOLDED, latest_ms * MAX_FORGOTTEN
+    ):
         raise FrameError("an impossible horizon")
     buckets = [bucket for bucket, _ in state.floors]
     good = all(0 <= bucket < FLOORS and 0 < floor < MAX_COUNT // 2 for bucket, floor in state.floors)

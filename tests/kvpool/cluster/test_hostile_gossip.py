@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -12,13 +13,21 @@ from msgspec.structs import replace
 from pdserve.errors import FrameError
 from pdserve.kvpool.cluster.membership import MAX_NAMESPACE_BYTES, Cluster
 from pdserve.kvpool.cluster.ring import MAX_WEIGHT_SUM, Ring
-from pdserve.kvpool.cluster.state import encoded
+from pdserve.kvpool.cluster.state import (
+    AHEAD_MS,
+    MAX_FOLDED,
+    MAX_FORGOTTEN,
+    MAX_HORIZON,
+    MAX_VERSION,
+    encoded,
+)
 from pdserve.kvpool.core.events import PublishNamespace, RecordsForgotten, RecordsLearned
 from pdserve.kvpool.namespaces.registry import MAX_GEOMETRY_CHARS, bucket_of
 from pdserve.kvpool.node.serving.fair_queue import FairQueue
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import (
+    DEAD,
     ClusterState,
     Gossip,
     Gossiped,
@@ -161,6 +170,44 @@ def test_namespaces_beyond_all_measure_are_refused_and_known_ones_may_change() -
     assert sum(len(encoded(record)) for record in me.namespaces.values()) <= MAX_NAMESPACE_BYTES
     changed = replace(records[0], version=2, geometry={}, dropped=True)
     assert me.receive(ClusterState("pool", [], [changed])).namespaces == (changed,)
+
+
+NOW_MS = 1_800_000_000_000
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        ClusterState("pool", [Member("me", "tcp:me:1", 2, 77, MAX_VERSION, DEAD)], []),
+        ClusterState("pool", [], [], 0, [NodeAddress("b", "tcp:b:1")], folded=MAX_FOLDED - 1),
+        ClusterState("pool", [], [], 0, [NodeAddress("b", "tcp:b:1")], horizon=MAX_HORIZON),
+        ClusterState("pool", [Member("me", "tcp:me:1", 2, 77, NOW_MS + AHEAD_MS, DEAD)], []),
+        ClusterState("pool", [Member("gone", "tcp:g:1", 2, 77, NOW_MS + AHEAD_MS, DEAD)], []),
+        ClusterState(
+            "pool", [], [], 0, [NodeAddress("b", "tcp:b:1")], folded=(NOW_MS + AHEAD_MS) * MAX_FORGOTTEN - 1
+        ),
+    ],
+)
+def test_no_lie_of_a_peer_splits_the_pool_for_longer_than_clocks_differ(said: ClusterState) -> None:
+    nodes = [Cluster("pool", NodeAddress(name, f"tcp:{name}:1"), 7, NOW_MS) for name in ("me", "b")]
+    gone = ClusterState("pool", [Member("old", "tcp:old:1", 1, 1, 1000, DEAD)], [])
+    for node in nodes:
+        node.receive(gone, NOW_MS)
+        with contextlib.suppress(FrameError):
+            node.receive(said, NOW_MS)
+        node.tidy(NOW_MS)  # forgets the old member
+    me, b = nodes
+    for _ in range(2):
+        b.receive(me.state, NOW_MS + 10)
+        me.receive(b.state, NOW_MS + 10)
+    for node in nodes:
+        assert {member.node for member in node.alive()} == {"me", "b"}
+
+
+def test_news_of_a_member_whose_clock_is_ahead_say_what_is_wrong() -> None:
+    news = ClusterState("pool", [Member("b", "tcp:b:1", 1, 2, NOW_MS + 2 * AHEAD_MS)], [])
+    with pytest.raises(FrameError, match="clock"):
+        cluster().receive(news, NOW_MS)
 
 
 def test_a_gossip_of_any_size_of_names_fits_a_frame() -> None:

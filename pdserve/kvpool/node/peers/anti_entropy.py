@@ -20,6 +20,7 @@ from pdserve.kvpool.cluster.failure_detector import Outcome
 from pdserve.kvpool.cluster.membership import Cluster, Update
 from pdserve.kvpool.cluster.state import parts
 from pdserve.kvpool.node.peers.channels import PeerControls
+from pdserve.kvpool.node.timers import clock_ms
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import ClusterState, Gossip, Gossiped, NamespaceRecord
 
@@ -124,7 +125,7 @@ class AntiEntropy:
             raise PoolRefused(f"pool node {address}: {reply.message}")
         if not isinstance(reply, Gossiped):
             raise FrameError(f"pool node {address} answered Gossip with {type(reply).__name__}")
-        self._apply(self._cluster.receive(reply.state))
+        self._apply(self._cluster.receive(reply.state, clock_ms()))
         return reply.digest, welcome
 
     async def ping(self, node: str, timeout_s: float) -> Outcome:

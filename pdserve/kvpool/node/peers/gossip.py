@@ -34,6 +34,7 @@ from pdserve.kvpool.node.peers.anti_entropy import PART_BYTES, AntiEntropy
 from pdserve.kvpool.node.peers.channels import PeerControls
 from pdserve.kvpool.node.peers.joining import Before, Joining
 from pdserve.kvpool.node.serving.connection import ClientConnection
+from pdserve.kvpool.node.timers import clock_ms
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import (
@@ -270,7 +271,7 @@ class Gossiper:
         sender = "" if connection.hello is None else connection.hello.node
         self._feed(d.Heard(sender))
         try:
-            self.apply(self.cluster.receive(request.state))
+            self.apply(self.cluster.receive(request.state, clock_ms()))
         except FrameError as error:
             connection.send(m.Fault(request.id, "bad_state", str(error)))
             return

@@ -17,6 +17,7 @@ from pdserve.errors import FrameError, PdserveError, PoolError, PoolRefused, Sta
 from pdserve.kvpool.cluster.membership import Cluster, Update
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.peers.channels import PeerControls
+from pdserve.kvpool.node.timers import clock_ms
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import (
     ACTIVE,
@@ -136,7 +137,7 @@ class Joining:
                     state = await answer
                     if state is not None:
                         await self._check_name(state)
-                        self._apply(self._cluster.receive(state))
+                        self._apply(self._cluster.receive(state, clock_ms()))
                         return True
         except TimeoutError:
             pass

@@ -304,6 +304,19 @@ async def test_only_nodes_may_gossip(tmp_path: Path) -> None:
             await AsyncControl.connect(node.config.address, liar)
 
 
+async def test_a_node_does_not_believe_a_peer_that_speaks_of_the_far_future(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", cluster={"token": "secret"}) as node:
+        hello = replace(make_hello("test", "", "none", "secret"), node="x")
+        control = await AsyncControl.connect(node.config.address, hello)
+        dead = replace(node.gossip.cluster.me, version=1 << 52, status=DEAD)
+        state = ClusterState(node.config.cluster.name, [dead], [])
+        reply = await control.call(lambda i: Gossip(i, "x", state))
+        control.close()
+        assert isinstance(reply, m.Fault)
+        assert "clocks" in reply.message
+        assert node.gossip.cluster.me.version < 1 << 52
+
+
 async def test_nodes_come_in_where_clients_have_taken_every_place(tmp_path: Path) -> None:
     async with running(tmp_path, "a", max_connections=1) as a:
         client = await AsyncControl.connect(a.config.address, make_hello("test", "", "none"))
