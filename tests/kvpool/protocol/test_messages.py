@@ -9,11 +9,18 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pdserve.errors import FrameError
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.base import Message
-from pdserve.kvpool.protocol.frames import FrameBuffer, decode_reply, decode_request, encode_frame
+from pdserve.kvpool.protocol.frames import (
+    HEADER_BYTES,
+    FrameBuffer,
+    decode_reply,
+    decode_request,
+    encode_frame,
+)
 from tests.support.kvpool.golden import GOLDEN
 
 KINDS = set(Message.__subclasses__())
@@ -171,3 +178,15 @@ def test_frames_survive_any_chunking(frames_hex: list[str], data: st.DataObject)
 def test_an_impossible_length_is_refused_before_anything_is_kept(length: int) -> None:
     with pytest.raises(FrameError, match="does not speak"):
         list(FrameBuffer().feed(length.to_bytes(4, "little")))
+
+
+@pytest.mark.parametrize(
+    ("field", "number"), [("slot", -1), ("offset", -1), ("sequence", -1), ("tag", -1), ("tag", (1 << 64) - 1)]
+)
+def test_places_that_no_node_has_are_refused(field: str, number: int) -> None:
+    for reply in (
+        m.Reserved(1, [m.Grant(m.GRANTED), replace(m.Grant(m.GRANTED), **{field: number})]),
+        m.Got(1, [m.Pin(m.HIT), replace(m.Pin(m.HIT), **{field: number})]),
+    ):
+        with pytest.raises(FrameError, match="place"):
+            decode_reply(encode_frame(reply)[HEADER_BYTES:])

@@ -51,7 +51,7 @@ class OwnedListing:
     def answer(self, request: ListOwned, ring: Ring) -> Owned:
         """The next pages that `request.node` owns in `ring`."""
         number = ring.number(request.node)
-        if number < 0:
+        if number < 0 or request.cursor < 0:
             return Owned(request.id, [], [], 0, 0)
         if request.cursor >= self._store.slots.slots:
             return self._list_tiers(request, ring, number)

@@ -98,6 +98,13 @@ def test_who_has_another_view_is_told_to_ask_again(epoch: int) -> None:
     assert fault.code == "stale_view"
 
 
+@pytest.mark.parametrize("cursor", [-1, -(1 << 62), 1 << 62])
+def test_a_cursor_that_no_answer_named_lists_nothing(cursor: int) -> None:
+    node = node_of_three()
+    owned = node.ask(peer(node), ListOwned(1, 1, "n1", 5, cursor, 10), Owned)
+    assert (owned.keys, owned.cursor) == ([], 0)
+
+
 def test_a_peer_that_fetches_pages_leaves_no_trace_in_the_hit_rate_and_heat() -> None:
     node = node_of_three()
     asker = peer(node)
