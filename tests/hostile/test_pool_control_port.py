@@ -13,7 +13,7 @@ import pytest
 from pdserve.errors import PoolError
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.base import KEY_BYTES
-from pdserve.kvpool.protocol.frames import encode_frame
+from pdserve.kvpool.protocol.frames import FrameBuffer, decode_reply, encode_frame
 from pdserve.kvpool.protocol.handshake import NONCE_BYTES, without_token
 from pdserve.kvpool.transports.control import make_hello
 from tests.support.kvpool.connectors import connect
@@ -67,11 +67,13 @@ def rss_bytes(pool: ProcessPool) -> int:
 
 
 def answer_of(sock: socket.socket) -> bytes:
-    """All that the node says until it hangs up."""
-    said = b""
+    """All that the node says until it refuses to go on, or hangs up."""
+    said, frames = b"", FrameBuffer()
     with contextlib.suppress(ConnectionError):
         while piece := sock.recv(65536):
             said += piece
+            if any(isinstance(decode_reply(body), m.Fault) for body in frames.feed(piece)):
+                break
     return said
 
 
@@ -142,6 +144,30 @@ def test_who_names_a_token_and_does_not_prove_it_is_refused(pool: ProcessPool) -
             said = answer_of(sock)
             assert ADMIN_TOKEN.encode() not in said
             assert b"bad_token" in said or b"no_hello" in said
+
+
+def test_a_stranger_that_was_refused_keeps_its_place_until_it_leaves_or_its_time_ends(
+    pool: ProcessPool,
+) -> None:
+    """It was closed at once, and came back at once: clients waited for the node's loop."""
+    with raw_socket(pool) as stays, raw_socket(pool) as leaves:
+        for sock in (stays, leaves):
+            sock.settimeout(30)
+            sock.sendall(encode_frame(m.Ping(1)))
+            assert b"no_hello" in answer_of(sock)
+        node = psutil.Process(pool.pid)
+        before, deadline_s = node.num_fds(), soon()
+        leaves.close()
+        while node.num_fds() >= before:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        stays.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            stays.recv(1)
+        stays.settimeout(30)
+        stays.sendall(b"x" * 100)
+        with contextlib.suppress(ConnectionResetError):
+            assert stays.recv(1) == b"", "its time to shake hands has ended"
 
 
 def test_who_names_a_token_that_is_none_of_the_pools_is_told_so(pool: ProcessPool) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.bench.chaos.pages import segments_of
 from tests.support.netns.field import assert_nothing_is_held, until
-from tests.support.netns.guest import TIMEOUT_S
+from tests.support.netns.guest import TIMEOUT_S, TRAFFIC_PAGES
 
 if TYPE_CHECKING:
     from tests.support.netns.field import Field
@@ -42,10 +42,10 @@ def test_a_damaged_page_is_found_on_the_other_host(field: Field) -> None:
 
 
 def begin_traffic(field: Field) -> None:
-    """Pages move when this ends, until an operation fails."""
+    """Pages move when this ends, until an operation fails. A first batch was written, and read."""
     before = field.node.status().counters["commits"]
     field.client.ask("traffic")
-    until(lambda: field.node.status().counters["commits"] >= before + 5, field.node.log)
+    until(lambda: field.node.status().counters["commits"] > before + TRAFFIC_PAGES, field.node.log)
 
 
 def break_it(field: Field, fault: str) -> None:

@@ -112,6 +112,7 @@ class ClientConnection(asyncio.Protocol):
         self._tls: TlsTransport | None = None
         self._greeting: asyncio.Task[None] | None = None  # while the data path is made ready for the client
         self._closed_by_us = False
+        self._turned_away = False
         self._paused = False
         self._paused_since_s = 0.0
         self._gone = False
@@ -133,20 +134,22 @@ class ClientConnection(asyncio.Protocol):
         self._node.opened(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._closed_by_us:
+        if self._turned_away:
+            self._transport.pause_reading()  # only its end was awaited
+        if self._closed_by_us or self._turned_away:
             return
         if self._tls is not None:
             try:
                 data = self._tls.receive(data)
             except ssl.SSLError as error:
-                self.close(f"no TLS: {error.reason}", at_once=True, level=logging.DEBUG)
+                self._turn_away(f"no TLS: {error.reason}", level=logging.DEBUG)
                 return
             if not data:
                 return
         self._take(data)
 
     def _take(self, data: bytes) -> None:
-        if self._closed_by_us:
+        if self._closed_by_us or self._turned_away:
             return
         # frames that waited while we paused were read then
         since_s = self._paused_since_s or self._node.meter.clock()
@@ -156,7 +159,7 @@ class ClientConnection(asyncio.Protocol):
             for count, body in enumerate(self._frames.feed(data), 1):
                 whole = True
                 self._received(decode_request(body), since_s)
-                if self._closed_by_us:
+                if self._closed_by_us or self._turned_away:
                     return
                 if count == FRAMES_A_TURN and not self._paused:
                     self.pause()
@@ -165,7 +168,7 @@ class ClientConnection(asyncio.Protocol):
                     self._paused_since_s = since_s
                     break  # the rest stays in `_frames`
         except FrameError as error:
-            self.refuse(Fault(0, "bad_frame", str(error)))
+            self._refuse_greeting(Fault(0, "bad_frame", str(error)))
             return
         self._watch_half_frame(whole)
 
@@ -215,17 +218,21 @@ class ClientConnection(asyncio.Protocol):
         if self._closed_by_us:
             return
         self._closed_by_us = True
-        text, words = "node %s: closing the connection of %s: %s", (self._node.name, self._client, reason)
-        if self._greeted:
-            logger.log(level, text, *words)
-        else:  # else a stranger could fill the disk of logs
-            self._node.strangers.log(level, "closing", text, *words)
+        if not self._turned_away:
+            self._log("closing", reason, level)
         if at_once:
             self._transport.abort()
         else:
             self._transport.close()
             self._end_timer.cancel()
             self._end_timer = asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._transport.abort)
+
+    def _log(self, doing: str, reason: str, level: int) -> None:
+        text, words = f"node %s: {doing} the connection of %s: %s", (self._node.name, self._client, reason)
+        if self._greeted:
+            logger.log(level, text, *words)
+        else:  # else a stranger could fill the disk of logs
+            self._node.strangers.log(level, doing, text, *words)
 
     def _received(self, message: Request, since_s: float) -> None:
         if self._greeted:
@@ -239,12 +246,12 @@ class ClientConnection(asyncio.Protocol):
             proved = self._challenged.accept(message)
             self._challenged = None
             if proved is None:
-                self.refuse(Fault(0, "bad_token", "the proof of the token is wrong"))
+                self._refuse_greeting(Fault(0, "bad_token", "the proof of the token is wrong"))
             else:
                 self._admit(proved)
             return
         if not isinstance(message, Hello) or self._greeting is not None or self._challenged is not None:
-            self.refuse(Fault(0, "no_hello", "the first message of a connection must be Hello"))
+            self._refuse_greeting(Fault(0, "no_hello", "the first message of a connection must be Hello"))
             return
         name = "".join(c if c.isprintable() else "?" for c in message.client[:MAX_CLIENT_CHARS])
         self._client = f"{name} (pid {message.pid})"
@@ -253,7 +260,7 @@ class ClientConnection(asyncio.Protocol):
             return
         asked = self._node.challenge(message)
         if isinstance(asked, Fault):
-            self.refuse(asked)
+            self._refuse_greeting(asked)
             return
         self._challenged = asked
         self.send(asked.challenge)
@@ -268,7 +275,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _greet(self, hello: Hello, path: DataPathName | Fault, info: DataPathInfo | None) -> None:
         if isinstance(path, Fault):
-            self.refuse(path)
+            self._refuse_greeting(path)
             return
         self._end_timer.cancel()
         self._greeted = True
@@ -291,6 +298,30 @@ class ClientConnection(asyncio.Protocol):
         """Say why, and close. Idempotent."""
         self.send(fault)
         self.close(fault.message)
+
+    def _refuse_greeting(self, fault: Fault) -> None:
+        """Say why a client is not let in. One that was let in, or has a data path, is closed too."""
+        if self._greeted or self._greeting is not None:
+            self.refuse(fault)
+        else:
+            self._turn_away(fault.message)
+            self.send(fault)
+
+    def _turn_away(self, reason: str, level: int = logging.INFO) -> None:
+        """Serve a stranger no more. It keeps its place until it leaves, or its time to shake hands ends.
+
+        A stranger that is closed comes back at once. A thousand of them would come some thousand times a
+        second, and clients would wait for the loop. The bounds on sockets that shake hands hold for it.
+        """
+        if self._closed_by_us or self._turned_away:
+            return
+        self._turned_away = True
+        self._log("turning away", reason, level)
+        self._frames = FrameBuffer(MAX_HELLO_BYTES)
+        if self._half_timer is not None:
+            self._half_timer.cancel()
+            self._half_timer = None
+            self._node.holds(self, 0)
 
     def _watch_half_frame(self, whole: bool) -> None:
         """A frame that began must end in time, however slowly its bytes come. `whole`: one just did."""
