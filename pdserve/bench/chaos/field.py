@@ -14,12 +14,13 @@ from typing import Any, Final
 
 import msgspec
 
-from pdserve.bench.boards import new_rows
+from pdserve.bench.boards import new_rows, open_rows
 from pdserve.bench.chaos import pages as p
 from pdserve.bench.chaos.disk import Disk, small_disk
+from pdserve.bench.chaos.moving import NAMESPACE
 from pdserve.bench.chaos.proxy import Relay, relays
 from pdserve.bench.chaos.records import Ended, Record, to_line
-from pdserve.bench.chaos.worker import NAMESPACE, READ_TOKEN, WRITE_TOKEN, WorkerConfig
+from pdserve.bench.chaos.worker import COLUMNS, MOVERS, READ_TOKEN, WRITE_TOKEN, WorkerConfig
 from pdserve.bench.node_processes import NodeProcess, await_settled, client_of, pool_of
 from pdserve.bench.processes import Child, client, free_ports
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
@@ -63,11 +64,14 @@ class Line(msgspec.Struct, frozen=True):
     data_path: str
     checksum: bool
     threads: int
+    by_mover: bool = False
 
 
 LINES: Final = (
     Line("client-shm", "shm", True, 2),
     Line("client-ucx", "ucx", True, 2),
+    Line("client-tcp", "tcp", True, 1),
+    Line("client-mover", "shm", False, 1, by_mover=True),
     Line("client-shm-bare", "shm", False, 1),  # without checksums: a torn page would be handed out
     Line("client-ucx-bare", "ucx", False, 1),
 )
@@ -103,6 +107,26 @@ class WorkerProcess(Child):
             client(self._config, self._directory, "pdserve.bench.chaos.worker")
             self.spawn()
             self.await_ready()
+
+    @property
+    def by_mover(self) -> bool:
+        """Whether page movers move its pages."""
+        return self._config.by_mover
+
+    def movers_replaced(self) -> int:
+        """How many of its page movers failed, and have successors."""
+        board = open_rows(self._config.board, COLUMNS)
+        return int(board[self._config.writers, MOVERS].sum())
+
+    @contextmanager
+    def kept(self) -> Iterator[bool]:
+        """Whether nobody pauses or replaces it meanwhile; false where somebody does just now."""
+        free = self._lock.acquire(blocking=False)
+        try:
+            yield free
+        finally:
+            if free:
+                self._lock.release()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -242,8 +266,8 @@ def make_workers(
 ) -> list[WorkerProcess]:
     """Not started yet."""
     writers = sum(line.threads for line in LINES)
-    progress = directory / "progress"
-    new_rows(progress, writers, 1)
+    board = directory / "board"
+    new_rows(board, writers, COLUMNS)
     owned = int(settings.capacity_bytes * len(nodes) * OWNED_SHARE / MEAN_SLOT_BYTES / writers)
     made, first = [], 0
     for line in LINES:
@@ -267,7 +291,8 @@ def make_workers(
             shared=SHARED,
             operations_s=OPERATIONS_S,
             damaged=line.checksum,
-            progress=str(progress),
+            by_mover=line.by_mover,
+            board=str(board),
             output=str(directory / f"{line.name}.jsonl"),
             ready=str(directory / f"{line.name}.ready"),
         )

@@ -18,7 +18,7 @@ from pdserve.bench.chaos.field import RESTART_WAIT_S, TIMEOUTS, Field, Settings,
 from pdserve.bench.chaos.judge.expectations import of
 from pdserve.bench.chaos.judge.judge import Row, judge, starved_s
 from pdserve.bench.chaos.plan import CALM_S, DISTURBING, Fault, Plan
-from pdserve.bench.chaos.records import Acted, Ended, Record, read_lines
+from pdserve.bench.chaos.records import Acted, Ended, MoversReplaced, Record, read_lines
 from pdserve.bench.chaos.starvation import watching
 from pdserve.bench.node_processes import NodeProcess
 from pdserve.bench.stores import BenchError
@@ -145,6 +145,8 @@ def _end(field: Field) -> None:
     last.kill()
     for worker in others:
         worker.ask_to_stop()
+        if worker.by_mover:
+            field.note(MoversReplaced(worker.name, worker.movers_replaced()))
     deadline = time.monotonic() + WORKER_STOP_S
     for worker in others:
         clean = worker.ended(deadline - time.monotonic())

@@ -19,24 +19,24 @@ import numpy as np
 
 from pdserve.bench.boards import open_rows
 from pdserve.bench.chaos import pages as p
+from pdserve.bench.chaos.moving import MAX_BATCH, ByMover, InProcess, Pages
 from pdserve.bench.chaos.records import Asked, Starved, to_line
 from pdserve.bench.dice import Dice
 from pdserve.bench.processes import read_config, run_threads, stop_at_sigterm
-from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
 
-NAMESPACE: Final = "chaos"
-GEOMETRY: Final = {"chaos": "1"}
 READ_TOKEN: Final = "chaos may read"
 WRITE_TOKEN: Final = "chaos may write"
-MAX_BATCH: Final = 12
 RECENT: Final = 200  # half of the reads of owned pages go to the latest
 WAIT_S: Final = 0.3
-POISON: Final = 0xEE  # in a buffer before a read: bytes that were not written are wrong ones
 POLL_S: Final = 0.1
 CONNECT_S: Final = 15.0
 BEAT_S: Final = 0.05
 STARVED_S: Final = 0.25
+# Columns of the board: one row of int64 for each writer of the run
+WRITTEN: Final = 0  # owned pages
+MOVERS: Final = 1  # page movers that failed, and have successors
+COLUMNS: Final = 2
 
 Kind = Literal["put", "get", "confirmed", "wait"]
 
@@ -46,7 +46,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
 
     `owned`: pages that each writer may write in the whole run; `owned_s`: how many a second. `shared`: pages
     in each of the other zones. `damaged`: whether it reads pages in which bits are flipped.
-    `progress`: a file of one int64 for each writer of the run, how many it wrote.
+    `by_mover`: whether page movers move its pages. `board`: a file, see COLUMNS.
     """
 
     name: str
@@ -59,7 +59,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     shared: int
     operations_s: float  # of a thread
     damaged: bool
-    progress: str
+    by_mover: bool
+    board: str
     output: str
     ready: str  # a file that is made when all nodes are reached
     incarnation: int = 0  # counts up when a killed worker is replaced
@@ -75,9 +76,10 @@ class Worker:
         self._output = output
         self._stop = stop
         self._dice = Dice("worker", config.seed, writer, config.incarnation)
-        self._client = PoolClient(config.client, NAMESPACE, GEOMETRY, name=self._name)
-        self._progress = open_rows(config.progress, 1)[:, 0]
-        self._buffers = [np.empty(sum(shape) * MAX_BATCH, np.uint8) for shape in p.SHAPES]
+        kind = ByMover if config.by_mover else InProcess
+        self._pages: Pages = kind(config.client, config.seed, self._name)
+        self._board = open_rows(config.board, COLUMNS)
+        self._movers_before = int(self._board[writer, MOVERS])  # of a worker that was killed
         self._next_owned_s = time.monotonic()
 
     def run(self) -> None:
@@ -94,23 +96,21 @@ class Worker:
                 self._put_owned()
             else:
                 self._dice.choice(works)()
-        self._client.close()
+            self._board[self._writer, MOVERS] = self._movers_before + self._pages.movers_replaced()
+        self._pages.close()
 
     def connect(self) -> None:
         """Wait until all nodes are reached, so that what follows is asked of all; not for ever."""
         deadline = time.monotonic() + CONNECT_S
         while not self._stop.is_set() and time.monotonic() < deadline:
-            if not any(self._client.check().values()):
+            if self._pages.connect():
                 return
             self._stop.wait(POLL_S)
-
-    def _up(self) -> bool:
-        return self._client.nodes_up == len(self._client.rings.addresses)
 
     # --- which pages
 
     def _owned(self) -> int:
-        return int(self._progress[self._writer])
+        return int(self._board[self._writer, WRITTEN])
 
     def _batch(self, zone: int) -> list[int]:
         """Numbers of one shape, to read."""
@@ -119,7 +119,7 @@ class Worker:
             chosen = [p.number(zone, 0, dice.below(self._config.shared)) for _ in range(size)]
         else:
             writer = dice.below(self._config.all_writers)
-            written = int(self._progress[writer])
+            written = int(self._board[writer, WRITTEN])
             first = max(0, written - RECENT) if dice.chance(0.5) else 0
             chosen = [
                 p.number(zone, writer, first + dice.below(written - first)) for _ in range(size) if written
@@ -147,34 +147,30 @@ class Worker:
             batch = [page for page in numbers if p.segments_of(page) == shape]
             if batch:
                 self._put(batch)
-        self._progress[self._writer] = first + size
+        self._board[self._writer, WRITTEN] = first + size
 
     def _put_shared(self) -> None:
         self._put(self._batch(p.CONTESTED if self._dice.chance(0.5) else self._damaged()))
 
     def _put(self, batch: list[int]) -> None:
-        keys = [p.key_of(self._config.seed, page) for page in batch]
-        whole = [p.content(key, sum(p.segments_of(page))) for key, page in zip(keys, batch, strict=True)]
-        before = self._client.counters.pages_written
-        up, start_s = self._up(), time.monotonic()
-        stored = self._client.put(keys, [p.segments(*each) for each in zip(whole, batch, strict=True)])
+        up, start_s = self._pages.up(), time.monotonic()
+        stored, written = self._pages.put(batch)
         end_s = time.monotonic()
         # true also means that it was there already, or that another is writing it: no acknowledgement of ours
-        ours = self._client.counters.pages_written - before == len(batch)
+        ours = written == len(batch)
         told = [(page, ok) for page, ok in zip(batch, stored, strict=True) if ours or not ok]
         self._write_down("put", up, start_s, end_s, self._config.client.put_timeout_s, told)
 
     def _get(self) -> None:
         batch = self._batch(self._zone())
         if batch:
-            up, start_s = self._up(), time.monotonic()
+            up, start_s = self._pages.up(), time.monotonic()
             self._read("get", up, start_s, batch, self._config.client.get_timeout_s)
 
     def _get_confirmed(self) -> None:
         batch = self._batch(self._zone())
-        keys = [p.key_of(self._config.seed, page) for page in batch]
-        up, start_s = self._up(), time.monotonic()
-        there = self._client.exists(keys) if batch else []
+        up, start_s = self._pages.up(), time.monotonic()
+        there = self._pages.exists(batch) if batch else []
         batch = [page for page, ok in zip(batch, there, strict=True) if ok]
         if batch:
             limit_s = self._config.client.exists_timeout_s + self._config.client.get_timeout_s
@@ -182,30 +178,22 @@ class Worker:
 
     def _wait(self) -> None:
         batch = self._batch(self._zone())
-        keys = [p.key_of(self._config.seed, page) for page in batch]
-        up, start_s = self._up(), time.monotonic()
-        there = self._client.wait(keys, WAIT_S)
+        up, start_s = self._pages.up(), time.monotonic()
+        there = self._pages.wait(batch, WAIT_S)
         limit_s = WAIT_S + self._config.client.exists_timeout_s
         told = list(zip(batch, there, strict=True))
         self._write_down("wait", up, start_s, time.monotonic(), limit_s, told)
 
     def _read(self, kind: Kind, up: bool, start_s: float, batch: list[int], limit_s: float) -> None:
-        keys = [p.key_of(self._config.seed, page) for page in batch]
-        size = sum(p.segments_of(batch[0]))
-        memory = self._buffers[p.SHAPES.index(p.segments_of(batch[0]))][: size * len(batch)]
-        memory[:] = POISON
-        whole = memory.reshape(len(batch), size)
-        before = self._client.counters.pages_corrupt
-        got = self._client.get(keys, [p.segments(*each) for each in zip(whole, batch, strict=True)])
+        read = self._pages.get(batch)
         end_s = time.monotonic()
         wrong = [
             page
-            for page, key, ok, found in zip(batch, keys, got, whole, strict=True)
-            if ok and not np.array_equal(found, p.content(key, size))
+            for page, ok, found in zip(batch, read.ok, read.pages, strict=True)
+            if ok and not np.array_equal(found, p.content(p.key_of(self._config.seed, page), found.nbytes))
         ]
-        corrupt = self._client.counters.pages_corrupt - before
-        told = list(zip(batch, got, strict=True))
-        self._write_down(kind, up, start_s, end_s, limit_s, told, wrong, corrupt)
+        told = list(zip(batch, read.ok, strict=True))
+        self._write_down(kind, up, start_s, end_s, limit_s, told, wrong, read.corrupt)
 
     def _write_down(
         self,

@@ -14,10 +14,11 @@ from pdserve.pages import pool_key
 
 
 class Moved(NamedTuple):
-    """For each page whether it was moved, and how many of a read came from a tier below memory."""
+    """For each page whether it is where it was to go now."""
 
     done: list[bool]
-    from_ssd: int = 0
+    from_ssd: int = 0  # of a read: pages that came from a tier below memory
+    written: int = 0  # of a write: pages that were neither there already nor another's
 
 
 class ChainClient:
@@ -44,10 +45,11 @@ class ChainClient:
 
     def put(self, keys: Sequence[str], pages: Sequence[PageBuffers]) -> Moved:
         """As `PoolClient.put`. Raises ValueError, PageMismatch."""
+        before = self.client.counters.pages_written
         with self._metrics.timed("written"):
             done = self.client.put(self._names(keys), pages)
         self._publish()
-        return Moved(done)
+        return Moved(done, written=self.client.counters.pages_written - before)
 
     def clear(self) -> int:
         """As `PoolClient.clear`."""

@@ -98,7 +98,8 @@ class MoverClient:
         done = self._done(call, timeout_s)
         if len(done.mask) != len(call.keys):
             raise PoolUnavailable(f"the page mover answered {len(done.mask)} of {len(call.keys)} pages")
-        return Moved(list(map(bool, done.mask)), done.number)
+        mask = list(map(bool, done.mask))
+        return Moved(mask, written=done.number) if call.write else Moved(mask, from_ssd=done.number)
 
     def _done(self, call: Call, timeout_s: float) -> Done:
         answer = self._supervisor.call(call, self._within(timeout_s))

@@ -42,7 +42,7 @@ class Exists(msgspec.Struct, frozen=True, tag=True):
 
 
 class Move(msgspec.Struct, frozen=True, tag=True):
-    """`ChainClient.get` or `put`. Answered by `Done`; `number`: pages from a tier below memory."""
+    """`ChainClient.get` or `put`. Answered by `Done`; `number`: of `Moved`, `written` or `from_ssd`."""
 
     write: bool
     keys: list[str]

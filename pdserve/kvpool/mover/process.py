@@ -82,7 +82,7 @@ class Mover:
             case Move(write, keys, indices):
                 pages = self._host.buffers(indices)
                 moved = chains.put(keys, pages) if write else chains.get(keys, pages)
-                return Done(moved.from_ssd, bytes(moved.done))
+                return Done(moved.written if write else moved.from_ssd, bytes(moved.done))
             case Clear():
                 return Done(chains.clear())
             case Check():

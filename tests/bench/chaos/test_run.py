@@ -54,11 +54,14 @@ def test_faults_cost_misses_and_nothing_else(tmp_path: Path) -> None:
 def test_without_checksums_a_flipped_bit_is_reported_and_a_kept_run_fails_from_its_file(
     tmp_path: Path,
 ) -> None:
-    plan = Plan(17, 0.04, 1, [Fault(FIRST_AT_S, "flip", 0, 0.0, 5)])
+    faults = [Fault(FIRST_AT_S, "flip", 0, 0.0, 5), Fault(FIRST_AT_S, "kill_mover", 0, 0.0, 5)]
+    plan = Plan(17, 0.04, 1, faults)
     replay = Replay(plan, Settings(capacity_bytes=32 << 20, lease_s=1.0, checksum=False))
     save(tmp_path / "plan.json", replay)
     kept = tmp_path / "kept"
     returncode, outcome = chaos("--replay", str(tmp_path / "plan.json"), "--out", str(kept))
     assert (returncode, verdicts(outcome)["R1"]) == (1, {"MISS"})
+    (movers,) = (row for row in outcome["rows"] if row["what"].startswith("page movers"))
+    assert (movers["verdict"], movers["figure"].partition(";")[0]) == ("pass", "1 of 1"), movers
     assert outcome["replay"] == msgspec.to_builtins(replay)
     assert load_replay(kept / "plan.json") == replay

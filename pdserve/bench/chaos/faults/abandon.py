@@ -13,8 +13,8 @@ import time
 from typing import Final, cast
 
 from pdserve.bench.chaos.field import ADMIN_TOKEN
+from pdserve.bench.chaos.moving import GEOMETRY
 from pdserve.bench.chaos.pages import SHAPES
-from pdserve.bench.chaos.worker import GEOMETRY
 from pdserve.errors import PoolTimeout, PoolUnavailable
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.client.connector import connector_for

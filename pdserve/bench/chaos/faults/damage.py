@@ -16,9 +16,9 @@ from pdserve.bench.chaos.faults.direct import Direct, ask, pages_on
 from pdserve.bench.chaos.faults.outcome import LeftOut
 from pdserve.bench.chaos.faults.timing import POLL_S, disturbance, start_again
 from pdserve.bench.chaos.field import Field
+from pdserve.bench.chaos.moving import GEOMETRY, NAMESPACE
 from pdserve.bench.chaos.plan import Fault
 from pdserve.bench.chaos.records import Filled, Flipped
-from pdserve.bench.chaos.worker import GEOMETRY, NAMESPACE
 from pdserve.bench.dice import Dice
 from pdserve.bench.node_processes import NodeProcess
 from pdserve.errors import PoolError

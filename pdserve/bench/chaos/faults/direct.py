@@ -10,7 +10,8 @@ from typing import Final, TypeVar
 import numpy as np
 
 from pdserve.bench.chaos.field import ADMIN_TOKEN
-from pdserve.bench.chaos.worker import GEOMETRY, NAMESPACE, WRITE_TOKEN
+from pdserve.bench.chaos.moving import GEOMETRY, NAMESPACE
+from pdserve.bench.chaos.worker import WRITE_TOKEN
 from pdserve.bench.node_processes import NodeProcess
 from pdserve.errors import PoolRefused, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.admin.node_client import NodeClient

@@ -10,8 +10,8 @@ import numpy as np
 from pdserve.bench.chaos import pages as p
 from pdserve.bench.chaos.faults.direct import Direct
 from pdserve.bench.chaos.field import Field
+from pdserve.bench.chaos.moving import GEOMETRY
 from pdserve.bench.chaos.records import KeptHot
-from pdserve.bench.chaos.worker import GEOMETRY
 from pdserve.bench.dice import Dice
 from pdserve.bench.node_processes import NodeProcess
 from pdserve.kvpool.client.client import PoolClient

@@ -1,8 +1,8 @@
 """Doing to the pool what the plan says, and writing down what came of it.
 
 Each function performs one fault, from its beginning to its repair, in a thread of its own, and raises LeftOut
-where it can do nothing, or not all of it. Faults of memory and disks are in damage.py, those that
-tenants make in tenants.py.
+where it can do nothing, or not all of it. Faults of memory and disks are in damage.py, those of
+page movers in movers.py, those that tenants make in tenants.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pdserve.bench.chaos.faults.abandon import LEFT_OUT, READY
 from pdserve.bench.chaos.faults.damage import fill_disk, flip, reboot
 from pdserve.bench.chaos.faults.direct import PREFLIGHT_S, ask, pages_on
 from pdserve.bench.chaos.faults.hot_pages import Hot
+from pdserve.bench.chaos.faults.movers import lose_mover
 from pdserve.bench.chaos.faults.outcome import LeftOut, recorded
 from pdserve.bench.chaos.faults.tenants import drop, intrude, pressure, quota
 from pdserve.bench.chaos.faults.timing import GONE_TIMEOUT_S, disturbance, start_again, status_of, until_all
@@ -274,6 +275,8 @@ ACTS: Final[dict[Kind, Callable[[Field, Fault], None]]] = {
     "flip": flip,
     "pause_client": pause_client,
     "kill_client": kill_client,
+    "kill_mover": lose_mover,
+    "pause_mover": lose_mover,
     "abandon": abandon,
     "quota": quota,
     "intrude": intrude,

@@ -15,9 +15,10 @@ from pdserve.bench.chaos.faults.direct import Direct, ask
 from pdserve.bench.chaos.faults.outcome import LeftOut
 from pdserve.bench.chaos.faults.timing import disturbance
 from pdserve.bench.chaos.field import Field
+from pdserve.bench.chaos.moving import GEOMETRY, NAMESPACE
 from pdserve.bench.chaos.plan import Fault
 from pdserve.bench.chaos.records import Dropped, Intruded, Lost, Overshot
-from pdserve.bench.chaos.worker import GEOMETRY, NAMESPACE, READ_TOKEN, WRITE_TOKEN
+from pdserve.bench.chaos.worker import READ_TOKEN, WRITE_TOKEN
 from pdserve.bench.dice import Dice
 from pdserve.bench.node_processes import NodeProcess
 from pdserve.errors import PoolError, PoolRefused

@@ -41,6 +41,8 @@ from pdserve.bench.chaos.records import (
     Intruded,
     KeptHot,
     Moved,
+    MoverLost,
+    MoversReplaced,
     Noticed,
     Overshot,
     Record,
@@ -101,6 +103,7 @@ def judge(records: Sequence[Record], owner: Callable[[int], str], restart_wait_s
         _full_disks(of(records, Filled)),
         _intruders(of(records, Intruded)),
         _found_again(ran, calm),
+        _movers(records),
         _failed(of(records, Acted)),
         _ended(of(records, Ended)),
     ]
@@ -313,6 +316,18 @@ def _abandoned(clients: Sequence[Abandoned]) -> Row:
     killed = sum(one.reserved_bytes > 0 for one in clients)
     figure = f"{left} of {held:,}, {killed} killed; free after at most {slowest:.1f} s"
     return _row("R14", what, "0", figure, left == 0)
+
+
+def _movers(records: Sequence[Record]) -> Row:
+    """One that nobody killed or stopped must not fail."""
+    what, goal = "page movers that failed; of those we ended", "the same"
+    lost = of(records, MoverLost)
+    if not lost:
+        return _not("-", what, goal, "none was killed or stopped")
+    failed = sum(one.count for one in of(records, MoversReplaced))
+    slowest_s = max(one.end_s - one.start_s for one in lost)
+    figure = f"{failed} of {len(lost)}; another after at most {slowest_s:.1f} s"
+    return _row("-", what, goal, figure, failed == len(lost))
 
 
 def _full_disks(fills: Sequence[Filled]) -> Row:
