@@ -189,6 +189,7 @@ def worker_of(
         device_tokens=device,
         host_tokens=by_ratio,
         host_bytes=size,
+        keeps_host_pages=server.get("hicache_host_memory_mode") != "buffer_only",
         radix_cache=not server.get("disable_radix_cache"),
         pool_nodes=tuple(str(node["address"]) for node in pool.get("nodes") or ()),
         data_path=str(pool.get("data_path", "auto")),

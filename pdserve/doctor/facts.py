@@ -95,6 +95,8 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     """Room in its host memory; 0: not known."""
     host_bytes: int = 0
     """Of that memory, where it was set in bytes."""
+    keeps_host_pages: bool = True
+    """False: pages are in host memory only on their way (`buffer_only`)."""
     radix_cache: bool = True
     pool_nodes: tuple[str, ...] = ()
     """Control addresses."""

@@ -248,9 +248,13 @@ def _host_pool(worker: Worker) -> Iterator[Finding]:
         f"{worker.url}: host memory for {worker.host_tokens:,} tokens, prompts to {worker.context_length:,}"
     )
     change = "raise engine.hicache_size_gb or hicache_ratio, or lower context_length"
-    if worker.host_tokens < worker.context_length:
+    # a request that the device has no room for is refused, however long the model lets it be
+    longest = (
+        worker.context_length if worker.keeps_host_pages else min(worker.context_length, worker.device_tokens)
+    )
+    if worker.host_tokens < longest:
         yield _finding("host pool", "fail", says, change)
-    elif worker.host_tokens < worker.device_tokens:
+    elif worker.keeps_host_pages and worker.host_tokens < worker.device_tokens:
         yield _finding("host pool", "warn", f"{says}; the device's has {worker.device_tokens:,}", change)
     else:
         yield _finding("host pool", "ok", says)

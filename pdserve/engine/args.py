@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pdserve.engine.config import EngineConfig
+from pdserve.engine.config import EngineConfig, HostMemoryMode
 from pdserve.engine.device import Device
 from pdserve.errors import ConfigError
 from pdserve.tls.contexts import TlsConfig
@@ -36,6 +36,7 @@ _CPU_MAX_TOTAL_TOKENS = 40_000
 # SGLang takes this share of the memory that is free at its start. Its tokens bound the KV cache anyway;
 # a small share would only make a start fail when a neighbour takes memory meanwhile.
 _CPU_MEM_FRACTION = 0.9
+_HOST_RATIO: Mapping[HostMemoryMode, float] = {"cache": 2.0, "buffer_only": 1.2}  # as SGLang's own
 _CPU_MAX_RUNNING_REQUESTS = 128  # bounds the request-to-token table: this many rows of the context length
 
 _OURS = "pages would no longer reach the other workers"
@@ -52,7 +53,7 @@ NEEDED: Mapping[str, str] = {
     "hicache_storage_backend": "the pool is the storage backend",
     "hicache_storage_backend_extra_config": "the pool is the storage backend; set pool options instead",
     "hicache_write_policy": _OURS,
-    "hicache_host_memory_mode": _OURS,
+    "hicache_host_memory_mode": "set engine.hicache_host_memory_mode",
     "hicache_storage_prefetch_policy": "decode workers would recompute what is being fetched",
     "enable_lmcache": _OURS,
     "strip_thinking_cache": "a conversation's next turn would wait for pages that are never stored",
@@ -162,12 +163,13 @@ def _hicache(config: EngineConfig, device: Device, storage: Mapping[str, Any] | 
     size = (
         ["--hicache-size", str(config.hicache_size_gb)]
         if config.hicache_size_gb
-        else ["--hicache-ratio", str(config.hicache_ratio)]
+        else ["--hicache-ratio", str(config.hicache_ratio or _HOST_RATIO[config.hicache_host_memory_mode])]
     )
     threshold = {"prefetch_threshold": config.page_size}
     backend, more = (storage, {}) if isinstance(storage, str) else ("dynamic", storage)
     return [
         "--enable-hierarchical-cache",
+        *("--hicache-host-memory-mode", config.hicache_host_memory_mode),
         *size,
         *("--hicache-mem-layout", config.layout),
         *("--hicache-io-backend", config.io_backend),

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 Layout: TypeAlias = Literal["page_first_direct", "layer_first", "page_first"]
+HostMemoryMode: TypeAlias = Literal["cache", "buffer_only"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,11 +60,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Requests decoded at a time; none: SGLang's choice, on CPU 128."),
     ] = None
+    hicache_host_memory_mode: Annotated[
+        HostMemoryMode,
+        Meta(
+            description="What host memory holds. cache: pages that the worker keeps, besides the pool's. "
+            "buffer_only: pages on their way between device and pool, so that each lies on a host once."
+        ),
+    ] = "cache"
     hicache_ratio: Annotated[
-        float, Meta(gt=0, description="Size of the host's KV cache as a multiple of the device's.")
-    ] = 2.0
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="Size of the host's KV memory as a multiple of the device's; none: 2.0, for "
+            "buffer_only 1.2."
+        ),
+    ] = None
     hicache_size_gb: Annotated[
-        int, Meta(ge=0, description="Size of the host's KV cache in GB (10^9 bytes); 0: by hicache_ratio.")
+        int, Meta(ge=0, description="Size of the host's KV memory in GB (10^9 bytes); 0: by hicache_ratio.")
     ] = 0
     layout: Annotated[
         Layout, Meta(description="Layout of pages in host memory; the same on all workers of a pool.")

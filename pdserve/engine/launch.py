@@ -21,7 +21,7 @@ from pdserve.engine.model_dir import check_address, check_model_dir
 from pdserve.engine.sglang import prepare, selfcheck
 from pdserve.engine.sglang.engine import Engine
 from pdserve.engine.sglang.server import clients, is_own, serve, until_stopped
-from pdserve.engine.sglang.server_args import check_needs, parse_args, resolved
+from pdserve.engine.sglang.server_args import check_host_memory, check_needs, parse_args, resolved
 from pdserve.engine.worker import RoleParts, Worker, WorkerConfig, check_namespace, install
 from pdserve.errors import ConfigError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
@@ -44,11 +44,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
 
     Raises ConfigError or StartupError, each one line, before SGLang loads the model where possible.
     """
-    if config.storage == "pool" and not (config.pool.nodes or config.pool.etcd.endpoints):
-        raise ConfigError(
-            "pool.nodes is empty: list the nodes of the pool, or set pool.etcd.endpoints to find them, "
-            'or storage = "none" to do without'
-        )
+    _check_storage(config)
     token = secret_of(
         "cluster_token", config.cluster_token, config.cluster_token_file, "PDSERVE_CLUSTER_TOKEN", os.environ
     )
@@ -60,10 +56,11 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
             config = replace(config, pool=locate_pool(with_pool_secrets(config.pool, os.environ)))
         device = prepare_process(config.engine)
         # SGLang may be imported from here on
-        from pdserve.engine.sglang.geometry import kv_identity
+        from pdserve.engine.sglang.geometry import kv_identity, longest_tokens
         from pdserve.engine.sglang.storage import pool_storage
 
-        identity = kv_identity(_checked_args(config, role, device), reveal(config.pool.page_key))
+        found = _checked_args(config, role, device)
+        identity = kv_identity(found, reveal(config.pool.page_key))
         label = served_model_name(config.engine)
         namespace = config.pool.namespace or identity.geometry.namespace(label)
         if config.storage == "pool":
@@ -81,7 +78,8 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
             worker = Worker(role, config, namespace, identity, engine, pool, drain, metrics, tracer, starting)
             install(app, worker, parts(worker), token, starting)
 
-        storage = _storage_of(config, pool_storage(config.pool, namespace, identity.geometry))
+        longest = longest_tokens(found) if _stages(config) else 0
+        storage = _storage_of(config, pool_storage(config.pool, namespace, identity.geometry, longest))
         server_args = parse_args(server_argv(config.engine, role, device, storage, config.tls))
         logger.info("worker %s of %s, namespace %s", role, label, namespace)
         if not token:
@@ -97,6 +95,20 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
 
             serve(server_args, drain, engine, config.tls, configure_app=configure, on_ready=on_ready)
     return 0
+
+
+def _check_storage(config: WorkerConfig) -> None:
+    """Raises ConfigError for a storage that cannot work."""
+    if config.storage == "pool" and not (config.pool.nodes or config.pool.etcd.endpoints):
+        raise ConfigError(
+            "pool.nodes is empty: list the nodes of the pool, or set pool.etcd.endpoints to find them, "
+            'or storage = "none" to do without'
+        )
+    if _stages(config) and config.storage != "pool":
+        raise ConfigError(
+            'engine.hicache_host_memory_mode = "buffer_only" needs storage = "pool": host memory keeps no '
+            "pages then, and no other storage is tried with it"
+        )
 
 
 def check_token(config: WorkerConfig, token: str) -> None:
@@ -142,12 +154,18 @@ def _storage_of(config: WorkerConfig, pool_storage: dict[str, Any]) -> Storage:
     return pool_storage if config.storage == "pool" else config.storage
 
 
+def _stages(config: WorkerConfig) -> bool:
+    """Host memory holds pages only on their way."""
+    return config.engine.hicache_host_memory_mode == "buffer_only"
+
+
 def _checked_args(config: WorkerConfig, role: Role, device: Device) -> Any:
     """SGLang's resolved arguments, but for the names of the pages. Raises ConfigError where the user's own
     flags change what a worker needs.
     """
     storage = _storage_of(config, {})
     found = resolved(parse_args(server_argv(config.engine, role, device, storage, config.tls)))
+    check_host_memory(found)
     if config.engine.extra_args:
         plain = replace(config.engine, extra_args=[])
         own = resolved(parse_args(server_argv(plain, role, device, storage, config.tls)))

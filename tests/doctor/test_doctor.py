@@ -260,6 +260,9 @@ def test_what_workers_say_becomes_facts() -> None:
     assert cluster.with_host_tokens(worker, [page]).host_tokens == 64_000
     by_ratio = cluster.worker_of("u", {}, info, SERVER, 0.0)
     assert cluster.with_host_tokens(by_ratio, [page]).host_tokens == 80_000
+    assert by_ratio.keeps_host_pages
+    staged = cluster.worker_of("u", {}, info, {**SERVER, "hicache_host_memory_mode": "buffer_only"}, 0.0)
+    assert not staged.keeps_host_pages
 
 
 def test_fingerprints_tell_tokenizers_and_templates_apart() -> None:

@@ -170,6 +170,7 @@ def test_the_transport_that_will_be_used_is_named() -> None:
         ({"write_policy": "write_back"}, "fail", "write policy"),
         ({"host_tokens": 4000}, "fail", "host pool"),
         ({"host_tokens": 20_000}, "warn", "host pool"),
+        ({"host_tokens": 4000, "keeps_host_pages": False}, "fail", "host pool"),
         ({"clock_ahead_s": -7.0}, "warn", "clock"),
         ({"ready": False, "draining": True}, "warn", "worker"),
         ({"busy": True, "has_storage": False, "write_policy": ""}, "warn", "worker"),
@@ -181,6 +182,12 @@ def test_one_workers_fault_is_found(change: dict[str, Any], level: str, check: s
         found.remove(("warn", "prefetch"))
     assert found == [(level, check)]
     assert judge.status([Finding(check, level, "")]) == {"warn": 1, "fail": 2}[level]  # type: ignore[arg-type]
+
+
+def test_host_memory_that_keeps_no_pages_is_for_one_request_at_least() -> None:
+    staged = replace(WORKER, keeps_host_pages=False, host_tokens=4096)
+    small = replace(PREFILL, keeps_host_pages=False, host_tokens=1000, device_tokens=1000)
+    assert troubles(judge.workers([staged, small])) == []
 
 
 def test_of_a_worker_that_tells_nothing_of_itself_nothing_is_made_up() -> None:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import signal
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 
 from pdserve.kvpool.protocol.page_tag import TAG_BYTES
@@ -19,22 +17,10 @@ from pdserve.pages import page_hashes
 from tests.support.e2e.arena import flip, page_offset
 from tests.support.e2e.cluster import Router, Worker, eventually, free_port, http
 from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, token_ids
+from tests.support.e2e.routed import found, generate, say, wanted_hits
 from tests.support.e2e.site import CHUNK_TOKENS, Cluster, Reference, ask_all
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
-
-
-def generate(router: Router, prompt: list[int], tokens: int = NEW_TOKENS, **headers: str) -> httpx.Response:
-    """One greedy request through the router."""
-    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
-    return http.post(f"{router.url}/generate", json=body, headers=headers, timeout=120.0)
-
-
-def found(response: httpx.Response) -> dict[str, int]:
-    """Prompt tokens that the decode worker itself found, by place; the answer tells what prefill found."""
-    pairs = (pair.partition("=") for pair in response.headers["x-pdserve-cached"].split(", "))
-    return {place: int(tokens) for place, _, tokens in pairs if place != "computed"}
 
 
 def ask(router: Router, prompts: list[list[int]]) -> tuple[list[Answer], list[int]]:
@@ -46,15 +32,6 @@ def ask(router: Router, prompts: list[list[int]]) -> tuple[list[Answer], list[in
         answers.append(Answer.of(response.json()))
         cached.append(sum(found(response).values()))
     return answers, cached
-
-
-def say(prompts: list[list[int]]) -> Callable[[int], str]:
-    return lambda i: f"prompt {i} ({len(prompts[i])} tokens)"
-
-
-def wanted_hits(prompt: list[int]) -> int:
-    """Tokens that SGLang looks up in storage: full pages of all but the last token."""
-    return (len(prompt) - 1) // PAGE * PAGE
 
 
 def test_disaggregated_answers_equal_plain_sglang_and_come_from_the_pool(

@@ -70,6 +70,15 @@ def test_host_cache_is_sized_by_ratio_or_gigabytes() -> None:
     assert "--hicache-ratio" not in sized
 
 
+def test_host_memory_that_only_stages_pages_is_smaller() -> None:
+    cache = server_argv(config(), "agg", "cpu", POOL)
+    assert value(cache, "--hicache-host-memory-mode") == "cache"
+    assert value(cache, "--hicache-ratio") == "2.0"
+    staged = server_argv(config(hicache_host_memory_mode="buffer_only"), "agg", "cpu", POOL)
+    assert value(staged, "--hicache-host-memory-mode") == "buffer_only"
+    assert value(staged, "--hicache-ratio") == "1.2"
+
+
 def test_users_flags_come_last_and_win() -> None:
     argv = server_argv(config(dtype="float32", extra_args=["--dtype", "bfloat16"]), "agg", "cpu", POOL)
     assert value(argv, "--dtype") == "bfloat16"

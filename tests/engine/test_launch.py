@@ -32,3 +32,12 @@ def test_routers_are_told_the_scheme_that_the_worker_serves() -> None:
 def test_certificates_that_cannot_be_used_end_the_start_at_once() -> None:
     with pytest.raises(ConfigError, match=r"tls.certificate /none.pem and tls.key /none.key cannot be used"):
         run_worker(config(tls=TLS, insecure=True), "agg", lambda _: pytest.fail("it went on"))
+
+
+def test_host_memory_that_keeps_no_pages_needs_the_pool() -> None:
+    engine = EngineConfig(model_path="/m", hicache_host_memory_mode="buffer_only")
+    for storage in ("none", "file", "mooncake"):
+        with pytest.raises(ConfigError, match='"buffer_only" needs storage = "pool"'):
+            run_worker(
+                WorkerConfig(engine=engine, storage=storage), "agg", lambda _: pytest.fail("it went on")
+            )

@@ -94,6 +94,11 @@ def kv_identity(server_args: Any, page_key: str = "") -> KvIdentity:
     return KvIdentity(geometry, suffixes)
 
 
+def longest_tokens(server_args: Any) -> int:
+    """The longest prompt and answer together. `server_args`: resolved."""
+    return int(ModelConfig.from_server_args(server_args).context_len)
+
+
 def _auto_kv_dtype(config: Any, model_path: Path) -> str:
     """What SGLang keeps KV in when it is not told: FP8 where the checkpoint was quantized for it
     (`configure_kv_cache_dtype`), else the model's dtype.

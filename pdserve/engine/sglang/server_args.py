@@ -76,6 +76,16 @@ def _without_traces() -> Iterator[None]:
         os.environ.update(before)
 
 
+def check_host_memory(found: Any) -> None:
+    """Raises ConfigError where host memory cannot be as the resolved arguments want it."""
+    if found.hicache_host_memory_mode == "buffer_only" and found.pp_size > 1:
+        # a fetch's outcome goes from rank to rank there, and a pull would end at another step on each of them
+        raise ConfigError(
+            'engine.hicache_host_memory_mode = "buffer_only" and --pp-size over 1 exclude each other: take '
+            '"cache"'
+        )
+
+
 def check_needs(found: Any, own: Any, needed: Mapping[str, str]) -> None:
     """Compare what SGLang makes of all words with what a worker needs.
 

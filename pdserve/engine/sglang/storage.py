@@ -58,9 +58,12 @@ PLACES: Final = (
 )
 
 
-def pool_storage(pool: PoolClientConfig, namespace: str, geometry: KvGeometry) -> dict[str, Any]:
+def pool_storage(
+    pool: PoolClientConfig, namespace: str, geometry: KvGeometry, longest_tokens: int = 0
+) -> dict[str, Any]:
     """Extra config of SGLang's `dynamic` storage backend, which is read by `hicache.BackendSettings`. It
-    holds no secret: SGLang logs and shows it.
+    holds no secret: SGLang logs and shows it. `longest_tokens`: of a request, to be checked against host
+    memory.
     """
     return {
         "backend_name": "pdserve",
@@ -74,6 +77,7 @@ def pool_storage(pool: PoolClientConfig, namespace: str, geometry: KvGeometry) -
             ),
             "namespace": namespace,
             "geometry": geometry.as_dict(),
+            "longest_tokens": longest_tokens,
         },
     }
 

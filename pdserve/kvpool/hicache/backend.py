@@ -51,6 +51,8 @@ class BackendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     pool: PoolClientConfig
     namespace: str
     geometry: KvGeometry
+    longest_tokens: int = 0
+    """Of a request, where host memory is SGLang's `buffer_only`: it must have room for one. Else 0."""
 
 
 class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no types
@@ -97,6 +99,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                 f"SGLang keeps KV in {kv_dtype}, but this worker declared {declared.kv_dtype} to the pool: "
                 "say which with --kv-cache-dtype in engine.extra_args"
             )
+        _check_room(mem_pool_host, self._settings.longest_tokens)
         name = f"hicache{self._config.tp_rank}"
         pages = open_access(
             self._settings.pool,
@@ -231,6 +234,22 @@ def _check_ranks(config: HiCacheStorageConfig, declared: KvGeometry) -> None:
                 f"SGLang runs with {field} {value}, but this worker declared "
                 f"{getattr(declared, field)} to the pool"
             )
+
+
+def _check_room(mem_pool_host: Any, longest_tokens: int) -> None:
+    """Raises StartupError where a request's pages could never pass through host memory.
+
+    SGLang 0.5.23 stages the new pages of a request together, and those that it fetches for one
+    (`BufferModePipeline._backup_oversize`, `_reject_oversized_prefetch`). More than host memory holds are
+    neither stored nor fetched, ever, and only a counter says so.
+    """
+    needed = min(longest_tokens, int(mem_pool_host.device_capacity_tokens)) if longest_tokens else 0
+    if mem_pool_host.size < needed:
+        raise StartupError(
+            f"host memory has room for {mem_pool_host.size:,} tokens on their way, but a request may have "
+            f"{needed:,}, whose pages would never be stored or fetched: raise engine.hicache_ratio or "
+            "hicache_size_gb, or lower engine.context_length"
+        )
 
 
 def _read_settings(storage_config: HiCacheStorageConfig) -> BackendSettings:

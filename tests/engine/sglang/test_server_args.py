@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from pdserve.engine.args import NEEDED, NEEDED_ON_CPU, needed, server_argv
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.demo.model import make_demo_model
-from pdserve.engine.sglang.geometry import kv_identity
-from pdserve.engine.sglang.server_args import check_needs, parse_args, resolved
+from pdserve.engine.sglang.geometry import kv_identity, longest_tokens
+from pdserve.engine.sglang.server_args import check_host_memory, check_needs, parse_args, resolved
 from pdserve.errors import ConfigError
 
 
@@ -53,6 +53,7 @@ def test_what_a_worker_needs_are_arguments_that_sglang_has(engine: EngineConfig)
         ),
         (["--dp-size", "2"], "--dp-size would be 2, but a worker needs 1: on CPU run more workers instead"),
         (["--served-model-name", "x"], "set engine.served_model_name"),
+        (["--hicache-host-memory-mode", "buffer_only"], "set engine.hicache_host_memory_mode"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -64,6 +65,24 @@ def test_an_argument_that_breaks_the_hand_off_is_named_in_one_line(
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
     assert "secret" not in str(refused.value)
+
+
+def test_host_memory_that_only_stages_pages_is_for_ranks_that_act_at_the_same_step(
+    engine: EngineConfig,
+) -> None:
+    staged = replace(engine, hicache_host_memory_mode="buffer_only")
+    found = resolve(staged)
+    assert (found.hicache_host_memory_mode, found.hicache_ratio) == ("buffer_only", 1.2)
+    assert found.hicache_write_policy == "write_through"
+    check_host_memory(found)
+    check_host_memory(resolve(engine, "--pp-size", "2"))
+    with pytest.raises(ConfigError, match=r"buffer_only.* and --pp-size over 1 exclude each other"):
+        check_host_memory(resolve(staged, "--pp-size", "2"))
+
+
+def test_the_longest_request_is_as_the_worker_was_told_or_the_models_own(engine: EngineConfig) -> None:
+    assert longest_tokens(resolve(engine)) == 8192
+    assert longest_tokens(resolve(replace(engine, context_length=512))) == 512
 
 
 def test_other_arguments_are_the_users(engine: EngineConfig) -> None:

@@ -53,6 +53,25 @@ def backend(pool: Pool, host: HostPool, **changed: Any) -> Any:
     return made
 
 
+def test_host_memory_that_stages_pages_must_have_room_for_a_request(pool: Pool) -> None:
+    host = HostPool("page_first")
+    host.device_capacity_tokens = 10 * host.size
+
+    def start(longest_tokens: int) -> None:
+        config = storage_config(pool, geometry())
+        config.extra_config["pdserve"]["longest_tokens"] = longest_tokens
+        made = hicache_backend.PdserveHiCache(config, {})
+        made.register_mem_pool_host(host)
+        made.close()
+
+    start(host.size)
+    start(0)  # it keeps pages too: SGLang makes room by dropping some
+    with pytest.raises(StartupError, match=rf"room for {host.size:,} tokens .* may have {host.size + 1:,}"):
+        start(host.size + 1)
+    host.device_capacity_tokens = host.size  # no request is longer than what the device holds
+    start(host.size + 1)
+
+
 def names(count: int) -> list[str]:
     return [key.hex() for key in keys(count)]
 

@@ -13,6 +13,13 @@ from tests.support.e2e.servers import Servers
 from tests.support.kvpool.etcd_server import EtcdServer
 
 CHUNK_TOKENS: Final = 512
+STAGED: Final = {
+    "hicache_host_memory_mode": "buffer_only",
+    "max_total_tokens": 12_000,
+    "hicache_size_gb": 0,
+    "hicache_ratio": 0.4,
+}
+"""Host memory is for 4,800 tokens, requests have up to 4,096, and the prompts of `first_turns` 20,000."""
 PAGE_KEY: Final = "of-the-workers-of-this-run-alone"
 PULL_AHEAD: Final = {"pull_ahead_tokens": 2 * CHUNK_TOKENS}
 NEEDS: Final = {
@@ -80,7 +87,8 @@ def ask_cold(worker: Worker, prompts: list[list[int]]) -> list[Answer]:
 @dataclass
 class Cluster:
     """Two disaggregated pairs on one pool node, each pair behind its own router and both behind a third. The
-    first pair computes prompts in chunks, and pulls long ones ahead.
+    first pair computes prompts in chunks, and pulls long ones ahead. The second pair keeps no pages in host
+    memory (`buffer_only`).
     """
 
     pool: PoolNode
@@ -165,6 +173,7 @@ class Site:
 def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdServer) -> list[Worker]:
     exact = engine_settings(model)
     chunked = engine_settings(model, extra_args=["--chunked-prefill-size", str(CHUNK_TOKENS)])
+    staged = engine_settings(model, **STAGED)
     bytes_of_two = engine_settings(model, dtype="bfloat16", layout="layer_first")
     file = engine_settings(model, layout="layer_first")
     pages = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(run_dir / "pages")}
@@ -180,6 +189,7 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
         Worker("agg", "ucx", run_dir, bytes_of_two, ucx),
         Worker("agg", "file", run_dir, file, settings=to_file, env=pages),
         Worker("prefill", "prefill0", run_dir, chunked, disaggregated),
-        Worker("prefill", "prefill1", run_dir, exact, disaggregated),
-        *(Worker("decode", f"decode{i}", run_dir, exact, disaggregated, stepwise) for i in range(2)),
+        Worker("prefill", "prefill1", run_dir, staged, disaggregated),
+        Worker("decode", "decode0", run_dir, exact, disaggregated, stepwise),
+        Worker("decode", "decode1", run_dir, staged, disaggregated, stepwise),
     ]

@@ -30,6 +30,7 @@ class HostPool:
             else (2, LAYERS, HOST_PAGES, PAGE_TOKENS * TOKEN_BYTES)
         )
         self.size = HOST_PAGES * PAGE_TOKENS
+        self.device_capacity_tokens = self.size // 2
         self.kv = np.zeros(shape, np.uint8)
         if shared:
             self.fd = os.memfd_create("host-pool")

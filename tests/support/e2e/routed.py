@@ -1,0 +1,32 @@
+"""Requests through a router, and what their workers had cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import httpx
+
+from tests.support.e2e.cluster import Router, http
+from tests.support.e2e.prompts import NEW_TOKENS, PAGE
+
+
+def generate(router: Router, prompt: list[int], tokens: int = NEW_TOKENS, **headers: str) -> httpx.Response:
+    """One greedy request through the router."""
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+    return http.post(f"{router.url}/generate", json=body, headers=headers, timeout=120.0)
+
+
+def found(response: httpx.Response) -> dict[str, int]:
+    """Prompt tokens that the decode worker itself found, by place; the answer tells what prefill found."""
+    pairs = (pair.partition("=") for pair in response.headers["x-pdserve-cached"].split(", "))
+    return {place: int(tokens) for place, _, tokens in pairs if place != "computed"}
+
+
+def say(prompts: list[list[int]]) -> Callable[[int], str]:
+    return lambda i: f"prompt {i} ({len(prompts[i])} tokens)"
+
+
+def wanted_hits(prompt: list[int]) -> int:
+    """Tokens that SGLang looks up in storage: full pages of all but the last token."""
+    return (len(prompt) - 1) // PAGE * PAGE
