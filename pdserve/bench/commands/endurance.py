@@ -27,7 +27,7 @@ def soak(
     ] = "128MiB",
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between samples.")] = 5.0,
     operations: Annotated[
-        float, typer.Option(min=0.1, help="Operations per second of each of 8 threads.")
+        float, typer.Option(min=0.1, help="Operations per second of each of 12 threads.")
     ] = 50.0,
     plot: options.Plot = None,
     out: options.Out = None,

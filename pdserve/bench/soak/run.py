@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 Clients: TypeAlias = dict[str, Child]
 
-PATHS: Final[tuple[DataPathChoice, ...]] = ("shm", "ucx")
+PATHS: Final[tuple[DataPathChoice, ...]] = ("shm", "ucx", "tcp")
 RENEW_S: Final = {"": 0.0, "-renewed": 10.0}  # a client process of each path, by what its name says
 IDLE_WITHIN_S: Final = 20.0
 REST_S: Final = 0.2  # after the last operation: releases have no reply

@@ -99,7 +99,7 @@ def test_a_short_run_reads_right_bytes_and_holds_nothing_at_rest(
     (outcome,) = results(bench_here("soak", *arguments))
     assert outcome["wrong"] == 0
     assert sum(outcome["pages_read"].values()) > 0
-    clients = {"client-shm", "client-shm-renewed", "client-ucx", "client-ucx-renewed"}
+    clients = {f"client-{path}{kind}" for path in ("shm", "ucx", "tcp") for kind in ("", "-renewed")}
     assert set(outcome["pages_read"]) == clients
     at_rest = [one for one in outcome["watched"] if one["what"] in ("pins", "reserved_bytes")]
     assert {one["process"] for one in at_rest} == {"node0", *clients}
