@@ -24,7 +24,12 @@ BLOCKS: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
     "docs/internals/slot-table.md": {"rows": formats.slot_rows},
     "docs/internals/tier-format.md": {"entries": formats.segment_entries},
     "docs/benchmarks/index.md": {"results": summary.readme_results, "kept": summary.kept_runs},
-    "docs/benchmarks/pool.md": {"pool": pool.speed, "pool-goals": pool.goals, "beside": pool.beside},
+    "docs/benchmarks/pool.md": {
+        "pool": pool.speed,
+        "pool-goals": pool.goals,
+        "beside": pool.beside,
+        "ranks": pool.ranks,
+    },
     "docs/benchmarks/serving.md": {
         "goals": serving.goals,
         "compared": serving.compared,

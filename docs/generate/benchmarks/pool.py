@@ -63,6 +63,27 @@ def _beside_cells(line: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def ranks() -> str:
+    """The newest run: a row for each path, checksum and number of ranks."""
+    kept = runs("ranks")
+    if not kept:
+        return NO_RUN
+    run = kept[0]
+    columns = (
+        *("path", "page", "checksum", "ranks", "memcpy GB/s", "get GB/s", "put GB/s"),
+        *("get / memcpy", "put / memcpy"),
+    )
+    rows = [
+        (
+            *(line["path"], f"{line['page_bytes'] >> 20} MiB", line["checksum"], str(line["ranks"])),
+            *(f"{line[name]:.1f}" for name in ("memcpy_gbps", "get_gbps", "put_gbps")),
+            *(f"{line[name]:.2f}" for name in ("get_over_memcpy", "put_over_memcpy")),
+        )
+        for line in run.lines
+    ]
+    return origin(run) + "\n" + table(columns, rows)
+
+
 def same_host(run: Run, figure: str, checksum: str = "off") -> list[float]:
     """A figure of same-host transfers of pages of 1 MiB and more."""
     return [row[figure] for row in _large(run, "shm", checksum)]

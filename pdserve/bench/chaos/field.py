@@ -187,8 +187,8 @@ class Field:
         await_settled(self.nodes)
 
     def direct(self, **changes: Any) -> PoolClientConfig:
-        """A client that reaches every node past the relays."""
-        own = {"checksum": self.settings.checksum, "token": WRITE_TOKEN}
+        """A client that reaches every node past the relays, and may make namespaces."""
+        own = {"checksum": self.settings.checksum, "token": ADMIN_TOKEN}
         return client_of(self.nodes, **{**own, **TIMEOUTS, **changes})
 
 

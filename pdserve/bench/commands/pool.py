@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from pdserve.bench.commands import options
-from pdserve.bench.commands.options import choices, page_sizes
+from pdserve.bench.commands.options import choices, numbers, page_sizes
 from pdserve.bench.commands.output import Output
 from pdserve.errors import ConfigError
 
@@ -49,7 +49,17 @@ def pool(
             f"go on: {', '.join(BESIDE)}."
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="With --beside: rounds; results are medians.")] = 3,
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure instead so many processes at once, each with a page mover, as the ranks of a "
+            "worker: numbers such as 1,4."
+        ),
+    ] = None,
+    total: Annotated[str, typer.Option(help="With --ranks: bytes of all their pages together.")] = "1GiB",
+    rounds: Annotated[
+        int, typer.Option(min=1, help="With --beside and --ranks: rounds; results are medians.")
+    ] = 3,
     plot: options.Plot = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -57,48 +67,60 @@ def pool(
     against other stores where they are asked for.
     """
     # imported here: `pdserve bench --help` needs none of it
-    from pdserve.bench.peers.registry import perftest_gbps, stores
-    from pdserve.bench.plot import plot_pool, size_name
-    from pdserve.bench.pool.own_node import bench_node
-    from pdserve.bench.pool.speed import Workload, measure
-    from pdserve.bench.stores import PoolStore
+    from pdserve.bench.plot import plot_pool
+    from pdserve.bench.pool.speed import Workload
     from pdserve.sizes import parse_bytes
 
     sizes = page_sizes(pages)
-    paths = choices("path", path, PATHS)
-    checksums = [word == "on" for word in choices("checksum", checksum, ON_OFF)]
     peers = [choices("peer", name, PEERS)[0] for name in peer or []]
     capacity_bytes = parse_bytes(capacity)
     if capacity_bytes < 4 * batch * max(sizes):
         raise ConfigError(f"--capacity {capacity} holds no 4 batches of {batch} pages of {max(sizes)} bytes")
+    workloads = [
+        Workload(name, word == "on", size, batch, seconds, capacity_bytes)
+        for name, word, size in itertools.product(
+            choices("path", path, PATHS), choices("checksum", checksum, ON_OFF), sizes
+        )
+    ]
     output = Output(as_json, plot)
     if beside is not None:
-        kinds = choices("beside", beside, BESIDE)
-        workloads = [
-            Workload(name, on, size, batch, seconds, capacity_bytes)
-            for name, on, size in itertools.product(paths, checksums, sizes)
-        ]
-        _beside(output, workloads, kinds, rounds, capacity)
-        return
+        _beside(output, workloads, choices("beside", beside, BESIDE), rounds, capacity)
+    if ranks is not None:
+        _ranks(output, workloads, numbers("ranks", ranks), parse_bytes(total), rounds, capacity)
+    if beside is None and ranks is None:
+        figures, bandwidths = _speed(output, workloads, peers, capacity)
+        if plot is not None:
+            plot_pool(plot, figures, bandwidths, f"Batches of {batch} pages, medians, one machine, one run")
+
+
+def _speed(
+    output: Output, workloads: Sequence[Workload], peers: Sequence[str], capacity: str
+) -> tuple[list[PoolFigures], dict[tuple[str, int], float]]:
+    """Figures of the pool and the stores beside it; bandwidths of what is no store, by page size."""
+    from pdserve.bench.peers.registry import perftest_gbps, stores
+    from pdserve.bench.plot import size_name
+    from pdserve.bench.pool.own_node import bench_node
+    from pdserve.bench.pool.speed import measure
+    from pdserve.bench.stores import PoolStore
+
     figures: list[PoolFigures] = []
+    sizes = list(dict.fromkeys(workload.page_bytes for workload in workloads))
     bandwidths = {
         (name, size): perftest_gbps(name, size) for name in peers if name in BANDWIDTH_PEERS for size in sizes
     }
     with (
-        stores([name for name in peers if name in STORE_PEERS], capacity_bytes) as peer_stores,
+        stores([name for name in peers if name in STORE_PEERS], workloads[0].capacity_bytes) as peer_stores,
         bench_node(capacity, slab_bytes=max(16 << 20, max(sizes))) as connect,
     ):
-        for path_name, with_checksum, size in itertools.product(paths, checksums, sizes):
-            workload = Workload(path_name, with_checksum, size, batch, seconds, capacity_bytes)
-            with connect(path_name, with_checksum) as client:
+        for workload in workloads:
+            with connect(workload.path, workload.checksum) as client:
                 figures.append(measure(PoolStore(client), workload, peer_stores))
-            output.row(figures[-1], checksum=ON_OFF[not with_checksum])
+            output.row(figures[-1], checksum=ON_OFF[not workload.checksum])
     for (name, size), gbps in bandwidths.items():
         output.row({"peer": name, "page_bytes": size, "gbps": gbps})
     output.show(*_pool_tables(figures))
     output.show(*(f"{name}, {size_name(size)}: {gbps:.2f} GB/s" for (name, size), gbps in bandwidths.items()))
-    if plot is not None:
-        plot_pool(plot, figures, bandwidths, f"Batches of {batch} pages, medians, one machine, one run")
+    return figures, bandwidths
 
 
 def _beside(
@@ -122,6 +144,35 @@ def _beside(
             title = f"{workload.path}, checksums {sums}, {what}: GB/s, and the thread's steps (get, put)"
             lines = [_beside_row(row) for row in rows]
             output.show(table(title, columns, lines, left=("way", "beside"), no_wrap=True))
+
+
+def _ranks(
+    output: Output,
+    workloads: Sequence[Workload],
+    ranks: Sequence[int],
+    total_bytes: int,
+    rounds: int,
+    capacity: str,
+) -> None:
+    from pdserve.bench.plot import size_name
+    from pdserve.bench.pool.own_node import bench_node
+    from pdserve.bench.pool.ranks.measure import measure_ranks
+    from pdserve.bench.tables import table
+
+    lines = []
+    largest = max(workload.page_bytes for workload in workloads)
+    with bench_node(capacity, slab_bytes=max(16 << 20, largest)) as connect:
+        for workload, count in itertools.product(workloads, ranks):
+            with connect(workload.path, workload.checksum) as client:
+                row = measure_ranks(client, workload, count, total_bytes, rounds)
+            sums = ON_OFF[not workload.checksum]
+            output.row(row, checksum=sums)
+            rates = (row.memcpy_gbps, row.get_gbps, row.put_gbps, row.get_over_memcpy, row.put_over_memcpy)
+            which = (row.path, sums, size_name(row.page_bytes), str(count))
+            lines.append((*which, *(f"{rate:.2f}" for rate in rates)))
+    columns = ("path", "sum", "page", "ranks", "copy", "get", "put", "get/copy", "put/copy")
+    title = "Ranks at once, each with a page mover: GB/s in sum"
+    output.show(table(title, columns, lines, left=("path", "sum"), no_wrap=True))
 
 
 def _beside_row(row: BesideFigures) -> tuple[str, ...]:

@@ -249,6 +249,14 @@ def test_a_page_that_a_reboot_lost_has_a_row_of_its_own_unless_it_was_just_writt
     assert rows([just, REBOOT, MISS], "node1")["R4"].verdict == "MISS"
 
 
+def test_a_page_that_was_just_written_when_its_node_rebooted_is_missed_by_no_upgrade_either() -> None:
+    just, miss = asked("put", 4.0, [PAGE], [True]), asked("get", 25.0, [PAGE], [False])
+    assert verdict("R9", just, REBOOT, UPGRADE, miss) == "not exercised"
+    assert verdict("R9", PUT, REBOOT, UPGRADE, miss) == "MISS"
+    move = Moved(24.0, 26.0, "node3", 3, 250, 1000)
+    assert verdict("R11/2", just, REBOOT, move, miss) == "not exercised"
+
+
 def test_an_upgrade_puts_deadlines_off() -> None:
     late = Asked("get", "client-ucx.0", 24.5, 30.0, 2.0, [], [])
     assert verdict("R12", PUT, UPGRADE, late) == "pass"

@@ -11,7 +11,6 @@ import numpy as np
 
 from pdserve.bench.chaos.field import ADMIN_TOKEN
 from pdserve.bench.chaos.moving import GEOMETRY, NAMESPACE
-from pdserve.bench.chaos.worker import WRITE_TOKEN
 from pdserve.bench.node_processes import NodeProcess
 from pdserve.errors import PoolRefused, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.admin.node_client import NodeClient
@@ -34,7 +33,7 @@ class Direct:
     PoolError.
     """
 
-    def __init__(self, node: NodeProcess, namespace: str = NAMESPACE, token: str = WRITE_TOKEN) -> None:
+    def __init__(self, node: NodeProcess, namespace: str = NAMESPACE, token: str = ADMIN_TOKEN) -> None:
         self.node = node
         hello = make_hello("chaos-direct", host_id(), "shm", token)
         self._channel = ControlChannel.connect(node.address, hello, time.monotonic() + ASK_TIMEOUT_S)

@@ -21,6 +21,7 @@ from pdserve.bench.chaos.records import Dropped, Intruded, Lost, Overshot
 from pdserve.bench.chaos.worker import READ_TOKEN, WRITE_TOKEN
 from pdserve.bench.dice import Dice
 from pdserve.bench.node_processes import NodeProcess
+from pdserve.bench.stores import BenchError
 from pdserve.errors import PoolError, PoolRefused
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.protocol import messages as m
@@ -149,7 +150,8 @@ def pressure(field: Field, fault: Fault) -> None:
         with disturbance(field, "pressure", ""):
             with _writing(field, "pressure", str(fault.draw), 1):
                 field.stop.wait(fault.for_s)
-            client.clear()
+            if not client.clear():
+                raise BenchError("no page was written into the other namespace")
         field.note(Lost(time.monotonic()))
 
 

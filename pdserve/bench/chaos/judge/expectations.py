@@ -94,7 +94,7 @@ class Kept:
 @dataclass(slots=True)
 class _Page:
     since_s: float  # acknowledged
-    fate: Count  # where reads of it count
+    fate: Count | None  # where reads of it count; None: it need not be there
 
 
 def read_after_ack(
@@ -135,7 +135,9 @@ def read_after_ack(
                 now = kept.moving
             for page, ok in zip(moment.pages, moment.ok, strict=True):
                 if p.zone_of(page) == p.OWNED and page in pages:
-                    (now or pages[page].fate).add(ok)
+                    fate = pages[page].fate
+                    if fate is not None:
+                        (now or fate).add(ok)
     return kept
 
 
@@ -147,8 +149,8 @@ def _killed(kill: Disturbed, pages: dict[int, _Page], kept: Kept, owner: Callabl
         if kill.kind != "reboot":
             page.fate = kept.restarted if page.fate is kept.same else page.fate
         elif page.since_s > kill.start_s - ON_SSD_AFTER_S:
-            page.fate = Count()  # it need not be there
-        else:
+            page.fate = None
+        elif page.fate is not None:
             page.fate = kept.rebooted
 
 
