@@ -136,6 +136,7 @@ def test_a_node_that_is_upgraded_stays_in_all_views_and_a_seed_never_stands_alon
         upgrade(upgraded.address, deadline_s=60.0)
         processes.until("ab")
         assert fetch_status(upgraded.address, soon()).incarnation != before
+        watcher.told("ab")
         assert set(watcher.rings) == {"ab"}
         watcher.close()
     log = seed.log.read_text()
