@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 
 from pdserve.engine.http.request import HttpRequest
-from pdserve.engine.page_names import PageNames
+from pdserve.engine.page_names import PageNames, RequestPages, committed_pages
 from pdserve.kvpool.client.async_client import AsyncPoolClient
 
 MOMENT_S: Final = 0.5
@@ -30,7 +30,9 @@ MOMENT_S: Final = 0.5
 
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `/pd/settled`. `known` is false for a request this worker never saw or has forgotten."""
+    """Answer of `/pd/settled`. `known` is false for a request this worker never saw or has forgotten. Pages
+    are counted once the request is answered.
+    """
 
     request_id: str
     known: bool
@@ -49,13 +51,13 @@ class _Pages:
 
 
 class _Followed:
-    """One request. At first it holds SGLang's record, then the keys of its pages, in the end two numbers.
+    """One request. At first it holds SGLang's record, then the names of its pages, in the end two numbers.
     Thousands are remembered, and a record with its texts, tokens and images can have megabytes.
     """
 
     def __init__(self, request: HttpRequest) -> None:
         self.request = request
-        self.keys: list[bytes] | None = None  # None until it is answered
+        self.pages: RequestPages | None = None  # None until it is answered
         self.task: asyncio.Task[_Pages]
 
 
@@ -100,12 +102,12 @@ class WriteBack:
         done, _ = await asyncio.wait({followed.task}, timeout=timeout_s)
         waited_ms = (time.monotonic() - started_s) * 1e3
         if not done:
-            answered = followed.keys is not None
-            keys = followed.keys if followed.keys is not None else self._keys(followed)
-            return _settlement(request_id, _count(await self._pool.exists(keys)), waited_ms, answered)
+            if followed.pages is None:
+                return Settlement(request_id=request_id, known=True, waited_ms=round(waited_ms, 3))
+            return _settlement(request_id, await self._count(followed.pages), waited_ms)
         if followed.task.cancelled():
             return Settlement(request_id=request_id, known=False, waited_ms=waited_ms)
-        return _settlement(request_id, followed.task.result(), waited_ms, True)
+        return _settlement(request_id, followed.task.result(), waited_ms)
 
     def unsettled(self) -> int:
         """The number of requests whose pages may still come."""
@@ -121,35 +123,31 @@ class WriteBack:
 
     async def _commits(self, followed: _Followed) -> _Pages:
         await followed.request.answered.wait()
-        followed.keys = keys = self._keys(followed)
-        ends = self._names.ends_of_conversations(followed.request)
+        pages = await self._names.of_conversations(followed.request)
         followed.request.requests.clear()
+        if not pages:
+            return _Pages(0, 0)
+        followed.pages = pages
         try:
-            if not keys:
-                return _Pages(0, 0)
             # Of a request cut short SGLang keeps what was computed; how much of it is not known, so there is
             # nothing to wait for.
             if not followed.request.is_cut_short:
-                self._publishing = any(await self._pool.wait(ends, self._timeout_s))
+                self._publishing = any(await self._pool.wait(pages.ends(), self._timeout_s))
             # A page before the end may be missing all the same: found by SGLang in its own cache, and lost by
             # the pool since it was stored. Nobody stores it again now, so it is not waited for.
-            return _count(await self._pool.exists(keys))
+            return await self._count(pages)
         finally:
-            followed.keys = []
+            followed.pages = None
 
-    def _keys(self, followed: _Followed) -> list[bytes]:
-        return self._names.of_conversations(followed.request)
-
-
-def _count(present: list[bool]) -> _Pages:
-    return _Pages(sum(present), len(present))
+    async def _count(self, pages: RequestPages) -> _Pages:
+        return _Pages(await committed_pages(self._pool, pages), len(pages))
 
 
-def _settlement(request_id: str, pages: _Pages, waited_ms: float, answered: bool) -> Settlement:
+def _settlement(request_id: str, pages: _Pages, waited_ms: float) -> Settlement:
     return Settlement(
         request_id=request_id,
         known=True,
-        settled=answered and pages.committed == pages.total,
+        settled=pages.committed == pages.total,
         committed_pages=pages.committed,
         missing_pages=pages.total - pages.committed,
         waited_ms=round(waited_ms, 3),

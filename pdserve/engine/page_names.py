@@ -1,4 +1,6 @@
-"""Names of the pool pages of a request. Pure.
+"""Names of the pool pages of a request, and how many of them the pool has.
+
+A request's chain is hashed once, beside the worker's event loop where it is long.
 
 SGLang stores the pages of a sequence in order, one batch after the other. So when the last full page of a
 sequence (its end) is committed, every page of it that will be stored is.
@@ -6,11 +8,20 @@ sequence (its end) is committed, every page of it that will be stored is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, Protocol
 
 from pdserve.engine.http.request import EngineRequest, HttpRequest
 from pdserve.pages import namespace_seed, page_hashes, pool_key
+
+HASHED_AT_ONCE_TOKENS: Final = 4096
+"""1 to 3 ms of hashing. More is left to a thread."""
+ASKED_KEYS: Final = 256
+"""A request of so many pages at most, over all ranks, is asked for in full."""
+SAMPLED_PAGES: Final = 64
 
 
 @dataclass(frozen=True)
@@ -20,36 +31,13 @@ class PageNames:
     page_size: int  # tokens
     rank_suffixes: Sequence[bytes]
 
-    def of_prompts(self, request: HttpRequest) -> list[bytes]:
-        """Pool keys of every full page of every prompt of the request, without repetition."""
-        return self._keys(self._chains(request, _prompt))
+    async def of_prompts(self, request: HttpRequest) -> RequestPages:
+        """The full pages of every prompt of the request."""
+        return await self._pages(request, _prompt)
 
-    def of_conversations(self, request: HttpRequest) -> list[bytes]:
-        """The same, of prompt and output."""
-        return self._keys(self._chains(request, lambda made: made.conversation()))
-
-    def ends_of_prompts(self, request: HttpRequest) -> list[bytes]:
-        """Pool keys of the last full page of every prompt."""
-        return self._keys(chain[-1:] for chain in self._chains(request, _prompt))
-
-    def ends_of_conversations(self, request: HttpRequest) -> list[bytes]:
-        """The same, of prompt and output."""
-        return self._keys(chain[-1:] for chain in self._chains(request, lambda made: made.conversation()))
-
-    def found_of_prompts(self, request: HttpRequest, cached_tokens: Mapping[str, int]) -> list[bytes]:
-        """Pool keys of the prompts' pages that SGLang may have had in its cache. `cached_tokens`: its count,
-        by its request id.
-
-        SGLang looks for all of a prompt but the last token, and computes the last page of a prompt of whole
-        pages in any case. So where it found all that it looks for, that page counts as found too.
-        """
-
-        def found(made: EngineRequest) -> Sequence[int]:
-            prompt, cached = _prompt(made), cached_tokens.get(made.rid, 0)
-            is_all = cached // self.page_size == (len(prompt) - 1) // self.page_size
-            return prompt if is_all else prompt[:cached]
-
-        return self._keys(self._chains(request, found))
+    async def of_conversations(self, request: HttpRequest) -> RequestPages:
+        """The full pages of every prompt of the request with its output."""
+        return await self._pages(request, lambda made: made.conversation())
 
     def unnamed(self, request: HttpRequest, prompt_tokens: int) -> int:
         """How many pages of the request's prompts, `prompt_tokens` in all, cannot be named: those of images
@@ -70,15 +58,102 @@ class PageNames:
             for end in ends
         ]
 
-    def _chains(
+    async def _pages(
         self, request: HttpRequest, tokens: Callable[[EngineRequest], Sequence[int]]
-    ) -> Iterator[list[bytes]]:
-        for made in request.requests.values():
-            yield page_hashes(tokens(made), self.page_size, namespace_seed(made.extra_key, made.cache_salt))
+    ) -> RequestPages:
+        sequences = [
+            (made.rid, tokens(made), namespace_seed(made.extra_key, made.cache_salt))
+            for made in request.requests.values()
+        ]
 
-    def _keys(self, chains: Iterable[list[bytes]]) -> list[bytes]:
-        hashes = dict.fromkeys(digest for chain in chains for digest in chain)
-        return [pool_key(digest, suffix) for digest in hashes for suffix in self.rank_suffixes]
+        def hashed() -> RequestPages:
+            chains = {rid: page_hashes(ids, self.page_size, seed) for rid, ids, seed in sequences}
+            return RequestPages(self.page_size, self.rank_suffixes, chains)
+
+        if sum(len(ids) for _, ids, _ in sequences) <= HASHED_AT_ONCE_TOKENS:
+            return hashed()
+        return await asyncio.to_thread(hashed)
+
+
+@dataclass(frozen=True)
+class RequestPages:
+    """The full pages of a request's sequences: a chain of digests for each, by SGLang's request id."""
+
+    page_size: int  # tokens
+    rank_suffixes: Sequence[bytes]
+    chains: Mapping[str, Sequence[bytes]]
+
+    def __len__(self) -> int:
+        """Pages at all ranks, without repetition."""
+        return len(self._distinct) * len(self.rank_suffixes)
+
+    def all_keys(self) -> list[bytes]:
+        """Pool keys of all pages."""
+        return self._keys(self._distinct)
+
+    def ends(self) -> list[bytes]:
+        """Pool keys of the last page of every sequence."""
+        return self._keys(self._ends)
+
+    def ends_found(self, prompt_tokens: Mapping[str, int], cached_tokens: Mapping[str, int]) -> list[bytes]:
+        """Those of `ends` that SGLang may have had in its cache. Both arguments: SGLang's counts, by its
+        request id.
+
+        SGLang looks for all of a prompt but the last token, and computes the last page of a prompt of whole
+        pages in any case. So where it found all that it looks for, that page counts as found too.
+        """
+        found: set[bytes] = set()
+        for rid, chain in self.chains.items():
+            pages = cached_tokens.get(rid, 0) // self.page_size
+            is_all = pages == (prompt_tokens.get(rid, 0) - 1) // self.page_size
+            found.update(chain if is_all else chain[:pages])
+        return self._keys([end for end in self._ends if end in found])
+
+    def sample(self) -> list[bytes]:
+        """Pool keys of `SAMPLED_PAGES` pages at equal distances. All pages, if they are not many more."""
+        if len(self) <= ASKED_KEYS:
+            return self.all_keys()
+        step = -(-len(self._distinct) // SAMPLED_PAGES)
+        suffixes = self.rank_suffixes
+        return [
+            pool_key(digest, suffixes[place % len(suffixes)])
+            for place, digest in enumerate(self._distinct[::step])
+        ]
+
+    @cached_property
+    def _distinct(self) -> list[bytes]:
+        return list(dict.fromkeys(digest for chain in self.chains.values() for digest in chain))
+
+    @cached_property
+    def _ends(self) -> list[bytes]:
+        return list(dict.fromkeys(chain[-1] for chain in self.chains.values() if chain))
+
+    def _keys(self, digests: Sequence[bytes]) -> list[bytes]:
+        return [pool_key(digest, suffix) for digest in digests for suffix in self.rank_suffixes]
+
+
+class Pool(Protocol):
+    """What is asked here of an `AsyncPoolClient`."""
+
+    async def exists(self, keys: Sequence[bytes]) -> list[bool]: ...
+
+
+async def committed_pages(pool: Pool, pages: RequestPages) -> int:
+    """How many of the pages are in the pool.
+
+    Of a long request the ends and a sample are asked for, and all only where one of these is missing. So a
+    single page that the pool lost since it was stored may be counted. A lost node is seen, by its share of
+    all pages. Eight ranks have 16,384 keys of 128k tokens at 64 a page: too many to ask after each request.
+    """
+    if not pages:
+        return 0
+    asked = pages.sample()
+    if len(asked) == len(pages):
+        return sum(await pool.exists(asked))
+    if all(await pool.exists([*pages.ends(), *asked])):
+        return len(pages)
+    keys = await asyncio.to_thread(pages.all_keys)
+    return sum(await pool.exists(keys))
 
 
 def _prompt(made: EngineRequest) -> Sequence[int]:

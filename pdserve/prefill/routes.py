@@ -22,7 +22,7 @@ from pdserve.engine.http.cache_report import Found
 from pdserve.engine.http.endpoints import CHAT
 from pdserve.engine.http.request import HttpRequest, current_request
 from pdserve.engine.http.timing import WorkerMetrics
-from pdserve.engine.page_names import PageNames
+from pdserve.engine.page_names import PageNames, RequestPages, committed_pages
 from pdserve.engine.sglang.prompt import prefill_request, run_prefill
 from pdserve.errors import RequestError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
@@ -79,19 +79,19 @@ class Prefill:
         computed_s = time.monotonic()
         record = current_request()
         assert record is not None, "this route is tracked"
-        keys = self._names.of_prompts(record)
-        found = self._names.found_of_prompts(record, outcome.cached_tokens)
-        ends = self._names.ends_of_prompts(record)
-        with timed("publish", pages=len(keys)):
-            published = await self._unless_left(record, self._published(keys, ends, set(found)))
+        pages = await self._names.of_prompts(record)
+        prompt_tokens = {made.rid: len(made.input_ids or ()) for made in record.requests.values()}
+        found = pages.ends_found(prompt_tokens, outcome.cached_tokens)
+        with timed("publish", pages=len(pages)):
+            published = await self._unless_left(record, self._published(pages, found))
         publish_s = time.monotonic() - computed_s
         self._metrics.observe("publish", publish_s)
-        if published < len(keys) and not record.left.is_set():
+        if published < len(pages) and not record.left.is_set():
             logger.warning(
                 "request %s: %d of %d pages were not in the pool after %.1f s",
                 record.request_id,
-                len(keys) - published,
-                len(keys),
+                len(pages) - published,
+                len(pages),
                 publish_s,
             )
         return {
@@ -99,28 +99,27 @@ class Prefill:
             "cached": Found(*map(sum, zip(*outcome.found, strict=True)))._asdict(),
             "cached_by_prompt": [found.by_memory for found in outcome.found],
             "published_pages": published,
-            "missing_pages": len(keys) - published + self._names.unnamed(record, outcome.prompt_tokens),
+            "missing_pages": len(pages) - published + self._names.unnamed(record, outcome.prompt_tokens),
             "prefill_ms": round((computed_s - started_s) * 1e3, 3),
             "publish_ms": round(publish_s * 1e3, 3),
         }
 
-    async def _published(self, keys: list[bytes], ends: list[bytes], found: set[bytes]) -> int:
+    async def _published(self, pages: RequestPages, found: list[bytes]) -> int:
         """Wait for the commit of the prompts' last pages; how many pages are committed then.
 
         SGLang stores a page once. A last page that it `found` in its own cache is in the pool, or a moment
         away; if not, the pool has lost it, nobody stores it again here, and waiting would only take time.
         A page that only may have been found is not waited for longer: the decode worker computes it anyway.
         """
-        computed = [key for key in ends if key not in found]
+        maybe_found = set(found)
+        computed = [key for key in pages.ends() if key not in maybe_found]
         if computed:
             timeout_s = self._publish_timeout_s if self._publishing else FOUND_GRACE_S
             committed = await self._pool.wait(computed, min(timeout_s, self._publish_timeout_s))
             self._publishing = any(committed)
-        if len(computed) < len(ends):
-            await self._pool.wait(
-                [key for key in ends if key in found], min(FOUND_GRACE_S, self._publish_timeout_s)
-            )
-        return sum(await self._pool.exists(keys)) if keys else 0
+        if found:
+            await self._pool.wait(found, min(FOUND_GRACE_S, self._publish_timeout_s))
+        return await committed_pages(self._pool, pages)
 
     async def _unless_left(self, record: HttpRequest, published: Coroutine[None, None, int]) -> int:
         """The outcome, or 0 as soon as the client has left."""

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pdserve.engine.http.cache_report import Found
-from pdserve.engine.http.request import HttpRequest, current_request
+from pdserve.engine.http.request import current_request
 from pdserve.engine.http.timing import WorkerMetrics
-from pdserve.engine.page_names import PageNames
+from pdserve.engine.page_names import PageNames, RequestPages
 from pdserve.engine.sglang.prompt import Prefilled
 from pdserve.engine.sglang.tokenizer_manager import SglangRequest
 from pdserve.pages import page_hashes
@@ -120,12 +120,6 @@ def test_the_last_page_is_waited_for_where_it_was_computed_here(
     assert pool.waits == waits
 
 
-def test_a_prompt_of_which_more_than_the_last_page_is_computed_is_waited_for() -> None:
-    request = HttpRequest("id", "/pd/prefill", requests={"r": SglangRequest("r", State(True, True), PROMPT)})
-    for cached, found in [(0, 0), (4, 1), (8, 2), (12, 4)]:
-        assert NAMES.found_of_prompts(request, {"r": cached}) == PAGES[:found]
-
-
 def test_pages_that_cannot_be_named_are_not_said_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt with an image gets its token ids in the scheduler."""
     pool = Pool()
@@ -146,7 +140,7 @@ def test_when_nothing_arrives_only_the_first_prefill_waits_its_whole_time() -> N
         for round_ in range(4):
             if round_ == 2:
                 pool.committed.update(PAGES)
-            await prefill._published(PAGES, PAGES[-1:], set())
+            await prefill._published(RequestPages(PAGE, [b""], {"r": PAGES}), [])
         return [timeout_s for _, timeout_s in pool.waits]
 
     assert asyncio.run(run()) == [TIMEOUT_S, GRACE_S, GRACE_S, TIMEOUT_S]

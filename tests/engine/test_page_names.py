@@ -1,0 +1,113 @@
+"""Which pages a request has, and how many questions it takes to count those in the pool."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from pdserve.engine import page_names
+from pdserve.engine.http.request import HttpRequest
+from pdserve.engine.page_names import ASKED_KEYS, SAMPLED_PAGES, PageNames, RequestPages, committed_pages
+from pdserve.engine.sglang.tokenizer_manager import SglangRequest
+from pdserve.pages import all_rank_suffixes, page_hashes, pool_key
+from tests.support.engine.manager import State
+
+PAGE = 4  # tokens
+RANKS = all_rank_suffixes(replicated=False, tp_size=8, pp_size=1)
+
+
+class Pool:
+    """Has all pages but `lost`, and notes what it is asked."""
+
+    def __init__(self, lost: Sequence[bytes] = ()) -> None:
+        self.lost = set(lost)
+        self.asked: list[int] = []
+
+    async def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        self.asked.append(len(keys))
+        return [key not in self.lost for key in keys]
+
+
+def request(**prompts: Sequence[int]) -> HttpRequest:
+    made: dict[str, Any] = {
+        rid: SglangRequest(rid, State(True, True), list(tokens)) for rid, tokens in prompts.items()
+    }
+    return HttpRequest("id", "/generate", requests=made)
+
+
+def pages_of(count: int, ranks: Sequence[bytes] = RANKS) -> RequestPages:
+    return RequestPages(PAGE, ranks, {"r": page_hashes(range(count * PAGE), PAGE)})
+
+
+async def test_a_request_has_each_page_once_at_every_rank_and_one_end_a_sequence() -> None:
+    pages = await PageNames(PAGE, RANKS).of_prompts(
+        request(a=range(12), b=[*range(8), 99, 99, 99, 99, 1], c=[1])
+    )
+    a, b = page_hashes(range(12), PAGE), page_hashes([*range(8), 99, 99, 99, 99], PAGE)
+    assert pages.all_keys() == [pool_key(digest, rank) for digest in (*a, b[2]) for rank in RANKS]
+    assert pages.ends() == [pool_key(digest, rank) for digest in (a[2], b[2]) for rank in RANKS]
+    assert len(pages) == len(pages.all_keys())
+
+
+@pytest.mark.parametrize(("cached", "is_found"), [(0, False), (4, False), (8, False), (12, True)])
+def test_an_end_counts_as_found_where_sglang_found_all_that_it_looks_for(cached: int, is_found: bool) -> None:
+    pages = pages_of(4, [b""])
+    assert pages.ends_found({"r": 16}, {"r": cached}) == (pages.ends() if is_found else [])
+
+
+def test_an_end_counts_as_found_where_it_lies_in_what_was_found_of_a_longer_prompt() -> None:
+    digests = page_hashes(range(16), PAGE)
+    pages = RequestPages(PAGE, [b""], {"short": digests[:2], "long": digests})
+    assert pages.ends_found({"short": 11, "long": 16}, {"long": 8}) == [digests[1]]
+
+
+async def test_a_long_request_is_hashed_once_and_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def noted(*args: Any) -> list[bytes]:
+        threads.append(threading.current_thread())
+        return page_hashes(*args)
+
+    monkeypatch.setattr(page_names, "page_hashes", noted)
+    names = PageNames(PAGE, RANKS)
+    pages = await names.of_prompts(request(r=range(page_names.HASHED_AT_ONCE_TOKENS + 1)))
+    pages.ends(), pages.sample(), pages.all_keys(), len(pages)
+    await names.of_prompts(request(r=range(page_names.HASHED_AT_ONCE_TOKENS)))
+    assert [thread is threading.main_thread() for thread in threads] == [False, True]
+
+
+async def test_all_pages_of_a_short_request_are_asked_for() -> None:
+    pages = pages_of(ASKED_KEYS // len(RANKS))
+    pool = Pool(lost=pages.all_keys()[5:7])
+    assert await committed_pages(pool, pages) == ASKED_KEYS - 2
+    assert pool.asked == [ASKED_KEYS]
+
+
+async def test_the_ends_and_a_sample_are_asked_for_of_a_long_request() -> None:
+    pages, pool = pages_of(2048), Pool()
+    assert await committed_pages(pool, pages) == 2048 * len(RANKS)
+    assert pool.asked == [len(RANKS) + SAMPLED_PAGES]
+
+
+@pytest.mark.parametrize("rank", range(len(RANKS)))
+async def test_a_long_request_is_counted_in_full_where_its_end_is_missing_at_one_rank(rank: int) -> None:
+    pages = pages_of(2048)
+    assert await committed_pages(Pool(lost=[pages.ends()[rank]]), pages) == len(pages) - 1
+
+
+@pytest.mark.parametrize("node", range(8))
+async def test_a_long_request_is_counted_in_full_where_one_of_eight_nodes_lost_its_pages(node: int) -> None:
+    pages = pages_of(2048)
+    lost = [key for key in pages.all_keys() if key[0] % 8 == node]
+    assert await committed_pages(Pool(lost), pages) == len(pages) - len(lost)
+
+
+async def test_nothing_is_asked_for_a_request_without_pages() -> None:
+    pool = Pool()
+    assert await committed_pages(pool, await PageNames(PAGE, RANKS).of_prompts(request(r=[1]))) == 0
+    assert pool.asked == []
