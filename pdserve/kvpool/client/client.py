@@ -33,7 +33,7 @@ from pdserve.kvpool.client.routing import Rings, Search
 from pdserve.kvpool.client.topology import PoolLinks, SharedViews
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
-from pdserve.kvpool.protocol.page_tag import PageTags
+from pdserve.kvpool.protocol.page_tag import TAG_BYTES, PageTags
 from pdserve.kvpool.transports.base import Connector
 from pdserve.tokens import reveal
 
@@ -58,24 +58,27 @@ class PoolClient:
         connector: Connector | None = None,
         name: str = "client",
         seed: int | None = None,
+        page_bytes: int = 0,
     ) -> None:
         """Connects lazily. Raises ConfigError if the nodes form no valid ring.
 
         `connector` replaces the configured transport (for tests). `seed`: of the random spread of reads of
-        hot pages.
+        hot pages. `page_bytes`: nodes that can never hold pages of this size are refused; 0: unknown.
         """
         self.config = config
         self.namespace = namespace
         self._tally = Tally()
         connector = connector or connector_for(config, name)
-        self._links = PoolLinks(config, namespace, geometry, connector, SharedViews(config))
+        key = reveal(config.page_key)
+        self._tags = PageTags(key, namespace) if key else None
+        if page_bytes and key:
+            page_bytes += TAG_BYTES
+        self._links = PoolLinks(config, namespace, geometry, connector, SharedViews(config), page_bytes)
         self._runner = BatchRunner(
             self._links, self._tally, config.connections_per_node, nodes=len(config.nodes)
         )
         self._hot = HotPages(random.Random(seed))
         self._lock = threading.Lock()  # guards `_hot`
-        key = reveal(config.page_key)
-        self._tags = PageTags(key, namespace) if key else None
 
     @property
     def counters(self) -> ClientCounters:

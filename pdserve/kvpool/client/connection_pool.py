@@ -15,9 +15,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Final, TypeVar
 
-from pdserve.errors import PoolError, PoolRestarting, PoolTimeout, PoolUnavailable, RequestRefused
+from pdserve.errors import (
+    PoolError,
+    PoolRefused,
+    PoolRestarting,
+    PoolTimeout,
+    PoolUnavailable,
+    RequestRefused,
+)
 from pdserve.kvpool.client.deadline import Deadline, Speed
 from pdserve.kvpool.client.node_health import (
     PASSING,
@@ -42,6 +49,11 @@ from pdserve.kvpool.transports.base import Connection
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_TOO_LARGE: Final = (
+    "pool node {}: our pages have {:,} bytes, and it takes pages of {:,} bytes at most: "
+    "raise its slab_bytes, or lower engine.page_size on all workers"
+)
 
 
 class OpenConnection:
@@ -96,13 +108,15 @@ class NodeLink:
         *,
         namespace: str,
         geometry: dict[str, str],
+        page_bytes: int = 0,
         limit: int,
         connect_timeout_s: float,
         retry_after_s: float,
         restart_wait_s: float = 3.0,
         on_lost: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """`connect(deadline_s)` opens a connection or raises a PoolError.
+        """`connect(deadline_s)` opens a connection or raises a PoolError. `page_bytes`: a node that never
+        takes pages of this size is refused; 0: unknown.
 
         The background thread calls `on_lost(name)` repeatedly while the node is down.
         """
@@ -112,6 +126,7 @@ class NodeLink:
         self._connect = connect
         self._namespace = namespace
         self._geometry = geometry
+        self._page_bytes = page_bytes
         self._connect_timeout_s = connect_timeout_s
         self._on_lost = on_lost
         self._free = threading.Semaphore(limit)
@@ -216,7 +231,7 @@ class NodeLink:
     def check(self, deadline: Deadline) -> None:
         """Connect and open the namespace.
 
-        Raises PoolUnavailable, PoolTimeout, PoolRefused (other geometry).
+        Raises PoolUnavailable, PoolTimeout, PoolRefused (other geometry, pages that never fit).
         """
         with self.acquire(deadline):
             pass
@@ -254,6 +269,8 @@ class NodeLink:
         try:
             request = OpenNamespace(1, self._namespace, self._geometry)
             reply = expected(connection.call(request, deadline_s), Opened, self.name)
+            if 0 < reply.largest_page_bytes < self._page_bytes:
+                raise PoolRefused(_TOO_LARGE.format(self.name, self._page_bytes, reply.largest_page_bytes))
         except BaseException:
             connection.close()
             raise

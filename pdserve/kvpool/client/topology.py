@@ -74,12 +74,14 @@ class PoolLinks:
         geometry: dict[str, str],
         connector: Connector,
         views: SharedViews,
+        page_bytes: int = 0,
     ) -> None:
         self._config = config
         self._namespace = namespace
         self._geometry = geometry
         self._connector = connector
         self._views = views
+        self._page_bytes = page_bytes
         self._seeds = {ref.node: ref.address for ref in config.nodes}
         self._lock = threading.Lock()
         self._asking = threading.Lock()  # held by the one thread that asks for views
@@ -141,6 +143,7 @@ class PoolLinks:
             lambda deadline: self._connect(node, deadline),
             namespace=self._namespace,
             geometry=self._geometry,
+            page_bytes=self._page_bytes,
             limit=config.connections_per_node,
             connect_timeout_s=config.connect_timeout_s,
             retry_after_s=config.retry_after_s,

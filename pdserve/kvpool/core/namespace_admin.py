@@ -69,6 +69,7 @@ class Administration:
         self,
         node: str,
         capacity_bytes: int,
+        largest_page_bytes: int,
         namespaces: Namespaces,
         rules: Rules,
         on_gone: OnGone,
@@ -80,6 +81,7 @@ class Administration:
         self.revision = 0  # of all settings: rights derived under an earlier revision are derived anew
         self._node = node
         self._capacity_bytes = capacity_bytes
+        self._largest_page_bytes = largest_page_bytes
         self._rules = rules
         self._on_gone = on_gone
         self._on_settings = on_settings
@@ -260,7 +262,8 @@ class Administration:
             local = self.namespaces.add(record)
             self._settings_changed(local)
             self._save(out)
-        return m.Opened(request.id, local.number, self.rights(session, local.number))
+        rights = self.rights(session, local.number)
+        return m.Opened(request.id, local.number, rights, self._largest_page_bytes)
 
     def _put(self, session: Session, request: PutNamespace, out: list[Action]) -> m.Done:
         known = self.namespaces.registry.get(request.name)

@@ -127,8 +127,8 @@ class NodeState:
         for namespace in self.namespaces:
             store.index.namespace(namespace.number).space = namespace.row_space
         self._durable = DurableAnswers(name, self.namespaces, tiers=bool(tiers))
-        capacity_bytes, gone, changed = store.slots.capacity_bytes, self._gone, self._changed
-        self.administration = Administration(name, capacity_bytes, self.namespaces, rules, gone, changed)
+        sizes, gone, changed = (store.slots.capacity_bytes, store.slots.slab_bytes), self._gone, self._changed
+        self.administration = Administration(name, *sizes, self.namespaces, rules, gone, changed)
 
     def restore(self, contents: TableContents, now_s: float) -> None:
         """Take over the pages of an earlier incarnation; before the first event."""

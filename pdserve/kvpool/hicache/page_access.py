@@ -74,7 +74,9 @@ def open_access(
             return ByMover(mover, host.page_tokens)
         text = "SGLang's host pool cannot be shared with another process: its scheduler moves pages itself"
         logger.warning(text)
-    return InProcess(ChainClient(PoolClient(config, namespace, geometry, name=name), suffix), host_pool)
+    _, sizes = host_pool.get_page_buffer_meta(torch.arange(int(host_pool.page_size)))
+    client = PoolClient(config, namespace, geometry, name=name, page_bytes=sum(sizes))
+    return InProcess(ChainClient(client, suffix), host_pool)
 
 
 def host_pages(host_pool: Any) -> HostPages | None:

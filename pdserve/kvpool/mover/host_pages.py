@@ -34,6 +34,11 @@ class HostPages(msgspec.Struct, frozen=True):
     page_tokens: int
     pages: int
 
+    @property
+    def page_bytes(self) -> int:
+        """The length of a page."""
+        return sum(one.size for one in self.segments)
+
     def fits(self) -> bool:
         """Whether all pages are inside the regions."""
         last = self.pages - 1

@@ -117,7 +117,9 @@ def main(descriptor: int) -> int:
 
 def _begin(start: Start) -> None:
     config = msgspec.convert(start.pool, PoolClientConfig, dec_hook=decode_secret)
-    client = PoolClient(config, start.namespace, start.geometry, name=start.name)
+    client = PoolClient(
+        config, start.namespace, start.geometry, name=start.name, page_bytes=start.host.page_bytes
+    )
     mover = Mover(ChainClient(client, start.suffix), MappedHostPages(start.host))
     for fd in start.lanes:
         lane = Lane(socket.socket(fileno=fd))

@@ -190,12 +190,14 @@ class OpenNamespace(Message, tag=10, frozen=True):
 
 class Opened(Message, tag=11, frozen=True):
     """`namespace` is the number used in the messages below; it holds for this incarnation of the node.
-    `rights`: what the client may do there, a sum of read 1, write 2, admin 4.
+    `rights`: what the client may do there, a sum of read 1, write 2, admin 4. `largest_page_bytes`: larger
+    pages never fit (0: an older node, which does not say).
     """
 
     id: int
     namespace: int
     rights: int = 7
+    largest_page_bytes: int = 0
 
 
 class Exists(Message, tag=12, frozen=True):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 from msgspec.structs import replace
 
-from pdserve.errors import PageMismatch, PoolError, PoolTimeout, PoolUnavailable
+from pdserve.errors import PageMismatch, PoolError, PoolRefused, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.client import operations
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.connection_pool import OpenConnection
@@ -18,6 +19,7 @@ from pdserve.kvpool.core.durable_answers import SAVE_TIMEOUT_S
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import GetView
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
+from pdserve.tokens import Secret
 from tests.support.kvpool.clients import SOON_S, until
 from tests.support.kvpool.faulty import PAGE_BYTES, Pool, empty_page, get, key, keys, page_of, put
 
@@ -350,3 +352,24 @@ def test_clear_while_others_read_and_write_empties_only_our_namespace(pool: Pool
     assert len(written[0]) == 100
     assert client.exists(wanted) == [False] * COUNT
     assert get(other, wanted) == [True] * COUNT
+
+
+@pytest.mark.parametrize(
+    ("beyond_bytes", "page_key", "fits"), [(0, "", True), (1, "", False), (0, "k" * 32, False)]
+)
+def test_a_node_with_slabs_smaller_than_a_page_and_its_tag_is_refused(
+    pool: Pool, beyond_bytes: int, page_key: str, fits: bool
+) -> None:
+    page_bytes = pool.nodes[0].layout.slab_bytes + beyond_bytes
+    config = replace(pool.config(), page_key=Secret(page_key))
+    with closing(PoolClient(config, "ns", {}, connector=pool.connector, page_bytes=page_bytes)) as client:
+        errors = client.check().values()
+    assert all(error is None if fits else isinstance(error, PoolRefused) for error in errors)
+
+
+def test_a_node_of_an_older_version_that_names_no_largest_page_is_taken(pool: Pool) -> None:
+    pool.connector.answer = lambda node, request: (
+        m.Opened(1, 1) if isinstance(request, m.OpenNamespace) else None
+    )
+    with closing(PoolClient(pool.config(), "ns", {}, connector=pool.connector, page_bytes=1 << 40)) as client:
+        assert not any(client.check().values())

@@ -93,8 +93,9 @@ def test_opening_makes_a_namespace_and_tells_the_other_nodes_once() -> None:
     made = NamespaceRecord("ns", 1, 1, {"dtype": "bf16"}, NamespaceSettings(weight=2.0))
     assert actions[0] == PublishNamespace(made)
     assert isinstance(actions[1], SaveNamespaces)
-    assert actions[2] == Answer(a, m.Opened(1, 1, ALL))
-    assert node.send(b, m.OpenNamespace(2, "ns", {"dtype": "bf16"})) == [Answer(b, m.Opened(2, 1, ALL))]
+    assert actions[2] == Answer(a, m.Opened(1, 1, ALL, 64 * KIB))
+    second = m.Opened(2, 1, ALL, largest_page_bytes=64 * KIB)
+    assert node.send(b, m.OpenNamespace(2, "ns", {"dtype": "bf16"})) == [Answer(b, second)]
 
 
 def test_the_first_worker_decides_the_geometry_of_a_namespace_made_by_an_administrator() -> None:

@@ -18,6 +18,7 @@ from pdserve.kvpool.hicache import page_access
 from pdserve.kvpool.node.config.node import SLOT_ALIGN_BYTES
 from pdserve.pages import KvGeometry
 from pdserve.tokens import reveal
+from tests.support.kvpool import host_pool
 from tests.support.kvpool.faulty import Pool, keys
 from tests.support.kvpool.host_pool import HOST_PAGES, LAYERS, PAGE_TOKENS, TOKEN_BYTES, HostPool, indices
 
@@ -70,6 +71,17 @@ def test_host_memory_that_stages_pages_must_have_room_for_a_request(pool: Pool) 
         start(host.size + 1)
     host.device_capacity_tokens = host.size  # no request is longer than what the device holds
     start(host.size + 1)
+
+
+def test_a_worker_whose_pages_no_slab_holds_does_not_start(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slab = pool.nodes[0].layout.slab_bytes
+    monkeypatch.setattr(host_pool, "TOKEN_BYTES", slab // (2 * LAYERS * PAGE_TOKENS) + 1)
+    made = hicache_backend.PdserveHiCache(storage_config(pool, geometry()), {})
+    with pytest.raises(StartupError, match=rf"our pages have 65,544 bytes.* {slab:,} bytes at most"):
+        made.register_mem_pool_host(HostPool("page_first"))
+    made.close()
 
 
 def names(count: int) -> list[str]:

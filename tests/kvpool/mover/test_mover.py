@@ -24,8 +24,9 @@ from pdserve.kvpool.mover import client as mover_client
 from pdserve.kvpool.mover import supervisor
 from pdserve.kvpool.mover.client import MoverClient
 from pdserve.kvpool.mover.supervisor import MAX_PAUSE_S, Pauses
+from tests.support.kvpool import host_pool
 from tests.support.kvpool.faulty import keys
-from tests.support.kvpool.host_pool import HostPool, indices
+from tests.support.kvpool.host_pool import LAYERS, PAGE_TOKENS, HostPool, indices
 from tests.support.kvpool.nodes import small_config
 from tests.support.kvpool.pools import ProcessPool, arena_dir, running_node
 from tests.support.up.cluster import wait_until
@@ -93,6 +94,19 @@ def test_pages_come_back_into_other_host_pages(rank: Callable[..., Rank], layout
     assert not any(segment.any() for page in untouched for segment in reader.host.segments(page))
     assert writer.access.clear() == 20
     assert reader.access.exists(names(1)) == 0
+
+
+def test_a_node_whose_slabs_are_smaller_than_a_page_is_refused(
+    rank: Callable[..., Rank], node: ProcessPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, slab = node.config.name, node.config.slab
+    monkeypatch.setattr(host_pool, "HOST_PAGES", 3)
+    monkeypatch.setattr(host_pool, "TOKEN_BYTES", slab // (2 * LAYERS * PAGE_TOKENS))
+    assert rank().mover.check() == {name: None}
+    monkeypatch.setattr(host_pool, "TOKEN_BYTES", slab // (2 * LAYERS * PAGE_TOKENS) + 1)
+    error = rank().mover.check()[name]
+    assert isinstance(error, PoolRefused)
+    assert f"takes pages of {slab:,} bytes at most" in str(error)
 
 
 def test_a_mover_that_was_killed_costs_a_batch_and_starts_again(rank: Callable[..., Rank]) -> None:
