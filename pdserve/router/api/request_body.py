@@ -7,6 +7,7 @@ work.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from typing import TypeVar
@@ -65,16 +66,27 @@ class _Sampling(msgspec.Struct, gc=False):
 
 
 MAX_COUNT = 1e9
+
+
+class _Object(msgspec.Struct, gc=False):
+    """Any JSON object."""
+
+
+_objects_decoder = msgspec.json.Decoder(list[_Object])
 _sampling_decoder = msgspec.json.Decoder(_Sampling | list[_Sampling | None] | None)
 MAX_MEDIA = 1000
+MAX_MEMBERS = 20_000
+MAX_OBJECTS = 200_000
 MAX_SAMPLING_BYTES = 4 * 1024 * 1024
-_number_decoder = msgspec.json.Decoder(float | None, strict=False)
+MAX_NUMBER_CHARS = 64
+_number_decoder = msgspec.json.Decoder(float | str | None)
 _BASE64 = re.compile(rb";base64,")
-_PROMPT = re.compile(rb'\s*(?:"[^"\\]*(?:\\.[^"\\]*)*"|\[[^\[\]]*\])\s*,?', re.DOTALL)
-"""One prompt of a list: text, or token ids."""
+_PROMPT = re.compile(rb'\s*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|\[[^\[\]]*+\])\s*+,?', re.DOTALL)
+"""One prompt of a list: text, or token ids. Possessive: otherwise each escape of a text takes memory."""
 _TOKEN_IDS = re.compile(rb"[\[\s]+\d")
 _NOTHING = re.compile(rb'null|""|\[\s*\]')
 _PROMPTS = re.compile(rb"\s*\[\s*[\[\"]")
+_OBJECTS = re.compile(rb"\s*\[\s*\{")
 _FIELD = re.compile(r" - at `\$\.(?P<field>[A-Za-z_]+)[^`]*`$")
 
 
@@ -136,15 +148,40 @@ def has_several_prompts(prompt_json: bytes) -> bool:
     return _PROMPTS.match(prompt_json) is not None
 
 
-def count_prompts(prompt_json: bytes, at_most: int) -> int:
-    """How many prompts a request has. It stops counting at `at_most` + 1: a body may hold millions."""
-    if not has_several_prompts(prompt_json):
-        return 1
+def is_crowded(json: bytes) -> bool:
+    """A list or object has so many members that making an object of each would hold up everybody."""
+    text = bytes(json)
+    if text.count(b",") <= MAX_MEMBERS:
+        return False
+    if text.count(b"{") > MAX_OBJECTS:
+        return True
+    try:
+        _objects_decoder.decode(text)  # a few objects with much text
+    except UNREADABLE:
+        return True
+    return False
+
+
+def count_prompts(prompt_json: bytes, at_most: int, *, may_be_objects: bool = False) -> int:
+    """How many prompts a request has. It stops counting at `at_most` + 1: a body may hold millions.
+    `may_be_objects`: each object of a list is a prompt, and not a message.
+    """
     text = bytes(prompt_json)
+    if may_be_objects and _OBJECTS.match(text):
+        return at_most + 1 if is_crowded(text) else _count_objects(text)
+    if not has_several_prompts(text):
+        return 1
     count, at = 0, text.index(b"[") + 1
     while count <= at_most and (found := _PROMPT.match(text, at)) is not None:
         count, at = count + 1, found.end()
     return max(1, count)
+
+
+def _count_objects(text: bytes) -> int:
+    try:
+        return max(1, len(_objects_decoder.decode(text)))
+    except UNREADABLE:
+        return 1  # the worker refuses it
 
 
 def count_candidates(view: RequestView, sampling_field: str) -> int:
@@ -170,10 +207,13 @@ def count_choices(view: RequestView, sampling_field: str) -> int:
 
 
 def _number(said: msgspec.Raw) -> int:
-    """A count as workers read it: also `2.0`, `2e0` and `"2"`. At least 1."""
+    """A count as workers read it: also `2.0`, `2e0`, `"2"` and `" 1_000 "`. At least 1."""
     if not said:
         return 1
+    if len(said) > MAX_NUMBER_CHARS:
+        return int(MAX_COUNT)
     try:
-        return max(1, int(min(_number_decoder.decode(said) or 1, MAX_COUNT)))
-    except UNREADABLE:
+        number = float(_number_decoder.decode(said) or 1)
+    except (*UNREADABLE, ValueError):
         return 1  # the worker refuses it
+    return 1 if math.isnan(number) else max(1, int(min(number, MAX_COUNT)))

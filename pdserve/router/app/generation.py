@@ -161,8 +161,11 @@ class GenerationHandler:
                 session = session.within(call.tenant.name)
             scope = f"{call.tenant.cache}/{scope}"
         prompt = view.prompt_json(call.endpoint.prompt_fields)
-        computes = call.endpoint.task is not None  # tokenizing does not: it leaves no pages behind
-        prompts = count_prompts(prompt, self._limits.prompts) if computes else 1
+        computes = call.endpoint.task is not None
+        prompts = 1
+        if computes:  # tokenizing does not: it leaves no pages behind
+            is_embedding = call.endpoint.task == "embed"
+            prompts = count_prompts(prompt, self._limits.prompts, may_be_objects=is_embedding)
         sampling = call.endpoint.sampling_field
         candidates = count_candidates(view, sampling) if computes else 1
         self._check_counts(prompts, candidates)

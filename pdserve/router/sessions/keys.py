@@ -21,13 +21,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from typing import Literal
+from functools import lru_cache
+from typing import Any, Literal
 
 import msgspec
 import xxhash
 
 from pdserve.errors import ConfigError
-from pdserve.router.api.request_body import UNREADABLE, RequestView
+from pdserve.router.api.request_body import UNREADABLE, RequestView, is_crowded
 
 MAX_SESSION_KEY_CHARS = 256
 """A longer session key is replaced by its digest, which bounds the session table's memory."""
@@ -72,7 +73,6 @@ class _Role(msgspec.Struct, gc=False):
 
 
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 _role_decoder = msgspec.json.Decoder(_Role)
 
@@ -136,7 +136,11 @@ def _bounded(key: str) -> str:
 
 
 def message_links(messages: msgspec.Raw) -> tuple[str, ...]:
-    """The hash chain of a JSON list of messages, without its leading system and developer messages."""
+    """The hash chain of a JSON list of messages, without its leading system and developer messages. Empty
+    where there are too many to look at.
+    """
+    if is_crowded(messages):
+        return ()
     try:
         items = _list_decoder.decode(messages)
         first = 0
@@ -164,8 +168,16 @@ def _at_path(body: bytes | msgspec.Raw, path: Sequence[str]) -> str | None:
     """The string or number at a path of object keys, or None."""
     try:
         for step in path:
-            body = _object_decoder.decode(body)[step]
+            body = _member(step).decode(body).value
         value = msgspec.json.decode(body, type=str | int | None)
-    except (*UNREADABLE, KeyError):
+    except UNREADABLE:
         return None
     return None if value is None else str(value)
+
+
+@lru_cache(maxsize=64)
+def _member(name: str) -> msgspec.json.Decoder[Any]:
+    """Decodes one member of an object, `value`, and makes nothing of the others. Names come from the
+    configuration.
+    """
+    return msgspec.json.Decoder(msgspec.defstruct("Member", [("value", msgspec.Raw)], rename={"value": name}))

@@ -21,6 +21,8 @@ import msgspec
 from pdserve.errors import RequestError
 from pdserve.router.config.tenants import SHARED
 
+MAX_SALT_BYTES = 256 * 1024
+"""Each salt of a list is made longer. Room for one of 120 characters for each of 2,048 prompts."""
 _salts = msgspec.json.Decoder(str | list[str] | None)
 
 
@@ -28,8 +30,11 @@ def isolated(body: bytes, given: msgspec.Raw, namespace: str) -> bytes:
     """`body` with the salt of `namespace` appended.
 
     `body` is a JSON object and `given` its own `cache_salt` (empty: none). Raises RequestError (400) if
-    `given` is not a string or a list of strings.
+    `given` is not a string or a list of strings, or too long.
     """
+    if len(given) > MAX_SALT_BYTES:
+        what = f"'cache_salt' has more than {MAX_SALT_BYTES // 1024} KiB."
+        raise RequestError(400, what, param="cache_salt")
     try:
         salts = _salts.decode(given) if given else None
     except (msgspec.DecodeError, UnicodeDecodeError):

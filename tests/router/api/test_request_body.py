@@ -18,6 +18,7 @@ from pdserve.router.api.request_body import (
     has_several_prompts,
     parse_request,
 )
+from tests.support.memory import peak_bytes
 
 KNOWN = set(RequestView.__struct_fields__)
 JSON_VALUES = st.recursive(
@@ -120,6 +121,12 @@ def test_token_ids_of_a_chat_stand_for_its_messages() -> None:
         (b'{"prompt": "a", "n": null, "best_of": null}', 1, 1),
         (b'{"prompt": "a", "n": 2e1}', 1, 20),
         (b'{"prompt": "a", "n": "7"}', 1, 7),
+        (b'{"prompt": "a", "n": "1_000"}', 1, 1000),
+        (b'{"prompt": "a", "n": " +40 "}', 1, 40),
+        (b'{"prompt": "a", "n": "5%b"}' % (b" " * 99), 1, 10**9),
+        (b'{"prompt": "a", "n": "nan"}', 1, 1),
+        (b'{"prompt": "a", "n": "inf"}', 1, 10**9),
+        (b'{"prompt": "a", "n": "many"}', 1, 1),
         (b'{"prompt": "a", "n": -4}', 1, 1),
         (b'{"prompt": "a", "n": 1e300}', 1, 10**9),
         (b'{"prompt": "a", "\\u006e": 9}', 1, 9),
@@ -185,3 +192,15 @@ def test_prompts_with_quotes_and_brackets_in_them_are_counted_right() -> None:
 def test_marks_of_media_without_end_cost_no_more_than_their_length() -> None:
     for text in (b";base64," * 200_000, b'";base64,"' * 200_000, b"data:" * 200_000 + b";base64,"):
         assert 0 <= estimate_prompt_tokens(b'[{"content": "%b"}]' % text) <= len(text)
+
+
+def test_objects_to_embed_are_prompts_and_messages_are_none() -> None:
+    objects = b'[{"text": "a {"}, {"text": "b"}, {"image": "c"}]'
+    assert count_prompts(objects, 50, may_be_objects=True) == 3
+    assert count_prompts(objects, 50) == 1
+    assert count_prompts(b"[" + b"{}," * 300_000 + b"{}]", 50, may_be_objects=True) == 51
+
+
+def test_a_text_of_escapes_takes_no_more_memory_than_its_length() -> None:
+    prompt = b'["' + b"\\n" * 1_000_000 + b'"]'
+    assert peak_bytes(lambda: count_prompts(prompt, 50)) < 2 * len(prompt)

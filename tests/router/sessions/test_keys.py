@@ -18,6 +18,7 @@ from pdserve.router.sessions.keys import (
     message_links,
     parse_sources,
 )
+from tests.support.memory import peak_bytes
 
 
 def find_key(body: dict[str, object], *sources: str, **headers: str) -> SessionKey | None:
@@ -159,3 +160,25 @@ def test_a_key_that_is_sent_wins_over_the_messages() -> None:
     body: dict[str, object] = {"user": "u", "messages": [HI]}
     assert find(body, "user", "messages") == "u"
     assert (find({"messages": [HI]}, "user", "messages") or "").startswith("messages:")
+
+
+@pytest.mark.parametrize("member", [b"0", b"{}", b'""'])
+def test_messages_by_the_hundred_thousand_give_no_key_and_take_no_memory(member: bytes) -> None:
+    body = b'{"messages":[' + (member + b",") * 300_000 + member + b"]}"
+    messages = parse_request(body).messages
+    assert peak_bytes(lambda: message_links(messages)) < 4 * len(body)
+    assert message_links(messages) == ()
+
+
+def test_a_long_text_with_many_commas_and_braces_gives_a_key() -> None:
+    assert find_key({"messages": [{"role": "user", "content": "{a}, " * 100_000}]}, "messages") is not None
+
+
+def test_members_that_no_key_is_in_take_no_memory() -> None:
+    many = b"".join(b'"%d":0,' % i for i in range(100_000))
+    body = b'{%b"s":{%b"id":"x"}}' % (many, many)
+    sources, view = parse_sources(["body:s.id"]), parse_request(body)
+    assert peak_bytes(lambda: find_session_key(sources, {}.get, view, body)) < len(body)
+    key = find_session_key(sources, {}.get, view, body)
+    assert key is not None
+    assert key.name == "x"
