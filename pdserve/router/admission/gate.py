@@ -27,6 +27,8 @@ from pdserve.tokens import bearer, digest, same
 
 logger = logging.getLogger(__name__)
 
+MAX_CONTEXT = 1 << 24
+"""Tokens that no model takes, for workers that do not say how many theirs does, or more than this."""
 TICK_S = 0.1
 """Bound on how late a waiting request is refused, or learns of a new worker."""
 
@@ -124,18 +126,27 @@ class Gate:
 
     def leave(self, call: Call, ticket: Ticket) -> None:
         """A call that entered is over: charge what it used, and let a waiting call run."""
-        meter = call.answer.meter
-        assert meter is not None
-        now_s = self._loop.time()
+        meter, now_s = call.answer.meter, self._loop.time()
+        try:
+            assert meter is not None
+            self._charge(call, meter, ticket.tenant, now_s)
+        finally:  # a slot that is not given back is lost for good
+            changed = self.queue.leave(ticket, now_s)
+            if self._waiters:
+                self._wake(changed)
+
+    def _charge(self, call: Call, meter: Meter, tenant: TenantState, now_s: float) -> None:
+        """Charge what workers say, as far as it can be: a worker's lie must not lock a tenant out."""
         is_answered = 0 < call.answer.status < 400
         if is_answered or call.end is not None or meter.prompt_tokens is not None:
-            used = meter.total(call.answer.is_stream)
+            prompt, output = meter.total(call.answer.is_stream)
+            context = self._fleet.longest_context.get(call.model) or MAX_CONTEXT
+            context = min(context, MAX_CONTEXT)
+            prompt = min(prompt, max(len(call.body), context * call.facts.prompts))
+            output = min(output, context * call.facts.answers)
         else:
-            used = 0, 0  # refused, or failed, before any worker said that it computed the prompt
-        ticket.tenant.settle(meter.charged_tokens, *used, now_s)
-        changed = self.queue.leave(ticket, now_s)
-        if self._waiters:
-            self._wake(changed)
+            prompt, output = 0, 0  # refused, or failed, before any worker said that it computed the prompt
+        tenant.settle(meter.charged_tokens, prompt, output, now_s)
 
     def fill(self) -> None:
         """Let waiting calls run where there are more workers now, or a tenant has a larger share."""

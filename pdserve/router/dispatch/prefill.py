@@ -22,7 +22,7 @@ from pdserve.router.dispatch.job import Claim, Job, cached_before_header
 from pdserve.router.dispatch.retry_budget import RetryBudget
 from pdserve.router.dispatch.worker_request import FAILURES, WorkerAnswerError, WorkerRequests, outcome_of
 from pdserve.router.fleet.registry import Fleet
-from pdserve.router.fleet.worker import Worker
+from pdserve.router.fleet.worker import Count, Worker
 from pdserve.router.metrics.names import CACHES
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.placer import Placer
@@ -42,18 +42,18 @@ GOOD = frozenset(("ok", "partial"))
 class PrefillReport(msgspec.Struct):
     """A prefill worker's 200 answer."""
 
-    prompt_tokens: int
-    published_pages: int
-    missing_pages: int
-    cached: dict[str, int] = {}
-    cached_by_prompt: list[tuple[int, int, int]] = []
+    prompt_tokens: Count
+    published_pages: Count
+    missing_pages: Count
+    cached: dict[str, Count] = {}
+    cached_by_prompt: list[tuple[Count, Count, Count]] = []
     prefill_ms: float = 0.0
     publish_ms: float = 0.0
 
     @property
     def by_tier(self) -> dict[str, int]:
         """Prompt tokens by where they came from."""
-        tokens = {tier: max(0, self.cached.get(tier, 0)) for tier in CACHES}
+        tokens = {tier: self.cached.get(tier, 0) for tier in CACHES}
         return {**tokens, "computed": max(0, self.prompt_tokens - sum(tokens.values()))}
 
 

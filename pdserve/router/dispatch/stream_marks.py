@@ -116,13 +116,20 @@ class StreamMarks:
     def _note(self, mark: bytes) -> None:
         try:
             characters, first, *tokens = map(int, mark.split())
+            added = array("l", tokens)
         except (ValueError, OverflowError):  # "off", or no mark of this version
-            self._is_marked = False
-            self._tokens = array("l")
+            self._forget_tokens()
+            return
+        if characters < 0 or not 0 <= first <= len(self._tokens) or min(tokens, default=0) < 0:
+            self._forget_tokens()  # tokens are missing, or are none
             return
         self._characters = characters
         del self._tokens[first:]
-        self._tokens.extend(tokens)
+        self._tokens.extend(added)
+
+    def _forget_tokens(self) -> None:
+        self._is_marked = False
+        self._tokens = array("l")
 
     def _rename(self, events: bytes, id_: bytes, created: bytes) -> bytes:
         if id_:

@@ -61,6 +61,8 @@ class Fleet:
         self.tasks: dict[str, frozenset[str]] = {}
         """Model → tasks of its workers. Unhealthy workers count, refused workers do not."""
         self._text_limits: dict[str, TextLimit] = {}
+        self.longest_context: dict[str, int] = {}
+        """Model → tokens of a request that its workers take at most, as they say; 0: unknown."""
         self.body_limit_bytes = LARGEST_BODY_BYTES
         """No usual request of any model is larger."""
         self._next_incarnation = 0
@@ -82,6 +84,9 @@ class Fleet:
         joined = [w.info for w in self.workers if w.info and not w.refused]
         models = {info.model for info in joined}
         self._text_limits = {m: text_limit([info for info in joined if info.model == m]) for m in models}
+        self.longest_context = {
+            m: max(0, *(info.context_length for info in joined if info.model == m)) for m in models
+        }
         self.body_limit_bytes = body_limit_bytes(joined)
         self.tasks = {info.model: frozenset(info.tasks) for info in joined}
         self._snapshots.clear()

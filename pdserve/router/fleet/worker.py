@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -13,6 +13,9 @@ Role = Literal["prefill", "decode", "agg"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "agg")
 Source = Literal["config", "admin", "etcd"]
 """The origin of a worker's membership."""
+Number = Annotated[int, msgspec.Meta(ge=-(10**12), le=10**12)]
+"""What a worker says. JSON's numbers have no end, and beyond a float's range costs cannot be compared."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
@@ -20,8 +23,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
     role: Role
     model: str
-    context_length: int = 0
-    page_size: int = 0
+    context_length: Number = 0
+    page_size: Number = 0
     namespace: str = ""
     kv_geometry: dict[str, Any] = {}
     model_path: str = ""
@@ -36,19 +39,19 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     chat_template: str = ""
     is_multimodal: bool | None = None
     """The model takes images, video or audio. None: the worker does not say."""
-    longest_token_bytes: int = 0
+    longest_token_bytes: Number = 0
     """UTF-8 bytes of text that one token can stand for (see `TextBound`). 0: there is no bound."""
-    text_shrink: int = 1
+    text_shrink: Number = 1
 
 
 class WorkerLoad(msgspec.Struct, frozen=True):
     """How busy a worker says it is: `load` in its answer to `GET /pd/ready`."""
 
-    running_requests: int = 0
-    waiting_requests: int = 0
-    queued_tokens: int = 0
+    running_requests: Number = 0
+    waiting_requests: Number = 0
+    queued_tokens: Number = 0
     """Uncached prompt tokens of the waiting requests."""
-    free_kv_tokens: int | None = None
+    free_kv_tokens: Number | None = None
 
 
 class Worker:

@@ -28,6 +28,8 @@ _INDEX = re.compile(rb'"index":\s*(\d{1,15})\b')
 """The choice that an event is of: OpenAI's say it first, SGLang's own say no other, and only where there are
 several.
 """
+MAX_DIGITS = 15
+"""A longer number is none of tokens, and int() raises for thousands of digits."""
 _NO_CHOICE = re.compile(rb'"choices":\s*\[\]')
 """OpenAI's last event with usage: that of all choices."""
 
@@ -123,7 +125,8 @@ class Meter:
         prompts, outputs = self._usage.prompt.findall(self._said), self._usage.output.findall(self._said)
         for said in prompts:
             if count % self._choices == 0:  # the answers to a prompt stand together
-                prompt += sum(int(number) for number in said.split(b",") if number.strip())
+                numbers = map(bytes.strip, said.split(b","))
+                prompt += sum(int(n) for n in numbers if n.isdigit() and len(n) <= MAX_DIGITS)
             count += 1
         return prompt, output + sum(map(int, outputs)), count
 

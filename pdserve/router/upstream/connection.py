@@ -24,6 +24,7 @@ from pdserve.router.upstream.worker_tls import ASKS_FOR_CERTIFICATE
 
 MAX_HEAD_BYTES = 64 * 1024
 """Longest response head (status line and headers). uvicorn has the same limit for requests."""
+MAX_STATUS = 599
 JOIN_BYTES = 16 * 1024
 """Up to this size, copying head and body together costs less than a second write."""
 
@@ -186,6 +187,10 @@ class Connection(asyncio.Protocol):
         self._interim = status < 200
         if self._interim:
             response.headers.clear()
+            return
+        if status > MAX_STATUS:
+            self._keep_alive = False
+            response.fail(UpstreamError("protocol", f"answer's status is {status}"))
             return
         response.status = status
         response.wake()

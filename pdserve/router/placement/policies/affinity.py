@@ -46,7 +46,7 @@ class Affinity:
             if last is not None:
                 why = "overloaded"
             elif self._stickiness.when_gone == "refuse":
-                raise NoWorkerError(f"The worker of this session, {ask.last_id}, is gone; try again shortly.")
+                raise NoWorkerError("The worker of this session is gone; try again shortly.")
             else:
                 why = "gone"
         ranked = rendezvous_order(ask.session, workers)
