@@ -240,6 +240,7 @@ def node_of(address: str, report: StatusReport) -> PoolNode:
         epoch=report.epoch,
         capacity_bytes=report.capacity_bytes,
         free_bytes=report.free_bytes,
+        tail_bytes=report.counters.get("tail_bytes", 0),
         evictions=sum(space.evictions for space in spaces),
         dead_members=tuple(member.node for member in report.members if member.status == DEAD),
         full_namespaces=tuple(

@@ -112,6 +112,8 @@ class PoolNode(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     capacity_bytes: int = 0
     free_bytes: int = 0
+    tail_bytes: int = 0
+    """Of those free: remainders of slabs, which no page of the slab's size fits."""
     evictions: int = 0
     dead_members: tuple[str, ...] = ()
     full_namespaces: tuple[str, ...] = ()

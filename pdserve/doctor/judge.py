@@ -278,7 +278,12 @@ def pool(nodes: Sequence[PoolNode]) -> Iterator[Finding]:
         if node.unwritable_tiers:
             says = f"{node.node}: writing fails to tier {', '.join(node.unwritable_tiers)}"
             yield _finding("tier", "fail", says, "free space there, or see the node's log")
-        if node.capacity_bytes and node.free_bytes < node.capacity_bytes // 20 and node.evictions:
+        if node.tail_bytes > node.capacity_bytes // 10:
+            says = f"{node.node}: pages leave {_size(node.tail_bytes)} of {_size(node.capacity_bytes)} unused"
+            change = "set its page_bytes to the size of the largest pages; it then starts empty"
+            yield _finding("pool memory", "warn", says, change)
+        used_up = node.free_bytes - node.tail_bytes < node.capacity_bytes // 20
+        if node.capacity_bytes and used_up and node.evictions:
             says = f"{node.node} is full and has evicted {node.evictions:,} pages"
             yield _finding("pool memory", "warn", says, "raise capacity_bytes, add a node or an SSD tier")
     epochs = {node.epoch for node in there}

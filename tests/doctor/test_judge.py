@@ -238,6 +238,8 @@ def test_roles_that_do_not_make_a_cluster() -> None:
         ({"full_namespaces": ("m@1",)}, "warn", "quota"),
         ({"unwritable_tiers": ("ssd0",)}, "fail", "tier"),
         ({"free_bytes": 1 << 20, "evictions": 5}, "warn", "pool memory"),
+        ({"free_bytes": 81 << 20, "tail_bytes": 80 << 20, "evictions": 5}, "warn", "pool memory"),
+        ({"free_bytes": 900 << 20, "tail_bytes": 300 << 20}, "warn", "pool memory"),
         ({"epoch": 4}, "warn", "pool node"),
     ],
 )

@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _TOO_LARGE: Final = (
-    "pool node {}: our pages have {:,} bytes, and it takes pages of {:,} bytes at most: "
-    "raise its slab_bytes, or lower engine.page_size on all workers"
+    "pool node {0}: our pages have {1:,} bytes, and it takes pages of {2:,} bytes at most: "
+    "set page_bytes = {1} on the node, or lower engine.page_size on all workers"
 )
 
 

@@ -15,15 +15,14 @@ from pdserve.errors import ConfigError
 from pdserve.kvpool.node.config.cluster import ClusterConfig, MovingConfig, ReplicasConfig
 from pdserve.kvpool.node.config.namespaces import NamespaceConfig, NamespaceDefaults
 from pdserve.kvpool.node.memory.placement import Placement
+from pdserve.kvpool.node.memory.slab_size import MAX_SLAB_BYTES, slab_for
+from pdserve.kvpool.node.memory.slab_size import SLOT_ALIGN_BYTES as SLOT_ALIGN_BYTES
 from pdserve.kvpool.protocol.address import LOOPBACK_DEVICE, TcpAddress, parse_address
 from pdserve.kvpool.protocol.messages import MAX_SEGMENTS
 from pdserve.logs import LogFormat, LogLevel
 from pdserve.sizes import parse_bytes as parse_bytes
 from pdserve.tls.contexts import TlsConfig
 from pdserve.tokens import Secret, given_secret
-
-SLOT_ALIGN_BYTES = 4096
-MAX_SLAB_BYTES = 2 << 30  # no page is larger, and the index keeps a page's length in 32 bits
 
 
 class UcxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -133,8 +132,18 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = "1GiB"
     slab_bytes: Annotated[
         int | str,
-        Meta(description="The arena is divided into slabs of one slot size each; no page may be larger."),
+        Meta(
+            description="The arena is divided into slabs of one slot size each; no page may be larger. "
+            "`page_bytes` may make them larger."
+        ),
     ] = "32MiB"
+    page_bytes: Annotated[
+        int | str,
+        Meta(
+            description="Size of the pool's largest pages: slabs become a multiple of `slab_bytes` in which "
+            "such pages leave at most 10 % of the capacity unused. 0: unknown."
+        ),
+    ] = 0
     min_slot_bytes: Annotated[
         int | str, Meta(description="Smallest slot; smaller pages take this much. A multiple of 4 KiB.")
     ] = "16KiB"
@@ -260,12 +269,15 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.metrics and not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):\d{1,5}", self.metrics):
             raise ValueError(f"metrics must be host:port or empty, found {self.metrics!r}")
         capacity = parse_bytes(self.capacity_bytes)
-        if min(capacity, self.slab, self.min_slot) <= 0:
+        if min(capacity, parse_bytes(self.slab_bytes), self.min_slot) <= 0:
             raise ValueError("capacity_bytes, slab_bytes and min_slot_bytes must be positive")
         if self.min_slot % SLOT_ALIGN_BYTES or self.slab % SLOT_ALIGN_BYTES:
             raise ValueError(f"min_slot_bytes and slab_bytes must be multiples of {SLOT_ALIGN_BYTES}")
         if not self.min_slot <= self.slab <= capacity:
             raise ValueError("sizes must satisfy min_slot_bytes <= slab_bytes <= capacity_bytes")
+        if not 0 <= parse_bytes(self.page_bytes) <= min(capacity, MAX_SLAB_BYTES):
+            most = f"capacity_bytes and {MAX_SLAB_BYTES >> 30}GiB"
+            raise ValueError(f"page_bytes must be at most {most}: larger pages never fit")
         page = self.placement.huge_page_bytes
         if page and self.capacity % page:
             raise ValueError(
@@ -332,8 +344,17 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def slab(self) -> int:
-        """`slab_bytes` as a number."""
-        return parse_bytes(self.slab_bytes)
+        """Size of the slabs: `slab_bytes`, or more for pages of `page_bytes`."""
+        least, page_bytes = parse_bytes(self.slab_bytes), parse_bytes(self.page_bytes)
+        if not page_bytes or least <= 0:
+            return least
+        return slab_for(
+            page_bytes,
+            capacity_bytes=parse_bytes(self.capacity_bytes),
+            least_bytes=least,
+            min_slot_bytes=self.min_slot,
+            unit_bytes=self.placement.huge_page_bytes or 1,
+        )
 
     @property
     def min_slot(self) -> int:

@@ -32,6 +32,7 @@ from pdserve.kvpool.core.store.table_scan import TableContents, scan
 from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.node.memory.descriptor_sockets import READERS, WRITERS
 from pdserve.kvpool.node.memory.placement import Placement, does_not_fit
+from pdserve.kvpool.node.memory.slab_size import wastes
 from pdserve.kvpool.protocol.messages import ArenaInfo
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.protocol.slot_table import FREE, TABLE_MAGIC, TABLE_VERSION, RowWriter, TableLayout
@@ -63,6 +64,7 @@ class Arena:
         """
         self.layout = layout
         self._name = name
+        self._warned_of_waste = False
         self.directory = directory
         self._placement = placement
         self._home = home = placement.home(directory)
@@ -118,6 +120,7 @@ class Arena:
     def assign_slab(self, action: AssignSlab) -> None:
         """Carry out the action."""
         self._slab_class[action.slab] = action.slot_bytes
+        self._warn_of_waste(action.slot_bytes)
 
     def save_namespaces(self, action: SaveNamespaces) -> None:
         """Carry out the action. If that fails (memory is full, say), log it; clients are still served.
@@ -139,6 +142,21 @@ class Arena:
     def adopt(self, slots: SlotAllocator) -> None:
         """After recovery: write the allocator's slab classes to the table."""
         self._slab_class[:] = np.frombuffer(slots.slab_class, dtype=np.uint64)
+        for slot_bytes in sorted(set(slots.slab_class)):
+            self._warn_of_waste(slot_bytes)
+
+    def _warn_of_waste(self, slot_bytes: int) -> None:
+        """Say it once if pages of this size leave much of the memory unused. Clients choose sizes."""
+        slab_bytes = self.layout.slab_bytes
+        if not slot_bytes or self._warned_of_waste or not wastes(slab_bytes, slot_bytes):
+            return
+        self._warned_of_waste = True
+        text = (
+            "node %s: pages of %s bytes leave %d %% of each slab of %s bytes unused: "
+            "set page_bytes = %d (the node then starts empty)"
+        )
+        share = 100 * (slab_bytes % slot_bytes) // slab_bytes
+        logger.warning(text, self._name, f"{slot_bytes:,}", share, f"{slab_bytes:,}", slot_bytes)
 
     def pass_lock(self) -> int:
         """A descriptor that keeps the directory locked after `close`."""
@@ -262,7 +280,7 @@ def why_not_reusable(directory: Path, home: Path, layout: TableLayout) -> str:
     if found is None:
         return "the slot table is truncated, damaged, or of another version"
     if found != layout:
-        return "it was made for other sizes"
+        return "it was made for other sizes (capacity_bytes, slab_bytes or page_bytes, min_slot_bytes)"
     if _home_of(arena) != home:
         return "its memory is of another kind: huge_pages has changed"
     if arena.stat().st_size != layout.arena_bytes:

@@ -654,6 +654,7 @@ def test_a_new_version_that_would_not_start_leaves_the_node_as_it_is(
     for bad, why in (
         (good + 'nonsense = "x"\n', "nonsense"),
         (good.replace(f"slab_bytes = {node.config.slab}", "slab_bytes = 2097152"), "made for other sizes"),
+        ("page_bytes = 700000\n" + good, "slab_bytes or page_bytes"),
     ):
         node._file.write_text(bad)
         done = pdserve_here("pool", "upgrade", node.address)
