@@ -14,6 +14,7 @@ import signal
 from typing import Any, Final
 
 from pdserve.engine.sglang import prepare
+from pdserve.errors import StartupError
 from pdserve.sglang_places import places
 
 PLACES: Final = (
@@ -26,6 +27,9 @@ PLACES: Final = (
         "Engine._launch_scheduler_processes uses run_data_parallel_controller_process",
     ),
 )
+
+_TELLS_ERRORS: Final = ("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler",)  # logs what it passes on
+_OURS: Final = f"{StartupError.__module__}.{StartupError.__qualname__}: "  # in the last line of a traceback
 
 prepare.before_sglang()
 if multiprocessing.parent_process() is not None:
@@ -40,7 +44,8 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
 
         _change_scheduler()
 
-    logging.getLogger(run.__module__).addFilter(_without_traceback)
+    for name in (run.__module__, *_TELLS_ERRORS):
+        logging.getLogger(name).addFilter(_without_traceback)
 
     run(*args, **kwargs)
 
@@ -91,8 +96,10 @@ def _enter_child() -> None:
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """A lack of memory is the user's to fix, not a bug: its last line says it all."""
+    """A lack of memory, and what a StartupError says, is the user's to mend, not a bug. One line says it."""
+    if record.exc_info and isinstance(record.exc_info[1], StartupError):
+        record.exc_info = None
     lines = record.getMessage().strip().splitlines()
-    if len(lines) > 1 and "Not enough" in lines[-1]:
-        record.msg, record.args = lines[-1], ()
+    if len(lines) > 1 and ("Not enough" in lines[-1] or lines[-1].startswith(_OURS)):
+        record.msg, record.args = lines[-1].removeprefix(_OURS), ()
     return True

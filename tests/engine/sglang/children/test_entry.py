@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+import traceback
 
 import pytest
+
+from pdserve.errors import StartupError
 
 ASKED = """
 import signal, sys
@@ -43,3 +47,26 @@ def test_a_function_that_sglang_spawns_is_found_by_its_name(name: str) -> None:
 
     found = getattr(entry, name)
     assert (found.__module__, found.__qualname__) == (entry.__name__, name)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (StartupError("pages never fit: set page_bytes"), "pages never fit: set page_bytes"),
+        (ValueError("x"), ""),
+    ],
+)
+def test_what_is_the_users_to_mend_is_one_line_and_a_bug_keeps_its_traceback(
+    error: Exception, said: str
+) -> None:
+    from pdserve.engine.sglang.children import entry
+
+    trace = "Traceback:\n" + "".join(traceback.format_exception(error))
+    raised = logging.LogRecord(
+        "s", logging.ERROR, "", 0, "attaching failed", None, (type(error), error, None)
+    )
+    caught = logging.LogRecord("s", logging.ERROR, "", 0, f"Scheduler hit an exception: {trace}", None, None)
+    assert entry._without_traceback(raised)
+    assert entry._without_traceback(caught)
+    assert (raised.exc_info is None) == bool(said)
+    assert (caught.getMessage() == said) == bool(said)
