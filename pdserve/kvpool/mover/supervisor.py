@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ import msgspec
 from pdserve.errors import PoolUnavailable, StartupError
 from pdserve.kvpool.mover.lane import Lane
 from pdserve.kvpool.mover.messages import Answer, Call, Failed, Start, Started, decode_answer, encode
+from pdserve.kvpool.transports.streaming_copies import environment
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class MoverProcess:
                 [sys.executable, "-m", "pdserve.kvpool.mover", str(life.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=given,
+                env=environment(os.environ),
             )
         except OSError as error:
             self._close_lanes()

@@ -2,11 +2,14 @@
 
 Bytes are copied and hashed in pieces that fit the CPU's cache, so a checksum needs no second read from
 memory. A read hashes its copy and then checks the slot table: a slot that was refilled meanwhile is LOST.
+Where copies stream past the cache (streaming_copies.py), a write hashes each piece before its copy, which
+then reads from the cache. A read copies large pieces: its hash has to read them from memory again.
 NumPy releases the GIL during a copy, xxhash during a hash.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -18,8 +21,11 @@ from pdserve.kvpool.protocol.messages import Grant, Pin
 from pdserve.kvpool.protocol.page_bytes import NO_CHECKSUM, Bytes1D, PageBuffers, finish, start
 from pdserve.kvpool.protocol.slot_table import RowReader
 from pdserve.kvpool.transports.base import CORRUPT, LOST, OK, PageOutcome
+from pdserve.kvpool.transports.streaming_copies import are_on
 
 PIECE_BYTES: Final = 256 * 1024  # piece and copy take half of a second-level cache of 1 MiB
+STREAMED_WRITE_BYTES: Final = 1024 * 1024
+STREAMED_READ_BYTES: Final = 8 * 1024 * 1024
 
 
 class MappedPages:
@@ -29,6 +35,9 @@ class MappedPages:
         self._memory = memory
         self._rows = rows
         self._checksum = checksum
+        self._streams = streams = are_on(os.environ)
+        self._write_bytes = STREAMED_WRITE_BYTES if streams else PIECE_BYTES
+        self._read_bytes = STREAMED_READ_BYTES if streams else PIECE_BYTES
 
     def write(self, grants: Sequence[Grant], pages: Sequence[PageBuffers], deadline_s: float) -> list[int]:
         """`Connection.write_pages`. Raises PoolTimeout; PoolUnavailable if a slot is outside the arena."""
@@ -67,11 +76,15 @@ class MappedPages:
             return NO_CHECKSUM
         digest = start()
         for segment in page:
-            for at in range(0, segment.size, PIECE_BYTES):
-                piece = segment[at : at + PIECE_BYTES]
+            for at in range(0, segment.size, self._write_bytes):
+                piece = segment[at : at + self._write_bytes]
                 end = offset + piece.size
-                np.copyto(memory[offset:end], piece)
-                digest.update(piece.data)
+                if self._streams:
+                    digest.update(piece.data)
+                    np.copyto(memory[offset:end], piece)
+                else:
+                    np.copyto(memory[offset:end], piece)
+                    digest.update(piece.data)
                 offset = end
         return finish(digest)
 
@@ -86,8 +99,8 @@ class MappedPages:
             return pin.checksum
         digest = start()
         for segment in page:
-            for at in range(0, segment.size, PIECE_BYTES):
-                piece = segment[at : at + PIECE_BYTES]
+            for at in range(0, segment.size, self._read_bytes):
+                piece = segment[at : at + self._read_bytes]
                 end = offset + piece.size
                 np.copyto(piece, memory[offset:end])
                 digest.update(piece.data)
