@@ -8,10 +8,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from pdserve.capacity.available import mount_of
 from pdserve.doctor.facts import ArenaRoom
 from pdserve.errors import StartupError
 from pdserve.kvpool.node.config.node import PoolNodeConfig
-from pdserve.kvpool.node.memory.available import mount_of
 from pdserve.kvpool.node.memory.placement import free_huge_pages
 
 

@@ -1,4 +1,4 @@
-"""The memory available for an arena: that of the machine, limited by the container's cgroups.
+"""The memory of this machine, and what is free of it, limited by the container's cgroups.
 
 Both versions of cgroups are supported, each with the limits of all ancestors. Source (kernel documentation):
 admin-guide/cgroup-v2.rst, admin-guide/cgroup-v1/memory.rst, filesystems/proc.rst.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 UNLIMITED: Final = 1 << 62
+Look: TypeAlias = Callable[[Path], int | None]
+"""Reads a limit of a group's directory; None: it has none."""
 
 
 class Mount(NamedTuple):
@@ -45,10 +47,19 @@ def available_bytes(proc: Path = Path("/proc")) -> int:
     for line in (proc / "meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             machine = int(line.split()[1]) * 1024
-    return min(machine, *_left_in_cgroups(proc), UNLIMITED)
+    return min(machine, *_in_cgroups(proc, _left_v2, _left_v1), UNLIMITED)
 
 
-def _left_in_cgroups(proc: Path) -> Iterator[int]:
+def limit_bytes(proc: Path = Path("/proc")) -> int:
+    """Bytes that this machine or container has, used or not."""
+    machine = UNLIMITED
+    for line in (proc / "meminfo").read_text().splitlines():
+        if line.startswith("MemTotal:"):
+            machine = int(line.split()[1]) * 1024
+    return min(machine, *_in_cgroups(proc, _limit_v2, _limit_v1), UNLIMITED)
+
+
+def _in_cgroups(proc: Path, look_v2: Look, look_v1: Look) -> Iterator[int]:
     try:
         groups = (proc / "self" / "cgroup").read_text().splitlines()
         mounted = mounts((proc / "self" / "mounts").read_text())
@@ -57,21 +68,19 @@ def _left_in_cgroups(proc: Path) -> Iterator[int]:
     for line in groups:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            yield from _left(mounted, "cgroup2", None, path, _left_v2)
+            yield from _found(mounted, "cgroup2", None, path, look_v2)
         elif "memory" in controllers.split(","):
-            yield from _left(mounted, "cgroup", "memory", path, _left_v1)
+            yield from _found(mounted, "cgroup", "memory", path, look_v1)
 
 
-def _left(
-    mounted: list[Mount], fstype: str, option: str | None, path: str, left: Callable[[Path], int | None]
-) -> Iterator[int]:
-    """Free bytes of the group and of each visible ancestor that has a limit."""
+def _found(mounted: list[Mount], fstype: str, option: str | None, path: str, look: Look) -> Iterator[int]:
+    """What the group and each visible ancestor say that has a limit."""
     for mount in mounted:
         if mount.fstype != fstype or (option is not None and option not in mount.options):
             continue
         group = mount.path / path.lstrip("/")
         for directory in (group, *group.parents):
-            if (found := left(directory)) is not None:
+            if (found := look(directory)) is not None:
                 yield found
             if directory == mount.path:
                 break
@@ -85,15 +94,31 @@ def _left_v1(directory: Path) -> int | None:
     return _left_of(directory, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file ")
 
 
-def _left_of(directory: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
-    """Limit minus usage. Inactive cached file contents count as free. None: no limit in this group."""
+def _limit_v2(directory: Path) -> int | None:
+    return _limit_of(directory, "memory.max")
+
+
+def _limit_v1(directory: Path) -> int | None:
+    return _limit_of(directory, "memory.limit_in_bytes")
+
+
+def _limit_of(directory: Path, limit_name: str) -> int | None:
+    """None: no limit in this group."""
     try:
         limit = (directory / limit_name).read_text().strip()
-        if limit == "max":
-            return None
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit)
+
+
+def _left_of(directory: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
+    """Limit minus usage. Inactive cached file contents count as free. None: no limit in this group."""
+    if (limit := _limit_of(directory, limit_name)) is None:
+        return None
+    try:
         usage = int((directory / usage_name).read_text())
         stat = (directory / "memory.stat").read_text().splitlines()
     except OSError:
         return None
     cached = sum(int(line.removeprefix(cache_name)) for line in stat if line.startswith(cache_name))
-    return max(0, int(limit) - usage + cached)
+    return max(0, limit - usage + cached)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.kvpool.node.memory.available import available_bytes, mount_of, mounts
+from pdserve.capacity.available import available_bytes, limit_bytes, mount_of, mounts
 
 MIB = 1 << 20
 
@@ -80,3 +80,10 @@ def test_mounts_are_read_and_the_nearest_is_found() -> None:
     assert mounts(text)[1].options == {"rw", "pagesize=2M"}
     assert mount_of(Path("/dev/shm")).fstype == "tmpfs"
     assert mount_of(Path("/proc/self")).fstype == "proc"
+
+
+def test_the_limit_counts_what_is_used_too(tmp_path: Path) -> None:
+    proc = make_proc(tmp_path, "0::/a/b\n", f"cgroup2 {tmp_path}/cg cgroup2 rw,relatime 0 0")
+    assert limit_bytes(proc) == 99999 * 1024
+    make_group(tmp_path / "cg" / "a", 3 * MIB, 2 * MIB, 0)
+    assert limit_bytes(proc) == 3 * MIB

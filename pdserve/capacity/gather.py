@@ -1,0 +1,169 @@
+"""Facts at the edge: this machine by NVML and sysfs, another by a description file, a model by its files."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from pdserve.capacity.available import limit_bytes
+from pdserve.capacity.facts import Gpu, Machine, Model, Nic
+from pdserve.capacity.model import model_facts
+from pdserve.errors import ConfigError, StartupError
+from pdserve.settings.config_file import build_config, read_toml
+from pdserve.sizes import parse_bytes
+
+VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+_SHM: Final = Path("/dev/shm")
+_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
+
+
+class GpuKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """GPUs of one kind in a description file."""
+
+    memory: Annotated[int | str, Meta(description="Memory of each, in bytes or like `80GiB`.")]
+    name: str = "GPU"
+    compute: str = ""
+    count: Annotated[int, Meta(ge=1)] = 1
+    numa_nodes: Annotated[list[int], Meta(description="NUMA node of each; empty: not known.")] = []
+
+
+class MachineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A machine that is described, in TOML or JSON."""
+
+    memory: int | str
+    shm: Annotated[int | str | None, Meta(description="Size of /dev/shm; none: half the memory.")] = None
+    gpus: list[GpuKind] = []
+    nics: list[Nic] = []
+
+
+def read_machine(path: Path) -> Machine:
+    """A described machine. Raises ConfigError."""
+    file = build_config(MachineFile, _tables(path), source=str(path))
+    gpus: list[Gpu] = []
+    for kind in file.gpus:
+        if kind.numa_nodes and len(kind.numa_nodes) != kind.count:
+            raise ConfigError(f"{path}: gpus: numa_nodes must name a node for each of the {kind.count} GPUs")
+        nodes: list[int | None] = [*kind.numa_nodes] or [None] * kind.count
+        for node in nodes:
+            size, index = _size(path, kind.memory), len(gpus)
+            gpu = Gpu(index=index, memory_bytes=size, name=kind.name, compute=kind.compute, numa_node=node)
+            gpus.append(gpu)
+    memory = _size(path, file.memory)
+    shm = memory // 2 if file.shm is None else _size(path, file.shm)
+    return Machine(memory_bytes=memory, shm_bytes=shm, gpus=tuple(gpus), nics=tuple(file.nics))
+
+
+def this_machine(environment: Mapping[str, str], *, nvml: Any = None, sys: Path = Path("/sys")) -> Machine:
+    """This machine, with the GPUs that CUDA_VISIBLE_DEVICES leaves. `nvml`: what stands for pynvml in tests.
+
+    Raises StartupError where a GPU is there and NVML cannot say what it is.
+    """
+    shm = os.statvfs(_SHM)
+    return Machine(
+        memory_bytes=limit_bytes(),
+        shm_bytes=shm.f_blocks * shm.f_frsize,
+        gpus=_gpus(nvml or importlib.import_module("pynvml"), environment.get(VISIBLE), sys),
+        nics=tuple(
+            Nic(name=path.name, numa_node=_numa_node(path / "device"))
+            for path in sorted(sys.glob("class/infiniband/*"))
+        ),
+    )
+
+
+def read_model(model_path: Path) -> Model:
+    """Facts of a model directory. Raises ConfigError."""
+    try:
+        config = json.loads((model_path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model_path}: its config.json cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{model_path}: its config.json holds no object")
+    found = (list(model_path.glob(pattern)) for pattern in _WEIGHTS)
+    weights = next((paths for paths in found if paths), [])  # of one format: a directory may hold several
+    return model_facts(model_path.resolve().name, config, sum(path.stat().st_size for path in weights))
+
+
+def _gpus(nvml: Any, visible: str | None, sys: Path) -> tuple[Gpu, ...]:
+    """In NVML's order, that of PCI addresses."""
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:  # no driver: no GPU
+        return ()
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        names = [{str(index), _text(nvml.nvmlDeviceGetUUID(handle))} for index, handle in enumerate(handles)]
+        wanted = range(len(handles)) if visible is None else _visible(visible, names)
+        return tuple(_gpu(nvml, index, handles[index], sys) for index in sorted(wanted))
+    except nvml.NVMLError as error:
+        raise StartupError(f"the GPUs of this machine cannot be read ({error}): see nvidia-smi") from error
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _visible(text: str, names: list[set[str]]) -> list[int]:
+    """Indices that CUDA_VISIBLE_DEVICES leaves. CUDA stops at the first word that it does not know; so a
+    mistyped one is refused here.
+    """
+    indices = []
+    for word in filter(None, (word.strip() for word in text.split(","))):
+        found = [
+            i for i, own in enumerate(names) if any(name == word or _is_short(word, name) for name in own)
+        ]
+        if word == "-1" and not found:
+            break
+        if len(found) != 1:
+            raise StartupError(f"{VISIBLE}={text}: {word} is none of this machine's {len(names)} GPUs")
+        indices += found
+    return indices
+
+
+def _is_short(word: str, uuid: str) -> bool:
+    return word.startswith("GPU-") and uuid.startswith(word)
+
+
+def _gpu(nvml: Any, index: int, handle: Any, sys: Path) -> Gpu:
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    # NVML writes a PCI domain of 8 digits, the kernel of 4
+    address = _text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower()
+    return Gpu(
+        index=index,
+        memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        compute=f"{major}.{minor}",
+        numa_node=_numa_node(sys / "bus/pci/devices" / address[-12:]),
+    )
+
+
+def _numa_node(device: Path) -> int | None:
+    try:
+        node = int((device / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return None if node < 0 else node
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _tables(path: Path) -> dict[str, Any]:
+    if path.suffix != ".json":
+        return read_toml(path)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+
+
+def _size(path: Path, value: int | str) -> int:
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None

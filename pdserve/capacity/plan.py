@@ -1,0 +1,253 @@
+"""What each process of a cluster gets on a machine with GPUs, and what a person should know of it. Pure.
+
+What cannot work raises ConfigError, or is a note of level "fail" where the rest is still worth to be shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
+
+from pdserve.capacity.facts import (
+    Fit,
+    Gpu,
+    Level,
+    Machine,
+    Model,
+    Note,
+    PoolFit,
+    PoolNeed,
+    WorkerFit,
+    WorkerNeed,
+)
+from pdserve.capacity.gpus import assign
+from pdserve.capacity.memory import FETCH_SHARE, GB, GIB, MIB, device_kv_bytes, divide, reserve_bytes
+from pdserve.capacity.model import DEFAULT_PAGE_TOKENS, page_sizes, token_bytes
+from pdserve.errors import ConfigError
+
+SLAB_BYTES: Final = 32 * MIB  # a pool node's own default
+MAX_SLAB_BYTES: Final = 2 * GIB
+DOCKER_SHM_BYTES: Final = 64 * MIB
+_LESS: Final = "start fewer workers, or set engine.hicache_size_gb and capacity_bytes lower"
+_START_S: Final = 300.0
+_LOAD_BYTES_S: Final = 250 * MIB  # weights from a slow network disk
+_PIN_BYTES_S: Final = GB  # pinned memory is cleared page by page
+_RELEASE_S: Final = 2.0
+_UNPIN_BYTES_S: Final = 5 * GB
+
+
+def make_fit(
+    machine: Machine,
+    workers: Sequence[WorkerNeed],
+    models: Mapping[str, Model],
+    pools: Sequence[PoolNeed],
+) -> Fit:
+    """`workers`: those that run on GPUs. `models`: by worker. Raises ConfigError."""
+    gpus_of = assign(machine, workers)
+    by_index = {gpu.index: gpu for gpu in machine.gpus}
+    gpus = {name: [by_index[index] for index in taken] for name, taken in gpus_of.items()}
+    kv_bytes, needed = {}, {}
+    for worker in workers:
+        model = models[worker.name]
+        kv_bytes[worker.name] = _kv_bytes(worker, model, gpus[worker.name])
+        longest = worker.context_length or model.context_tokens
+        wanted = longest * token_bytes(model, worker)
+        needed[worker.name] = int(min(wanted, kv_bytes[worker.name]) / FETCH_SHARE[worker.buffer_only])
+    hosts, arenas = divide(machine, workers, pools, kv_bytes, needed)
+    sizes = {worker.name: _page_size(worker, models[worker.name], gpus[worker.name]) for worker in workers}
+    fits = [
+        _worker_fit(
+            worker,
+            models[worker.name],
+            gpus_of[worker.name],
+            sizes[worker.name],
+            hosts[worker.name],
+            kv_bytes[worker.name],
+        )
+        for worker in workers
+    ]
+    page_bytes = max((fit.page_bytes for fit in fits), default=0)
+    notes = [
+        *(note for worker in workers for note in _unsupported(worker, models[worker.name])),
+        *_page_notes(workers, models, gpus, sizes),
+        *(
+            note
+            for worker, fit in zip(workers, fits, strict=True)
+            for note in _host_notes(worker, fit, models)
+        ),
+        *_tp_notes(workers, models),
+        *(Note("fail", name, "no host memory is left for its pages", _LESS) for name in _empty(fits)),
+        *_shm_notes(machine, pools, arenas),
+    ]
+    return Fit(
+        machine=machine,
+        workers=tuple(fits),
+        pools=tuple(_pool_fit(pool, arenas[pool.name], page_bytes) for pool in pools),
+        reserve_bytes=reserve_bytes(machine, workers),
+        notes=tuple(_together(notes)),
+    )
+
+
+def release_s(pinned_bytes: int) -> float:
+    """For schedulers to end that hold so much pinned memory."""
+    return _RELEASE_S + pinned_bytes / _UNPIN_BYTES_S
+
+
+def _kv_bytes(worker: WorkerNeed, model: Model, gpus: Sequence[Gpu]) -> int:
+    found = device_kv_bytes(gpus, model, worker)
+    per_token = token_bytes(model, worker)
+    if found >= DEFAULT_PAGE_TOKENS * per_token:
+        return found
+    ranks = worker.tp * worker.pp
+    raise ConfigError(
+        f"{worker.name}: {model.name} takes {model.weight_bytes / ranks / GB:,.0f} GB of weights on each of "
+        f"{ranks} GPUs, which leaves no room for KV in {gpus[0].memory_bytes / GB:,.0f} GB: raise --tp-size"
+    )
+
+
+def _page_size(worker: WorkerNeed, model: Model, gpus: Sequence[Gpu]) -> int:
+    """What SGLang will make of it."""
+    allowed, _ = page_sizes(model, gpus[0], worker.backends)
+    wanted = worker.page_size or DEFAULT_PAGE_TOKENS
+    return wanted if not allowed or wanted in allowed else allowed[0]
+
+
+def _worker_fit(
+    worker: WorkerNeed, model: Model, gpus: tuple[int, ...], page_size: int, host_bytes: int, kv_bytes: int
+) -> WorkerFit:
+    per_token = token_bytes(model, worker)
+    pinned = host_bytes * worker.ranks
+    is_chosen = worker.has_storage and worker.hicache_ratio is None
+    return WorkerFit(
+        name=worker.name,
+        gpus=gpus,
+        ranks=worker.ranks,
+        has_storage=worker.has_storage,
+        page_size=page_size,
+        page_bytes=page_size * per_token,
+        device_tokens=kv_bytes // per_token,
+        host_gb=host_bytes // GB if is_chosen else 0,
+        host_bytes=host_bytes,
+        fetch_tokens=int(host_bytes // per_token * FETCH_SHARE[worker.buffer_only]),
+        start_timeout_s=_START_S + model.weight_bytes / _LOAD_BYTES_S + pinned / _PIN_BYTES_S,
+        release_s=release_s(pinned),
+    )
+
+
+def _pool_fit(pool: PoolNeed, capacity_bytes: int, page_bytes: int) -> PoolFit:
+    """Raises ConfigError where no slab holds a page."""
+    slab = pool.slab_bytes or SLAB_BYTES
+    while pool.slab_bytes is None and slab < page_bytes:
+        slab *= 2
+    if page_bytes > min(slab, MAX_SLAB_BYTES):
+        raise ConfigError(
+            f"{pool.name}: a page has {page_bytes / MIB:,.1f} MiB on each rank, and no slab of "
+            f"{slab / MIB:,.0f} MiB holds it: raise slab_bytes, or lower engine.page_size"
+        )
+    return PoolFit(name=pool.name, capacity_bytes=capacity_bytes, slab_bytes=slab)
+
+
+# --- notes
+
+
+def _together(notes: Iterable[Note]) -> Iterator[Note]:
+    """One note for all that it is about."""
+    about: dict[tuple[Level, str, str], list[str]] = {}
+    for note in notes:
+        about.setdefault((note.level, note.says, note.change), []).append(note.about)
+    for (level, says, change), names in about.items():
+        yield Note(level, ", ".join(names), says, change)
+
+
+def _empty(fits: Sequence[WorkerFit]) -> Iterator[str]:
+    yield from (fit.name for fit in fits if fit.has_storage and not fit.host_bytes)
+
+
+def _tp_notes(workers: Sequence[WorkerNeed], models: Mapping[str, Model]) -> Iterator[Note]:
+    """What the router refuses: pages are stored by rank, so ranks must be the same."""
+    for model in {model.name: model for model in models.values()}.values():
+        its = [worker for worker in workers if models[worker.name] is model and worker.has_storage]
+        ranks = {(worker.tp // worker.attention_dp if model.kv_heads else 1, worker.pp) for worker in its}
+        if len(ranks) > 1:
+            said = ", ".join(f"{worker.name} tp {worker.tp} pp {worker.pp}" for worker in its)
+            says = f"workers that divide the model differently cannot share pages yet ({said})"
+            yield Note("fail", model.name, says, "give all workers one --tp-size and one --pp-size")
+
+
+def _unsupported(worker: WorkerNeed, model: Model) -> Iterator[Note]:
+    """What the pool's backend refuses when SGLang has loaded the weights."""
+    if not worker.has_storage:
+        return
+    change = 'set storage = "none", which shares nothing'
+    if model.sliding_layers and not worker.one_pool:
+        says = f"{model.name} keeps {model.sliding_layers} layers with a window apart, which the pool cannot"
+        yield Note("fail", worker.name, says, "add --disable-hybrid-swa-memory")
+    if model.other_layers:
+        says = f"{model.name} has {model.other_layers} layers with a state, which the pool cannot keep yet"
+        yield Note("fail", worker.name, says, change)
+    if model.has_indexer:
+        says = f"{model.name} has an index for sparse attention, which the pool cannot keep yet"
+        yield Note("fail", worker.name, says, change)
+
+
+def _page_notes(
+    workers: Sequence[WorkerNeed],
+    models: Mapping[str, Model],
+    gpus: Mapping[str, Sequence[Gpu]],
+    sizes: Mapping[str, int],
+) -> Iterator[Note]:
+    for worker in workers:
+        size = sizes[worker.name]
+        if size != (worker.page_size or DEFAULT_PAGE_TOKENS):
+            why = page_sizes(models[worker.name], gpus[worker.name][0], worker.backends)[1]
+            level: Level = "warn" if worker.page_size else "ok"
+            change = f"set engine.page_size = {size}" if worker.page_size else ""
+            yield Note(level, worker.name, f"pages have {size} tokens: {why}", change)
+    for model in dict.fromkeys(models[worker.name].name for worker in workers):
+        its = {worker.name: sizes[worker.name] for worker in workers if models[worker.name].name == model}
+        if len(set(its.values())) > 1:
+            said = ", ".join(f"{name} {size}" for name, size in its.items())
+            change = "give all workers one attention backend and one engine.page_size"
+            yield Note(
+                "fail", model, f"workers cannot share pages of different sizes ({said} tokens)", change
+            )
+
+
+def _host_notes(worker: WorkerNeed, fit: WorkerFit, models: Mapping[str, Model]) -> Iterator[Note]:
+    if not fit.host_bytes:
+        return
+    context = worker.context_length or models[worker.name].context_tokens
+    longest = min(context, fit.device_tokens)
+    if fit.device_tokens < context:
+        says = f"the GPUs hold {fit.device_tokens:,} tokens, and prompts may have {context:,}"
+        change = "raise --tp-size, or lower engine.context_length"
+        yield Note("warn", worker.name, says, change)
+    if fit.fetch_tokens < longest:
+        says = f"prompts over {fit.fetch_tokens:,} tokens are computed again and not fetched from the pool"
+        gb = -(-longest * fit.page_bytes // fit.page_size // GB)
+        needed = int(gb / FETCH_SHARE[worker.buffer_only]) + 1
+        change = f"set engine.hicache_size_gb = {needed} (for each rank), or lower engine.context_length"
+        if not worker.buffer_only:
+            change += ', or set engine.hicache_host_memory_mode = "buffer_only"'
+        yield Note("warn", worker.name, says, change)
+
+
+def _shm_notes(machine: Machine, pools: Sequence[PoolNeed], arenas: Mapping[str, int]) -> Iterator[Note]:
+    inside = [pool for pool in pools if pool.in_shm]
+    taken = sum(arenas[pool.name] for pool in inside)
+    if inside and machine.shm_bytes >= GIB and taken < GIB * len(inside):
+        names = ", ".join(pool.name for pool in inside)
+        yield Note("fail", names, "no host memory is left for pages", _LESS)
+        return
+    if not inside or (taken <= machine.shm_bytes and machine.shm_bytes * 4 >= machine.memory_bytes):
+        return
+    has = (
+        f"{machine.shm_bytes / MIB:,.0f} MiB"
+        if machine.shm_bytes < GIB
+        else f"{machine.shm_bytes / GIB:,.0f} GiB"
+    )
+    what = "a container's default" if machine.shm_bytes <= DOCKER_SHM_BYTES else "which bounds the pool"
+    flag = f"--shm-size={machine.memory_bytes // 2 // GIB}g"
+    change = f"start the container with {flag} (Kubernetes: an emptyDir of medium Memory there)"
+    level: Level = "fail" if taken < GIB or taken > machine.shm_bytes else "warn"
+    yield Note(level, "/dev/shm", f"it has {has}, {what}", change)
