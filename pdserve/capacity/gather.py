@@ -85,9 +85,21 @@ def read_model(model_path: Path) -> Model:
         raise ConfigError(f"{model_path}: its config.json cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{model_path}: its config.json holds no object")
-    found = (list(model_path.glob(pattern)) for pattern in _WEIGHTS)
-    weights = next((paths for paths in found if paths), [])  # of one format: a directory may hold several
-    return model_facts(model_path.resolve().name, config, sum(path.stat().st_size for path in weights))
+    return model_facts(model_path.resolve().name, config, _weight_bytes(model_path))
+
+
+def _weight_bytes(model_path: Path) -> int:
+    """Of one format, as a directory may hold several. Without files the index says it: enough for a plan."""
+    for pattern in _WEIGHTS:
+        if paths := list(model_path.glob(pattern)):
+            return sum(path.stat().st_size for path in paths)
+    try:
+        index = json.loads((model_path / "model.safetensors.index.json").read_text())
+        return int(index["metadata"]["total_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"{model_path}: no weights, and no model.safetensors.index.json with their size"
+        ) from None
 
 
 def _gpus(nvml: Any, visible: str | None, sys: Path) -> tuple[Gpu, ...]:

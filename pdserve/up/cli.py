@@ -15,12 +15,15 @@ from typing import Annotated, Any
 
 import typer
 
+from pdserve.capacity.gather import read_model, this_machine
+from pdserve.capacity.report import lines
+from pdserve.errors import StartupError
 from pdserve.settings.config_file import build_config
-from pdserve.up.claims import check_ports, claimed
+from pdserve.up.claims import check_ports, claimed, free_ports
 from pdserve.up.config import Role, read_cluster_file
 from pdserve.up.console import Console
+from pdserve.up.fitting import fitted
 from pdserve.up.plan import Plan, make_plan
-from pdserve.up.ports import free_ports
 from pdserve.up.supervisor import Supervisor
 
 PROGRAM = (sys.executable, "-m", "pdserve")
@@ -85,6 +88,7 @@ def up(
         "cluster.run_dir": None if run_dir is None else str(run_dir),
     }
     cluster = read_cluster_file(file, overrides, {"prefill": prefill, "decode": decode, "agg": agg})
+    cluster, fit = fitted(cluster, extra or (), this_machine(os.environ), read_model)
     plan = make_plan(
         cluster,
         program=PROGRAM,
@@ -96,6 +100,11 @@ def up(
         admin_key=os.environ.get("PDSERVE_ADMIN_KEY") or secrets.token_urlsafe(32),
     )
     check_tables(plan, str(file), SCHEMAS)
+    if fit is not None:
+        for line in lines(fit):
+            typer.echo(line)
+        if wrong := [note for note in fit.notes if note.level == "fail"]:
+            raise StartupError(str(wrong[0]))
     raise typer.Exit(run_plan(plan))
 
 

@@ -1,8 +1,8 @@
 """The cluster file of `pdserve up`.
 
-The supervisor reads `[cluster]` and a few keys of every process table (`name`, `restart`, `env`, and `base`:
-a file of defaults); the rest of a table is that process's own configuration and is handed on as it stands,
-but for the addresses that plan.py fills in.
+The supervisor reads `[cluster]` and a few keys of every process table: `name`, `restart`, `env`,
+`start_timeout_s`, `gpus` of a worker, and `base`, a file of defaults. The rest of a table is that process's
+own configuration. It is handed on as it stands, but for what fitting.py and plan.py fill in.
 """
 
 from __future__ import annotations
@@ -53,7 +53,12 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         int, Meta(ge=1, description="Processes that may be starting at the same time.")
     ] = 2
     start_timeout_s: Annotated[
-        float, Meta(gt=0, description="Longest time from the start of a process until it is ready.")
+        float,
+        Meta(
+            gt=0,
+            description="Longest time from the start of a process until it is ready. Left as it is, "
+            "workers on GPUs get longer, by the size of model and host memory.",
+        ),
     ] = 300.0
     stop_grace_s: Annotated[
         float,

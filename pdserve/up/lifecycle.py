@@ -253,10 +253,13 @@ class Lifecycle:
         starting = sum(process.phase is Phase.STARTING for process in self._processes.values())
         while self._queue and starting < self._settings.start_parallelism:
             process = self._queue.popleft()
-            self._enter(process, Phase.STARTING, now_s, self._settings.start_timeout_s)
+            self._enter(process, Phase.STARTING, now_s, self._start_timeout_s(process.spec))
             self._say(f"starting {process.spec.name}")
             self._actions.append(Start(process.spec.name, again=process.was_ready))
             starting += 1
+
+    def _start_timeout_s(self, spec: ProcessSpec) -> float:
+        return spec.start_timeout_s or self._settings.start_timeout_s
 
     def _enter(self, process: _Process, phase: Phase, now_s: float, for_s: float | None = None) -> None:
         process.phase, process.since_s, process.problem = phase, now_s, ""
@@ -321,7 +324,7 @@ class Lifecycle:
                 self._enqueue(process, now_s)
                 continue
             if process.kill_at_s is None:
-                limit_s = self._settings.start_timeout_s
+                limit_s = self._start_timeout_s(process.spec)
                 process.problem = f"{process.spec.name} was not ready within {limit_s:.0f} s"
             process.kill_at_s = process.until_s = None
             self._actions.append(Kill(process.spec.name))

@@ -14,8 +14,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from pdserve.capacity.tables import AUTO
 from pdserve.errors import ConfigError
 from pdserve.up.config import WORKER_ROLES, ClusterFile, ClusterSettings, Restart, Role, Table, merge
 
@@ -26,6 +27,7 @@ MEMORY: Final = Path("/dev/shm")
 that clusters of one host are not in each other's way, and one started again finds its own.
 """
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+SMALL_POOL: Final = "2GiB"
 SOCKET_PATH_MAX_BYTES: Final = 107  # sun_path is 108 bytes on Linux, the last one a zero
 
 
@@ -74,6 +76,8 @@ class ProcessSpec:
     restart: Restart
     listening: tuple[Listening, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    start_timeout_s: float | None = None
+    """Longest time until it is ready; None: the cluster's."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,7 @@ class _Draft:
     restart: Restart
     env: Mapping[str, str]
     config: Table
+    start_timeout_s: float | None = None
     listening: tuple[Listening, ...] = ()
 
 
@@ -179,7 +184,12 @@ def _drafts(file: ClusterFile) -> Iterator[_Draft]:
 
 def _draft(file: ClusterFile, role: Role, where: str, name: str, table: Table) -> _Draft:
     config = copy.deepcopy(table)
-    given = {"name": name, "restart": file.cluster.restart, "env": {}}
+    given: dict[str, Any] = {
+        "name": name,
+        "restart": file.cluster.restart,
+        "env": {},
+        "start_timeout_s": None,
+    }
     given |= {key: config.pop(key) for key in given if key in config}
     if given["restart"] not in ("never", "on-failure"):
         raise ConfigError(f"'{where}.restart' must be 'never' or 'on-failure', found {given['restart']!r}")
@@ -189,7 +199,10 @@ def _draft(file: ClusterFile, role: Role, where: str, name: str, table: Table) -
     if not isinstance(given["name"], str) or not NAME.fullmatch(given["name"]):  # files are called by it
         wanted = "letters, digits, '.', '_' and '-', a letter or digit first"
         raise ConfigError(f"'{where}.name' must be {wanted}, found {given['name']!r}")
-    return _Draft(role, where, given["name"], given["restart"], env, config)
+    start_s = given["start_timeout_s"]
+    if start_s is not None and (not isinstance(start_s, int | float) or start_s <= 0):
+        raise ConfigError(f"'{where}.start_timeout_s' must be a number above 0, found {start_s!r}")
+    return _Draft(role, where, given["name"], given["restart"], env, config, start_s)
 
 
 def _assign_ports(drafts: list[_Draft], default_host: str, ports: Iterator[int]) -> None:
@@ -222,6 +235,8 @@ def _wire_pool_node(draft: _Draft, arena_dir: Path, run_dir: Path) -> Table:
     """Fill in a pool node's addresses; returns how clients find it."""
     draft.config["name"] = draft.name
     draft.config.setdefault("arena_dir", str(arena_dir))
+    if draft.config.get("capacity_bytes") == AUTO:  # no GPU, whose host memory would be divided
+        draft.config["capacity_bytes"] = SMALL_POOL
     socket_path = run_dir / f"{draft.name}.sock"
     if "listen" not in draft.config:
         if len(str(socket_path).encode()) > SOCKET_PATH_MAX_BYTES:
@@ -287,6 +302,7 @@ def _spec(draft: _Draft, program: Sequence[str], run_dir: Path) -> ProcessSpec:
         restart=draft.restart,
         listening=draft.listening,
         env=draft.env,
+        start_timeout_s=draft.start_timeout_s,
     )
 
 

@@ -12,6 +12,7 @@ from pdserve.capacity.facts import Gpu, Model, WorkerNeed
 from pdserve.capacity.gather import read_model
 from pdserve.capacity.model import model_facts, page_sizes, token_bytes
 from pdserve.errors import ConfigError
+from tests.support.capacity.models import make_model
 
 MODELS = Path(__file__).parent / "models"
 H100 = Gpu(index=0, memory_bytes=80 << 30, name="H100", compute="9.0")
@@ -95,6 +96,10 @@ def test_a_model_directory_is_read_with_its_weights_of_one_format(tmp_path: Path
     (tmp_path / "b.safetensors").write_bytes(bytes(5))
     (tmp_path / "a.bin").write_bytes(bytes(100))
     assert read_model(tmp_path).weight_bytes == 15
+
+
+def test_without_weights_the_index_says_their_size(tmp_path: Path) -> None:
+    assert read_model(make_model(tmp_path, "qwen3-32b")).weight_bytes == 65_500_000_000
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", '{"hidden_size": 3}'])

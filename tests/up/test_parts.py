@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from pdserve.up.claims import free_ports, is_free
 from pdserve.up.config import ClusterSettings
 from pdserve.up.console import MAX_WAITING_BYTES, Console
-from pdserve.up.ports import free_ports, is_free
 from pdserve.up.process import LineSplitter, write_private
 from pdserve.up.restart import restart_delay_s
 from pdserve.up.sessions import session_members

@@ -28,7 +28,7 @@ from pdserve.errors import PdserveError
 from pdserve.up.cli import run_plan
 from pdserve.up.config import read_cluster_file
 from pdserve.up.plan import make_plan
-from pdserve.up.ports import free_ports
+from pdserve.up.claims import free_ports
 stand_in, file, run_dir = sys.argv[1:]
 cluster = read_cluster_file(Path(file), {}, {})
 program = (sys.executable, "-S", stand_in)

@@ -1,0 +1,76 @@
+"""A cluster file fitted to a machine: GPUs, host memory, page sizes and time-outs go into its tables. Pure.
+
+Where the machine has no GPU, or no worker is for one, the file stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from pdserve.capacity.facts import Fit, Machine, Model, PoolNeed, WorkerFit, WorkerNeed
+from pdserve.capacity.plan import make_fit
+from pdserve.capacity.tables import VISIBLE, pool_need, worker_need
+from pdserve.errors import ConfigError
+from pdserve.up.config import WORKER_ROLES, ClusterFile, ClusterSettings, Table, merge
+
+
+def fitted(
+    file: ClusterFile, extra_args: Sequence[str], machine: Machine, read_model: Callable[[Path], Model]
+) -> tuple[ClusterFile, Fit | None]:
+    """(the file, filled in; what its processes get, None without GPUs). Raises ConfigError.
+
+    What the file says stays. `extra_args`: flags for SGLang in every worker.
+    """
+    tables = {role: [merge(file.worker, table) for table in getattr(file, role)] for role in WORKER_ROLES}
+    needs: list[WorkerNeed] = []
+    models: dict[str, Model] = {}
+    places: dict[str, Table] = {}
+    known: dict[str, Model] = {}
+    for role in WORKER_ROLES:
+        for i, table in enumerate(tables[role]):
+            where, name = f"{role}[{i}]", str(table.get("name", f"{role}{i}"))
+            found = worker_need(name, role, where, table, extra_args)
+            if table.pop("gpus", None) is not None and (found is None or not machine.gpus):
+                raise ConfigError(f"'{where}.gpus': {'it runs on the CPU' if found is None else _NONE}")
+            if found is None or not machine.gpus:
+                continue
+            need, path = found
+            if name in places:
+                raise ConfigError(f"name {name} is given to two processes of the cluster")
+            needs.append(need)
+            known[path] = known.get(path) or read_model(Path(path))
+            models[name], places[name] = known[path], table
+    if not needs:
+        return file, None
+    pools = [_pool_need(i, table) for i, table in enumerate(file.pool)]
+    fit = make_fit(machine, needs, models, pools)
+    for need, worker in zip(needs, fit.workers, strict=True):
+        _fill(places[need.name], need, worker, file.cluster)
+    nodes = [
+        table | {"capacity_bytes": fitted_pool.capacity_bytes, "slab_bytes": fitted_pool.slab_bytes}
+        for table, fitted_pool in zip(file.pool, fit.pools, strict=True)
+    ]
+    return replace(file, **tables, worker={}, pool=nodes), fit
+
+
+_NONE = "this machine has no GPU"
+
+
+def _pool_need(number: int, table: Table) -> PoolNeed:
+    return pool_need(str(table.get("name", f"pool{number}")), f"pool[{number}]", table)
+
+
+def _fill(table: Table, need: WorkerNeed, fit: WorkerFit, settings: ClusterSettings) -> None:
+    engine = table["engine"] = dict(table.get("engine", {}))
+    if need.page_size is None:
+        engine["page_size"] = fit.page_size
+    if fit.host_gb and not need.hicache_size_gb:
+        engine["hicache_size_gb"] = fit.host_gb
+    # in the order of NVML, which counts by PCI address; CUDA's own order is the fastest first
+    visible = {VISIBLE: ",".join(map(str, fit.gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    table["env"] = {**table.get("env", {}), **visible}
+    if settings.start_timeout_s == ClusterSettings().start_timeout_s:
+        table.setdefault("start_timeout_s", fit.start_timeout_s)
