@@ -143,7 +143,7 @@ class WorkerFit(msgspec.Struct, frozen=True, kw_only=True):
     """The longest prompt that is fetched from the pool."""
     start_timeout_s: float
     release_s: float
-    """For the end of its processes, which hold pinned memory."""
+    """What pinned memory adds to the end of its processes."""
 
 
 class PoolFit(msgspec.Struct, frozen=True, kw_only=True):

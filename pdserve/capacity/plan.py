@@ -32,7 +32,6 @@ _LESS: Final = "start fewer workers, or set engine.hicache_size_gb and capacity_
 _START_S: Final = 300.0
 _LOAD_BYTES_S: Final = 250 * MIB  # weights from a slow network disk
 _PIN_BYTES_S: Final = GB  # pinned memory is cleared page by page
-_RELEASE_S: Final = 2.0
 _UNPIN_BYTES_S: Final = 5 * GB
 
 
@@ -89,8 +88,8 @@ def make_fit(
 
 
 def release_s(pinned_bytes: int) -> float:
-    """For schedulers to end that hold so much pinned memory."""
-    return _RELEASE_S + pinned_bytes / _UNPIN_BYTES_S
+    """What so much pinned memory adds to the end of the processes that hold it."""
+    return pinned_bytes / _UNPIN_BYTES_S
 
 
 def _kv_bytes(worker: WorkerNeed, model: Model, gpus: Sequence[Gpu]) -> int:

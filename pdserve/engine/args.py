@@ -21,7 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pdserve.engine.config import EngineConfig, HostMemoryMode
+from pdserve.capacity.memory import HOST_RATIO
+from pdserve.engine.config import EngineConfig
 from pdserve.engine.device import Device
 from pdserve.errors import ConfigError
 from pdserve.tls.contexts import TlsConfig
@@ -36,7 +37,6 @@ _CPU_MAX_TOTAL_TOKENS = 40_000
 # SGLang takes this share of the memory that is free at its start. Its tokens bound the KV cache anyway;
 # a small share would only make a start fail when a neighbour takes memory meanwhile.
 _CPU_MEM_FRACTION = 0.9
-_HOST_RATIO: Mapping[HostMemoryMode, float] = {"cache": 2.0, "buffer_only": 1.2}  # as SGLang's own
 _CPU_MAX_RUNNING_REQUESTS = 128  # bounds the request-to-token table: this many rows of the context length
 
 _OURS = "pages would no longer reach the other workers"
@@ -126,6 +126,9 @@ def server_argv(
     if device == "cpu":
         # an idle scheduler on CPU would spin on a core that others need
         argv += ["--attention-backend", "torch_native", "--sleep-on-idle"]
+    elif role == "prefill":
+        # it answers with one token, so that graphs of decoding are never run: they cost memory and a start
+        argv += ["--disable-decode-cuda-graph"]
     if storage is not None:
         argv += _hicache(config, device, storage)
     return argv + config.extra_args
@@ -152,29 +155,44 @@ def _sizes(config: EngineConfig, device: Device) -> list[str]:
 
 
 def _hicache(config: EngineConfig, device: Device, storage: Mapping[str, Any] | str) -> list[str]:
-    if device == "cpu" and config.io_backend != "direct":
-        raise ConfigError(f"engine.io_backend: {config.io_backend!r} needs a GPU; on CPU use direct")
-    if config.layout == "page_first_direct" and config.io_backend != "direct":
-        raise ConfigError("engine.layout: page_first_direct needs engine.io_backend direct")
-    if config.layout == "page_first" and config.io_backend == "direct":
-        raise ConfigError(
-            "engine.layout: page_first needs engine.io_backend kernel; with direct use page_first_direct"
-        )
-    size = (
-        ["--hicache-size", str(config.hicache_size_gb)]
-        if config.hicache_size_gb
-        else ["--hicache-ratio", str(config.hicache_ratio or _HOST_RATIO[config.hicache_host_memory_mode])]
-    )
+    layout, io_backend = _copies(config, device)
     threshold = {"prefetch_threshold": config.page_size}
     backend, more = (storage, {}) if isinstance(storage, str) else ("dynamic", storage)
     return [
         "--enable-hierarchical-cache",
         *("--hicache-host-memory-mode", config.hicache_host_memory_mode),
-        *size,
-        *("--hicache-mem-layout", config.layout),
-        *("--hicache-io-backend", config.io_backend),
+        *_host_size(config, device),
+        *("--hicache-mem-layout", layout),
+        *("--hicache-io-backend", io_backend),
         *("--hicache-write-policy", "write_through"),
         *("--hicache-storage-backend", backend),
         *("--hicache-storage-prefetch-policy", "wait_complete"),
         *("--hicache-storage-backend-extra-config", json.dumps({**threshold, **more})),
     ]
+
+
+def _copies(config: EngineConfig, device: Device) -> tuple[str, str]:
+    """(layout, I/O backend). Raises ConfigError where they do not fit each other or the device."""
+    layout, io_backend = config.layout, config.io_backend
+    if io_backend == "auto":
+        io_backend = "direct" if device == "cpu" or layout == "page_first_direct" else "kernel"
+    if layout == "auto":
+        layout = "page_first_direct" if io_backend == "direct" else "page_first"
+    if device == "cpu" and io_backend != "direct":
+        raise ConfigError(f"engine.io_backend: {io_backend!r} needs a GPU; on CPU use direct")
+    if layout == "page_first_direct" and io_backend != "direct":
+        raise ConfigError("engine.layout: page_first_direct needs engine.io_backend direct")
+    if layout == "page_first" and io_backend == "direct":
+        raise ConfigError(
+            "engine.layout: page_first needs engine.io_backend kernel; with direct use page_first_direct"
+        )
+    return layout, io_backend
+
+
+def _host_size(config: EngineConfig, device: Device) -> list[str]:
+    if config.hicache_size_gb:
+        return ["--hicache-size", str(config.hicache_size_gb)]
+    if config.hicache_ratio is None and device != "cpu":
+        return []  # an explicit ratio would switch off SGLang's own look at what the machine has
+    ratio = config.hicache_ratio or HOST_RATIO[config.hicache_host_memory_mode == "buffer_only"]
+    return ["--hicache-ratio", str(ratio)]

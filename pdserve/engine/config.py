@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-Layout: TypeAlias = Literal["page_first_direct", "layer_first", "page_first"]
+Layout: TypeAlias = Literal["auto", "page_first_direct", "layer_first", "page_first"]
 HostMemoryMode: TypeAlias = Literal["cache", "buffer_only"]
 
 
@@ -71,19 +71,31 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[float, Meta(gt=0)] | None,
         Meta(
             description="Size of the host's KV memory as a multiple of the device's; none: 2.0, for "
-            "buffer_only 1.2."
+            "buffer_only 1.2, and on a GPU as much of that as host memory has room for."
         ),
     ] = None
     hicache_size_gb: Annotated[
-        int, Meta(ge=0, description="Size of the host's KV memory in GB (10^9 bytes); 0: by hicache_ratio.")
+        int,
+        Meta(
+            ge=0,
+            description="Size of the host's KV memory in GB (10^9 bytes), of each rank; 0: by hicache_ratio. "
+            "`pdserve up` chooses it on a machine with GPUs.",
+        ),
     ] = 0
     layout: Annotated[
-        Layout, Meta(description="Layout of pages in host memory; the same on all workers of a pool.")
-    ] = "page_first_direct"
+        Layout,
+        Meta(
+            description="Layout of pages in host memory; the same on all workers of a pool. auto: "
+            "page_first, with io_backend direct page_first_direct."
+        ),
+    ] = "auto"
     io_backend: Annotated[
-        Literal["direct", "kernel"],
-        Meta(description="How pages are copied between device and host; on CPU direct."),
-    ] = "direct"
+        Literal["auto", "direct", "kernel"],
+        Meta(
+            description="How pages are copied between device and host. auto: kernel on a GPU, where direct "
+            "would hold up the scheduler at each copy; on CPU direct."
+        ),
+    ] = "auto"
     tool_call_parser: Annotated[
         str, Meta(description="SGLang's parser of tool calls; auto: by the chat template; empty: none.")
     ] = "auto"

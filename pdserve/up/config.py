@@ -1,8 +1,8 @@
 """The cluster file of `pdserve up`.
 
 The supervisor reads `[cluster]` and a few keys of every process table: `name`, `restart`, `env`,
-`start_timeout_s`, `gpus` of a worker, and `base`, a file of defaults. The rest of a table is that process's
-own configuration. It is handed on as it stands, but for what fitting.py and plan.py fill in.
+`start_timeout_s`, `release_s`, `gpus` of a worker, and `base`, a file of defaults. The rest of a table is
+that process's own configuration. It is handed on as it stands, but for what fitting.py and plan.py fill in.
 """
 
 from __future__ import annotations

@@ -72,5 +72,6 @@ def _fill(table: Table, need: WorkerNeed, fit: WorkerFit, settings: ClusterSetti
     # in the order of NVML, which counts by PCI address; CUDA's own order is the fastest first
     visible = {VISIBLE: ",".join(map(str, fit.gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     table["env"] = {**table.get("env", {}), **visible}
+    table.setdefault("release_s", fit.release_s)
     if settings.start_timeout_s == ClusterSettings().start_timeout_s:
         table.setdefault("start_timeout_s", fit.start_timeout_s)

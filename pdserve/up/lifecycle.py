@@ -368,7 +368,7 @@ class Lifecycle:
         """`stop_grace_s`, and more where the process's own table gives it more."""
         own_s: float = spec.config.get("stop_grace_s", 0.0)
         slack_s = STOP_SLACK_S.get(spec.role, 0.0) if own_s else 0.0
-        return max(self._settings.stop_grace_s, own_s + slack_s)
+        return max(self._settings.stop_grace_s, own_s + slack_s) + spec.release_s
 
     # --- stopping
 

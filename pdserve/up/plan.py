@@ -78,6 +78,8 @@ class ProcessSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     start_timeout_s: float | None = None
     """Longest time until it is ready; None: the cluster's."""
+    release_s: float = 0.0
+    """What it may take beyond its grace to give its memory back."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,7 @@ class _Draft:
     env: Mapping[str, str]
     config: Table
     start_timeout_s: float | None = None
+    release_s: float = 0.0
     listening: tuple[Listening, ...] = ()
 
 
@@ -189,6 +192,7 @@ def _draft(file: ClusterFile, role: Role, where: str, name: str, table: Table) -
         "restart": file.cluster.restart,
         "env": {},
         "start_timeout_s": None,
+        "release_s": 0.0,
     }
     given |= {key: config.pop(key) for key in given if key in config}
     if given["restart"] not in ("never", "on-failure"):
@@ -199,10 +203,11 @@ def _draft(file: ClusterFile, role: Role, where: str, name: str, table: Table) -
     if not isinstance(given["name"], str) or not NAME.fullmatch(given["name"]):  # files are called by it
         wanted = "letters, digits, '.', '_' and '-', a letter or digit first"
         raise ConfigError(f"'{where}.name' must be {wanted}, found {given['name']!r}")
-    start_s = given["start_timeout_s"]
-    if start_s is not None and (not isinstance(start_s, int | float) or start_s <= 0):
-        raise ConfigError(f"'{where}.start_timeout_s' must be a number above 0, found {start_s!r}")
-    return _Draft(role, where, given["name"], given["restart"], env, config, start_s)
+    for key in ("start_timeout_s", "release_s"):
+        value = given[key] or 0.0
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise ConfigError(f"'{where}.{key}' must be a number of seconds, found {value!r}")
+    return _Draft(role, where, env=env, config=config, **{key: given[key] for key in given if key != "env"})
 
 
 def _assign_ports(drafts: list[_Draft], default_host: str, ports: Iterator[int]) -> None:
@@ -303,6 +308,7 @@ def _spec(draft: _Draft, program: Sequence[str], run_dir: Path) -> ProcessSpec:
         listening=draft.listening,
         env=draft.env,
         start_timeout_s=draft.start_timeout_s,
+        release_s=draft.release_s,
     )
 
 

@@ -88,13 +88,50 @@ def test_users_flags_come_last_and_win() -> None:
     ("fields", "device"),
     [
         ({"io_backend": "kernel", "layout": "layer_first"}, "cpu"),
-        ({"layout": "page_first"}, "cuda"),
+        ({"layout": "page_first", "io_backend": "direct"}, "cuda"),
+        ({"layout": "page_first"}, "cpu"),
         ({"layout": "page_first_direct", "io_backend": "kernel"}, "cuda"),
     ],
 )
 def test_layout_and_io_backend_must_fit(fields: dict[str, str], device: str) -> None:
     with pytest.raises(ConfigError, match=r"engine\.(layout|io_backend)"):
         server_argv(config(**fields), "agg", device, POOL)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "device", "layout", "io_backend"),
+    [
+        ({}, "cuda", "page_first", "kernel"),
+        ({}, "cpu", "page_first_direct", "direct"),
+        ({"layout": "layer_first"}, "cuda", "layer_first", "kernel"),
+        ({"layout": "layer_first"}, "cpu", "layer_first", "direct"),
+        ({"layout": "page_first_direct"}, "cuda", "page_first_direct", "direct"),
+        ({"io_backend": "direct"}, "cuda", "page_first_direct", "direct"),
+    ],
+)
+def test_copies_suit_the_device(
+    fields: dict[str, str], device: Literal["cpu", "cuda"], layout: str, io_backend: str
+) -> None:
+    argv = server_argv(config(**fields), "agg", device, POOL)
+    assert value(argv, "--hicache-mem-layout") == layout
+    assert value(argv, "--hicache-io-backend") == io_backend
+
+
+def test_on_a_gpu_sglang_sizes_host_memory_unless_it_is_told() -> None:
+    argv = server_argv(config(), "decode", "cuda", POOL)
+    assert "--hicache-ratio" not in argv
+    assert "--hicache-size" not in argv
+    assert value(server_argv(config(hicache_ratio=3.0), "decode", "cuda", POOL), "--hicache-ratio") == "3.0"
+
+
+@pytest.mark.parametrize(
+    ("role", "device", "is_off"),
+    [("prefill", "cuda", True), ("decode", "cuda", False), ("agg", "cuda", False), ("prefill", "cpu", False)],
+)
+def test_a_prefill_worker_on_a_gpu_captures_no_graphs_of_decoding(
+    role: Literal["prefill", "decode", "agg"], device: Literal["cpu", "cuda"], is_off: bool
+) -> None:
+    assert ("--disable-decode-cuda-graph" in server_argv(config(), role, device, POOL)) == is_off
 
 
 def test_served_name_defaults_to_the_directory() -> None:

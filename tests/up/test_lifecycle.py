@@ -297,6 +297,16 @@ def test_the_routers_end_and_any_with_stop_on_loss_takes_the_cluster_down(
     assert world.exit == 1
 
 
+def test_a_process_that_holds_much_memory_has_longer_to_end_and_to_start() -> None:
+    own = {"release_s": 30.0, "start_timeout_s": 500.0}
+    world = World(plan_of({"decode": own}, stop_grace_s=5.0, start_timeout_s=60.0)).up()
+    world.tell(lc.StopAsked("SIGINT"))
+    world.end("router")
+    world.end("prefill0")
+    assert names(world.wait(34.9), lc.Kill) == []
+    assert names(world.wait(0.2), lc.Kill) == ["decode0"]
+
+
 def test_a_stop_goes_through_the_stages_in_reverse_each_within_its_grace() -> None:
     world = World(plan_of({"decode": {"stop_grace_s": 20.0}}, stop_grace_s=5.0)).up()
     assert names(world.tell(lc.StopAsked("SIGINT")), lc.Terminate) == ["router"]

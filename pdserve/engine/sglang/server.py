@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Final
 
+from pdserve.capacity.memory import GB
+from pdserve.capacity.plan import release_s
 from pdserve.engine.drain import Client, Drain
 from pdserve.engine.sglang.engine import Engine
 from pdserve.engine.sglang.tls import serving
@@ -105,7 +107,9 @@ def serve(
     entry.install()
     engine.app = http_server.app
     configure_app(http_server.app)
-    ending = _Ending(drain)
+    ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
+    held_s = release_s(server_args.hicache_size * GB * ranks)
+    ending = _Ending(drain, held_s)
     drain.add(lambda: ending.unfinished)
 
     def init_manager(*args: Any, **kwargs: Any) -> Any:
@@ -130,7 +134,7 @@ def serve(
     finally:
         ending.over()
         with contextlib.suppress(RuntimeError):  # a child that cannot be reaped in time
-            kill_process_tree(os.getpid(), include_parent=False, wait_timeout=_RELEASE_S)
+            kill_process_tree(os.getpid(), include_parent=False, wait_timeout=_RELEASE_S + held_s)
     if ending.failed:
         raise StartupError("SGLang ended: one of its processes failed, its last words are above")
 
@@ -168,9 +172,11 @@ def _first_line(error: BaseException) -> str:
 class _Ending:
     """The end of a running server: once, bounded in time, in SGLang's order."""
 
-    def __init__(self, drain: Drain) -> None:
+    def __init__(self, drain: Drain, held_s: float) -> None:
+        """`held_s`: what schedulers take to give back pinned memory."""
         self.failed = False
         self._drain = drain
+        self._held_s = held_s
         self._manager: Any = None
         self._task: asyncio.Task[None] | None = None
         self._last_resort: threading.Timer | None = None
@@ -204,7 +210,7 @@ class _Ending:
         loop = asyncio.get_running_loop()
         self._manager = manager
         self._drain.begin(time.monotonic())
-        self._give_up_in(self._drain.left_s(time.monotonic()) + _STOP_S)
+        self._give_up_in(self._drain.left_s(time.monotonic()) + _STOP_S + self._held_s)
         if self._task is None:
             self._task = loop.create_task(self._end(manager))
 
@@ -225,14 +231,14 @@ class _Ending:
         while not self.failed and not self._drain.is_over(time.monotonic()):  # noqa: ASYNC110 - by many causes
             await asyncio.sleep(_POLL_S)
         self._drain.is_closed = True
-        self._give_up_in(_STOP_S)
+        self._give_up_in(_STOP_S + self._held_s)
         if manager._subprocess_watchdog is not None:
             manager._subprocess_watchdog.stop()  # children that end now are no crash
         if not self.failed:
             manager.abort_request(abort_all=True)  # such answers are broken off (`Engine.begin`)
             await _until(lambda: not manager.rid_to_state, _ABORT_S)
             manager._dispatch_to_scheduler(ShutdownReq())
-            await _until(lambda: not _schedulers(), _RELEASE_S)
+            await _until(lambda: not _schedulers(), _RELEASE_S + self._held_s)
         if manager._server_stop_hook is not None:
             manager._server_stop_hook()
 
@@ -241,7 +247,7 @@ class _Ending:
 
         logger.warning("connections that are still open are cut")
         with contextlib.suppress(RuntimeError):  # a child that cannot be reaped in time
-            kill_process_tree(os.getpid(), include_parent=False, wait_timeout=_RELEASE_S)
+            kill_process_tree(os.getpid(), include_parent=False, wait_timeout=_RELEASE_S + self._held_s)
         os._exit(1 if self.failed else 0)
 
 
