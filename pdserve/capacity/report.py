@@ -18,7 +18,7 @@ def assignment(fit: Fit, worker: WorkerFit) -> str:
     there = f", near {_list([nic.name for nic in nics])}" if nics else ""
     return (
         f"{worker.name}: GPU{one} {_list(worker.gpus)} ({name}{where}{there}), KV for about "
-        f"{worker.device_tokens:,} tokens, pages of {worker.page_size} tokens and "
+        f"{_rounded(worker.device_tokens):,} tokens, pages of {worker.page_size} tokens and "
         f"{worker.page_bytes / MIB:.2f} MiB a rank, at most {worker.start_timeout_s:.0f} s to start"
     )
 
@@ -64,3 +64,8 @@ def _gb(size_bytes: int) -> str:
 
 def _list(values: Sequence[object]) -> str:
     return ", ".join(map(str, values))
+
+
+def _rounded(tokens: int) -> int:
+    """To two digits: SGLang measures it later, and finds less or more."""
+    return int(float(f"{tokens:.1e}"))
