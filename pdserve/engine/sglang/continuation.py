@@ -22,6 +22,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pdserve.engine.engine_bounds import check_ids
 from pdserve.engine.http.marked_stream import MarkedStream, SoFar
 from pdserve.engine.sglang.answers import clipped
 from pdserve.errors import RequestError
@@ -97,6 +98,7 @@ def extend_prompt(tokenized: Any, so_far: SoFar, manager: Any) -> Continuation:
         raise ValueError("an answer to this kind of prompt cannot be continued")
     if tokenized.return_logprob:
         raise ValueError("an answer with log-probabilities cannot be continued")
+    check_ids(so_far.token_ids, manager.model_config.vocab_size)
     sampling = tokenized.sampling_params
     if said := _looks_back(sampling):
         raise ValueError(f"an answer under {said} cannot be continued")

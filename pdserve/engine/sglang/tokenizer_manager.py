@@ -1,10 +1,11 @@
 """The one wrap of SGLang's TokenizerManager: what its requests are, what they found, and their end.
 
-Five methods are wrapped, each once:
+Six methods are wrapped, each once:
 
     generate_request     what a client may not set is taken out; aborts and the first token are noted; a
                          stream is marked (`continuation.py`)
     _init_req_state      a request state (`ReqState`) was made for an SGLang request id
+    _create_tokenized_object  it is as the scheduler gets it: what would end the scheduler is refused
     _send_*_request      its prompt's token ids, extra key and salt are final, and it goes to the scheduler
     _handle_batch_output what it found cached; not in the context of one request, but for all that run
 
@@ -24,6 +25,7 @@ from weakref import WeakValueDictionary
 
 from fastapi import HTTPException
 
+from pdserve.engine.engine_bounds import bound_sampling, check_ids, check_logprobs, check_stop_regex
 from pdserve.engine.http.cache_report import Reuse
 from pdserve.engine.http.endpoints import EMBEDDINGS
 from pdserve.engine.http.request import HttpRequest, current_request
@@ -40,6 +42,9 @@ PLACES: Final = (
         "sglang.srt.managers.tokenizer_manager",
         "TokenizerManager.generate_request(obj, request)",
         "TokenizerManager._init_req_state(obj, request) uses rid_to_state",
+        "TokenizerManager._create_tokenized_object(obj) uses sampling_params, verify",
+        "TokenizerManager._tokenize_one_request uses _create_tokenized_object",
+        "TokenizerManager._batch_tokenize_and_process uses _create_tokenized_object",
         "TokenizerManager._send_one_request(tokenized_obj)",
         "TokenizerManager._send_batch_request(tokenized_objs)",
         "TokenizerManager._handle_batch_output(recv_obj)",
@@ -51,6 +56,13 @@ PLACES: Final = (
         "sglang.srt.managers.io_struct",
         f"GenerateReqInput({', '.join(_SET_BY_SGLANG)})",
         "TokenizedGenerateReqInput(rid, input_ids, mm_inputs, extra_key, lora_id, cache_salt)",
+        "TokenizedGenerateReqInput(sampling_params, return_logprob, logprob_start_len, top_logprobs_num)",
+        "TokenizedGenerateReqInput(token_ids_logprob)",
+    ),
+    *places(
+        "sglang.srt.sampling.sampling_params",
+        "SamplingParams(top_k, min_new_tokens, max_new_tokens, stop_token_ids, stop_regex)",
+        "SamplingParams(stop_regex_strs, stop_regex_max_len)",
     ),
 )
 
@@ -95,6 +107,7 @@ def watch(
     wrap = _Wrap(manager, metrics, is_stopping)
     manager.generate_request = wrap.generate_request
     manager._init_req_state = wrap.init_req_state
+    manager._create_tokenized_object = wrap.create_tokenized
     manager._send_one_request = wrap.sending(manager._send_one_request, lambda one: [one])
     manager._send_batch_request = wrap.sending(manager._send_batch_request, list)
     manager._handle_batch_output = wrap.handle_batch_output
@@ -108,6 +121,7 @@ class _Wrap:
         self._generate = manager.generate_request
         self._init = manager._init_req_state
         self._handle = manager._handle_batch_output
+        self._create = manager._create_tokenized_object
         self._made: WeakValueDictionary[str, SglangRequest] = WeakValueDictionary()
         """By SGLang's request id, as long as the HTTP request's record holds them."""
 
@@ -169,6 +183,14 @@ class _Wrap:
                 http.requests[rid] = self._made[rid] = made
         return result
 
+    def create_tokenized(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Raises ValueError for what would end the scheduler."""
+        sampling = obj.sampling_params
+        check_stop_regex(sampling.get("stop_regex") if isinstance(sampling, dict) else None)
+        tokenized = self._create(obj, *args, **kwargs)
+        _bound(obj, tokenized, self._manager.model_config.vocab_size)
+        return tokenized
+
     def _abort(self, rid: str) -> None:
         self._manager.abort_request(rid=rid)
 
@@ -218,6 +240,21 @@ def _disown(obj: Any) -> None:
     for name in _SET_BY_SGLANG:
         if hasattr(obj, name):
             setattr(obj, name, None)
+
+
+def _bound(obj: Any, tokenized: Any, vocabulary: int) -> None:
+    """Raises ValueError for what would end the scheduler."""
+    # the tokens of media are SGLang's own, and may have ids beyond the vocabulary
+    ids = tokenized.input_ids if tokenized.mm_inputs is None else obj.input_ids
+    check_ids(() if ids is None else ids, vocabulary)
+    if (sampling := tokenized.sampling_params) is not None:
+        bound_sampling(sampling, vocabulary)
+    if not getattr(tokenized, "return_logprob", False):
+        return
+    start = tokenized.logprob_start_len
+    prompt = 0 if start < 0 else max(0, len(tokenized.input_ids or ()) - start)
+    each = max(tokenized.top_logprobs_num, len(tokenized.token_ids_logprob or ()))
+    check_logprobs(prompt, sampling.max_new_tokens or 0, each, vocabulary)
 
 
 def _name(made: SglangRequest, tokenized: Any) -> None:

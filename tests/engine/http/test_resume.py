@@ -20,6 +20,7 @@ from pdserve.engine.http.resume import Continuing
 from pdserve.engine.sglang.tokenizer_manager import watch
 from pdserve.router.dispatch.stream_marks import StreamMarks
 
+VOCABULARY = 1 << 20
 PROMPT = [72, 105, 33]
 
 
@@ -81,7 +82,8 @@ class Engine:
 
     @property
     def model_config(self) -> Any:
-        return SimpleNamespace(think_end_ids=None if self.think_end is None else [self.think_end])
+        ends = None if self.think_end is None else [self.think_end]
+        return SimpleNamespace(think_end_ids=ends, vocab_size=VOCABULARY)
 
     rid_to_state: dict[str, Any] = field(default_factory=dict)
 
@@ -90,6 +92,8 @@ class Engine:
 
     def _init_req_state(self, obj: Obj, request: Any = None) -> None:
         self.rid_to_state[obj.rid] = None
+
+    def _create_tokenized_object(self, obj: Any) -> Any: ...
 
     async def _send_one_request(self, tokenized: Tokenized) -> None:
         self.sent.append(tokenized)
@@ -480,3 +484,12 @@ def refused(engine: Engine, body: bytes) -> tuple[int, str]:
     """(status, message) at `/generate`, which has begun its answer before it knows."""
     status, pieces = asyncio.run(post(engine, "/pd/continue?endpoint=/generate", body))
     return status, pieces[0].decode()
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY, 10**30])
+def test_tokens_so_far_that_the_model_does_not_have_are_refused(token: int) -> None:
+    engine = Engine([65, 66])
+    status, said = refused(engine, b'{"characters":0,"token_ids":[%d]}\n{}' % token)
+    assert status == 400
+    assert "vocabulary" in said
+    assert engine.sent == []

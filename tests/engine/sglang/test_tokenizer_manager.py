@@ -155,6 +155,54 @@ def test_ids_that_are_not_a_clients_are_kept() -> None:
     assert ids_outside_a_tracked_request((pull, None), (health, "/health_generate")) == [pull.rid, health.rid]
 
 
+def created(ids: list[int] | None = None, mm_inputs: Any = None, **fields: Any) -> Any:
+    """The request as the scheduler would get it."""
+    asked = GenerateReqInput(input_ids=[5, 6], **fields)
+    asked.normalize_batch_and_arguments()
+    manager = Manager()
+    watch(manager)
+    return manager._create_tokenized_object(asked, ids or [5, 6], mm_inputs)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"ids": [5, 4096]}, "vocabulary"),
+        ({"return_logprob": True, "top_logprobs_num": 5000}, "log-probabilities"),
+        ({"return_logprob": True, "token_ids_logprob": [1] * 5000}, "log-probabilities"),
+        (
+            {
+                "return_logprob": True,
+                "logprob_start_len": 0,
+                "top_logprobs_num": 100,
+                "ids": [1] * 100_000,
+            },
+            "log-probabilities",
+        ),
+        ({"sampling_params": {"stop_regex": "(a|a)*b"}}, "stop_regex"),
+    ],
+)
+def test_what_would_end_the_scheduler_is_refused_before_it(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        created(**fields)
+
+
+def test_sampling_without_effect_reaches_the_scheduler_as_what_it_can_compute() -> None:
+    wanted = {"top_k": 2**40, "stop_token_ids": [3, 10**9], "min_new_tokens": 1}
+    sampling = created(sampling_params=wanted).sampling_params
+    assert (sampling.top_k, sampling.stop_token_ids) == (1 << 30, {3})
+
+
+def test_sglangs_own_tokens_of_media_may_be_beyond_the_vocabulary_and_the_clients_may_not() -> None:
+    created(ids=[5, 10**6], mm_inputs=object())
+    manager = Manager()
+    watch(manager)
+    asked = GenerateReqInput(input_ids=[5, 10**6])
+    asked.normalize_batch_and_arguments()
+    with pytest.raises(ValueError, match="vocabulary"):
+        manager._create_tokenized_object(asked, [5], object())
+
+
 class TwoPrompts(Manager):
     """Every request is answered in two steps, for two prompts of 100 tokens, of which 64 were cached."""
 

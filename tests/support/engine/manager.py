@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
+
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from pdserve.engine.http.connection import AsgiApp
 from pdserve.engine.http.request import HttpRequest, RequestTracking
@@ -33,6 +36,11 @@ class Tokenized:
     cache_salt: str | None = None
     lora_id: str | None = None
     mm_inputs: Any = None
+    sampling_params: Any = None
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    token_ids_logprob: Any = None
 
 
 class Manager:
@@ -40,6 +48,7 @@ class Manager:
 
     incremental_streaming_output = False
     tokenizer: Any = None
+    model_config = SimpleNamespace(vocab_size=4096)
 
     def __init__(self) -> None:
         self.rid_to_state: dict[str, State] = {}
@@ -50,6 +59,18 @@ class Manager:
     def _init_req_state(self, obj: Any, request: Any = None) -> None:
         for rid in [obj.rid] if isinstance(obj.rid, str) else obj.rid:
             self.rid_to_state[rid] = State()
+
+    def _create_tokenized_object(self, obj: Any, ids: Any = None, mm_inputs: Any = None) -> Any:
+        return Tokenized(
+            obj.rid,
+            ids,
+            mm_inputs=mm_inputs,
+            sampling_params=SamplingParams(**obj.sampling_params),
+            return_logprob=obj.return_logprob,
+            logprob_start_len=obj.logprob_start_len,
+            top_logprobs_num=obj.top_logprobs_num,
+            token_ids_logprob=obj.token_ids_logprob,
+        )
 
     async def _send_one_request(self, tokenized: Any) -> None:
         self.rid_to_state[tokenized.rid].dispatched = True
