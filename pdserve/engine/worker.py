@@ -25,6 +25,7 @@ from pdserve import __version__
 from pdserve.discovery.workers import WorkerEtcdConfig
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.drain import Drain
+from pdserve.engine.http.cache_salt import CacheSalt
 from pdserve.engine.http.fixed_weights import FixedWeights
 from pdserve.engine.http.guard import Draining, Guard, Starting, close_cors
 from pdserve.engine.http.request import HttpRequest, RequestTracking
@@ -199,6 +200,7 @@ def install(app: Any, worker: Worker, parts: RoleParts, token: str, starting: St
     app.add_middleware(RequestTracking, on_start=parts.on_start)
     worker.drain.add(parts.unpublished)
     app.add_middleware(Draining, drain=worker.drain)
+    app.add_middleware(CacheSalt)
     close_cors(app)
     app.add_middleware(Guard, token=token, starting=starting)
     app.include_router(_info_router(worker))
@@ -218,6 +220,7 @@ def _info_router(worker: Worker) -> APIRouter:
                 "page_size": worker.names.page_size,
                 "namespace": worker.namespace,
                 "kv_geometry": worker.identity.geometry.as_dict(),
+                "takes_salt_header": True,
                 "pdserve_version": __version__,
                 "sglang_version": version("sglang"),
             }

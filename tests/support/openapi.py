@@ -17,14 +17,22 @@ ASKED = (
     "EmbeddingRequest",
     "TokenizeRequest",
     "DetokenizeRequest",
+    "ClassifyRequest",
+    "V1RerankReqInput",
+    "ScoringRequest",
 )
+ASKED_BY_ANTHROPIC = ("AnthropicMessagesRequest", "AnthropicCountTokensRequest")
 SAID = (
     "ChatCompletionResponse",
     "CompletionResponse",
     "EmbeddingResponse",
     "TokenizeResponse",
     "DetokenizeResponse",
+    "ClassifyResponse",
+    "RerankResponse",
+    "ScoringResponse",
 )
+SAID_TO_ANTHROPIC = ("AnthropicMessagesResponse", "AnthropicCountTokensResponse")
 TEMPLATE = "#/components/schemas/{model}"
 GRAMMAR = {"StructuralTag": {"type": "object", "description": "As xgrammar defines it."}}
 """Written out they are half of the document, and no part of SGLang."""
@@ -34,16 +42,19 @@ def schemas() -> dict[str, Any]:
     """JSON schemas by name, references among them as in an OpenAPI document."""
     from pydantic import TypeAdapter
     from pydantic.json_schema import models_json_schema
+    from sglang.srt.entrypoints.anthropic import protocol as anthropic
     from sglang.srt.entrypoints.openai import protocol
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     models: list[Any] = [(getattr(protocol, name), "validation") for name in ASKED]
+    models += [(getattr(anthropic, name), "validation") for name in ASKED_BY_ANTHROPIC]
     models += [(getattr(protocol, name), "serialization") for name in SAID]
+    models += [(getattr(anthropic, name), "serialization") for name in SAID_TO_ANTHROPIC]
     _, openai = models_json_schema(models, ref_template=TEMPLATE)
     generate = TypeAdapter(GenerateReqInput).json_schema(ref_template=TEMPLATE)
     found = {**openai["$defs"], **generate.pop("$defs", {}), "GenerateReqInput": generate, **GRAMMAR}
     wanted: set[str] = set()
-    todo = ["GenerateReqInput", *ASKED, *SAID]
+    todo = ["GenerateReqInput", *ASKED, *ASKED_BY_ANTHROPIC, *SAID, *SAID_TO_ANTHROPIC]
     while todo:
         name = todo.pop()
         if name not in wanted:

@@ -9,13 +9,16 @@ from pdserve.errors import RequestError
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 GENERATE: Final = "/generate"
+MESSAGES: Final = "/v1/messages"
+SCORE: Final = "/v1/score"
+RERANK: Final = "/v1/rerank"
 EMBEDDINGS: Final = "/v1/embeddings"
 PREFILL: Final = "/pd/prefill"
 CONTINUE: Final = "/pd/continue"
 
-PROMPT_PATHS: Final = (CHAT, COMPLETIONS, GENERATE)
+PROMPT_PATHS: Final = (CHAT, COMPLETIONS, GENERATE, MESSAGES)
 """SGLang's own paths that generate from a prompt."""
-GENERATING_PATHS: Final = frozenset({*PROMPT_PATHS, PREFILL, CONTINUE})
+GENERATING_PATHS: Final = frozenset({*PROMPT_PATHS, SCORE, RERANK, PREFILL, CONTINUE})
 """Paths whose requests are tracked."""
 
 

@@ -1,12 +1,13 @@
 """Long texts are tokenized beside SGLang's event loop, and not at all where they cannot fit.
 
-SGLang (0.5.23) tokenizes a text whole before it looks at its length. It does so in threads for chats, and in
-its event loop for `/tokenize` and for the texts of `/generate`, `/v1/completions` and `/v1/embeddings`
-(`TokenizerManager._tokenize_texts`): then no stream goes on. Rust tokenizers let other threads run meanwhile.
+SGLang (0.5.23) tokenizes a text whole before it looks at its length. It uses threads for OpenAI's chats only.
+Anthropic's chats, `/tokenize`, and the texts of `/generate`, `/v1/completions` and `/v1/embeddings`
+(`TokenizerManager._tokenize_texts`) are tokenized in its event loop: then no stream goes on. Rust tokenizers
+let other threads run meanwhile.
 
     text that has more tokens than the model takes, whatever they are    refused
-    text of more than `SHORT_CHARS`, and each `/tokenize`                in a thread; those of more than
-                                                                        `HUGE_CHARS` in threads of their own
+    text of more than `SHORT_CHARS`, each `/tokenize`, and              in a thread; those of more than
+    each of Anthropic's chats                                           `HUGE_CHARS` in threads of their own
     other text                                                          in the loop, which has its turn after
                                                                         each `SHORT_CHARS`
 """
@@ -48,6 +49,16 @@ PLACES: Final = (
         "sglang.srt.entrypoints.openai.serving_chat",
         "parallel_prompt_encode(tokenizer, text, encode_kwargs)",
         "OpenAIServingChat._render_and_encode_chat_template uses parallel_prompt_encode",
+        "OpenAIServingChat._convert_to_internal_request(request, raw_request)",
+    ),
+    *places(
+        "sglang.srt.entrypoints.anthropic.serving",
+        "AnthropicServing._convert_to_chat_completion_request(anthropic_request)",
+        "AnthropicServing._handle_non_streaming(chat_request, anthropic_request, raw_request)",
+        "AnthropicServing._handle_non_streaming uses _convert_to_internal_request",
+        "AnthropicServing._handle_streaming(chat_request, anthropic_request, raw_request)",
+        "AnthropicServing._handle_streaming uses _convert_to_internal_request",
+        "AnthropicServing.handle_count_tokens(request, raw_request)",
     ),
 )
 SHORT_CHARS: Final = 4096
@@ -106,9 +117,13 @@ class LongTexts:
 
     async def beside(self, work: Callable[[], Coroutine[Any, Any, Any]], size_chars: int) -> Any:
         """The result of a coroutine that waits for nothing, computed in a thread for texts of this size."""
+        return await self.in_thread(lambda: _finish(work), size_chars)
+
+    def in_thread(self, work: Callable[[], Any], size_chars: int) -> asyncio.Future[Any]:
+        """The coming result of a function, computed in a thread for texts of this size."""
         context = contextvars.copy_context()
         threads = self._huge if size_chars > HUGE_CHARS else self._long
-        return await asyncio.get_running_loop().run_in_executor(threads, context.run, _finish, work)
+        return asyncio.get_running_loop().run_in_executor(threads, context.run, work)
 
     def check(self, texts: Any) -> None:
         """Raises ValueError, in SGLang's words, if one of the texts has too many tokens in any case."""
@@ -125,7 +140,9 @@ class LongTexts:
 
 
 def install(long_texts: LongTexts) -> None:
-    """Have `/tokenize` work in a thread too, and chats refused before their text is tokenized."""
+    """Have `/tokenize` and Anthropic's chats work in threads too, and chats refused before their text is
+    tokenized.
+    """
     from sglang.srt.entrypoints.openai import serving_chat
     from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingTokenize
 
@@ -147,6 +164,48 @@ def install(long_texts: LongTexts) -> None:
 
     OpenAIServingTokenize._handle_non_streaming_request = handle_beside
     serving_chat.parallel_prompt_encode = encode_checked
+    _install_for_anthropic(long_texts)
+
+
+def _install_for_anthropic(long_texts: LongTexts) -> None:
+    from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
+    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+
+    count, convert = AnthropicServing.handle_count_tokens, OpenAIServingChat._convert_to_internal_request
+    converted: contextvars.ContextVar[tuple[Any, asyncio.Future[Any]] | None]
+    converted = contextvars.ContextVar("converted", default=None)
+
+    async def count_beside(self: Any, request: Any, raw_request: Any) -> Any:
+        return await long_texts.beside(lambda: count(self, request, raw_request), _body_bytes(raw_request))
+
+    def convert_or_take(self: Any, request: Any, raw_request: Any = None) -> Any:
+        ready = converted.get()
+        if ready is not None and ready[0] is request:
+            return ready[1].result()
+        return convert(self, request, raw_request)
+
+    def converting(handle: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
+        async def converted_beside(self: Any, chat: Any, request: Any, raw_request: Any) -> Any:
+            serving = self.openai_serving_chat
+            if not serving._validate_request(chat):  # else SGLang answers what is wrong
+                making = long_texts.in_thread(
+                    lambda: convert(serving, chat, raw_request), _body_bytes(raw_request)
+                )
+                await asyncio.wait([making])
+                converted.set((chat, making))  # in the context of this request
+            return await handle(self, chat, request, raw_request)
+
+        return converted_beside
+
+    AnthropicServing.handle_count_tokens = count_beside
+    AnthropicServing._handle_non_streaming = converting(AnthropicServing._handle_non_streaming)
+    AnthropicServing._handle_streaming = converting(AnthropicServing._handle_streaming)
+    OpenAIServingChat._convert_to_internal_request = convert_or_take
+
+
+def _body_bytes(raw_request: Any) -> int:
+    said = raw_request.headers.get("content-length", "")
+    return int(said) if said.isdigit() else HUGE_CHARS + 1
 
 
 async def _answered(answer: Coroutine[Any, Any, Any]) -> Any:

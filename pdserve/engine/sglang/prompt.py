@@ -16,12 +16,14 @@ from typing import Any, Final
 
 import pydantic
 from fastapi import HTTPException
+from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from sglang.srt.entrypoints.api_contract import generate_contract_error
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from pdserve.engine.http.cache_report import Found
-from pdserve.engine.http.endpoints import CHAT, GENERATE, check_endpoint
+from pdserve.engine.http.cache_salt import salt_of_request
+from pdserve.engine.http.endpoints import COMPLETIONS, GENERATE, MESSAGES, check_endpoint
 from pdserve.engine.sglang.answers import found_of
 from pdserve.engine.sglang.children.pulls import PULL_ID
 from pdserve.errors import RequestError
@@ -40,7 +42,13 @@ PLACES: Final = (
         "OpenAIServingCompletion._validate_request(request)",
     ),
     *places(
-        "sglang.srt.entrypoints.http_server", "lifespan uses openai_serving_chat, openai_serving_completion"
+        "sglang.srt.entrypoints.http_server",
+        "lifespan uses openai_serving_chat, openai_serving_completion, anthropic_serving",
+    ),
+    *places(
+        "sglang.srt.entrypoints.anthropic.serving",
+        "AnthropicServing._convert_to_chat_completion_request(anthropic_request)",
+        "AnthropicServing.__init__ sets openai_serving_chat",
     ),
     *places(
         "sglang.srt.managers.io_struct",
@@ -93,6 +101,7 @@ async def prefill_request(app_state: Any, endpoint: str, body: bytes, http_reque
     request.return_logprob = False
     request.rid = None
     request.sampling_params = _reduced(request.sampling_params)
+    request.cache_salt = salt_of_request() or request.cache_salt
     return request
 
 
@@ -154,13 +163,21 @@ async def fetch_pages(tokenizer_manager: Any, tokens: list[int], like: GenerateR
 
 
 async def _openai(app_state: Any, endpoint: str, body: bytes, http_request: Any) -> GenerateReqInput:
-    chat = endpoint == CHAT
-    model = ChatCompletionRequest if chat else CompletionRequest
-    serving = app_state.openai_serving_chat if chat else app_state.openai_serving_completion
+    serving = (
+        app_state.openai_serving_completion if endpoint == COMPLETIONS else app_state.openai_serving_chat
+    )
     try:
-        parsed = model.model_validate_json(body)
+        if endpoint == MESSAGES:
+            messages = AnthropicMessagesRequest.model_validate_json(body)
+            parsed: Any = app_state.anthropic_serving._convert_to_chat_completion_request(messages)
+        elif endpoint == COMPLETIONS:
+            parsed = CompletionRequest.model_validate_json(body)
+        else:
+            parsed = ChatCompletionRequest.model_validate_json(body)
     except pydantic.ValidationError as error:
         raise RequestError(400, _first_line(error)) from error
+    except ValueError as error:
+        raise RequestError(400, str(error)) from error
     refusal = serving._validate_request(parsed)
     if refusal:
         raise RequestError(400, refusal)

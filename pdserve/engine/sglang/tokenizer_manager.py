@@ -27,6 +27,7 @@ from fastapi import HTTPException
 
 from pdserve.engine.engine_bounds import bound_sampling, check_ids, check_logprobs, check_stop_regex
 from pdserve.engine.http.cache_report import Reuse
+from pdserve.engine.http.cache_salt import salt_of_request
 from pdserve.engine.http.endpoints import EMBEDDINGS
 from pdserve.engine.http.request import HttpRequest, current_request
 from pdserve.engine.http.timing import WorkerMetrics
@@ -54,7 +55,7 @@ PLACES: Final = (
     ),
     *places(
         "sglang.srt.managers.io_struct",
-        f"GenerateReqInput({', '.join(_SET_BY_SGLANG)})",
+        f"GenerateReqInput({', '.join(_SET_BY_SGLANG)}, cache_salt)",
         "TokenizedGenerateReqInput(rid, input_ids, mm_inputs, extra_key, lora_id, cache_salt)",
         "TokenizedGenerateReqInput(sampling_params, return_logprob, logprob_start_len, top_logprobs_num)",
         "TokenizedGenerateReqInput(token_ids_logprob)",
@@ -150,6 +151,8 @@ class _Wrap:
     async def _noted(self, obj: Any, request: Any, http: HttpRequest | None) -> AsyncGenerator[Any, None]:
         if http is not None or (request is not None and request.scope["path"] == EMBEDDINGS):
             _disown(obj)
+        if (salt := salt_of_request()) is not None and hasattr(obj, "cache_salt"):
+            obj.cache_salt = salt
         try:
             async with contextlib.aclosing(self._generate(obj, request)) as contents:
                 async for content in contents:

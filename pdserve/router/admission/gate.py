@@ -66,10 +66,12 @@ class Gate:
         self.queue.queue_length = config.admission.queue_length
 
     def authenticate(self, headers: dict[bytes, bytes]) -> TenantState:
-        """The tenant whose key the headers have. Raises RequestError (401)."""
+        """The tenant whose key the headers have: OpenAI's clients send it as `Authorization: Bearer KEY`,
+        Anthropic's as `x-api-key: KEY`. Raises RequestError (401).
+        """
         if not self.tenants.has_keys:
             return self.tenants.anonymous
-        key = bearer(headers.get(b"authorization"))
+        key = bearer(headers.get(b"authorization")) or headers.get(b"x-api-key", b"").decode("latin-1")
         tenant = self.tenants.find(digest(key)) if key else None
         if tenant is None:
             raise self._unknown(key)

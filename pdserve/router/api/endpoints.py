@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 from msgspec.structs import replace
 
-Task = Literal["generate", "embed"]
+from pdserve.router.api.errors import ErrorForm
+
+Task = Literal["generate", "embed", "any"]
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -38,6 +40,15 @@ def usage_under(prompt: str, output: str) -> Usage:
 
 OPENAI_USAGE: Final = usage_under("prompt_tokens", "completion_tokens")
 """OpenAI's `usage` and SGLang's `meta_info` use the same two names."""
+_ANTHROPIC_USAGE: Final = Usage(
+    b'"output_tokens":',
+    re.compile(rb'"(?:cache_read_)?input_tokens":\s*(\d{1,15})\b'),
+    re.compile(rb'"output_tokens":\s*(\d{1,15})\b'),
+)
+"""Anthropic's `input_tokens` do not count what was cached."""
+_COUNTED: Final = Usage(
+    b'"input_tokens":', re.compile(rb'"input_tokens":\s*(\d{1,15})\b'), re.compile(rb"(?!)")
+)
 _TOKENIZED: Final = Usage(b'"count":', re.compile(rb'"count":\s*\[?([\d,\s]+)'), re.compile(rb"(?!)"), True)
 """`/tokenize` says how many tokens a text has, or each text of a list. It has no output."""
 
@@ -50,13 +61,17 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request_schema: str
     response_schema: str
     task: Task | None = None
-    """What a model must be able to do. None: every model can, and the request computes no prompt."""
+    """What a model must be able to do. `any`: the worker says whether it can. None: every model can, and the
+    request computes no prompt.
+    """
     prompt_fields: tuple[str, ...] = ()
     """Body members, all of them fields of `RequestView`. SGLang (0.5.23) takes the prompt from the first one
     that is given, and ignores the members of other endpoints.
     """
     text_fields: tuple[str, ...] = ()
     """Those of `prompt_fields` whose text a worker tokenizes whole, and refuses if it is too long."""
+    preamble_fields: tuple[str, ...] = ()
+    """Members whose text stands before the prompt."""
     charged_fields: tuple[str, ...] = ()
     """Members that cost a tenant as much as a prompt, where there is none: a worker tokenizes them."""
     sampling_field: str = ""
@@ -65,8 +80,12 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How tokens are counted: as the answer says in this way, else by estimate and by events."""
     streams: bool = False
     """The answer can be a stream of server-sent events."""
-    is_salted: bool = False
-    """The worker takes a `cache_salt`, so tenants can be kept apart."""
+    salt: Literal["", "body", "header"] = ""
+    """How tenants' caches are kept apart: `cache_salt` in the body, where SGLang takes it there, else in a
+    header for pdserve's worker. Empty: the request leaves no pages behind.
+    """
+    errors: ErrorForm = "openai"
+    """The form in which clients of this endpoint expect errors."""
     is_resumable: bool = False
     """Another worker can continue a lost stream (`/pd/continue`)."""
     is_prefillable: bool = False
@@ -87,6 +106,21 @@ _DETOKENIZE: Final = Endpoint(
     request_schema="DetokenizeRequest",
     response_schema="DetokenizeResponse",
 )
+_MESSAGES: Final = Endpoint(
+    path="/v1/messages",
+    summary="Anthropic's chat",
+    request_schema="AnthropicMessagesRequest",
+    response_schema="AnthropicMessagesResponse",
+    task="generate",
+    prompt_fields=("messages",),
+    preamble_fields=("system",),
+    usage=_ANTHROPIC_USAGE,
+    streams=True,
+    salt="header",
+    errors="anthropic",
+    is_resumable=True,
+    is_prefillable=True,
+)
 _ROWS: Final = (
     Endpoint(
         path="/v1/chat/completions",
@@ -96,7 +130,7 @@ _ROWS: Final = (
         task="generate",
         prompt_fields=("input_ids", "messages"),
         streams=True,
-        is_salted=True,
+        salt="body",
         is_resumable=True,
         is_prefillable=True,
     ),
@@ -109,7 +143,7 @@ _ROWS: Final = (
         prompt_fields=("prompt",),
         text_fields=("prompt",),
         streams=True,
-        is_salted=True,
+        salt="body",
         is_resumable=True,
         is_prefillable=True,
     ),
@@ -132,9 +166,47 @@ _ROWS: Final = (
         text_fields=("text",),
         sampling_field="sampling_params",
         streams=True,
-        is_salted=True,
+        salt="body",
         is_resumable=True,
         is_prefillable=True,
+    ),
+    _MESSAGES,
+    Endpoint(
+        path="/v1/messages/count_tokens",
+        summary="Tokens of Anthropic's chat",
+        request_schema="AnthropicCountTokensRequest",
+        response_schema="AnthropicCountTokensResponse",
+        charged_fields=("messages",),
+        preamble_fields=("system",),
+        usage=_COUNTED,
+        errors="anthropic",
+    ),
+    Endpoint(
+        path="/v1/classify",
+        summary="Classification, of models that make it",
+        request_schema="ClassifyRequest",
+        response_schema="ClassifyResponse",
+        task="embed",
+        prompt_fields=("input",),
+        text_fields=("input",),
+    ),
+    Endpoint(
+        path="/v1/rerank",
+        summary="Documents in order of their relevance",
+        request_schema="V1RerankReqInput",
+        response_schema="Reranked",
+        task="any",
+        prompt_fields=("documents",),
+        salt="header",
+    ),
+    Endpoint(
+        path="/v1/score",
+        summary="Probabilities of label tokens after each item",
+        request_schema="ScoringRequest",
+        response_schema="ScoringResponse",
+        task="any",
+        prompt_fields=("items",),
+        salt="header",
     ),
     _TOKENIZE,
     replace(_TOKENIZE, path="/v1/tokenize"),

@@ -1,20 +1,24 @@
-"""Errors in OpenAI's form, and SGLang's error bodies brought into it.
+"""Errors in the form of an endpoint's API, and SGLang's error bodies brought into it.
 
-SGLang 0.5.23 answers `{"object":"error","message","type","param","code":<status>}`, FastAPI `{"detail":
-...}`; both become `{"error":{"message","type","param","code"}}` with the message kept.
+    OpenAI      {"error": {"message", "type", "param", "code"}}
+    Anthropic   {"type": "error", "error": {"type", "message"}}
+
+SGLang 0.5.23 answers `{"object":"error","message","type","param","code":<status>}`, or in one of the forms
+above, and FastAPI answers `{"detail": ...}`. All become the form of the endpoint, with the message kept.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Any, Final, Literal
 
 import msgspec
 
 from pdserve.errors import RequestError
 from pdserve.router.api.request_body import UNREADABLE
 
+ErrorForm = Literal["openai", "anthropic"]
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -22,6 +26,15 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Their clients know these types only."""
 _CONTEXT = re.compile(r"longer than the model's context length|model's maximum context length")
 MAX_MESSAGE_CHARS = 4000
 """SGLang repeats the input in a validation error. A longer message is cut."""
@@ -39,23 +52,38 @@ def error_type(status: int) -> str:
     return _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
 
 
-def error_body(message: str, type_: str, code: str | None = None, param: str | None = None) -> bytes:
-    """`{"error": {...}}` as JSON."""
-    return msgspec.json.encode({"error": {"message": message, "type": type_, "param": param, "code": code}})
+def error_body(
+    status: int,
+    message: str,
+    *,
+    type_: str = "",
+    code: str | None = None,
+    param: str | None = None,
+    form: ErrorForm = "openai",
+) -> bytes:
+    """An error's JSON. `type_`: OpenAI's, where it is not the status' own."""
+    if form == "anthropic":
+        own = _ANTHROPIC_TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
+        return msgspec.json.encode({"type": "error", "error": {"type": own, "message": message}})
+    fields = {"message": message, "type": type_ or error_type(status), "param": param, "code": code}
+    return msgspec.json.encode({"error": fields})
 
 
-def error_of(error: RequestError) -> bytes:
+def error_of(error: RequestError, form: ErrorForm = "openai") -> bytes:
     """The answer's body for a RequestError."""
-    return msgspec.json.encode(error.body())
+    return error_body(
+        error.status, str(error), type_=error.type_, code=error.code, param=error.param, form=form
+    )
 
 
-def error_event(message: str, type_: str = "server_error", code: str | None = None) -> bytes:
+def error_event(status: int, message: str, code: str | None = None, form: ErrorForm = "openai") -> bytes:
     """The server-sent event that ends a broken stream."""
-    return b"data: " + error_body(message, type_, code) + b"\n\n"
+    name = b"event: error\n" if form == "anthropic" else b""
+    return b"%bdata: %b\n\n" % (name, error_body(status, message, code=code, form=form))
 
 
-def convert_error(status: int, body: bytes) -> bytes:
-    """A worker's error answer (status >= 400) in OpenAI's form, its message kept."""
+def convert_error(status: int, body: bytes, form: ErrorForm = "openai") -> bytes:
+    """A worker's error answer (status >= 400) in the endpoint's form, its message kept."""
     try:
         value = msgspec.json.decode(body)
     except UNREADABLE:
@@ -74,7 +102,7 @@ def convert_error(status: int, body: bytes) -> bytes:
     if not isinstance(code, str):
         code = "context_length_exceeded" if status == 400 and _CONTEXT.search(message) else None
     param = given.get("param")
-    return error_body(message, error_type(status), code, param if isinstance(param, str) else None)
+    return error_body(status, message, code=code, param=param if isinstance(param, str) else None, form=form)
 
 
 def _detail(detail: Any) -> str | None:

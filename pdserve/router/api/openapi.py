@@ -11,6 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from pdserve.router.api.endpoints import ENDPOINTS, Endpoint
+from pdserve.router.api.errors import ErrorForm
 
 _REF = "#/components/schemas/"
 _ERROR = {
@@ -36,6 +37,18 @@ _GENERATED = {
         "text": {"type": "string"},
         "output_ids": {"type": "array", "items": {"type": "integer"}},
         "meta_info": {"type": "object"},
+    },
+}
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
     },
 }
 _EVENT = {
@@ -81,6 +94,8 @@ def complete(document: dict[str, Any], choices: int) -> dict[str, Any]:
     one = {"$ref": f"{_REF}GeneratedOne"}
     schemas |= {
         "Error": _ERROR,
+        "AnthropicError": _ANTHROPIC_ERROR,
+        "Reranked": {"type": "array", "items": {"$ref": f"{_REF}RerankResponse"}},
         "GeneratedOne": _GENERATED,
         "Generated": {"anyOf": [one, {"type": "array", "items": one}]},
     }
@@ -105,8 +120,9 @@ def _operation(row: Endpoint) -> dict[str, Any]:
         content["text/event-stream"] = {"schema": _EVENT}
     headers = {name: {"description": text, "schema": {"type": "string"}} for name, text in _HEADERS.items()}
     answered = {"description": f"As SGLang answers{', a stream too' if row.streams else ''}."}
+    is_openai = path.startswith("/v1/") and "token" not in path
     return {
-        "tags": ["OpenAI" if path.startswith("/v1/") and "token" not in path else "SGLang"],
+        "tags": ["Anthropic" if row.errors == "anthropic" else "OpenAI" if is_openai else "SGLang"],
         "summary": f"{row.summary}.",
         "operationId": path.strip("/").replace("/", "_"),
         "requestBody": {
@@ -114,10 +130,11 @@ def _operation(row: Endpoint) -> dict[str, Any]:
             "content": {"application/json": {"schema": {"$ref": _REF + row.request_schema}}},
         },
         "responses": {"200": answered | {"headers": headers, "content": content}}
-        | {str(status): _error(status) for status in _ERRORS},
+        | {str(status): _error(status, row.errors) for status in _ERRORS},
     }
 
 
-def _error(status: int) -> dict[str, Any]:
-    schema = {"application/json": {"schema": {"$ref": f"{_REF}Error"}}}
+def _error(status: int, form: ErrorForm = "openai") -> dict[str, Any]:
+    name = "AnthropicError" if form == "anthropic" else "Error"
+    schema = {"application/json": {"schema": {"$ref": _REF + name}}}
     return {"description": _ERRORS[status], "content": schema}

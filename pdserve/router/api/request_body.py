@@ -24,7 +24,7 @@ _EMPTY = msgspec.Raw(b"")
 
 
 class RequestView(msgspec.Struct, gc=False):
-    """The fields of an OpenAI (or SGLang `/generate`) request that planning looks at."""
+    """The fields of a request to any endpoint that planning looks at."""
 
     model: str | None = None
     stream: bool | None = None
@@ -34,6 +34,10 @@ class RequestView(msgspec.Struct, gc=False):
     text: msgspec.Raw = _EMPTY
     input_ids: msgspec.Raw = _EMPTY
     input: msgspec.Raw = _EMPTY
+    system: msgspec.Raw = _EMPTY
+    query: msgspec.Raw = _EMPTY
+    documents: msgspec.Raw = _EMPTY
+    items: msgspec.Raw = _EMPTY
     input_embeds: msgspec.Raw = _EMPTY
     image_data: msgspec.Raw = _EMPTY
     video_data: msgspec.Raw = _EMPTY

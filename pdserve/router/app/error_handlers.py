@@ -8,7 +8,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from pdserve.errors import RequestError
-from pdserve.router.api.errors import error_body, error_of, error_type
+from pdserve.router.api.errors import error_body, error_of
 from pdserve.router.request.answer import JSON
 
 
@@ -17,7 +17,7 @@ def add_error_handlers(app: fastapi.FastAPI) -> None:
 
     async def on_http(request: fastapi.Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        body = error_body(f"{request.url.path}: {error.detail}", error_type(error.status_code))
+        body = error_body(error.status_code, f"{request.url.path}: {error.detail}")
         return Response(body, error.status_code, error.headers, media_type=JSON.decode())
 
     async def on_refused(request: fastapi.Request, error: Exception) -> Response:
@@ -25,7 +25,7 @@ def add_error_handlers(app: fastapi.FastAPI) -> None:
         return Response(error_of(error), error.status, media_type=JSON.decode())
 
     async def on_invalid(request: fastapi.Request, error: Exception) -> Response:
-        return Response(error_body(str(error), error_type(400)), 400, media_type=JSON.decode())
+        return Response(error_body(400, str(error)), 400, media_type=JSON.decode())
 
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(RequestError, on_refused)

@@ -8,11 +8,13 @@ import random
 from collections import defaultdict
 from typing import Final
 
+import msgspec
+
 from pdserve.errors import RequestError
 from pdserve.logs import served_request
 from pdserve.router.admission.gate import Gate
 from pdserve.router.api.endpoints import ENDPOINTS
-from pdserve.router.api.errors import error_of
+from pdserve.router.api.errors import NoWorkerError, error_of
 from pdserve.router.api.request_body import (
     count_candidates,
     count_choices,
@@ -36,7 +38,7 @@ from pdserve.router.request.call import Call
 from pdserve.router.server.client import Client
 from pdserve.router.server.uvicorn_server import LAST_WORD_S
 from pdserve.router.sessions.keys import find_session_key, parse_sources
-from pdserve.router.tenants.cache_salt import isolated
+from pdserve.router.tenants.cache_salt import isolated, salt_line
 from pdserve.router.tenants.engine_fields import check_fields, parse_tenant_request
 from pdserve.router.tenants.media import check_media
 from pdserve.tracing import Tracer
@@ -96,7 +98,7 @@ class GenerationHandler:
                 await self._serve(call, client)
             else:
                 error = RequestError(405, "Only POST is allowed here.")
-                await call.answer.send(405, error_of(error), (b"allow", b"POST"))
+                await call.answer.send(405, error_of(error, call.endpoint.errors), (b"allow", b"POST"))
         except asyncio.CancelledError:
             call.task.uncancel()
             await self._on_cancelled(call)
@@ -154,9 +156,7 @@ class GenerationHandler:
                 check_fields(view)
             check_media(view, limits.media_domains)
             call.answer.shows_insides = self._shows_load
-            call.keep_apart()
-            if call.endpoint.is_salted:
-                call.body = isolated(body, view.cache_salt, call.tenant.cache)
+            self._isolate(call, view.cache_salt)
             if session is not None:
                 session = session.within(call.tenant.name)
             scope = f"{call.tenant.cache}/{scope}"
@@ -171,13 +171,15 @@ class GenerationHandler:
         self._check_counts(prompts, candidates)
         limit = self._fleet.text_limit(model)
         check_texts(view, call.endpoint, limit.tokens, limit.bound)
-        tokens = estimate_prompt_tokens(prompt)
+        before = sum(estimate_prompt_tokens(getattr(view, name)) for name in call.endpoint.preamble_fields)
+        tokens = estimate_prompt_tokens(prompt) + before if computes else 0
+        charged = tokens or before + estimate_prompt_tokens(view.prompt_json(call.endpoint.charged_fields))
         call.facts = RequestFacts(
             endpoint=call.endpoint,
             model=view.model,
             session=session,
             prompt_tokens_estimate=tokens,
-            charged_tokens=tokens or estimate_prompt_tokens(view.prompt_json(call.endpoint.charged_fields)),
+            charged_tokens=charged,
             prompts=prompts,
             has_several_prompts=has_several_prompts(prompt),
             answers=prompts * candidates,
@@ -186,6 +188,19 @@ class GenerationHandler:
             draw=random.getrandbits(32),
             prefix=prefix_of(view, prompt, scope) if self._needs_prefix and computes else None,
         )
+
+    def _isolate(self, call: Call, given: msgspec.Raw) -> None:
+        """Keep the tenant's pages apart from those of others. `given`: the client's own salt."""
+        salt, cache = call.endpoint.salt, call.tenant.cache
+        if salt == "body":
+            call.body = isolated(call.body, given, cache)
+        elif salt == "header":
+            if not self._fleet.takes_salt_header(call.model):
+                raise NoWorkerError(
+                    f"Some workers cannot keep tenants apart at {call.endpoint.path} yet; try again later."
+                )
+            call.salt_line = salt_line(given, cache)
+        call.keep_apart()
 
     def _check_counts(self, prompts: int, choices: int) -> None:
         """Raises RequestError (400)."""
@@ -224,7 +239,7 @@ class GenerationHandler:
 
     async def _refuse_body(self, call: Call, client: Client, error: RequestError) -> None:
         """Answer while the client still sends: take in, bounded, what it sends until it reads, then close."""
-        body = error_of(error)
+        body = error_of(error, call.endpoint.errors)
         headers = [(b"content-type", JSON)]
         if error.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
@@ -252,7 +267,7 @@ class GenerationHandler:
             return
         if call.phase == "body" and call.end == "deadline" and not call.answer.is_started:
             error = RequestError(408, "The request's body did not come in time.", code="body_too_slow")
-            await call.answer.send(408, error_of(error), closes=True)
+            await call.answer.send(408, error_of(error, call.endpoint.errors), closes=True)
             return
         if call.end == "deadline":
             status, message, code = 504, "The request took longer than it may in all.", "deadline_exceeded"

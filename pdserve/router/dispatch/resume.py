@@ -14,9 +14,18 @@ Continue = Literal["deterministic", "always", "never"]
 _LOOKS_BACK: Final = (
     *("regex", "ebnf", "json_schema", "structural_tag", "tools", "functions"),
     *("top_logprobs", "return_logprob", "return_hidden_states"),
-    *("stop", "stop_regex", "custom_logit_processor", "custom_params", "watermark", "session_params"),
+    *(
+        "stop",
+        "stop_sequences",
+        "stop_regex",
+        "custom_logit_processor",
+        "custom_params",
+        "watermark",
+        "session_params",
+    ),
     *("image_data", "video_data", "audio_data", "return_sampling_mask", "return_routed_experts"),
     *("min_tokens", "min_new_tokens", "beam_width", "thinking_budget", "suffix", "echo"),
+    "output_config",
 )
 """Parameters that make the rest depend on more than the tokens so far, unless they are empty."""
 _NEUTRAL: Final = {

@@ -42,7 +42,7 @@ class Models:
         endpoint's task, and for an adapter's name that is too long.
         """
         model = requested if requested and requested in served else self._named(requested, served)
-        if endpoint.task is not None and endpoint.task not in served[model]:
+        if endpoint.task not in (None, "any") and endpoint.task not in served[model]:
             raise RequestError(
                 400,
                 f"The model {model!r} cannot do {endpoint.path}.",

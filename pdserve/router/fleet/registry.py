@@ -124,6 +124,10 @@ class Fleet:
         """What no worker of `model` takes."""
         return self._text_limits.get(model, NO_LIMIT)
 
+    def takes_salt_header(self, model: str) -> bool:
+        """Every worker of `model` keeps caches apart by the header with the salt."""
+        return all(w.info.takes_salt_header for w in self._of(model) if w.info)
+
     def context_length(self, model: str) -> int:
         """Longest context in tokens that every worker of `model` accepts. 0: no worker reports one."""
         lengths = [w.info.context_length for w in self._of(model) if w.info and w.info.context_length > 0]

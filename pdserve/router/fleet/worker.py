@@ -42,6 +42,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     longest_token_bytes: Number = 0
     """UTF-8 bytes of text that one token can stand for (see `TextBound`). 0: there is no bound."""
     text_shrink: Number = 1
+    takes_salt_header: bool = False
+    """`x-pdserve-cache-salt` keeps caches apart there, at endpoints where SGLang takes no salt."""
 
 
 class WorkerLoad(msgspec.Struct, frozen=True):

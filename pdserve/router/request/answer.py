@@ -10,7 +10,7 @@ import enum
 import re
 
 from pdserve.errors import RequestError
-from pdserve.router.api.errors import convert_error, error_event, error_of, error_type
+from pdserve.router.api.errors import ErrorForm, convert_error, error_event, error_of, error_type
 from pdserve.router.request.token_usage import Meter
 from pdserve.router.server.client import Client, Headers
 
@@ -37,6 +37,7 @@ class Answer:
     __slots__ = (
         "client",
         "decode_id",
+        "error_form",
         "is_stream",
         "meter",
         "plan_words",
@@ -48,8 +49,9 @@ class Answer:
         "status",
     )
 
-    def __init__(self, client: Client, request_id: bytes) -> None:
+    def __init__(self, client: Client, request_id: bytes, error_form: ErrorForm = "openai") -> None:
         self.client = client
+        self.error_form = error_form
         self.request_id = request_id
         self.progress = _NOTHING
         self.status = 0
@@ -127,14 +129,14 @@ class Answer:
         await self.write(body, more=False)
 
     async def send_error(self, error: RequestError) -> None:
-        """Send an error of the router, in OpenAI's form."""
+        """Send an error of the router."""
         more = ((b"retry-after", b"%d" % error.retry_after_s),) if error.status in _RETRY_STATUSES else ()
-        await self.send(error.status, error_of(error), *more)
+        await self.send(error.status, error_of(error, self.error_form), *more)
 
     async def send_worker_error(self, status: int, body: bytes) -> None:
-        """Send a worker's error answer, in OpenAI's form."""
+        """Send a worker's error answer, in the endpoint's form."""
         more = ((b"retry-after", b"1"),) if status in _RETRY_STATUSES else ()
-        await self.send(status, convert_error(status, body), *more)
+        await self.send(status, convert_error(status, body, self.error_form), *more)
 
     async def break_off(self, status: int, message: str, code: str) -> None:
         """End the answer with an error in whatever way is still open: an answer, an error event, or the end
@@ -143,4 +145,4 @@ class Answer:
         if not self.is_started:
             await self.send_error(RequestError(status, message, type_=error_type(status), code=code))
         elif self.is_stream and not self.is_complete:
-            await self.write(error_event(message, error_type(status), code), more=False)
+            await self.write(error_event(status, message, code, self.error_form), more=False)

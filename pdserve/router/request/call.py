@@ -52,6 +52,7 @@ class Call:
         "phase",
         "planned_s",
         "request_id",
+        "salt_line",
         "started_s",
         "streams",
         "task",
@@ -72,8 +73,10 @@ class Call:
         self.request_id = request_id(self.headers.get(b"x-request-id", b""))
         self.worker_request_id = self.request_id
         """The request's id at the workers."""
+        self.salt_line = b""
+        """Header line with the salt of the caches, for workers; empty: none, or the body has it."""
         self.upstream_headers = self._headers_for_workers()
-        self.answer = Answer(client, self.request_id)
+        self.answer = Answer(client, self.request_id, self.endpoint.errors)
         self.body = b""
         self.held_bytes = 0
         """Bytes of the body, as counted by who bounds those of all requests."""
@@ -117,7 +120,7 @@ class Call:
             value = self.headers.get(name)
             if value is not None and _FIELD_VALUE.fullmatch(value):
                 lines += b"%b: %b\r\n" % (name, value)
-        return lines
+        return lines + self.salt_line
 
     def expire(self) -> None:
         """The total deadline has passed."""

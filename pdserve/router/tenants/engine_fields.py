@@ -52,6 +52,8 @@ ENGINE_FIELDS: Final = {
     "input_embeds": _UNCOUNTED,
     "embed_overrides": _UNCOUNTED,
     "embed_override_token_id": _UNCOUNTED,
+    "query_embed_overrides": _UNCOUNTED,
+    "item_embed_overrides": _UNCOUNTED,
     "positional_embed_overrides": _UNCOUNTED,
     "token_indices_to_pool": _UNCOUNTED,
     "custom_params": "it is for custom_logit_processor",

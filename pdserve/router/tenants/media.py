@@ -7,7 +7,8 @@ of a worker's host, and have the worker ask hosts inside its network.
 A router with API keys lets through `data:` URLs, and http(s) URLs of the hosts in `media_domains`: names,
 `*.example.com` for all below a name, or `*` for all names. Addresses and `localhost` must be listed as they
 stand. A name may still lead to an internal address, and a host may redirect: list only hosts that you trust.
-`input_audio` holds base64 that SGLang makes a `data:` URL of.
+`input_audio` holds base64 that SGLang makes a `data:` URL of. So does an image of Anthropic's form
+(`{"type": "image", "source": {...}}`), unless its source has a `url`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def check_media(view: RequestView, domains: Collection[str]) -> None:
 
 def _sources(view: RequestView) -> Iterator[tuple[str, str]]:
     """(field, URL or data) of all media."""
-    for field in ("messages", "input"):
+    for field in ("messages", "input", "query", "documents"):
         said: msgspec.Raw = getattr(view, field)
         if said and _HINT.search(said):
             for source in _in_parts(_decoded(said, field)):
@@ -75,9 +76,12 @@ def _in_parts(value: Any) -> Iterator[str]:
     while waiting:
         each = waiting.pop()
         if isinstance(each, dict):
+            is_image = each.get("type") == "image"
             for name, inner in each.items():
                 if name in _PARTS:
                     yield from _texts(inner)
+                elif is_image and name == "source" and isinstance(inner, dict):
+                    yield from _texts(inner.get("url"))
                 else:
                     waiting.append(inner)
         elif isinstance(each, list):

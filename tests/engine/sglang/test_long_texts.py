@@ -9,8 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
+from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
 from sglang.srt.entrypoints.openai import serving_chat
 from sglang.srt.entrypoints.openai.protocol import TokenizeRequest
+from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingTokenize
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
@@ -158,6 +161,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[LongTexts], None]:
     monkeypatch.setattr(serving_chat, "parallel_prompt_encode", serving_chat.parallel_prompt_encode)
     name = "_handle_non_streaming_request"
     monkeypatch.setattr(OpenAIServingTokenize, name, getattr(OpenAIServingTokenize, name))
+    for name in ("handle_count_tokens", "_handle_non_streaming", "_handle_streaming"):
+        monkeypatch.setattr(AnthropicServing, name, getattr(AnthropicServing, name))
+    name = "_convert_to_internal_request"
+    monkeypatch.setattr(OpenAIServingChat, name, getattr(OpenAIServingChat, name))
     return install
 
 
@@ -218,3 +225,72 @@ def test_a_chat_that_cannot_fit_is_refused_after_its_template_and_before_its_tok
     with pytest.raises(ValueError, match="at least 100 tokens"):
         tokens_of("x" * 100)
     assert len(words.threads) == 1
+
+
+class Chat(OpenAIServingChat):
+    """SGLang's chats as far as Anthropic's use them. Notes the threads that convert."""
+
+    def __init__(self, refusal: str = "") -> None:
+        self.refusal = refusal
+        self.threads: list[threading.Thread] = []
+        self.supports_inline_system = True  # type: ignore[misc]
+        self.tokenizer_manager = SimpleNamespace(model_config=SimpleNamespace(is_multimodal=False))
+
+    def _validate_request(self, request: Any) -> str | None:
+        return self.refusal or None
+
+    def _process_messages(self, request: Any, is_multimodal: bool) -> Any:
+        self.threads.append(threading.current_thread())
+        return SimpleNamespace(prompt_ids=[1] * len(request.messages))
+
+    async def _handle_non_streaming_request(self, adapted: Any, request: Any, raw_request: Any) -> Any:
+        raise ValueError(f"generated from {adapted}")
+
+
+def anthropics(monkeypatch: pytest.MonkeyPatch, chat: Chat, converted: Callable[[], Any]) -> AnthropicServing:
+    """Anthropic's endpoint over `chat`, which converts a request to what `converted` returns."""
+
+    def convert(self: Chat, request: Any, raw_request: Any = None) -> Any:
+        self.threads.append(threading.current_thread())
+        return SimpleNamespace(made=converted()), request
+
+    monkeypatch.setattr(OpenAIServingChat, "_convert_to_internal_request", convert)
+    return AnthropicServing(chat)
+
+
+RAW = SimpleNamespace(headers={"content-length": "10"})
+MESSAGES: Any = [{"role": "user", "content": "a"}]
+
+
+async def test_anthropics_chats_are_converted_once_and_beside_the_loop(
+    installed: Callable[[LongTexts], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = Chat()
+    serving = anthropics(monkeypatch, chat, lambda: "tokens")
+    _, long_texts = manager_with(Words())
+    installed(long_texts)
+    asked = AnthropicMessagesRequest(model="m", max_tokens=1, messages=MESSAGES)
+    answer = await serving.handle_messages(asked, RAW)  # type: ignore[arg-type]
+    assert b"generated from namespace(made='tokens'" in answer.body
+    assert [thread is threading.main_thread() for thread in chat.threads] == [False]
+    counted = await serving.handle_count_tokens(
+        AnthropicCountTokensRequest(model="m", messages=MESSAGES),
+        RAW,  # type: ignore[arg-type]
+    )
+    assert counted.body == b'{"input_tokens":1}'
+    assert [thread is threading.main_thread() for thread in chat.threads] == [False, False]
+
+
+async def test_what_anthropics_chats_cannot_be_converted_for_is_answered_as_by_sglang(
+    installed: Callable[[LongTexts], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> Any:
+        raise ValueError("the template does not like it")
+
+    _, long_texts = manager_with(Words())
+    asked = AnthropicMessagesRequest(model="m", max_tokens=1, messages=MESSAGES)
+    for refusal, said in (("", b"the template does not like it"), ("not allowed", b"not allowed")):
+        serving = anthropics(monkeypatch, Chat(refusal), fail)
+        installed(long_texts)
+        answer = await serving.handle_messages(asked, RAW)  # type: ignore[arg-type]
+        assert (answer.status_code, said in answer.body) == (400, True)

@@ -26,7 +26,7 @@ ROW = Endpoint(
     sampling_field="sampling",
     usage=usage_under("input_tokens", "output_tokens"),
     streams=True,
-    is_salted=True,
+    salt="body",
     is_resumable=True,
     is_prefillable=True,
 )

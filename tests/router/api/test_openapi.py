@@ -53,6 +53,26 @@ SAID: dict[str, Any] = {
     "Generated": {"text": "a", "output_ids": [1], "meta_info": {"prompt_tokens": 1, "completion_tokens": 1}},
     "TokenizeResponse": {"tokens": [1], "count": 1, "max_model_len": 9},
     "DetokenizeResponse": {"text": "a"},
+    "AnthropicMessagesResponse": {
+        "id": "msg_1",
+        "type": "message",
+        "role": "assistant",
+        "model": "m",
+        "content": [{"type": "text", "text": "a"}],
+        "stop_reason": "end_turn",
+        "usage": {"input_tokens": 1, "output_tokens": 1},
+    },
+    "AnthropicCountTokensResponse": {"input_tokens": 1},
+    "ClassifyResponse": {
+        "id": "1",
+        "object": "list",
+        "created": 1,
+        "model": "m",
+        "data": [{"index": 0, "label": "a", "probs": [1.0], "num_classes": 1}],
+        "usage": USAGE,
+    },
+    "Reranked": [{"score": 0.5, "document": "a", "index": 0}],
+    "ScoringResponse": {"object": "scoring", "model": "m", "scores": [[0.5]], "usage": USAGE},
 }
 
 

@@ -68,6 +68,7 @@ def test_the_table_names_fields_that_this_sglang_has() -> None:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     known = set(inspect.signature(GenerateReqInput).parameters) | {"kv_hints"}
-    for request in (protocol.ChatCompletionRequest, protocol.CompletionRequest, protocol.EmbeddingRequest):
+    names = ("ChatCompletionRequest", "CompletionRequest", "EmbeddingRequest", "ScoringRequest")
+    for request in (getattr(protocol, name) for name in names):
         known |= set(request.model_fields)
     assert set(ENGINE_FIELDS) <= known

@@ -128,3 +128,25 @@ def test_messages_nested_without_end_are_refused() -> None:
 def test_messages_of_millions_of_parts_are_refused_before_they_are_made(many: bytes) -> None:
     with pytest.raises(RequestError, match="cannot be checked"):
         checked(b'{"messages": ["image"' + (b"," + many) * 1_000_001 + b"]}")
+
+
+def anthropics(source: Any, **more: Any) -> bytes:
+    return chat({"type": "image", "source": source} | more)
+
+
+@pytest.mark.parametrize("url", HOSTILE)
+def test_images_of_anthropics_form_come_from_allowed_hosts_only(url: str) -> None:
+    for body in (
+        anthropics({"type": "url", "url": url}),
+        chat({"type": "tool_result", "content": [{"type": "image", "source": {"type": "url", "url": url}}]}),
+        json.dumps({"documents": [[{"type": "image_url", "image_url": {"url": url}}]]}).encode(),
+        json.dumps({"query": [{"type": "image_url", "image_url": {"url": url}}]}).encode(),
+    ):
+        with pytest.raises(RequestError, match="cannot be taken"):
+            checked(body, *DOMAINS)
+
+
+def test_images_of_anthropics_form_may_be_in_the_request_and_sources_of_texts_are_no_media() -> None:
+    checked(anthropics({"type": "base64", "media_type": "image/png", "data": "AAAA"}))
+    checked(anthropics({"type": "url", "url": "https://cdn.example.com/a.png"}), *DOMAINS)
+    checked(chat({"type": "search_result", "source": "https://anywhere.net/image", "content": []}))

@@ -1,0 +1,140 @@
+"""Anthropic's API through a router: its keys, its errors, its counts, and tenants' caches apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from pdserve.router.config.tenants import Tenant
+from tests.support.router.harness import Harness, disagg
+from tests.support.router.mock_worker import MockWorker, answer, raw_answer
+
+MESSAGES, COUNT, SCORE = "/v1/messages", "/v1/messages/count_tokens", "/v1/score"
+KEY = "pd-" + "k" * 40
+ANSWER = {
+    "id": "msg_1",
+    "type": "message",
+    "role": "assistant",
+    "content": [{"type": "text", "text": "hello"}],
+    "model": "m",
+    "stop_reason": "end_turn",
+    "usage": {"input_tokens": 30, "output_tokens": 7, "cache_read_input_tokens": 70},
+}
+
+
+def body(**more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "word " * 100}]
+    return {"model": "m", "max_tokens": 9, "system": "rule " * 400, "messages": messages} | more
+
+
+@asynccontextmanager
+async def tenants(
+    monkeypatch: pytest.MonkeyPatch, *, knows_salts: bool = True
+) -> AsyncIterator[tuple[Harness, MockWorker, MockWorker]]:
+    """A router with the tenant acme, whose key is `KEY`."""
+    monkeypatch.setenv("PDSERVE_API_KEYS", f"acme={KEY}")
+
+    def make(role: str) -> MockWorker:
+        return MockWorker(role, takes_salt_header=knows_salts)
+
+    acme = (Tenant(name="acme", tokens_min=1_000_000),)
+    async with disagg(make=make, tenants=acme) as (harness, (prefill,), (decode,)):
+        yield harness, prefill, decode
+
+
+async def test_anthropics_key_is_taken_and_both_workers_get_the_salt_in_a_header(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with tenants(monkeypatch) as (harness, prefill, decode):
+        decode.script(MESSAGES, answer(200, ANSWER))
+        asked = body(cache_salt="mine")
+        assert (await harness.post(MESSAGES, asked, {"x-api-key": KEY})).json() == ANSWER
+        (staged,), (got,) = prefill.got("/pd/prefill"), decode.got(MESSAGES)
+        assert staged.target == f"/pd/prefill?endpoint={MESSAGES}"
+        for request in (staged, got):
+            assert json.loads(request.headers["x-pdserve-cache-salt"]) == "tenant/acme/mine"
+            assert request.json() == asked
+            assert "x-api-key" not in request.headers
+        use = harness.router.gate.tenants.all[0].use
+        assert (use.prompt_tokens, use.output_tokens) == (100, 7)  # what was cached, too
+
+
+async def test_a_worker_that_would_mix_tenants_pages_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with tenants(monkeypatch, knows_salts=False) as (harness, prefill, decode):
+        for path in (MESSAGES, SCORE):
+            response = await harness.post(path, body(query="q", items=["a"]), {"x-api-key": KEY})
+            assert response.status == 503
+        assert not prefill.requests + decode.requests
+
+
+@pytest.mark.parametrize("salt", [["a"], 1, "x" * 9000])
+async def test_a_salt_that_is_no_short_string_is_the_clients_fault(
+    monkeypatch: pytest.MonkeyPatch, salt: Any
+) -> None:
+    async with tenants(monkeypatch) as (harness, _, _):
+        response = await harness.post(MESSAGES, body(cache_salt=salt), {"x-api-key": KEY})
+        said = json.loads(response.body)
+        assert (response.status, said["type"], said["error"]["type"]) == (
+            400,
+            "error",
+            "invalid_request_error",
+        )
+        assert "cache_salt" in said["error"]["message"]
+
+
+async def test_errors_have_anthropics_form() -> None:
+    async with disagg() as (harness, _, (decode,)):
+        unknown = json.loads((await harness.post(MESSAGES, body(model="nope"))).body)
+        assert (unknown["type"], unknown["error"]["type"]) == ("error", "not_found_error")
+        decode.script(MESSAGES, answer(400, {"type": "error", "error": {"type": "x", "message": "too hot"}}))
+        refused = json.loads((await harness.post(MESSAGES, body())).body)
+        assert refused == {"type": "error", "error": {"type": "invalid_request_error", "message": "too hot"}}
+
+
+async def test_the_key_is_missing_in_anthropics_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with tenants(monkeypatch) as (harness, _, _):
+        response = await harness.post(MESSAGES, body())
+        assert response.status == 401
+        assert json.loads(response.body)["error"]["type"] == "authentication_error"
+
+
+async def test_a_stream_that_breaks_off_ends_with_anthropics_error_event() -> None:
+    async with disagg(continue_streams="never") as (harness, _, (decode,)):
+        head = b"HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\ncontent-length: 999\r\n\r\n"
+        start = b'event: message_start\ndata: {"type":"message_start"}\n\n'
+        decode.script(MESSAGES, raw_answer(head + start))
+        connection = await harness.connect()
+        await connection.send(MESSAGES, json.dumps(body(stream=True)).encode())
+        await connection.head()
+        assert await connection.chunk() == start
+        await decode.stop()
+        event = await connection.chunk()
+        name, _, data = event.partition(b"\n")
+        assert name == b"event: error"
+        said = json.loads(data.removeprefix(b"data: "))
+        assert (said["type"], said["error"]["type"]) == ("error", "api_error")
+
+
+async def test_counting_tokens_is_charged_as_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with tenants(monkeypatch) as (harness, prefill, decode):
+        decode.script(COUNT, answer(200, {"input_tokens": 512}))
+        assert (await harness.post(COUNT, body(), {"x-api-key": KEY})).json() == {"input_tokens": 512}
+        use = harness.router.gate.tenants.all[0].use
+        assert (use.prompt_tokens, use.output_tokens) == (512, 0)
+        assert not prefill.requests
+
+
+async def test_two_prompts_that_differ_in_their_system_text_share_no_prefix() -> None:
+    async with disagg(decode=2, decode_policy="cache_aware") as (harness, _, _):
+        seen = harness.router.dispatcher.placer.prefixes
+        long = [{"role": "user", "content": "word " * 2000}]
+        await harness.post(MESSAGES, body(messages=long))
+        blocks = len(seen)
+        await harness.post(MESSAGES, body(messages=long))
+        assert len(seen) == blocks > 0
+        await harness.post(MESSAGES, body(messages=long, system="other"))
+        assert len(seen) == 2 * blocks
