@@ -215,3 +215,20 @@ def test_a_wrong_parameter_is_refused_with_its_name(client: openai.OpenAI) -> No
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=-3)
     assert "temperature" in str(caught.value)
+
+
+def test_a_response_says_what_its_stream_says_and_comes_from_one_worker(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "input": "Write something about lists.", "temperature": 0}
+    whole = client.responses.create(**asked, max_output_tokens=24)
+    assert whole.id.startswith("resp_")
+    assert whole.usage is not None
+    assert whole.usage.output_tokens == 24
+    events = list(client.responses.create(**asked, max_output_tokens=24, stream=True))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == whole.output_text != ""
+    with pytest.raises(
+        openai.BadRequestError, match=r"[Rr]esponse store"
+    ):  # the worker keeps none by default
+        client.responses.retrieve(whole.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve("resp_" + "0" * 44)

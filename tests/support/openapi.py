@@ -20,6 +20,7 @@ ASKED = (
     "ClassifyRequest",
     "V1RerankReqInput",
     "ScoringRequest",
+    "ResponsesRequest",
 )
 ASKED_BY_ANTHROPIC = ("AnthropicMessagesRequest", "AnthropicCountTokensRequest")
 SAID = (
@@ -31,6 +32,7 @@ SAID = (
     "ClassifyResponse",
     "RerankResponse",
     "ScoringResponse",
+    "ResponsesResponse",
 )
 SAID_TO_ANTHROPIC = ("AnthropicMessagesResponse", "AnthropicCountTokensResponse")
 TEMPLATE = "#/components/schemas/{model}"

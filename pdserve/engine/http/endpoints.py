@@ -10,6 +10,7 @@ CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 GENERATE: Final = "/generate"
 MESSAGES: Final = "/v1/messages"
+RESPONSES: Final = "/v1/responses"
 SCORE: Final = "/v1/score"
 RERANK: Final = "/v1/rerank"
 EMBEDDINGS: Final = "/v1/embeddings"
@@ -18,7 +19,7 @@ CONTINUE: Final = "/pd/continue"
 
 PROMPT_PATHS: Final = (CHAT, COMPLETIONS, GENERATE, MESSAGES)
 """SGLang's own paths that generate from a prompt."""
-GENERATING_PATHS: Final = frozenset({*PROMPT_PATHS, SCORE, RERANK, PREFILL, CONTINUE})
+GENERATING_PATHS: Final = frozenset({*PROMPT_PATHS, RESPONSES, SCORE, RERANK, PREFILL, CONTINUE})
 """Paths whose requests are tracked."""
 
 

@@ -28,7 +28,7 @@ from fastapi import HTTPException
 from pdserve.engine.engine_bounds import bound_sampling, check_ids, check_logprobs, check_stop_regex
 from pdserve.engine.http.cache_report import Reuse
 from pdserve.engine.http.cache_salt import salt_of_request
-from pdserve.engine.http.endpoints import EMBEDDINGS
+from pdserve.engine.http.endpoints import EMBEDDINGS, RESPONSES
 from pdserve.engine.http.request import HttpRequest, current_request
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.sglang.answers import first_token, is_aborted, replace_counts
@@ -150,7 +150,7 @@ class _Wrap:
 
     async def _noted(self, obj: Any, request: Any, http: HttpRequest | None) -> AsyncGenerator[Any, None]:
         if http is not None or (request is not None and request.scope["path"] == EMBEDDINGS):
-            _disown(obj)
+            _disown(obj, keeps_id=http is not None and http.path == RESPONSES)
         if (salt := salt_of_request()) is not None and hasattr(obj, "cache_salt"):
             obj.cache_salt = salt
         try:
@@ -234,14 +234,15 @@ class _Wrap:
             raise
 
 
-def _disown(obj: Any) -> None:
+def _disown(obj: Any, *, keeps_id: bool = False) -> None:
     """Take out of a client's request what SGLang sets itself. The scheduler aborts every request whose id
     *begins* with the one that it is told, so no client may choose ids: its own name for a request is
     `x-request-id`. The other fields change what a page's key stands for (pages under another's name), or end
-    the scheduler when they are no tensors.
+    the scheduler when they are no tensors. `keeps_id`: SGLang cancels a stored response by this id, which the
+    router has chosen.
     """
     for name in _SET_BY_SGLANG:
-        if hasattr(obj, name):
+        if hasattr(obj, name) and not (keeps_id and name == "rid"):
             setattr(obj, name, None)
 
 

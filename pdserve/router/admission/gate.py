@@ -95,6 +95,10 @@ class Gate:
         """The served model that a call means. Raises RequestError, NoWorkerError as `Models.resolve`."""
         return self._models.resolve(requested, call.endpoint, self._fleet.tasks)
 
+    def served_model(self, requested: str | None) -> str:
+        """The served model of this name. Raises RequestError, NoWorkerError as `Models.find`."""
+        return self._models.find(requested, self._fleet.tasks)
+
     async def enter(self, call: Call) -> Ticket:
         """Wait until the call may run. Each call that entered must `leave`. Raises RequestError: 429 if its
         tenant is over a limit or it waits too long, 503 if no worker is ready.

@@ -84,6 +84,10 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How tenants' caches are kept apart: `cache_salt` in the body, where SGLang takes it there, else in a
     header for pdserve's worker. Empty: the request leaves no pages behind.
     """
+    stored_as: str = ""
+    """Body member with the id under which the worker stores the answer; the router sets it."""
+    continues: str = ""
+    """Body member, a field of `RequestView`, with the id of an answer that the request continues."""
     errors: ErrorForm = "openai"
     """The form in which clients of this endpoint expect errors."""
     is_resumable: bool = False
@@ -180,6 +184,20 @@ _ROWS: Final = (
         preamble_fields=("system",),
         usage=_COUNTED,
         errors="anthropic",
+    ),
+    Endpoint(
+        path="/v1/responses",
+        summary="OpenAI's responses",
+        request_schema="ResponsesRequest",
+        response_schema="ResponsesResponse",
+        task="generate",
+        prompt_fields=("input",),
+        preamble_fields=("instructions",),
+        usage=usage_under("input_tokens", "output_tokens"),
+        streams=True,
+        salt="body",
+        stored_as="request_id",
+        continues="previous_response_id",
     ),
     Endpoint(
         path="/v1/classify",

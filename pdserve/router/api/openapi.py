@@ -60,7 +60,8 @@ _EVENT = {
 _ERRORS = {
     400: "The request is not valid, or the model cannot do it.",
     401: "No API key that is known.",
-    404: "There is no such model.",
+    403: "The tenant may not do this.",
+    404: "There is no such model, or nothing of this id.",
     408: "The body did not come in time.",
     413: "The body is too large.",
     422: "The worker finds the request not valid.",
@@ -105,7 +106,7 @@ def complete(document: dict[str, Any], choices: int) -> dict[str, Any]:
         for operation in operations.values():
             operation["responses"].pop("422", None)  # FastAPI's own: here it would be 400
             for status in (401, 500, 404) if "{" in path else (401, 500):
-                operation["responses"].setdefault(str(status), _error(status))
+                operation["responses"].setdefault(str(status), error_answer(status))
     document["paths"] |= {row.path: {"post": _operation(row)} for row in ENDPOINTS.values()}
     for operations in document["paths"].values():
         for operation in operations.values():
@@ -130,11 +131,12 @@ def _operation(row: Endpoint) -> dict[str, Any]:
             "content": {"application/json": {"schema": {"$ref": _REF + row.request_schema}}},
         },
         "responses": {"200": answered | {"headers": headers, "content": content}}
-        | {str(status): _error(status, row.errors) for status in _ERRORS},
+        | {str(status): error_answer(status, row.errors) for status in _ERRORS if status != 403},
     }
 
 
-def _error(status: int, form: ErrorForm = "openai") -> dict[str, Any]:
+def error_answer(status: int, form: ErrorForm = "openai") -> dict[str, Any]:
+    """What the document says of an error's answer."""
     name = "AnthropicError" if form == "anthropic" else "Error"
     schema = {"application/json": {"schema": {"$ref": _REF + name}}}
     return {"description": _ERRORS[status], "content": schema}

@@ -35,6 +35,8 @@ class RequestView(msgspec.Struct, gc=False):
     input_ids: msgspec.Raw = _EMPTY
     input: msgspec.Raw = _EMPTY
     system: msgspec.Raw = _EMPTY
+    instructions: msgspec.Raw = _EMPTY
+    previous_response_id: str | None = None
     query: msgspec.Raw = _EMPTY
     documents: msgspec.Raw = _EMPTY
     items: msgspec.Raw = _EMPTY
@@ -47,6 +49,7 @@ class RequestView(msgspec.Struct, gc=False):
     n: msgspec.Raw = _EMPTY
     best_of: msgspec.Raw = _EMPTY
     sampling_params: msgspec.Raw = _EMPTY
+    session_params: msgspec.Raw = _EMPTY
 
     def prompt_json(self, fields: Iterable[str]) -> msgspec.Raw:
         """The prompt as it stands in the body: messages, text, token ids, or a list of prompts. The first of
@@ -69,6 +72,10 @@ class _Sampling(msgspec.Struct, gc=False):
     n: msgspec.Raw = _EMPTY
 
 
+class _Session(msgspec.Struct, gc=False):
+    id: str | None = None
+
+
 MAX_COUNT = 1e9
 
 
@@ -77,6 +84,7 @@ class _Object(msgspec.Struct, gc=False):
 
 
 _objects_decoder = msgspec.json.Decoder(list[_Object])
+_session_decoder = msgspec.json.Decoder(_Session | None)
 _sampling_decoder = msgspec.json.Decoder(_Sampling | list[_Sampling | None] | None)
 MAX_MEDIA = 1000
 MAX_MEMBERS = 20_000
@@ -115,6 +123,26 @@ def decode_view(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         raise RequestError(400, f"The request body is not valid JSON: {error}.") from None
     except RecursionError:
         raise RequestError(400, "The request body is nested too deeply.") from None
+
+
+def session_of(view: RequestView) -> str | None:
+    """The id of the worker's session that the request goes on with, if any."""
+    if not view.session_params:
+        return None
+    try:
+        session = _session_decoder.decode(view.session_params)
+    except UNREADABLE:
+        return None  # the worker refuses it
+    return None if session is None else session.id
+
+
+def with_member(body: bytes, name: str, value: object) -> bytes:
+    """The JSON object `body` with a member added at its end. Of a name that comes twice the last one counts,
+    for the router's parser and the workers'.
+    """
+    inside = body.rstrip(b" \t\r\n")[:-1]
+    comma = b"" if inside.rstrip(b" \t\r\n").endswith(b"{") else b","
+    return b"%b%b%b:%b}" % (inside, comma, msgspec.json.encode(name), msgspec.json.encode(value))
 
 
 def bytes_per_token(prompt_json: bytes) -> int:

@@ -15,13 +15,16 @@ from pdserve.logs import served_request
 from pdserve.router.admission.gate import Gate
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.errors import NoWorkerError, error_of
+from pdserve.router.api.held_ids import RESPONSE, SESSION, find_holder
 from pdserve.router.api.request_body import (
+    RequestView,
     count_candidates,
     count_choices,
     count_prompts,
     estimate_prompt_tokens,
     has_several_prompts,
     parse_request,
+    session_of,
 )
 from pdserve.router.api.text_length import check_texts
 from pdserve.router.config.router import RouterConfig
@@ -184,10 +187,26 @@ class GenerationHandler:
             has_several_prompts=has_several_prompts(prompt),
             answers=prompts * candidates,
             choices=count_choices(view, sampling) if candidates > 1 else 1,
+            holder=self._holder(call, view),
             turn=self._turns[model],
             draw=random.getrandbits(32),
             prefix=prefix_of(view, prompt, scope) if self._needs_prefix and computes else None,
         )
+
+    def _holder(self, call: Call, view: RequestView) -> str:
+        """The worker that holds what the request continues. Raises RequestError (404) if nobody does."""
+        name = call.endpoint.continues
+        id_: str | None = getattr(view, name) if name else None
+        kind, what = RESPONSE, "Response"
+        if not id_:
+            id_ = session_of(view)
+            kind, what, name = SESSION, "Session", "session_params"
+        if not id_:
+            return ""
+        holder = find_holder(id_, kind, self._fleet.by_id, call.tenant.name)
+        if holder is None:
+            raise RequestError(404, f"{what} with id {id_[:200]!r} not found.", param=name)
+        return holder
 
     def _isolate(self, call: Call, given: msgspec.Raw) -> None:
         """Keep the tenant's pages apart from those of others. `given`: the client's own salt."""

@@ -30,6 +30,10 @@ OPEN_PATHS = frozenset(("/health", "/ready", "/docs", "/docs/oauth2-redirect", "
 """Ordinary routes that need no API key where others do."""
 
 
+ADMIN_PATHS = frozenset(("/metrics", "/get_server_info", "/server_info"))
+"""Ordinary routes that tell more than a tenant may know: with API keys they need the administrators'."""
+
+
 class Router:
     """The ASGI application, and the parts it is made of (for tests and for the process around it)."""
 
@@ -92,12 +96,12 @@ class Router:
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> RequestError | None:
         """Why an ordinary route is not for this client: with API keys, what is not open to all needs one, and
-        metrics, which tell tenants of each other, the administrators' key.
+        `ADMIN_PATHS` the administrators'.
         """
         if not self.gate.tenants.has_keys or path in OPEN_PATHS:
             return None
         try:
-            if path == "/metrics":
+            if path in ADMIN_PATHS:
                 self.gate.authenticate_admin(headers)
             else:
                 self.gate.authenticate(headers)

@@ -13,6 +13,7 @@ from pdserve.errors import RequestError
 from pdserve.router.api.openapi import complete
 from pdserve.router.app.error_handlers import add_error_handlers
 from pdserve.router.app.router import Router
+from pdserve.router.app.worker_routes import add_worker_routes
 from pdserve.router.metrics.exposition import exposition
 
 
@@ -59,6 +60,7 @@ def make_app(router: Router) -> fastapi.FastAPI:
         """Prometheus metrics."""
         return Response(exposition(await router.metrics()), media_type=CONTENT_TYPE_LATEST)
 
+    add_worker_routes(app, router)
     return app
 
 

@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
+from pdserve.router.api.held_ids import RESPONSE, new_id
+from pdserve.router.api.request_body import with_member
 from pdserve.router.config.limits import Deadlines
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.job import Claim, Job, cached_before_header
@@ -94,12 +96,16 @@ class DecodeStage:
     async def _ask(self, call: Call, job: Job, claim: Claim, head_s: float, *, resumes: bool) -> Response:
         """Send the call, or what the worker needs to continue it."""
         target, body = call.endpoint.path, call.body
+        if call.endpoint.stored_as:
+            body = with_member(
+                body, call.endpoint.stored_as, new_id(RESPONSE, claim.worker.id, call.tenant.name)
+            )
         headers = call.upstream_headers + job.cached_before
         if self._asks_marks and call.endpoint.is_resumable:
             headers += MARKS_REQUEST
         if resumes:
             target, body = f"/pd/continue?endpoint={target}", job.marks.continue_body(body)
-        return await self._upstream.post(
+        return await self._upstream.ask(
             claim.worker, target, headers, body, connect_s=self._deadlines.connect_s, head_s=head_s
         )
 

@@ -119,7 +119,7 @@ class Dispatcher:
         job.tried.append(failed.id)
         is_started, outcome = call.answer.is_started, outcome_of(failure)
         is_late = outcome == "timeout" and not is_started
-        if is_late or len(job.tried) >= self._decode_attempts:
+        if is_late or call.facts.holder or len(job.tried) >= self._decode_attempts:
             return None
         now_s = self._loop.time()
         candidates = self._fleet.snapshot(call.model, now_s).decode

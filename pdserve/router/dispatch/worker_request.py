@@ -68,7 +68,7 @@ class WorkerRequests:
         for another status.
         """
         end_s = self._loop.time() + limit_s
-        response = await self._upstream.post(
+        response = await self._upstream.ask(
             worker, target, call.upstream_headers, body, connect_s=self._connect_s, head_s=limit_s
         )
         try:

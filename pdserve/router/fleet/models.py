@@ -41,7 +41,7 @@ class Models:
         unknown model, and 400 when no model is named and several are served, when the model cannot do the
         endpoint's task, and for an adapter's name that is too long.
         """
-        model = requested if requested and requested in served else self._named(requested, served)
+        model = self.find(requested, served)
         if endpoint.task not in (None, "any") and endpoint.task not in served[model]:
             raise RequestError(
                 400,
@@ -50,6 +50,10 @@ class Models:
                 param="model",
             )
         return model
+
+    def find(self, requested: str | None, served: Mapping[str, frozenset[str]]) -> str:
+        """The served model of this name. Raises as `resolve`."""
+        return requested if requested and requested in served else self._named(requested, served)
 
     def _named(self, requested: str | None, served: Mapping[str, frozenset[str]]) -> str:
         if requested is None or requested in ("", DEFAULT_MODEL):

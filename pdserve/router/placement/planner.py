@@ -13,6 +13,7 @@ Rules, in order:
    another decode worker). Then the first worker is asked whether these pages are in the pool (`Settle`). It
    is not asked while that turn is still being answered, nor for a request that is no turn
    (`RequestFacts.is_turn`).
+7. A request that continues what one worker holds goes to this worker, also while it is draining.
 """
 
 from __future__ import annotations
@@ -79,8 +80,10 @@ class Planner(msgspec.Struct, frozen=True):
         self, facts: RequestFacts, snapshot: Snapshot, last: SessionEntry | None, places: Places | None = None
     ) -> Plan:
         """The plan of one request. Raises NoWorkerError if no eligible worker may take it."""
-        if not snapshot.decode:
+        if not snapshot.decode and not facts.holder:
             raise NoWorkerError("No worker is ready to serve this model; try again shortly.")
+        if facts.holder:
+            return _plan_at_holder(facts, snapshot)
         last_id = None if last is None or last.decode_id not in snapshot.members else last.decode_id
         choice = self.decode_policy.choose(_ask(facts, last_id, places), snapshot.decode)
         decode = choice.worker
@@ -129,6 +132,16 @@ class Planner(msgspec.Struct, frozen=True):
             if uncached < threshold:
                 return None, f"direct(uncached={uncached}<{threshold})", "direct"
         return choice.worker, str(choice), choice.cause or choice.reason
+
+
+def _plan_at_holder(facts: RequestFacts, snapshot: Snapshot) -> Plan:
+    there = (*snapshot.decode, *snapshot.draining)
+    worker = next((worker for worker in there if worker.id == facts.holder), None)
+    if worker is None:
+        raise NoWorkerError(
+            "The worker that holds what this request continues is not ready; try again shortly."
+        )
+    return Plan(worker, reasons=("decode=holder", "prefill=holder"), causes=(("decode", "holder"),))
 
 
 def direct_threshold(least: int, weights: PlacementSettings, prefill: Worker, decode: Worker) -> int:

@@ -86,7 +86,8 @@ BLOCK_ENDS = tuple(_block_ends())
 def prefix_of(view: RequestView, prompt: bytes, scope: str) -> Prefix:
     """The blocks of a prompt, given as JSON. `scope`: further text that decides its page keys."""
     digest = xxhash.xxh3_64()
-    for part in (scope.encode("utf-8", "surrogatepass"), view.cache_salt, view.tools, view.system):
+    before = view.tools, view.system, view.instructions
+    for part in (scope.encode("utf-8", "surrogatepass"), view.cache_salt, *before):
         digest.update(b"%d:%b" % (len(part), bytes(part)))
     digests, start, text = [], 0, memoryview(prompt)
     for end in BLOCK_ENDS:

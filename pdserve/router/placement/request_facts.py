@@ -26,6 +26,8 @@ class RequestFacts(msgspec.Struct, frozen=True, gc=False):
     """What it counts for as requests: prompts times answers of each."""
     choices: int = 1
     """Answers to each prompt that the client gets."""
+    holder: str = ""
+    """Id of the worker that holds what the request continues, in its own memory. Empty: any worker can."""
     turn: int = 0
     """Number of the request for its model at this router. Equally good workers alternate by it."""
     draw: int = 0

@@ -109,7 +109,7 @@ def find_session_key(
         if kind == "header":
             key = header(source.name)
         elif kind == "user" and source.name:
-            links = message_links(view.messages) if view.user else ()
+            links = message_links(view.messages or view.input) if view.user else ()
             if links:
                 return SessionKey(links[0], links).within(_bounded(view.user or ""))
             continue
@@ -120,7 +120,7 @@ def find_session_key(
         elif kind == "body":
             key = _at_path(body, source.name.split("."))
         else:
-            links = message_links(view.messages)
+            links = message_links(view.messages or view.input)
             if links:
                 return SessionKey(links[0], links)
             continue

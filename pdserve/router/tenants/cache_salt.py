@@ -25,6 +25,7 @@ from typing import Final
 import msgspec
 
 from pdserve.errors import RequestError
+from pdserve.router.api.request_body import with_member
 from pdserve.router.config.tenants import SHARED
 
 MAX_SALT_BYTES = 256 * 1024
@@ -53,8 +54,8 @@ def isolated(body: bytes, given: msgspec.Raw, namespace: str) -> bytes:
     if not salts and namespace == SHARED:
         return body
     if isinstance(salts, list):
-        return _with_salt(body, [_salt(namespace, salt) for salt in salts])
-    return _with_salt(body, _salt(namespace, salts or ""))
+        return with_member(body, "cache_salt", [_salt(namespace, salt) for salt in salts])
+    return with_member(body, "cache_salt", _salt(namespace, salts or ""))
 
 
 def salt_line(given: msgspec.Raw, namespace: str) -> bytes:
@@ -81,9 +82,3 @@ def _salt(namespace: str, own: str) -> str:
     if namespace == SHARED:
         return f"{SHARED}/{own}" if own else ""
     return f"tenant/{namespace}/{own}" if own else f"tenant/{namespace}"
-
-
-def _with_salt(body: bytes, salt: str | list[str]) -> bytes:
-    inside = body.rstrip(b" \t\r\n")[:-1]
-    comma = b"" if inside.rstrip(b" \t\r\n").endswith(b"{") else b","
-    return b'%b%b"cache_salt":%b}' % (inside, comma, msgspec.json.encode(salt))

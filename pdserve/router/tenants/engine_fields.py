@@ -51,6 +51,7 @@ ENGINE_FIELDS: Final = {
     "mm_content_hashes": _CACHE,
     "input_embeds": _UNCOUNTED,
     "embed_overrides": _UNCOUNTED,
+    "background": "what it computes after its answer is not counted",
     "embed_override_token_id": _UNCOUNTED,
     "query_embed_overrides": _UNCOUNTED,
     "item_embed_overrides": _UNCOUNTED,

@@ -40,7 +40,7 @@ class Upstream:
                 self._timer = self._loop.call_later(IDLE_CHECK_S, self._drop_aged)
         return pool
 
-    async def post(
+    async def ask(
         self,
         worker: Peer,
         target: str,
@@ -49,15 +49,17 @@ class Upstream:
         *,
         connect_s: float,
         head_s: float,
+        method: bytes = b"POST",
     ) -> Response:
-        """POST `body` to `target` of `worker`. Returns when the head of the answer has arrived.
+        """Send `body` to `target` of `worker`. Returns when the head of the answer has arrived.
 
         `headers` are complete header lines, each ended by CRLF; host and length are added here. The caller
         must `release()` the response. Raises UpstreamError. After an error or a cancellation the connection
         is closed.
         """
         pool = self._pools.get(worker.url) or self.pool(worker)
-        head = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-length: %d\r\n%b%b\r\n" % (
+        head = b"%b %b HTTP/1.1\r\nhost: %b\r\ncontent-length: %d\r\n%b%b\r\n" % (
+            method,
             target.encode("ascii"),
             worker.id_header,
             len(body),

@@ -71,6 +71,18 @@ SAID: dict[str, Any] = {
         "data": [{"index": 0, "label": "a", "probs": [1.0], "num_classes": 1}],
         "usage": USAGE,
     },
+    "ResponsesResponse": {
+        "id": "resp_1",
+        "object": "response",
+        "created_at": 1,
+        "status": "completed",
+        "model": "m",
+        "output": [],
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2},
+    },
     "Reranked": [{"score": 0.5, "document": "a", "index": 0}],
     "ScoringResponse": {"object": "scoring", "model": "m", "scores": [[0.5]], "usage": USAGE},
 }

@@ -34,7 +34,7 @@ class Client:
         self.upstream = Upstream(limits)
 
     async def post(self, body: bytes = b"{}", head_s: float = 5.0) -> Response:
-        return await self.upstream.post(self.worker, "/x", b"x-a: b\r\n", body, connect_s=2.0, head_s=head_s)
+        return await self.upstream.ask(self.worker, "/x", b"x-a: b\r\n", body, connect_s=2.0, head_s=head_s)
 
     async def read(self, body: bytes = b"{}") -> bytes:
         response = await self.post(body)

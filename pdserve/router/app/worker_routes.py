@@ -1,0 +1,185 @@
+"""Ordinary routes that one worker answers: what SGLang says of itself, stored responses, open sessions.
+
+None of them is on the way of a token, so their answers are read whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Final, TypeVar
+
+import fastapi
+import msgspec
+from fastapi.responses import Response
+
+from pdserve.errors import RequestError
+from pdserve.router.api.errors import NoWorkerError, convert_error
+from pdserve.router.api.held_ids import RESPONSE, SESSION, find_holder, new_id
+from pdserve.router.api.openapi import error_answer
+from pdserve.router.api.request_body import UNREADABLE, with_member
+from pdserve.router.app.router import Router
+from pdserve.router.fleet.worker import Worker
+from pdserve.router.request.answer import JSON
+from pdserve.router.tenants.tenant import TenantState
+from pdserve.router.upstream.response import UpstreamError
+
+T = TypeVar("T")
+LIMIT_S: Final = 20.0
+MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
+MAX_BODY_BYTES: Final = 64 * 1024
+_ERRORS: Final[dict[int | str, dict[str, Any]]] = {
+    status: error_answer(status) for status in (400, 401, 404, 500, 502, 503, 504)
+}
+_SAID: Final[dict[int | str, dict[str, Any]]] = {
+    **_ERRORS,
+    200: {"description": "As SGLang answers.", "content": {"application/json": {"schema": {}}}},
+}
+_OPERATOR: Final = {**_SAID, 403: error_answer(403), 413: error_answer(413)}
+_LINES: Final = b"content-type: application/json\r\n"
+
+
+def _takes(**members: dict[str, Any]) -> dict[str, Any]:
+    """A route's body in the document: a JSON object with the members, the first of them required."""
+    schema = {"type": "object", "properties": members, "required": [next(iter(members))]}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+class _Opened(msgspec.Struct):
+    """What SGLang takes to open a session."""
+
+    capacity_of_str_len: Annotated[int, msgspec.Meta(ge=1)]
+    streaming: bool | None = None
+    timeout: float | None = None
+    session_id: str | None = None
+
+
+class _Closed(msgspec.Struct):
+    session_id: str
+
+
+def add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
+    """Add the routes to the application."""
+
+    async def from_any(request: fastapi.Request) -> Response:
+        """As a worker of the model says (`?model=NAME` where there are several)."""
+        worker = _least_loaded(router, request.query_params.get("model"))
+        return await _pass_on(router, worker, "GET", request.url.path)
+
+    for path in ("/health_generate", "/get_model_info", "/model_info", "/get_server_info", "/server_info"):
+        app.get(path, tags=["SGLang"], operation_id=path[1:], response_class=Response, responses=_SAID)(
+            from_any
+        )
+
+    @app.get("/v1/responses/{response_id}", tags=["OpenAI"], response_class=Response, responses=_SAID)
+    async def get_response(response_id: str, request: fastapi.Request) -> Response:
+        """A stored response, from the worker that has it."""
+        worker = _holder(router, request, response_id, RESPONSE)
+        return await _pass_on(router, worker, "GET", f"/v1/responses/{response_id}")
+
+    @app.post("/v1/responses/{response_id}/cancel", tags=["OpenAI"], response_class=Response, responses=_SAID)
+    async def cancel_response(response_id: str, request: fastapi.Request) -> Response:
+        """End a response that is computed in the background."""
+        worker = _holder(router, request, response_id, RESPONSE)
+        return await _pass_on(router, worker, "POST", f"/v1/responses/{response_id}/cancel")
+
+    @app.post(
+        "/open_session",
+        tags=["SGLang"],
+        response_class=Response,
+        responses=_OPERATOR,
+        openapi_extra=_takes(
+            capacity_of_str_len={"type": "integer", "minimum": 1},
+            streaming={"type": ["boolean", "null"]},
+            timeout={"type": ["number", "null"]},
+        ),
+    )
+    async def open_session(request: fastapi.Request) -> Response:
+        """Open a session at one worker. The answer is the session's id, which names the worker."""
+        tenant, body = _operator(router, request), await _body(request)
+        if _decoded(body, _Opened).session_id is not None:
+            raise RequestError(400, "The router chooses the session's id: leave it out.", param="session_id")
+        worker = _least_loaded(router, request.query_params.get("model"))
+        named = with_member(body, "session_id", new_id(SESSION, worker.id, tenant.name))
+        return await _pass_on(router, worker, "POST", "/open_session", named)
+
+    @app.post(
+        "/close_session",
+        tags=["SGLang"],
+        response_class=Response,
+        responses=_OPERATOR,
+        openapi_extra=_takes(session_id={"type": "string"}),
+    )
+    async def close_session(request: fastapi.Request) -> Response:
+        """Close a session."""
+        _operator(router, request)
+        body = await _body(request)
+        worker = _holder(router, request, _decoded(body, _Closed).session_id, SESSION)
+        return await _pass_on(router, worker, "POST", "/close_session", body)
+
+
+def _least_loaded(router: Router, model: str | None) -> Worker:
+    """Raises NoWorkerError; RequestError for an unknown model."""
+    name = router.gate.served_model(model)
+    workers = router.fleet.snapshot(name, asyncio.get_running_loop().time()).decode
+    if not workers:
+        raise NoWorkerError("No worker is ready to serve this model; try again shortly.")
+    return min(workers, key=lambda worker: worker.load)
+
+
+def _holder(router: Router, request: fastapi.Request, id_: str, prefix: str) -> Worker:
+    """The worker that holds what the tenant asks for. Raises RequestError (404)."""
+    tenant = router.gate.authenticate(dict(request.headers.raw))
+    worker_id = find_holder(id_, prefix, router.fleet.by_id, tenant.name)
+    if worker_id is None:
+        what = "Response" if prefix == RESPONSE else "Session"
+        raise RequestError(404, f"{what} with id {id_[:200]!r} not found.")
+    return router.fleet.by_id[worker_id]
+
+
+def _operator(router: Router, request: fastapi.Request) -> TenantState:
+    """The client, who may hold memory of a worker. Raises RequestError (403)."""
+    tenant = router.gate.authenticate(dict(request.headers.raw))
+    if router.gate.tenants.has_keys and not tenant.limits.controls_engine:
+        raise RequestError(403, "Sessions are for tenants with controls_engine.", type_="permission_error")
+    return tenant
+
+
+async def _body(request: fastapi.Request) -> bytes:
+    """A small JSON object. Raises RequestError."""
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise RequestError(413, f"The request body is larger than {MAX_BODY_BYTES} bytes.")
+    return body
+
+
+def _decoded(body: bytes, type_: type[T]) -> T:
+    """Raises RequestError (400)."""
+    try:
+        return msgspec.json.decode(body, type=type_)
+    except UNREADABLE as error:
+        raise RequestError(400, f"The body is no session: {error}.") from None
+
+
+async def _pass_on(router: Router, worker: Worker, method: str, target: str, body: bytes = b"") -> Response:
+    """The worker's answer, within `LIMIT_S`. Raises RequestError where there is none."""
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            response = await router.upstream.ask(
+                worker, target, _LINES, body, method=method.encode(), connect_s=LIMIT_S, head_s=LIMIT_S
+            )
+            try:
+                said = await response.read_all(LIMIT_S, MAX_ANSWER_BYTES)
+            finally:
+                response.release()
+    except TimeoutError:
+        raise RequestError(504, "The worker did not answer in time.", type_="timeout_error") from None
+    except UpstreamError as error:
+        status = 504 if error.kind == "timeout" else 502
+        raise RequestError(
+            status, f"The worker did not answer ({error.kind}).", type_="server_error"
+        ) from None
+    if response.status >= 400:
+        said = convert_error(response.status, said)
+    return Response(said, response.status, media_type=JSON.decode())

@@ -1,0 +1,148 @@
+"""What one worker answers: stored responses, sessions, and what SGLang says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdserve.router.config.tenants import Tenant
+from tests.support.router.harness import Harness, disagg
+from tests.support.router.mock_worker import MockWorker, answer, hang
+
+RESPONSES, GENERATE = "/v1/responses", "/generate"
+ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
+INFO = "/get_model_info"
+
+
+@pytest.fixture(autouse=True)
+def admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_ADMIN_KEY", "admin-" + "x" * 20)
+
+
+@asynccontextmanager
+async def two_tenants(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Harness, list[MockWorker]]]:
+    monkeypatch.setenv("PDSERVE_API_KEYS", f"alice={ALICE},bob={BOB}")
+    alice = msgspec.structs.replace(Tenant(name="alice"), controls_engine=True)
+    async with disagg(decode=4, tenants=(alice,)) as (harness, _, decodes):
+        yield harness, decodes
+
+
+def by(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def stored(decodes: list[MockWorker]) -> tuple[str, MockWorker]:
+    """The id of the only response that was asked for, and its worker."""
+    ((id_, worker),) = [(got.json()["request_id"], one) for one in decodes for got in one.got(RESPONSES)]
+    return id_, worker
+
+
+async def ask(harness: Harness, headers: dict[str, str] | None = None, **more: Any) -> int:
+    body = {"model": "m", "input": "word " * 50} | more
+    return (await harness.post(RESPONSES, body, headers)).status
+
+
+async def test_a_stored_response_is_read_continued_and_cancelled_where_it_is() -> None:
+    async with disagg(decode=4) as (harness, _, decodes):
+        assert await ask(harness, request_id="resp_of_the_client") == 200
+        id_, worker = stored(decodes)
+        said = {"id": id_, "status": "completed"}
+        for path in (f"{RESPONSES}/{id_}", f"{RESPONSES}/{id_}/cancel"):
+            worker.script(path, answer(200, said))
+        assert (await harness.get(f"{RESPONSES}/{id_}")).json() == said
+        assert (await harness.post(f"{RESPONSES}/{id_}/cancel", {})).json() == said
+        for _ in range(6):
+            assert await ask(harness, previous_response_id=id_) == 200
+        assert len(worker.got(RESPONSES)) == 7
+        assert all(one is worker or not one.got(RESPONSES) for one in decodes)
+
+
+async def test_what_continues_a_response_is_not_given_to_another_worker() -> None:
+    async with disagg(decode=2) as (harness, _, decodes):
+        assert await ask(harness) == 200
+        id_, worker = stored(decodes)
+        worker.script(RESPONSES, answer(500, {"error": "boom"}))
+        assert await ask(harness, previous_response_id=id_) == 500
+        other = next(one for one in decodes if one is not worker)
+        assert not other.got(RESPONSES)
+
+
+async def test_a_retried_response_has_the_id_of_the_worker_that_answered() -> None:
+    async with disagg(decode=2) as (harness, _, (failing, working)):
+        for _ in range(4):
+            failing.script(RESPONSES, answer(503, {"error": "full"}))
+            assert await ask(harness) == 200
+        assert failing.got(RESPONSES)
+        for got in working.got(RESPONSES):
+            id_ = got.json()["request_id"]
+            working.script(f"{RESPONSES}/{id_}", answer(200, {"id": id_}))
+            assert (await harness.get(f"{RESPONSES}/{id_}")).json() == {"id": id_}
+
+
+async def test_tenants_neither_read_nor_continue_each_others_responses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with two_tenants(monkeypatch) as (harness, decodes):
+        assert await ask(harness, by(ALICE)) == 200
+        id_, worker = stored(decodes)
+        asked = len(worker.requests)
+        assert (await harness.get(f"{RESPONSES}/{id_}", by(BOB))).status == 404
+        assert (await harness.post(f"{RESPONSES}/{id_}/cancel", {}, by(BOB))).status == 404
+        assert await ask(harness, by(BOB), previous_response_id=id_) == 404
+        assert await ask(harness, by(BOB), background=True) == 400
+        assert (await harness.get(f"{RESPONSES}/{id_}")).status == 401
+        assert len(worker.requests) == asked
+
+
+async def test_a_session_opens_at_one_worker_and_goes_on_there() -> None:
+    async with disagg(decode=4) as (harness, _, decodes):
+        assert (await harness.post("/open_session", {"capacity_of_str_len": 100})).status == 200
+        ((id_, worker),) = [(g.json()["session_id"], w) for w in decodes for g in w.got("/open_session")]
+        for _ in range(6):
+            body = {"text": "word", "session_params": {"id": id_}}
+            assert (await harness.post(GENERATE, body)).status == 200
+        assert len(worker.got(GENERATE)) == 6
+        assert (await harness.post("/close_session", {"session_id": id_})).status == 200
+        assert worker.got("/close_session")
+        assert (await harness.post("/close_session", {"session_id": "other"})).status == 404
+        assert (await harness.post(GENERATE, {"text": "a", "session_params": {"id": "x"}})).status == 404
+
+
+async def test_only_tenants_that_control_the_engine_open_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with two_tenants(monkeypatch) as (harness, decodes):
+        assert (await harness.post("/open_session", {"capacity_of_str_len": 100}, by(BOB))).status == 403
+        assert not any(one.got("/open_session") for one in decodes)
+        assert (await harness.post("/open_session", {"capacity_of_str_len": 100}, by(ALICE))).status == 200
+
+
+async def test_what_sglang_says_of_itself_comes_from_a_worker() -> None:
+    async with disagg() as (harness, _, (decode,)):
+        decode.script(INFO, answer(200, {"model_path": "/m"}), answer(500, {"detail": "boom"}))
+        assert (await harness.get(INFO)).json() == {"model_path": "/m"}
+        failed = await harness.get(INFO)
+        assert (failed.status, failed.error["message"]) == (500, "boom")
+        assert (await harness.get(INFO + "?model=nope")).status == 404
+
+
+async def test_what_shows_the_whole_server_needs_the_administrators_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with two_tenants(monkeypatch) as (harness, decodes):
+        for path in ("/server_info", "/get_server_info"):
+            assert (await harness.get(path, by(ALICE))).status == 401
+            for one in decodes:
+                one.script(path, answer(200, {"tp_size": 1}))
+            assert (await harness.get(path, by("admin-" + "x" * 20))).json() == {"tp_size": 1}
+
+
+async def test_a_worker_that_does_not_answer_is_not_waited_for_longer_than_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pdserve.router.app.worker_routes.LIMIT_S", 0.05)
+    async with disagg() as (harness, _, (decode,)):
+        decode.script(INFO, hang())
+        assert (await harness.get(INFO)).status == 504
