@@ -39,6 +39,7 @@ from pdserve.router.request import spans
 from pdserve.router.request.answer import JSON
 from pdserve.router.request.call import Call
 from pdserve.router.server.client import Client
+from pdserve.router.server.cors import Cors
 from pdserve.router.server.uvicorn_server import LAST_WORD_S
 from pdserve.router.sessions.keys import find_session_key, parse_sources
 from pdserve.router.tenants.cache_salt import isolated, salt_line
@@ -66,7 +67,9 @@ class GenerationHandler:
         deadlines: Deadlines,
         stats: Stats,
         tracer: Tracer | None = None,
+        cors: Cors | None = None,
     ) -> None:
+        self._cors = cors
         self.targets: Final = {path.encode("ascii"): path for path in ENDPOINTS}
         """Path by request target."""
         self._tracer = tracer
@@ -97,8 +100,13 @@ class GenerationHandler:
         self._stats.in_flight += 1
         self._deadlines.add(call)
         try:
+            if self._cors is not None:
+                call.answer.more_headers = self._cors.headers(call.headers)
             if client.method == "POST":
                 await self._serve(call, client)
+            elif self._cors is not None and (said := self._cors.preflight(client.method, call.headers)):
+                call.answer.more_headers = said
+                await call.answer.send(200, b"")
             else:
                 error = RequestError(405, "Only POST is allowed here.")
                 await call.answer.send(405, error_of(error, call.endpoint.errors), (b"allow", b"POST"))
@@ -117,7 +125,7 @@ class GenerationHandler:
 
     async def _serve(self, call: Call, client: Client) -> None:
         try:
-            call.tenant = self._gate.authenticate(call.headers)
+            call.tenant = call.answer.tenant = self._gate.authenticate(call.headers)
             body = await self._read_body(call, client)
         except RequestError as error:
             await self._refuse_body(call, client, error)

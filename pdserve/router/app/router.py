@@ -23,6 +23,7 @@ from pdserve.router.metrics.stats import Stats
 from pdserve.router.request.answer import JSON
 from pdserve.router.request.call import request_id
 from pdserve.router.server.asgi import Asgi, AsgiClient, Message, Receive, Scope, Send
+from pdserve.router.server.cors import Cors
 from pdserve.router.upstream.client import Upstream
 from pdserve.tracing import Tracer
 
@@ -56,8 +57,9 @@ class Router:
         self.dispatcher = dispatcher
         self.stats = stats
         self.created_s = int(time.time())
+        self._cors = Cors(config.access.cors_origins) if config.access.cors_origins else None
         self.generation = GenerationHandler(
-            config, fleet, gate, dispatcher, upstream.deadlines, stats, tracer
+            config, fleet, gate, dispatcher, upstream.deadlines, stats, tracer, self._cors
         )
         self._generation_paths = frozenset(ENDPOINTS)
         self.metrics: Callable[[], Awaitable[Snapshot]] = self._metrics
@@ -82,11 +84,17 @@ class Router:
         name = request_id(headers.get(b"x-request-id", b""))
         served_request.set(name)
 
+        shared = self._cors.headers(headers) if self._cors is not None else []
+
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", name)]}
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", name), *shared]}
             await send(message)
 
+        if self._cors is not None and (said := self._cors.preflight(scope["method"], headers)):
+            shared = said
+            await Response()(scope, receive, send_named)
+            return
         error = self._refusal(scope["path"], headers)
         if error is None:
             await self._app(scope, receive, send_named)

@@ -103,6 +103,13 @@ class Access(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Path | None, Meta(description="Certificate chain (PEM). If set, the public port uses TLS.")
     ] = None
     tls_key_file: Annotated[Path | None, Meta(description="Private key of the certificate (PEM).")] = None
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Origins of web pages that may ask this router from a browser, like "
+            "`https://app.example.com`; `*`: all. Empty: none."
+        ),
+    ] = ()
     show_load: Annotated[
         bool,
         Meta(

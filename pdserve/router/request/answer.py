@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 import enum
 import re
+import time
 
 from pdserve.errors import RequestError
 from pdserve.router.api.errors import ErrorForm, convert_error, error_event, error_of, error_type
 from pdserve.router.request.token_usage import Meter
 from pdserve.router.server.client import Client, Headers
+from pdserve.router.tenants.rate_headers import rate_headers
+from pdserve.router.tenants.tenant import TenantState
 
 JSON = b"application/json"
 PREFILL_HEADER = b"x-pdserve-prefill"
@@ -40,6 +43,7 @@ class Answer:
         "error_form",
         "is_stream",
         "meter",
+        "more_headers",
         "plan_words",
         "prefill_headers",
         "progress",
@@ -47,6 +51,7 @@ class Answer:
         "shows_insides",
         "started_s",
         "status",
+        "tenant",
     )
 
     def __init__(self, client: Client, request_id: bytes, error_form: ErrorForm = "openai") -> None:
@@ -62,6 +67,10 @@ class Answer:
         """The answer is a stream of events: an error can still be told as an event."""
         self.meter: Meter | None = None
         """Counts the answer's tokens, once the call was let in."""
+        self.tenant: TenantState | None = None
+        """Whose rates the answer tells, once it is known."""
+        self.more_headers: Headers = []
+        """Headers of every answer to this request."""
         self.plan_words = b""
         self.shows_insides = True
         """The client may see where the workers are, and how busy."""
@@ -102,6 +111,9 @@ class Answer:
         self.status = status
         self.is_stream = length is None
         headers.append((b"x-request-id", self.request_id))
+        headers += self.more_headers
+        if (tenant := self.tenant) is not None and tenant.has_rates:
+            headers += rate_headers(tenant, self.error_form, self.started_s, time.time())
         if words := self.plan_words:
             headers.append((b"x-pdserve-plan", words if self.shows_insides else _FIGURES.sub(b"", words)))
             headers += self._shown_workers()

@@ -63,6 +63,11 @@ class TenantState:
         return self.limits.cache or self.name
 
     @property
+    def has_rates(self) -> bool:
+        """Its requests or tokens have a rate."""
+        return self.requests is not None or self.tokens is not None
+
+    @property
     def is_free(self) -> bool:
         """The tenant's concurrency allows one more request."""
         most = self.limits.concurrency

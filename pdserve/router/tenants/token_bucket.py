@@ -26,6 +26,11 @@ class TokenBucket:
         missing = min(amount, self.capacity) - self.level
         return missing / self.rate_s if missing > 1e-9 * self.capacity else 0.0
 
+    def held(self, now_s: float) -> float:
+        """What the bucket holds now. Negative: a debt."""
+        self._refill(now_s)
+        return self.level
+
     def charge(self, amount: float, now_s: float) -> None:
         """Take `amount`; the level may fall below zero. A negative amount is returned to the bucket."""
         self._refill(now_s)  # before the charge: a past overflow must not pay for later use

@@ -229,6 +229,8 @@ async def test_too_much_is_answered_429_with_retry_after(
         assert (refused.status, refused.error["type"]) == (429, "rate_limit_error")
         assert code in (None, refused.error["code"])
         assert retry_after_s[0] <= int(refused.headers["retry-after"]) <= retry_after_s[1]
+        (kind,) = (name.partition("_")[0] for name in limits)
+        assert refused.headers[f"x-ratelimit-remaining-{kind}"] == "0"
         assert used(harness) == (40, 80)
         assert (await harness.chat(by(BOB))).status == 200
 
