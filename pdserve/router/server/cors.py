@@ -46,8 +46,8 @@ class Cors:
         ]
 
     def preflight(self, method: str, request: Mapping[bytes, bytes]) -> Headers | None:
-        """The headers of the answer to a preflight (status 200, no body). None: the request is none, or its origin is
-        not let in.
+        """The headers of the answer to a preflight (status 200, no body). None: the request is none, or its
+        origin is not let in.
         """
         if method != "OPTIONS" or b"access-control-request-method" not in request:
             return None
