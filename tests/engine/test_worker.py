@@ -30,6 +30,7 @@ def rank(running: int, waiting: int, queued: int, used: int, total: int) -> Any:
         num_waiting_uncached_tokens=queued,
         num_used_tokens=used,
         max_total_num_tokens=total,
+        max_running_requests=16,
     )
 
 
@@ -91,7 +92,7 @@ def test_a_worker_says_whether_a_seed_counts(deterministic: bool) -> None:
 def test_the_load_of_all_ranks_is_what_the_router_reads() -> None:
     status, said = ask("/pd/ready", manager([rank(1, 2, 300, 40, 1000), rank(3, 0, 0, 1100, 1000)]))
     assert (status, said["ready"], said["draining"], said["pool"]) == (200, True, False, "up")
-    assert msgspec.convert(said["load"], WorkerLoad) == WorkerLoad(4, 2, 300, 960)
+    assert msgspec.convert(said["load"], WorkerLoad) == WorkerLoad(4, 2, 300, 960, 32)
 
 
 @pytest.mark.parametrize(

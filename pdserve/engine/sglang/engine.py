@@ -26,7 +26,7 @@ PLACES: Final = (
         "create_load_snapshot_reader uses ShmLoadSnapshotReader",
         "ShmLoadSnapshotReader.read_all(self)",
         "LoadSnapshot(num_running_reqs, num_waiting_reqs, num_waiting_uncached_tokens)",
-        "LoadSnapshot(num_used_tokens, max_total_num_tokens)",
+        "LoadSnapshot(num_used_tokens, max_total_num_tokens, max_running_requests)",
     ),
     *places("sglang.srt.configs.model_config", "ModelConfig.__init__ sets is_multimodal"),
     *places("sglang.srt.server_args", "ServerArgs(chat_template, enable_deterministic_inference, dp_size)"),
@@ -81,8 +81,9 @@ class Engine:
         }
 
     def load(self) -> dict[str, int] | None:
-        """Requests running and waiting, the uncached prompt tokens of those that wait, and the KV memory that
-        is free or can be freed, in tokens; summed over data-parallel ranks. None until SGLang has said it.
+        """Requests running and waiting, the uncached prompt tokens of those that wait, the KV memory that is
+        free or can be freed, in tokens, and how many requests run at most; summed over data-parallel ranks.
+        None until SGLang has said it.
 
         The scheduler writes a `LoadSnapshot` into shared memory after its batches and when it falls idle.
         Reading it asks nothing of the scheduler.
@@ -95,6 +96,7 @@ class Engine:
             "waiting_requests": sum(rank.num_waiting_reqs for rank in ranks),
             "queued_tokens": sum(rank.num_waiting_uncached_tokens for rank in ranks),
             "free_kv_tokens": sum(max(0, one.max_total_num_tokens - one.num_used_tokens) for one in ranks),
+            "max_running_requests": sum(one.max_running_requests for one in ranks),
         }
 
 

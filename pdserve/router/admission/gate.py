@@ -167,7 +167,8 @@ class Gate:
             self._timer = None
 
     def _slots(self, model: str, now_s: float) -> int:
-        return self._running_per_worker * len(self._fleet.snapshot(model, now_s).decode)
+        snapshot = self._fleet.snapshot(model, now_s)
+        return self._running_per_worker * len(snapshot.decode) or snapshot.slots
 
     async def _wait(self, ticket: Ticket) -> None:
         self._waiters[ticket] = waiter = self._loop.create_future()

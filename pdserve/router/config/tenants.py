@@ -154,11 +154,12 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     running_per_worker: Annotated[
         int,
         Meta(
-            ge=1,
+            ge=0,
             description="Most running requests per ready decode worker, in one router process and for all "
-            "workers of a model together. Further requests wait.",
+            "workers of a model together. Further requests wait. 0: twice as many as the worker says that it "
+            "computes at a time.",
         ),
-    ] = 4096
+    ] = 0
     queue_length: Annotated[
         int,
         Meta(

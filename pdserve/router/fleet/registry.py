@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import msgspec
 
@@ -29,6 +30,12 @@ from pdserve.router.fleet.text_limits import (
 from pdserve.router.fleet.worker import ROLES, Role, Worker, WorkerInfo, WorkerLoad
 
 
+SLOTS_PER_RUNNING: Final = 2
+"""So a worker always has a request to go on with, while others are prefilled or answered."""
+UNKNOWN_SLOTS: Final = 4096
+"""Of a worker that does not say how many requests it computes at a time: more than any engine does."""
+
+
 class Snapshot(msgspec.Struct, frozen=True):
     """The workers eligible for a request for one model. Its `Worker` objects are live, not copies."""
 
@@ -36,6 +43,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     prefill: tuple[Worker, ...] = ()
     decode: tuple[Worker, ...] = ()
     """Decode workers, or aggregated workers if no decode worker is eligible."""
+    slots: int = 0
+    """Requests that the decode workers should have at a time, all together."""
     draining: tuple[Worker, ...] = ()
     """Decode and aggregated workers that get no new request, but can still be asked about earlier ones."""
     members: frozenset[str] = frozenset()
@@ -145,10 +154,12 @@ class Fleet:
         openings = [
             w.circuit.retry_at_s for ws in ready.values() for w in ws if not w.circuit.lets_through(now_s)
         ]
+        decode = closed["decode"] or closed["agg"] or tuple(ready["decode"]) or tuple(ready["agg"])
         return Snapshot(
             models=self.models,
             prefill=closed["prefill"],
-            decode=closed["decode"] or closed["agg"] or tuple(ready["decode"]) or tuple(ready["agg"]),
+            decode=decode,
+            slots=sum(SLOTS_PER_RUNNING * w.max_running or UNKNOWN_SLOTS for w in decode),
             draining=tuple(w for role in ("decode", "agg") for w in there[role] if w.draining),
             members=frozenset(w.id for w in self.workers if not w.draining),
             valid_until_s=min(openings, default=math.inf),
@@ -184,6 +195,9 @@ class Fleet:
         worker.elsewhere = max(0, load.running_requests + load.waiting_requests - worker.in_flight)
         worker.queued_elsewhere = max(0, load.queued_tokens - worker.queued_here)
         worker.free_kv_tokens = load.free_kv_tokens
+        if worker.max_running != load.max_running_requests:
+            worker.max_running = load.max_running_requests
+            self._snapshots.clear()
 
     def on_trial_answering(self, worker: Worker, trial: int, now_s: float) -> None:
         """The stream of a trial has begun without an error (see `CircuitBreaker`)."""

@@ -54,6 +54,8 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     queued_tokens: Number = 0
     """Uncached prompt tokens of the waiting requests."""
     free_kv_tokens: Number | None = None
+    max_running_requests: Count = 0
+    """Requests that it computes at the same time; further ones wait in it. 0: it does not say."""
 
 
 class Worker:
@@ -71,6 +73,7 @@ class Worker:
         "incarnation",
         "info",
         "is_tls",
+        "max_running",
         "pool_up",
         "port",
         "probe_failures",
@@ -105,6 +108,8 @@ class Worker:
         """The worker reaches the pool, so the pages that it computes are stored there."""
         self.free_kv_tokens: int | None = None
         """Room in its KV memory. None: the worker does not say."""
+        self.max_running = 0
+        """Requests that it computes at the same time. 0: it does not say."""
         self.sources: set[Source] = set()
         """The worker leaves when no source names it any more."""
         self.ready = False

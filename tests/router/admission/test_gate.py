@@ -373,6 +373,21 @@ async def test_a_full_queue_is_answered_429_and_a_flood_does_not_keep_others_out
     assert sum(harness.router.gate.queue_wait.counts) == 3
 
 
+async def test_by_default_as_many_run_as_keep_the_workers_busy(access: Access) -> None:
+    """Twice what a worker says that it computes at a time: then shares of tenants count, not SGLang's queue."""
+    async with full(access, Admission(queue_length=8)) as (harness, decode, _, gate):
+        decode.load = {"max_running_requests": 2}
+        (worker,) = harness.router.fleet.snapshot("m", 0.0).decode
+        await harness.until(lambda: worker.max_running == 2)
+        assert harness.router.fleet.snapshot("m", 0.0).slots == 4
+        decode.script(CHAT, *[mock.stream(EVENTS, gate, 0)] * 5)
+        asking = [await harness.asking(by(ALICE), stream=True) for _ in range(5)]  # one runs already
+        await until_waiting(harness, 2)
+        gate.open.set()
+        for waited in asking:
+            assert (await waited.response()).body == STREAM
+
+
 async def test_what_waits_too_long_is_answered_429(access: Access) -> None:
     short = Admission(running_per_worker=1, queue_s=0.05)
     async with full(access, short) as (harness, _, _, _):
