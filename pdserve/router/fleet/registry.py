@@ -29,7 +29,6 @@ from pdserve.router.fleet.text_limits import (
 )
 from pdserve.router.fleet.worker import ROLES, Role, Worker, WorkerInfo, WorkerLoad
 
-
 SLOTS_PER_RUNNING: Final = 2
 """So a worker always has a request to go on with, while others are prefilled or answered."""
 UNKNOWN_SLOTS: Final = 4096

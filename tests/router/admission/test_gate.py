@@ -374,7 +374,7 @@ async def test_a_full_queue_is_answered_429_and_a_flood_does_not_keep_others_out
 
 
 async def test_by_default_as_many_run_as_keep_the_workers_busy(access: Access) -> None:
-    """Twice what a worker says that it computes at a time: then shares of tenants count, not SGLang's queue."""
+    """Twice what a worker computes at a time: then shares of tenants count, not the queue of SGLang."""
     async with full(access, Admission(queue_length=8)) as (harness, decode, _, gate):
         decode.load = {"max_running_requests": 2}
         (worker,) = harness.router.fleet.snapshot("m", 0.0).decode
