@@ -50,6 +50,9 @@ def collect(stats: Stats, fleet: Fleet, gate: Gate, upstream: Upstream, sessions
     histograms: dict[str, Mapping[Labels, Histogram]] = {
         "time_to_first_byte_seconds": _keyed(stats.first_byte),
         "first_token_seconds": _keyed(stats.first_token),
+        "model_request_seconds": _keyed(stats.model_request),
+        "model_first_token_seconds": _keyed(stats.model_first_token),
+        "model_inter_token_seconds": _keyed(stats.model_inter_token),
         "queue_wait_seconds": {(): gate.queue_wait},
     }
     return Snapshot(

@@ -27,6 +27,7 @@ from pdserve.router.api.request_body import (
     session_of,
 )
 from pdserve.router.api.text_length import check_texts
+from pdserve.router.app.accounting import account, log_access
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.deadlines import Deadlines
 from pdserve.router.dispatch.dispatcher import Dispatcher
@@ -81,6 +82,7 @@ class GenerationHandler:
         self._needs_prefix = dispatcher.placer.needs_prefix
         self._sources = parse_sources(config.session.sources)
         self._shows_load = config.access.show_load
+        self._logs_access = config.access_log
         self._limits = config.limits
         self._held_limit_bytes = config.limits.held_body_bytes
         self._held_bytes = 0
@@ -119,7 +121,9 @@ class GenerationHandler:
         finally:
             self._deadlines.discard(call)
             self._held_bytes -= call.held_bytes
-            self._account(call)
+            account(call, self._stats, self._loop.time())
+            if self._logs_access:
+                log_access(call, self._loop.time())
             if call.trace is not None:
                 spans.end(call, self._loop.time())
 
@@ -307,18 +311,6 @@ class GenerationHandler:
                 await call.answer.break_off(status, message, code)
         except TimeoutError:
             logger.warning("client does not read, cut off")
-
-    def _account(self, call: Call) -> None:
-        stats = self._stats
-        stats.in_flight -= 1
-        if call.answer.is_started:
-            stats.requests[call.endpoint.path, str(call.answer.status)] += 1
-            stats.first_byte[call.endpoint.path].observe(call.answer.started_s - call.started_s)
-            if call.answer.is_stream:
-                for part, spent_s in call.parts_s.items():
-                    stats.first_token[part].observe(spent_s)
-        else:
-            stats.requests[call.endpoint.path, "aborted"] += 1
 
 
 def _too_large(limit_bytes: int) -> RequestError:

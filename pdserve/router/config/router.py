@@ -120,6 +120,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stop_grace_s: Annotated[
         float, Meta(ge=0, description="Time that running requests have to finish after SIGTERM.")
     ] = 30.0
+    access_log: Annotated[
+        bool,
+        Meta(
+            description="Log a line for each request: tenant, model, workers, status, times and tokens. It "
+            "holds no prompt, answer or key."
+        ),
+    ] = False
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Lowest level that is logged.")
     ] = "info"

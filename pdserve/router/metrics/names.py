@@ -1,7 +1,7 @@
 """The router's Prometheus metrics: the whole list. Pure.
 
 Label values are bounded: routes are the router's own, statuses HTTP's, reasons, outcomes, parts, tiers and
-turns words of the code; workers as many as there are, tenants as many as the keys file names.
+turns words of the code; workers and models as many as there are, tenants as many as the keys file names.
 """
 
 from __future__ import annotations
@@ -47,6 +47,24 @@ METRICS: Final = (
         "prefill: at the prefill worker, its queue too; publish: until the pages are in the pool; pull: the "
         "decode worker's wait for them; decode: its queue and the rest; router: what is left. A part that "
         "did not occur is not counted; `router` always is, so its count is that of the streams.",
+    ),
+    _one(
+        "model_request_seconds",
+        "histogram",
+        ("model",),
+        "Time from a request's arrival to the last byte of its answer. Answers with an error do not count.",
+    ),
+    _one(
+        "model_first_token_seconds",
+        "histogram",
+        ("model",),
+        "Streams: time from the request's arrival to the first token.",
+    ),
+    _one(
+        "model_inter_token_seconds",
+        "histogram",
+        ("model",),
+        "Streams: mean time between two tokens, one observation for each stream.",
     ),
     _one(
         "turn_tokens",

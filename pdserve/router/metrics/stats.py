@@ -58,6 +58,9 @@ class Stats:
         self.first_byte: defaultdict[str, Histogram] = defaultdict(Histogram)
         self.first_token: defaultdict[str, Histogram] = defaultdict(Histogram)
         """By part, see `metric_names.PARTS`."""
+        self.model_request: defaultdict[str, Histogram] = defaultdict(Histogram)
+        self.model_first_token: defaultdict[str, Histogram] = defaultdict(Histogram)
+        self.model_inter_token: defaultdict[str, Histogram] = defaultdict(Histogram)
         self.turn_tokens: defaultdict[Labels, int] = defaultdict(int)
         """Prompt tokens by (turn, tier)."""
         self.placements: dict[Labels, int] = {}

@@ -82,8 +82,8 @@ class Call:
         """Bytes of the body, as counted by who bounds those of all requests."""
         self.facts = RequestFacts(self.endpoint)
         self.tenant: TenantState
-        self.model: str
-        """The served model that the request means."""
+        self.model = ""
+        """The served model that the request means, once it is known."""
         self.streams = False
         """The client asks for a stream."""
         self.phase: Phase = "body"
