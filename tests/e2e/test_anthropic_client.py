@@ -13,7 +13,7 @@ from tests.support.e2e.site import Cluster
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 MODEL = "demo-tiny"
-SYSTEM = "You are a helpful assistant. " * 20
+SYSTEM = "You answer clients of another kind. " * 20
 MESSAGES: list[Any] = [{"role": "user", "content": "Write something about dictionaries."}]
 GREEDY: Any = {"temperature": 0}
 WEATHER: Any = {

@@ -222,7 +222,7 @@ def test_a_response_says_what_its_stream_says_and_comes_from_one_worker(client: 
     whole = client.responses.create(**asked, max_output_tokens=24)
     assert whole.id.startswith("resp_")
     assert whole.usage is not None
-    assert whole.usage.output_tokens == 24
+    assert 0 < whole.usage.output_tokens <= 24
     events = list(client.responses.create(**asked, max_output_tokens=24, stream=True))
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == whole.output_text != ""
