@@ -23,7 +23,6 @@ import math
 import os
 import time
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -181,6 +180,7 @@ def _connect(session: Session) -> tuple[Any, tuple[type[BaseException], ...]]:
     """(client, exceptions that it raises). Nothing is sent yet. Raises ConfigError."""
     try:
         from redis.asyncio import BlockingConnectionPool, Redis
+        from redis.asyncio.connection import parse_url
         from redis.asyncio.retry import Retry
         from redis.backoff import NoBackoff
         from redis.exceptions import RedisError
@@ -193,15 +193,16 @@ def _connect(session: Session) -> tuple[Any, tuple[type[BaseException], ...]]:
     password = given_secret(
         "session.redis.password", table.password, table.password_file, "PDSERVE_REDIS_PASSWORD", os.environ
     )
-    if urlsplit(table.url).password:
-        raise ConfigError(
-            "session.redis.url holds a password, which would be shown with it: put the password into "
-            "session.redis.password_file, or PDSERVE_REDIS_PASSWORD"
-        )
     own = {"password": password} if password else {}
     try:
+        # by its own parser: a password may also stand in the query
+        if any("password" in name.lower() for name in parse_url(table.url)):
+            raise ConfigError(
+                "session.redis.url holds a password, which would be shown with it: put the password into "
+                "session.redis.password_file, or PDSERVE_REDIS_PASSWORD"
+            )
         pool = BlockingConnectionPool.from_url(
-            session.redis.url,
+            table.url,
             max_connections=CONNECTIONS,
             timeout=timeout_s,
             socket_timeout=timeout_s,
@@ -209,6 +210,11 @@ def _connect(session: Session) -> tuple[Any, tuple[type[BaseException], ...]]:
             retry=Retry(NoBackoff(), 0),
             **own,
         )
-    except ValueError as error:
-        raise ConfigError(f"session.redis.url: {error}") from None
+        pool.make_connection()  # connects nowhere; an unknown option fails here, not in each request
+    except (ValueError, TypeError, RedisError):
+        # their text may hold a part of the URL
+        raise ConfigError(
+            "session.redis.url is none that Redis' client takes: give redis://HOST:PORT/DB, rediss:// or "
+            "unix://PATH, with options of redis-py's connections"
+        ) from None
     return Redis(connection_pool=pool), (RedisError, OSError, TimeoutError)

@@ -155,11 +155,51 @@ async def test_a_url_that_is_none_is_refused() -> None:
         SharedSessions(settings("http://x"))
 
 
-async def test_a_url_with_a_password_is_refused_without_telling_it() -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user:a-secret-of-redis@127.0.0.1:1/0",
+        "redis://:a-secret-of-redis@127.0.0.1:1/0",
+        "rediss://user:a-secret-of-redis@127.0.0.1:1",
+        "unix://user:a-secret-of-redis@/run/redis.sock",
+        "redis://127.0.0.1:1/0?password=a-secret-of-redis",
+        "redis://127.0.0.1:1/0?db=0&p%61ssword=a-secret-of-redis",
+        "unix:///run/redis.sock?password=a-secret-of-redis&db=1",
+        "rediss://127.0.0.1:1?ssl_password=a-secret-of-redis",
+        "redis://127.0.0.1:1?Password=a-secret-of-redis",
+    ],
+)
+async def test_a_url_with_a_password_is_refused_without_telling_it(url: str) -> None:
     """URLs are shown in logs and errors."""
     with pytest.raises(ConfigError, match="password_file") as refused:
-        SharedSessions(settings("redis://user:a-secret-of-redis@127.0.0.1:1/0"))
+        SharedSessions(settings(url))
     assert "a-secret-of-redis" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user:a-secret#of-redis@127.0.0.1:1",  # what stands before # is taken for a port
+        "redis://[user:a-secret-of-redis@127.0.0.1:1",
+        "redis+sentinel://:a-secret-of-redis@127.0.0.1:1/service/0",
+        "redis://127.0.0.1:1?db=a-secret-of-redis",
+        "redis://127.0.0.1:1?credentials=a-secret-of-redis",
+    ],
+)
+async def test_a_url_that_redis_does_not_take_is_refused_without_telling_it(url: str) -> None:
+    """At the start: an option that no connection takes would fail each request."""
+    with pytest.raises(ConfigError, match=r"^session\.redis\.url .* redis://HOST:PORT/DB") as refused:
+        SharedSessions(settings(url))
+    assert "secret" not in str(refused.value)
+
+
+async def test_a_users_name_in_the_url_goes_with_the_password_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("of-the-file")
+    table = SharedTable(url="redis://user@127.0.0.1:1/0?protocol=3", password_file=tmp_path / "secret")
+    shared = SharedSessions(Session(redis=table))
+    given = shared._redis.connection_pool.connection_kwargs
+    assert (given["username"], given["password"]) == ("user", "of-the-file")
+    await shared.close()
 
 
 SESSION = {"x-session-id": "s"}
