@@ -134,7 +134,9 @@ class Administration:
         fault = None
         if kind in access.NEEDS:
             if self.lacks_right(session, message):
-                name = self.namespaces[getattr(message, "namespace", 0)].name
+                number = getattr(message, "namespace", 0)
+                may_see = self.rights(session, number) & m.READ  # numbers can be tried, and names tell
+                name = f"'{self.namespaces[number].name}'" if may_see else f"number {number}"
                 fault = access.denied(name, access.NEEDS[kind], request_id)
         elif kind in access.PEER_OPERATIONS:
             if not session.peer:
@@ -175,12 +177,10 @@ class Administration:
         """Whether the client may decide the geometry of a namespace, for all later clients."""
         return self._is_super(session) or bool(access.rights_of(session.token, record.settings) & m.WRITE)
 
-    def _check_makes(self, session: Session, record: NamespaceRecord, request_id: int) -> None:
-        """Raises Denied: strangers make no namespaces; NamespaceError: the holders of a token have theirs."""
+    def _check_makes(self, session: Session, record: NamespaceRecord) -> None:
+        """Raises NamespaceError: the holders of a token have as many as one may make."""
         if self._is_operator(session):
             return
-        if not self._may_make(session, record.settings):
-            raise Denied(access.denied_new(record.name, request_id))
         self.namespaces.registry.check_spare(record)
         guard = access.guards(record.settings)[1]
         living = (known for known in self.namespaces.registry if not known.dropped)
@@ -192,15 +192,24 @@ class Administration:
                 "with one: drop those that are not used, or let the node's administrator make more",
             )
 
-    def _require(self, session: Session, record: NamespaceRecord, right: int, request_id: int) -> None:
+    def _has(self, session: Session, settings: NamespaceSettings, right: int) -> bool:
+        """Whether the client has the right in a namespace with these settings."""
+        return self._is_super(session) or bool(access.rights_of(session.token, settings) & right)
+
+    def _require_admin(self, session: Session, record: NamespaceRecord, request_id: int) -> None:
         """Raises Denied."""
-        if not self._is_super(session) and not access.rights_of(session.token, record.settings) & right:
-            raise Denied(access.denied(record.name, right, request_id))
+        if not self._has(session, record.settings, m.ADMIN):
+            raise Denied(access.denied_change(record.name, request_id))
 
     def _require_operator(self, session: Session, what: str, request_id: int) -> None:
         """Raises Denied."""
         if not self._is_operator(session):
             raise Denied(access.denied_here(self._node, what, request_id))
+
+    def _require_operator_for(self, session: Session, name: str, request_id: int) -> None:
+        """Raises Denied, as for a name that is there."""
+        if not self._is_operator(session):
+            raise Denied(access.denied_change(name, request_id))
 
     # --- requests
 
@@ -229,25 +238,29 @@ class Administration:
     def _open(self, session: Session, request: m.OpenNamespace, out: list[Action]) -> m.Opened:
         registry = self.namespaces.registry
         known = registry.get(request.name)
-        generation = request.generation if session.peer else 0  # only nodes know generations
-        record = known or registry.fresh(request.name, self._rules.defaults)
-        if known is None and generation > record.generation:
-            record = msgspec.structs.replace(record, generation=generation)
-        is_new = known is None or record.dropped
-        local = self.namespaces.find(record.name)
-        self._require(session, record, m.WRITE if is_new else m.READ, request.id)
-        if record.replaced_by:
+        is_new = known is None or known.dropped
+        settings = self._rules.defaults if known is None else known.settings
+        # strangers get here, and no further, on one way for all names
+        if not self._has(session, settings, m.WRITE if is_new else m.READ):
+            raise Denied(access.denied_open(request.name, request.id))
+        if known is not None and known.replaced_by:
             raise NamespaceError(
                 "namespace_replaced",
-                f"namespace '{record.name}' was replaced by '{record.replaced_by}': start the worker with "
+                f"namespace '{known.name}' was replaced by '{known.replaced_by}': start the worker with "
                 "that revision (an administrator can bring the old one back: pdserve pool ns create)",
             )
+        if is_new and not self._may_make(session, settings):
+            raise Denied(access.denied_open(request.name, request.id))
+        generation = request.generation if session.peer else 0  # only nodes know generations
+        record = known or registry.fresh(request.name, settings)
+        if known is None and generation > record.generation:
+            record = msgspec.structs.replace(record, generation=generation)
+        local = self.namespaces.find(record.name)
         if generation and (record.dropped or record.generation != generation):
             # one of the two nodes has not heard of a drop yet: the pages must not come back
             raise NamespaceError("unknown_namespace", f"namespace '{record.name}' was dropped meanwhile")
         if is_new:
-            asked = msgspec.structs.replace(record, geometry=dict(request.geometry))
-            self._check_makes(session, asked, request.id)
+            self._check_makes(session, msgspec.structs.replace(record, geometry=dict(request.geometry)))
         elif local is None and not record.geometry and not self._may_decide(session, record):
             raise Denied(access.denied_first(record.name, request.id))
         if local is not None or record.geometry:
@@ -268,10 +281,10 @@ class Administration:
     def _put(self, session: Session, request: PutNamespace, out: list[Action]) -> m.Done:
         known = self.namespaces.registry.get(request.name)
         if known is None:
-            self._require_operator(session, "a new namespace", request.id)
+            self._require_operator_for(session, request.name, request.id)
             known = self.namespaces.registry.fresh(request.name, NamespaceSettings())
         else:
-            self._require(session, known, m.ADMIN, request.id)
+            self._require_admin(session, known, request.id)
         if known.dropped and not self._is_operator(session):
             self.namespaces.registry.check_spare(known)
         settings = _with_kept_tokens(request.settings, known.settings)
@@ -282,18 +295,18 @@ class Administration:
     def _replace(self, session: Session, request: ReplaceNamespace, out: list[Action]) -> m.Done:
         registry = self.namespaces.registry
         if registry.get(request.old) is None:  # others are not told of names that are like it
-            self._require_operator(session, "replacing a namespace that is not there", request.id)
+            self._require_operator_for(session, request.old, request.id)
         old, new = self._known(request.old), registry.get(request.new)
-        self._require(session, old, m.ADMIN, request.id)
+        self._require_admin(session, old, request.id)
         if request.old == request.new:
             raise NamespaceError("bad_request", f"namespace '{request.old}' cannot replace itself")
         is_new = new is None
         if new is None:
             if not self._may_make(session, self._rules.defaults):
-                raise Denied(access.denied_new(request.new, request.id))
+                raise Denied(access.denied_change(request.new, request.id))
             new = registry.fresh(request.new, old.settings)
         else:
-            self._require(session, new, m.ADMIN, request.id)
+            self._require_admin(session, new, request.id)
         if (is_new or new.dropped) and not self._is_operator(session):
             registry.check_spare(new)
         has_own = not is_new and new.settings not in (self._rules.defaults, NamespaceSettings())
@@ -305,9 +318,12 @@ class Administration:
 
     def _drop(self, session: Session, request: m.DropNamespace, out: list[Action]) -> m.Done:
         known = self.namespaces.registry.get(request.name)
+        if known is None:
+            self._require_operator_for(session, request.name, request.id)
+        else:
+            self._require_admin(session, known, request.id)
         if known is None or known.dropped:
             return m.Done(request.id)
-        self._require(session, known, m.ADMIN, request.id)
         return m.Done(request.id, self._change(_dropped(known), out))
 
     def _list(self, session: Session, request: ListNamespaces) -> NamespaceList:

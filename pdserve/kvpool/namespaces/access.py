@@ -82,23 +82,35 @@ def redacted(settings: NamespaceSettings) -> NamespaceSettings:
 
 
 def denied(namespace: str, right: int, request_id: int) -> m.Fault:
-    """The answer to a client without the right."""
+    """The answer to a client without the right in a namespace that it knows of. `namespace`: how it does."""
     message = (
-        f"namespace '{namespace}': this client may not {_VERBS[right]}: give it the namespace's "
-        f"{RIGHTS[right]} token (a worker: pool.token_file; pdserve pool: --token-file; both: "
-        "PDSERVE_POOL_TOKEN)"
+        f"namespace {namespace}: this client may not {_VERBS[right]}: give it the namespace's "
+        f"{RIGHTS[right]} token {_WHERE}"
     )
     return m.Fault(request_id, "access_denied", message)
 
 
 _VERBS: Final = {READ: "read it", WRITE: "write to it", ADMIN: "administer it"}
+_WHERE: Final = "(a worker: pool.token_file; pdserve pool: --token-file; both: PDSERVE_POOL_TOKEN)"
 
 
-def denied_new(namespace: str, request_id: int) -> m.Fault:
-    """The answer to a client that may not make the namespace."""
+def denied_open(namespace: str, request_id: int) -> m.Fault:
+    """The answer to a client that may not open this name, the same whether it is there: names tell of models
+    and tenants.
+    """
     message = (
-        f"namespace '{namespace}' is not there, and this client may not make it: make it with "
-        "`pdserve pool ns create`, or give nodes namespace_defaults.write_token and workers that token"
+        f"namespace '{namespace}' is not there, or not for this client: give it the namespace's read token "
+        f"{_WHERE}; a new one is made by `pdserve pool ns create`, or by workers with "
+        "namespace_defaults.write_token"
+    )
+    return m.Fault(request_id, "access_denied", message)
+
+
+def denied_change(namespace: str, request_id: int) -> m.Fault:
+    """The answer to a client that may not make, change or drop this name, the same whether it is there."""
+    message = (
+        f"namespace '{namespace}' is not there, or this client may not administer it: give it the "
+        f"namespace's admin token {_WHERE}; to make a new one, the nodes' admin token"
     )
     return m.Fault(request_id, "access_denied", message)
 

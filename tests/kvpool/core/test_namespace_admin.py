@@ -397,13 +397,13 @@ def test_only_the_nodes_administrator_makes_namespaces_where_there_is_one() -> N
 def test_strangers_make_no_namespace_and_take_no_name_where_there_is_an_administrator() -> None:
     node = Node(rules=WITH_ADMIN)
     stranger, root = node.connect(), node.connect(token="root")
-    assert "may not make it" in fault(node, stranger, m.OpenNamespace(1, "worker", {"layout": "squat"}))
+    assert "access_denied" in fault(node, stranger, m.OpenNamespace(1, "worker", {"layout": "squat"}))
     assert len(node.state.namespaces.registry) == 0
     assert not node.state.administration.may_write(node.state.sessions[stranger])
     node.open(root, "worker", layout="right")
     node.open(stranger, "worker", layout="right")  # it is open to all, as its administrator made it
     drop(node, root, "worker")
-    assert "may not make it" in fault(node, stranger, m.OpenNamespace(1, "worker", {"layout": "squat"}))
+    assert "access_denied" in fault(node, stranger, m.OpenNamespace(1, "worker", {"layout": "squat"}))
 
 
 def test_workers_with_the_default_write_token_make_their_namespaces_up_to_a_bound(
@@ -450,7 +450,7 @@ def test_protected_drops_of_one_token_leave_room_for_the_operator(monkeypatch: p
 def test_a_namespaces_administrator_takes_no_new_name_by_a_switch() -> None:
     node = guarded_node()
     holder, root = node.connect(token="a"), node.connect(token="root")
-    assert "may not make it" in fault(node, holder, c.ReplaceNamespace(1, "ns", "of-another-tenant"))
+    assert "access_denied" in fault(node, holder, c.ReplaceNamespace(1, "ns", "of-another-tenant"))
     assert not record(node, "ns").dropped
     put_settings(node, root, "next", **msgspec.structs.asdict(GUARDED))
     node.ask(holder, c.ReplaceNamespace(2, "ns", "next"), m.Done)
@@ -463,6 +463,43 @@ def test_strangers_are_told_no_names_that_are_like_theirs() -> None:
         assert "access_denied" in said
         assert "'ns'" not in said
     assert "did you mean 'ns'" in fault(node, node.connect(token="root"), c.ReplaceNamespace(1, "nsx", "b"))
+
+
+@pytest.mark.parametrize("token", ["", "x", "of another namespace"])
+@pytest.mark.parametrize("defaults", [NamespaceSettings(), GUARDED])
+def test_nobody_learns_by_refusals_whether_a_name_is_there(token: str, defaults: NamespaceSettings) -> None:
+    """Names tell of models and tenants."""
+    node = Node(rules=Rules(admin_token=digest("root"), defaults=defaults))
+    root, client = node.connect(token="root"), node.connect(token=token)
+    for name in ("there", "dropped", "replaced", "next"):
+        put_settings(node, root, name, **msgspec.structs.asdict(GUARDED))
+        node.open(root, name)
+    drop(node, root, "dropped")
+    node.ask(root, c.ReplaceNamespace(2, "replaced", "next"), m.Done)
+    mine = digest("of another namespace")
+    put_settings(node, root, "mine", read_token=mine, write_token=mine, admin_token=mine)
+    makers = [
+        lambda name: m.OpenNamespace(1, name, {"layout": "x"}),
+        lambda name: m.DropNamespace(1, name),
+        lambda name: c.PutNamespace(1, name, NamespaceSettings()),
+        lambda name: c.ReplaceNamespace(1, name, "mine"),
+        lambda name: c.ReplaceNamespace(1, "mine", name),
+    ]
+    for make in makers:
+        said = {
+            fault(node, client, make(name)).replace(f"'{name}'", "NAME")
+            for name in ("there", "dropped", "replaced", "never")
+        }
+        assert len(said) == 1, said
+    assert record(node, "there").settings == GUARDED
+
+
+def test_a_number_tells_no_name_to_those_who_may_not_read_it() -> None:
+    node = guarded_node()
+    ns = node.state.namespaces.numbers[0]
+    for request in (m.Exists(1, ns, [key(1)]), m.Reserve(1, ns, [key(2)], [4 * KIB]), m.Clear(1, ns)):
+        assert "'ns'" not in fault(node, node.connect(token="x"), request)
+    assert "'ns'" in fault(node, node.connect(token="r"), m.Reserve(1, ns, [key(2)], [4 * KIB]))
 
 
 def test_who_may_only_read_does_not_decide_the_geometry_of_a_namespace() -> None:
