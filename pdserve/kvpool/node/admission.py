@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
+import time
 from collections.abc import Callable
 
 from pdserve.errors import ConfigError
@@ -14,6 +16,7 @@ from pdserve.kvpool.namespaces.registry import NamespaceError, check_name
 from pdserve.kvpool.namespaces.validation import check_settings
 from pdserve.kvpool.node.config.namespaces import settings_of, token_digest
 from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.serving.guesses import Guesses
 from pdserve.kvpool.node.serving.places import Places
 from pdserve.kvpool.protocol.address import is_loopback, is_remote
 from pdserve.kvpool.protocol.cluster_messages import View
@@ -86,6 +89,7 @@ class Admission:
         places: Places,
         view: Callable[[], View],
         token_digest: Callable[[bytes], str],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._rules = rules
@@ -94,9 +98,16 @@ class Admission:
         self._places = places
         self._token_digest = token_digest
         self._view = view
+        self._clock = clock
+        # these two may read the node's memory anyhow
+        self._guesses = Guesses({"uid 0", f"uid {os.getuid()}"})
 
-    def challenge(self, hello: Hello) -> Challenged | Fault:
-        """For a client that names a token. A fault if the token is none of the pool's."""
+    def challenge(self, address: str, hello: Hello) -> Challenged | Fault:
+        """For a client that names a token. A fault if the token is none of the pool's. `address`: see
+        `choose_path`.
+        """
+        if not self._guesses.may_try(address, hello.key_id, self._clock()):
+            return self._too_many_guesses(address)
         found = ""
         if hello.node and self._config.cluster.token:
             own = digest(self._config.cluster.token)
@@ -104,7 +115,19 @@ class Admission:
         found = found or self._token_digest(hello.key_id)
         if found:
             return Challenged(hello, found, self._config.name, secrets.token_bytes(NONCE_BYTES))
+        self._guesses.failed(address, self._clock())
         return self._other_cluster(hello) if hello.node else self._unknown_token(hello)
+
+    def wrong_proof(self, address: str) -> None:
+        """A client of this address did not prove the token that it has named."""
+        self._guesses.failed(address, self._clock())
+
+    def _too_many_guesses(self, address: str) -> Fault:
+        message = (
+            f"node {self._config.name}: too many tokens came from {address} that it does not know: correct "
+            "them there, and try again in a few seconds"
+        )
+        return Fault(0, "too_many_guesses", message)
 
     def _other_cluster(self, hello: Hello) -> Fault:
         message = f"node {self._config.name} has another cluster.token than node {hello.node}: give all one"
@@ -125,6 +148,8 @@ class Admission:
                 f"{hello.client} version {hello.version}: upgrade the older one"
             )
             return Fault(0, "protocol_version", message)
+        if hello.token and not hello.key_id and not self._may_show(address, hello):
+            return self._too_many_guesses(address)
         if hello.node and not shows_token(hello, self._config):
             return self._other_cluster(hello)
         if not hello.node:
@@ -156,6 +181,14 @@ class Admission:
         if hello.data_path in ("auto", "ucx", "tcp"):
             return Fault(0, "data_path", f"node {name} {no_tcp if hello.data_path == 'tcp' else no_ucx}")
         return Fault(0, "data_path", f"{hello.data_path} does not go over a socket")
+
+    def _may_show(self, address: str, hello: Hello) -> bool:
+        """Whether to look at the token of a client that names none and sends it, as earlier versions do."""
+        if not self._guesses.may_try(address, key_id(digest(hello.token)), self._clock()):
+            return False
+        if self._rules.admin_token and not self.shown_token(hello):
+            self._guesses.failed(address, self._clock())
+        return True
 
     def _no_ucx(self, address: str, hello: Hello) -> str:
         """Why this client gets no UCX; empty if it gets it.
@@ -201,8 +234,10 @@ class Admission:
             return presented
         return presented if same(presented, self._token_digest(key_id(presented))) else ""
 
-    def connected(self, number: int, hello: Hello, path: DataPathName) -> Connected:
-        """The event that a client has shaken hands."""
+    def connected(self, number: int, address: str, hello: Hello, path: DataPathName) -> Connected:
+        """The event that a client has shaken hands. `address`: see `choose_path`."""
+        if shown := self.shown_token(hello):
+            self._guesses.proved(address, key_id(shown))
         peer = is_peer(hello, self._config, self._rules)
         return Connected(number, path, hello.client, hello.pid, peer, digest(hello.token))
 

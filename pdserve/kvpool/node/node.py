@@ -66,7 +66,6 @@ from pdserve.kvpool.node.timers import call_at
 from pdserve.kvpool.node.upgrade.handover import Handover
 from pdserve.kvpool.node.upgrade.upgrader import Upgrader
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, PullPages, Upgrade
-from pdserve.kvpool.protocol.handshake import Challenged
 from pdserve.kvpool.protocol.messages import (
     DataPathName,
     Fault,
@@ -107,7 +106,7 @@ class PoolNode:
         )
         self._rules = rules_of(config)
         self.places = Places(config.max_connections)
-        self._admission = Admission(
+        self.admission = Admission(
             config,
             self._rules,
             self.incarnation,
@@ -463,13 +462,9 @@ class PoolNode:
         self._last_connection += 1
         return ClientConnection(self, self._last_connection)
 
-    def challenge(self, hello: Hello) -> Challenged | Fault:
-        """For a client that names a token."""
-        return self._admission.challenge(hello)
-
     def choose_path(self, connection: int, address: str, hello: Hello) -> DataPathName | Fault:
         """How this client will move pages, or why it cannot be served."""
-        return self._upgrader.goodbye_fault or self._admission.choose_path(connection, address, hello)
+        return self._upgrader.goodbye_fault or self.admission.choose_path(connection, address, hello)
 
     def welcome(self, connection: int, path: DataPathName, info: DataPathInfo | None) -> Welcome:
         """The answer to a Hello."""
@@ -478,7 +473,7 @@ class PoolNode:
             session = self.state.sessions.get(connection)
             may_write = session is not None and self.state.administration.may_write(session)
             arena = self.arena.info(may_write=may_write)
-        return self._admission.welcome(path, arena, info)
+        return self.admission.welcome(path, arena, info)
 
     def _data_path_lost(self, connection: int, reason: str) -> None:
         client = self.connections.get(connection)
@@ -487,8 +482,8 @@ class PoolNode:
 
     def connected(self, connection: ClientConnection, hello: Hello, path: DataPathName) -> None:
         self.connections[connection.number] = connection
-        self.places.greeted(connection.number, token=self._admission.shown_token(hello))
-        self.feed(self._admission.connected(connection.number, hello, path))
+        self.places.greeted(connection.number, token=self.admission.shown_token(hello))
+        self.feed(self.admission.connected(connection.number, connection.address, hello, path))
 
     def disconnected(self, number: int, *, by_peer: bool) -> None:
         self.all_connections.remove(number)

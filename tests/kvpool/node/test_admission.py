@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdserve.errors import ConfigError
@@ -12,10 +13,11 @@ from pdserve.kvpool.node.admission import Admission, check_open, rules_of
 from pdserve.kvpool.node.config.cluster import ClusterConfig
 from pdserve.kvpool.node.config.namespaces import NamespaceConfig, NamespaceDefaults
 from pdserve.kvpool.node.config.node import PoolNodeConfig, TcpConfig, UcxConfig, with_secrets
+from pdserve.kvpool.node.serving.guesses import BURST
 from pdserve.kvpool.node.serving.places import Places
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import View
-from pdserve.kvpool.protocol.handshake import key_id
+from pdserve.kvpool.protocol.handshake import NONCE_BYTES, key_id, without_token
 from pdserve.kvpool.transports.session import make_hello
 from pdserve.settings.config_file import load_config
 from pdserve.tls.contexts import TlsConfig
@@ -79,6 +81,70 @@ def test_pages_of_clients_that_come_by_tls_go_by_tls_unless_they_ask_for_ucx() -
     assert path_of(FAR, "ucx", trusted_network=True, tls=tls) == "ucx"
     assert path_of(FAR, "auto", trusted_network=True, tls=tls, tcp=TcpConfig(enabled=False)) == "ucx"
     assert path_of(HERE, "auto", trusted_network=True, tls=tls) == "ucx", "its ports are on loopback"
+
+
+class Door:
+    """Who comes to a node with an operator's token, at a time of the test's."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        config = PoolNodeConfig(name="n", admin_token=TOKEN, cluster=ClusterConfig(token="the-nodes-token"))
+        known = {key_id(digest(TOKEN)): digest(TOKEN)}
+        view = View(0, 0, [])
+        self.admission = Admission(
+            config,
+            rules_of(config),
+            1,
+            Places(8),
+            lambda: view,
+            lambda named: known.get(named, ""),
+            self._clock,
+        )
+
+    def _clock(self) -> float:
+        return self.now_s
+
+    def names(self, token: str, address: str = FAR, node: str = "") -> str:
+        """The code of the refusal; empty where the node goes on."""
+        asked = make_hello("w", "elsewhere", "none", token)
+        named = without_token(msgspec.structs.replace(asked, node=node), bytes(NONCE_BYTES))
+        answer = self.admission.challenge(address, named)
+        return answer.code if isinstance(answer, m.Fault) else ""
+
+    def sends(self, token: str, address: str = FAR) -> str:
+        """As clients of earlier versions do."""
+        answer = self.admission.choose_path(1, address, make_hello("w", "elsewhere", "none", token))
+        return answer.code if isinstance(answer, m.Fault) else ""
+
+
+@pytest.mark.parametrize("how", ["names", "sends", "names the nodes'", "proves wrongly"])
+def test_who_tries_tokens_is_told_nothing_more_after_some(how: str) -> None:
+    door = Door()
+    for number in range(BURST):
+        match how:
+            case "names":
+                assert door.names(f"guess {number}") == "bad_token"
+            case "sends":
+                assert door.sends(f"guess {number}") == ""  # it is let in, as one without a token
+            case "names the nodes'":
+                assert door.names(f"guess {number}", node="b") == "bad_token"
+            case _:
+                door.admission.wrong_proof(FAR)
+    for token in ("one more", TOKEN):
+        assert door.names(token) == door.sends(token) == "too_many_guesses"
+    assert door.names("the-nodes-token", node="b") == "too_many_guesses"
+    assert door.names(TOKEN, address="192.0.2.10") == door.sends("", FAR) == ""
+    door.now_s += 1.0
+    assert door.names(TOKEN) == ""
+
+
+def test_a_client_that_proved_its_token_comes_again_from_an_address_that_guesses() -> None:
+    door = Door()
+    shown = make_hello("w", "elsewhere", "none", TOKEN)
+    door.admission.connected(1, FAR, msgspec.structs.replace(shown, token=TOKEN), "none")
+    for number in range(10 * BURST):
+        door.names(f"guess {number}")
+    assert door.names(TOKEN) == door.sends(TOKEN) == ""
 
 
 def test_a_node_without_ucx_says_so() -> None:

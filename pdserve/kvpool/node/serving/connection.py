@@ -47,6 +47,18 @@ KEEPALIVE_INTERVAL_S = 3
 KEEPALIVE_PROBES = 3
 
 
+class Greeter(Protocol):
+    """Who knows the pool's tokens. `address`: see ClientConnection."""
+
+    def challenge(self, address: str, hello: Hello) -> Challenged | Fault:
+        """What a client must prove that names a token, or why it cannot be served."""
+        ...
+
+    def wrong_proof(self, address: str) -> None:
+        """A client did not prove the token that it has named."""
+        ...
+
+
 class Host(Protocol):
     """What a connection asks of its node."""
 
@@ -71,9 +83,8 @@ class Host(Protocol):
         """A socket was closed."""
         ...
 
-    def challenge(self, hello: Hello) -> Challenged | Fault:
-        """What a client must prove that names a token, or why it cannot be served."""
-        ...
+    @property
+    def admission(self) -> Greeter: ...
 
     def choose_path(self, connection: int, address: str, hello: Hello) -> DataPathName | Fault:
         """How this client will move pages, or why it cannot be served."""
@@ -246,6 +257,7 @@ class ClientConnection(asyncio.Protocol):
             proved = self._challenged.accept(message)
             self._challenged = None
             if proved is None:
+                self._node.admission.wrong_proof(self.address)
                 self._refuse_greeting(Fault(0, "bad_token", "the proof of the token is wrong"))
             else:
                 self._admit(proved)
@@ -258,7 +270,7 @@ class ClientConnection(asyncio.Protocol):
         if not message.key_id:
             self._admit(message)
             return
-        asked = self._node.challenge(message)
+        asked = self._node.admission.challenge(self.address, message)
         if isinstance(asked, Fault):
             self._refuse_greeting(asked)
             return
