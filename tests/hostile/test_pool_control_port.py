@@ -124,6 +124,31 @@ def test_open_waits_of_a_client_take_a_bounded_memory(pool: ProcessPool) -> None
     a_client_with_a_token_works(pool, 9)
 
 
+def sent_before_nobody_reads(sock: socket.socket, data: memoryview) -> int:
+    """Raises ConnectionError where the node hangs up instead."""
+    sent_bytes = 0
+    with contextlib.suppress(TimeoutError):
+        while True:
+            sent_bytes += sock.send(data[sent_bytes:])
+    return sent_bytes
+
+
+@pytest.mark.parametrize("token", ["", ADMIN_TOKEN])
+def test_who_reads_no_answers_gets_no_more_of_them_until_it_does(pool: ProcessPool, token: str) -> None:
+    """60 strangers held 360 MB of answers to Status."""
+    first = 1 << 16  # numbers whose frames are alike in length
+    asked = memoryview(b"".join(encode_frame(m.Status(number)) for number in range(first, first + 100_000)))
+    with strangers(pool, 1, encode_frame(make_hello("deaf", "", "none", token))) as [sock]:
+        sock.settimeout(3)
+        sent_bytes = sent_before_nobody_reads(sock, asked)
+        a_client_with_a_token_works(pool, 20 + len(token))
+        wanted, frames = sent_bytes // len(encode_frame(m.Status(first))), FrameBuffer()
+        answers: list[type] = []
+        while len(answers) < 1 + wanted:
+            answers += [type(decode_reply(body)) for body in frames.feed(sock.recv(1 << 16))]
+        assert answers == [m.Welcome] + [m.StatusReport] * wanted
+
+
 def test_clients_without_a_token_do_not_take_the_places_of_those_with_one(pool: ProcessPool) -> None:
     hello = encode_frame(make_hello("stranger", "", "none"))
     with strangers(pool, 2 * MAX_CONNECTIONS, hello) as sockets:

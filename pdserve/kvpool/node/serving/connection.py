@@ -42,6 +42,8 @@ FRAMES_A_TURN = 64  # of one connection; others are read before its next
 HALF_FRAME_TIMEOUT_S = 10.0  # for the rest of a frame to come: a client may hold 4 MiB of ours by it
 MAX_CLIENT_CHARS = 64  # of a client's name, in our log
 MAX_UNREAD_BYTES = 16 * 1024 * 1024  # replies a client has not read: four of the largest frames
+READS_ON_BELOW_BYTES = 256 * 1024  # of such replies: with more, none of its requests are read
+UNREAD_TIMEOUT_S = 30.0  # for such a client to read anything
 KEEPALIVE_IDLE_S = 6
 KEEPALIVE_INTERVAL_S = 3
 KEEPALIVE_PROBES = 3
@@ -126,12 +128,14 @@ class ClientConnection(asyncio.Protocol):
         self._turned_away = False
         self._paused = False
         self._paused_since_s = 0.0
+        self._unread_timer: asyncio.TimerHandle | None = None  # while the client reads too few replies
         self._gone = False
         self._open: dict[int, Open] = {}  # requests not answered yet, by id
         self._half_timer: asyncio.TimerHandle | None = None  # while a frame is not whole
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport.set_write_buffer_limits(READS_ON_BELOW_BYTES)
         loop = asyncio.get_running_loop()
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -175,7 +179,7 @@ class ClientConnection(asyncio.Protocol):
                 if count == FRAMES_A_TURN and not self._paused:
                     self.pause()
                     self.resume()
-                if self._paused:
+                if self._waits:
                     self._paused_since_s = since_s
                     break  # the rest stays in `_frames`
         except FrameError as error:
@@ -194,14 +198,51 @@ class ClientConnection(asyncio.Protocol):
         asyncio.get_running_loop().call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        if self._paused and not self._gone and not self._transport.is_closing():
-            self._paused = False
+        self._paused = False
+        self._read_on()
+
+    @property
+    def _waits(self) -> bool:
+        """Whether nothing is read of the client now."""
+        return self._paused or self._unread_timer is not None
+
+    def _read_on(self) -> None:
+        if not self._waits and not self._gone and not self._transport.is_closing():
             self._transport.resume_reading()
             self._take(b"")
+
+    def pause_writing(self) -> None:
+        """Of asyncio: the client does not read its replies. It gets no more of them before it has, or it
+        would fill our memory with them.
+        """
+        if self._unread_timer is None and not self._transport.is_closing():
+            self._transport.pause_reading()
+            self._await_reading()
+
+    def resume_writing(self) -> None:
+        """Of asyncio: it has read most of them."""
+        self._end_unread_timer()
+        asyncio.get_running_loop().call_soon(self._read_on)
+
+    def _await_reading(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._unread_timer = loop.call_later(UNREAD_TIMEOUT_S, self._reads_nothing, self.unread_bytes)
+
+    def _reads_nothing(self, unread_bytes: int) -> None:
+        if self.unread_bytes < unread_bytes:
+            self._await_reading()  # it does, slowly
+        else:
+            self.close(f"it has read no reply for {UNREAD_TIMEOUT_S:.0f} s", at_once=True)
+
+    def _end_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def connection_lost(self, error: Exception | None) -> None:
         self._gone = True
         self._end_timer.cancel()
+        self._end_unread_timer()
         if self._half_timer is not None:
             self._half_timer.cancel()
         self._node.closed()
@@ -337,7 +378,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _watch_half_frame(self, whole: bool) -> None:
         """A frame that began must end in time, however slowly its bytes come. `whole`: one just did."""
-        half = 0 if self._paused else self._frames.held_bytes
+        half = 0 if self._waits else self._frames.held_bytes
         if half or self._half_timer is not None:
             self._node.holds(self, half)
         if self._half_timer is not None and (whole or not half):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from pdserve.kvpool.node.serving.connection import ClientConnection
+from pdserve.kvpool.node.serving.connection import UNREAD_TIMEOUT_S, ClientConnection
 from pdserve.kvpool.protocol.messages import Done
+from tests.support.virtual_time import virtually
 
 
 class Host:
@@ -14,7 +15,13 @@ class Host:
 
     name = "node"
 
+    def __init__(self) -> None:
+        self.strangers = self
+
     def opened(self, connection: ClientConnection) -> None:
+        pass
+
+    def log(self, *words: object) -> None:
         pass
 
 
@@ -27,6 +34,9 @@ class GoneTransport:
     def is_closing(self) -> bool:
         return True
 
+    def set_write_buffer_limits(self, high: int) -> None:
+        pass
+
     def write(self, data: bytes) -> None:
         raise RuntimeError("unable to perform operation: the handler is closed")
 
@@ -38,3 +48,69 @@ def test_an_answer_that_comes_when_the_client_is_gone_is_dropped() -> None:
         connection.send(Done(1))
 
     asyncio.run(answer())
+
+
+class FullTransport:
+    """What is written stays in it until the test takes it out."""
+
+    def __init__(self) -> None:
+        self.unread_bytes = 0
+        self.aborted = False
+        self.reads = True
+
+    def get_extra_info(self, name: str) -> Any:
+        return None
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread_bytes
+
+    def pause_reading(self) -> None:
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        self.reads = True
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@virtually
+async def test_who_reads_nothing_is_closed_and_who_reads_a_little_is_not() -> None:
+    transport, connection = FullTransport(), ClientConnection(Host(), 1)  # type: ignore[arg-type]
+    connection.connection_made(transport)  # type: ignore[arg-type]
+    connection._end_timer.cancel()  # it has shaken hands
+    transport.unread_bytes = 1000
+    connection.pause_writing()
+    for _ in range(5):
+        await asyncio.sleep(UNREAD_TIMEOUT_S * 0.9)
+        transport.unread_bytes -= 1
+        assert (transport.reads, transport.aborted) == (False, False)
+    await asyncio.sleep(UNREAD_TIMEOUT_S * 2)
+    assert transport.aborted
+
+
+@virtually
+async def test_a_client_that_reads_again_is_read_again_unless_it_waits_for_another_reason() -> None:
+    transport, connection = FullTransport(), ClientConnection(Host(), 1)  # type: ignore[arg-type]
+    connection.connection_made(transport)  # type: ignore[arg-type]
+    connection._end_timer.cancel()
+    connection.pause_writing()
+    connection.pause()
+    connection.resume_writing()
+    await asyncio.sleep(2 * UNREAD_TIMEOUT_S)
+    assert not transport.reads
+    connection.pause_writing()
+    connection.resume()
+    await asyncio.sleep(0)
+    assert not transport.reads
+    connection.resume_writing()
+    await asyncio.sleep(0)
+    assert transport.reads
+    await asyncio.sleep(2 * UNREAD_TIMEOUT_S)
+    assert not transport.aborted
