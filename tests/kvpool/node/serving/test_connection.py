@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from pdserve.kvpool.node.serving.connection import UNREAD_TIMEOUT_S, ClientConnection
-from pdserve.kvpool.protocol.messages import Done
+from pdserve.kvpool.node.serving.connection import MAX_UNREAD_BYTES, UNREAD_TIMEOUT_S, ClientConnection
+from pdserve.kvpool.protocol.messages import Done, Fault
 from tests.support.virtual_time import virtually
 
 
@@ -19,6 +19,12 @@ class Host:
         self.strangers = self
 
     def opened(self, connection: ClientConnection) -> None:
+        pass
+
+    def closed(self) -> None:
+        pass
+
+    def disconnected(self, number: int, *, by_peer: bool) -> None:
         pass
 
     def log(self, *words: object) -> None:
@@ -76,6 +82,9 @@ class FullTransport:
     def resume_reading(self) -> None:
         self.reads = True
 
+    def write(self, data: bytes) -> None:
+        self.unread_bytes += len(data)
+
     def abort(self) -> None:
         self.aborted = True
 
@@ -93,6 +102,16 @@ async def test_who_reads_nothing_is_closed_and_who_reads_a_little_is_not() -> No
         assert (transport.reads, transport.aborted) == (False, False)
     await asyncio.sleep(UNREAD_TIMEOUT_S * 2)
     assert transport.aborted
+
+
+@virtually
+async def test_who_has_not_read_many_replies_is_closed_also_where_it_asked_for_them_before() -> None:
+    transport, connection = FullTransport(), ClientConnection(Host(), 1)  # type: ignore[arg-type]
+    connection.connection_made(transport)  # type: ignore[arg-type]
+    while not transport.aborted:
+        assert transport.unread_bytes <= MAX_UNREAD_BYTES
+        connection.send(Fault(0, "upgrading", "x" * (1 << 20)))
+    connection.connection_lost(None)
 
 
 @virtually
