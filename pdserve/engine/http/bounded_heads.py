@@ -1,5 +1,5 @@
-"""A worker's HTTP connections with bounded heads: uvicorn's, which would take endless headers, as slow as one
-likes, from clients that have shown no token.
+"""A worker's HTTP connections with bounds: uvicorn's, which would take endless headers, as slow as one likes,
+and thousands of requests at once, from clients that have shown no token.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES: Final = 64 * 1024  # as the router has
 MAX_HEADERS: Final = 256
+MAX_PIPELINED: Final = 16
+"""Requests that wait for the answer before theirs. Each takes some kilobytes; routers and probes send none."""
 HEAD_S: Final = 30.0
 """Time for a head from its first byte, and from a connection's start to its first head's end."""
 _TOO_LONG: Final = (
@@ -19,7 +21,9 @@ _TOO_LONG: Final = (
 
 
 class BoundedHeads(HttpToolsProtocol):
-    """Answers a head that is too long with 431, and closes a connection whose head is too slow."""
+    """Answers a head that is too long with 431, and closes a connection whose head is too slow, or that sends
+    too many requests at once.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -58,6 +62,10 @@ class BoundedHeads(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head is complete."""
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self.transport.close()
+        if self.transport.is_closing():
+            return  # with the rest of what was read at once
         self._head_bytes = -1
         self._unlimit_time()
         super().on_headers_complete()

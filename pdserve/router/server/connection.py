@@ -31,7 +31,8 @@ Here an idle connection stays for `LINGER_S`, and a request that comes meanwhile
 that was accepted just before.
 
 Pipelined requests are read within `MAX_AHEAD` and `MAX_AHEAD_BYTES` while an answer is under way: whether a
-client has left is seen only by reading.
+client has left is seen only by reading. What was read at once may hold more of them, up to `MAX_PIPELINED`.
+The connection of a client that sends more is closed: each takes some kilobytes, whatever its length.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ MAX_HEADERS = 256
 """Each header takes memory of its own: ten thousand short ones took 2 MB."""
 MAX_AHEAD = 16
 MAX_AHEAD_BYTES = 64 * 1024
+MAX_PIPELINED = 64
 LINGER_S = 1.0
 CLOSING_S = 2.0
 _CLOSING: Final = b"content-length: 0\r\nconnection: close\r\n\r\n"
@@ -312,8 +314,10 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head is complete."""
+        if self.transport.is_closing():
+            return  # the rest of what was read at once
         self._sending = "rest"
-        if len(self.headers) > MAX_HEADERS:
+        if len(self.headers) > MAX_HEADERS or len(self.pipeline) >= MAX_PIPELINED:
             self._refuse(_TOO_LONG)
             return
         path = None if self._direct is None else self._direct.targets.get(self.url)

@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 
 from pdserve.engine.http import bounded_heads
-from pdserve.engine.http.bounded_heads import MAX_HEAD_BYTES, MAX_HEADERS, BoundedHeads
+from pdserve.engine.http.bounded_heads import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED, BoundedHeads
 
 HEAD = b"GET / HTTP/1.1\r\nhost: t\r\n"
 
@@ -22,8 +22,8 @@ async def app(scope: dict[str, object], receive: object, send: object) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving() -> AsyncIterator[int]:
-    server = uvicorn.Server(uvicorn.Config(app, port=0, http=BoundedHeads, log_level="error", lifespan="off"))
+async def serving(http: type[BoundedHeads] = BoundedHeads) -> AsyncIterator[int]:
+    server = uvicorn.Server(uvicorn.Config(app, port=0, http=http, log_level="error", lifespan="off"))
     task = asyncio.create_task(server.serve())
     await until(lambda: server.started)
     try:
@@ -82,6 +82,23 @@ def test_ordinary_requests_and_long_bodies_are_served() -> None:
             return await answer(port, post + body, HEAD + b"\r\n", last)
 
     assert asyncio.run(run()).count(b" 200 ") == 3
+
+
+def test_who_sends_thousands_of_requests_at_once_is_closed_and_takes_a_bounded_memory() -> None:
+    """Each that waits takes some kilobytes; 40 strangers made a worker half as large again."""
+    waiting = []
+
+    class Watched(BoundedHeads):
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            waiting.append(len(self.pipeline))
+
+    async def run() -> bytes:
+        async with serving(Watched) as port:
+            return await answer(port, (HEAD + b"\r\n") * 5000)
+
+    assert asyncio.run(run()).count(b"200 OK") <= MAX_PIPELINED + 1
+    assert max(waiting) <= MAX_PIPELINED
 
 
 @pytest.mark.parametrize("sent", [b"", HEAD, HEAD + b"\r\n" + HEAD])

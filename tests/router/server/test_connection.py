@@ -19,6 +19,7 @@ from pdserve.router.server.connection import (
     MAX_AHEAD_BYTES,
     MAX_HEAD_BYTES,
     MAX_HEADERS,
+    MAX_PIPELINED,
     ClientConnection,
     Connections,
 )
@@ -364,6 +365,19 @@ async def test_pipelined_requests_are_read_within_bounds_and_answered_in_order(s
     assert not client.transport.is_paused
     assert client.statuses == [200] * sent
     assert client.state.total_requests == sent
+
+
+@pytest.mark.parametrize("request_", [ORDINARY, REQUEST])
+@virtually
+async def test_who_sends_thousands_of_requests_at_once_is_closed_and_takes_a_bounded_memory(
+    request_: bytes,
+) -> None:
+    """40 strangers made a router five times as large."""
+    client = Client()
+    await client.send(request_ * 5000)
+    assert client.transport.ended_s is not None
+    assert len(client.connection.pipeline) <= MAX_PIPELINED
+    assert len(client.cycles) <= 1, "what waits is not served"
 
 
 @virtually
